@@ -12,7 +12,7 @@ from hybrid.metrics.binary_metrics import (
 from hybrid.metrics.gathered_predictions import Predictions as Predictions
 from hybrid.metrics.task_metrics import (
     Metrics as Metrics,
-    check_own_metrics as check_own_metrics,
+    check_custom_metrics as check_custom_metrics,
     predicted as predicted,
     score as score,
 )

@@ -1,6 +1,6 @@
-"""Metrics of probabilities: AUC, log loss, normalised entropy, calibration, accuracy.
+"""Metrics of probabilities: AUC, log loss, normalized entropy, calibration, accuracy.
 
-Where samples have weights, each counts as so many, as scikit-learn's ``sample_weight`` has it.
+Weights of samples have the meaning of scikit-learn's ``sample_weight``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class BinaryMetrics:
     """Quality of predictions for N samples with labels 0 and 1.
 
     Attributes:
-        auc: area under the ROC curve; NaN where all labels are the same, or a logit is NaN.
+        auc: area under the ROC curve; NaN if all labels are the same, or a logit is NaN.
         log_loss: mean binary cross-entropy, in nats.
-        normalised_entropy: log loss over the entropy of the base rate, so that 1 is what always
-            predicting the base rate scores (He et al. 2014); NaN where all labels are the same.
-        calibration: mean prediction over mean label; NaN where no label is 1.
-        accuracy: share of samples on the right side of probability 0.5.
-        base_rate: share of samples with label 1.
-        num_samples: N, whatever they weigh.
+        normalised_entropy: log loss divided by the entropy of the base rate (He et al. 2014): 1 for a
+            constant prediction of the base rate; NaN if all labels are the same.
+        calibration: mean prediction divided by mean label; NaN if no label is 1.
+        accuracy: fraction of samples on the right side of probability 0.5.
+        base_rate: fraction of samples with label 1.
+        num_samples: N, independent of weights.
     """
 
     auc: float
@@ -38,22 +38,22 @@ class BinaryMetrics:
     num_samples: int
 
     def as_dict(self) -> dict[str, float]:
-        """Name to value, in the order above, which is that of ``hybrid.config.task_sections.METRICS``."""
+        """Return the values by name, in the order of ``hybrid.config.task_sections.METRICS``."""
         return dataclasses.asdict(self)
 
 
 def probabilities(logits_N: Tensor) -> Tensor:
-    """What N logits say, in float64: what is ranked for the AUC, and what ``hybrid predict`` writes."""
-    # NumPy's, since torch's sigmoid has other last bits for the last elements of a vector.
+    """Return the probabilities of N logits in float64, for the AUC and ``hybrid predict``."""
+    # By NumPy, since the last bits of torch's sigmoid depend on the position in a vector.
     with np.errstate(over="ignore"):
         return torch.from_numpy(1 / (1 + np.exp(-logits_N.detach().cpu().double().numpy())))
 
 
 def binary_metrics(logits_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None) -> BinaryMetrics:
-    """Metrics of N logits against N labels of 0 and 1, computed in float64.
+    """Compute the metrics of N logits and N labels of 0 and 1 in float64.
 
     Args:
-        weights_N: how much each sample counts, above 0; None for all the same.
+        weights_N: weights above 0; None for equal weights.
 
     Raises:
         ValueError: there are no samples, or the two differ in shape.

@@ -1,4 +1,4 @@
-"""What a model makes of a test set, out of the parts that trainers have predicted."""
+"""Predictions for a test set, collected from trainers, and their metrics."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hybrid.metrics.task_metrics import task_metrics
 
 
 class Predictions(NamedTuple):
-    """What a model makes of N samples.
+    """Predictions for N samples.
 
     Attributes:
-        outputs: ``outputs_NO`` of the dense net, (N,) where there is one.
-        labels: ``labels_NT``, (N,) of one task.
-        rows: ``rows_N``, which samples are equal; see :meth:`hybrid.batch.Batch.row_keys`.
-        weights: float32 of the shape of ``labels``: how much each sample counts for a task in the loss; None
-            for all the same. Those of weight 0 count in no metric.
-        groups: ``groups_N``; None where there are none.
+        outputs: ``outputs_NO`` of the dense net, (N,) for one output.
+        labels: ``labels_NT``, (N,) for one task.
+        rows: ``rows_N``, equal for equal samples; see :meth:`hybrid.batch.Batch.row_keys`.
+        weights: float32, with the shape of ``labels``: the weight of each sample for a task; None for equal
+            weights. Samples of weight 0 count in no metric.
+        groups: ``groups_N``; None without groups.
     """
 
     outputs: Tensor
@@ -34,24 +34,24 @@ class Predictions(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, outputs_BO: Tensor, sequences: Sequence[int] = ()) -> Predictions:
-        """Those of one batch.
+        """Return the predictions for one batch.
 
         Args:
-            sequences: numbers of the features that are sequences.
+            sequences: indices of the features that are sequences.
         """
         return cls(outputs_BO, batch.labels, batch.row_keys(sequences), batch.weights, batch.groups)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Predictions]) -> Predictions:
-        """Those of several batches, one after the other."""
+        """Concatenate the predictions for several batches."""
         columns = zip(*parts, strict=True)
         return cls(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
     def tied(self) -> Predictions:
-        """The same, with the same outputs for all equal samples: the mean of theirs.
+        """Replace the outputs of equal samples by their mean.
 
-        A matrix product gives equal rows other last bits at other places of a batch. Left so, ties would
-        break by them, and the AUC be another with another size of batches or number of trainers.
+        The last bits of a matrix product depend on the position of a row in its batch. They would break ties,
+        so that the AUC would depend on the batch size and the number of trainers.
         """
         _, groups_N, sizes = self.rows.unique(return_inverse=True, return_counts=True)
         shape = (len(sizes), *self.outputs.shape[1:])
@@ -60,15 +60,15 @@ class Predictions(NamedTuple):
         return self._replace(outputs=means[groups_N].to(self.outputs.dtype))
 
     def of_tasks(self, tasks: Mapping[str, TaskSection]) -> dict[str, Tensor]:
-        """The outputs of each task: (N,), or (N, C) of C classes."""
+        """Return the outputs of each task: (N,), or (N, C) for C classes."""
         num_outputs = [task.num_outputs for task in tasks.values()]
         return dict(zip(tasks, split_outputs(self.outputs, num_outputs), strict=True))
 
     def metrics(self, tasks: Mapping[str, TaskSection], *, is_weighted: bool = False) -> dict[str, float]:
-        """How good they are, equal samples tied; of each task over the samples that count for it.
+        """Compute the metrics of each task over its samples, with ties for equal samples.
 
         Args:
-            is_weighted: whether these count by their weights (``data.weighted_metrics``), or each once.
+            is_weighted: whether samples count by their weights (``data.weighted_metrics``), or once each.
         """
         found: dict[str, float] = {}
         labels_NT = by_task(self.labels, len(tasks))

@@ -1,4 +1,4 @@
-"""What a task is measured by."""
+"""Metrics of a task, built-in and custom."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybrid.metrics.ranking_metrics import Ranking
 from hybrid.user_code.function_names import load_function
 from hybrid.user_code.tracebacks import describe_error
 
-# Values by name; of several tasks, names begin with that of the task.
+# Values by name; with several tasks, names begin with the name of the task.
 Metrics: TypeAlias = Mapping[str, float]
 
 
@@ -28,49 +28,49 @@ def task_metrics(
     groups_N: Tensor | None,
     weights_N: Tensor | None = None,
 ) -> dict[str, float]:
-    """All metrics of one task, computed in float64; NaN where there are no samples.
+    """Compute all metrics of one task in float64; NaN without samples.
 
     Args:
-        outputs_N: of the dense net; (N, C) of C classes.
-        groups_N: of the samples, where metrics want groups.
-        weights_N: of the samples, above 0, in the metrics of its kind; in no others. None for all the same.
+        outputs_N: outputs of the dense net; (N, C) for C classes.
+        groups_N: the group of each sample, for ranking metrics.
+        weights_N: weights above 0, for the metrics of the task's kind only; None for equal weights.
 
     Raises:
-        ConfigError: a function of the user's own fails, or gives no number.
+        ConfigError: a custom metric fails, or returns no number.
     """
     if not len(labels_N):
         return {**dict.fromkeys(task.metric_names, float("nan")), "num_samples": 0}
     found = _common_metrics(task, outputs_N, labels_N, weights_N)
-    said_N = predicted(task, outputs_N)
+    predicted_N = predicted(task, outputs_N)
     ranking = None
     for metric in task.metrics:
         if ":" in metric:
-            found[metric.rpartition(":")[2]] = _own_metric(name, metric, said_N, labels_N)
+            found[metric.rpartition(":")[2]] = _custom_metric(name, metric, predicted_N, labels_N)
             continue
         assert groups_N is not None, "data.group is set where metrics want groups"
-        if said_N.isnan().any():
+        if predicted_N.isnan().any():
             found[metric] = float("nan")
             continue
-        ranking = ranking or Ranking.of(said_N.numpy(), labels_N.double().numpy(), groups_N.numpy())
+        ranking = ranking or Ranking.of(predicted_N.numpy(), labels_N.double().numpy(), groups_N.numpy())
         found[metric] = _group_metric(ranking, metric)
     return found
 
 
-def check_own_metrics(tasks: Mapping[str, TaskSection]) -> None:
-    """ConfigError where a metric of the user's own cannot be had."""
+def check_custom_metrics(tasks: Mapping[str, TaskSection]) -> None:
+    """Raise ConfigError if a custom metric cannot be imported."""
     for name, task in tasks.items():
         for metric in task.metrics:
             if ":" in metric:
-                _own_function(name, metric)
+                _load_metric(name, metric)
 
 
 def score(task: TaskSection, outputs_N: Tensor, labels_N: Tensor) -> float:
-    """The metric that a task is judged by where no other is chosen; NaN where there are no samples."""
+    """Return the default score of a task; NaN without samples."""
     return _common_metrics(task, outputs_N, labels_N)[task.score] if len(labels_N) else float("nan")
 
 
 def predicted(task: TaskSection, outputs_N: Tensor) -> Tensor:
-    """What is predicted, in float64: probabilities, (N, C) of C classes, or numbers."""
+    """Return predictions in float64: probabilities, (N, C) for C classes, or numbers."""
     if task.kind == "binary":
         return probabilities(outputs_N)
     outputs_N = outputs_N.detach().double()
@@ -111,16 +111,16 @@ def _group_metric(ranking: Ranking, metric: str) -> float:
     return ranking.recall(int(k))
 
 
-def _own_metric(name: str, metric: str, predicted_N: Tensor, labels_N: Tensor) -> float:
+def _custom_metric(name: str, metric: str, predicted_N: Tensor, labels_N: Tensor) -> float:
     key = f"tasks.{name}.metrics"
-    function = _own_function(name, metric)
+    function = _load_metric(name, metric)
     try:
         value = function(predicted_N, labels_N)
         return float(value)
-    except Exception as error:  # the user's own code, which may raise anything
-        reason = f"fails, or gives no number: {describe_error(error)}"
+    except Exception as error:  # user code may raise anything
+        reason = f"fails, or returns no number: {describe_error(error)}"
         raise ConfigError(key, " ".join(reason.split()), metric) from error
 
 
-def _own_function(name: str, metric: str) -> Callable[..., Any]:
+def _load_metric(name: str, metric: str) -> Callable[..., Any]:
     return load_function(f"tasks.{name}.metrics", metric, ("predictions", "labels"))

@@ -1,6 +1,6 @@
-"""What trainers and workers agree on about a step. Both sides compute with these, and neither asks the other.
+"""The protocol of a step between trainers and workers.
 
-Begin with ``ticket``: what a lookup says of itself. ``rules`` is how gradients become updates on every
-worker of a run, ``schedule`` the factor of the learning rates at a step. The master makes the rules of a
-run and gives them to everybody; ``hosting`` goes by them.
+``ticket`` identifies a lookup. ``update_rules`` define how gradients become updates,
+``learning_rate_schedule`` the factor of the learning rates in a step. The master creates the rules of a run
+and sends them to all roles.
 """

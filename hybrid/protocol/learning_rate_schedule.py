@@ -1,7 +1,6 @@
-"""Learning-rate schedules: the factor of every step, for tables and dense nets alike.
+"""Learning rate schedules of tables and dense nets.
 
-A schedule is a plain value. Trainers and workers hold the same one and compute the factor of a step each
-for themselves, so that none travels.
+A schedule is a value that all trainers and workers hold. Each computes the factor of a step itself.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from hybrid.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The factor of the learning rate at every step; without arguments it is 1 throughout.
+    """The factor of the learning rates by step; 1 by default.
 
-    During a warm-up it rises linearly from ``initial_factor`` to 1. Then, t steps later, with T the steps
+    During a warm-up, it rises linearly from ``initial_factor`` to 1. Then, t steps later, with T the steps
     from there to the end and f the ``final_factor``, it is
 
     ========== ================================================= ==================================

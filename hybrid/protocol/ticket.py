@@ -1,4 +1,4 @@
-"""What a lookup says of itself: for which step, what it must see, and what follows."""
+"""Tickets: for which step a lookup is, which updates it must see, and what follows it."""
 
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
@@ -18,14 +18,14 @@ class Purpose(StrEnum):
 
 
 class Ticket(NamedTuple):
-    """Who looks up, for which step, and what it must see.
+    """The identity of a lookup, and the updates that it must see.
 
     Attributes:
         trainer: index of the trainer.
         step: the step that its gradients are part of.
-        version: how many updates it must see; all before its step, or one less where it is prefetched. In
-            async mode, of how many steps its own trainer's gradients must be applied.
-        part: which of the step's micro-batches.
+        version: the number of updates it must see: all before its step, or one less if it is prefetched. In
+            async mode, the number of steps of its own trainer whose gradients must be applied.
+        part: index of the micro-batch.
         purpose: what follows.
         followed: whether the trainer has looked up the next step before these gradients come.
         closing: whether a checkpoint may follow the update of these gradients: it is to have the rows as they
@@ -42,14 +42,14 @@ class Ticket(NamedTuple):
 
     @property
     def plain(self) -> PlainTicket:
-        """It as plain values, for :meth:`of`."""
+        """The ticket as plain values, for :meth:`of`."""
         return (*self[:4], self.purpose.value, self.followed, self.closing)
 
     @classmethod
     def of(cls, plain: PlainTicket) -> "Ticket":
-        """The ticket of these plain values."""
+        """Return the ticket of plain values."""
         return cls(*plain[:4], Purpose(plain[4]), *plain[5:])
 
     def flow(self, worker: int) -> Flow:
-        """What the spans of this ticket's call to ``worker`` have in common, on both sides."""
+        """Return the identifier that spans of the call to ``worker`` share on both sides."""
         return self.trainer, self.step, self.part, worker

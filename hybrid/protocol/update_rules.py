@@ -1,4 +1,4 @@
-"""How gradients become updates: what the workers of a run go by, and what they have measured."""
+"""Update rules: how gradients become updates, and the staleness that workers measure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybrid.protocol.learning_rate_schedule import Schedule
 
 
 class UpdateMode(StrEnum):
-    """How the trainers' gradients become updates of the tables."""
+    """How the gradients of trainers become updates of tables."""
 
     SYNC = "sync"
     PIPELINED = "pipelined"
@@ -19,15 +19,15 @@ class UpdateMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UpdateRules:
-    """How gradients become updates; the same on every worker of a run.
+    """How gradients become updates, equal on every worker of a run.
 
     Attributes:
-        num_trainers: how many trainers make a synchronous step.
+        num_trainers: the trainers that take part in a synchronous step.
         mode: sync, pipelined or async.
-        parts: contributions of each trainer to a step, one a micro-batch.
-        clip_norm: the largest norm of all gradients of a step together; None for any.
+        parts: contributions of each trainer to a step, one per micro-batch.
+        clip_norm: the largest norm of all gradients of a step; None for no limit.
         check_finite: whether a loss or gradient that is not finite is an error; else its step is skipped.
-        timeout_seconds: how long a step may wait for its last trainer, or for the decision.
+        timeout_seconds: limit of waiting for the last trainer of a step, or for the decision.
         schedule: how learning rates change from step to step.
     """
 
@@ -41,10 +41,10 @@ class UpdateRules:
 
     @classmethod
     def of(cls, config: RunConfig, schedule: Schedule, num_trainers: int | None = None) -> UpdateRules:
-        """The rules of a run.
+        """Return the rules of a run.
 
         Args:
-            num_trainers: those of the configuration by default.
+            num_trainers: by default ``cluster.trainers``.
         """
         train = config.train
         return cls(
@@ -59,16 +59,16 @@ class UpdateRules:
 
     @property
     def decided(self) -> bool:
-        """Whether a step waits for the trainers' decision how it is applied (update_guard.py)."""
+        """Whether a step waits for the decision of the trainers (update_guard.py)."""
         return self.clip_norm is not None or not self.check_finite
 
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """How many updates came between reading rows and updating them by what was computed from them.
+    """The number of updates between reading rows and applying the gradients computed from them.
 
     Attributes:
-        count: contributions measured.
+        count: measured contributions.
         total, largest: over all of them.
     """
 

@@ -11,7 +11,7 @@ from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.dataset.group_order import check_ranking_losses
 from hybrid.data.prepare.dataset_location import open_split
 from hybrid.errors import ConfigError
-from hybrid.metrics import Metrics, Predictions, check_own_metrics
+from hybrid.metrics import Metrics, Predictions, check_custom_metrics
 from hybrid.topology import Topology
 from workers.controller.job_messages import Report
 from workers.controller.remote_trainer import Trainer
@@ -34,7 +34,7 @@ class DatasetSession(Session):
     """
 
     def __init__(self, topology: Topology, config: RunConfig, data_folder: Path) -> None:
-        check_own_metrics(config.all_tasks)
+        check_custom_metrics(config.all_tasks)
         self._prepared = data_folder
         train = open_split(data_folder, "train", config.data)
         test = open_split(data_folder, "test", config.data)

@@ -1,6 +1,5 @@
-"""Copies of a module on several devices of one process: torch's data parallelism, for CPUs too.
+"""Data parallelism on several devices of one process, as in ``torch.nn.parallel``, but also for CPUs.
 
-Begin with ``replica``: ``DataParallel`` scatters its input, runs the copies at the same time, and gathers
-what they give (``scatter_gather``, ``parallel_apply``). ``training/forms`` puts the stages of a net into
-it; users may, too.
+``replicas.DataParallel`` scatters its inputs, runs replicas concurrently, and gathers their outputs
+(``scatter_gather``, ``parallel_apply``). The engine wraps the stages of a net in it; users may do the same.
 """

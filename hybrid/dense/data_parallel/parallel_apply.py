@@ -1,4 +1,4 @@
-"""Calling modules at the same time, each in a thread that sees the caller's settings."""
+"""Concurrent calls of modules, each in a thread with the settings of the caller."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,35 +19,35 @@ def parallel_apply(
     kwargs_tup: Sequence[dict[str, Any]] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> list[Any]:
-    """Call each module with its inputs, all at the same time.
+    """Call each module with its inputs, concurrently.
 
-    The threads take over from the caller whether autograd records and whether it is in inference mode,
-    autocast, and the current stream of each CUDA device. A single module is called in the caller's thread.
+    The threads inherit grad mode, inference mode, autocast and the current CUDA streams of the caller. A
+    single module is called in the thread of the caller.
 
     Args:
-        inputs: for each module, a list or tuple of positional arguments, or else the only one.
+        inputs: for each module, a list or tuple of positional arguments, or a single argument.
         kwargs_tup: for each module, its keyword arguments.
-        devices: on which each module computes; without it, that of its first tensor, or of a call
-            without tensors the current CUDA device, if there is any, else the CPU.
+        devices: the device of each module. By default it is the device of the first tensor among the inputs,
+            or without tensors the current CUDA device, or the CPU.
 
     Returns:
-        What each module returned.
+        The output of each module.
 
     Raises:
         ValueError: the sequences differ in length.
-        Exception: what the first failing module raised, with its traceback as a part of the message,
-            after all have ended; a RuntimeError where such an exception cannot be made.
+        Exception: the exception of the first failing module, with its traceback in the message, after all
+            calls have ended; a RuntimeError if its type cannot be constructed from a message.
     """
     kwargs_tup = [{} for _ in modules] if kwargs_tup is None else kwargs_tup
-    places = _find_devices(inputs) if devices is None else [resolve_device(device) for device in devices]
-    for name, sequence in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", places)):
+    targets = _find_devices(inputs) if devices is None else [resolve_device(device) for device in devices]
+    for name, sequence in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", targets)):
         if len(sequence) != len(modules):
             raise ValueError(
                 f"The number of modules {len(modules)} is not equal to the number of {name} {len(sequence)}"
             )
     calls = [
-        partial(_call, _settings_of_caller(device), place, device, *call)
-        for place, (device, *call) in enumerate(zip(places, modules, inputs, kwargs_tup, strict=True))
+        partial(_call, _settings_of_caller(device), index, device, *call)
+        for index, (device, *call) in enumerate(zip(targets, modules, inputs, kwargs_tup, strict=True))
     ]
     if len(calls) == 1:
         results = [calls[0]()]
@@ -67,10 +67,7 @@ def _find_devices(inputs: Sequence[Any]) -> list[torch.device]:
 
 
 def _settings_of_caller(device: torch.device) -> list[AbstractContextManager[object]]:
-    """What torch keeps for each thread, as far as it changes what a module computes on ``device``.
-
-    Another thread that enters all of them has the settings of this one.
-    """
+    """Return context managers that give another thread the settings of this one, for ``device``."""
     settings: list[AbstractContextManager[object]] = [
         torch.inference_mode(torch.is_inference_mode_enabled()),
         torch.set_grad_enabled(torch.is_grad_enabled()),
@@ -91,13 +88,13 @@ def _settings_of_caller(device: torch.device) -> list[AbstractContextManager[obj
 
 def _call(
     settings: Sequence[AbstractContextManager[object]],
-    place: int,
+    index: int,
     device: torch.device,
     module: nn.Module,
     inputs: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """The module's output, or its exception for the caller to raise."""
+    """Return the output of the module, or its exception for the caller to raise."""
     try:
         with ExitStack() as stack:
             for setting in settings:
@@ -105,4 +102,4 @@ def _call(
             return module(*(inputs if isinstance(inputs, (list, tuple)) else (inputs,)), **kwargs)
     except Exception:
         name = device.type if device.index is None else device.index
-        return ExceptionWrapper(where=f"in replica {place} on device {name}")
+        return ExceptionWrapper(where=f"in replica {index} on device {name}")

@@ -1,13 +1,13 @@
-"""Copies of a module that compute at the same time, each on a device of its own; CPUs count as devices.
+"""Replicas of a module that compute concurrently, one per device.
 
 A call of :class:`DataParallel`::
 
-    inputs ── scatter ───► a share for each device ───┐
+    inputs ── scatter ───► a slice for each device ───┐
                                                        parallel_apply ── gather ──► outputs
     module ── replicate ─► a replica for each device ─┘
 
-This is what ``torch.nn.parallel`` does for accelerators alone. Here a list of devices may mix CUDA
-devices and CPUs, and name a device twice.
+``torch.nn.parallel`` supports accelerators only. Here a list of devices may mix CUDA devices and CPUs, and
+contain a device twice.
 """
 
 from collections.abc import Sequence
@@ -38,19 +38,18 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def replicate(module: M, devices: Sequence[Device], detach: bool = False) -> list[M]:
-    """A replica of ``module`` for each device, see :func:`shadow`.
+    """Create a replica of ``module`` for each device; see :func:`shadow`.
 
-    Replica 0 shares the memory of parameters and buffers that are on its device already, so that what
-    it changes in place changes ``module``; everything else is copied. Gradients of the replicas add up in
-    the parameters, and in buffers that require one, in the order of ``devices``. A backward pass that
-    reaches any parameter gives the others zeros.
+    Replica 0 shares the memory of parameters and buffers that are on its device, so that its in-place changes
+    reach ``module``. Everything else is copied. Gradients of the replicas are summed in the order of
+    ``devices``. A backward pass that reaches any parameter gives the others zero gradients.
 
     Args:
-        devices: may be empty, and may name a device twice.
-        detach: whether the replicas are apart from ``module`` for autograd.
+        devices: may be empty, and may contain a device twice.
+        detach: whether to detach the replicas from ``module`` for autograd.
 
     Raises:
-        RuntimeError: the module has parameters without a shape yet, or :func:`shadow` refuses it.
+        RuntimeError: a parameter has no shape yet, or :func:`shadow` does not support the module.
     """
     tensors = list(chain(module.parameters(), module.buffers()))
     if any(is_lazy(tensor) for tensor in tensors):
@@ -61,7 +60,7 @@ def replicate(module: M, devices: Sequence[Device], detach: bool = False) -> lis
     targets = [resolve_device(device) for device in devices]
     tracked = [tensor for tensor in tensors if tensor.requires_grad and not detach]
     constant = [tensor for tensor in tensors if detach or not tensor.requires_grad]
-    # One function for all: a function for each would leave unused parameters without a gradient.
+    # One function for all tensors, so that unused parameters get a gradient too.
     copies = _Broadcast.apply(targets, *tracked) if tracked else ()  # type: ignore[no-untyped-call]
     constant_copies = _copies(constant, targets)
     return [
@@ -75,7 +74,7 @@ def replicate(module: M, devices: Sequence[Device], detach: bool = False) -> lis
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
-    """Of the first tensor one for each device, then of the next; those of the first device may be aliases."""
+    """Return copies of the first tensor for all devices, then of the next; the first may be an alias."""
     return tuple(
         tensor.detach().to(device, copy=place > 0)
         for tensor in tensors
@@ -84,12 +83,12 @@ def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple
 
 
 class _Broadcast(torch.autograd.Function):
-    """Copies of all tensors; the gradients of a tensor's copies add up."""
+    """Copies of all tensors; the backward pass sums the gradients of the copies."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # dense zeros would make a sparse gradient dense
-        # For the form of gradients only; their values may change before the backward pass.
+        # Only for the shapes of gradients, since values may change before the backward pass.
         ctx.originals = [tensor.detach() for tensor in tensors]  # type: ignore[attr-defined]
         return _copies(tensors, devices)
 
@@ -101,7 +100,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 def _sum(original: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
-    """The sum in order, recorded for a second derivative; zeros where there is no gradient."""
+    """Return the sum in order, differentiable again; zeros without gradients."""
     arrived = [grad.to(original.device) for grad in grads if grad is not None]
     if not arrived:
         return torch.zeros_like(original)
@@ -113,22 +112,21 @@ def _sum(original: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
 
 
 class DataParallel(nn.Module):
-    """Calls ``module`` with a share of every batch on each of several devices, in one process.
+    """Calls ``module`` with a slice of every batch on each of several devices, in one process.
 
-    Tensors among the arguments are split along ``dim``, in containers too; all else goes to every device.
-    A batch of fewer samples than devices uses fewer of them, and an empty batch, or a call without
-    arguments, one. With a single device, the call is that of ``module``.
+    Tensors among the arguments are split along ``dim``, also in containers. Other arguments go to every
+    device. A batch with fewer samples than devices uses fewer devices; an empty batch and a call without
+    arguments use one.
 
-    Replicas are made anew in each call and run in threads of their own, so the module must make no remote
-    calls, and what its forward pass assigns to itself is lost; what it changes in place in its buffers
-    is kept on the first device. On CPUs replicas draw random numbers, for dropout say, from one generator
-    in no certain order.
+    Each call creates replicas, which run in their own threads. The module must therefore make no remote
+    calls, and attributes that its forward pass assigns are lost. In-place changes of buffers on the first
+    device stay. On CPUs, replicas draw random numbers from one generator in an unspecified order.
 
     Args:
         module: has its parameters and buffers on ``devices[0]``.
-        devices: where to compute; None means all CUDA devices, or the CPU where there are none.
-        output_device: where to put the outputs; None means ``devices[0]``.
-        dim: the dimension of samples, in inputs and outputs.
+        devices: None means all CUDA devices, or the CPU if there are none.
+        output_device: the device of the outputs; None means ``devices[0]``.
+        dim: the dimension of samples in inputs and outputs.
 
     Raises:
         ValueError: there are no devices, or this machine does not have one of them.
@@ -152,7 +150,7 @@ class DataParallel(nn.Module):
         self.dim = dim
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What ``module`` gives for the whole batch; an output without dimensions becomes one a device.
+        """Return the output for the whole batch; scalar outputs become a vector with one value per device.
 
         Raises:
             RuntimeError: a parameter or buffer is not on ``devices[0]``.
@@ -179,10 +177,10 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """One call of ``module`` as :class:`DataParallel` makes it.
+    """Call ``module`` once like :class:`DataParallel`.
 
     Args:
-        inputs: a tuple of positional arguments, or else the only one; None means none.
+        inputs: a tuple of positional arguments, or a single argument; None means none.
         module_kwargs: keyword arguments.
     """
     if not isinstance(inputs, tuple):

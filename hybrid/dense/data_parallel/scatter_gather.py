@@ -1,6 +1,6 @@
-"""Splitting inputs over devices and putting outputs together, in any nesting of containers.
+"""Scattering of inputs over devices, and gathering of outputs, in any nesting of containers.
 
-Everything here is differentiable, twice too. Named tuples and subclasses of dict keep their types.
+All functions are twice differentiable. Named tuples and subclasses of dict keep their types.
 """
 
 import copy
@@ -15,7 +15,7 @@ Device: TypeAlias = int | str | torch.device
 
 
 def resolve_device(device: Device) -> torch.device:
-    """The device, with an index if it is a CUDA device.
+    """Return the device, with an index if it is a CUDA device.
 
     Args:
         device: ``cuda`` is the current CUDA device, an integer the CUDA device of this index, -1 the CPU.
@@ -36,21 +36,21 @@ def resolve_device(device: Device) -> torch.device:
 
 
 def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> Sequence[Any]:
-    """Split each tensor of ``inputs`` along ``dim`` into pieces of almost equal size, one a device.
+    """Split each tensor of ``inputs`` along ``dim`` into chunks of almost equal size, one per device.
 
-    There are fewer pieces than devices where there are fewer samples, and one where there are none. What
-    is no tensor, and an empty container, goes to each device as it is.
+    With fewer samples than devices there are fewer chunks; without samples there is one. Other values and
+    empty containers go to each device unchanged.
 
     Returns:
-        ``inputs`` for one device after another: as a tuple where they are a tensor, else as a list. A
-        piece that stays on its device is a view, which must not be changed in place.
+        The inputs of each device: a tuple if ``inputs`` is a tensor, else a list. A chunk that stays on its
+        device is a view, which must not be changed in place.
 
     Raises:
-        ValueError: the tensors make different numbers of pieces.
+        ValueError: the tensors have different numbers of chunks.
     """
     targets = [resolve_device(device) for device in devices]
-    pieces = _scatter(inputs, targets[: _num_pieces(inputs, len(targets), dim) or len(targets)], dim)
-    return tuple(pieces) if isinstance(inputs, Tensor) else pieces
+    chunks = _scatter(inputs, targets[: _num_chunks(inputs, len(targets), dim) or len(targets)], dim)
+    return tuple(chunks) if isinstance(inputs, Tensor) else chunks
 
 
 def scatter_kwargs(
@@ -59,29 +59,29 @@ def scatter_kwargs(
     """:func:`scatter` positional and keyword arguments.
 
     Returns:
-        As many of both: where one has fewer pieces, or is missing, ``()`` or ``{}`` stand for it. None
-        where both are missing.
+        Equally many positional and keyword arguments, padded with ``()`` and ``{}``; none if both are
+        missing.
     """
     targets = [resolve_device(device) for device in devices]
     most = len(targets)
-    of_inputs, of_kwargs = (_num_pieces(arguments, most, dim) for arguments in (inputs, kwargs))
-    # Arguments without tensors go wherever the others go.
-    args_pieces = _scatter(inputs, targets[: of_inputs or of_kwargs or most], dim) if inputs else []
-    kwargs_pieces = _scatter(kwargs, targets[: of_kwargs or of_inputs or most], dim) if kwargs else []
-    num_pieces = max(len(args_pieces), len(kwargs_pieces))
-    args_pieces += [()] * (num_pieces - len(args_pieces))
-    kwargs_pieces += [{} for _ in range(num_pieces - len(kwargs_pieces))]
-    return tuple(args_pieces), tuple(kwargs_pieces)
+    of_inputs, of_kwargs = (_num_chunks(arguments, most, dim) for arguments in (inputs, kwargs))
+    # Arguments without tensors are repeated for the chunks of the others.
+    args_chunks = _scatter(inputs, targets[: of_inputs or of_kwargs or most], dim) if inputs else []
+    kwargs_chunks = _scatter(kwargs, targets[: of_kwargs or of_inputs or most], dim) if kwargs else []
+    num_chunks = max(len(args_chunks), len(kwargs_chunks))
+    args_chunks += [()] * (num_chunks - len(args_chunks))
+    kwargs_chunks += [{} for _ in range(num_chunks - len(kwargs_chunks))]
+    return tuple(args_chunks), tuple(kwargs_chunks)
 
 
 def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
-    """Concatenate the tensors in the outputs of several devices along ``dim``, on one device.
+    """Concatenate the outputs of several devices along ``dim``, on one device.
 
-    Tensors without dimensions become a vector, with a warning. None stays None.
+    Scalars become a vector, with a warning. None stays None.
 
     Args:
-        outputs: of the same structure, one from each device.
-        device: where to put them.
+        outputs: one per device, of the same structure.
+        device: the device of the result.
 
     Raises:
         ValueError: dicts differ in their number of keys, or sequences in their length.
@@ -91,7 +91,7 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in any nesting of dicts, lists and tuples."""
+    """Yield the tensors in any nesting of dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -99,26 +99,26 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
             yield from find_tensors(part)
 
 
-def _num_pieces(inputs: Any, most: int, dim: int) -> int | None:
-    """How many pieces the tensors make, one at least; None without tensors."""
+def _num_chunks(inputs: Any, most: int, dim: int) -> int | None:
+    """Return the number of chunks of the tensors, at least 1; None without tensors."""
     sizes = {tensor.size(dim) for tensor in find_tensors(inputs)}
-    counts = {-(-size // _piece_size(size, most)) or 1 for size in sizes}
+    counts = {-(-size // _chunk_size(size, most)) or 1 for size in sizes}
     if len(counts) > 1:
-        raise ValueError(f"tensors of {sorted(sizes)} samples make different numbers of pieces for {most}")
+        raise ValueError(f"tensors of {sorted(sizes)} samples have different numbers of chunks for {most}")
     return counts.pop() if counts else None
 
 
-def _piece_size(size: int, num_pieces: int) -> int:
-    return max(1, -(-size // num_pieces))
+def _chunk_size(size: int, num_chunks: int) -> int:
+    return max(1, -(-size // num_chunks))
 
 
 def _scatter(inputs: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
-    """``inputs`` for each device, of which there are as many as the tensors make pieces."""
+    """Return ``inputs`` for each device; there are as many devices as chunks."""
     if isinstance(inputs, Tensor) and len(devices) == 1:
         return [inputs.to(devices[0])]
     if isinstance(inputs, Tensor):
-        pieces = inputs.split(_piece_size(inputs.size(dim), len(devices)), dim)
-        return [piece.to(device) for piece, device in zip(pieces, devices, strict=True)]
+        chunks = inputs.split(_chunk_size(inputs.size(dim), len(devices)), dim)
+        return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=True)]
     if isinstance(inputs, (dict, list, tuple)) and len(inputs):
         values = inputs.values() if isinstance(inputs, dict) else inputs
         parts = zip(*(_scatter(value, devices, dim) for value in values), strict=True)
@@ -153,9 +153,9 @@ def _concatenate(tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _rebuild(container: Any, values: Sequence[Any]) -> Any:
-    """A container of the same type, and in dicts with the same keys, that holds ``values``."""
+    """Return a container of the same type, and for dicts with the same keys, that holds ``values``."""
     if isinstance(container, dict):
-        rebuilt = copy.copy(container)  # a defaultdict cannot be made from pairs
+        rebuilt = copy.copy(container)  # a defaultdict cannot be created from pairs
         for key, value in zip(container, values, strict=True):
             rebuilt[key] = value
         return rebuilt

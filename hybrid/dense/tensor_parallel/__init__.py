@@ -1,6 +1,6 @@
-"""A module whose layers are split over several processes.
+"""Tensor parallelism: the layers of a module are split over several processes.
 
-Begin with ``tensor``: ``TensorParallel`` holds shards, and makes DTensors of them for a forward pass.
-``plan`` says how layers are split, ``shared_stage`` brings the samples of a tensor group together for one.
-``training/forms`` puts the stages of a net into it; users may, too.
+``sharded_module.TensorParallel`` holds shards, and computes with DTensors. ``sharding_plan`` defines how
+layers are split, ``shared_stage`` gathers the samples of a tensor group. The engine wraps the stages of a net
+in these; users may do the same.
 """

@@ -1,10 +1,10 @@
-"""Tensor parallelism of a dense net's stage: several trainers hold its layers together.
+"""Tensor parallelism of a stage: several trainers each hold shards of its layers.
 
-The trainers form a mesh of data x tensor. Those of one tensor group each hold a shard of a stage's
-weights and compute it together (``shared_stage.py`` brings their samples together); DDP reduces the
-gradients of each shard over the data groups. torch's own transform for tensor parallelism under DDP
-(``torch.distributed.tensor.parallel.ddp``) loses the parameters at the first forward pass and adds a
-gradient hook to each of them at every one; this one does neither.
+The trainers form a mesh of data x tensor. The trainers of a tensor group each hold a shard of the weights and
+compute the stage together (``shared_stage.py`` gathers their samples). DDP reduces the gradients of each
+shard over the data groups. torch's transform for tensor parallelism under DDP
+(``torch.distributed.tensor.parallel.ddp``) loses the parameters at the first forward pass and adds a hook to
+each of them at every pass. This module does neither.
 """
 
 import ctypes
@@ -36,16 +36,16 @@ _kept = threading.local()
 
 
 def trainer_mesh(tensor_size: int, device_type: str) -> DeviceMesh:
-    """All trainers as a mesh of "data" x "tensor", of which the first tensor group is 0 .. P-1.
+    """Return the mesh "data" x "tensor" of all trainers; the first tensor group is 0 .. P-1.
 
-    Called by all trainers at once; it creates process groups, and gives the same mesh every time.
+    All trainers must call it. It creates process groups once, and returns the same mesh every time.
 
     Args:
-        tensor_size: P, how many trainers hold a net together.
-        device_type: where they compute, ``cpu`` or ``cuda``.
+        tensor_size: P, the number of trainers that hold a net together.
+        device_type: ``cpu`` or ``cuda``.
 
     Raises:
-        ValueError: the trainers cannot be dealt out to groups of this size.
+        ValueError: the number of trainers is not a multiple of P.
     """
     trainers = dist.get_world_size()
     if tensor_size < 1 or trainers % tensor_size:
@@ -55,18 +55,18 @@ def trainer_mesh(tensor_size: int, device_type: str) -> DeviceMesh:
 
 @cache
 def _mesh(world: dist.ProcessGroup | None, shape: tuple[int, int], device_type: str) -> DeviceMesh:
-    # DTensor takes meshes of the same shape for the same: what it has found out for one it does on the
-    # groups of that one, and two ranks that remember different ones would wait for each other for ever.
+    # DTensor caches its decisions by the shape of a mesh. Ranks with different meshes of one shape would use
+    # different groups and wait for each other forever.
     names = dist.PrefixStore(f"mesh {shape} {device_type}", distributed_c10d._get_default_store())
     with close_listeners_after(names, dist.get_rank(), dist.get_world_size()):
         return init_device_mesh(device_type, shape, mesh_dim_names=("data", "tensor"))
 
 
 def sync_gradient(grad: Tensor, stream: torch.Stream | None = None) -> Tensor:
-    """The gradient once its collective has ended, as a plain tensor; any other gradient as it is.
+    """Wait for the collective of a gradient; return it as a plain tensor.
 
     Args:
-        stream: waits in the place of the current stream.
+        stream: waits instead of the current stream.
     """
     if not isinstance(grad, AsyncCollectiveTensor):
         return grad
@@ -75,9 +75,9 @@ def sync_gradient(grad: Tensor, stream: torch.Stream | None = None) -> Tensor:
 
 
 def flatten_tensor(tensor: Tensor) -> tuple[Tensor, Layout | None]:
-    """A DTensor's shard, in the same memory and requiring a gradient, with its layout.
+    """Return the local shard of a DTensor, which requires a gradient, and its layout.
 
-    Any other tensor comes back as it is, with None.
+    For any other tensor, return the tensor and None.
     """
     if not isinstance(tensor, DTensor):
         return tensor, None
@@ -85,11 +85,11 @@ def flatten_tensor(tensor: Tensor) -> tuple[Tensor, Layout | None]:
 
 
 def unflatten_tensor(shard: Tensor, layout: Layout, stream: torch.Stream | None = None) -> DTensor:
-    """The DTensor that ``shard`` is this rank's part of, in the same memory.
+    """Return the DTensor of which ``shard`` is the local part, in the same memory.
 
-    Gradients reach ``shard`` as plain tensors, waited for as :func:`sync_gradient` says.
+    Gradients of ``shard`` are plain tensors; see :func:`sync_gradient`.
     """
-    # The hook is an alias's, which ends with the graph; on the shard itself hooks would pile up.
+    # The hook is on an alias, which lives as long as the graph. Hooks on the shard would accumulate.
     alias = shard.view_as(shard)
     if alias.requires_grad:
         alias.register_hook(partial(sync_gradient, stream=stream))
@@ -97,38 +97,37 @@ def unflatten_tensor(shard: Tensor, layout: Layout, stream: torch.Stream | None 
 
 
 def full_tensor(shard: Tensor, layout: Layout) -> Tensor:
-    """The tensor that ``shard`` is this rank's part of. Called by all ranks of the layout's mesh at once."""
+    """Return the full tensor of a shard; all ranks of the mesh must call it."""
     return _dtensor(shard.detach(), layout).full_tensor()
 
 
 def local_shard(tensor: Tensor, layout: Layout) -> Tensor:
-    """This rank's part of a whole tensor, in memory of its own; without communication."""
+    """Return a copy of the local part of a full tensor, without communication."""
     dtensor = distribute_tensor(tensor.detach(), layout.mesh, layout.placements, src_data_rank=None)
     return dtensor.to_local().clone()
 
 
 def _dtensor(local: Tensor, layout: Layout) -> DTensor:
-    # Without its shape and stride, torch would take uneven shards for equal ones.
+    # Without shape and stride, torch would assume shards of equal size.
     return DTensor.from_local(
         local, layout.mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
     )
 
 
 class TensorParallel(nn.Module):
-    """A module whose parameters are this rank's shards; its forward pass is one with the other ranks'.
+    """A module with the local shards as parameters; all ranks run its forward pass together.
 
-    Parameters are plain tensors under the names of the whole module's, so that DDP, optimizers and
-    checkpoints see no difference. All ranks must come with the same weights and inputs, and with no
-    module that draws random numbers, such as dropout: each rank would draw its own.
+    Parameters are plain tensors with their names in the full module, so that DDP, optimizers and checkpoints
+    work as usual. All ranks must have the same initial weights and inputs. Modules that draw random numbers,
+    such as dropout, are not supported, since each rank would draw different ones.
 
     Args:
-        module: what to split, in place.
+        module: the module to split, in place.
         mesh: the tensor group, of one dimension.
-        plan: how to split the submodules at these paths; "" is ``module`` itself.
+        plan: how to split submodules, by path; "" is ``module`` itself.
 
     Raises:
-        ValueError: the plan is empty, names a submodule that there is not, or splits a parameter that
-            the module uses in two places.
+        ValueError: the plan is empty, names a missing submodule, or splits a parameter with two names.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
@@ -149,12 +148,12 @@ class TensorParallel(nn.Module):
 
     @property
     def layouts(self) -> dict[Tensor, Layout]:
-        """How each parameter is split of which this rank holds a shard; all others are whole here."""
+        """The layouts of the parameters of which this rank holds a shard."""
         split = {name: layout for name, layout in self._layouts.items() if layout.is_sharded()}
         return {self.module.get_parameter(name): layout for name, layout in split.items()}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the whole module gives, as plain tensors; an output that the plan leaves split is gathered."""
+        """Return the output of the full module, as plain tensors; gather outputs that are split."""
         _keep_thread_state()
         dtensors: dict[str, Tensor] = {
             name: unflatten_tensor(self.module.get_parameter(name), layout)
@@ -171,11 +170,11 @@ def _plain(output: Any) -> Any:
 
 
 class _Leave(torch.autograd.Function):
-    """An output, once the collective that makes it has ended; the first to run in the backward pass."""
+    """Waits for the collective of an output; runs first in the backward pass."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, output: Tensor) -> Tensor:
-        # torch's own operations would wait for it by themselves; RPC would send what is there by now.
+        # torch's operators wait for collectives by themselves, but RPC does not.
         return sync_gradient(output)
 
     @staticmethod
@@ -185,21 +184,20 @@ class _Leave(torch.autograd.Function):
 
 
 def _keep_thread_state() -> None:
-    """Let the calling thread keep its Python state until it ends.
+    """Keep the Python thread state of the calling thread until it ends.
 
-    RPC and distributed autograd run Python in threads of torch's own. These get a state when they come
-    and lose it when they go, and with it all that is thread-local in Python. DTensor keeps there how it
-    shards each operation, which takes it milliseconds to find out anew. Their pools are of fixed size, so
-    that no more than a few states are kept.
+    RPC and distributed autograd run Python in C++ threads, which lose their thread state, and thread-local
+    data with it, whenever they return to C++. DTensor keeps its sharding decisions there, which take
+    milliseconds to repeat. The thread pools have a fixed size, so only a few states are kept.
     """
     if not hasattr(_kept, "is_kept"):
-        # Never released: the count of who needs the state does not come back to zero.
+        # Without a release, so that the reference count of the state never reaches zero.
         ctypes.pythonapi.PyGILState_Ensure()
         _kept.is_kept = True
 
 
 def _refuse_tied(module: nn.Module, paths: Iterable[str]) -> None:
-    """ValueError where a parameter of a submodule at ``paths`` has another name in ``module``, too."""
+    """Raise ValueError if a parameter of a submodule at ``paths`` has a second name in ``module``."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     counts = Counter(parameters.values())
     split = {parameter for path in paths for parameter in module.get_submodule(path).parameters()}
@@ -208,7 +206,7 @@ def _refuse_tied(module: nn.Module, paths: Iterable[str]) -> None:
 
 
 def _localize(module: nn.Module) -> dict[str, Layout]:
-    """Replace parameters that are DTensors by this rank's part of them; their layouts by name."""
+    """Replace parameters that are DTensors by their local shards; return the layouts by name."""
     layouts = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         shard, layout = flatten_tensor(parameter)

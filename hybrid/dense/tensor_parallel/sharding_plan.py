@@ -1,4 +1,4 @@
-"""How the layers of a dense net are split over a tensor group: chosen here, or said by the user."""
+"""Sharding plans: how the layers of a net are split over a tensor group."""
 
 import difflib
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -17,18 +17,18 @@ Plan = dict[str, ParallelStyle]
 
 _KEY = "dense.tensor_plan"
 _SPLITTABLE = (nn.Linear, nn.Embedding)
-# They may stand between two layers, where each rank has some of the columns.
+# Elementwise layers also work on a part of the columns.
 _ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Identity)
 _SHOWN = 8  # layers named in a message
 
 
 class TensorStyle(StrEnum):
-    """How a layer is split; all take whole inputs, too.
+    """How a layer is split; all styles also take full inputs.
 
     ================ ==================================================================
-    COLWISE          by its outputs, which stay split: for a ROWWISE layer after it
-    ROWWISE          by its inputs; the group adds up its parts of the output
-    COLWISE_GATHERED by its outputs, which the group gathers
+    COLWISE          by outputs, which stay split for a following ROWWISE layer
+    ROWWISE          by inputs; the group sums the partial outputs
+    COLWISE_GATHERED by outputs, which the group gathers
     ================ ==================================================================
     """
 
@@ -37,24 +37,24 @@ class TensorStyle(StrEnum):
     COLWISE_GATHERED = "colwise_gathered"
 
     def parallel_style(self) -> ParallelStyle:
-        """torch's style, for one layer."""
+        """Return torch's style for one layer."""
         return _STYLES[self]()
 
 
 _STYLES: dict[TensorStyle, Callable[[], ParallelStyle]] = {
     TensorStyle.COLWISE: lambda: ColwiseParallel(use_local_output=False),
-    # "Replicate" is how it takes what is no DTensor; a split input stays split.
+    # "Replicate" applies to plain tensors; a split input stays split.
     TensorStyle.ROWWISE: lambda: RowwiseParallel(input_layouts=Replicate()),
     TensorStyle.COLWISE_GATHERED: lambda: ColwiseParallel(output_layouts=Replicate()),
 }
 
 
 def automatic_plan(stage: nn.Module) -> Plan:
-    """A plan for one stage of a net: pairs of linear layers, then those that are left.
+    """Return a plan for one stage of a net, perhaps an empty one.
 
-    Two successive layers of an ``nn.Sequential`` with nothing but activations between them exchange
-    their outputs once, after the second (Shoeybi et al. 2019). Any other layer's outputs are gathered.
-    Layers of one output and all other modules stay whole; where nothing is to split, the plan is empty.
+    Two successive linear layers of an ``nn.Sequential``, with only activations between them, communicate
+    once, after the second (Shoeybi et al. 2019). The outputs of other linear layers are gathered. Layers with
+    one output and all other modules are not split.
     """
     styles: dict[str, TensorStyle] = {}
     for path, module in stage.named_modules():
@@ -66,7 +66,7 @@ def automatic_plan(stage: nn.Module) -> Plan:
 
 
 def _pairs(layers: nn.Sequential) -> dict[str, TensorStyle]:
-    """Styles of the layers that make pairs, by name."""
+    """Return the styles of the layers that form pairs, by name."""
     styles: dict[str, TensorStyle] = {}
     for name, module in layers._modules.items():
         follower = _follower(layers, name)
@@ -77,23 +77,23 @@ def _pairs(layers: nn.Sequential) -> dict[str, TensorStyle]:
 
 
 def _follower(layers: nn.Sequential, name: str) -> str | None:
-    """The first after module ``name`` that is no activation."""
+    """Return the first module after ``name`` that is not an activation."""
     names = list(layers._modules)
     later = names[names.index(name) + 1 :]
     return next((n for n in later if not isinstance(layers._modules[n], _ELEMENTWISE)), None)
 
 
 def parse_plan(texts: Sequence[str], net: nn.Module) -> dict[str, Plan]:
-    """The user's plan, by stage; paths are relative to the stage, and "" is the stage itself.
+    """Parse the user's plan, by stage; paths are relative to the stage, and "" is the stage itself.
 
     Args:
-        texts: each "pattern = style", such as "head.[02] = colwise"; the pattern, as of a file name, is
-            for paths of layers in ``net``.
-        net: the whole net; its children are the stages.
+        texts: each "pattern = style", such as "head.[02] = colwise", with a file name pattern for the paths
+            of layers in ``net``.
+        net: the full net; its children are the stages.
 
     Raises:
-        ConfigError: a text has another form or names no style; its pattern matches nothing, what cannot
-            be split, or what another one matches too; or a layer's output is split for nobody.
+        ConfigError: a text is malformed or has no valid style, its pattern matches no layer that can be
+            split, two patterns match one layer, or the layer after a split output needs full inputs.
     """
     modules = {path: module for path, module in net.named_modules() if path}
     chosen: dict[str, tuple[TensorStyle, str]] = {}
@@ -105,7 +105,7 @@ def parse_plan(texts: Sequence[str], net: nn.Module) -> dict[str, Plan]:
             chosen[path] = style, text
     plan: dict[str, Plan] = {name: {} for name, _ in net.named_children()}
     for path, (style, text) in chosen.items():
-        if style is TensorStyle.COLWISE and _is_split_for_nobody(path, net, chosen):
+        if style is TensorStyle.COLWISE and _needs_full_output(path, net, chosen):
             rule = f"the output of {path} stays split; split the layer after it, or take colwise_gathered"
             raise ConfigError(_KEY, rule, text)
         stage, _, relative = path.partition(".")
@@ -113,8 +113,8 @@ def parse_plan(texts: Sequence[str], net: nn.Module) -> dict[str, Plan]:
     return plan
 
 
-def _is_split_for_nobody(path: str, net: nn.Module, split: Container[str]) -> bool:
-    """Whether the module after the one at ``path`` needs whole inputs, as far as can be seen."""
+def _needs_full_output(path: str, net: nn.Module, split: Container[str]) -> bool:
+    """Return whether the module after the layer at ``path`` is known to need full inputs."""
     parent, _, name = path.rpartition(".")
     layers = net.get_submodule(parent)
     if not isinstance(layers, nn.Sequential):
@@ -124,7 +124,7 @@ def _is_split_for_nobody(path: str, net: nn.Module, split: Container[str]) -> bo
 
 
 def _parse(text: str) -> tuple[str, TensorStyle]:
-    """Pattern and style of one text."""
+    """Return pattern and style of one text."""
     pattern, equals, name = (part.strip() for part in text.partition("="))
     if not (pattern and equals and name):
         raise ConfigError(_KEY, 'must hold texts such as "head.0 = colwise"', text)
@@ -132,12 +132,12 @@ def _parse(text: str) -> tuple[str, TensorStyle]:
     if name not in styles:
         close = difflib.get_close_matches(name, styles, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(styles)}"
-        raise ConfigError(_KEY, f"{name!r} is not a way to split a layer; {hint}", text)
+        raise ConfigError(_KEY, f"{name!r} is not a style; {hint}", text)
     return pattern, TensorStyle(name)
 
 
 def _matches(pattern: str, modules: Mapping[str, nn.Module], text: str) -> list[str]:
-    """Paths that ``pattern`` matches, all of layers that can be split."""
+    """Return the paths that ``pattern`` matches, all of layers that can be split."""
     matched = [path for path in modules if fnmatchcase(path, pattern)]
     if not matched:
         raise ConfigError(_KEY, f"{pattern!r} matches nothing in the net; {_layers(modules)}", text)
@@ -150,7 +150,7 @@ def _matches(pattern: str, modules: Mapping[str, nn.Module], text: str) -> list[
 
 
 def _layers(modules: Mapping[str, nn.Module]) -> str:
-    """The first layers that can be split, in words."""
+    """Return text that lists the first layers that can be split."""
     layers = [path for path, module in modules.items() if isinstance(module, _SPLITTABLE)]
     if not layers:
         return "it has no Linear or Embedding"
@@ -163,5 +163,5 @@ def _joined(path: str, name: str) -> str:
 
 
 def _is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
-    # Subclasses may have other parameters, or be used by those around them without a call.
+    # Subclasses may have other parameters, or be used without a call.
     return type(module) is nn.Linear

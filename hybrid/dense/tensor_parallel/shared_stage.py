@@ -1,6 +1,6 @@
-"""A stage of a dense net that a tensor group computes together, on the samples of all its trainers.
+"""A stage that a tensor group computes together, on the samples of all its trainers.
 
-Every trainer keeps its own share of the batch; only in the stage do the group's shares meet::
+Every trainer keeps its slice of the batch. The slices of the group are gathered for the stage only::
 
     own inputs_bX ── all-gather ── inputs_BX ── stage ── outputs_BY ── own rows ── outputs_bY
 
@@ -17,12 +17,12 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 class SharedStage(nn.Module):
-    """A stage computed by a tensor group together, on the samples of all its ranks.
+    """A stage that a tensor group computes together, on the samples of all its ranks.
 
     Args:
-        stage: takes tensors with a row for each sample and returns one; the same on all ranks, such as
-            a :class:`TensorParallel`.
-        group: the ranks that call it, at the same time; each with its own samples, perhaps none.
+        stage: maps tensors with one row per sample to one tensor; the same on all ranks, such as a
+            :class:`TensorParallel`.
+        group: the ranks; all call it together, each with its own samples, possibly none.
     """
 
     def __init__(self, stage: nn.Module, group: dist.ProcessGroup) -> None:
@@ -32,7 +32,7 @@ class SharedStage(nn.Module):
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The stage's output for this rank's rows of ``inputs``.
+        """Return the output of the stage for the local rows of ``inputs``.
 
         Raises:
             ValueError: inputs or output differ in their number of rows.
@@ -41,10 +41,9 @@ class SharedStage(nn.Module):
             whole_B: Tensor = self.stage(*inputs)
             return whole_B
         rows, is_differentiable = _agree(inputs, self._group)
-        # The backward passes meet in the collectives of the stage's graph. Autograd runs those in the
-        # opposite order of the forward pass, the same on all ranks if their graphs are the same. An input
-        # that requires a gradient on some ranks only would make them differ: a share without samples has
-        # looked up nothing, say. So with one rank, all record it.
+        # Autograd runs the collectives of the stage's graph in the reverse order of the forward pass, so all
+        # ranks need the same graph. A slice without samples has no lookup, and its input requires no
+        # gradient. So all ranks record an input if one rank does.
         gathered = [
             _Gather.apply(x, self._anchor if record else None, rows, self._group)  # type: ignore[no-untyped-call]
             for x, record in zip(inputs, is_differentiable, strict=True)
@@ -57,7 +56,7 @@ class SharedStage(nn.Module):
 
 
 def _agree(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[int], list[bool]]:
-    """How many rows each rank has, and of which inputs any rank wants a gradient."""
+    """Return the number of rows of each rank, and which inputs need a gradient on any rank."""
     sizes = {len(x) for x in inputs}
     if len(sizes) != 1:
         raise ValueError(f"inputs of a stage must have as many rows as each other, not {sorted(sizes)}")
@@ -69,10 +68,10 @@ def _agree(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[int
 
 
 def _all_rows(own_bX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks, in the order of ranks."""
+    """Gather the rows of all ranks, in rank order."""
     longest = max(rows)
-    padded_bX = own_bX.contiguous()  # as NCCL must have it
-    if len(own_bX) < longest:  # process groups gather tensors of one size only
+    padded_bX = own_bX.contiguous()  # as NCCL requires
+    if len(own_bX) < longest:  # collectives need tensors of one size
         padded_bX = own_bX.new_zeros(longest, *own_bX.shape[1:])
         padded_bX[: len(own_bX)] = own_bX
     all_BX = own_bX.new_empty(len(rows) * longest, *own_bX.shape[1:])
@@ -83,13 +82,13 @@ def _all_rows(own_bX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> 
 
 
 def _own_rows(all_BX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows; a copy, since RPC would send all the memory of a view."""
+    """Return a copy of the local rows, since RPC would send the whole storage of a view."""
     start = sum(rows[: group.rank()])
     return all_BX[start : start + rows[group.rank()]].clone()
 
 
 class _Gather(torch.autograd.Function):
-    """The group's rows. Each rank has the whole gradient of them, so its own part needs no communication."""
+    """Gathers rows. Each rank has their full gradient, so the backward pass needs no communication."""
 
     @staticmethod
     def forward(
@@ -106,7 +105,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _OwnRows(torch.autograd.Function):
-    """This rank's rows of what the group has computed; their gradients come from the rank that has them."""
+    """Selects the local rows of an output; the backward pass gathers the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, all_BY: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:

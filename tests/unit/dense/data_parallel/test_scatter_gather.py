@@ -102,7 +102,7 @@ class TestScatter:
         assert scatter((torch.ones(1), "text"), CPUS) == [(torch.ones(1), "text")]
 
     def test_no_sample_is_dropped_where_tensors_disagree(self) -> None:
-        with pytest.raises(ValueError, match=r"tensors of \[1, 4\] samples make different numbers of pieces"):
+        with pytest.raises(ValueError, match=r"tensors of \[1, 4\] samples have different numbers of chunks"):
             scatter((torch.ones(1), torch.ones(4)), CPUS)
 
     def test_a_device_that_is_not_there_is_named(self) -> None:

@@ -140,8 +140,8 @@ FORM = 'must hold texts such as "head.0 = colwise"'
         (["head.0"], FORM),
         (["= colwise"], FORM),
         (["head.0 ="], FORM),
-        (["bottom = colwis"], "'colwis' is not a way to split a layer; did you mean 'colwise'?"),
-        (["bottom = 7"], "'7' is not a way to split a layer; choose from colwise, rowwise, colwise_gathered"),
+        (["bottom = colwis"], "'colwis' is not a style; did you mean 'colwise'?"),
+        (["bottom = 7"], "'7' is not a style; choose from colwise, rowwise, colwise_gathered"),
         (["tail.* = rowwise"], f"'tail.*' matches nothing in the net; {LAYERS}"),
         (
             ["head.deep.* = rowwise"],
