@@ -152,5 +152,7 @@ def test_a_metric_of_the_users_own_sees_what_is_predicted(
     monkeypatch.syspath_prepend(tmp_path)
     found = task_metrics("click", TaskSection(metrics=("own_metrics:lift",)), NUMBERS, CLICKS, None)
     assert found["lift"] == pytest.approx((CLICKS[NUMBERS > 0].mean() / CLICKS.mean()).item())
-    with pytest.raises(ConfigError, match=r"^tasks\.click\.metrics = 'own_metrics:told': fails, or returns no"):
+    with pytest.raises(
+        ConfigError, match=r"^tasks\.click\.metrics = 'own_metrics:told': fails, or returns no"
+    ):
         task_metrics("click", TaskSection(metrics=("own_metrics:told",)), NUMBERS, CLICKS, None)
