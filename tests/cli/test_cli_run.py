@@ -85,8 +85,8 @@ def test_the_master_prepares_the_data_of_the_configuration(script: Path, tmp_pat
     [
         ("raises", "train.py:33, in <module>: KeyError: 'missing'"),
         ("exits", "train.py has ended with sys.exit(3)"),
-        ("ends", "wants a module distributed"),
-        ("differs", "have distributed modules with different tables: every trainer must build the same one"),
+        ("ends", "make different requests: "),
+        ("differs", "distribute modules with different tables"),
         ("shuffles", "trainers read different batches"),
         ("plain backward", "call cluster.backward(loss)"),
     ],

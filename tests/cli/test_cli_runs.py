@@ -78,7 +78,9 @@ def test_a_finished_run_is_left_alone(trained: TrainedRun, tmp_path: Path) -> No
     folder = trained.copy(tmp_path)
     ended = run(["launch", "--resume", folder], tmp_path)
     assert ended.code == 1
-    assert ended.stderr == "hybrid launch: train.epochs: the run has taken all 16 steps; raise it to go on\n"
+    assert (
+        ended.stderr == "hybrid launch: train.epochs: the run has taken all 16 steps; raise it to continue\n"
+    )
     for name in ("config.toml", "metrics.jsonl", "result.json"):
         assert (folder / name).read_bytes() == (trained.folder / name).read_bytes()
 

@@ -187,7 +187,7 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_only_ends(
     assert lines(run) == lines(whole)
     results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
     assert results[0]["auc"] == results[1]["auc"]
-    with pytest.raises(CaseError, match=f"the run has taken all {TOTAL} steps; raise it to go on"):
+    with pytest.raises(CaseError, match=f"the run has taken all {TOTAL} steps; raise it to continue"):
         clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True)
 
 
@@ -275,9 +275,7 @@ def test_a_run_ends_by_its_patience_and_goes_on_with_more_of_it_only(
     ]
     result = json.loads((run / "result.json").read_text())
     assert (result["steps"], result["best"]["step"]) == (6, 2)
-    with pytest.raises(
-        CaseError, match=r"train\.patience = 2: the run has ended for want of a better log loss"
-    ):
+    with pytest.raises(CaseError, match=r"train\.patience = 2: the run ended without a better log loss"):
         cluster.run(train, config(2), cache, run, resume=True)
     said = cluster.run(train, config(3), cache, run, resume=True)
     assert said == [f"resuming from step 6: {step_folder(run, 6)}", ended(8, 3)]

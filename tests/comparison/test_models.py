@@ -22,8 +22,8 @@ from hybrid.models.self_attention import SelfAttention
 from hybrid.models.two_towers import TwoTowers
 from hybrid.models.wide_deep import WideAndDeep
 from workers.console.terminal import TerminalView
-from workers.controller.shared_folders import Reach
-from workers.jobs.script_job import ScriptJob
+from workers.controller.shared_folders import SharedFolders
+from workers.jobs.user_code_jobs import ScriptJob
 from workers.rendezvous.bootstrap import Cluster
 
 
@@ -33,7 +33,9 @@ def run_script(cluster: Cluster, output: Path, update: str) -> None:
         train={"update": update, "dtype": "float64"},
     )
     with TerminalView() as view:
-        ScriptJob(config, model_script.__file__, (str(output),)).run(cluster.topology, Path, view, Reach([]))
+        ScriptJob(config, model_script.__file__, (str(output),)).run(
+            cluster.topology, Path, view, SharedFolders([])
+        )
 
 
 @pytest.mark.parametrize("update", ["sync", "pipelined"])

@@ -17,8 +17,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, embedding, emb
 from hybrid.config import RunConfig
 from hybrid.embedding.worker.initial_rows import initialise_rows
 from workers.console.terminal import TerminalView
-from workers.controller.shared_folders import Reach
-from workers.jobs.script_job import ScriptJob
+from workers.controller.shared_folders import SharedFolders
+from workers.jobs.user_code_jobs import ScriptJob
 from workers.rendezvous.bootstrap import Cluster
 
 SCRIPT = own_script.__file__
@@ -135,7 +135,9 @@ def run_script(cluster: Cluster, output: Path, options: tuple[str, ...], update:
         train={"update": update, "dtype": "float64"},
     )
     with TerminalView() as view:
-        ScriptJob(config, SCRIPT, (str(output), *options)).run(cluster.topology, Path, view, Reach([]))
+        ScriptJob(config, SCRIPT, (str(output), *options)).run(
+            cluster.topology, Path, view, SharedFolders([])
+        )
 
 
 def check(output: Path, options: tuple[str, ...], update: str) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import socket
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,18 @@ from hybrid import transport
 from hybrid.data.dataset.dataset_manifest import FILE_NAME
 from hybrid.errors import CheckpointError, DataError, OutageError, StorageError
 from hybrid.storage import files
-from hybrid.storage.remote_path import parse_path
+from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import MASTER, Role, RoleKind
-from workers.controller import shared_folders
-from workers.controller.shared_folders import DataLook, FolderLook, Reach
+from workers.controller.shared_folders import FolderCheck, SharedFolders
 
 HERE = socket.gethostname()
 SHARED = "must be storage that all hosts share"
 # By loopback it is this process that is asked, whatever its name.
-ELSEWHERE = Reach([MASTER])
+ELSEWHERE = SharedFolders([MASTER])
+
+
+def look(file: StoragePath, writes: bool, content: str = "token") -> None:
+    FolderCheck("run.folder", file, sha256(content.encode()).hexdigest(), writes, "b")
 
 
 @pytest.fixture
@@ -39,7 +43,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Role, Path]]:
     class Answered:
         def wait(self) -> None: ...
 
-    def create(role: Role, look: object, path: Path, *_: object, timeout_seconds: float) -> Answered:
+    def create(
+        role: Role, check: object, key: str, path: Path, *_: object, timeout_seconds: float
+    ) -> Answered:
         found.append((role, path))
         return Answered()
 
@@ -66,7 +72,7 @@ def test_a_place_in_a_store_is_looked_at_too(loopback: None, monkeypatch: pytest
         ELSEWHERE.check_checkpoints(folder)
         assert files.list_entries(folder, is_deep=True) == []
         with pytest.raises(CheckpointError, match=rf"^{folder} on host {HERE} is not .* \(No such file"):
-            FolderLook(folder / "probe", "token", True, "b")
+            look(folder / "probe", True)
     finally:
         store.close()
 
@@ -75,10 +81,10 @@ def test_a_place_in_a_store_is_looked_at_too(loopback: None, monkeypatch: pytest
 def test_a_store_that_refuses_is_no_folder_that_is_not_shared(
     kind: type[StorageError], loopback: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(place: object) -> str:
+    def refuse(place: object) -> bytes:
         raise kind("s3://bucket/x: cannot be read: why; what to do")
 
-    monkeypatch.setattr(files, "read_text", refuse)
+    monkeypatch.setattr(files, "read_bytes", refuse)
     with pytest.raises(transport.RemoteError) as raised:
         ELSEWHERE.check_checkpoints(tmp_path)
     assert str(raised.value) == f"host {HERE}: s3://bucket/x: cannot be read: why; what to do"
@@ -89,7 +95,7 @@ def test_a_role_that_sees_another_folder_is_told_and_the_probe_is_gone(
     loopback: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run" / "checkpoints"
-    monkeypatch.setattr(files, "read_text", lambda place: "what another host has")
+    monkeypatch.setattr(files, "read_bytes", lambda path: b"what another host has")
     with pytest.raises(transport.RemoteError) as raised:
         ELSEWHERE.check_checkpoints(folder)
     assert str(raised.value) == (
@@ -114,7 +120,7 @@ def test_a_probe_that_cannot_be_removed_does_not_hide_the_first_error(
     monkeypatch.setattr(files, "remove", refuse)
     with pytest.raises(OutageError, match="cannot be removed"):
         ELSEWHERE.check_checkpoints(tmp_path)
-    monkeypatch.setattr(files, "read_text", lambda path: "what another host has")
+    monkeypatch.setattr(files, "read_bytes", lambda path: b"what another host has")
     with pytest.raises(transport.RemoteError, match="holds other files"):
         ELSEWHERE.check_checkpoints(tmp_path)
 
@@ -124,13 +130,13 @@ def test_a_folder_that_is_not_there_or_cannot_be_written_is_not_shared(tmp_path:
     folder = re.escape(str(probe.parent))
     words = f"^{folder} on host {HERE} is not that of the master's host b \\({{}}\\); run.folder"
     with pytest.raises(CheckpointError, match=words.format("No such file or directory")):
-        FolderLook(probe, "token", True, "b")
+        look(probe, True)
     probe.parent.mkdir()
     probe.write_text("token")
-    FolderLook(probe, "token", True, "b")
+    look(probe, True)
     assert list(probe.parent.iterdir()) == [probe]
     with pytest.raises(CheckpointError, match=words.format("it holds other files")):
-        FolderLook(probe, "another", False, "b")
+        look(probe, False, "another")
 
 
 def test_one_who_only_reads_need_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,23 +147,22 @@ def test_one_who_only_reads_need_not_write(tmp_path: Path, monkeypatch: pytest.M
         raise PermissionError(13, os.strerror(13))
 
     monkeypatch.setattr(files, "write_bytes", refuse)
-    FolderLook(probe, "token", False, "b")
+    look(probe, False)
     with pytest.raises(CheckpointError, match=r"\(Permission denied\); run.folder"):
-        FolderLook(probe, "token", True, "b")
+        look(probe, True)
 
 
 def test_prepared_data_must_be_the_same(prepared: Path, loopback: None) -> None:
-    checksum = shared_folders._checksum(prepared)
-    DataLook(prepared, checksum, "b")
-    transport.create(MASTER, DataLook, prepared, checksum, "b", timeout_seconds=5.0).wait()
+    what = "data.cache_folder", prepared / FILE_NAME, sha256(b"{}").hexdigest(), False, "b"
+    transport.create(MASTER, FolderCheck, *what, timeout_seconds=5.0).wait()
     (prepared / FILE_NAME).write_text("{ }")
     rule = f"{prepared} on host {HERE} is not that of the master's host b ({{}}); data.cache_folder {SHARED}"
     with pytest.raises(DataError) as raised:
-        DataLook(prepared, checksum, "b")
-    assert str(raised.value) == rule.format("it holds other data")
+        FolderCheck(*what)
+    assert str(raised.value) == rule.format("it holds other files")
     (prepared / FILE_NAME).unlink()
     with pytest.raises(DataError) as raised:
-        DataLook(prepared, checksum, "b")
+        FolderCheck(*what)
     assert str(raised.value) == rule.format("No such file or directory")
 
 
@@ -166,10 +171,10 @@ def test_trainers_are_asked_for_data_and_all_for_checkpoints_by_whole_paths(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     trainer, worker = Role(RoleKind.TRAINER, 1), Role(RoleKind.WORKER, 0)
-    Reach([trainer, worker]).check_data(Path("prepared"))
-    assert asked == [(trainer, prepared)]
+    SharedFolders([trainer, worker]).check_data(Path("prepared"))
+    assert asked == [(trainer, prepared / FILE_NAME)]
     asked.clear()
-    Reach([trainer, worker]).check_checkpoints(Path("run/checkpoints"))
+    SharedFolders([trainer, worker]).check_checkpoints(Path("run/checkpoints"))
     (first, probe), (second, same) = asked
     assert (first, second, probe) == (trainer, worker, same)
     assert probe.parent == tmp_path / "run/checkpoints"
@@ -179,7 +184,7 @@ def test_trainers_are_asked_for_data_and_all_for_checkpoints_by_whole_paths(
 def test_on_one_host_nobody_is_asked_and_nothing_written(
     tmp_path: Path, asked: list[tuple[Role, Path]]
 ) -> None:
-    Reach([]).check_data(tmp_path / "nowhere")
-    Reach([]).check_checkpoints(tmp_path / "nowhere")
+    SharedFolders([]).check_data(tmp_path / "nowhere")
+    SharedFolders([]).check_checkpoints(tmp_path / "nowhere")
     assert asked == []
     assert list(tmp_path.iterdir()) == []

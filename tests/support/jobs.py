@@ -19,7 +19,7 @@ from hybrid.storage.remote_path import StoragePath
 from workers.console.terminal import TerminalView
 from workers.controller.dataset_session import DatasetSession
 from workers.controller.remote_trainer import Trainer
-from workers.controller.shared_folders import Reach
+from workers.controller.shared_folders import SharedFolders
 from workers.jobs.comparison import Comparison
 from workers.jobs.snapshot import Snapshot, snapshot
 from workers.rendezvous.bootstrap import Cluster
@@ -80,5 +80,5 @@ def compare(cluster: Cluster, config: RunConfig, cache: StoragePath, num_steps: 
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         view = TerminalView(Console(file=nowhere))
         Comparison(config, num_steps).run(
-            cluster.topology, lambda: ensure_prepared(config, cache), view, Reach([])
+            cluster.topology, lambda: ensure_prepared(config, cache), view, SharedFolders([])
         )

@@ -28,8 +28,8 @@ from workers.console.progress_lines import TrainingProgress
 from workers.console.terminal import TerminalView
 from workers.controller.dataset_session import DatasetSession
 from workers.controller.distributed_checkpoint import Saving
-from workers.controller.job_messages import Report
-from workers.controller.shared_folders import Reach
+from workers.controller.remote_trainer import TrainerReport
+from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
 from workers.jobs.training_job import Training
 from workers.rendezvous.bootstrap import Cluster
@@ -65,7 +65,7 @@ class View(TerminalView):
             self.notes.append(text)
 
     def warn(self, text: str) -> None:
-        self.notes.append(text)
+        self.note(text)
 
     def status(self, text: str) -> None:
         self.statuses.append(text)
@@ -89,7 +89,7 @@ class Asking(DatasetSession):
     moment = ("", 0)
     calls: list[int]
 
-    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[Report]:
+    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[TrainerReport]:
         self.calls.append(num_steps)
         if self.moment[0] == "training" and steps_before <= self.moment[1] < steps_before + num_steps:
             signal.raise_signal(STOP_REQUEST)
@@ -146,7 +146,9 @@ def train(
     view = View(run, last_step, saved_step)
     with view, sessions_closed(("", 0)):
         task = TrainTask(run, resume, time.time())
-        Training(config, task).run(cluster.topology, lambda: ensure_prepared(config, cache), view, Reach([]))
+        Training(config, task).run(
+            cluster.topology, lambda: ensure_prepared(config, cache), view, SharedFolders([])
+        )
     return view.notes
 
 
@@ -160,7 +162,7 @@ def stop(
     with view, sessions_closed(moment), patch("workers.jobs.training_job._CALL_SECONDS", CASE_SECONDS):
         training = Training(config, TrainTask(run, False, time.time()))
         return training.run(
-            cluster.topology, lambda: ensure_prepared(config, cache), view, Reach([])
+            cluster.topology, lambda: ensure_prepared(config, cache), view, SharedFolders([])
         ), view.statuses
 
 
@@ -173,7 +175,9 @@ def calls_of(cluster: Cluster, config: RunConfig, cache: StoragePath, run: Path,
         patch("workers.jobs.training_job._CALL_SECONDS", seconds),
     ):
         training = Training(config, TrainTask(run, False, time.time()))
-        has_ended = training.run(cluster.topology, lambda: ensure_prepared(config, cache), view, Reach([]))
+        has_ended = training.run(
+            cluster.topology, lambda: ensure_prepared(config, cache), view, SharedFolders([])
+        )
         assert has_ended is ExitCode.DONE
         return sessions[0].calls
 

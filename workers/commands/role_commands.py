@@ -46,12 +46,12 @@ def master_role(options: argparse.Namespace, started_at: float) -> None:
 
     if options.script is not None:
         script = script_task(options.script, ())
-        with _exit_code_of(master.codes_of(script)):
+        with _exit_code_of(master.exit_codes_of(script)):
             master.run(config, script, secret)
         return
     with hold_run(folder, is_resumed) as (local, _), report_saved_state(local, options.command):
         task = TrainTask(local, is_resumed, started_at)
-        with _exit_code_of(master.codes_of(task)):
+        with _exit_code_of(master.exit_codes_of(task)):
             master.run(config, task, secret)
 
 

@@ -13,8 +13,7 @@ from hybrid.data.prepare.dataset_location import open_split
 from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics, Predictions, check_custom_metrics
 from hybrid.topology import Topology
-from workers.controller.job_messages import Report
-from workers.controller.remote_trainer import Trainer
+from workers.controller.remote_trainer import Trainer, TrainerReport
 from workers.controller.session import Session
 
 _EVAL_STEPS_PER_CALL = 20
@@ -24,13 +23,13 @@ class DatasetSession(Session):
     """A session that trains and evaluates on a prepared data set.
 
     Attributes:
-        steps_per_epoch: steps that pass over all training samples.
-        reports: what is known of the training samples and of the test samples.
-        has_test_rows: whether there is anything to evaluate on.
-        best_auc: of the first task, what no model can beat on the test samples, each counted once; None where
-            nobody knows, or samples count by their weights.
+        steps_per_epoch: number of steps of a pass over all training samples.
+        reports: of the training and the test samples.
+        has_test_rows: whether there are test samples.
+        best_auc: AUC of the first task that no model can exceed on the test samples; None if it is unknown or
+            metrics are weighted.
         limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
-        total_steps: that the run takes.
+        total_steps: of the run.
     """
 
     def __init__(self, topology: Topology, config: RunConfig, data_folder: Path) -> None:
@@ -61,30 +60,30 @@ class DatasetSession(Session):
             data_folder=data_folder,
         )
 
-    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[Report]:
-        """Run some steps of an epoch on all trainers; see :meth:`Trainer.train`."""
+    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[TrainerReport]:
+        """Take some steps of an epoch on all trainers; see :meth:`Trainer.train`."""
         timeout = self._timeout_seconds(num_steps)
         return self._on_trainers(timeout, Trainer.train, epoch, first_step, num_steps, steps_before)
 
     def evaluate(self, steps_before: int) -> Metrics:
-        """Metrics over the whole test set, with the model as it is after ``steps_before`` steps."""
+        """Return metrics over the whole test set, with the model after ``steps_before`` steps."""
         parts = [each for predictions in self.evaluation(steps_before) for each in predictions]
         is_weighted = self.config.data.weighted_metrics
         return Predictions.concatenate(parts).metrics(self.config.all_tasks, is_weighted=is_weighted)
 
     def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
-        """What all trainers make of the test set, some steps after the other; see :meth:`evaluate`."""
+        """Yield the predictions of all trainers for the test set, some steps at a time."""
         for first in range(0, self._test_steps, _EVAL_STEPS_PER_CALL):
             count = min(_EVAL_STEPS_PER_CALL, self._test_steps - first)
             timeout = self._timeout_seconds(count)
             yield self._on_trainers(timeout, Trainer.evaluate, first, count, steps_before)
 
     def load(self, stored: Checkpoint) -> None:
-        """Go on from a checkpoint.
+        """Load a checkpoint.
 
         Raises:
             CheckpointError: it is of another model.
-            DataError: it was trained on other samples; names the file that has changed.
+            DataError: it was trained on other samples; names the changed file.
         """
         rule = "go on with that version, or start a new run"
         trained_on = DataManifest.read(stored.parts / dataset_manifest.COPY_NAME, rule)

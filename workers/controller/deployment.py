@@ -1,29 +1,32 @@
-"""What a job has on the roles of a cluster: the master creates it there, and keeps a stub of each object."""
+"""The objects of a job on the roles of a cluster: created by the master, which keeps a stub of each."""
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from hybrid import transport
 from hybrid.checkpoint.checkpoint_files import Files
 from hybrid.config import RunConfig
-from hybrid.embedding.placement import Placement
+from hybrid.embedding.placement import Placement, Shard
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.model_builder import Blueprint, host_remote_net
+from hybrid.errors import HybridError
 from hybrid.primitives.step_timings import Span
 from hybrid.protocol.update_rules import UpdateRules
 from hybrid.server.hosted_module import Hosted
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, RoleKind, Topology
-from workers.controller.job_messages import Job
-from workers.controller.remote_trainer import Trainer
+from workers.controller.remote_trainer import Trainer, TrainerJob
 from workers.controller.trainer_script import Script
 
-# Filling, writing and reading whole tables, and making trainers.
+# To fill, write and read whole tables, and to create trainers.
 BULK_TIMEOUT_SECONDS = 3600.0
+_PING_TIMEOUT_SECONDS = 10.0
+_MAX_FRACTION_FOR_COPIES = 0.8  # of the free memory of a host
 
 
 def local_constructors(settings: Sequence[str]) -> list[partial[Any]]:
@@ -33,7 +36,7 @@ def local_constructors(settings: Sequence[str]) -> list[partial[Any]]:
 
 
 class Called(Protocol):
-    """What every object of a job has: a trainer, the tables of a worker, a remote net."""
+    """Methods of every object of a job: a trainer, the tables of a worker, a remote net."""
 
     def record(self, steps: range) -> None: ...
 
@@ -49,8 +52,8 @@ class Deployment:
     """The stubs of a job.
 
     Attributes:
-        trainers: in the order of their index.
-        tables: by worker, of those that hold rows.
+        trainers: by index.
+        tables: by worker, of workers that hold rows.
         remote_net: the remote dense net, or None.
     """
 
@@ -60,7 +63,7 @@ class Deployment:
 
     @property
     def hosted(self) -> list[transport.RemoteHosted[Hosted]]:
-        """All that workers update: their tables, and the remote net where there is one."""
+        """The objects that workers update: tables, and the remote net if there is one."""
         return [*self.tables.values(), *([self.remote_net] if self.remote_net else [])]
 
     @property
@@ -68,10 +71,10 @@ class Deployment:
         return [*self.trainers, *self.hosted]
 
     def settle(self, meanwhile: Callable[[], object]) -> None:
-        """Return once the gradients of all steps are with the workers; updates may be under way.
+        """Wait until the workers have the gradients of all steps; updates may still run.
 
         Args:
-            meanwhile: called every now and then.
+            meanwhile: called repeatedly during the wait.
         """
         transport.gather([trainer.call(Trainer.settle) for trainer in self.trainers], meanwhile)
 
@@ -83,11 +86,14 @@ def deploy(
     rules: UpdateRules,
     data_source: str | None,
 ) -> Deployment:
-    """Create everything that a job needs on the roles of ``topology``; see :class:`Job`."""
+    """Create the tables, the trainers and the remote net of a job; see :class:`TrainerJob`."""
     tables = deploy_tables(topology, blueprint.config, placement, rules)
-    remote_net = _create_remote_net(blueprint, rules)
-    job = Job(blueprint, placement, rules, tables, remote_net, data_source)
-    bulk = BULK_TIMEOUT_SECONDS
+    dense, remote_net, bulk = blueprint.config.dense, None, BULK_TIMEOUT_SECONDS
+    if dense.remote_mlp:
+        role = Role(RoleKind.WORKER, 0)
+        module = transport.create_module(role, host_remote_net, blueprint, rules)
+        remote_net = transport.RemoteNet(role, module)
+    job = TrainerJob(blueprint, placement, rules, tables, remote_net, data_source)
     trainers = [transport.create(r, Trainer, r.index, job, timeout_seconds=bulk) for r in topology.trainers]
     return Deployment(transport.gather(trainers), tables, remote_net)
 
@@ -95,31 +101,70 @@ def deploy(
 def deploy_tables(
     topology: Topology, config: RunConfig, placement: Placement, rules: UpdateRules
 ) -> dict[int, transport.RemoteTables]:
-    """Create the tables of a placement, and fill them with their initial rows."""
-    holders = table_holders(topology, placement)
-    tables = {role.index: _create_tables(role, config, placement, rules) for role in holders}
+    """Create the tables of a placement with their initial rows.
+
+    Raises:
+        HybridError: a host has no memory for its tables.
+    """
+    holders = [worker for worker in topology.workers if placement.of_worker(worker.index)]
+    check_memory(placement, holders)
+    dtype = getattr(torch, config.train.dtype)
+    wire_dtype = None if config.embedding.wire_dtype == "rows" else torch.bfloat16
+    tables = {}
+    for role in holders:
+        module = transport.create_module(role, TableShards, placement, role.index, rules, dtype, wire_dtype)
+        tables[role.index] = transport.RemoteTables(role, module)
     seed, bulk = config.run.seed, BULK_TIMEOUT_SECONDS
     transport.gather([t.call(TableShards.initialise, seed, timeout_seconds=bulk) for t in tables.values()])
     return tables
 
 
-def table_holders(topology: Topology, placement: Placement) -> list[Role]:
-    """The workers that hold rows."""
-    return [worker for worker in topology.workers if placement.of_worker(worker.index)]
+class _HostMemory(NamedTuple):
+    """The tables of a host and its free memory."""
+
+    host: str
+    roles: list[Role]
+    shards: list[Shard]
+    free_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shard.num_bytes for shard in self.shards)
 
 
-def _create_tables(
-    role: Role, config: RunConfig, placement: Placement, rules: UpdateRules
-) -> transport.RemoteTables:
-    dtype = getattr(torch, config.train.dtype)
-    wire_dtype = None if config.embedding.wire_dtype == "rows" else torch.bfloat16
-    module = transport.create_module(role, TableShards, placement, role.index, rules, dtype, wire_dtype)
-    return transport.RemoteTables(role, module)
+def check_memory(placement: Placement, holders: Sequence[Role]) -> None:
+    """Refuse tables that do not fit into the memory of the workers' hosts, before they are allocated.
+
+    Raises:
+        HybridError: names the host, its workers and their largest table.
+    """
+    for memory in _host_memory(placement, holders):
+        if memory.num_bytes > memory.free_bytes:
+            largest = max(memory.shards, key=lambda shard: shard.num_bytes)
+            names = ", ".join(str(role) for role in memory.roles)
+            raise HybridError(
+                f"{names} on {memory.host}: tables need {_gib(memory.num_bytes)}, "
+                f"{_gib(memory.free_bytes)} of memory are free; the largest is {largest.table.name} with "
+                f"{_gib(largest.num_bytes)}: use fewer rows, a smaller embedding.dim, or more hosts"
+            )
 
 
-def _create_remote_net(blueprint: Blueprint, rules: UpdateRules) -> transport.RemoteNet | None:
-    dense = blueprint.config.dense
-    if not dense.remote_mlp:
-        return None
-    role = Role(RoleKind.WORKER, 0)
-    return transport.RemoteNet(role, transport.create_module(role, host_remote_net, blueprint, rules))
+def has_memory_for_copies(placement: Placement, holders: Sequence[Role]) -> bool:
+    """Whether every worker can hold a second copy of its tables for a while."""
+    hosts = _host_memory(placement, holders)
+    return all(host.num_bytes <= _MAX_FRACTION_FOR_COPIES * host.free_bytes for host in hosts)
+
+
+def _host_memory(placement: Placement, holders: Sequence[Role]) -> Iterator[_HostMemory]:
+    pings = [transport.ping(role, _PING_TIMEOUT_SECONDS) for role in holders]
+    vitals = dict(zip(holders, transport.gather(pings), strict=True))
+    by_host: dict[str, list[Role]] = defaultdict(list)
+    for role, vital in vitals.items():
+        by_host[vital.host].append(role)
+    for host, roles in by_host.items():
+        shards = [shard for role in roles for shard in placement.of_worker(role.index)]
+        yield _HostMemory(host, roles, shards, min(vitals[role].available_bytes for role in roles))
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"

@@ -1,4 +1,4 @@
-"""A checkpoint that every role holds its part of, on its way to the disk and back."""
+"""Writing and reading of a checkpoint, of which every role holds a part."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +26,11 @@ _POLL_SECONDS = 0.02
 
 
 class Counted(NamedTuple):
-    """What a run has counted so far, as a checkpoint holds it.
+    """The counts of a run, as a checkpoint stores them.
 
     Attributes:
-        values: in its manifest.
-        reports: in a file of their own, if there are any.
+        values: in the manifest.
+        reports: in a separate file, if there are any.
     """
 
     values: Mapping[str, Any]
@@ -42,17 +42,16 @@ NOTHING_COUNTED = Counted({}, {})
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """What every role holds of one moment of a run, and how it becomes a checkpoint.
+    """A checkpoint whose parts the roles hold in memory until it is written.
 
     Attributes:
         folder: of the checkpoint.
-        manifest: without the files.
+        manifest: without the list of files.
         texts: text files, by name.
         reports: see :class:`Counted`.
-        start: starts the calls by which roles write into a folder what they hold, and let go of it.
-        is_copied: whether they hold copies, so that training may go on meanwhile.
-        shared: the vocabularies, which the checkpoints of a run share, by the name that it keeps them under;
-            one that is not a run's has them itself.
+        start: starts the calls that make roles write their parts into a folder and release them.
+        is_copied: whether roles hold copies, so that training can continue.
+        shared: vocabularies by name. The checkpoints of a run share them; other checkpoints have a copy.
     """
 
     folder: StoragePath
@@ -64,10 +63,10 @@ class Saving:
     shared: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
     def write(self) -> Manifest:
-        """Write everything, and make it a checkpoint, in any thread; its manifest.
+        """Write all files, complete the checkpoint, and return its manifest; in any thread.
 
         Raises:
-            CheckpointError: a file cannot be written. Nothing is left of it.
+            CheckpointError: a file cannot be written; the unfinished checkpoint is removed.
             RemoteError, LostError: as :meth:`hybrid.transport.Pending.wait`.
         """
         partial = checkpoint_folders.begin(self.folder)
@@ -80,8 +79,8 @@ class Saving:
         return manifest
 
     def _write_files(self, partial: StoragePath) -> Files:
-        """Write all files, and return once every role has written its own or failed to."""
-        writers = self.start(partial.absolute())  # other roles may run in other folders
+        """Write all files; wait for every role, also after an error."""
+        writers = self.start(partial.absolute())  # other roles have other working directories
         try:
             files: Files = {}
             for name, text in self.texts.items():
@@ -94,7 +93,7 @@ class Saving:
             if self.reports:
                 files |= write_tensors(partial, PROGRESS_FILE, self.reports)
         finally:
-            for writer in writers:  # until it is done, it still writes
+            for writer in writers:  # they write until they are done
                 while not writer.done(_POLL_SECONDS):
                     pass
         try:
@@ -110,11 +109,11 @@ class Saving:
 def hold(
     deployed: Deployment, dense: DenseSection, is_copied: bool, meanwhile: Callable[[], object]
 ) -> list[transport.Remote[Called]]:
-    """Let every role hold what it is to write, as of the steps taken; those that then have something.
+    """Let every role hold its part of a checkpoint, as of the steps taken; return the roles with a part.
 
     Args:
         is_copied: whether workers hold copies.
-        meanwhile: called every now and then.
+        meanwhile: called repeatedly during the wait.
     """
     deployed.settle(meanwhile)
     bulk = BULK_TIMEOUT_SECONDS
@@ -127,7 +126,7 @@ def hold(
 
 
 def load(deployed: Deployment, dense: DenseSection, stored: Checkpoint) -> None:
-    """Have every role take its part of a checkpoint; CheckpointError where it is of another model."""
+    """Make every role load its part of a checkpoint; CheckpointError if it is of another model."""
     bulk, folder = BULK_TIMEOUT_SECONDS, stored.folder
     there = folder.absolute()
     calls = [
@@ -142,6 +141,6 @@ def load(deployed: Deployment, dense: DenseSection, stored: Checkpoint) -> None:
 
 
 def _dense_files(dense: DenseSection, num_trainers: int) -> list[str | None]:
-    """The file in which each trainer saves its net; None where another one saves the same net."""
+    """Return the file for the net of each trainer; None if another trainer saves the same net."""
     saving = range(0, 1 if dense.ddp == "outside" else num_trainers, dense.trainers_per_net)
     return [dense_file(index) if index in saving else None for index in range(num_trainers)]

@@ -1,8 +1,8 @@
-"""The trainer: a dense net or its part of one, a share of the data, and a stub of every worker's tables."""
+"""The trainer of a job: a dense net or a part of it, a slice of the data, and stubs of all tables."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from hybrid.checkpoint.checkpoint_files import DENSE_FILE, Files
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.dense_state import load_state, pack_dense, unpack_dense
 from hybrid.checkpoint.tensor_file import write_tensors
-from hybrid.config import TaskSection
 from hybrid.config.loading import with_own
 from hybrid.data.batches.batch_loader import BatchLoader, BatchStream
 from hybrid.data.prepare.dataset_location import open_split
 from hybrid.dense.custom_net import batch_norm_warning
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.dense.devices import choose_devices
+from hybrid.embedding.placement import Placement
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.trainer.lookup import TableSource
@@ -28,6 +28,7 @@ from hybrid.engine.ddp import DdpMode, DdpModel
 from hybrid.engine.execution_backends import apply_backend
 from hybrid.engine.gradient_reduction import SharedMemoryReduce
 from hybrid.engine.losses import Objective
+from hybrid.engine.model_builder import Blueprint
 from hybrid.engine.step_feed import Feed, StepInput
 from hybrid.engine.train_step import predict_step, seed_step, train_step
 from hybrid.engine.uneven_batches import align_batches
@@ -36,12 +37,52 @@ from hybrid.errors import DataError
 from hybrid.metrics import Predictions
 from hybrid.primitives.step_timings import Span, StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateMode
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.storage.remote_path import StoragePath
-from hybrid.transport import RemoteHosted
+from hybrid.transport import RemoteHosted, RemoteNet, RemoteTables
 from hybrid.transport.shared_memory.host_aggregation import HostAggregation, can_aggregate, saves_work
 from hybrid.transport.shared_memory.shared_block import SharedMemory
-from workers.controller.job_messages import Job, Report
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerJob:
+    """The job that the master gives to every trainer.
+
+    Attributes:
+        blueprint: of the nets and tables.
+        placement: the worker of each row.
+        rules: how gradients become updates.
+        remote_tables: a stub for every worker that holds rows.
+        remote_net: the remote dense net, or None.
+        data_source: of the prepared data (:func:`open_split`); None if the caller gives batches.
+    """
+
+    blueprint: Blueprint
+    placement: Placement
+    rules: UpdateRules
+    remote_tables: dict[int, RemoteTables]
+    remote_net: RemoteNet | None
+    data_source: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReport:
+    """A trainer's report of some steps.
+
+    Attributes:
+        losses: this trainer's part of the loss, one value per step.
+        outputs, labels: of all samples, for the first task; NaN is the label of a sample without weight.
+        phase_seconds: time by phase.
+        skipped_steps: number of steps without an update.
+        weighted: sparse features with an id weight other than 1 in batches of the caller.
+    """
+
+    losses: list[float]
+    outputs: Tensor
+    labels: Tensor
+    phase_seconds: dict[str, float]
+    skipped_steps: int
+    weighted: tuple[str, ...] = ()
 
 
 class Trainer:
@@ -49,11 +90,11 @@ class Trainer:
 
     Args:
         index: this trainer's index.
-        job: what to train, on what.
-        settings: what this role was given of its own.
+        job: the model and its data.
+        settings: this role's values of keys marked "by host".
     """
 
-    def __init__(self, index: int, job: Job, settings: Sequence[str] = ()) -> None:
+    def __init__(self, index: int, job: TrainerJob, settings: Sequence[str] = ()) -> None:
         blueprint = replace(job.blueprint, config=with_own(job.blueprint.config, settings))
         self._config = config = blueprint.config
         self._spec = spec = blueprint.input_spec
@@ -86,16 +127,16 @@ class Trainer:
         self._stream: BatchStream | None = None
         self._position = (-1, 0)
         self._held: tuple[str, dict[str, Tensor]] = (DENSE_FILE, {})
-        self._weighted: set[int] = set()  # features whose ids have had weights in batches of the caller's own
+        self._weighted: set[int] = set()  # features with id weights in batches of the caller
         self._loaders: dict[str, BatchLoader] = {}
         if job.data_source is not None:
             self._loaders = {split: self._loader(job.data_source, split) for split in ("train", "test")}
 
-    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> Report:
-        """Train on this trainer's share of some steps of an epoch of the prepared data set.
+    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> TrainerReport:
+        """Train on this trainer's slice of some steps of an epoch of the prepared data set.
 
         Args:
-            epoch: which pass over the data.
+            epoch: number of passes before this one.
             first_step, num_steps: steps within the epoch.
             steps_before: steps taken since the start of the run.
         """
@@ -106,20 +147,20 @@ class Trainer:
         self._position = (epoch, first_step + num_steps)
         return self._train(self._feed.take(num_steps), steps_before)
 
-    def train_on(self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int) -> Report:
-        """Train on batches of the caller's own, to the end of those of all trainers.
+    def train_on(self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int) -> TrainerReport:
+        """Train on batches of the caller, until all trainers have no more batches.
 
-        Trainers may have different numbers of batches, of different sizes; each step takes one of every
-        trainer that still has one.
+        Trainers may have different numbers of batches, of different sizes; each step takes one batch of every
+        trainer that has one left.
 
         Args:
-            make_batches: gives the batches of a trainer by its index; called on every trainer. Their
-                ``global_size`` is not read.
+            make_batches: returns the batches of a trainer by its index; called on every trainer. Their
+                ``global_size`` is ignored.
             steps_before: steps taken since the start of the run.
 
         Raises:
-            DataError: a batch is not of the job's features and tasks, a label or weight none of these, or a
-                group is split where a loss is of the order within groups.
+            DataError: a batch has other features or tasks than the job, an invalid label or weight, or a
+                split group with a ranking loss.
         """
         self._close_stream()
         spec = self._spec
@@ -147,9 +188,13 @@ class Trainer:
                 self._weighted |= BatchIds(batch.sparse_features).weighted
             yield batch
 
-    def _train(self, inputs: Iterable[StepInput[Batch]], steps_before: int) -> Report:
+    def _train(self, inputs: Iterable[StepInput[Batch]], steps_before: int) -> TrainerReport:
         self._model.module.train()
-        report = _ReportBuilder(list(self._config.all_tasks.values()))
+        tasks = [*self._config.all_tasks.values()]
+        losses: list[float] = []
+        outputs: list[Tensor] = []
+        labels: list[Tensor] = []
+        skipped_steps = 0
         for step, (batch, micro_batches) in enumerate(inputs, steps_before):
             seed_step(self._config.run.seed, self._index, step, self._devices)
             result = train_step(
@@ -162,12 +207,20 @@ class Trainer:
                 self._clock,
                 self._spans_processes,
             )
-            report.add(result.outputs, batch, result.loss, result.is_skipped)
+            labels_B = by_task(batch.labels, len(tasks))[:, 0]
+            if batch.weights is not None:
+                labels_B = labels_B.where(by_task(batch.weights, len(tasks))[:, 0] > 0, torch.nan)
+            losses.append(result.loss)
+            outputs.append(split_outputs(result.outputs, [task.num_outputs for task in tasks])[0])
+            labels.append(labels_B)
+            skipped_steps += result.is_skipped
             self._clock.end_step()
-        return report.build(self._clock)
+        # Both lists are empty if no trainer has a batch.
+        outputs_N, labels_N = (torch.cat(each) if each else torch.empty(0) for each in (outputs, labels))
+        return TrainerReport(losses, outputs_N, labels_N, self._clock.take(), skipped_steps)
 
     def evaluate(self, first_step: int, num_steps: int, steps_before: int) -> Predictions:
-        """Predict this trainer's share of some steps of the test data; at least one."""
+        """Return predictions for this trainer's slice of some steps, at least one, of the test data."""
         module = self._model.module.eval()
         parts = []
         clock = StepClock()
@@ -189,25 +242,25 @@ class Trainer:
     def begin_save(self, name: str | None) -> None:
         """Hold a copy of the dense net and its optimizer for :meth:`write`.
 
-        Trainers that hold a net together are called at once.
+        All trainers that hold a net together are called at the same time.
 
         Args:
-            name: of the file to write; None only gives others the part of the net that they do not have.
+            name: of the file to write; None if this trainer only sends its part of the net to others.
         """
         whole = self._placement.full_state(self._model.net, self._optimizer.optimizer)
         if name is not None:
             self._held = name, pack_dense(*whole)
 
     def write(self, folder: StoragePath) -> Files:
-        """Write what it holds into a checkpoint folder, and let go of it."""
+        """Write the held copy into a checkpoint folder, and release it."""
         (name, held), self._held = self._held, (DENSE_FILE, {})
         return write_tensors(folder, name, held)
 
     def load(self, folder: StoragePath, name: str) -> None:
-        """Take the dense net and its optimizer from a file of a checkpoint.
+        """Load the dense net and its optimizer from a file of a checkpoint.
 
         Raises:
-            CheckpointError: it is of another net.
+            CheckpointError: the checkpoint has another net.
         """
         stored = unpack_dense(Checkpoint.open(folder).tensors(name))
         net, state = self._placement.local_state(self._model.net, *stored)
@@ -227,7 +280,7 @@ class Trainer:
         return self._clock.take_spans()
 
     def close(self) -> None:
-        """End the background reading."""
+        """End the background reading of data."""
         self._close_stream()
         for loader in self._loaders.values():
             loader.dataset.close()
@@ -238,14 +291,14 @@ class Trainer:
             self._stream = None
 
     def _share_memory(self) -> SharedMemoryReduce | None:
-        """The all-reduce of trainers that share memory; None where the process group has to do it."""
+        """Return the all-reduce of trainers that share memory; None if the process group does it."""
         if dist.get_backend(self._group) != "gloo":
             return None
         timeout_seconds = self._config.cluster.timeout_seconds
         return SharedMemoryReduce.join(self._placement.group, self._index, self._device, timeout_seconds)
 
-    def _sources(self, job: Job) -> Mapping[int, TableSource]:
-        """Who answers for each worker's tables: it, or the trainers of this host together."""
+    def _sources(self, job: TrainerJob) -> Mapping[int, TableSource]:
+        """Return the source of each worker's rows: the worker, or the aggregated requests of this host."""
         config, tables = self._config, list(job.remote_tables.values())
         if not can_aggregate(config) or dist.get_backend(self._group) != "gloo":
             return job.remote_tables
@@ -257,7 +310,7 @@ class Trainer:
 
     @property
     def _reducing_device(self) -> torch.device:
-        """Where the trainers' process group wants its tensors."""
+        """The device of tensors for the trainers' process group."""
         return self._device if dist.get_backend(self._group) == "nccl" else torch.device("cpu")
 
     def _loader(self, source: str, split: str) -> BatchLoader:
@@ -273,33 +326,3 @@ class Trainer:
             lanes=config.data.shuffle_lanes,
             by_group=is_training and config.has_ranking_loss,
         )
-
-
-class _ReportBuilder:
-    """Collects what the steps of one call give.
-
-    Args:
-        tasks: of the run; outputs and labels are kept of the first.
-    """
-
-    def __init__(self, tasks: Sequence[TaskSection]) -> None:
-        self._tasks = tasks
-        self._losses: list[float] = []
-        self._outputs: list[Tensor] = []
-        self._labels: list[Tensor] = []
-        self._skipped_steps = 0
-
-    def add(self, outputs_BO: Tensor, batch: Batch, loss: float, is_skipped: bool) -> None:
-        labels_B = by_task(batch.labels, len(self._tasks))[:, 0]
-        if batch.weights is not None:
-            counts_B = by_task(batch.weights, len(self._tasks))[:, 0] > 0
-            labels_B = labels_B.where(counts_B, torch.nan)
-        self._losses.append(loss)
-        self._outputs.append(split_outputs(outputs_BO, [each.num_outputs for each in self._tasks])[0])
-        self._labels.append(labels_B)
-        self._skipped_steps += is_skipped
-
-    def build(self, clock: StepClock) -> Report:
-        # Nothing at all where no trainer was given a batch.
-        outputs_N, labels_N = (torch.cat(t) if t else torch.empty(0) for t in (self._outputs, self._labels))
-        return Report(self._losses, outputs_N, labels_N, clock.take(), self._skipped_steps)

@@ -1,4 +1,4 @@
-"""A job on a cluster, from the master's side: what it has created where, and the calls to it."""
+"""A job on a cluster, on the master: its objects on other roles, and the calls to them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,11 +28,14 @@ from hybrid.server.barrier import UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, Topology
 from hybrid.user_code.run_signature import signed_toml
-from workers.controller.deployment import BULK_TIMEOUT_SECONDS, Called, deploy, table_holders
+from workers.controller.deployment import (
+    BULK_TIMEOUT_SECONDS,
+    Called,
+    deploy,
+    has_memory_for_copies,
+)
 from workers.controller.distributed_checkpoint import NOTHING_COUNTED, Counted, Saving, hold, load
-from workers.controller.job_messages import Report
-from workers.controller.memory_check import check_memory, has_memory_for_copies
-from workers.controller.remote_trainer import Trainer
+from workers.controller.remote_trainer import Trainer, TrainerReport
 from workers.step_profile import Profile
 
 Arguments = TypeVarTuple("Arguments")
@@ -40,27 +43,26 @@ Result = TypeVar("Result")
 
 
 class Session:
-    """Everything a running job has on the cluster: tables on workers, trainers, perhaps a remote net.
+    """The tables, trainers and perhaps the remote net of a running job.
 
     Args:
         topology: the roles of the cluster.
         config: the job.
-        input_spec: what the batches hold.
-        total_steps: that the run will take in all; learning rates may depend on it.
-        ids_per_sample: mean number of ids of the multi-hot features, for the placement of tables.
-        data_folder: a prepared data set; None where only batches of the caller's own are trained on.
+        input_spec: the features of a batch.
+        total_steps: of the whole run; learning rates may depend on it.
+        ids_per_sample: mean number of ids of multi-hot features, for the placement of tables.
+        data_folder: a prepared data set; None if the caller gives batches.
 
     Raises:
         HybridError: a worker's host has no memory for its tables.
 
     Attributes:
         config: the job.
-        decisions: what the user should know before training: choices and warnings, a line each.
+        warnings: lines for the user, before training.
         blueprint: of its nets and tables.
-        placement: where the tables' rows are.
-        recorded: the steps of which every role records what it does, as the section [profile] says;
-            counted from where the session starts or goes on.
-        meanwhile: called every now and then while roles are waited for.
+        placement: the worker of each row.
+        recorded: the steps that every role records for [profile], from the start or resume of the run.
+        meanwhile: called repeatedly while the session waits for roles.
     """
 
     def __init__(
@@ -76,23 +78,22 @@ class Session:
         self.meanwhile: Callable[[], object] = lambda: None
         self.config = config
         self._data_folder = data_folder
-        self._weighted: set[str] = set()  # features whose ids have had weights in batches of the caller's own
+        self._weighted: set[str] = set()  # features with id weights in batches of the caller
         self._total_steps = total_steps
         self.recorded = recorded_steps(config.profile, 0, total_steps)
         source = None if data_folder is None else source_of(data_folder)
         tables, self.placement = place_tables(config, input_spec, ids_per_sample, source)
         self.blueprint = Blueprint(config, input_spec, tables)
-        check_memory(self.placement, table_holders(topology, self.placement))
-        self.decisions: list[str] = []
+        self.warnings: list[str] = []
         rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
         self._deployed = deploy(topology, self.blueprint, self.placement, rules, source)
         if warning := self.trainers[0].call(Trainer.batch_norm_warning).wait():
-            self.decisions.append(warning)
+            self.warnings.append(warning)
         self._start_recording()
 
     @property
     def trainers(self) -> Sequence[transport.Remote[Trainer]]:
-        """A stub for each."""
+        """A stub of each trainer."""
         return self._deployed.trainers
 
     def describe_model(self) -> tuple[str, str]:
@@ -112,8 +113,10 @@ class Session:
             f"state, {', '.join(optimizers)}",
         )
 
-    def train_on(self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int) -> list[Report]:
-        """Train on batches of the caller's own; see :meth:`Trainer.train_on`.
+    def train_on(
+        self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int
+    ) -> list[TrainerReport]:
+        """Train on batches of the caller; see :meth:`Trainer.train_on`.
 
         Args:
             make_batches: a function of a module that every trainer can import.
@@ -123,12 +126,13 @@ class Session:
         return reports
 
     def take_staleness(self, step: int) -> Staleness:
-        """The staleness of the updates of tables since the last call.
+        """Return the staleness of the table updates since the last call.
+
+        In async mode, the updates of all workers count. In other modes all workers have the same updates, and
+        those of one worker count, so that the result does not depend on the number of workers.
 
         Args:
-            step: how many are taken. The updates of all of them are awaited, but for async mode, which has no
-                such number. Elsewhere each worker has the same ones, and those of one are counted: what comes
-                out does not depend on how many there are.
+            step: number of steps taken; outside of async mode, their updates are awaited.
         """
         tables = self._deployed.tables.values()
         is_async = self.config.train.update == "async"
@@ -138,12 +142,12 @@ class Session:
         return sum(taken if is_async else taken[:1], Staleness())
 
     def take_profile(self) -> Profile:
-        """What every role did in the recorded steps that are done; the next call has what comes after.
+        """Return the profile of the recorded steps since the last call.
 
-        ``session.take_profile().write(folder)`` leaves a trace and a table.
+        ``session.take_profile().write(folder)`` writes a trace and a table.
 
         Raises:
-            ConfigError: there is no such step.
+            ConfigError: no recorded step was taken.
         """
         self._deployed.settle(self._meanwhile)
         spans: dict[Role, list[Span]] = defaultdict(list)
@@ -162,14 +166,13 @@ class Session:
             transport.gather([each.call(Called.record, self.recorded) for each in self._deployed.everything])
 
     def save(self, folder: StoragePath, step: int, epoch: int, metrics: Metrics | None = None) -> StoragePath:
-        """Write a checkpoint of all steps taken: every worker its rows, trainer 0 the dense net, all at once.
+        """Write a checkpoint after all steps taken: every worker writes its rows, trainer 0 the dense net.
 
-        ``hybrid evaluate`` and ``hybrid predict`` read it. A model of batches of the caller's own takes the
-        numbers of their files as they are, and rows of tables as ids; of those features of which ids have had
-        weights, weights, too.
+        ``hybrid evaluate`` and ``hybrid predict`` read it. If the caller gives batches, the model reads the
+        numbers of files unchanged, table rows as ids, and weights of features that had id weights.
 
         Args:
-            step, epoch: how many of each are done.
+            step, epoch: number of completed steps and epochs.
             metrics: of the last evaluation, if there was one.
         """
         self.begin_save(folder, step, epoch, metrics, in_background=False).write()
@@ -184,13 +187,13 @@ class Session:
         progress: Counted = NOTHING_COUNTED,
         in_background: bool = True,
     ) -> Saving:
-        """Begin what :meth:`save` does: let every role hold what it is to write, as of the steps taken.
+        """Begin :meth:`save`: let every role hold its part, as of the steps taken.
 
-        It is to be written before another one begins. Training may go on meanwhile where roles hold copies
-        in memory: if it is to be ``in_background``, and workers have memory for those.
+        It must be written before the next one begins. Training can continue meanwhile if the roles hold
+        copies: if ``in_background``, and workers have memory for copies.
 
         Args:
-            progress: what the run has counted so far.
+            progress: the counts of the run.
         """
         placement, deployed = self.placement, self._deployed
         values = dict(metrics or {})
@@ -210,7 +213,7 @@ class Session:
         )
 
     def _texts(self) -> dict[str, str]:
-        """What a checkpoint holds besides tensors, by file."""
+        """Return the text files of a checkpoint, by name."""
         folder = self._data_folder
         if folder is None:
             features = FeatureEncoder.of_rows(self.blueprint.input_spec, self._weighted).text
@@ -219,7 +222,7 @@ class Session:
         return {CONFIG_FILE: signed_toml(self.config), feature_encoder.FILE_NAME: features}
 
     def load(self, stored: Checkpoint) -> None:
-        """Go on from a checkpoint; CheckpointError where it is of another model."""
+        """Load a checkpoint; CheckpointError if it is of another model."""
         load(self._deployed, self.config.dense, stored)
         if self._data_folder is None:
             sparse = FeatureEncoder.load(stored.parts).sparse
@@ -228,7 +231,7 @@ class Session:
         self._start_recording()
 
     def close(self) -> None:
-        """End what runs in the background of the other roles."""
+        """End the background threads of the other roles."""
         transport.gather([each.call(Called.close) for each in self._deployed.everything])
 
     def _meanwhile(self) -> None:
@@ -244,7 +247,7 @@ class Session:
         try:
             return transport.gather(calls, self._meanwhile)
         except ClusterError as error:
-            # The trainers that wait for the one that failed learn it at once.
+            # Trainers that wait for the failed one stop waiting.
             for each in self._deployed.hosted:
                 each.call_barrier(UpdateBarrier.fail, f"the run has failed: {error}")
             raise

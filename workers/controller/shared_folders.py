@@ -1,25 +1,24 @@
-"""Whether roles elsewhere see the folders that they must share with the master: found before the first step.
+"""Checks, before the first step, that roles on other hosts see the folders that they share with the master.
 
 ::
 
     master                                      role on another host
     ──────                                      ────────────────────
-    prepared data, by its manifest's checksum ► reads that manifest
-    a file of random bytes, in the folder     ► reads it there; one that will write
-      of checkpoints, and removes it              there writes a file and removes it
+    prepared data: checksum of the manifest   ► reads that manifest
+    checkpoints: a file of random bytes in    ► reads it; a role that will write
+      the folder, removed afterwards              there writes and removes a file
 
-Where all roles are on the master's host, nothing is asked.
+Nothing is checked if all roles see the files of the master's host.
 """
 
 import hashlib
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hybrid import transport
 from hybrid.checkpoint.checkpoint_files import write_errors
@@ -31,164 +30,125 @@ from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import RemotePath, StoragePath, is_url
 from hybrid.topology import Role, RoleKind
 
+_DATA_KEY = "data.cache_folder"
 _PREFIX = ".seen-by-all-"
 _TOKEN_BYTES = 16
-_LOOK_SECONDS = 60.0  # a network file system may take its time
+_CHECK_SECONDS = 60.0  # a network file system may be slow
 
 
-def own_files() -> str:
-    """What processes have in common that see the same files: machine, and what is mounted where."""
+def filesystem_id() -> str:
+    """Return an id that processes share if they see the same files: the boot and the mount namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.readlink('/proc/self/ns/mnt')}"
 
 
-class DataLook:
-    """Lives on a trainer; made there, it looks for the prepared data.
+class FolderCheck:
+    """Created on a role, it reads a file that the master sees.
 
     Args:
-        master: name of the master's host.
-        checksum: of the manifest that the master sees.
-
-    Raises:
-        DataError: they are not there, or others.
-    """
-
-    def __init__(self, folder: Path, checksum: str, master: str) -> None:
-        try:
-            is_same = _checksum(folder) == checksum
-        except OSError as error:
-            raise DataError(_not_shared("data.cache_folder", folder, master, error.strerror)) from error
-        if not is_same:
-            raise DataError(_not_shared("data.cache_folder", folder, master, "it holds other data"))
-
-
-class FolderLook:
-    """Lives on a role; made there, it looks for the file that the master has left in a folder.
-
-    Args:
-        probe: that file.
-        token: what it holds.
-        writes: whether this role will write there.
+        key: the configuration key of the folder.
+        file: path of the file.
+        digest: SHA-256 of its content.
+        writes: whether this role will write into the folder.
         master: name of the master's host.
 
     Raises:
-        CheckpointError: it is not there, or the folder cannot be written to.
-        StorageError: a store does not do what it is asked from here.
+        DataError, CheckpointError: the file is missing or different, or the folder cannot be written.
+        StorageError: a request to a store fails.
     """
 
-    def __init__(self, probe: StoragePath, token: str, writes: bool, master: str) -> None:
-        folder = probe.parent
+    def __init__(self, key: str, file: StoragePath, digest: str, writes: bool, master: str) -> None:
+        host, kind = socket.gethostname(), DataError if key == _DATA_KEY else CheckpointError
+        rule = f"{key} must be storage that all hosts share"
+        message = f"{file.parent} on host {host} is not that of the master's host {master} ({{}}); {rule}"
         try:
-            is_same = files.read_text(probe) == token
+            content = files.read_bytes(file)
             if writes:
-                own = folder / f"{probe.name}-{secrets.token_hex(_TOKEN_BYTES)}"
-                files.write_bytes(own, b"")
-                files.remove(own)
-        except StorageError as error:  # whose text has the remedy
-            raise type(error)(f"host {socket.gethostname()}: {error}") from error
+                probe = file.parent / f"{file.name}-{secrets.token_hex(_TOKEN_BYTES)}"
+                files.write_bytes(probe, b"")
+                files.remove(probe)
+        except StorageError as error:  # its message has the remedy
+            raise type(error)(f"host {host}: {error}") from error
         except OSError as error:
-            raise CheckpointError(_not_shared("run.folder", folder, master, error.strerror)) from error
-        if not is_same:
-            raise CheckpointError(_not_shared("run.folder", folder, master, "it holds other files"))
+            raise kind(message.format(error.strerror)) from error
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise kind(message.format("it holds other files"))
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """The roles that may see other files than the master does.
+class SharedFolders:
+    """The folders that all roles share.
 
     Attributes:
-        elsewhere: those that are not on its host, or not among what is mounted there.
+        remote_roles: roles on other hosts, or with other mounts, than the master.
     """
 
-    elsewhere: Sequence[Role]
+    remote_roles: Sequence[Role]
 
     def check_data(self, folder: Path) -> None:
-        """See that all trainers find the prepared data that the master does; those in a store all can.
+        """Check that all trainers see the master's prepared data; a store is visible to all.
 
         Raises:
-            RemoteError: one does not; it names both hosts, the folder and the remedy.
+            RemoteError: a trainer does not; names both hosts, the folder and the remedy.
         """
-        trainers = [role for role in self.elsewhere if role.kind is RoleKind.TRAINER]
+        trainers = [role for role in self.remote_roles if role.kind is RoleKind.TRAINER]
         if trainers and not is_url(source_of(folder)):
-            what = folder.absolute(), _checksum(folder), socket.gethostname()
-            _gather(
-                [transport.create(role, DataLook, *what, timeout_seconds=_LOOK_SECONDS) for role in trainers]
-            )
+            manifest = folder.absolute() / FILE_NAME
+            _check(_DATA_KEY, manifest, manifest.read_bytes(), dict.fromkeys(trainers, False))
 
     def check_checkpoints(self, folder: StoragePath) -> None:
-        """See that all roles reach the folder of the run's checkpoints, and those that write can; as above.
+        """Check that all roles see the folder of the run's checkpoints, and that writers can write there.
 
         Raises:
             CheckpointError: the master cannot write there.
+            RemoteError: another role cannot.
         """
-        if not self.elsewhere:
-            return
-        here, token = socket.gethostname(), secrets.token_hex(_TOKEN_BYTES)
-        with _made(folder), _probe(folder.absolute() / f"{_PREFIX}{token}", token) as probe:
-            looks = []
-            for role in self.elsewhere:
-                what = probe, token, _writes(role), here
-                looks.append(transport.create(role, FolderLook, *what, timeout_seconds=_LOOK_SECONDS))
-            _gather(looks)
+        if self.remote_roles:
+            content = secrets.token_hex(_TOKEN_BYTES)
+            # Workers and at least the first trainer write a part of each checkpoint.
+            writes = {role: role.kind is RoleKind.WORKER or role.index == 0 for role in self.remote_roles}
+            with _temporary_file(folder.absolute() / f"{_PREFIX}{content}", content.encode()) as file:
+                _check("run.folder", file, content.encode(), writes)
 
 
-def _gather(looks: Sequence[transport.Pending[Any]]) -> None:
-    """Wait for all, since a role that is still looking would find what is removed; the first error."""
+def _check(key: str, file: StoragePath, content: bytes, writes: Mapping[Role, bool]) -> None:
+    """Check a file on all roles, and wait for all before the first error, since the file is removed then."""
+    master, digest = socket.gethostname(), hashlib.sha256(content).hexdigest()
     errors = []
-    for look in looks:
+    checks = []
+    for role, will_write in writes.items():
+        what = key, file, digest, will_write, master
+        checks.append(transport.create(role, FolderCheck, *what, timeout_seconds=_CHECK_SECONDS))
+    for check in checks:
         try:
-            look.wait()
+            check.wait()
         except (transport.RemoteError, transport.RejectedCallError, transport.LostError) as error:
             errors.append(error)
     if errors:
         raise errors[0]
 
 
-def _writes(role: Role) -> bool:
-    """Whether a role writes a part of each checkpoint; of trainers, at least the first does."""
-    return role.kind is RoleKind.WORKER or role.index == 0
-
-
 @contextmanager
-def _made(folder: StoragePath) -> Iterator[None]:
-    """A folder that is there meanwhile; what was not there before is not there afterwards."""
-    if isinstance(folder, RemotePath):  # stores have none
-        yield
-        return
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    with write_errors(folder):
-        make_folder(folder)
+def _temporary_file(path: StoragePath, content: bytes) -> Iterator[StoragePath]:
+    """Create a file for this block, and its folder if it is missing."""
+    missing: list[Path] = []
+    if not isinstance(path, RemotePath):  # stores have no folders
+        missing = [each for each in path.parents if not each.exists()]
+        with write_errors(path.parent):
+            make_folder(path.parent)
     try:
-        yield
+        try:
+            files.write_bytes(path, content)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+        try:
+            yield path
+        except BaseException:
+            with suppress(OSError, StorageError):  # the first error says more
+                files.remove(path)
+            raise
+        files.remove(path)
     finally:
-        with suppress(OSError):  # somebody else has put something there
+        with suppress(OSError):  # another process has put something there
             for each in missing:
                 each.rmdir()
-
-
-@contextmanager
-def _probe(place: StoragePath, token: str) -> Iterator[StoragePath]:
-    """A file that holds ``token`` meanwhile."""
-    try:
-        files.write_bytes(place, token.encode())
-    except OSError as error:
-        raise CheckpointError(f"cannot write {place}: {error.strerror}") from error
-    try:
-        yield place
-    except BaseException:
-        with suppress(OSError, StorageError):  # the first error says more
-            files.remove(place)
-        raise
-    files.remove(place)
-
-
-def _checksum(folder: Path) -> str:
-    return hashlib.sha256((folder / FILE_NAME).read_bytes()).hexdigest()
-
-
-def _not_shared(key: str, folder: StoragePath, master: str, why: str | None) -> str:
-    here = socket.gethostname()
-    return (
-        f"{folder} on host {here} is not that of the master's host {master} ({why}); {key} must be storage "
-        "that all hosts share"
-    )

@@ -1,17 +1,17 @@
-"""A script of the user's own on a trainer: it runs in a thread, and asks the master for what it wants.
+"""A script of the user on a trainer: it runs in a thread and sends requests to the master.
 
 ::
 
     master                               trainer
     ──────                               ───────
-    creates a Script, has it start ────► runs the user's file
-    asks for its next request      ────►
-                                   ◄──── cluster.distribute(module): these tables
-    makes them on the workers      ────► their stubs
+    creates a Script, starts it    ────► runs the user's file
+    asks for the next request      ────►
+                                   ◄──── cluster.distribute(module): deploy these tables
+    creates them on the workers    ────► their stubs
                                          trains, with the workers
-                                   ◄──── has ended, or an exception
+                                   ◄──── end, or an exception
 
-The thread is the trainer's own, and ends with the process.
+The thread ends with the process of the trainer.
 """
 
 import runpy
@@ -41,19 +41,33 @@ from hybrid.storage.remote_path import StoragePath
 from hybrid.transport import RemoteTables
 
 # To fill, write and read whole tables.
-_ANSWER_SECONDS = 3600.0
+_RESPONSE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class TablesWanted:
-    """The tables of a module that a script has had distributed."""
+class ScriptRequest:
+    """A request of a script to the master; all scripts make the same one.
 
-    tables: tuple[TableSpec, ...]
+    Attributes:
+        action: "deploy" tables, "prepare" the data of the configuration, "save" or "load" a checkpoint, or
+            "end" of the script.
+        tables: to deploy.
+        folder, step: of the checkpoint.
+    """
+
+    action: str
+    tables: tuple[TableSpec, ...] = ()
+    folder: StoragePath | None = None
+    step: int = 0
+
+    def __str__(self) -> str:
+        where = "" if self.folder is None else f" step {self.step} in {self.folder}"
+        return f"{self.action}{where}"
 
 
 @dataclass(frozen=True, slots=True)
-class TablesPlaced:
-    """What a trainer must know of tables on the workers.
+class DeployedTables:
+    """The response to "deploy".
 
     Attributes:
         remote_tables: a stub for every worker that holds rows.
@@ -64,47 +78,8 @@ class TablesPlaced:
     remote_tables: dict[int, RemoteTables]
 
 
-@dataclass(frozen=True, slots=True)
-class SaveWanted:
-    """A checkpoint of the step that a script has come to."""
-
-    folder: StoragePath
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadWanted:
-    """The rows of a checkpoint."""
-
-    folder: StoragePath
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class DataWanted:
-    """The data of the configuration, prepared."""
-
-
-@dataclass(frozen=True, slots=True)
-class DataPrepared:
-    """Where it is, for all hosts; see :func:`hybrid.data.prepare.dataset_location.open_split`."""
-
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What was asked for is done."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptEnded:
-    """The script has come to its end."""
-
-
-Wanted: TypeAlias = TablesWanted | SaveWanted | LoadWanted | DataWanted
-Request: TypeAlias = Wanted | ScriptEnded
-Answer: TypeAlias = TablesPlaced | DataPrepared | Done
+# Text is the source of the prepared data; see open_split.
+ScriptResponse: TypeAlias = DeployedTables | str | None
 
 
 class ScriptExitError(HybridError):
@@ -118,9 +93,9 @@ class Script:
         index: this trainer's index.
         config: of the run.
         path: of the script.
-        arguments: that it finds in ``sys.argv``.
+        arguments: of the script, for ``sys.argv``.
         snapshot: see :class:`hybrid.custom_loop.backend.Backend`.
-        settings: what this role was given of its own.
+        settings: this role's values of keys marked "by host".
     """
 
     def __init__(
@@ -133,23 +108,23 @@ class Script:
         settings: Sequence[str] = (),
     ) -> None:
         if not Path(path).is_file():
-            where = f"on host {socket.gethostname()}; it must be there on those of all trainers"
-            raise ConfigError("SCRIPT", f"is not a file {where}", path)
+            rule = f"is not a file on host {socket.gethostname()}; it must exist on the hosts of all trainers"
+            raise ConfigError("SCRIPT", rule, path)
         self._path = path
         self._arguments = arguments
-        self._requests: SimpleQueue[Request | Exception] = SimpleQueue()
-        self._answers: SimpleQueue[Answer] = SimpleQueue()
-        self._host = _ClusterHost(with_own(config, settings), index, self._ask, snapshot)
+        self._requests: SimpleQueue[ScriptRequest | Exception] = SimpleQueue()
+        self._responses: SimpleQueue[ScriptResponse] = SimpleQueue()
+        self._backend = _ClusterBackend(with_own(config, settings), index, self._send_request, snapshot)
 
     def start(self) -> None:
-        """Run it, in a thread of its own."""
+        """Run the script in its own thread."""
         threading.Thread(target=self._run, name="script", daemon=True).start()
 
-    def next_request(self, seconds: float) -> Request | None:
-        """What it asks for next; None if that is nothing for so long.
+    def next_request(self, seconds: float) -> ScriptRequest | None:
+        """Return the next request, or None after the timeout.
 
         Raises:
-            Exception: that it has raised.
+            Exception: an exception of the script.
         """
         try:
             request = self._requests.get(timeout=seconds)
@@ -159,36 +134,36 @@ class Script:
             raise request
         return request
 
-    def answer(self, answer: Answer) -> None:
-        """Let it have what it has asked for."""
-        self._answers.put(answer)
+    def respond(self, response: ScriptResponse) -> None:
+        """Let the script continue with the response to its request."""
+        self._responses.put(response)
 
     def write(self, folder: StoragePath) -> Files:
-        """Write the module of the step that it wants saved into a checkpoint folder."""
-        return write_tensors(folder, DENSE_FILE, self._host.dense)
+        """Write the module into a checkpoint folder, as of the step that the script saves."""
+        return write_tensors(folder, DENSE_FILE, self._backend.dense)
 
-    def _ask(self, wanted: Wanted) -> Answer:
-        self._requests.put(wanted)
+    def _send_request(self, request: ScriptRequest) -> ScriptResponse:
+        self._requests.put(request)
         try:
-            return self._answers.get(timeout=_ANSWER_SECONDS)
+            return self._responses.get(timeout=_RESPONSE_SECONDS)
         except Empty:
-            raise ClusterError(f"the master did not answer for {_ANSWER_SECONDS:g} s") from None
+            raise ClusterError(f"the master did not respond for {_RESPONSE_SECONDS:g} s") from None
 
     def _run(self) -> None:
-        BACKEND.set(self._host)  # in this thread's context
+        BACKEND.set(self._backend)  # in this thread's context
         try:
             run_script(self._path, self._arguments)
-        except Exception as error:  # the master's to know
+        except Exception as error:  # raised on the master
             self._requests.put(error)
             return
-        self._requests.put(ScriptEnded())
+        self._requests.put(ScriptRequest("end"))
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a file as Python runs a program; what it imports may lie beside it.
+    """Run a file as Python runs a program; it can import modules beside it.
 
     Raises:
-        ScriptExitError: it has ended with another status than zero.
+        ScriptExitError: it has ended with a status that is not zero.
     """
     sys.argv = [path, *arguments]
     sys.path.append(str(Path(path).resolve().parent))
@@ -199,41 +174,46 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
             raise ScriptExitError(f"{path} has ended with sys.exit({exited.code!r})") from None
 
 
-class _ClusterHost:
-    """A trainer's world; see :class:`hybrid.custom_loop.backend.Backend`."""
+class _ClusterBackend:
+    """The backend of a trainer on a cluster; see :class:`hybrid.custom_loop.backend.Backend`."""
 
     is_single_process = False
 
     def __init__(
-        self, config: RunConfig, trainer: int, ask: Callable[[Wanted], Answer], snapshot: Path | None
+        self,
+        config: RunConfig,
+        trainer: int,
+        request: Callable[[ScriptRequest], ScriptResponse],
+        snapshot: Path | None,
     ) -> None:
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self.config = config
         self.trainer = trainer
         self.group = dist.group.WORLD
         self.snapshot = snapshot
-        self._ask = ask
+        self._request = request
         self.dense: Mapping[str, Tensor] = {}  # of the step that is being saved
 
     def place_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
-        """Have the master make the tables."""
-        placed = self._ask(TablesWanted(tuple(tables)))
-        assert isinstance(placed, TablesPlaced)
-        stubs = placed.remote_tables
-        return PlacedTables(placed.placement, placed.rules, stubs, list(stubs.values()))
+        """Make the master create the tables on the workers."""
+        deployed = self._request(ScriptRequest("deploy", tables=tuple(tables)))
+        assert isinstance(deployed, DeployedTables)
+        stubs = deployed.remote_tables
+        return PlacedTables(deployed.placement, deployed.rules, stubs, list(stubs.values()))
 
     def prepare_data(self) -> str:
-        """Have the master prepare it."""
-        prepared = self._ask(DataWanted())
-        assert isinstance(prepared, DataPrepared)
-        return prepared.source
+        """Make the master prepare the data; return their source."""
+        source = self._request(ScriptRequest("prepare"))
+        assert isinstance(source, str)
+        return source
 
     def save(self, folder: StoragePath, step: int, dense: Mapping[str, Tensor]) -> None:
-        """Have the master see it written."""
+        """Make the master write a checkpoint."""
         self.dense = dense
-        self._ask(SaveWanted(folder.absolute(), step))
+        self._request(ScriptRequest("save", folder=folder.absolute(), step=step))
         self.dense = {}
 
     def load(self, stored: Checkpoint) -> None:
-        """Have the master see it read."""
-        self._ask(LoadWanted(stored.folder.absolute(), stored.manifest.step))
+        """Make the master load a checkpoint."""
+        step = stored.manifest.step
+        self._request(ScriptRequest("load", folder=stored.folder.absolute(), step=step))

@@ -1,6 +1,6 @@
-"""What a master does with a cluster: train, compare, or call a function of the user's own.
+"""The jobs of a master: train, compare, or run user code.
 
-Begin with ``training``, a run from its first step to its last; ``checkpoints`` says when one is due and
-which are kept, ``tally`` what is counted in between. ``compare`` takes the job twice, ``snapshot`` says how
-far the results are apart, ``own`` calls the user. The master picks one by its task.
+Begin with ``training_job``. ``checkpoint_schedule`` decides when a checkpoint is due and which are kept,
+``run_counters`` counts what a checkpoint must restore. ``comparison`` trains twice, ``snapshot`` measures the
+difference. ``user_code_jobs`` run a script or a function.
 """

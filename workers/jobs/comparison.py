@@ -1,4 +1,4 @@
-"""The same job on the cluster and in one process of plain torch, and by how much their results differ."""
+"""A job on the cluster and in one process of plain torch, and the difference of their results."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -20,7 +20,7 @@ from hybrid.reference.reference_training import Reference
 from hybrid.topology import Topology
 from workers.console.terminal import TerminalView
 from workers.controller.dataset_session import DatasetSession
-from workers.controller.shared_folders import Reach
+from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
 from workers.jobs.snapshot import (
     TOLERANCES,
@@ -41,7 +41,7 @@ class Comparison:
     """Trains the first steps of a run twice.
 
     Args:
-        steps: how many; no more than the run has.
+        steps: number of steps, at most those of the run.
     """
 
     def __init__(self, config: RunConfig, steps: int) -> None:
@@ -50,18 +50,20 @@ class Comparison:
         self._steps = steps
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
 
-    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView, reach: Reach) -> ExitCode:
-        """Train on the cluster, then here, and print what differs.
+    def run(
+        self, topology: Topology, data: Callable[[], Path], view: TerminalView, folders: SharedFolders
+    ) -> ExitCode:
+        """Train on the cluster, then in this process, and print the differences.
 
         Raises:
-            DifferenceError: something does, by more than rounding.
+            DifferenceError: a difference is larger than rounding.
         """
         data_folder = data()
-        reach.check_data(data_folder)
+        folders.check_data(data_folder)
         view.status("placing tables and building nets")
         session = DatasetSession(topology, self._config, data_folder)
-        for line in session.decisions:
-            view.note(line)
+        for line in session.warnings:
+            view.warn(line)
         reference = self._reference(session, data_folder)
         steps = min(self._steps, session.total_steps)
         self.doing = "while training on the cluster"
@@ -73,7 +75,7 @@ class Comparison:
         session.close()
         self.doing = "while training in one process"
         view.status(f"training {steps} steps in one process")
-        expected_losses = list(self._train_here(reference, data_folder, runs))
+        expected_losses = list(self._train_reference(reference, data_folder, runs))
         ours[TensorName("loss of every step")] = torch.tensor(losses, dtype=self._dtype)
         expected = reference_snapshot(reference)
         expected[TensorName("loss of every step")] = torch.tensor(expected_losses, dtype=self._dtype)
@@ -81,7 +83,7 @@ class Comparison:
         same = sum(each.largest == 0 for each in found)
         evaluated = []
         if metrics is not None:
-            alone = self._evaluate_here(reference, data_folder, session.blueprint.sequences)
+            alone = self._evaluate_reference(reference, data_folder, session.blueprint.sequences)
             evaluated = [
                 f"test {metric_title(name)}: cluster {metrics[name]:.6f}, one process {alone[name]:.6f}"
                 for name in self._scores
@@ -106,19 +108,23 @@ class Comparison:
         reports = session.train(epoch, first, count, before)
         return [sum(parts) for parts in zip(*(report.losses for report in reports), strict=True)]
 
-    def _train_here(self, reference: Reference, data_folder: Path, runs: Sequence[Run]) -> Iterator[float]:
+    def _train_reference(
+        self, reference: Reference, data_folder: Path, runs: Sequence[Run]
+    ) -> Iterator[float]:
         dataset = open_split(data_folder, "train", self._config.data)
         for epoch, _, count, _ in runs:
             reference.see_all_updates()
-            for shares in _shares(self._config, dataset, epoch, count):
-                yield reference.step(shares)
+            for slices in _slices(self._config, dataset, epoch, count):
+                yield reference.step(slices)
 
     @property
     def _scores(self) -> list[str]:
         tasks = self._config.all_tasks
         return [metric_name(tasks, name, task.score) for name, task in tasks.items()]
 
-    def _evaluate_here(self, reference: Reference, data_folder: Path, sequences: Sequence[int]) -> Metrics:
+    def _evaluate_reference(
+        self, reference: Reference, data_folder: Path, sequences: Sequence[int]
+    ) -> Metrics:
         dataset = open_split(data_folder, "test", self._config.data)
         with BatchLoader(dataset, batch_size=self._config.train.batch_size).batches(0) as batches:
             parts = [Predictions.of(batch, reference.outputs(batch), sequences) for batch in batches]
@@ -146,7 +152,7 @@ def judge(found: Sequence[Difference], dtype: str) -> None:
 
 
 def comparison_table(found: Sequence[Difference]) -> Table:
-    """A line for each parameter, the farthest last: how far apart its values and optimizer state are."""
+    """Return a table with the differences of each parameter and its optimizer state, the largest last."""
     by_parameter: dict[str, list[Difference]] = {}
     for each in found:
         by_parameter.setdefault(each.part.parameter, []).append(each)
@@ -176,15 +182,15 @@ def _farthest(members: Sequence[Difference]) -> float:
 
 
 def _runs(steps: int, per_epoch: int) -> Iterator[Run]:
-    """A run of steps for each epoch that ``steps`` reach into."""
+    """Yield a run of steps for each epoch within ``steps``."""
     for before in range(0, steps, per_epoch):
         yield before // per_epoch, 0, min(per_epoch, steps - before), before
 
 
-def _shares(
+def _slices(
     config: RunConfig, dataset: PreparedDataset, epoch: int, count: int
 ) -> Iterator[tuple[Batch, ...]]:
-    """The batches of all trainers, of the first ``count`` steps of an epoch."""
+    """Yield the local batches of all trainers for the first ``count`` steps of an epoch."""
     loaders = [
         BatchLoader(
             dataset,

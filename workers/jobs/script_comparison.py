@@ -1,4 +1,4 @@
-"""A script of the user's own in this process, against what a cluster has left of the same one."""
+"""A script in this process, compared with the same script on a cluster."""
 
 from pathlib import Path
 
@@ -18,14 +18,14 @@ from workers.jobs.snapshot import DifferenceError, Snapshot, TensorName, differe
 
 
 def compare_script(config: RunConfig, path: str, arguments: tuple[str, ...], cluster: Path) -> None:
-    """Run a script to ``train.max_steps`` in this process, and print what differs.
+    """Run a script to ``train.max_steps`` in this process, and print the differences.
 
     Args:
-        cluster: the checkpoint that a cluster has written after as many steps.
+        cluster: the checkpoint of a cluster after the same number of steps.
 
     Raises:
-        DifferenceError: something differs by more than rounding.
-        HybridError: the script takes fewer steps, or no optimizer.
+        DifferenceError: a difference is larger than rounding.
+        HybridError: the script takes fewer steps, or has no optimizer.
     """
     alone = cluster.with_name("alone")
     before = BACKEND.set(SingleProcess(config, alone))

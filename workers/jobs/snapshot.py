@@ -1,4 +1,4 @@
-"""All that a job has trained, on the cluster and in one process, and how far the two are apart."""
+"""All trained tensors of a job, on the cluster and in one process, and their differences."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hybrid.reference.reference_training import Reference
 from workers.controller.remote_trainer import Trainer
 from workers.controller.session import Session
 
-# Relative and absolute. Rounding is 1e-16 in float64, but an optimizer that divides by the gradient's own
-# size takes rate / eps of it where a gradient should be zero: 5e6 times for the default tables.
+# Relative and absolute. Rounding is 1e-16 in float64, but an optimizer that divides by the gradient norm
+# multiplies it by rate / eps if the exact gradient is zero: by 5e6 for the default tables.
 TOLERANCES = {"float64": (1e-7, 1e-8), "float32": (1e-5, 1e-6)}
 VALUE = "value"
 
 
 class DifferenceError(HybridError):
-    """The cluster and one process have come to different results."""
+    """The results of the cluster and of one process differ."""
 
 
 class TensorName(NamedTuple):
-    """The name of a tensor: whose it is, and whether it is the value itself or optimizer state of it."""
+    """The name of a tensor: its parameter, and "value" or the kind of optimizer state."""
 
     parameter: str
     kind: str = VALUE
@@ -45,12 +45,12 @@ Snapshot: TypeAlias = dict[TensorName, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far two tensors that should be equal are apart.
+    """The difference of two tensors that should be equal.
 
     Attributes:
-        part: which tensor.
-        largest: absolute difference of two values.
-        ratio: the largest difference as a share of what the tolerance allows for that value.
+        part: name of the tensor.
+        largest: largest absolute difference.
+        ratio: largest difference as a fraction of the tolerance.
     """
 
     part: TensorName
@@ -70,11 +70,11 @@ class Difference:
 
 
 def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence[str] = ()) -> Snapshot:
-    """What a cluster has trained: rows, nets of all trainers, the remote net, and optimizer state.
+    """Return the rows, the nets of all trainers, the remote net, and the optimizer state of a cluster.
 
     Args:
-        names, remote_names: of the parameters of the dense net and of the remote net, in their order;
-            without them, the tables only.
+        names, remote_names: of the parameters of the dense net and of the remote net, in order; without
+            names, only the tables are returned.
     """
     with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
         stored = Checkpoint.open(session.save(Path(scratch) / "all", 0, 0))
@@ -94,7 +94,7 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
 
 
 def stored_tables(stored: Checkpoint) -> Snapshot:
-    """The tables of a checkpoint, whole, and their optimizers' state."""
+    """Return the full tables of a checkpoint, and their optimizer state."""
     found: Snapshot = {}
     for table, (num_rows, _, count) in stored.manifest.tables.items():
         for index in range(count):
@@ -111,7 +111,7 @@ def _net(owner: str, packed: Mapping[str, Tensor], names: Sequence[str]) -> Snap
 
 
 def _named(prefix: str, values: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> Snapshot:
-    """Parameters, and their optimizer state by its kind, under the names of a snapshot."""
+    """Return parameters and their optimizer state under the names of a snapshot."""
     found = {TensorName(f"{prefix}{name}"): tensor for name, tensor in values.items()}
     for name, state in states.items():
         found |= {TensorName(f"{prefix}{name}", kind): tensor for kind, tensor in state.items()}
@@ -119,7 +119,7 @@ def _named(prefix: str, values: Mapping[str, Tensor], states: Mapping[str, Mappi
 
 
 def reference_snapshot(reference: Reference) -> Snapshot:
-    """The same of one process, under the same names."""
+    """Return the tensors of one process, under the same names as :func:`snapshot`."""
     found: Snapshot = {}
     for table, rows_RD in reference.tables.items():
         found |= _named("table ", {table: rows_RD}, {table: reference.table_states[table]})
@@ -136,12 +136,12 @@ def reference_snapshot(reference: Reference) -> Snapshot:
 
 
 def differences(ours: Snapshot, expected: Snapshot) -> list[Difference]:
-    """How far each tensor is from what one process has, in the order of ``expected``.
+    """Return the difference of each tensor, in the order of ``expected``.
 
     Raises:
-        DifferenceError: there are tensors on one side that the other does not have.
+        DifferenceError: one side lacks a tensor.
     """
     if ours.keys() != expected.keys():
         alone = min(ours.keys() ^ expected.keys())
-        raise DifferenceError(f"{alone} is there on one side only")
+        raise DifferenceError(f"{alone} exists on one side only")
     return [Difference.between(part, ours[part], expected[part]) for part in expected]

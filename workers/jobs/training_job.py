@@ -1,10 +1,11 @@
-"""A training run, from the master's side: steps, evaluations, and what it logs, saves and leaves behind."""
+"""A training run on the master: steps, evaluations, log, checkpoints and results."""
 
 import dataclasses
 import math
 import shlex
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid.checkpoint import checkpoint_folders
@@ -21,22 +22,40 @@ from workers.console.data_notes import data_notes
 from workers.console.progress_lines import TrainingProgress
 from workers.console.terminal import ProfileSummary, Summary, TerminalView
 from workers.controller.dataset_session import DatasetSession
-from workers.controller.job_messages import Report
-from workers.controller.shared_folders import Reach
+from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
 from workers.jobs.checkpoint_schedule import Checkpoints, Moment
-from workers.jobs.early_stopping import Patience
 from workers.jobs.run_counters import Interval, Tally
 from workers.run_folder.remote_run import checkpoint_root
 from workers.run_folder.run_files import RunFolder
 from workers.run_folder.run_paths import RESULT_FILE, command_name
 from workers.signals import StopRequest
 
-_SPANS_SHOWN = 6  # of a profile, at the end of a run
-# About how long trainers are left to themselves: what a run that is asked to stop waits for at least.
+_NUM_PROFILE_SPANS = 6  # in the summary
+# Approximate time of a call to the trainers, which a requested stop waits for.
 _CALL_SECONDS = 1.0
 _PATIENCE = "train.patience"  # ends a run before its last step
 _AGAIN = "; again to stop at once"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """The end of a run after evaluations without a better one.
+
+    Evaluations are counted by the steps at which they are due, so that a resumed run counts the same.
+
+    Attributes:
+        evaluations: number of evaluations without a better one; 0 never ends the run.
+        every: steps between two evaluations.
+    """
+
+    evaluations: int
+    every: int
+
+    def is_lost(self, best: Best | None, step: int) -> bool:
+        """Whether the run ends after ``step``, given the best evaluation."""
+        best_step = 0 if best is None or math.isnan(best.value) else best.step
+        return 0 < self.evaluations <= step // self.every - best_step // self.every
 
 
 class Training:
@@ -45,7 +64,7 @@ class Training:
     Nothing is written before the first step.
 
     Attributes:
-        doing: what is going on, to say where it failed.
+        doing: current activity, for error messages.
     """
 
     def __init__(self, config: RunConfig, task: TrainTask) -> None:
@@ -65,15 +84,17 @@ class Training:
         self._seconds_per_step = _CALL_SECONDS
         self._stop = StopRequest(config.cluster.timeout_seconds)
 
-    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView, reach: Reach) -> ExitCode:
-        """Train, evaluate, write checkpoints and the report; DONE at its end, else what stops it."""
+    def run(
+        self, topology: Topology, data: Callable[[], Path], view: TerminalView, folders: SharedFolders
+    ) -> ExitCode:
+        """Train, evaluate, write checkpoints and results; return DONE, or the code of a requested stop."""
         data_folder = data()
-        reach.check_data(data_folder)
-        reach.check_checkpoints(checkpoint_folders.checkpoints_folder(self._run))
+        folders.check_data(data_folder)
+        folders.check_checkpoints(checkpoint_folders.checkpoints_folder(self._run))
         view.status("placing tables and building nets")
         session = DatasetSession(topology, self._config, data_folder)
-        for line in session.decisions:
-            view.note(line)
+        for line in session.warnings:
+            view.warn(line)
         for line in session.describe_model():
             view.note(line)
         view.note(f"run folder {self._run}; Ctrl-C saves a checkpoint and stops, twice stops at once")
@@ -82,26 +103,26 @@ class Training:
                 view.warn(line)
         if not session.has_test_rows:
             view.note("no test rows (data.test_fraction = 0): nothing is evaluated")
-        progress = self._go_on(session, view)
+        progress = self._resume(session, view)
         with self._open_folder() as self._folder, self._stop.handling_signals():
             section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
             self._checkpoints = Checkpoints(session, self._folder, section, view.warn, progress)
             self._train(session, view)
             if not self._is_over(session):
-                self._save_for_later(session, view)
+                self._save_stopped(session, view)
                 return self._stop.code
-            # Killed between its last checkpoint and its end, it has no step to take.
+            # A run that was killed between its last checkpoint and its end takes no step.
             if self._metrics is None and session.has_test_rows:
                 self._metrics = session.evaluate(self._step)
             self._finish(session, view)
         return ExitCode.DONE
 
-    def _go_on(self, session: DatasetSession, view: TerminalView) -> dict[str, object]:
-        """Load the newest good checkpoint, if the run has one; what it says of the run's progress.
+    def _resume(self, session: DatasetSession, view: TerminalView) -> dict[str, object]:
+        """Load the newest valid checkpoint if the run is resumed and has one; return its progress.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is good.
-            ConfigError: the run has come to its end already.
+            CheckpointError: no checkpoint is valid.
+            ConfigError: the run has finished already.
         """
         if not self._task.resume:
             return {}
@@ -114,12 +135,12 @@ class Training:
         step, progress = checkpoint.manifest.step, checkpoint.manifest.progress
         total = session.total_steps
         if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
-            rule = f"the run has taken all {total} steps; raise it to go on"
+            rule = f"the run has taken all {total} steps; raise it to continue"
             raise ConfigError(session.limit, rule)
         best = Best(*progress[BEST]) if progress.get(BEST) else None
         if (self._task.folder / RESULT_FILE).exists() and self._patience(session).is_lost(best, step):
             by = metric_title(self._config.best_by)
-            rule = f"the run has ended for want of a better {by}; raise it to go on"
+            rule = f"the run ended without a better {by}; raise it to continue"
             raise ConfigError(_PATIENCE, rule, self._config.train.patience)
         session.load(checkpoint)
         has_reports = PROGRESS_FILE in checkpoint.manifest.files
@@ -138,7 +159,7 @@ class Training:
         return RunFolder.reopen(self._task.folder, self._config, self._step, not self._owes_evaluation)
 
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
-        """Take every step, or as many as there is time for until the run is asked to stop."""
+        """Take steps until the run ends or is asked to stop."""
         while not self._is_over(session) and not self._stop.is_requested:
             if not self._owes_evaluation:
                 self._take_steps(session, view)
@@ -154,7 +175,7 @@ class Training:
             view.note(f"ended at step {self._step}: {without} {metric_title(self._config.best_by)}")
 
     def _is_over(self, session: DatasetSession) -> bool:
-        """Whether the run has come to its end."""
+        """Whether the run has finished."""
         if self._owes_evaluation:
             return False
         is_lost = self._patience(session).is_lost(self._checkpoints.expected_best, self._step)
@@ -168,40 +189,47 @@ class Training:
         per_epoch, total = session.steps_per_epoch, session.total_steps
         self.doing = f"at step {self._step}"
         epoch, within = divmod(self._step, per_epoch)
-        count = self._steps_to_next_stop(within, per_epoch, total)
-        self._tell_of_stop(session, view, self._step + count)
+        count = self._steps_of_next_call(within, per_epoch, total)
+        self._announce_stop(session, view, self._step + count)
         start = time.perf_counter()
         reports = session.train(epoch, within, count, self._step)
         seconds = time.perf_counter() - start
         self._seconds_per_step = seconds / count
         if math.isnan(self._seconds_to_first_step):
             self._seconds_to_first_step = time.time() - self._task.started_at
-        self._note_skipped(reports, count, view)
+        if skipped := reports[0].skipped_steps:  # the same on every trainer
+            steps = f"steps {self._step} to {self._step + count - 1}"
+            view.warn(f"{steps}: {skipped} skipped, since a loss or gradient was not finite")
         self._step += count
         self._tally.add(reports, seconds)
         self._checkpoints.poll()
         epoch_ends = within + count == per_epoch
-        self._owes_evaluation = session.has_test_rows and self._is_evaluation_due(epoch_ends, total)
-        if self._owes_evaluation or epoch_ends or self._is_line_due():
+        every = self._config.train.eval_every_steps
+        is_due = self._step == total or (self._step % every == 0 if every else epoch_ends)
+        self._owes_evaluation = session.has_test_rows and is_due
+        is_line_due = self._step == 1 or self._step % self._config.train.log_every_steps == 0
+        if self._owes_evaluation or epoch_ends or is_line_due:
             self._tally.count_staleness(session, self._step)
             self._log(epoch, total, view)
         if self._profile is None and session.recorded and self._step >= session.recorded.stop:
-            self._profile = self._take_profile(session)
+            profile = session.take_profile()
+            folder, top = self._folder.write_profile(profile), dict(profile.top(_NUM_PROFILE_SPANS))
+            self._profile = ProfileSummary(folder, profile.step_seconds, top)
 
-    def _tell_of_stop(self, session: DatasetSession, view: TerminalView, step: int) -> None:
-        """Have the screen say, as soon as the run is asked to stop, that it will after ``step``."""
+    def _announce_stop(self, session: DatasetSession, view: TerminalView, step: int) -> None:
+        """Make the view announce a requested stop, at ``step``, while trainers are called."""
 
-        def tell() -> None:
+        def announce() -> None:
             if self._stop.is_requested:
                 view.status(f"stopping after step {step}{_AGAIN}")
                 session.meanwhile = lambda: None
 
-        session.meanwhile = tell
+        session.meanwhile = announce
 
-    def _save_for_later(self, session: DatasetSession, view: TerminalView) -> None:
-        """Leave a run that was asked to stop so that it can go on."""
+    def _save_stopped(self, session: DatasetSession, view: TerminalView) -> None:
+        """Write the checkpoint from which a stopped run is resumed."""
         self.doing = "while writing the checkpoint"
-        session.meanwhile = lambda: None  # what it would say is said here
+        session.meanwhile = lambda: None  # the next line announces the stop
         view.status(f"saving step {self._step}{_AGAIN}")
         self._checkpoints.write_stop(self._moment(session))
         session.close()
@@ -210,24 +238,11 @@ class Training:
         epochs_done = self._step // session.steps_per_epoch
         return Moment(self._step, epochs_done, self._metrics, self._tally, self._owes_evaluation)
 
-    def _take_profile(self, session: DatasetSession) -> ProfileSummary:
-        profile = session.take_profile()
-        folder = self._folder.write_profile(profile)
-        return ProfileSummary(folder, profile.step_seconds, dict(profile.top(_SPANS_SHOWN)))
-
-    def _note_skipped(self, reports: list[Report], count: int, view: TerminalView) -> None:
-        skipped = reports[0].skipped_steps  # the same on every trainer
-        if skipped:
-            view.warn(
-                f"steps {self._step} to {self._step + count - 1}: {skipped} skipped, "
-                "since a loss or gradient was not finite"
-            )
-
-    def _steps_to_next_stop(self, within: int, per_epoch: int, total: int) -> int:
-        """Steps until something is to be logged, evaluated, saved or heard, or the epoch or the run ends."""
+    def _steps_of_next_call(self, within: int, per_epoch: int, total: int) -> int:
+        """Return the steps until the next log line, evaluation, checkpoint, check for a stop, or end."""
         train = self._config.train
         if math.isnan(self._seconds_to_first_step):
-            return 1  # shows at once that the run is alive
+            return 1  # the first log line comes at once
         stops = [
             train.log_every_steps - self._step % train.log_every_steps,
             per_epoch - within,
@@ -238,13 +253,6 @@ class Training:
         if train.eval_every_steps:
             stops.append(train.eval_every_steps - self._step % train.eval_every_steps)
         return int(min(stops))
-
-    def _is_line_due(self) -> bool:
-        return self._step == 1 or self._step % self._config.train.log_every_steps == 0
-
-    def _is_evaluation_due(self, epoch_ends: bool, total: int) -> bool:
-        every = self._config.train.eval_every_steps
-        return self._step == total or (self._step % every == 0 if every else epoch_ends)
 
     def _log(self, epoch: int, total: int, view: TerminalView) -> None:
         interval, self._tally.interval = self._tally.interval, Interval()
@@ -265,10 +273,10 @@ class Training:
         view.progress(progress)
 
     def _evaluate(self, session: DatasetSession, view: TerminalView) -> bool:
-        """Evaluate, unless the run is asked to stop meanwhile; whether it is done."""
+        """Evaluate unless the run is asked to stop meanwhile; return whether it is done."""
         self.doing = f"while evaluating after step {self._step}"
         view.status("evaluating")
-        self._tell_of_stop(session, view, self._step)
+        self._announce_stop(session, view, self._step)
         parts: list[Predictions] = []
         for some in session.evaluation(self._step):
             if self._stop.is_requested:
@@ -301,7 +309,7 @@ class Training:
         }
         self._folder.finish(result, leading_score(self._tasks))
         run_folder, train = self._folder.checkpoint_root, self._config.train
-        named = shlex.quote(str(run_folder))  # as a URL with options, which a shell would take apart
+        named = shlex.quote(str(run_folder))  # a URL may have characters that a shell interprets
         limit = session.limit if self._step == session.total_steps else _PATIENCE
         more = {
             "train.epochs": train.epochs + 1,

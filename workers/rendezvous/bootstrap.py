@@ -44,7 +44,7 @@ from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.transport.shared_memory.lent_blocks import own_network
 from workers.controller.deployment import local_constructors
-from workers.controller.shared_folders import own_files
+from workers.controller.shared_folders import filesystem_id
 from workers.exit_codes import WARNING, ExitCode, StopMessage, exit_code
 from workers.rendezvous.heartbeat import HeartbeatInterval, HeartbeatSender, register
 from workers.rendezvous.host_requirements import allow_open_files, check_reachable, choose_interface
@@ -72,7 +72,7 @@ class Member:
     """A role and its host.
 
     Attributes:
-        files: see :func:`own_files`; the same for roles that see the same files.
+        files: see :func:`filesystem_id`; the same for roles that see the same files.
         network: see :func:`own_network`; the same for roles that reach each other by loopback.
     """
 
@@ -184,7 +184,7 @@ def join(
         torch.set_num_threads(section.threads)
         seconds = section.start_timeout_seconds
         store = stack.enter_context(_connected(partial(connect, address, secret, interval, seconds), seconds))
-        member = Member(socket.gethostname(), os.getpid(), own_files(), own_network())
+        member = Member(socket.gethostname(), os.getpid(), filesystem_id(), own_network())
         store.set(f"member/{role}", json.dumps(dataclasses.astuple(member)))
         _await_go(store, seconds)
         cluster = Cluster(role, section.topology, store, {})

@@ -1,6 +1,5 @@
-"""The three roles, each from joining the cluster to leaving it.
+"""The roles of a cluster, each from joining it to leaving it.
 
-Begin with ``master``: it prepares, creates, watches and stops everything; trainers and workers serve it
-(``run``), whoever has started them. ``diagnosis`` says whose failure it was that the master has heard of. The
-launcher and the command line call it.
+Begin with ``master``, which starts, watches and stops the job. Trainers and workers serve its calls
+(``role_main``). ``diagnosis`` finds the role that caused a failure.
 """

@@ -1,4 +1,4 @@
-"""Which role it was, of a failure that the master has heard of: one cause named, its echoes left out."""
+"""The role that caused a failure, without the failures of other roles that follow from it."""
 
 import copy
 import time
@@ -12,12 +12,12 @@ from workers.rendezvous.bootstrap import Cluster, Member, announce_stop
 from workers.rendezvous.interrupt import LostHostError, LostRoleError
 
 _PING_SECONDS = 2.0
-# Where a role is lost, its signs of life end too, so soon, and tell whether it was a host, or this one.
-_SIGN_SECONDS = 1.0
+# The heartbeat of a lost role ends within this time, and tells whether its host is lost too.
+_HEARTBEAT_SECONDS = 1.0
 
 
 class UnexpectedError(ClusterError):
-    """A role answered a call with an exception that nobody has thought of."""
+    """A call to a role failed with an unexpected exception."""
 
     def __init__(self, error: transport.RemoteError, when: str) -> None:
         super().__init__(f"{error} ({when})")
@@ -28,24 +28,24 @@ class UnexpectedError(ClusterError):
         return Exception
 
 
-def tell_cause(
+def report_cause(
     cluster: Cluster, error: ClusterError, when: str, code_of: Callable[[BaseException], ExitCode]
 ) -> ClusterError:
-    """What :func:`diagnose` says, once every role has been told it.
+    """Diagnose a failure, and report its cause to every role; see :func:`diagnose`.
 
     Args:
-        code_of: the exit code of a process that is ended by an error.
+        code_of: returns the exit code of a process that ends with an error.
     """
     try:
         cause = diagnose(cluster, error, when)
         announce_stop(cluster, StopMessage(code_of(cause), str(cause)))
-    except LostRoleError as found:  # its signs of life have ended meanwhile, and the alarm rings once
-        return tell_cause(cluster, found, when, code_of)
+    except LostRoleError as lost:  # the heartbeat of a role has ended meanwhile
+        return report_cause(cluster, lost, when, code_of)
     return cause
 
 
 def diagnose(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
-    """The error to show for ``error``: a role that is gone is the cause, whoever complained of it.
+    """Return the error to show for ``error``: a lost role is the cause, whichever role reported the error.
 
     Args:
         when: what the run was doing, such as "at step 12".
@@ -58,9 +58,9 @@ def diagnose(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
         return lost_then
     lost = list(_lost_roles(cluster))
     if lost and cluster.rendezvous is not None:
-        time.sleep(_SIGN_SECONDS)  # the alarm rings meanwhile, and says more
+        time.sleep(_HEARTBEAT_SECONDS)  # the interrupt of the heartbeat, meanwhile, says more
     if len(lost) == len(cluster.members) > 1:
-        return ClusterError(f"no role answers the master any more: {error} ({when})")
+        return ClusterError(f"no role responds to the master any more: {error} ({when})")
     if lost:
         names = ", ".join(f"{role} (host {member.host}, pid {member.pid})" for role, member in lost)
         return ClusterError(f"lost {names} {when}; its log says why, if it could")

@@ -1,4 +1,4 @@
-"""The master: the only role with opinions. It prepares, creates, runs, watches and stops everything."""
+"""The master: prepares the data, creates the job on the other roles, runs it, and stops all roles."""
 
 import socket
 import threading
@@ -19,16 +19,15 @@ from hybrid.security.secret import Secret
 from hybrid.topology import Topology
 from workers.cluster_task import CompareTask, ScriptTask, Task, TrainTask
 from workers.console.terminal import TerminalView
-from workers.controller.shared_folders import Reach, own_files
+from workers.controller.shared_folders import SharedFolders, filesystem_id
 from workers.exit_codes import ExitCode, Interrupt, StopMessage, exit_code
 from workers.jobs.comparison import Comparison
-from workers.jobs.script_job import ScriptJob
 from workers.jobs.training_job import Training
-from workers.jobs.user_function import FunctionJob
-from workers.rendezvous.bootstrap import Cluster, announce_stop, lead
+from workers.jobs.user_code_jobs import FunctionJob, ScriptJob
+from workers.rendezvous.bootstrap import announce_stop, lead
 from workers.rendezvous.interrupt import LostRoleError, last_words
 from workers.rendezvous.master_address import DEFAULT_PORT, listen
-from workers.roles.diagnosis import tell_cause
+from workers.roles.diagnosis import report_cause
 from workers.run_folder.run_state import RunState
 
 _POLL_SECONDS = 0.05
@@ -36,30 +35,32 @@ _ABANDON_SECONDS = 1.0
 
 
 def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket | None = None) -> None:
-    """The master process: run a task on its cluster, from start to end.
+    """Run a task on its cluster, from start to end, as its master.
 
     Args:
-        listener: the rendezvous socket, where the launcher has bound it already.
+        listener: the socket of the rendezvous, if the launcher has bound it already.
 
     Raises:
-        HybridError: what went wrong first, in one line.
-        Interrupt: it was asked to stop, and has.
+        HybridError: the first failure, in one line.
+        Interrupt: the run was asked to stop, and has stopped.
     """
-    code_of = codes_of(task)
+    code_of = exit_codes_of(task)
     job = _make_job(config, task)
     section = config.cluster
     port = section.master_port or DEFAULT_PORT
     with listener or listen(section.master_address, port) as bound, TerminalView() as view:
-        # Reading the data and gathering the roles overlap; neither needs the other.
+        # The preparation of the data and the rendezvous overlap.
         view.status(f"waiting for {section.trainers} trainer(s) and {section.workers} worker(s)")
         with (
-            _Preparation(config, view, is_wanted=isinstance(task, TrainTask | CompareTask)) as data,
+            _Preparation(config, view, starts_now=isinstance(task, TrainTask | CompareTask)) as data,
             lead(config, secret, bound, code_of) as cluster,
         ):
+            here, members = filesystem_id(), cluster.members.items()
+            folders = SharedFolders([role for role, member in members if member.files != here])
             try:
-                code = job.run(cluster.topology, data.result, view, _reach(cluster))
+                code = job.run(cluster.topology, data.result, view, folders)
             except (transport.RemoteError, transport.LostError, LostRoleError) as error:
-                raise tell_cause(cluster, error, job.doing, code_of) from error
+                raise report_cause(cluster, error, job.doing, code_of) from error
             except BaseException as error:
                 with suppress(LostRoleError):  # the first error is the one to report
                     announce_stop(cluster, StopMessage(code_of(error), last_words(error)))
@@ -69,33 +70,30 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
         raise Interrupt(code)
 
 
-def codes_of(task: Task) -> Callable[[BaseException], ExitCode]:
-    """Gives the exit code of a cluster that is ended by an error, as :mod:`exit_codes` has the rule."""
+def exit_codes_of(task: Task) -> Callable[[BaseException], ExitCode]:
+    """Return a function that gives the exit code of a cluster for an error; see :mod:`exit_codes`."""
     if not isinstance(task, TrainTask):
         return partial(exit_code, has_stepped=False)
     before = RunState.of(task.folder)
     return lambda error: exit_code(error, RunState.of(task.folder).has_stepped_since(before))
 
 
-def _reach(cluster: Cluster) -> Reach:
-    here = own_files()
-    return Reach([role for role, member in cluster.members.items() if member.files != here])
-
-
 class _Job(Protocol):
-    """What a task comes to; ``doing`` says where in it a failure came."""
+    """The work of a task; ``doing`` says where in it a failure occurred."""
 
     doing: str
 
-    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView, reach: Reach) -> ExitCode:
-        """Do it, on a cluster that is there.
+    def run(
+        self, topology: Topology, data: Callable[[], Path], view: TerminalView, folders: SharedFolders
+    ) -> ExitCode:
+        """Run the job on a connected cluster.
 
         Args:
-            data: gives the folder of the prepared data, once it is there.
-            reach: whether other roles see the folders that they are to share with this one.
+            data: returns the folder of the prepared data, once it is complete.
+            folders: checks of the folders that roles share.
 
         Returns:
-            what to end with: DONE where it has come to its end, else what it was asked to stop with.
+            DONE at the end of the job, else the code of the requested stop.
         """
         ...
 
@@ -111,50 +109,48 @@ def _make_job(config: RunConfig, task: Task) -> _Job:
 
 
 class _Preparation:
-    """Prepares the data of a run in a thread that does not keep a process alive which fails meanwhile.
+    """The preparation of the data in a daemon thread, which does not keep a failed process alive.
 
-    The thread prints nothing itself: at the end of a process, one that holds stdout would abort it.
+    The thread prints nothing: at the end of a process, a thread that holds stdout would abort it.
     """
 
-    def __init__(self, config: RunConfig, view: TerminalView, is_wanted: bool) -> None:
+    def __init__(self, config: RunConfig, view: TerminalView, starts_now: bool) -> None:
         self._config = config
         self._view = view
-        self._said: SimpleQueue[str] = SimpleQueue()
+        self._statuses: SimpleQueue[str] = SimpleQueue()
         self._folder: Future[Path] = Future()
-        self._is_wanted = is_wanted
+        self._is_required = starts_now
         self._thread = threading.Thread(target=self._run, name="prepare", daemon=True)
-        if is_wanted:
+        if starts_now:
             self._thread.start()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # What is half built is removed by the thread; if it cannot in time, by the next preparation.
-        self._is_wanted = False
+        # The thread removes unfinished files; if it has no time, the next preparation does.
+        self._is_required = False
         if self._thread.is_alive():
             self._thread.join(_ABANDON_SECONDS)
 
     def result(self) -> Path:
-        """The folder of the prepared data, once it is there; says meanwhile what is going on.
-
-        Prepares it now, where nobody was known to want it.
-        """
-        if not self._is_wanted:
-            self._is_wanted = True
+        """Return the folder of the prepared data; wait for it, and show its progress meanwhile."""
+        if not self._is_required:
+            self._is_required = True
             self._thread.start()
-        while not self._folder.done() or not self._said.empty():
+        while not self._folder.done() or not self._statuses.empty():
             with suppress(Empty):
-                self._view.status(self._said.get(timeout=_POLL_SECONDS))
+                self._view.status(self._statuses.get(timeout=_POLL_SECONDS))
         return self._folder.result()
 
     def _run(self) -> None:
         try:
             cache = cache_folder(self._config)
-            self._folder.set_result(ensure_prepared(self._config, cache, self._said.put, self._check))
-        except BaseException as error:  # raised where the result is asked for
+            folder = ensure_prepared(self._config, cache, self._statuses.put, self._check)
+            self._folder.set_result(folder)
+        except BaseException as error:  # raised by result
             self._folder.set_exception(error)
 
     def _check(self) -> None:
-        if not self._is_wanted:
+        if not self._is_required:
             raise ClusterError("the preparation of the data was abandoned, since the run has ended")

@@ -1,4 +1,4 @@
-"""Being a trainer or a worker in this process, whoever started it."""
+"""A trainer or a worker in this process."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,6 @@ from workers.rendezvous.master_address import MasterAddress
 
 
 def serve(role: Role, address: MasterAddress, secret: Secret, settings: Sequence[str] = ()) -> ExitCode:
-    """Host what the master creates here, until it says stop, and with which code; see :func:`join`."""
+    """Serve the master's calls until it stops this role; return the exit code. See :func:`join`."""
     with join(role, address, secret, settings) as cluster:
         return await_stop(cluster)

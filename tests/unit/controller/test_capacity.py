@@ -10,14 +10,14 @@ from hybrid.embedding.placement import place
 from hybrid.errors import HybridError
 from hybrid.topology import Role, RoleKind
 from hybrid.transport import Vitals
-from workers.controller.memory_check import check_memory, has_memory_for_copies
+from workers.controller.deployment import check_memory, has_memory_for_copies
 
 WORKERS = [Role(RoleKind.WORKER, index) for index in range(2)]
 PLACEMENT = place(specs("row"), 2)
 BYTES = [sum(shard.num_bytes for shard in PLACEMENT.of_worker(index)) for index in range(2)]
 
 
-class Answer:
+class FakePing:
     def __init__(self, vitals: Vitals) -> None:
         self._vitals = vitals
 
@@ -33,9 +33,9 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Bytes free on each host; and which host each worker is on."""
     hosts: dict[str, Any] = {"of": ["a", "b"], "a": 0, "b": 0}
 
-    def ping(role: Role, timeout_seconds: float) -> Answer:
+    def ping(role: Role, timeout_seconds: float) -> FakePing:
         host = hosts["of"][role.index]
-        return Answer(Vitals(host, 1, hosts[host], 0, 0, 0, 0))
+        return FakePing(Vitals(host, 1, hosts[host], 0, 0, 0, 0))
 
     monkeypatch.setattr("hybrid.transport.ping", ping)
     return hosts

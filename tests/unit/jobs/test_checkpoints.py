@@ -260,7 +260,7 @@ def test_one_that_cannot_be_written_is_said_and_the_next_is_tried_when_due(start
     run.role.has_room = False
     run.at(20, 0.8)
     run.at(25)
-    assert run.said == [f"no checkpoint of step 20: {NO_ROOM}; training goes on"]
+    assert run.said == [f"no checkpoint of step 20: {NO_ROOM}; training continues"]
     assert names(run.folder.path / "checkpoints") == ["step-00000010"]
     run.role.has_room = True
     run.at(30, 0.7)
@@ -281,11 +281,11 @@ def test_where_a_store_does_not_even_tell_what_is_there_training_goes_on(
     with monkeypatch.context() as down:
         down.setattr("workers.jobs.checkpoint_schedule.checkpoint_folders.list_checkpoints", refuse)
         run.at(20)
-        assert run.said == ["no checkpoint of step 20: s3: cannot be listed; training goes on"]
+        assert run.said == ["no checkpoint of step 20: s3: cannot be listed; training continues"]
         down.setattr("workers.jobs.checkpoint_schedule.checkpoint_folders.begin", refuse)
         with pytest.raises(CheckpointError) as caught:
             run.checkpoints.write_last(moment(25))
-    rule = "s3: cannot be listed; the run is at its end, and nobody can look now what of it is saved"
+    rule = "s3: cannot be listed; the run is at its end, and its saved checkpoints cannot be listed now"
     assert str(caught.value) == rule
     assert caught.value.kind is (OutageError if type(error) is OutageError else CheckpointError)
     run.at(30)
@@ -350,7 +350,7 @@ def test_an_old_one_that_cannot_be_removed_is_said(start: Start, monkeypatch: py
     run.at(20)
     assert run.stored == run.logged == [10, 20]
     (line,) = run.said
-    assert line.startswith("an old checkpoint is left: cannot write")
+    assert line.startswith("an old checkpoint could not be removed: cannot write")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from hybrid.checkpoint.checkpoint_manifest import Best
-from workers.jobs.early_stopping import Patience
+from workers.jobs.training_job import Patience
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hybrid.config import RunConfig, TrainSection
 from hybrid.errors import CheckpointError
 from hybrid.primitives.step_timings import PHASES
 from hybrid.protocol.update_rules import Staleness
-from workers.controller.job_messages import Report
+from workers.controller.remote_trainer import TrainerReport
 from workers.controller.session import Session
 from workers.jobs.run_counters import Interval, Tally
 
@@ -22,7 +22,7 @@ SIZE = 5
 CLICKS = RunConfig().all_tasks["label"]
 
 
-def reports(steps: range, trainers: int = 2) -> list[Report]:
+def reports(steps: range, trainers: int = 2) -> list[TrainerReport]:
     """What trainers would report of some steps."""
     made = []
     for trainer in range(trainers):
@@ -30,7 +30,7 @@ def reports(steps: range, trainers: int = 2) -> list[Report]:
         logits = torch.cat([torch.randn(SIZE, generator=g) for g in drawn])
         labels = torch.cat([torch.randint(0, 2, (SIZE,), generator=g).float() for g in drawn])
         losses = [torch.rand(1, generator=g, dtype=torch.float64).item() for g in drawn]
-        made.append(Report(losses, logits, labels, {p: 0.5 * len(steps) for p in PHASES}, len(steps)))
+        made.append(TrainerReport(losses, logits, labels, {p: 0.5 * len(steps) for p in PHASES}, len(steps)))
     return made
 
 
@@ -113,7 +113,7 @@ def test_what_has_counted_nothing_is_a_new_run() -> None:
 
 @pytest.mark.parametrize("wrong", [{"samples": 1}, {"interval_skipped_steps": 3}, [1]])
 def test_what_no_run_has_counted_is_refused(wrong: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"^the progress in the checkpoint is none \("):
+    with pytest.raises(CheckpointError, match="invalid counts"):
         Tally.unpack(wrong, {})
 
 

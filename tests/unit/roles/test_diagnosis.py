@@ -37,7 +37,7 @@ def test_an_alarm_that_rings_while_the_cause_is_told_says_what_was_going_on(
     monkeypatch.setattr(diagnosis, "announce_stop", announce_stop)
     error = LostError(Role(RoleKind.WORKER, 0), "broken")
     cluster = cast(Any, SimpleNamespace(members={}))
-    cause: ClusterError = diagnosis.tell_cause(cluster, error, "at step 3", exit_code)
+    cause: ClusterError = diagnosis.report_cause(cluster, error, "at step 3", exit_code)
     assert told == [f"75 {cause}"] == ["75 lost worker 0 at step 3; its log says why, if it could"]
 
 
@@ -63,5 +63,5 @@ def test_signs_of_life_have_time_to_tell_more_than_a_broken_connection(
     monkeypatch.setattr(diagnosis, "announce_stop", lambda *_: None)
     monkeypatch.setattr("workers.roles.diagnosis.time.sleep", ring)
     cluster = cast(Any, SimpleNamespace(members={}, rendezvous=object()))
-    cause = diagnosis.tell_cause(cluster, LostError(worker, "broken"), "at step 3", exit_code)
+    cause = diagnosis.report_cause(cluster, LostError(worker, "broken"), "at step 3", exit_code)
     assert str(cause) == f"{ELSEWHERE} at step 3"

@@ -9,29 +9,18 @@ import pytest
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
-from hybrid.topology import MASTER, Role, RoleKind, Topology
+from hybrid.topology import MASTER, Topology
 from workers.cluster_task import FunctionTask
-from workers.controller.shared_folders import own_files
-from workers.rendezvous.bootstrap import Cluster, Member
+from workers.rendezvous.bootstrap import Cluster
 from workers.rendezvous.interrupt import LostRoleError
 from workers.rendezvous.master_address import listen
 from workers.roles import master
-from workers.roles.master import _Preparation, _reach
-
-
-def test_who_sees_other_files_is_elsewhere_whatever_the_name_of_its_host() -> None:
-    beside, elsewhere = Role(RoleKind.TRAINER), Role(RoleKind.WORKER)
-    members = {
-        beside: Member("a", 1, own_files(), "network"),
-        elsewhere: Member("a", 2, "of a container", "network"),
-    }
-    cluster = Cluster(MASTER, Topology(1, 1), cast(Any, None), members)
-    assert _reach(cluster).elsewhere == [elsewhere]
+from workers.roles.master import _Preparation
 
 
 def test_a_preparation_that_is_abandoned_is_ended_as_by_a_lost_cluster() -> None:
     """So that its parts remain."""
-    abandoned = _Preparation(RunConfig(), cast(Any, None), is_wanted=False)
+    abandoned = _Preparation(RunConfig(), cast(Any, None), starts_now=False)
     with pytest.raises(ClusterError, match="abandoned"):
         abandoned._check()
 
