@@ -47,7 +47,7 @@ for ((restart = 0; restart <= most_restarts; restart++)); do
     exec 3<>"$folder/open" # open for as long as this script is there
     ((stopped)) && break
     roles=() code=0
-    at "$master" $HYBRID master --resume auto --set cluster.master_address="$master" \
+    at "$master" $HYBRID master --resume auto --set cluster.master="$master" \
         --set cluster.trainers=${#trainers[@]} --set cluster.workers=${#workers[@]} "$@"
     for ((i = 0; i < ${#trainers[@]}; i++)); do
         at "${trainers[i]}" $HYBRID trainer --index $i --master "$master"

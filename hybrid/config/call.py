@@ -21,6 +21,20 @@ def argument(name: str, kind: Any, default: Any, *, is_list: bool = False, **rul
     return Key(name, kind, is_list, default, "", **rule)
 
 
+def split_call(dotted: str, text: str) -> tuple[str, tuple[str, ...]]:
+    """The name in ``text``, a value of the key ``dotted``, and its arguments, each as a line of TOML."""
+    match = _FORM.fullmatch(text)
+    try:
+        if match is None:
+            raise ValueError
+        arguments = parse_toml(f"arguments = {{{match[2] or ''}}}")
+        ((_, values),) = arguments.items()
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(dotted, 'must be like "Name(argument = 0.9, other = [1, 2])"', text) from error
+    listed = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return match[1], tuple(f"{name} = {toml_value(value)}" for name, value in listed.items())
+
+
 @dataclass(frozen=True)
 class Call:
     """A name and its arguments; arguments that the text leaves out have their defaults."""

@@ -15,7 +15,7 @@ from hybrid.config.data_sections import (
 )
 from hybrid.config.sections import NET_CALLS, SCHEDULE_CALLS
 from hybrid.config.table_sections import INITIALIZERS, PLACEMENT_CALLS, TABLE_OPTIMIZERS
-from hybrid.config.task_sections import LOSS_CALLS, RANKING_CALLS
+from hybrid.config.task_sections import LOSS_CALLS, RANKING_CALLS, TYPE_CALLS
 from hybrid.errors import ConfigError
 
 Values = dict[str, Any]
@@ -42,6 +42,14 @@ _ADVICE = {
         ("embedding.pooled_by", "tables.pooled_by"),
         "is an argument of placement now, as in placement = \"auto(pooled_by = 'trainers')\"",
     ),
+    "cluster.master_address": "is now cluster.master, as HOST or HOST:PORT",
+    "cluster.master_port": "is now part of cluster.master, as HOST:PORT",
+    "schedule.warmup_steps": _KIND.format("cosine(warmup_steps = 100)"),
+    "dense.optimizer_options": 'is part of optimizer now, as in optimizer = "SGD(momentum = 0.9)"',
+    "dense_groups.learning_rate": 'is one of optimizer_options now: "lr = 0.001"',
+    "tables.pooling": "is now pooling in the sections [columns.NAME] of the table's columns",
+    "tasks.kind": 'is now type, as in type = "regression"',
+    "tasks.classes": 'is an argument of type now, as in type = "classes(5)"',
     "cluster.rpc_timeout_seconds": "is now cluster.timeout_seconds",
     "cluster.step_timeout_seconds": "is now cluster.timeout_seconds",
     "data.bad_rows": "is now data.max_invalid_fraction, where 0 stops at the first invalid row",
@@ -86,6 +94,7 @@ _ADVICE = {
 }
 _SCHEDULE = (
     "steps",
+    "warmup_steps",
     "decay_every",
     "decay_factor",
     "power",
@@ -138,7 +147,14 @@ def translate(sections: Sections, is_key: Callable[[str, str], bool]) -> None:
     _translate_optimizers(sections)
     _translate_data(sections)
     _translate_placements(sections)
-    dense = sections.setdefault("dense", {})
+    _translate_pooling(sections)
+    dense, cluster = sections.setdefault("dense", {}), sections.setdefault("cluster", {})
+    if options := dense.pop("optimizer_options", []):
+        dense["optimizer"] = f"{dense.get('optimizer', 'Adam')}({', '.join(map(str, options))})"
+    if "master_address" in cluster or "master_port" in cluster:
+        host, port = cluster.pop("master_address", "127.0.0.1"), cluster.pop("master_port", 0)
+        host = f"[{host}]" if ":" in str(host) else host
+        cluster.setdefault("master", f"{host}:{port}" if port else host)
     if dense.get("parallel", "tensor") != "tensor":
         dense.pop("tensor_size", None)
     if devices := dense.pop("devices", []):
@@ -147,6 +163,11 @@ def translate(sections: Sections, is_key: Callable[[str, str], bool]) -> None:
         first = sections["profile"].pop("first_step", 10)
         sections["profile"]["steps"] = [steps, first] if steps else []
     for section, values in sections.items():
+        if section.startswith("tasks.") and "kind" in values:
+            values["type"] = _call(TYPE_CALLS, values.pop("kind"), {"count": values.pop("classes", None)})
+        if section.startswith("dense_groups.") and "learning_rate" in values:
+            rate = f"lr = {values.pop('learning_rate')}"
+            values["optimizer_options"] = [rate, *values.get("optimizer_options", [])]
         if "rpc_timeout_seconds" in values:
             values["timeout_seconds"] = values.pop("rpc_timeout_seconds")
         for key, (default, signatures, arguments) in _ARGUMENTS.get(section.partition(".")[0], {}).items():
@@ -205,6 +226,15 @@ def _translate_data(sections: Sections) -> None:
         lanes = data.pop("shuffle_lanes", 0)
         shuffled = _call(SHUFFLE_CALLS, "lanes", {"lanes": lanes}) if lanes else "rows"
         data["shuffle"] = shuffled if data["shuffle"] else "none"
+
+
+def _translate_pooling(sections: Sections) -> None:
+    """Move the pooling of tables to their columns."""
+    for section, values in list(sections.items()):
+        if section.startswith("tables.") and "pooling" in values:
+            pooling = values.pop("pooling")
+            for name in values.get("features") or [section.partition(".")[2]]:
+                sections.setdefault(f"columns.{name}", {}).setdefault("pooling", pooling)
 
 
 def _translate_placements(sections: Sections) -> None:

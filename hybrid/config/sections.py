@@ -6,11 +6,12 @@ Nothing here imports torch, so ``--help`` and a mistyped key answer at once.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from hybrid.config.call import Call, Signatures, argument
+from hybrid.config.call import Call, Signatures, argument, split_call
 from hybrid.config.data_sections import ColumnSection, DataSection
 from hybrid.config.key import USER_FUNCTION, Key, by_host, fixed, keys_of, option
 from hybrid.config.table_sections import EmbeddingSection, TableSection
@@ -39,16 +40,18 @@ NETS = NET_CALLS.names
 _INITIAL = argument("initial_factor", float, 0.04, above=0, maximum=1)
 _FINAL = argument("final_factor", float, 0.0, minimum=0, maximum=1)
 _STEPS = argument("steps", int, 0, minimum=0)
+_WARMUP = argument("warmup_steps", int, 0, minimum=0)
 SCHEDULE_CALLS = Signatures(
     {
-        "constant": (_INITIAL,),
+        "constant": (_WARMUP, _INITIAL),
         "step": (
             argument("decay_every", int, 1000, minimum=1),
             argument("decay_factor", float, 0.1, above=0, maximum=1),
+            _WARMUP,
             _INITIAL,
         ),
-        "cosine": (_FINAL, _STEPS, _INITIAL),
-        "polynomial": (argument("power", float, 1.0, above=0), _FINAL, _STEPS, _INITIAL),
+        "cosine": (_FINAL, _STEPS, _WARMUP, _INITIAL),
+        "polynomial": (argument("power", float, 1.0, above=0), _FINAL, _STEPS, _WARMUP, _INITIAL),
         "one_cycle": (
             argument("peak_fraction", float, 0.3, above=0, maximum=0.999999),
             _FINAL,
@@ -78,12 +81,10 @@ class ClusterSection:
 
     trainers: int = option(2, "number of trainers", minimum=1)
     workers: int = option(2, "number of workers", minimum=1)
-    master_address: str = option("127.0.0.1", "address on which the master listens")
-    master_port: int = option(
-        0,
-        "port of the master; 0 lets launch take a free one, and is 29300 for a master started by hand",
-        minimum=0,
-        maximum=65535,
+    master: str = option(
+        "127.0.0.1",
+        "Address on which the master listens: HOST, HOST:PORT or [IPv6]:PORT. Without a port, launch takes a "
+        "free one, and a master that is started by hand takes 29300.",
     )
     interface: str = by_host(
         "auto",
@@ -119,6 +120,23 @@ class ClusterSection:
     )
 
     @property
+    def master_address(self) -> str:
+        """The host name or IP address on which the master listens."""
+        return self._master[0]
+
+    @property
+    def master_port(self) -> int:
+        """The port of the master; 0 for a free one."""
+        return self._master[1]
+
+    @property
+    def _master(self) -> tuple[str, int]:
+        match = re.fullmatch(r"\[([^\[\]]+)\](?::(\d{1,5}))?|([^:\[\]\s]+)(?::(\d{1,5}))?", self.master)
+        if match is None:  # an IPv6 address without brackets
+            return self.master, 0
+        return match[1] or match[3], int(match[2] or match[4] or 0)
+
+    @property
     def stop_timeout_seconds(self) -> float:
         """How long a role may take to stop."""
         return max(4.0, self.timeout_seconds / 15)
@@ -146,9 +164,10 @@ class DenseSection:
     remote_mlp: tuple[int, ...] = fixed(
         (), "hidden units of a remote dense net, hosted by a worker between interaction and head"
     )
-    optimizer: str = fixed("Adam", "name of a torch.optim class")
-    optimizer_options: tuple[str, ...] = option(
-        (), 'its other arguments, such as ["momentum = 0.9", "weight_decay = 1e-4"]'
+    optimizer: str = option(
+        "Adam",
+        'A class of torch.optim, with its arguments: "SGD(momentum = 0.9, weight_decay = 1e-4)".',
+        is_name_fixed=True,
     )
     learning_rate: float = option(0.002, "learning rate of the dense net", above=0)
     ddp: str = option(
@@ -185,6 +204,16 @@ class DenseSection:
         return NET_CALLS.parse("dense.net", self.net)
 
     @property
+    def optimizer_name(self) -> str:
+        """The class of torch.optim."""
+        return split_call("dense.optimizer", self.optimizer)[0]
+
+    @property
+    def optimizer_options(self) -> tuple[str, ...]:
+        """The arguments of the optimizer, as TOML."""
+        return split_call("dense.optimizer", self.optimizer)[1]
+
+    @property
     def devices(self) -> tuple[str, ...]:
         """The devices of a trainer's replicas; empty without replicas."""
         return tuple(part.strip() for part in self.device.split(",")) if "," in self.device else ()
@@ -208,10 +237,24 @@ class DenseGroupSection:
         (),
         'their names, or patterns of them: "head.*", "*.bias"; those of the remote net begin with "remote."',
     )
-    learning_rate: float | None = option(None, "learning rate", above=0)
     optimizer_options: tuple[str, ...] = option(
-        (), "arguments of the optimizer that are others than dense.optimizer_options has"
+        (), 'Arguments of the optimizer that differ, such as ["lr = 0.001", "weight_decay = 0"].'
     )
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The option ``lr``; None for the learning rate of [dense]."""
+        rates = [value for name, _, value in self._options if name.strip() == "lr"]
+        return float(rates[-1]) if rates else None
+
+    @property
+    def other_options(self) -> tuple[str, ...]:
+        """The options but ``lr``."""
+        return tuple("".join(option) for option in self._options if option[0].strip() != "lr")
+
+    @property
+    def _options(self) -> list[tuple[str, str, str]]:
+        return [text.partition("=") for text in self.optimizer_options]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,13 +310,11 @@ class ScheduleSection:
 
     kind: str = option(
         "constant",
-        "How the rate falls after the warm-up, as a fraction of the full rate. The schedule ends at step "
-        "`steps`, warm-up included; 0 means the end of the run. `initial_factor` is the fraction at the "
-        "start of the warm-up or cycle, `peak_fraction` the fraction of the steps before the full rate.",
+        "How the learning rate changes, as a fraction of the full rate. It rises linearly over "
+        "`warmup_steps`, then falls until step `steps`, warm-up included; 0 means the end of the run. "
+        "`initial_factor` is the fraction at the start, `peak_fraction` the fraction of the steps before the "
+        "full rate.",
         signatures=SCHEDULE_CALLS,
-    )
-    warmup_steps: int = option(
-        0, "Number of steps in which the rate rises linearly to its full value.", minimum=0
     )
 
     @property
@@ -285,6 +326,11 @@ class ScheduleSection:
     def steps(self) -> int:
         """The step at which the schedule ends; 0 for the end of the run."""
         return int(self.call.arguments.get("steps", 0))
+
+    @property
+    def warmup_steps(self) -> int:
+        """The number of steps before the full rate."""
+        return int(self.call.arguments.get("warmup_steps", 0))
 
 
 @dataclass(frozen=True, kw_only=True)

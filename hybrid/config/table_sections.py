@@ -74,7 +74,6 @@ class TableSection:
     """Overrides for one table; a key left out takes the value of [embedding]."""
 
     dim: int | None = fixed(None, "Width of a row.", minimum=1)
-    pooling: str | None = fixed(None, "How the vectors of a bag become one vector.", choices=POOLINGS)
     optimizer: str | None = option(
         None, "How rows are updated.", signatures=TABLE_OPTIMIZERS, is_name_fixed=True
     )

@@ -15,7 +15,9 @@ from hybrid.config.key import USER_FUNCTION, fixed, option
 from hybrid.errors import ConfigError
 from hybrid.input_spec import TaskSpec
 
-KINDS = ("binary", "regression", "classes")
+TYPE_CALLS = Signatures(
+    {"binary": (), "regression": (), "classes": (argument("count", int, None, minimum=2),)}
+)
 LABEL = "label"  # the task of a run without a section [tasks.NAME]
 # The first is that of a task that names none.
 LOSSES = {"binary": ("log_loss", "focal"), "regression": ("squared", "huber"), "classes": ("softmax",)}
@@ -69,8 +71,11 @@ class TaskSection:
     """What the model predicts of a sample, and how it is judged; without any, data.label is the one task."""
 
     label: str = fixed("", "name of the label column; empty for that of the task's name")
-    kind: str = fixed("binary", "what its labels are: 0 and 1, numbers, or classes from 0", choices=KINDS)
-    classes: int = fixed(0, "number of classes (classes)", minimum=0)
+    type: str = fixed(
+        "binary",
+        "Labels of 0 and 1, numbers, or classes from 0, of which there are `count`.",
+        signatures=TYPE_CALLS,
+    )
     mask: str = fixed(
         "",
         "column that says by 1 and 0 which samples count for this task, such as whether an item was clicked "
@@ -100,6 +105,16 @@ class TaskSection:
         "or your own as module:function",
         prepares=False,
     )
+
+    @property
+    def kind(self) -> str:
+        """``binary``, ``regression`` or ``classes``."""
+        return TYPE_CALLS.parse("type", self.type).name
+
+    @property
+    def classes(self) -> int:
+        """The number of classes; 0 of other kinds."""
+        return int(TYPE_CALLS.parse("type", self.type).arguments.get("count", 0))
 
     @property
     def loss_name(self) -> str:
@@ -196,15 +211,11 @@ def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None
 
 
 def _check_kind(name: str, task: TaskSection) -> None:
-    if task.kind == "classes" and task.classes < 2:
-        raise ConfigError(f"tasks.{name}.classes", "must say how many there are, at least 2", task.classes)
-    if task.kind != "classes" and task.classes:
-        raise ConfigError(f"tasks.{name}.classes", 'is read where kind is "classes" only', task.classes)
     if task.mask and task.mask == task.label:
         raise ConfigError(f"tasks.{name}.mask", "must be another column than its label", task.mask)
     losses = LOSSES[task.kind]
     if task.loss_name not in losses and not re.fullmatch(USER_FUNCTION, task.loss_name):
-        rule = f"must be {' or '.join(losses)} where kind is {task.kind}, or module:function"
+        rule = f"must be {' or '.join(losses)} where type is {task.kind}, or module:function"
         raise ConfigError(f"tasks.{name}.loss", rule, task.loss)
 
 
@@ -213,7 +224,7 @@ def _check_ranking_loss(name: str, task: TaskSection, group: str) -> None:
     if not loss:
         return
     if task.kind == "classes":
-        raise ConfigError(key, "is of kind binary or regression: classes have no order", loss)
+        raise ConfigError(key, "is of type binary or regression: classes have no order", loss)
     if not group:
         raise ConfigError(key, "needs data.group, the column whose values make groups", loss)
 
@@ -225,7 +236,7 @@ def _check_metrics(name: str, task: TaskSection, group: str) -> None:
             continue
         if not any(re.fullmatch(form, metric) for form in allowed):
             forms = [form.partition("@")[0] + "@K" * ("@" in form) for form in allowed]
-            rule = f"must hold {', '.join((*forms, 'module:function'))} where kind is {task.kind}"
+            rule = f"must hold {', '.join((*forms, 'module:function'))} where type is {task.kind}"
             raise ConfigError(key, rule, metric)
         if not group:
             raise ConfigError(key, "needs data.group, the column whose values make groups", metric)

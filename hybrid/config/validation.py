@@ -5,6 +5,7 @@ not come out of a file, or knows more of them than a file says.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,6 +13,7 @@ from hybrid.config.data_sections import ColumnSection, DataSection
 from hybrid.config.resolved_columns import columns_of, sequence_length
 from hybrid.config.sections import (
     NETS,
+    DenseGroupSection,
     DenseSection,
     ProfileSection,
     RunConfig,
@@ -154,9 +156,20 @@ def _check_groups(config: RunConfig) -> None:
         key = f"dense_groups.{name}.parameters"
         if not group.parameters:
             raise ConfigError(key, "must name parameters", group.parameters)
+        if not _is_rate(group):
+            rule = "lr must be a finite number, above 0"
+            raise ConfigError(f"dense_groups.{name}.optimizer_options", rule, group.optimizer_options)
         for pattern in group.parameters:
             if pattern.startswith("remote.") and not config.dense.remote_mlp:
                 raise ConfigError(key, "must name parameters, and there is no dense.remote_mlp", pattern)
+
+
+def _is_rate(group: DenseGroupSection) -> bool:
+    """Whether the learning rate of a group is valid, if it has one."""
+    try:
+        return group.learning_rate is None or 0 < group.learning_rate < math.inf
+    except ValueError:
+        return False
 
 
 def check_device(dense: DenseSection) -> None:
@@ -180,7 +193,7 @@ def _check_tensor(config: RunConfig) -> None:
         raise ConfigError("dense.tensor_plan", rule, dense.tensor_plan)
     if dense.compile != "none":
         raise ConfigError("dense.compile", "must be none with dense.tensor_size", dense.compile)
-    if dense.optimizer in _OF_WHOLE_MATRICES:
+    if dense.optimizer_name in _OF_WHOLE_MATRICES:
         rule = "looks at whole matrices, of which a trainer has a part with dense.tensor_size"
         raise ConfigError("dense.optimizer", rule, dense.optimizer)
 
@@ -242,11 +255,8 @@ def check_schedule(section: ScheduleSection, end: int | None) -> None:
     Args:
         end: the steps of the whole schedule; None while they are not known.
     """
-    if not section.warmup_steps:
+    if end is None or section.call.name not in SCHEDULES_THAT_END:
         return
-    if section.call.name == "one_cycle":
-        rule = "must be 0 with one_cycle, which rises by itself over its peak_fraction"
-        raise ConfigError("schedule.warmup_steps", rule, section.warmup_steps)
-    if end is not None and section.call.name in SCHEDULES_THAT_END and section.warmup_steps >= end:
-        rule = f"must be less than the steps of the whole schedule, {end}"
-        raise ConfigError("schedule.warmup_steps", rule, section.warmup_steps)
+    if section.warmup_steps and section.warmup_steps >= end:
+        rule = f"warmup_steps must be less than the steps of the whole schedule, {end}"
+        raise ConfigError("schedule.kind", rule, section.kind)

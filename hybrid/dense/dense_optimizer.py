@@ -29,7 +29,7 @@ _REFUSED_OPTIONS = {
     "differentiable": "is for gradients through the step, which training does not compute; leave it out",
     "capturable": "is for CUDA graphs, which are not used; leave it out",
 }
-_OPTIONS = "dense.optimizer_options"
+_OPTIONS = "dense.optimizer"
 _REMOTE = "remote."  # prefix of the names of the remote net's parameters
 
 
@@ -77,7 +77,7 @@ def parameter_groups(
         ParameterGroup(
             [members[name] for name, of in owner.items() if of == section],
             group.learning_rate,
-            group.optimizer_options,
+            group.other_options,
             f"dense_groups.{section}.optimizer_options",
         )
         for section, group in sections.items()

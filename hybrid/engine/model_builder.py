@@ -65,7 +65,7 @@ class Blueprint:
         named, sections = net.named_parameters(), self.config.dense_groups
         groups = parameter_groups(named, sections, is_remote=is_remote)
         return make_optimizer(
-            net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options, groups
+            net.parameters(), dense.optimizer_name, dense.learning_rate, dense.optimizer_options, groups
         )
 
 

@@ -50,8 +50,8 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
     shared = config.embedding
     placement = table_placement(shared, section)
     num_rows = max(f.num_rows for f in features)
-    pooling = Pooling(section.pooling or shared.pooling)
-    poolings = tuple(_pooling(config, name, feature, pooling) for feature in features)
+    pooling = Pooling(shared.pooling)
+    poolings = tuple(_pooling(config, feature, pooling) for feature in features)
     sequences = tuple(_sequence(config, feature) for feature in features)
     return TableSpec(
         name=name,
@@ -73,20 +73,17 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
     )
 
 
-def _pooling(config: RunConfig, table: str, feature: FeatureSpec, of_table: Pooling) -> Pooling:
+def _pooling(config: RunConfig, feature: FeatureSpec, of_table: Pooling) -> Pooling:
     """Return the pooling of a feature; raise ConfigError if weighted ids rule it out."""
     own = config.columns.get(feature.name, ColumnSection()).pooling
     if own == UNPOOLED:
         return of_table  # which a sequence does not use
     found = Pooling(own or of_table)
     if feature.weighted and found is Pooling.MAX:
-        of_tables = (
-            f"tables.{table}.pooling"
-            if config.tables.get(table, TableSection()).pooling
-            else "embedding.pooling"
-        )
         rule = f"must be sum or mean, since the ids of column {feature.name} have weights"
-        raise ConfigError(f"columns.{feature.name}.pooling" if own else of_tables, rule, found.value)
+        raise ConfigError(
+            f"columns.{feature.name}.pooling" if own else "embedding.pooling", rule, found.value
+        )
     return found
 
 

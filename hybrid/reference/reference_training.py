@@ -285,12 +285,9 @@ def _dense_optimizer(
             own: dict[str, Any] = {"params": [parameter]}
             for group in groups:
                 if any(fnmatchcase(prefix + name, pattern) for pattern in group.parameters):
-                    own |= {
-                        "lr": group.learning_rate or dense.learning_rate,
-                        **_options(group.optimizer_options),
-                    }
+                    own |= _options(group.optimizer_options)
             found[parameter] = own
-    optimizer_class: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, dense.optimizer)
+    optimizer_class: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, dense.optimizer_name)
     options = _options(dense.optimizer_options)
     return optimizer_class(list(found.values()), lr=dense.learning_rate, **options)
 

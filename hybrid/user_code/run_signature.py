@@ -91,8 +91,7 @@ def _path_entries(config: RunConfig) -> list[tuple[str, str]]:
         ("data.cache_folder", data.cache_folder),
         ("data.local_cache_folder", data.local_cache_folder),
         ("cluster.secret_file", cluster.secret_file),
-        *(("cluster.master_address", cluster.master_address),)
-        * (cluster.master_address != default.master_address),
+        *(("cluster.master", cluster.master),) * (cluster.master != default.master),
         *((f"tables.{name}.initial", table.initial) for name, table in config.tables.items()),
     ]
     return [(dotted, value) for dotted, value in entries if value]

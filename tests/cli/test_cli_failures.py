@@ -140,7 +140,7 @@ def test_nothing_outlives_a_launcher_that_was_killed(endless: list[str], tmp_pat
         with pytest.raises(SystemExit, match=r"^hybrid launch: run.folder = '.+': another launch is at work"):
             main(["launch", "--resume", str(tmp_path / "run")])
         config = (tmp_path / "run/config.toml").read_text()
-        assert "master_port = 0\n" in config, "the next start takes another"
+        assert 'master = "127.0.0.1"\n' in config, "the next start takes another"
         worker = command.role("worker 0")
         files = [Path(os.readlink(file)).name for file in Path(f"/proc/{worker.pid}/fd").iterdir()]
         assert ".lock" in files, "a role that is still there keeps others out"
@@ -176,7 +176,7 @@ def test_a_role_has_what_its_own_host_is_to_have(tiny: list[str], tmp_path: Path
     (tmp_path / "elsewhere").mkdir()
     address = ["--master", f"localhost:{port}", *secret]
     roles = [
-        ["master", *tiny, *ONE_EACH, *settings(cluster={"master_port": port}), *secret],
+        ["master", *tiny, *ONE_EACH, *settings(cluster={"master": f"127.0.0.1:{port}"}), *secret],
         [*TRAINER, *address, *settings(dense={"device": "cuda:77"})],
         [*WORKER, *address],
     ]
@@ -198,11 +198,12 @@ def test_a_role_has_what_its_own_host_is_to_have(tiny: list[str], tmp_path: Path
 def test_a_port_in_use(command: str, tiny: list[str], tmp_path: Path) -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        overrides = settings(cluster={"master_port": port, "namespace": "off"}, run={"folder": "run"})
+        cluster = {"master": f"127.0.0.1:{port}", "namespace": "off"}
+        overrides = settings(cluster=cluster, run={"folder": "run"})
         ended = run([command, *tiny, *overrides, *fresh_secret(tmp_path)], tmp_path)
     assert ended.code == 1
     assert ended.stderr == (
-        f"hybrid {command}: cluster.master_port = {port}: Address already in use; choose another\n"
+        f"hybrid {command}: cluster.master = {port}: Address already in use; choose another\n"
     )
     assert not (tmp_path / "run").exists()
 

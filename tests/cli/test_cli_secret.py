@@ -69,7 +69,9 @@ def test_strangers_disturb_nobody_and_a_frozen_role_is_named(one_each: list[str]
         secret = (tmp_path / "secret").read_text().strip()
         for command in (master, trainer, worker):
             check_that_it_is_never_shown(psutil.Process(command.process.pid), secret)
-        (port,) = re.findall(r"master_port=(\d+)", " ".join(psutil.Process(master.process.pid).cmdline()))
+        (port,) = re.findall(
+            r"cluster.master=127.0.0.1:(\d+)", " ".join(psutil.Process(master.process.pid).cmdline())
+        )
         pester(int(port))
         other = [*TRAINER, "--master", f"127.0.0.1:{port}"]
         refused = run([*other, *fresh_secret(tmp_path / "elsewhere")], tmp_path)

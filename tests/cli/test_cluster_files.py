@@ -202,7 +202,7 @@ def lines(folder: Path) -> dict[str, list[str]]:
 
 def test_hosts_are_given_their_roles_and_the_secret(hosts: subprocess.Popen[bytes], tmp_path: Path) -> None:
     assert eventually(lambda: sum(map(len, lines(tmp_path).values())) == 4, SECONDS)
-    sizes = "--set cluster.master_address=n0 --set cluster.trainers=2 --set cluster.workers=1"
+    sizes = "--set cluster.master=n0 --set cluster.trainers=2 --set cluster.workers=1"
     said = {name: sorted(each) for name, each in lines(tmp_path).items()}
     assert said == {
         "n0-master": [f"a-secret master --resume auto {sizes} --config a b.toml"],

@@ -47,7 +47,7 @@ def test_losses_of_the_order_in_groups_equal_one_process_too(clusters: Clusters,
     )
     tasks = {
         "click": TaskSection(label="label", ranking_loss="listwise"),
-        "spent": TaskSection(kind="regression", ranking_loss="pairwise"),
+        "spent": TaskSection(type="regression", ranking_loss="pairwise"),
     }
     clusters.get(2, 2, device="cuda").run(compare, config.replace(tasks=tasks), cache, STEPS)
 

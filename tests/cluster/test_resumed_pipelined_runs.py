@@ -11,7 +11,7 @@ from support.stopped_runs import calls_of, checksums, lines, stop, train
 
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import step_folder
-from hybrid.config import RunConfig, TableSection
+from hybrid.config import ColumnSection, RunConfig, TableSection
 from workers.exit_codes import ExitCode
 
 TOTAL = 31  # 24 steps make an epoch
@@ -54,14 +54,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
         dense={"net": "support.dropout_net:build", "optimizer": "Adam", "learning_rate": 0.01},
         embedding={"optimizer": "adam(weight_decay = 0.01)", "dim": 4, "wire_dtype": "bfloat16"},
     ).replace(
+        columns={"tag": ColumnSection(pooling="mean"), "word": ColumnSection(pooling="max")},
         tables={
             "user": TableSection(placement="row", optimizer="sgd", learning_rate=0.5),
-            "tag": TableSection(pooling="mean", placement="row"),
-            "brand": TableSection(
-                pooling="sum", placement="table", optimizer="adam(weight_decay = 0.01, all_rows = true)"
-            ),
-            "word": TableSection(pooling="max", placement="row"),
-        }
+            "tag": TableSection(placement="row"),
+            "brand": TableSection(placement="table", optimizer="adam(weight_decay = 0.01, all_rows = true)"),
+            "word": TableSection(placement="row"),
+        },
     )
 
 

@@ -34,7 +34,7 @@ CONFIG = small_config(
     train={"epochs": 9, "max_steps": TOTAL, "log_every_steps": 5, "eval_every_steps": 9, "batch_size": 128},
     checkpoint={"every_steps": 4, "keep_last": 99},
     dense={"net": "support.dropout_net:build", "optimizer": "Adam", "learning_rate": 0.01},
-    schedule={"kind": "cosine", "warmup_steps": 4},
+    schedule={"kind": "cosine(warmup_steps = 4)"},
 )
 
 

@@ -36,7 +36,7 @@ def test_it_trains_as_one_process(
         data={"shuffle": f"lanes({lanes})" if lanes else "rows"},
         dense={"optimizer": "Adam"},
         train={"epochs": 2, "update": update, "dtype": "float64"},
-        schedule={"kind": "cosine", "warmup_steps": 5},
+        schedule={"kind": "cosine(warmup_steps = 5)"},
     )
     clusters.get(trainers, 2).run(compare, config, cache, STEPS)
 
@@ -82,8 +82,8 @@ def test_several_tasks_with_masks_and_weights_train_as_in_one_process(
     tasks = {
         "click": TaskSection(label="label", metrics=("gauc",)),
         "buy": TaskSection(label="converted", mask="label", loss="focal", weight=0.5),
-        "spent": TaskSection(kind="regression"),
-        "stars": TaskSection(kind="classes", classes=5),
+        "spent": TaskSection(type="regression"),
+        "stars": TaskSection(type="classes(5)"),
     }
     clusters.get(3, 2).run(compare, config.replace(tasks=tasks), cache, STEPS)
 
@@ -108,7 +108,7 @@ def test_losses_of_the_order_in_groups_train_as_in_one_process(
     tasks = {
         "click": TaskSection(label="label", metrics=("gauc",), ranking_loss="listwise"),
         "buy": TaskSection(label="converted", mask="label", weight=0.5, ranking_loss="pairwise"),
-        "spent": TaskSection(kind="regression", ranking_loss="pairwise(1)"),
+        "spent": TaskSection(type="regression", ranking_loss="pairwise(1)"),
     }
     clusters.get(trainers, 2).run(compare, config.replace(tasks=tasks), cache, STEPS)
 
@@ -130,20 +130,21 @@ COLUMNS = {
     "age": ColumnSection(kind="quantiles(5)"),
     "hour": ColumnSection(kind="hour", source=("time",)),
     "both": ColumnSection(kind="cross", source=("user", "place"), vocabulary="hash(50)"),
-    "tags": ColumnSection(kind="weighted"),
+    "tags": ColumnSection(kind="weighted", pooling="mean"),
+    "likes": ColumnSection(pooling="max"),
     "seen": ColumnSection(kind="weighted", max_ids=2, too_many_ids="keep_last"),
     "mean_likes": ColumnSection(source=("likes",), pooling="mean"),
     "last_likes": ColumnSection(source=("likes",), pooling="none", max_ids=2, too_many_ids="keep_last"),
     "one_tag": ColumnSection(kind="weighted", source=("tags",), pooling="none", max_ids=3),
 }
 TABLES = {
-    "tags": TableSection(pooling="mean", placement="row", init="normal(0.1)"),
+    "tags": TableSection(placement="row", init="normal(0.1)"),
     "seen": TableSection(placement="row"),
-    "likes": TableSection(features=("likes", "mean_likes", "last_likes"), pooling="max"),
+    "likes": TableSection(features=("likes", "mean_likes", "last_likes")),
 }
 
 GROUPS = {
-    "cross": DenseGroupSection(parameters=("interaction.*",), learning_rate=0.001),
+    "cross": DenseGroupSection(parameters=("interaction.*",), optimizer_options=("lr = 0.001",)),
     "plain": DenseGroupSection(
         parameters=("head.*.bias", "remote.0.bias"), optimizer_options=("eps = 1e-3",)
     ),

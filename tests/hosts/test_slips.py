@@ -54,12 +54,12 @@ def test_a_name_that_means_the_host_itself(switch: Switch, shared: Path, job: li
     """As Debian writes it into /etc/hosts."""
     host = switch.host(shared, lines="127.0.0.1 localhost\n127.0.1.1 host-3\n")
     try:
-        with started_at(host, ["master", *job, *settings(cluster={"master_address": "host-3"})]) as master:
+        with started_at(host, ["master", *job, *settings(cluster={"master": "host-3"})]) as master:
             ended = master.wait(SECONDS)
     finally:
         host.kill()
         switch.hosts.remove(host)
-    said = r"hybrid master: cluster\.master_address = 'host-3': .*127\.0\.1\.1.*/etc/hosts.*\n"
+    said = r"hybrid master: cluster\.master = 'host-3': .*127\.0\.1\.1.*/etc/hosts.*\n"
     assert ended.code == 1
     assert re.fullmatch(said, ended.stderr), ended.stderr
 

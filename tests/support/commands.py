@@ -178,7 +178,7 @@ def by_hand(
         arguments: of the master; the others have all from it.
     """
     port, secret = free_port(), fresh_secret(folder)
-    masters = [*arguments, *settings(cluster={"master_port": port}), *secret]
+    masters = [*arguments, *settings(cluster={"master": f"127.0.0.1:{port}"}), *secret]
     others = ["--master", f"127.0.0.1:{port}", *secret]
     (elsewhere := folder / "elsewhere").mkdir()
     with ExitStack() as stack:

@@ -61,7 +61,7 @@ def command_of(name: str, places: Mapping[str, Host], arguments: Sequence[object
     if kind != MASTER:
         return [kind, "--index", index, "--master", places[MASTER].name]
     counts = {f"{each}s": sum(name.startswith(each) for name in places) for each in ("trainer", "worker")}
-    cluster = {"master_address": places[MASTER].name, **counts}
+    cluster = {"master": places[MASTER].name, **counts}
     return [kind, *settings(cluster=cluster), *arguments]
 
 

@@ -34,19 +34,20 @@ ROWS = {"a": 7, "b": 12, "c": 9, "d": 5}
 _LARGEST_BAG = 4
 # Sequences of a table of their own, and of one that is also read by a feature of one id.
 SEQUENCES = {name: ColumnSection(pooling="none", max_ids=_LARGEST_BAG - 1) for name in ("a", "b")}
+DENSE_OPTIMIZERS = {"SGD": "SGD(momentum = 0.9)", "AdamW": "AdamW(eps = 0.01)"}
 TASKS: dict[str, dict[str, TaskSection]] = {
     "one": {},
     "weighted": {},
     "several": {
         "click": TaskSection(),
-        "stars": TaskSection(kind="classes", classes=3, weight=0.5),
-        "spent": TaskSection(kind="regression", loss="huber(0.5)"),
+        "stars": TaskSection(type="classes(3)", weight=0.5),
+        "spent": TaskSection(type="regression", loss="huber(0.5)"),
         "skip": TaskSection(loss="focal", weight=2.0),
     },
     "ranked": {
         "click": TaskSection(ranking_loss="pairwise", weight=2.0),
-        "spent": TaskSection(kind="regression", ranking_loss="listwise(0.3)"),
-        "stars": TaskSection(kind="classes", classes=3),
+        "spent": TaskSection(type="regression", ranking_loss="listwise(0.3)"),
+        "stars": TaskSection(type="classes(3)"),
     },
 }
 
@@ -100,7 +101,6 @@ class Case:
     def config(self) -> RunConfig:
         """The configuration; eps is large, since a small one makes whole steps out of rounding errors."""
         warmup = 0 if self.schedule in ("constant", "one_cycle") else 4
-        options = {"SGD": ("momentum = 0.9",), "AdamW": ("eps = 0.01",)}[self.dense_optimizer]
         config = small_config(
             cluster={"trainers": self.trainers, "workers": self.workers},
             embedding={
@@ -123,8 +123,7 @@ class Case:
                 "compile": self.compile,
                 "ddp": self.ddp,
                 "autocast": self.autocast,
-                "optimizer": self.dense_optimizer,
-                "optimizer_options": options,
+                "optimizer": DENSE_OPTIMIZERS[self.dense_optimizer],
                 "learning_rate": 0.05,
                 "remote_mlp": self.remote_mlp if self.remote else (),
             },
@@ -136,8 +135,7 @@ class Case:
                 "non_finite": self.non_finite,
             },
             schedule={
-                "kind": SCHEDULE_CALLS.text(self.schedule, {"decay_every": 5}),
-                "warmup_steps": warmup,
+                "kind": SCHEDULE_CALLS.text(self.schedule, {"decay_every": 5, "warmup_steps": warmup}),
             },
         )
         # Nets other than dcn_v2 take tables of one width only.

@@ -96,8 +96,8 @@ def shop_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
     given: dict[str, Mapping[str, object]] = {
         "tasks.click": {"label": "clicked"},
         "tasks.buy": {"label": "bought", "mask": "clicked"},
-        "tasks.spent": {"kind": "regression"},
-        "tasks.stars": {"kind": "classes", "classes": 5},
+        "tasks.spent": {"type": "regression"},
+        "tasks.stars": {"type": "classes(5)"},
         "columns.price": {"numeric_scaling": "min_max"},
         "columns.days": {"source": ["age"], "numeric_scaling": "standardize(log = true)"},
         "columns.age": {"kind": "buckets(18, 65)"},

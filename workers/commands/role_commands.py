@@ -69,7 +69,7 @@ def role_by_rank(options: argparse.Namespace, started_at: float) -> None:
     address = _master_address(options)
     options.command, options.script = role.kind.value, None
     if role == MASTER:
-        options.set += [f"cluster.master_address={address.host}", f"cluster.master_port={address.port}"]
+        options.set += [f"cluster.master={address}"]
         master_role(options, started_at)
     else:
         options.index, options.master = role.index, str(address)

@@ -107,8 +107,8 @@ class Session:
             f"{t.optimizer.name} with learning rate {t.optimizer.learning_rate:g}": None for t in tables
         }
         return (
-            f"dense net {dense.net}: {parameters:,} parameters{remote}, {dense.optimizer} with learning rate "
-            f"{dense.learning_rate:g}",
+            f"dense net {dense.net}: {parameters:,} parameters{remote}, {dense.optimizer_name} with learning "
+            f"rate {dense.learning_rate:g}",
             f"{len(tables)} embedding table(s): {rows:,} rows, {num_bytes / 2**20:,.1f} MiB with optimizer "
             f"state, {', '.join(optimizers)}",
         )

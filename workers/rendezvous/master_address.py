@@ -12,7 +12,7 @@ DEFAULT_PORT = 29300  # of a master that is started by hand
 LARGEST_PORT = 65535
 _LOCAL_NAMES = re.compile(r"(.+\.)?localhost(\.localdomain)?\.?|ip6-(localhost|loopback)", re.IGNORECASE)
 _BACKLOG = 1024
-_KEY = "cluster.master_address"
+_KEY = "cluster.master"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise ConfigError("cluster.master_port", f"{error.strerror}; choose another", port) from error
+            raise ConfigError(_KEY, f"{error.strerror}; choose another", port) from error
         raise ConfigError(_KEY, f"cannot listen on it: {error.strerror}", address) from error
     return listener
 

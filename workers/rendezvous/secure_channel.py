@@ -254,7 +254,7 @@ def _diagnose(address: MasterAddress, error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return (
             f"connection refused{_resolution(address)}, so nobody listens on that port there; start it, or "
-            "check the port and its cluster.master_address"
+            "check the port and its cluster.master"
         )
     if error.errno in _NO_ROUTE:
         return f"host {host} has no route to it ({error.strerror}); check the address and the network"

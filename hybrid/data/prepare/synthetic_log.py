@@ -79,14 +79,14 @@ def targets(config: RunConfig) -> TargetSpec:
     spec = TargetSpec.of(config.tasks, dataclasses.replace(config.data, label=CLICKED))
     for name, task in spec.tasks.items():
         if task.label not in (allowed := _LABELS[task.kind]):
-            rule = f"must be {' or '.join(allowed)} of the synthetic click log where kind is {task.kind}"
+            rule = f"must be {' or '.join(allowed)} of the synthetic click log where type is {task.kind}"
             raise ConfigError(f"tasks.{name}.label", rule, task.label)
         if task.mask not in ("", *_LABELS["binary"]):
             rule = f"must be {' or '.join(_LABELS['binary'])} of the synthetic click log"
             raise ConfigError(f"tasks.{name}.mask", rule, task.mask)
         if task.kind == "classes" and task.classes != NUM_STARS:
             rule = f"must be {NUM_STARS}, of {STARS} of the synthetic click log"
-            raise ConfigError(f"tasks.{name}.classes", rule, task.classes)
+            raise ConfigError(f"tasks.{name}.type", rule, task.type)
     for key, column, known in (
         ("weight", spec.data.weight, (WEIGHT,)),
         ("group", spec.data.group, CRITEO_SPARSE),

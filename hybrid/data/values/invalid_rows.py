@@ -48,7 +48,7 @@ _ADVICE = {
     Reason.TEXT: "the file must be UTF-8 text with every quote closed on its line",
     Reason.INEXACT: "write ids as integers or as text",
     Reason.LONG: "check data.sparse, data.delimiter and data.multi_hot_separator",
-    Reason.TARGET: "check label, kind and classes of the section [tasks.NAME]",
+    Reason.TARGET: "check label and type of the section [tasks.NAME]",
     Reason.WEIGHT: "check data.weight",
     Reason.GROUP: "check data.group and data.missing",
     Reason.DATE: "check the columns whose kind is hour or weekday, and data.missing",

@@ -32,12 +32,17 @@ def test_a_stored_configuration_keeps_its_meaning() -> None:
     config = _stored()
     assert load_config(None).train.batch_size == config.train.batch_size
     assert config.embedding.optimizer == "adagrad(eps = 1e-06, weight_decay = 0.01)"
-    assert (config.schedule.kind, config.schedule.warmup_steps) == ("cosine(steps = 100)", 5)
+    assert config.schedule.kind == "cosine(steps = 100, warmup_steps = 5)"
     assert (config.dense.device, config.dense.tensor_size) == ("cpu,cpu", 0)
     assert config.profile.steps == (3, 20)
     assert config.dense.net == "dcn_v2(3)"
     click = config.tasks["click"]
     assert (click.loss, click.ranking_loss) == ("focal(3.0)", "pairwise(0.3)")
+    assert config.tasks["stars"].type == "classes(5)"
+    assert config.dense.optimizer == "Adam(eps = 1e-3)"
+    assert config.dense_groups["head"].optimizer_options == ("lr = 0.1",)
+    assert config.cluster.master == "10.0.0.1:29400"
+    assert [config.columns[name].pooling for name in ("user", "item", "tags")] == ["mean", "mean", "sum"]
     user = config.tables["user"]
     assert user.optimizer == "adam(betas = [0.8, 0.999], eps = 1e-06, weight_decay = 0.01)"
     assert user.placement == 'row(workers = [0, 1], pooled_by = "workers")'

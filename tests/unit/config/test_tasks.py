@@ -17,8 +17,8 @@ from hybrid.errors import ConfigError
 from hybrid.input_spec import TaskSpec
 
 CLICK = TaskSection()
-STARS = TaskSection(kind="classes", classes=3)
-SPENT = TaskSection(kind="regression")
+STARS = TaskSection(type="classes(3)")
+SPENT = TaskSection(type="regression")
 GROUPED = DataSection(group="user")
 
 
@@ -31,7 +31,7 @@ def test_without_sections_the_label_column_is_the_one_task() -> None:
 
 def test_sections_are_tasks_in_their_order_and_named_after_their_columns(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text('[tasks.spent]\nkind = "regression"\n[tasks.click]\nlabel = "clicked"\nweight = 2\n')
+    path.write_text('[tasks.spent]\ntype = "regression"\n[tasks.click]\nlabel = "clicked"\nweight = 2\n')
     config = load_config(path, ["tasks.spent.loss=huber"])
     assert list(config.all_tasks) == ["spent", "click"]
     assert (config.all_tasks["spent"].label, config.all_tasks["spent"].loss_name) == ("spent", "huber")
@@ -75,22 +75,24 @@ def test_errors_are_better_where_they_are_lower() -> None:
     ("config", "message"),
     [
         (RunConfig(tasks={"a b": CLICK}), "tasks.a b: must be named by letters, digits"),
-        (RunConfig(tasks={"s": TaskSection(kind="classes")}), "tasks.s.classes = 0: must say how many"),
-        (RunConfig(tasks={"s": TaskSection(classes=2)}), "tasks.s.classes = 2: is read where kind is"),
-        (RunConfig(tasks={"s": TaskSection(kind="ordinal")}), "tasks.s.kind = 'ordinal': must be one of bin"),
+        (
+            RunConfig(tasks={"s": TaskSection(type="classes")}),
+            "tasks.s.type = 'classes': must name its count",
+        ),
+        (RunConfig(tasks={"s": TaskSection(type="ordinal")}), "tasks.s.type = 'ordinal': must be one of bin"),
         (RunConfig(tasks={"s": TaskSection(weight=-1.0)}), "tasks.s.weight = -1.0: must be a finite number"),
         (RunConfig(tasks={"s": TaskSection(mask="s")}), "tasks.s.mask = 's': must be another column"),
         (
             RunConfig(tasks={"s": TaskSection(loss="huber")}),
-            "tasks.s.loss = 'huber': must be log_loss or focal where kind is binary, or module:function",
+            "tasks.s.loss = 'huber': must be log_loss or focal where type is binary, or module:function",
         ),
         (
-            RunConfig(data=GROUPED, tasks={"s": TaskSection(kind="regression", metrics=("mrr",))}),
-            "tasks.s.metrics = 'mrr': must hold ndcg@K, module:function where kind is regression",
+            RunConfig(data=GROUPED, tasks={"s": TaskSection(type="regression", metrics=("mrr",))}),
+            "tasks.s.metrics = 'mrr': must hold ndcg@K, module:function where type is regression",
         ),
         (
             RunConfig(tasks={"s": TaskSection(metrics=("ndcg@0",))}),
-            "tasks.s.metrics = 'ndcg@0': must hold gauc, mrr, ndcg@K, recall@K, module:function where kind",
+            "tasks.s.metrics = 'ndcg@0': must hold gauc, mrr, ndcg@K, recall@K, module:function where type",
         ),
         (
             RunConfig(tasks={"s": TaskSection(metrics=("gauc",))}),
@@ -109,10 +111,8 @@ def test_errors_are_better_where_they_are_lower() -> None:
             "tasks.s.ranking_loss = 'pairwise': needs data.group, the column whose values make groups",
         ),
         (
-            RunConfig(
-                data=GROUPED, tasks={"s": TaskSection(kind="classes", classes=3, ranking_loss="listwise")}
-            ),
-            "tasks.s.ranking_loss = 'listwise': is of kind binary or regression: classes have no order",
+            RunConfig(data=GROUPED, tasks={"s": TaskSection(type="classes(3)", ranking_loss="listwise")}),
+            "tasks.s.ranking_loss = 'listwise': is of type binary or regression: classes have no order",
         ),
         (
             RunConfig(data=GROUPED, tasks={"s": TaskSection(ranking_loss="pairwise(0)")}),
@@ -145,7 +145,7 @@ def test_what_does_not_go_together_is_refused(config: RunConfig, message: str) -
 
 
 def test_a_run_that_ranks_says_so() -> None:
-    ranked = TaskSection(kind="regression", ranking_loss="listwise")
+    ranked = TaskSection(type="regression", ranking_loss="listwise")
     assert not RunConfig(tasks={"a": CLICK, "b": SPENT}).has_ranking_loss
     assert RunConfig(tasks={"a": CLICK, "b": ranked}).has_ranking_loss
     config = RunConfig(data=GROUPED, tasks={"b": ranked})

@@ -89,7 +89,7 @@ def test_a_column_cannot_have_the_name_of_what_every_batch_has(tmp_path: Path) -
         hybrid.connect(file).prepare()
 
 
-TASKS = '[tasks.click]\nlabel = "label"\n[tasks.cost]\nlabel = "price"\nkind = "regression"\nmask = "label"\n'
+TASKS = '[tasks.click]\nlabel = "label"\n[tasks.cost]\nlabel = "price"\ntype = "regression"\nmask = "label"\n'
 
 
 def test_a_batch_has_the_label_and_the_weights_of_each_task_and_the_group(tmp_path: Path) -> None:

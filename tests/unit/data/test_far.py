@@ -42,7 +42,7 @@ def config_of(path: Path) -> RunConfig:
         test_fraction=0.1,
     )
     columns = {"rated": ColumnSection(kind="weighted"), "c": ColumnSection(multi_hot_separator="")}
-    tasks = {"click": TaskSection(), "spent": TaskSection(kind="regression")}
+    tasks = {"click": TaskSection(), "spent": TaskSection(type="regression")}
     return config.replace(columns=columns, tasks=tasks)
 
 

@@ -47,7 +47,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "tasks": {
         "tasks": {
             "a": TaskSection(label="label"),
-            "b": TaskSection(label="score", kind="regression", mask="label"),
+            "b": TaskSection(label="score", type="regression", mask="label"),
         }
     },
 }

@@ -20,7 +20,7 @@ from hybrid.data.dataset.sample_order import ShuffledOrder
 from hybrid.errors import ConfigError, DataError
 
 USERS = "aabcabddddae"
-TASKS = {"click": TaskSection(), "spent": TaskSection(kind="regression")}
+TASKS = {"click": TaskSection(), "spent": TaskSection(type="regression")}
 
 
 def config_of(folder: Path, users: Sequence[str] = USERS) -> RunConfig:
@@ -175,7 +175,7 @@ def test_a_group_larger_than_a_batch_is_refused(tmp_path: Path) -> None:
 def test_negative_labels_of_a_listwise_loss_are_refused_before_training(tmp_path: Path) -> None:
     dataset, _ = prepared(config_of(tmp_path), tmp_path / "cache")
     for kind in ("pairwise", "listwise"):
-        tasks = {**TASKS, "spent": TaskSection(kind="regression", ranking_loss=kind)}
+        tasks = {**TASKS, "spent": TaskSection(type="regression", ranking_loss=kind)}
         if kind == "pairwise":
             check_ranking_losses(tasks, dataset, batch_size=9)
             continue

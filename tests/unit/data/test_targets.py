@@ -20,8 +20,8 @@ DATA = DataSection(format="csv", sparse=("user",), weight="w", group="user", max
 TASKS = {
     "click": TaskSection(),
     "buy": TaskSection(label="bought", mask="click"),
-    "stars": TaskSection(kind="classes", classes=3),
-    "spent": TaskSection(kind="regression"),
+    "stars": TaskSection(type="classes(3)"),
+    "spent": TaskSection(type="regression"),
 }
 HEADER = "click,bought,stars,spent,w,user\n"
 TABLE = HEADER + "1,0,2,-3.5,1,ann\n0,,0,1e2,0.5,bob\n1,1,1.0,0,0.25,ann\n0,1,2,7,2,cid\n"
@@ -214,8 +214,8 @@ def test_the_click_log_has_more_labels_and_the_same_clicks(tmp_path: Path) -> No
     tasks = {
         "click": TaskSection(label="label"),
         "buy": TaskSection(label="converted", mask="label"),
-        "spent": TaskSection(kind="regression"),
-        "stars": TaskSection(kind="classes", classes=5),
+        "spent": TaskSection(type="regression"),
+        "stars": TaskSection(type="classes(5)"),
     }
     data = DataSection(synthetic_rows=3000, weight="weight", group="C7")
     train, test = prepared(SYNTHETIC.replace(tasks=tasks, data=data), tmp_path)
@@ -245,7 +245,7 @@ def test_the_click_log_has_more_labels_and_the_same_clicks(tmp_path: Path) -> No
             "tasks.a.label = 'a': must be label or converted of the synthetic click log",
         ),
         ({"label": TaskSection(mask="x")}, {}, "tasks.label.mask = 'x': must be label or converted"),
-        ({"stars": TaskSection(kind="classes", classes=4)}, {}, "tasks.stars.classes = 4: must be 5"),
+        ({"stars": TaskSection(type="classes(4)")}, {}, "tasks.stars.type = 'classes\\(4\\)': must be 5"),
         (
             {},
             {"weight": "w"},

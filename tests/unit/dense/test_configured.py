@@ -231,7 +231,7 @@ def test_dlrm_of_one_vector_is_refused() -> None:
     assert build_dense_net(_config("dlrm"), _input_spec(1, 1), (DIM,)) is not None
 
 
-TASKS = {"click": TaskSection(), "stars": TaskSection(kind="classes", classes=3)}
+TASKS = {"click": TaskSection(), "stars": TaskSection(type="classes(3)")}
 
 
 @pytest.mark.parametrize("net_name", NETS)

@@ -13,7 +13,8 @@ def net() -> nn.Module:
 
 
 def group(*parameters: str, rate: float | None = None, options: tuple[str, ...] = ()) -> DenseGroupSection:
-    return DenseGroupSection(parameters=parameters, learning_rate=rate, optimizer_options=options)
+    rates = () if rate is None else (f"lr = {rate}",)
+    return DenseGroupSection(parameters=parameters, optimizer_options=(*rates, *options))
 
 
 def test_parameters_keep_their_order_and_have_what_their_group_says() -> None:
@@ -72,7 +73,6 @@ def test_what_names_nothing_or_what_another_names_is_refused() -> None:
     [
         ("momentun = 1", r"momentun is not an argument of torch\.optim\.SGD; choose from"),
         ("weight_decay = -1.0", "torch.optim.SGD refuses this: Invalid weight_decay"),
-        ("lr = 0.1", "lr is dense.learning_rate"),
     ],
 )
 def test_options_are_those_of_the_class(option: str, message: str) -> None:

@@ -141,7 +141,7 @@ def test_options_that_the_class_does_not_take_are_refused(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         make_optimizer(net(bias=name != "Muon").parameters(), name, 0.01, options)
-    assert str(caught.value).startswith(f"dense.optimizer_options = {message}")
+    assert str(caught.value).startswith(f"dense.optimizer = {message}")
     assert "\n" not in str(caught.value)
 
 

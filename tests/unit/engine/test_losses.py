@@ -17,17 +17,17 @@ from hybrid.reference.reference_losses import ReferenceLoss
 
 TASKS = {
     "click": TaskSection(),
-    "stars": TaskSection(kind="classes", classes=3, weight=0.5),
-    "spent": TaskSection(kind="regression", loss="huber(0.7)"),
+    "stars": TaskSection(type="classes(3)", weight=0.5),
+    "spent": TaskSection(type="regression", loss="huber(0.7)"),
     "skip": TaskSection(loss="focal(1.5)", weight=2.0),
-    "price": TaskSection(kind="regression"),
+    "price": TaskSection(type="regression"),
 }
 RANKED = {
     "click": TaskSection(ranking_loss="pairwise(0.3)", weight=2.0),
-    "stars": TaskSection(kind="classes", classes=3, weight=0.5),
-    "spent": TaskSection(kind="regression", ranking_loss="pairwise(1.0)"),
+    "stars": TaskSection(type="classes(3)", weight=0.5),
+    "spent": TaskSection(type="regression", ranking_loss="pairwise(1.0)"),
     "skip": TaskSection(loss="focal(1.5)", ranking_loss="listwise"),
-    "price": TaskSection(kind="regression"),
+    "price": TaskSection(type="regression"),
 }
 GROUPS = torch.tensor([3] * 4 + [1] * 6 + [7] + [5] * 9 + [2] * 3)
 SIZE = 23

@@ -57,11 +57,9 @@ def test_the_arguments_of_an_optimizer_reach_its_tables(optimizer: str, expected
 
 
 def test_a_section_overrides_one_table() -> None:
-    section = TableSection(
-        dim=4, pooling="max", optimizer="adam", learning_rate=0.5, placement="row(workers = [1])"
-    )
+    section = TableSection(dim=4, optimizer="adam", learning_rate=0.5, placement="row(workers = [1])")
     user, item, _ = table_specs(config(item=section), COLUMNS)
-    assert (item.dim, item.pooling, item.placement, item.workers) == (4, Pooling.MAX, "row", (1,))
+    assert (item.dim, item.placement, item.workers) == (4, "row", (1,))
     assert (item.optimizer.name, item.optimizer.learning_rate) == ("adam", 0.5)
     assert (user.dim, user.optimizer.name) == (16, "adagrad")
 
@@ -172,20 +170,18 @@ def test_a_file_of_first_rows_may_lie_in_a_store(store: Store, tmp_path: Path) -
 
 def test_weighted_ids_have_no_max_pooling() -> None:
     columns = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True, weighted=True),))
-    with pytest.raises(
-        ConfigError, match=r"^tables\.tags\.pooling = 'max': must be sum or mean, since the ids of"
-    ):
-        table_specs(config(tags=TableSection(pooling="max")), columns)
     with pytest.raises(ConfigError, match=r"^embedding\.pooling = 'max': must be sum or mean"):
         table_specs(RunConfig(embedding=EmbeddingSection(pooling="max")), columns)
 
 
 def test_a_column_may_pool_otherwise_than_its_table() -> None:
     columns = {"user": ColumnSection(pooling="mean")}
-    tables = {"people": TableSection(features=("user", "friend"), pooling="max")}
-    people, item = table_specs(RunConfig(tables=tables, columns=columns), COLUMNS)
+    tables = {"people": TableSection(features=("user", "friend"))}
+    embedding = EmbeddingSection(pooling="max")
+    config = RunConfig(tables=tables, columns=columns, embedding=embedding)
+    people, item = table_specs(config, COLUMNS)
     assert (people.pooling, people.poolings) == (Pooling.MAX, (Pooling.MEAN, Pooling.MAX))
-    assert [table.pooling for table in tables_of(COLUMNS, [people, item])] == ["mean", "sum", "max"]
+    assert [table.pooling for table in tables_of(COLUMNS, [people, item])] == ["mean", "max", "max"]
     assert item.poolings == ()
     weighted = InputSpec((), (FeatureSpec("user", 9, multi_hot=True, weighted=True),))
     max_of_user = RunConfig(columns={"user": ColumnSection(pooling="max")})

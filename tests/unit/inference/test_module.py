@@ -137,7 +137,7 @@ def test_a_history_too_long_is_cut_or_refused_as_in_training(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["regression", "classes"])
 def test_one_task_of_another_kind(tmp_path: Path, kind: str) -> None:
-    task = {"kind": kind, "classes": 5 if kind == "classes" else 0, "label": "stars"}
+    task = {"type": "classes(5)" if kind == "classes" else kind, "label": "stars"}
     config = clicks_config(
         tmp_path,
         data={

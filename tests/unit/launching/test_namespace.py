@@ -27,11 +27,11 @@ HERE = Path("runs/a")
     ("keys", "is_wanted"),
     [
         ({}, True),
-        ({"master_address": "localhost"}, True),
-        ({"master_address": "127.3.2.1"}, True),
-        ({"master_address": "::1"}, True),
-        ({"master_address": "10.0.0.1"}, False),
-        ({"master_address": "node0"}, False),
+        ({"master": "localhost"}, True),
+        ({"master": "127.3.2.1"}, True),
+        ({"master": "::1"}, True),
+        ({"master": "10.0.0.1"}, False),
+        ({"master": "node0"}, False),
         ({"interface": "eth0"}, False),
         ({"namespace": "off"}, False),
     ],
@@ -97,7 +97,7 @@ def test_without_one_it_listens_where_everybody_is() -> None:
         with server.listen("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]
             socket.create_connection(("127.0.0.1", port), SECONDS).close()
-            with pytest.raises(ConfigError, match=r"^cluster.master_port = \d+: Address already in use"):
+            with pytest.raises(ConfigError, match=r"^cluster.master = \d+: Address already in use"):
                 server.listen("127.0.0.1", port)
         assert not server.is_isolated
 

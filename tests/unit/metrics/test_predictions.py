@@ -65,8 +65,8 @@ class TestPredictions:
 
 TASKS = {
     "click": TaskSection(label="click"),
-    "stars": TaskSection(label="stars", kind="classes", classes=3),
-    "spent": TaskSection(label="spent", kind="regression"),
+    "stars": TaskSection(label="stars", type="classes(3)"),
+    "spent": TaskSection(label="spent", type="regression"),
 }
 
 

@@ -37,7 +37,7 @@ def test_binary_metrics_are_those_of_scikit_learn() -> None:
 
 
 def test_regression_metrics_are_those_of_scikit_learn() -> None:
-    task = TaskSection(kind="regression", metrics=("ndcg@7",))
+    task = TaskSection(type="regression", metrics=("ndcg@7",))
     gains = TRUE_NUMBERS.abs()
     found = task_metrics("spent", task, NUMBERS, gains, ONE_GROUP)
     assert found["rmse"] == pytest.approx(
@@ -69,10 +69,10 @@ def test_by_weights_they_are_those_of_scikit_learn_too(seed: int, spread: float)
     assert found["base_rate"] == pytest.approx(rate, rel=1e-12)
     assert found["num_samples"] == 200
     truth, numbers = TRUE_NUMBERS.double().numpy(), NUMBERS.double().numpy()
-    found = task_metrics("spent", TaskSection(kind="regression"), NUMBERS, TRUE_NUMBERS, None, weights_N)
+    found = task_metrics("spent", TaskSection(type="regression"), NUMBERS, TRUE_NUMBERS, None, weights_N)
     assert found["rmse"] == pytest.approx(root_mean_squared_error(truth, numbers, **by), rel=1e-12)
     assert found["mae"] == pytest.approx(mean_absolute_error(truth, numbers, **by), rel=1e-12)
-    task = TaskSection(kind="classes", classes=4)
+    task = TaskSection(type="classes(4)")
     found = task_metrics("stars", task, LOGITS, CLASSES, None, weights_N)
     stars = CLASSES.numpy()
     assert found["accuracy"] == pytest.approx(accuracy_score(stars, LOGITS.argmax(1), **by), rel=1e-12)
@@ -83,8 +83,8 @@ def test_by_weights_they_are_those_of_scikit_learn_too(seed: int, spread: float)
     ("task", "outputs", "labels"),
     [
         (TaskSection(), NUMBERS, CLICKS),
-        (TaskSection(kind="regression"), NUMBERS, TRUE_NUMBERS),
-        (TaskSection(kind="classes", classes=4), LOGITS, CLASSES),
+        (TaskSection(type="regression"), NUMBERS, TRUE_NUMBERS),
+        (TaskSection(type="classes(4)"), LOGITS, CLASSES),
     ],
     ids=["binary", "regression", "classes"],
 )
@@ -106,7 +106,7 @@ def test_metrics_of_groups_have_each_sample_once() -> None:
 
 
 def test_metrics_of_classes_are_those_of_scikit_learn() -> None:
-    task = TaskSection(kind="classes", classes=4)
+    task = TaskSection(type="classes(4)")
     found = task_metrics("stars", task, LOGITS, CLASSES, None)
     probabilities = predicted(task, LOGITS)
     assert found["accuracy"] == accuracy_score(CLASSES, LOGITS.argmax(1))
@@ -116,7 +116,7 @@ def test_metrics_of_classes_are_those_of_scikit_learn() -> None:
 
 @pytest.mark.parametrize(
     "task",
-    [TaskSection(metrics=("gauc",)), TaskSection(kind="regression"), TaskSection(kind="classes", classes=4)],
+    [TaskSection(metrics=("gauc",)), TaskSection(type="regression"), TaskSection(type="classes(4)")],
 )
 def test_no_samples_have_no_metrics(task: TaskSection) -> None:
     outputs = LOGITS[:0] if task.kind == "classes" else NUMBERS[:0]

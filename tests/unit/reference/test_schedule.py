@@ -12,9 +12,9 @@ from hybrid.reference.reference_schedule import learning_rate_factors
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"kind": "constant(initial_factor = 0.2)", "warmup_steps": 4}, [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]),
+        ({"kind": "constant(initial_factor = 0.2, warmup_steps = 4)"}, [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]),
         (
-            {"kind": "step(decay_every = 2, decay_factor = 0.5, initial_factor = 0.1)", "warmup_steps": 2},
+            {"kind": "step(decay_every = 2, decay_factor = 0.5, initial_factor = 0.1, warmup_steps = 2)"},
             [0.1, 0.55, 1.0, 1.0, 0.5, 0.5],
         ),
         ({"kind": "cosine(final_factor = 0.2)"}, [1.0, 0.8, 0.4, 0.2, 0.2]),

@@ -223,7 +223,7 @@ def test_one_trainer_has_the_bits_of_torch(remote: bool, dtype: str, autocast: s
     """Autocast holds for the local stages only; test_rows.py has each optimizer of rows."""
     remote_net = make_remote_net() if remote else None
     plain = Plain(getattr(torch, dtype), "sum", copy.deepcopy(remote_net), autocast == "bfloat16")
-    dense = {"optimizer": "Adam", "learning_rate": 0.02, "optimizer_options": ("betas = [0.5, 0.9]",)}
+    dense = {"optimizer": "Adam(betas = [0.5, 0.9])", "learning_rate": 0.02}
     dense["autocast"] = autocast
     spec = OptimizerSpec("adagrad", 0.3, EPS)
     reference = make_reference(spec, remote_net=remote_net, dense=dense, dtype=dtype)

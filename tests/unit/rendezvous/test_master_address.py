@@ -74,14 +74,12 @@ class TestListener:
     def test_a_port_in_use_names_the_port(self) -> None:
         with listen("127.0.0.1", 0) as first:
             port = first.getsockname()[1]
-            with pytest.raises(ConfigError, match=rf"^cluster\.master_port = {port}: Address already in use"):
+            with pytest.raises(ConfigError, match=rf"^cluster\.master = {port}: Address already in use"):
                 listen("127.0.0.1", port)
 
     @pytest.mark.parametrize("address", ["192.0.2.1", "2001:db8::1", "not an address"])
     def test_an_address_that_is_not_here_names_the_address(self, address: str) -> None:
-        with pytest.raises(
-            ConfigError, match=rf"^cluster\.master_address = '{address}': cannot listen on it: \w"
-        ):
+        with pytest.raises(ConfigError, match=rf"^cluster\.master = '{address}': cannot listen on it: \w"):
             listen(address, 0)
 
     def test_a_port_is_free_again_once_closed(self) -> None:
@@ -100,7 +98,7 @@ def test_a_name_that_others_do_not_know_as_this_machine_is_refused(monkeypatch: 
     with pytest.raises(ConfigError) as raised:
         listen("node0", 0)
     assert str(raised.value) == (
-        "cluster.master_address = 'node0': is 127.0.1.1 on this host, which no other host can reach; give "
+        "cluster.master = 'node0': is 127.0.1.1 on this host, which no other host can reach; give "
         "an address, or edit /etc/hosts"
     )
     listen("localhost", 0).close()

@@ -153,7 +153,7 @@ HERE = socket.gethostname()
 
 def test_one_who_is_not_there_yet_is_waited_for_however_short_the_timeout() -> None:
     port = free_port()
-    why = "so nobody listens on that port there; start it, or check the port and its cluster.master_address"
+    why = "so nobody listens on that port there; start it, or check the port and its cluster.master"
     assert words_for(MasterAddress(ADDRESS, port)) == (
         f"no master at {ADDRESS}:{port} after 0.2 s: connection refused, {why}"
     )
@@ -177,7 +177,7 @@ def test_one_who_is_not_there_yet_is_waited_for_however_short_the_timeout() -> N
         (
             ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
             f"connection refused (node0 is 127.0.1.1 on host {HERE}), so nobody listens on that port there; "
-            "start it, or check the port and its cluster.master_address",
+            "start it, or check the port and its cluster.master",
         ),
         (ConnectionResetError("gone"), "gone; start it, or check its log"),
     ],

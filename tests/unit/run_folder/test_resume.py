@@ -102,7 +102,7 @@ OF_THE_MODEL = """
     data.missing="n/a" data.numeric_scaling=none data.shuffle=none
     data.vocabulary="hash" data.vocabulary="build(2)" data.vocabulary="hash(99)" data.synthetic_rows=99
     embedding.dim=8 embedding.pooling="mean" embedding.optimizer="sgd"
-    tables.C1.dim=8 tables.C1.pooling="max" tables.C1.optimizer="sgd" tables.C1.features=["C1","C2"]
+    tables.C1.dim=8 tables.C1.optimizer="sgd" tables.C1.features=["C1","C2"]
     dense.net="dcn_v2" dense.bottom_mlp=8 dense.top_mlp=8 dense.net="dcn_v2(3)" dense.remote_mlp=8
     dense.optimizer="SGD" train.batch_size=512
 """

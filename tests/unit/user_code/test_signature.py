@@ -130,7 +130,7 @@ def test_without_a_place_for_a_key_runs_are_unsigned(state: Path) -> None:
         "data.cache_folder=s3://theirs/cache",
         "data.local_cache_folder=/srv",
         "cluster.secret_file=/root/secret",
-        "cluster.master_address=0.0.0.0",
+        "cluster.master=0.0.0.0",
         "tables.C1.initial=/srv/rows.npy",
     ],
 )
