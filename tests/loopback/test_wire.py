@@ -3,7 +3,6 @@
 import gc
 import itertools
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.topology import MASTER
-from hybrid.transport.rpc import endpoints
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -329,29 +327,6 @@ def test_what_goes_wrong_with_gradients_is_told_to_the_lookup_that_came_with_the
         ahead.call(AheadTrainer.train, *settings).wait()
     assert str(caught.value) == message
     assert caught.value.failure.is_users
-
-
-def test_a_module_that_nobody_keeps_is_let_go() -> None:
-    """The number that calls name it by does not keep it."""
-    module = transport.create_module(MASTER, Choosy, "dlrm")
-    gone = weakref.ref(module.rref.local_value())
-    number = module.number
-    assert endpoints._modules[number] is gone()
-    del module
-    gc.collect()
-    # The reference dies at the owner when it hears of it; a call there and back comes after that.
-    deadline = time.monotonic() + 5.0
-    while gone() is not None and time.monotonic() < deadline:
-        transport.ping(MASTER, 5.0).wait()
-    assert gone() is None
-    assert number not in endpoints._modules
-
-
-def test_each_module_has_a_number_of_its_own() -> None:
-    modules = [transport.create_module(MASTER, Choosy, "dlrm") for _ in range(3)]
-    assert len({module.number for module in modules}) == 3
-    for module in modules:
-        assert endpoints._modules[module.number] is module.rref.local_value()
 
 
 class AsyncCaller:

@@ -1,7 +1,6 @@
 """Calls in progress."""
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -98,26 +97,31 @@ def gather(calls: Sequence[Pending[Result]], meanwhile: Callable[[], object] = l
     return [call.wait() for call in calls]
 
 
-class Reply(ABC):
-    """The response to a call that is not sent by RPC; read when a thread waits for it.
+class Reply:
+    """The response to a call that is not sent by RPC.
+
+    Args:
+        receive: called by a thread that waits; returns once this is complete.
+        poll: receives what has arrived, if the owner can do that.
 
     Attributes:
         is_done: whether it is complete.
     """
 
-    __slots__ = ("_callbacks", "_error", "_tensors", "is_done")
+    __slots__ = ("_callbacks", "_error", "_poll", "_receive", "_tensors", "is_done")
 
-    def __init__(self) -> None:
+    def __init__(self, receive: Callable[["Reply"], None], poll: Callable[[], None] | None = None) -> None:
+        self._receive = receive
+        self._poll = poll
         self._callbacks: list[Callable[[Any], None]] = []
         self._tensors: Sequence[Tensor] = ()
         self._error: str | None = None
         self.is_done = False
 
-    @abstractmethod
-    def _receive(self) -> None:
-        """Return once it is complete."""
-
     def done(self) -> bool:
+        """Whether the response is there."""
+        if not self.is_done and self._poll is not None:
+            self._poll()
         return self.is_done
 
     def wait(self) -> Sequence[Tensor]:
@@ -127,7 +131,7 @@ class Reply(ABC):
             RuntimeError: the call has failed; :func:`raise_unanswered` interprets the text.
         """
         if not self.is_done:
-            self._receive()
+            self._receive(self)
         if self._error is not None:
             raise RuntimeError(self._error)
         return self._tensors

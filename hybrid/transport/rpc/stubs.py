@@ -58,7 +58,7 @@ class Remote(Generic[Owned]):
     ) -> Pending[Result]:
         """Start a method of the object.
 
-        Functions among the arguments are sent by name, as :func:`described` says.
+        Functions among the arguments are sent by name, as :func:`to_reference` says.
 
         Args:
             method: of the object's class.

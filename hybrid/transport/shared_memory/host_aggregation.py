@@ -135,14 +135,12 @@ class HostAggregation:
         """Return a stub for every worker's tables, by index."""
         return {index: AggregatedTables(tables, self) for index, tables in self._workers.items()}
 
-    def call(
-        self, worker: int, segment: endpoints.PlainSegment | None, tensors: Sequence[Tensor]
-    ) -> AggregatedReply:
+    def call(self, worker: int, segment: endpoints.PlainSegment | None, tensors: Sequence[Tensor]) -> Reply:
         """Add a segment of :func:`endpoints.exchange`, or nothing; the last one of a round sends it."""
         if segment is not None:
             self._round.segments.values.append((worker, segment, len(tensors)))
             self._round.segments.tensors.extend(tensors)
-        self._round.replies[worker] = reply = AggregatedReply(self)
+        self._round.replies[worker] = reply = Reply(self._receive)
         if len(self._round.replies) == len(self._workers):
             self._send(self._round)
             self._sent.append(self._round)
@@ -163,7 +161,7 @@ class HostAggregation:
         for worker, of_worker in segments.items():
             current.responses[worker] = self._workers[worker].send_segments(of_worker, tensors[worker])
 
-    def receive(self, reply: AggregatedReply) -> None:
+    def _receive(self, reply: Reply) -> None:
         """Receive the responses of one round after the other, until ``reply`` is complete."""
         while not reply.is_done:
             self._distribute(self._sent.popleft())
@@ -204,22 +202,9 @@ class _Round:
     """
 
     segments: Packet = field(default_factory=lambda: Packet([], []))
-    replies: dict[int, AggregatedReply] = field(default_factory=dict)
+    replies: dict[int, Reply] = field(default_factory=dict)
     responses: dict[int, ObservableResult[list[Tensor]]] = field(default_factory=dict)
     receivers: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-
-
-class AggregatedReply(Reply):
-    """The response to one segment."""
-
-    __slots__ = ("_aggregation",)
-
-    def __init__(self, aggregation: HostAggregation) -> None:
-        super().__init__()
-        self._aggregation = aggregation
-
-    def _receive(self) -> None:
-        self._aggregation.receive(self)
 
 
 class AggregatedTables(RemoteTables):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,30 +18,6 @@ from hybrid.transport.rpc.pending_calls import Reply
 from hybrid.transport.socket.frames import FrameKind, Message
 from hybrid.transport.socket.handshake import Connection
 from hybrid.user_code.function_names import qualified_name
-
-
-class SocketReply(Reply):
-    """The response to a call by a socket.
-
-    Attributes:
-        deadline: by the monotonic clock.
-    """
-
-    __slots__ = ("_client", "deadline")
-
-    def __init__(self, client: "SocketClient", deadline: float) -> None:
-        super().__init__()
-        self.deadline = deadline
-        self._client = client
-
-    def done(self) -> bool:
-        """Whether the response is there; reads what has arrived."""
-        if not self.is_done:
-            self._client.poll()
-        return self.is_done
-
-    def _receive(self) -> None:
-        self._client.read_until(self)
 
 
 class SocketClient:
@@ -55,20 +32,21 @@ class SocketClient:
         self._connection, self._frames = connection
         self._timeout_seconds = timeout_seconds
         self._number = 0
-        self._open: dict[int, SocketReply] = {}
+        self._open: dict[int, Reply] = {}
         self._failure: str | None = None
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(self._connection, select.POLLIN)
         self._writable.register(self._connection, select.POLLOUT)
 
-    def call(self, function: Callable[..., Any], plain: Any, tensors: Sequence[Tensor] = ()) -> SocketReply:
+    def call(self, function: Callable[..., Any], plain: Any, tensors: Sequence[Tensor] = ()) -> Reply:
         """Send a call of ``function(plain, tensors)``, one of the functions that the worker serves.
 
         Args:
             plain: numbers, text, and tuples and lists of such.
         """
-        reply = SocketReply(self, time.monotonic() + self._timeout_seconds)
+        deadline = time.monotonic() + self._timeout_seconds
+        reply = Reply(partial(self._read_until, deadline), self._poll)
         with self._sending:
             self._number += 1
             self._open[self._number] = reply
@@ -79,13 +57,13 @@ class SocketClient:
                     try:
                         frame = frame[self._connection.send(frame) :]
                     except BlockingIOError:  # the worker reads, whatever else it does
-                        if not self._writable.poll(_milliseconds_to(reply.deadline)):
+                        if not self._writable.poll(_milliseconds_to(deadline)):
                             raise TimeoutError(self._describe_timeout()) from None
             except OSError as error:
                 self._fail(first_line(error))
         return reply
 
-    def poll(self) -> None:
+    def _poll(self) -> None:
         """Read what has arrived, unless another thread does; waits for nothing."""
         if self._receiving.acquire(blocking=False):
             try:
@@ -93,13 +71,13 @@ class SocketClient:
             finally:
                 self._receiving.release()
 
-    def read_until(self, reply: SocketReply) -> None:
-        """Read until ``reply`` is done, or its deadline is over."""
+    def _read_until(self, deadline: float, reply: Reply) -> None:
+        """Read until ``reply`` is complete, at the deadline at the latest."""
         while not reply.is_done:
             with self._receiving:
                 if reply.is_done or self._read():
                     continue
-                if not self._readable.poll(_milliseconds_to(reply.deadline)):
+                if not self._readable.poll(_milliseconds_to(deadline)):
                     reply.complete((), self._describe_timeout())
 
     def _read(self) -> bool:

@@ -21,7 +21,6 @@ from workers.rendezvous.heartbeat import (
     HeartbeatInterval,
     HeartbeatMonitor,
     HeartbeatSender,
-    name_hosts,
     register,
 )
 from workers.rendezvous.interrupt import LostHostError, LostRoleError, StoppedError
@@ -57,14 +56,6 @@ def await_beats(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     monkeypatch.setattr(Channel, "receive", counted)
     return wait
-
-
-@pytest.mark.parametrize("timeout", [0.1, 1.0, 5.0, 7.5, 10.0, 3600.0])
-def test_several_signs_fit_into_the_timeout(timeout: float) -> None:
-    rhythm = HeartbeatInterval(timeout)
-    assert rhythm.turns >= 5
-    assert rhythm.turn_seconds <= min(1.0, timeout / 5)
-    assert rhythm.turns * rhythm.turn_seconds == pytest.approx(timeout)
 
 
 def test_a_role_that_lives_and_leaves_is_never_lost(await_beats: Callable[[], None]) -> None:
@@ -112,17 +103,6 @@ def test_a_role_that_is_gone_is_lost_at_once() -> None:
         assert [str(error) for error in opened.lost] == ["lost worker 0 (host here, pid 7)"]
 
 
-def test_a_place_is_claimed_once() -> None:
-    with meeting() as opened, opened.pulse(), opened.store() as store:
-        assert not store.check(["twice/worker 0"])
-        with pytest.raises(ClusterError, match=r"^worker 0 is already taken in this cluster: was it started"):
-            opened.pulse()
-        assert store.check(["twice/worker 0"])
-        with opened.pulse(TRAINER):
-            pass
-        assert (opened.lost, opened.heard) == ([], []), "the first goes on"
-
-
 def test_a_role_that_fails_says_why() -> None:
     with meeting() as opened:
         for index, (error, words) in enumerate(
@@ -157,17 +137,6 @@ def test_all_others_hear_who_was_lost_and_a_role_that_is_told_only_repeats_it() 
         ] * 2
 
 
-def test_the_first_reason_to_stop_is_the_one_that_roles_hear() -> None:
-    with meeting() as opened, opened.store() as store:
-        store.set("verdict", "go")
-        opened.rendezvous.stop(StopMessage(reason="first"), 0)
-        opened.rendezvous.stop(StopMessage(reason="second"), 0)
-        assert [store.get(key) for key in ("stop", "verdict")] == [b"0 first", b"go"]
-        with opened.pulse():
-            assert eventually(lambda: opened.heard, SECONDS)
-        assert str(opened.heard[0]) == "stopped by the master: first"
-
-
 def test_a_master_that_is_gone_is_noticed() -> None:
     with meeting() as opened, opened.pulse():
         opened.rendezvous.__exit__(None, None, None)
@@ -195,17 +164,6 @@ def test_a_master_that_is_gone_or_frozen_before_a_role_has_claimed_its_place_is_
         with pytest.raises(StoppedError, match=r"^the master went away: "):
             register(channel, Registration.of(TRAINER))
         channel.close()
-
-
-def test_a_clock_that_is_set_means_nothing(
-    monkeypatch: pytest.MonkeyPatch, await_beats: Callable[[], None]
-) -> None:
-    now = time.time
-    with meeting() as opened, opened.pulse():
-        for days in (1, -1):
-            monkeypatch.setattr(time, "time", lambda days=days: now() + days * 86_400)
-            await_beats()
-        assert (opened.lost, opened.heard) == ([], [])
 
 
 def no_signal(number: int) -> None:
@@ -359,8 +317,3 @@ def test_a_master_that_was_stopped_itself_takes_nobody_for_frozen() -> None:
 
     asyncio.run(be_stopped())
     assert lost == []
-
-
-def test_hosts_of_one_name_are_two() -> None:
-    found = [ConnectedRole(f"worker {i}", "b", 7, f"10.0.0.{i}", is_local=False) for i in range(2)]
-    assert name_hosts(found) == "host b (worker 0) and host b (worker 1)"

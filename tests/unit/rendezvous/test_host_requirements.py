@@ -49,10 +49,6 @@ def test_the_one_that_has_the_address_is_taken() -> None:
     assert choose_interface("auto", "127.3.2.1") == "lo"
 
 
-def test_the_one_that_is_named_is_taken() -> None:
-    assert choose_interface("lo", "192.0.2.1") == "lo"
-
-
 @pytest.mark.parametrize(
     ("wanted", "address", "rule"),
     [

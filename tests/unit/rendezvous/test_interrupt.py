@@ -1,17 +1,11 @@
 """An error found by another thread ends the main thread's wait; where it cannot, it ends the process."""
 
-import signal
 import subprocess
 import sys
-import threading
-import time
 
-import pytest
 from support.commands import ROOT
 
-from hybrid.errors import ClusterError
 from workers.exit_codes import ExitCode
-from workers.rendezvous.interrupt import Interrupter, run_interruptibly
 
 SECONDS = 5.0
 START = """
@@ -60,14 +54,6 @@ except ClusterError as error:
 sys.exit("told")
 """
     assert run(program, seconds=SECONDS) == (ExitCode.AGAIN, "the master is frozen\n", "told\n")
-
-
-def test_a_call_of_that_kind_ends_as_any_other() -> None:
-    done: list[int] = []
-    run_interruptibly(lambda: done.append(1))
-    assert done == [1]
-    with pytest.raises(IndexError, match="pop from empty list"):
-        run_interruptibly(lambda: print([].pop()))
 
 
 def test_where_the_main_thread_hears_nothing_the_process_says_it_and_ends() -> None:
@@ -126,19 +112,6 @@ except BaseException:
     assert run(in_peace) == (0, "the end of Python\n", "")
 
 
-def test_outside_of_its_block_it_does_nothing() -> None:
-    interrupter = Interrupter("hybrid worker 0", SECONDS)
-    threads = set(threading.enumerate())
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    interrupter.interrupt(ClusterError("too early"))
-    with interrupter.enabled():
-        signal.raise_signal(signal.SIGRTMIN)  # somebody else's
-    interrupter.interrupt(ClusterError("too late"))
-    time.sleep(0.01)
-    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
-    assert set(threading.enumerate()) <= threads
-
-
 def test_only_the_first_error_counts_and_it_is_raised_once() -> None:
     program = """
 with interrupter.enabled():
@@ -153,14 +126,3 @@ with interrupter.enabled():
         print(error, "told in peace")
 """
     assert run(program, SECONDS) == (0, "the master is frozen told in peace\n", "")
-
-
-def test_a_process_that_came_to_its_end_all_the_same_goes_on() -> None:
-    program = """
-with interrupter.enabled():
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    ring()
-time.sleep(0.3)
-print("went on")
-"""
-    assert run(program, seconds=0.1) == (0, "went on\n", "")

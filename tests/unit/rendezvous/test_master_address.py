@@ -82,13 +82,6 @@ class TestListener:
         with pytest.raises(ConfigError, match=rf"^cluster\.master = '{address}': cannot listen on it: \w"):
             listen(address, 0)
 
-    def test_a_port_is_free_again_once_closed(self) -> None:
-        with listen("127.0.0.1", 0) as first:
-            port = first.getsockname()[1]
-            with socket.create_connection(("127.0.0.1", port), timeout=5):
-                first.accept()[0].close()
-        listen("127.0.0.1", port).close()
-
 
 def test_a_name_that_others_do_not_know_as_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(*_: object, **__: object) -> list[tuple[object, ...]]:
@@ -102,13 +95,3 @@ def test_a_name_that_others_do_not_know_as_this_machine_is_refused(monkeypatch: 
         "an address, or edit /etc/hosts"
     )
     listen("localhost", 0).close()
-
-
-def test_a_name_with_two_kinds_of_address_is_taken_by_the_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [
-        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
-        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
-    ]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    with listen("localhost", 0) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"

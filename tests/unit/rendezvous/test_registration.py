@@ -30,22 +30,11 @@ def policy(failed: list[HybridError]) -> RegistrationPolicy:
     return RegistrationPolicy(TOPOLOGY, ACCEPTANCE, failed.append)
 
 
-def test_what_travels_comes_as_it_was() -> None:
-    assert Registration.unpacked(REGISTRATION.packed()) == REGISTRATION
-    assert Acceptance.unpacked(ACCEPTANCE.packed()) == ACCEPTANCE
-
-
 def test_the_configuration_of_ten_thousand_columns_fits_into_a_message() -> None:
     columns = {f"feature_{i * 7919 % 100_003}": ColumnSection(kind="buckets") for i in range(10_000)}
     text = to_toml(RunConfig(columns=columns))
     assert len(text) > LARGEST_FRAME
     assert len(Acceptance(text, "a", "b", "c").packed()) < LARGEST_FRAME / 4
-
-
-def test_every_role_of_the_cluster_has_a_place(policy: RegistrationPolicy, failed: list[HybridError]) -> None:
-    for role in (*TOPOLOGY.trainers, *TOPOLOGY.workers):
-        assert policy.rejection_reason(Registration.of(role)) is None
-    assert failed == []
 
 
 @pytest.mark.parametrize("name", ["trainer 2", "worker 02", "master", "bystander 0", ""])

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from support.socket_ends import frames
 from torch import Tensor
 
-from hybrid.errors import ClusterError
 from hybrid.security import message_signature
 from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.transport.socket.frames import FrameKind, Frames, Message
@@ -173,16 +171,3 @@ def test_a_tensor_larger_than_its_message_is_refused() -> None:
     cut = sealed[:4] + head.to_bytes(8, "little") + sealed[12 : 12 + head]
     with pytest.raises(RejectedMessage, match="larger than the message"):
         list(received(trainer, cut))
-
-
-def test_what_is_on_no_cpu_does_not_travel() -> None:
-    _, worker = frames()
-    with pytest.raises(ClusterError, match="GPU"):
-        worker.seal(answer(1, torch.ones(3, device="meta")))
-
-
-def test_a_closed_connection_is_an_error() -> None:
-    here, there = socket.socketpair()
-    there.close()
-    with here, pytest.raises(ConnectionResetError, match="closed the connection"):
-        frames()[0].receive(here)

@@ -18,14 +18,13 @@ from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.security.rejected_messages import RejectedMessage, describe_exception
 from hybrid.topology import Role, RoleKind
-from hybrid.transport import LostError, ModuleRef, RemoteTables
+from hybrid.transport import ModuleRef, RemoteTables
 from hybrid.transport.rpc.endpoints import PlainSegment
 from hybrid.transport.shared_memory.host_aggregation import (
     HostAggregation,
     Packet,
     all_to_all,
     can_aggregate,
-    saves_work,
 )
 from hybrid.transport.shared_memory.shared_block import SharedMemory
 from hybrid.transport.shared_memory.tensor_layout import DTYPES
@@ -164,17 +163,6 @@ def test_what_comes_in_the_place_of_an_answer_comes_to_each() -> None:
     at_once(fail, members)
 
 
-def test_a_worker_that_is_lost_is_named_to_each() -> None:
-    members = trainers("connection reset")
-
-    def fail(each: Trainer) -> None:
-        for worker, answer in enumerate(each.look_up(0)):
-            with pytest.raises(LostError, match=rf"worker {worker} does not answer \(connection reset\)"):
-                answer.wait()
-
-    at_once(fail, members)
-
-
 def test_answers_of_others_are_no_part_of_memory_that_is_written_again() -> None:
     def keep(each: Trainer) -> None:
         kept = [answer.wait() for answer in each.look_up(0)]
@@ -187,35 +175,12 @@ def test_answers_of_others_are_no_part_of_memory_that_is_written_again() -> None
     at_once(keep, trainers())
 
 
-def test_a_callback_comes_once_with_the_answer() -> None:
-    def watch(each: Trainer) -> None:
-        called: list[int] = []
-        answers = each.look_up(0)
-        answers[3].add_done_callback(lambda _: called.append(1))
-        assert not answers[3].done()
-        answers[0].wait()
-        assert answers[3].done()
-        assert called == [1]
-        answers[3].add_done_callback(lambda _: called.append(2))
-        assert called == [1, 2]
-
-    at_once(watch, trainers())
-
-
 def test_who_waits_for_one_that_is_gone_learns_it() -> None:
     first, *others = joined(TRAINERS)
     for peer in (peer for other in others for peer in other._peers.values()):
         peer.close()
     with pytest.raises(ClusterError, match="trainer 1, of this host, is gone during a step"):
         Trainer(first).look_up(0)
-
-
-@pytest.mark.parametrize(
-    ("trainers", "workers", "expected"),
-    [(8, 8, True), (4, 4, True), (2, 2, False), (8, 2, False), (1, 9, False)],
-)
-def test_it_pays_where_each_would_send_many(trainers: int, workers: int, expected: bool) -> None:
-    assert saves_work(trainers, workers) is expected
 
 
 @pytest.mark.parametrize(
@@ -257,18 +222,6 @@ def test_each_has_what_the_others_had_for_it(size: int) -> None:
                     assert torch.equal(tensor, expected)
 
     at_once(exchange, joined(size))
-
-
-def test_what_is_not_in_one_piece_arrives_so() -> None:
-    columns = torch.arange(12.0).view(3, 4)[:, 1:3]
-    packet = Packet([], [columns])
-
-    def exchange(memory: SharedMemory) -> Tensor:
-        (_, (received,)) = all_to_all(memory, dict.fromkeys((0, 1), packet))[1 - memory.rank]
-        return received.clone()
-
-    for received in at_once(exchange, joined(2)):
-        assert torch.equal(received, columns)
 
 
 def test_a_value_that_has_a_name_is_refused() -> None:

@@ -93,11 +93,6 @@ def test_what_does_not_fit_is_not_lent(
     assert lent(lender, large).start == 0
 
 
-def test_few_bytes_are_not_lent(ends: tuple[LentMemory, BorrowedMemory]) -> None:
-    few = torch.zeros(MANY // 4 - 16)
-    assert ends[0].lend([few], layout_of([few])) is None
-
-
 def test_a_block_beyond_the_memory_is_refused(ends: tuple[LentMemory, BorrowedMemory]) -> None:
     shapes = layout_of([torch.zeros(MANY)])
     for start in (-64, lent_blocks.NUM_BYTES - MANY):
@@ -130,17 +125,6 @@ def passed(sender: Frames, receiver: Frames, message: Message) -> Message:
             if (came := receiver.next()) is not None:
                 return came
     raise AssertionError("it has not come")
-
-
-def test_frames_of_one_host_carry_no_large_tensors() -> None:
-    trainer, worker = frames(is_one_host=True)
-    sent = torch.rand(50, MANY)
-    frame = trainer.seal(Message(FrameKind.CALL, 1, "f", [sent]))
-    assert len(frame) < 300
-    trainer, worker = frames(is_one_host=True)
-    came = passed(trainer, worker, Message(FrameKind.CALL, 1, "f", [sent, torch.ones(2)]))
-    assert torch.equal(came.tensors[0], sent)
-    assert came.tensors[1].tolist() == [1, 1]
 
 
 def test_frames_tell_each_other_what_is_free_again() -> None:

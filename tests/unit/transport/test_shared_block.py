@@ -36,12 +36,6 @@ def test_each_reads_what_all_have_written(size: int) -> None:
         assert at_once(shown, parts, words) == [words] * size
 
 
-def test_those_with_nothing_to_show_take_part() -> None:
-    parts = joined(2)
-    for _ in range(3):
-        assert all(len(slots) == 2 for slots in at_once(SharedMemory.publish, parts))
-
-
 def test_slots_that_grow_at_different_times_are_read_in_their_turns() -> None:
     parts = joined(3)
 
@@ -110,21 +104,6 @@ def test_trainers_share_with_those_of_their_host(monkeypatch: pytest.MonkeyPatch
         [1, 3],
         [0, 2, 4],
     ]
-
-
-def test_two_containers_of_a_host_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have networks of their own, and so names of sockets of their own."""
-    containers, readlink = threading.local(), os.readlink
-
-    def read(path: str) -> str:
-        return str(containers.network) if path == "/proc/self/ns/net" else readlink(path)
-
-    def join_in_one(rank: int, group: dist.ProcessGroup) -> SharedMemory | None:
-        containers.network = f"net:[{rank}]"
-        return join(rank, group)
-
-    monkeypatch.setattr(os, "readlink", read)
-    assert together(2, join_in_one) == [None] * 2
 
 
 def before_the_exchange(monkeypatch: pytest.MonkeyPatch, come: Callable[[shared_block._Card], None]) -> None:

@@ -41,8 +41,3 @@ def test_what_comes_of_a_store_that_is_down_is_told_as_that() -> None:
 def test_a_refusal_is_read_as_it_was_told() -> None:
     text = f"RuntimeError: On WorkerInfo(id=3):\n{describe_rejection('it is not new: 7')}\nTraceback:"
     assert (parse_rejection(text), parse_exception(text)) == ("it is not new: 7", None)
-
-
-@pytest.mark.parametrize("name", ["", "first_line", "annotations", "RemoteError"])
-def test_what_is_no_class_of_the_tree_is_any_exception(name: str) -> None:
-    assert error_class(name) is Exception
