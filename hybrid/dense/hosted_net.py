@@ -58,7 +58,7 @@ class HostedNet(Hosted):
 
     def call(self, ticket: Ticket, hidden_BH: Tensor) -> Future[Tensor]:
         """Return the output for ``hidden_BH``, once the updates that the ticket requires are applied."""
-        return self.barrier.when(ticket, lambda: self.forward(ticket, hidden_BH))
+        return self.barrier.run_when_ready(ticket, lambda: self.forward(ticket, hidden_BH))
 
     def forward(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
         """Return the output for ``hidden_BH`` with the current parameters."""

@@ -1,6 +1,6 @@
-"""Embedding tables: here what both sides of a lookup know of them.
+"""Embedding tables: what the trainer's side and the worker's side of a lookup share.
 
-Begin with ``spec`` (what a table is) and ``placement`` (which worker holds which rows). ``bags`` is what a
-lookup asks for and how rows become vectors, ``gradients`` the way back, ``loops`` what of both is compiled.
-``trainer`` and ``worker`` hold the two sides; neither imports the other.
+``table_spec`` describes a table, ``placement`` which worker holds which rows, and ``bags`` a request and how
+rows become vectors. ``row_gradients`` turns gradients of vectors into gradients of rows. ``kernels`` has the
+compiled loops. The packages ``trainer`` and ``worker`` are the two sides; neither imports the other.
 """

@@ -1,4 +1,4 @@
-"""Bags of ids, what both sides of a lookup know: from the rows they name to one vector a bag."""
+"""Bags of ids: requests of a lookup, and how the rows of a bag become one vector."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -16,11 +16,10 @@ class Bags(NamedTuple):
 
     Attributes:
         ids_L: rows of the matrix, int32 or int64.
-        offsets: of the same type and of shape (bags + 1), where each bag starts; None where each id is
-            its own bag.
-        weights_L: weight of each id within its bag, or None for ones. Only for sum pooling.
+        offsets: where each bag starts, of the same type and of shape (bags + 1); None for one id per bag.
+        weights_L: weight of each id within its bag, or None for ones; for sum pooling only.
         pooling: how the rows of a bag become one vector.
-        winners_BD: for max pooling, the row that each pooled value came from, as ``pool_recorded`` found.
+        winners_BD: for max pooling, the row of each pooled value; set by :func:`pool_and_record`.
     """
 
     ids_L: Tensor
@@ -31,33 +30,33 @@ class Bags(NamedTuple):
 
     @property
     def num_bags(self) -> int:
-        """How many bags there are."""
+        """Number of bags."""
         return len(self.ids_L) if self.offsets is None else len(self.offsets) - 1
 
 
-# One lookup in one group of a worker's tables: the group's number, and the rows within it.
+# A request to one group of a worker's tables: index of the group, and the rows within it.
 Item: TypeAlias = tuple[int, Bags]
 
 
-# The same without its tensors: group, pooling, and whether there are offsets and weights.
-PlainItem: TypeAlias = tuple[int, str, bool, bool]
+# An item without its tensors: group, pooling, and whether there are offsets and weights.
+PackedItem: TypeAlias = tuple[int, str, bool, bool]
 
 
-def taken_apart(items: Sequence[Item]) -> tuple[list[PlainItem], list[Tensor]]:
-    """Items that are asked for as plain values, and their tensors, for :func:`put_together`."""
-    plain: list[PlainItem] = []
+def pack_items(items: Sequence[Item]) -> tuple[list[PackedItem], list[Tensor]]:
+    """Split items into plain values and tensors, for :func:`unpack_items`."""
+    packed: list[PackedItem] = []
     tensors: list[Tensor] = []
     for group, (ids_L, offsets, weights_L, pooling, _) in items:
-        plain.append((group, pooling.value, offsets is not None, weights_L is not None))
+        packed.append((group, pooling.value, offsets is not None, weights_L is not None))
         tensors += [each for each in (ids_L, offsets, weights_L) if each is not None]
-    return plain, tensors
+    return packed, tensors
 
 
-def put_together(plain: Sequence[PlainItem], tensors: Iterable[Tensor]) -> list[Item]:
-    """The items that :func:`taken_apart` has made this of; of an iterator, it takes their tensors."""
+def unpack_items(packed: Sequence[PackedItem], tensors: Iterable[Tensor]) -> list[Item]:
+    """Undo :func:`pack_items`; from an iterator of tensors, take those of these items."""
     rest = iter(tensors)
     items = []
-    for group, pooling, has_offsets, has_weights in plain:
+    for group, pooling, has_offsets, has_weights in packed:
         ids_L = next(rest)
         offsets = next(rest) if has_offsets else None
         weights_L = next(rest) if has_weights else None
@@ -66,38 +65,30 @@ def put_together(plain: Sequence[PlainItem], tensors: Iterable[Tensor]) -> list[
 
 
 def ids_dtype(num_rows: int) -> torch.dtype:
-    """The smallest type of ids below ``num_rows`` that torch looks up by."""
+    """Return the smallest integer type of torch's lookups that holds ids below ``num_rows``."""
     return torch.int32 if num_rows <= torch.iinfo(torch.int32).max else torch.int64
 
 
 def pool(weight_RD: Tensor, bags: Bags) -> Tensor:
-    """One pooled vector a bag, (bags, D); zeros for an empty bag."""
-    return pool_recorded(weight_RD, bags)[0]
+    """Return one pooled vector per bag, (bags, D); zeros for an empty bag."""
+    return pool_and_record(weight_RD, bags)[0]
 
 
-def pool_recorded(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
-    """As :func:`pool`, and the bags with what their gradients will need, though the rows change meanwhile."""
+def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
+    """Pool, and return the bags with what their gradients need, in case the rows change before."""
     if bags.offsets is None:
         return weight_RD.index_select(0, bags.ids_L), bags
-    pooled_BD, _, _, winners_BD = _embedding_bag(weight_RD, _with_weights_as(weight_RD.dtype, bags))
+    weights_L = None if bags.weights_L is None else bags.weights_L.to(weight_RD.dtype)
+    pooled_BD, _, _, winners_BD = torch.ops.aten._embedding_bag(
+        weight_RD, bags.ids_L, bags.offsets, False, _MODES[bags.pooling], False, weights_L, True, -1
+    )
     if bags.pooling is Pooling.MAX:
         bags = bags._replace(winners_BD=winners_BD.to(bags.ids_L.dtype))
     return pooled_BD, bags
 
 
-def _with_weights_as(dtype: torch.dtype, bags: Bags) -> Bags:
-    return bags if bags.weights_L is None else bags._replace(weights_L=bags.weights_L.to(dtype))
-
-
-def _embedding_bag(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.aten._embedding_bag(
-        weight_RD, bags.ids_L, bags.offsets, False, _MODES[bags.pooling], False, bags.weights_L, True, -1
-    )
-    return result
-
-
 def concatenate(parts: list[Bags]) -> Bags:
-    """All bags of ``parts``, in order, as one; they share a pooling and a type of ids."""
+    """Concatenate bags of one pooling and one type of ids."""
     if len(parts) == 1:
         return parts[0]
     ids_L = torch.cat([p.ids_L for p in parts])

@@ -1,4 +1,4 @@
-"""A hint to the processor, for loops that numba compiles: fetch a row that will be read soon."""
+"""A prefetch instruction for loops that numba compiles."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +16,9 @@ _LINE_BYTES = 64
 def prefetch_row(typing_context: Any, matrix: Any, row: Any) -> tuple[Any, Callable[..., Any]]:
     """Fetch the cache lines of a row of a contiguous matrix.
 
-    The processor's own prefetching sees streams; which rows a list names it cannot know. Nothing is read:
-    a row beyond the matrix does no harm. It takes the matrix itself: a function around it, inlined or
-    not, counts one reference more, and one less, for each row, which takes longer than adding the row up.
+    Hardware prefetching follows streams, not a list of rows. Nothing is read, so a row beyond the matrix does
+    no harm. Call it with the matrix itself: a function around it, inlined or not, changes the reference count
+    for each row, which takes longer than adding the row.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

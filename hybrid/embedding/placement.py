@@ -1,8 +1,8 @@
 """Which worker holds which rows.
 
-A table lies whole on one worker (table-wise) or is split over several (row-wise). A split is cyclic:
-of S shards, shard s holds rows s, s + S, s + 2S, ... Vocabularies number the frequent values first, so
-contiguous ranges would put all the traffic on the worker with the first range; cyclic ones share it.
+A table is on one worker (table-wise) or split over several (row-wise). A split is cyclic: of S shards, shard
+s holds rows s, s + S, s + 2S, ... Vocabularies number frequent values first, so with contiguous ranges the
+worker with the first range would get all the traffic.
 """
 
 from collections import Counter, defaultdict
@@ -15,7 +15,7 @@ from hybrid.config.validation import check_workers
 from hybrid.embedding.pooling_side import BYTES_PER_ID, trainers_pool
 from hybrid.embedding.table_spec import OptimizerSpec, TableSpec
 
-# Splitting a small table saves no memory worth having and costs one more message segment a step.
+# Splitting a smaller table saves little memory, and costs one more request per step.
 MIN_SPLIT_BYTES = 16 << 20
 
 
@@ -34,15 +34,15 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its rows and of their optimizer state."""
+        """Bytes of the rows and their optimizer state."""
         return self.num_rows * bytes_per_row(self.table)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardGroup:
-    """Shards of one worker that share width and optimizer; stored as one tensor, looked up as one.
+    """Shards of one worker with the same width and optimizer, stored and looked up as one tensor.
 
-    Shard i occupies rows ``starts[i] : starts[i] + shards[i].num_rows`` of the group.
+    Shard i has the rows ``starts[i] : starts[i] + shards[i].num_rows`` of the group.
     """
 
     dim: int
@@ -52,13 +52,13 @@ class ShardGroup:
     num_rows: int
 
     @property
-    def located(self) -> list[tuple[Shard, int]]:
-        """Each shard, and the row of the group at which it begins."""
+    def shard_starts(self) -> list[tuple[Shard, int]]:
+        """Each shard, and its first row in the group."""
         return list(zip(self.shards, self.starts, strict=True))
 
 
 class Location(NamedTuple):
-    """Where a shard lies: in the group ``number`` of a worker, from its row ``start`` on."""
+    """Location of a shard: from row ``start`` of the group with index ``number`` of a worker."""
 
     worker: int
     number: int
@@ -69,11 +69,12 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Every shard of every table; the same value on every process of a run.
+    """All shards of all tables; the same in each process of a run.
 
     Attributes:
-        pooled_by_trainers: names of the tables whose bags trainers pool, of distinct rows; those of the
-            others are pooled by the workers that hold them.
+        pooled_by_trainers: names of the tables whose bags trainers pool, from distinct rows. The bags of
+        other
+            tables are pooled by the workers that hold them.
     """
 
     shards: tuple[Shard, ...]
@@ -84,16 +85,16 @@ class Placement:
         return tuple(s for s in self.shards if s.worker == worker)
 
     def of_table(self, name: str) -> tuple[Shard, ...]:
-        """The shards of one table, in the order of their index."""
+        """Return the shards of one table, by index."""
         return tuple(sorted((s for s in self.shards if s.table.name == name), key=lambda s: s.index))
 
     @property
     def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """Rows, width and number of shards of each table."""
+        """Number of rows, width and number of shards of each table."""
         return {s.table.name: (s.table.num_rows, s.table.dim, s.count) for s in self.shards}
 
     def groups(self, worker: int) -> tuple[ShardGroup, ...]:
-        """How a worker lays out its shards; trainers address rows by it, so both sides derive it here."""
+        """Return the groups of a worker. Trainers address rows by them, so both sides call this."""
         keyed: dict[tuple[int, OptimizerSpec], list[Shard]] = {}
         for shard in self.of_worker(worker):
             keyed.setdefault((shard.table.dim, shard.table.optimizer), []).append(shard)
@@ -107,17 +108,17 @@ class Placement:
         return tuple(groups)
 
     def locations(self) -> Mapping[str, Sequence[Location]]:
-        """Where the shards of each table lie, worker after worker."""
-        found: dict[str, list[Location]] = defaultdict(list)
+        """Return the locations of the shards of each table, by worker."""
+        locations: dict[str, list[Location]] = defaultdict(list)
         for worker in range(self.num_workers):
             for number, group in enumerate(self.groups(worker)):
                 for shard, start in zip(group.shards, group.starts, strict=True):
-                    found[shard.table.name].append(Location(worker, number, group, shard, start))
-        return found
+                    locations[shard.table.name].append(Location(worker, number, group, shard, start))
+        return locations
 
 
 def state_values_per_row(table: TableSpec) -> int:
-    """Values of optimizer state that one row of ``table`` carries."""
+    """Return the number of values of optimizer state per row."""
     return {
         "frozen": 0,
         "sgd": 0,
@@ -135,7 +136,7 @@ def bytes_per_row(table: TableSpec) -> int:
 
 
 def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> float:
-    """Bytes on the wire that one sample costs this table: ids there, rows here, gradients back."""
+    """Return the bytes that a table moves per sample: ids, vectors and gradients."""
     ids = vectors = 0.0
     for feature in table.features:
         mean = ids_per_sample.get(feature, 1.0)
@@ -151,43 +152,42 @@ def place(
     samples: float = 0,
     wire_bytes_per_value: int | None = None,
 ) -> Placement:
-    """Place ``tables`` on ``num_workers`` workers, balancing bytes held and moved; decide who pools bags.
+    """Place tables on workers, balancing bytes and traffic, and decide which side pools bags.
 
-    Tables go largest first (as in Graham's LPT rule, 1969), each to the worker that keeps the sum of
-    squares of all workers' shares of bytes and of traffic least: a table with many bytes goes where few
-    bytes are, one with much traffic where little is. With placement "auto" a table larger than a
-    worker's fair share of the bytes is split over all its allowed workers.
+    Tables are placed largest first (Graham's LPT rule, 1969), each on the worker that minimizes the sum of
+    squares of all workers' fractions of bytes and of traffic. With placement "auto", a table larger than the
+    mean bytes of a worker is split over all its allowed workers.
 
     Args:
-        ids_per_sample: mean number of ids of each multi-hot feature; 1 where absent.
-        samples, wire_bytes_per_value: of a trainer's lookup, see :func:`trainers_pool`.
+        ids_per_sample: mean number of ids of each multi-hot feature; 1 if absent.
+        samples, wire_bytes_per_value: of a trainer's lookup; see :func:`trainers_pool`.
 
     Raises:
         ConfigError: a table names a worker that does not exist.
     """
-    shards = _balanced(tables, num_workers, ids_per_sample)
+    shards = _balance(tables, num_workers, ids_per_sample)
     counts = Counter(shard.table.name for shard in shards)
-    known = ids_per_sample, samples, wire_bytes_per_value
-    pooled = tuple(table.name for table in tables if trainers_pool(table, counts[table.name], *known))
+    load = ids_per_sample, samples, wire_bytes_per_value
+    pooled = tuple(table.name for table in tables if trainers_pool(table, counts[table.name], *load))
     order = {table.name: i for i, table in enumerate(tables)}
     in_order = sorted(shards, key=lambda shard: (order[shard.table.name], shard.index))
     return Placement(tuple(in_order), num_workers, pooled)
 
 
-def _balanced(
+def _balance(
     tables: Sequence[TableSpec], num_workers: int, ids_per_sample: Mapping[str, float]
 ) -> list[Shard]:
     traffic = {t.name: bytes_per_sample(t, ids_per_sample) for t in tables}
     total_bytes = sum(t.num_rows * bytes_per_row(t) for t in tables) or 1
     total_traffic = sum(traffic.values()) or 1.0
 
-    shares = {
+    fractions = {
         t.name: (t.num_rows * bytes_per_row(t) / total_bytes, traffic[t.name] / total_traffic) for t in tables
     }
     held, moved = [0.0] * num_workers, [0.0] * num_workers
     shards: list[Shard] = []
-    for table in sorted(tables, key=lambda t: (-sum(shares[t.name]), t.name)):
-        num_bytes, num_moved = shares[table.name]
+    for table in sorted(tables, key=lambda t: (-sum(fractions[t.name]), t.name)):
+        num_bytes, num_moved = fractions[table.name]
         check_workers(table.name, table.workers, num_workers)
         allowed = list(dict.fromkeys(table.workers or range(num_workers)))
         if _is_split(table, total_bytes / num_workers) and len(allowed) > 1:
@@ -201,8 +201,8 @@ def _balanced(
     return shards
 
 
-def _is_split(table: TableSpec, fair_share_bytes: float) -> bool:
+def _is_split(table: TableSpec, mean_bytes: float) -> bool:
     if table.placement != "auto":
         return table.placement == "row"
     num_bytes = table.num_rows * bytes_per_row(table)
-    return num_bytes > fair_share_bytes and num_bytes >= MIN_SPLIT_BYTES
+    return num_bytes > mean_bytes and num_bytes >= MIN_SPLIT_BYTES

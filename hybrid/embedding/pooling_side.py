@@ -1,9 +1,9 @@
-"""Where bags of ids become vectors: at the workers that hold their rows, or at the trainers that ask.
+"""Which side pools bags: the workers that hold the rows, or the trainers.
 
-A worker that pools is told all ids, answers with a vector a sample and feature, and gets as many gradients;
-of a split table each worker does. A trainer that pools asks for each distinct row once, and sends the sum
-of its gradients. So it depends on how often the samples of a trainer name the same rows. No ids name more
-distinct ones than those that are all equally likely: by these, trainers are expected to move at most so much.
+A worker that pools receives all ids, sends one vector per sample and feature, and receives as many gradients;
+for a split table each worker does. A trainer that pools requests each distinct row once, and sends the sum of
+its gradients. Which moves less depends on how often samples repeat rows. Equally likely ids have the most
+distinct rows, so they give an upper bound of what trainers move.
 """
 
 import math
@@ -13,18 +13,18 @@ from typing import NamedTuple
 
 from hybrid.embedding.table_spec import Pooling, TableSpec
 
-BYTES_PER_ID = 4  # tables of more than 2^31 rows a worker aside
-# Of the bytes that move where workers pool. With half of them, all roles together take as much processor time
-# either way; with more, trainers take more than workers spare (docs/performance.md).
+BYTES_PER_ID = 4  # but for tables of more than 2^31 rows per worker
+# Trainers pool if they move less than this fraction of the bytes. At half the bytes, both ways take the same
+# processor time of all roles together.
 MOST_BYTES = 0.5
 
 
 class PoolingBytes(NamedTuple):
-    """What one lookup of one trainer moves of the bags of a table, there and back, whoever pools them.
+    """Bytes that one lookup of one trainer moves for the bags of a table, in both directions.
 
     Attributes:
-        by_workers: ids, and where bags start; vectors, and their gradients.
-        by_trainers: distinct ids; their rows, and the gradients of these.
+        by_workers: if workers pool: ids, offsets, vectors and their gradients.
+        by_trainers: if trainers pool: distinct ids, rows and their gradients.
     """
 
     by_workers: float
@@ -32,24 +32,23 @@ class PoolingBytes(NamedTuple):
 
 
 def bag_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooling, list[float]]:
-    """The mean numbers of ids of the bags of a table, by how these are pooled.
+    """Return the mean numbers of ids of the bags of a table, by pooling.
 
-    A trainer that pools fetches the rows of each pooling by itself.
+    A trainer that pools fetches the rows of each pooling separately.
 
     Args:
-        ids_per_sample: mean number of ids of each multi-hot feature; the others have exactly one.
+        ids_per_sample: mean number of ids of each multi-hot feature; other features have one.
     """
-    found: dict[Pooling, list[float]] = defaultdict(list)
+    means: dict[Pooling, list[float]] = defaultdict(list)
     for name in table.features:
         read = table.read_by(name)
         if name in ids_per_sample and not read.sequence:
-            found[read.pooling].append(ids_per_sample[name])
-    return found
+            means[read.pooling].append(ids_per_sample[name])
+    return means
 
 
-def ids_apart(table: TableSpec, ids_per_sample: Mapping[str, float]) -> tuple[float, int]:
-    """Of the features that nobody pools, of one id or sequences: the mean number of ids of a sample, and how
-    many vectors they make, with the zeros of sequences."""
+def unpooled_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> tuple[float, int]:
+    """Return the mean number of ids, and of vectors, per sample of features that are not pooled."""
     ids, vectors = 0.0, 0
     for name in table.features:
         read = table.read_by(name)
@@ -66,22 +65,22 @@ def pooling_bytes(
     samples: float,
     wire_bytes_per_value: int | None = None,
 ) -> PoolingBytes | None:
-    """The bytes of both ways, for ids that are all equally likely; None where no bags are known of the table.
+    """Return the bytes for equally likely ids; None if the table has no bags of known sizes.
 
     Args:
-        num_shards: over how many workers the table is split.
+        num_shards: number of workers that hold the table.
         ids_per_sample: as in :func:`bag_ids`.
-        samples: of a trainer's lookup; 0 where nobody knows.
-        wire_bytes_per_value: of vectors and gradients; None for that of the rows.
+        samples: number of samples of a trainer's lookup; 0 if unknown.
+        wire_bytes_per_value: bytes of a value of vectors and gradients; None for that of the rows.
     """
     bags = bag_ids(table, ids_per_sample)
     if not bags or not samples:
         return None
     row_bytes = 2 * table.dim * (wire_bytes_per_value or table.bytes_per_value)
     means = [mean for of_pooling in bags.values() for mean in of_pooling]
-    of_shards = num_shards * samples * len(means) * (row_bytes + BYTES_PER_ID)
-    rows = sum(_most_distinct(table.num_rows, samples * sum(of_pooling)) for of_pooling in bags.values())
-    return PoolingBytes(of_shards + samples * sum(means) * BYTES_PER_ID, rows * (row_bytes + BYTES_PER_ID))
+    vector_bytes = num_shards * samples * len(means) * (row_bytes + BYTES_PER_ID)
+    rows = sum(_expected_distinct(table.num_rows, samples * sum(of_pooling)) for of_pooling in bags.values())
+    return PoolingBytes(vector_bytes + samples * sum(means) * BYTES_PER_ID, rows * (row_bytes + BYTES_PER_ID))
 
 
 def trainers_pool(
@@ -91,11 +90,11 @@ def trainers_pool(
     samples: float,
     wire_bytes_per_value: int | None = None,
 ) -> bool:
-    """Whether the bags of a table are pooled by trainers: where it says so, or where that moves clearly less.
+    """Whether trainers pool the bags of a table: if its specification says so, or if that moves clearly less.
 
     Args:
-        num_shards, ids_per_sample, samples, wire_bytes_per_value: as in :func:`pooling_bytes`. Where they
-            tell of no bags, workers pool.
+        num_shards, ids_per_sample, samples, wire_bytes_per_value: as in :func:`pooling_bytes`. Without known
+            bags, workers pool.
     """
     if table.pooled_by != "auto":
         return table.pooled_by == "trainers"
@@ -103,8 +102,8 @@ def trainers_pool(
     return moved is not None and moved.by_trainers < MOST_BYTES * moved.by_workers
 
 
-def _most_distinct(num_rows: int, draws: float) -> float:
-    """How many rows so many ids are expected to name that may each be any row, equally likely."""
+def _expected_distinct(num_rows: int, draws: float) -> float:
+    """Return the expected number of distinct rows among ``draws`` equally likely ids."""
     if num_rows == 1:
         return min(1.0, draws)
     return -num_rows * math.expm1(draws * math.log1p(-1 / num_rows))

@@ -1,4 +1,4 @@
-"""From the gradients of pooled vectors to those of rows."""
+"""Gradients of rows, from gradients of pooled vectors."""
 
 from typing import Any
 
@@ -13,14 +13,13 @@ from hybrid.embedding.table_spec import Pooling
 
 
 class RowGradients:
-    """The gradients of the distinct rows that ``bags`` touch, summed in the order in which these stand.
+    """Gradients of the distinct rows of ``bags``, summed in the order of the bags.
 
-    Sums are made when they are asked for, so that an update can go block by block through what fits the
-    processor's cache.
+    Sums are computed block by block on request, so that the blocks of an update fit the processor's cache.
 
     Args:
         grad_BD: gradient of each bag's pooled vector.
-        grouped: the ids of ``bags``, as ``loops.group_ids`` gives them.
+        grouped: the ids of ``bags``, as :func:`kernels.group_ids` returns them.
 
     Attributes:
         rows_U: the rows, ascending.
@@ -39,19 +38,21 @@ class RowGradients:
         self._whole_UD: Tensor | None = None
 
     def _weights(self, bags: Bags, order_L: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-        """What the gradient of each id's bag is multiplied by, ids sorted."""
+        """Return the factor of each id's gradient, in the order of the sorted ids; None for ones."""
         if bags.weights_L is not None:
             weights_L = bags.weights_L.to(self._grad_BD.dtype).numpy()
             return weights_L[order_L]  # type: ignore[no-any-return]
         if bags.pooling is not Pooling.MEAN:
             return None
         assert bags.offsets is not None
-        share_B = bags.offsets.diff().to(self._grad_BD.dtype).reciprocal_()
-        return share_B.numpy()[self._sources_L]
+        factor_B = bags.offsets.diff().to(self._grad_BD.dtype).reciprocal_()
+        return factor_B.numpy()[self._sources_L]
 
     def block(self, first: int, last: int) -> tuple[Tensor, float]:
-        """Gradients of the rows from ``first`` to ``last``, and their sum: finite if all of them are,
-        unless it overflows."""
+        """Return the gradients of the rows from ``first`` to ``last``, and their sum.
+
+        The sum is finite if all gradients are, unless it overflows.
+        """
         if self._whole_UD is not None:
             block_UD = self._whole_UD[first:last]
             return block_UD, float(block_UD.sum())
@@ -71,7 +72,7 @@ class RowGradients:
         return out_UD, total
 
     def whole(self) -> Tensor:
-        """Gradients of all rows, kept for the blocks that are asked for later."""
+        """Return the gradients of all rows; later blocks are views of them."""
         if self._whole_UD is None:
             self._whole_UD = self.block(0, len(self.rows_U))[0]
         return self._whole_UD

@@ -1,4 +1,4 @@
-"""What a table is: its name, size, pooling and optimizer, and which features read it."""
+"""Descriptions of tables and their optimizers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybrid.input_spec import InputSpec
 
 
 class Pooling(StrEnum):
-    """How the rows of one bag become one vector. An empty bag gives zeros."""
+    """How the rows of a bag become one vector; zeros for an empty bag."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -19,13 +19,12 @@ class Pooling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """An optimizer of table rows: its name and its settings (see ``row_optimizers.py``).
+    """Name and settings of an optimizer of rows (see ``row_optimizers.py``).
 
-    Settings that the named optimizer does not have are without effect.
+    Settings that the named optimizer does not have are ignored.
 
     Attributes:
-        all_rows: whether every row of a table takes every step, those that it does not touch with a gradient
-            of zero.
+        all_rows: whether each step updates every row, with a gradient of zero for the others.
     """
 
     name: str
@@ -40,7 +39,7 @@ class OptimizerSpec:
 
     @property
     def steps_all_rows(self) -> bool:
-        """Whether a step changes rows that it does not touch: they decay, or go on as they moved."""
+        """Whether a step changes rows without a gradient, by weight decay or momentum."""
         return self.all_rows and (self.weight_decay > 0 or self.name in ("momentum", "adam", "adamw"))
 
 
@@ -49,24 +48,23 @@ class TableSpec:
     """One embedding table and the features that look it up.
 
     Attributes:
-        name: unique name; the table's initial rows depend on it and the seed alone.
-        num_rows, dim: its shape.
+        name: unique name; initial rows are a function of it and the seed.
+        num_rows, dim: shape of the table.
         pooling: how the rows of a bag become one vector.
         features: names of the features that read this table.
-        optimizer: how its rows are updated.
-        init_scale: of the first rows, as ``init`` says.
+        optimizer: how rows are updated.
+        init_scale: scale of the initial rows; see ``init``.
         placement: "auto", "table" (whole on one worker) or "row" (split over workers).
-        workers: worker indices it may be placed on; empty for any.
-        bytes_per_value: of its rows and their optimizer state.
-        initial: where its first rows are (see ``pretrained_by_position.py``); empty for random ones.
-        init: how random ones are drawn: "uniform" in [-init_scale, init_scale], "normal" of this deviation,
-            or "zeros".
-        poolings: of each feature, where they are not all ``pooling``.
-        sequences: of each feature, of how many ids at most it is a sequence, whose vectors stay apart; 0
-            where its bags are pooled. Empty where all are.
-        sequence: the same of the one feature by which :meth:`read_by` gives the table.
-        keys: the folder of the prepared data by which ``initial`` has rows by value, if it has.
-        pooled_by: who pools its bags: "workers", "trainers", or "auto", where the placement decides.
+        workers: indices of the allowed workers; empty for any.
+        bytes_per_value: bytes of a value of the rows and their optimizer state.
+        initial: source of pretrained rows (see ``pretrained_by_position.py``); empty for random ones.
+        init: "uniform" in [-init_scale, init_scale], "normal" with this standard deviation, or "zeros".
+        poolings: pooling of each feature, if not all are ``pooling``.
+        sequences: maximum length of each feature that is a sequence, and 0 for a pooled feature; empty if all
+            are pooled.
+        sequence: the same for the one feature of :meth:`read_by`.
+        keys: folder of the prepared data whose values are the keys of ``initial``, if it has keys.
+        pooled_by: which side pools bags: "workers", "trainers", or "auto" for the placement to decide.
     """
 
     name: str
@@ -88,28 +86,28 @@ class TableSpec:
     pooled_by: str = "auto"
 
     def read_by(self, feature: str) -> TableSpec:
-        """The table with the pooling of one of its features, or with the length of its sequence."""
+        """Return the table with the pooling, or the sequence length, of one of its features."""
         if not (self.poolings or self.sequences):
             return self
-        place = self.features.index(feature)
+        index = self.features.index(feature)
         return replace(
             self,
-            pooling=self.poolings[place] if self.poolings else self.pooling,
-            sequence=self.sequences[place] if self.sequences else 0,
+            pooling=self.poolings[index] if self.poolings else self.pooling,
+            sequence=self.sequences[index] if self.sequences else 0,
         )
 
     @property
     def num_vectors(self) -> int:
-        """How many vectors the net gets of a sample, where :meth:`read_by` has given the table."""
+        """Number of vectors per sample, of a table from :meth:`read_by`."""
         return self.sequence or 1
 
     @property
     def width(self) -> int:
-        """Of all that the net gets of a sample: a vector, or those of a sequence and how many they are."""
+        """Number of values per sample: a vector, or the vectors of a sequence and its length."""
         return self.num_vectors * self.dim + bool(self.sequence)
 
 
 def tables_of(input_spec: InputSpec, tables: Iterable[TableSpec]) -> list[TableSpec]:
-    """The table of each sparse feature, with its pooling or sequence, in feature order."""
+    """Return the table of each sparse feature, with its pooling or sequence, in feature order."""
     table_of = {feature: table.read_by(feature) for table in tables for feature in table.features}
     return [table_of[feature.name] for feature in input_spec.sparse_features]

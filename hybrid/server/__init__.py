@@ -1,6 +1,7 @@
-"""A worker's side of a step: what it hosts, and when that is updated.
+"""The worker's side of a step: what it hosts, and when the gradients of all trainers become an update.
 
-Begin with ``barrier``, which gathers the gradients of all trainers, makes one update of them, and answers
-the lookups that waited for it. ``ledger`` knows which update is next, and who is missing. ``hosted`` is the
-base of what a worker hosts: tables (``embedding/worker``) and dense nets (``dense/remote``).
+``barrier`` collects the gradients of all trainers, applies them as one update, and runs the lookups that wait
+for it. ``ledger`` decides which update is next, and which trainers are missing. ``hosted_module`` is the base
+of what a
+worker hosts: tables (``hybrid/embedding/worker``) and dense nets (``hybrid/dense/hosted_net.py``).
 """

@@ -1,13 +1,13 @@
-"""When a worker updates what it holds: the barrier between the steps of all trainers.
+"""The update barrier of a worker, between the steps of all trainers.
 
 Synchronous::
 
-    trainer 0   lookup(step 7) ── backward: gradients of step 7 ──┐            ┌─ lookup(step 8) answered
-    trainer 1   lookup(step 7) ───── backward: gradients ─────────┤            ├─ lookup(step 8) answered
-    worker                                          all are in: one update ────┘
+    trainer 0   lookup(step 7) ── backward: gradients of step 7 ──┐            ┌─ lookup(step 8) runs
+    trainer 1   lookup(step 7) ───── backward: gradients ─────────┤            ├─ lookup(step 8) runs
+    worker                                          all arrived: one update ────┘
 
-A lookup names how many updates it must see; until then it waits as a future and holds no thread. What an
-update waits for, in this mode and the others, the ``ledger`` says.
+A lookup states how many updates it must see; until then it waits as a future, without a thread. The
+``ledger`` decides what an update waits for, in this mode and the others.
 """
 
 import threading
@@ -30,14 +30,14 @@ _MAX_LOOKUP_THREADS = 4
 
 
 class Update(Protocol):
-    """The merged gradients of one update, ready to be applied."""
+    """The merged gradients of one update."""
 
     def squared_norm(self) -> float: ...
 
     def apply(self, scale: float) -> None: ...
 
 
-class _Waiting(NamedTuple):
+class _PendingLookup(NamedTuple):
     ticket: Ticket
     work: Callable[[], object]
     future: DeferredResponse[Any]
@@ -45,13 +45,14 @@ class _Waiting(NamedTuple):
 
 
 class UpdateBarrier(Generic[Contribution]):
-    """Gathers the contributions of all trainers to a step, applies them as one update, answers lookups.
+    """Collects the contributions of all trainers to a step, applies them as one update, and runs lookups.
 
     Args:
-        rules: who contributes, and when a step is complete.
-        merge: called with a step and its contributions, in order of trainers and parts; what it returns is
-            applied in the same thread, or dropped where the trainers decide so.
-        clock: records lookups that wait, and updates, where it records.
+        rules: which trainers contribute, and when a step is complete.
+        merge: merges the contributions to a step, which come in the order of trainers and parts. The result
+        is
+            applied in the same thread, or dropped if the trainers decide so.
+        clock: records pending lookups and updates.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class UpdateBarrier(Generic[Contribution]):
         self._rules = rules
         self._merge = merge
         self._ledger = Ledger[Contribution](rules)
-        self._waiting: list[_Waiting] = []
-        self._norm: tuple[int, float] | None = None  # of the last step that was merged
+        self._waiting: list[_PendingLookup] = []
+        self._norm: tuple[int, float] | None = None  # step and norm of the last merged step
         self._norm_waiting: dict[int, list[DeferredResponse[float]]] = {}  # by step
         self._decisions: dict[int, float | None] = {}
         self._staleness = Staleness()
@@ -78,13 +79,13 @@ class UpdateBarrier(Generic[Contribution]):
 
     @property
     def version(self) -> int:
-        """How many updates have been applied; a skipped step counts as one."""
+        """Number of updates applied; a skipped step counts as one."""
         return self._ledger.version
 
-    def when(
+    def run_when_ready(
         self, ticket: Ticket, work: Callable[[], Result], flow: Flow | None = None
     ) -> DeferredResponse[Result]:
-        """Run ``work`` once as many updates are applied as the ticket asks for; at once where they are."""
+        """Run ``work`` as soon as the updates that the ticket requires are applied."""
         future: DeferredResponse[Result] = DeferredResponse()
         with self._changed:
             if self._failure is not None:
@@ -93,24 +94,25 @@ class UpdateBarrier(Generic[Contribution]):
             if not self._ledger.is_ready(ticket):
                 is_timed = ticket.purpose is not Purpose.PREDICT
                 span = self._clock.begin("wait", ticket.step, flow=flow) if is_timed else None
-                self._waiting.append(_Waiting(ticket, work, future, span))
+                self._waiting.append(_PendingLookup(ticket, work, future, span))
                 return future
-        self._answer(ticket, work, future)
+        self._run_lookup(ticket, work, future)
         return future
 
     def contribute(
         self, ticket: Ticket, contribution: Contribution, read_at: int, *, updates_here: bool = False
     ) -> None:
-        """Hand in a trainer's gradients of a step. The update follows in the background.
+        """Add a trainer's gradients of a step. The update follows in the background.
 
         Args:
-            read_at: how many updates the rows had seen that the gradients were computed with.
-            updates_here: where these gradients complete an update, make it in this thread. To wake another
-                for that costs more than a small update, and the caller has to wait for it anyway.
+            read_at: number of updates that the rows had seen when the gradients were computed.
+            updates_here: whether to apply an update that these gradients complete in this thread. Waking
+            another
+                thread costs more than a small update, and the caller has to wait for it anyway.
 
         Raises:
-            ClusterError: the barrier has failed, or the trainer has sent this part of the step, or its
-                end, already.
+            ClusterError: the barrier has failed, or the trainer has already sent this part of the step or its
+                end.
         """
         with self._changed:
             if self._failure is not None:
@@ -120,10 +122,10 @@ class UpdateBarrier(Generic[Contribution]):
             if taken is None:
                 self._changed.notify_all()
         if taken is not None:
-            self._make(*taken)
+            self._run_update(*taken)
 
     def norm(self, step: int) -> DeferredResponse[float]:
-        """The squared norm of a step's merged gradients, once all of them are in."""
+        """Return the squared norm of a step's merged gradients, once all of them have arrived."""
         future: DeferredResponse[float] = DeferredResponse()
         with self._changed:
             if self._failure is not None:
@@ -136,36 +138,36 @@ class UpdateBarrier(Generic[Contribution]):
         return future
 
     def decide(self, step: int, scale: float | None) -> None:
-        """Say by what a step's gradients are to be multiplied; None drops them."""
+        """Set the factor of a step's gradients; None drops them."""
         with self._changed:
             self._decisions[step] = scale
             self._changed.notify_all()
 
     def expect(self, trainer: int, step: int, parts: int) -> None:
-        """Await so many parts of a trainer's gradients of a step, of which none may have come yet."""
+        """Set the number of parts of a trainer's gradients of a step, before the first arrives."""
         with self._changed:
             self._ledger.expect(trainer, step, parts)
 
     def finish(self, trainer: int, step: int) -> None:
-        """Expect nothing of ``trainer`` from ``step`` on; the others need not wait for it."""
+        """Expect no gradients of ``trainer`` from ``step`` on."""
         with self._changed:
             self._ledger.finish(trainer, step)
             self._changed.notify_all()
 
     def rejoin(self, trainer: int, step: int) -> None:
-        """Expect a trainer that had finished again, from ``step`` on; earlier ones may still be under way."""
+        """Expect gradients of a finished trainer again, from ``step`` on; earlier steps may still run."""
         with self._changed:
             self._ledger.rejoin(trainer, step)
 
     def fail(self, reason: str) -> None:
-        """Let everybody who waits here, now and later, know that the run has failed elsewhere."""
+        """Fail all pending and later calls, because another role has failed."""
         self._fail(ClusterError(reason))
 
     def take_staleness(self, version: int = 0) -> Staleness:
-        """The staleness of all updates since the last call, once there are ``version`` of them in all.
+        """Return the staleness of all updates since the last call, once ``version`` updates are applied.
 
         Raises:
-            ClusterError: they do not come; see :meth:`drain`.
+            ClusterError: an update is missing; see :meth:`drain`.
         """
         with self._changed:
             if not self._await(lambda: self._ledger.version >= version, timeouts=2):
@@ -174,42 +176,42 @@ class UpdateBarrier(Generic[Contribution]):
         return taken
 
     def drain(self) -> None:
-        """Return once all contributions so far are applied.
+        """Wait until all contributions so far are applied.
 
         Raises:
-            ClusterError: a trainer is missing (see ``timeout_seconds``), or the barrier was closed.
+            ClusterError: the gradients of a trainer are missing after the timeout, or the barrier was closed.
         """
         with self._changed:
-            # Twice, so that what the barrier waits for fails first and says what it was.
-            if not self._await(lambda: self._ledger.is_settled, timeouts=2):
+            # Twice the timeout, so that the wait of the barrier fails first, with the reason.
+            if not self._await(lambda: self._ledger.is_idle, timeouts=2):
                 raise ClusterError("gradients are still waiting for their update")
 
     def restart(self, version: int) -> None:
-        """Count on from ``version`` updates, as after loading a checkpoint; nothing may be under way."""
+        """Continue from ``version`` updates, after a checkpoint is loaded; no call may be pending."""
         with self._changed:
             assert not self._waiting
-            assert self._ledger.is_settled
+            assert self._ledger.is_idle
             self._ledger = Ledger(self._rules, version)
             self._norm = None
 
     def close(self) -> None:
-        """End the threads; lookups still waiting fail."""
+        """End the threads; pending lookups fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._updater.join(self._rules.timeout_seconds)
 
     def _run(self) -> None:
-        # The updater ends the readers: each lookup that an update releases is answered before they end.
+        # The updater ends the readers after each lookup that an update has released.
         with self._readers:
             try:
                 while True:
-                    self._make(*self._next())
-            except Exception as error:  # handed on to every caller, now and later
+                    self._run_update(*self._next())
+            except Exception as error:  # raised in every call, now and later
                 self._fail(error)
 
-    def _make(self, step: int, contributions: list[Contribution]) -> None:
-        """Make an update; the readers answer the lookups that waited for it."""
+    def _run_update(self, step: int, contributions: list[Contribution]) -> None:
+        """Apply an update, and have the readers run the lookups that waited for it."""
         try:
             with self._clock.span("merge", step):
                 update = self._merge(step, contributions)
@@ -217,7 +219,7 @@ class UpdateBarrier(Generic[Contribution]):
             if scale is not None:
                 with self._clock.span("apply", step):
                     update.apply(scale)
-        except Exception as error:  # handed on to every caller, now and later
+        except Exception as error:  # raised in every call, now and later
             self._fail(error)
             return
         with self._changed:
@@ -229,15 +231,15 @@ class UpdateBarrier(Generic[Contribution]):
             for waiting in ready:
                 if waiting.span is not None:
                     waiting.span.close()
-                self._readers.submit(self._answer, waiting.ticket, waiting.work, waiting.future)
+                self._readers.submit(self._run_lookup, waiting.ticket, waiting.work, waiting.future)
 
     def _decision(self, step: int, update: Update) -> float | None:
-        """Make a step's norm known, and wait for what the trainers make of it."""
+        """Publish the norm of a step, and wait for the decision of the trainers."""
         norm = update.squared_norm()
         with self._changed:
             self._norm = (step, norm)
-            answered = self._norm_waiting.pop(step, [])
-        for future in answered:
+            futures = self._norm_waiting.pop(step, [])
+        for future in futures:
             future.set_result(norm)
         with self._changed:
             is_decided = self._await(lambda: step in self._decisions or self._closed)
@@ -252,22 +254,24 @@ class UpdateBarrier(Generic[Contribution]):
                 if taken := self._ledger.begin_update():
                     return taken
                 self._changed.wait(self._ledger.seconds_left(time.monotonic()))
-            # An update that another thread makes still needs the readers.
+            # An update that another thread applies still needs the readers.
             self._await(lambda: not self._ledger.is_updating)
             raise ClusterError("the worker is stopping")
 
-    def _await(self, is_so: Callable[[], bool], timeouts: int = 1) -> bool:
-        """Let others in until something is so, or time is up: whether it is. Raises what has failed."""
+    def _await(self, condition: Callable[[], bool], timeouts: int = 1) -> bool:
+        """Wait until a condition holds, and return whether it does; raise the failure of the barrier."""
         seconds = timeouts * self._rules.timeout_seconds
-        is_over = self._changed.wait_for(lambda: self._failure or is_so(), seconds)
+        is_over = self._changed.wait_for(lambda: self._failure or condition(), seconds)
         if self._failure is not None:
             raise self._failure
         return bool(is_over)
 
-    def _answer(self, ticket: Ticket, work: Callable[[], Result], future: DeferredResponse[Result]) -> None:
+    def _run_lookup(
+        self, ticket: Ticket, work: Callable[[], Result], future: DeferredResponse[Result]
+    ) -> None:
         try:
             future.set_result(work())
-        except Exception as error:  # handed on to whoever waits
+        except Exception as error:  # raised where the future is awaited
             future.set_exception(error)
             return
         if ticket.purpose is Purpose.PREFETCH:

@@ -1,4 +1,4 @@
-"""What a worker hosts, tables or a dense net: recorded, saved and loaded as one; updated at its barrier."""
+"""The base of what a worker hosts: timings, checkpoints and an update barrier."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,11 @@ from hybrid.storage.remote_path import StoragePath
 
 
 class Hosted(nn.Module):
-    """Base of what the master creates on a worker as a ``RemoteModule``.
+    """Base of the modules that the master creates on a worker as a ``RemoteModule``.
 
     Attributes:
-        barrier: between the steps of all trainers.
-        clock: records what happens here, where it is told to.
+        barrier: update barrier between the steps of all trainers.
+        clock: records timings.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Hosted(nn.Module):
 
     @property
     def version(self) -> int:
-        """How many updates it has seen."""
+        """Number of updates applied."""
         return self.barrier.version
 
     def record(self, steps: range) -> None:
@@ -36,22 +36,22 @@ class Hosted(nn.Module):
         self.clock.record(steps)
 
     def take_spans(self) -> list[Span]:
-        """See :meth:`StepClock.take_spans`; with those of updates that are under way."""
+        """See :meth:`StepClock.take_spans`; waits for running updates first."""
         self.barrier.drain()
         return self.clock.take_spans()
 
     def begin_save(self, is_copied: bool) -> None:
-        """Hold what a checkpoint is to have of it, with all updates that are under way, for :meth:`write`.
+        """Take the tensors of a checkpoint, after all running updates, for :meth:`write`.
 
         Args:
-            is_copied: hold a copy, so that training may go on at once; else it must wait.
+            is_copied: whether to copy them, so that training can continue; else it must wait for the write.
         """
         self.barrier.drain()
-        self._held = {}  # what is left of one that nobody has written
+        self._held = {}  # free those of a checkpoint that was not written
         self._held = self._files(is_copied)
 
     def write(self, folder: StoragePath) -> Files:
-        """Write what it holds into a checkpoint folder, and let go of it."""
+        """Write the taken tensors into a checkpoint folder, and free them."""
         held, self._held = self._held, {}
         files: Files = {}
         for name, tensors in held.items():
@@ -59,11 +59,11 @@ class Hosted(nn.Module):
         return files
 
     def load(self, folder: StoragePath, step: int) -> None:
-        """Take from a checkpoint what it holds, and go on as after ``step`` steps."""
+        """Load the tensors of a checkpoint, and continue after ``step`` steps."""
         raise NotImplementedError
 
     def _files(self, is_copied: bool) -> Mapping[str, Mapping[str, Tensor]]:
-        """What is written into which file of a checkpoint."""
+        """Return the tensors of each file of a checkpoint."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -1,14 +1,15 @@
-"""What trainers have handed in, and which update is next: the rules of the barrier, without its threads.
+"""The rules of the update barrier, without its threads: which gradients have arrived, which update is next.
 
-A step's gradients meet in trainer order, whatever order they arrived in, and are one update.
+``sync``: the gradients of a step are merged in the order of trainers, whatever order they arrive in, and are
+one update.
 
-Pipelined, a trainer looks up step 8 with the gradients of step 6, so those rows lack the update of step 7.
-That update waits until the lookups that it follows are answered: every lookup sees exactly the updates it
-asked for, never more, and the result does not depend on who was quick.
+``pipelined``: a trainer looks up step 8 with the gradients of step 6, so those rows lack the update of step
+7. That update waits until these lookups have run. Each lookup thus sees exactly the updates that it requires,
+and the result does not depend on timing.
 
-Asynchronous, whatever trainers have handed in is applied as soon as the update before is, the steps of each
-trainer in their order, even where one message overtakes another; a lookup waits only for its own trainer's
-gradients: it sees all those updates, and cannot run ahead of them.
+``async``: all gradients that have arrived are applied after the running update. The steps of each trainer
+stay in order, even if one message overtakes another. A lookup waits for the gradients of its own trainer
+only.
 """
 
 import sys
@@ -29,48 +30,46 @@ _NEVER = sys.maxsize  # a step that does not come
 
 @dataclass(slots=True)
 class _Entry(Generic[Contribution]):
-    """What one trainer has handed in for one step, by part."""
+    """The gradients of one trainer for one step, by part."""
 
     followed: bool
     arrived_at: float
-    read_at: int  # the fewest updates that any part's rows had seen
+    read_at: int  # the smallest version of rows that a part has read
     parts: dict[int, Contribution] = field(default_factory=dict)
 
 
 class Ledger(Generic[Contribution]):
-    """What has come and is applied of the steps of all trainers. One thread at a time may use it.
+    """The gradients of all trainers that have arrived, and those that are applied. Not thread-safe.
 
-    A trainer takes part in all steps, but for those from one in which it has finished to one from which it
-    is back. The gradients of those in which it takes part are applied in their order.
+    A trainer takes part in all steps, except between a step in which it finishes and one in which it rejoins.
+    Its gradients are applied in the order of the steps.
 
     Attributes:
-        version: how many updates are applied.
+        version: number of updates applied.
     """
 
     def __init__(self, rules: UpdateRules, version: int = 0) -> None:
         self.version = version
         self._rules = rules
         self._entries: dict[tuple[int, int], _Entry[Contribution]] = {}  # by step and trainer
-        self._updating: dict[tuple[int, int], _Entry[Contribution]] = {}  # of the update under way
-        self._parts: dict[
-            tuple[int, int], int
-        ] = {}  # expected of a step and trainer, where not those of the rules
-        self._served: dict[tuple[int, int], int] = {}  # lookups ahead, by step and trainer
-        self._after_applied = [version] * rules.num_trainers  # a step, by trainer
+        self._updating: dict[tuple[int, int], _Entry[Contribution]] = {}  # of the running update
+        self._parts: dict[tuple[int, int], int] = {}  # by step and trainer, if not as in the rules
+        self._served: dict[tuple[int, int], int] = {}  # prefetched lookups that have run, by step and trainer
+        self._after_applied = [version] * rules.num_trainers  # first step not applied, by trainer
         self._absences: list[list[range]] = [[] for _ in range(rules.num_trainers)]
 
     @property
     def is_updating(self) -> bool:
-        """Whether an update is under way."""
+        """Whether an update is running."""
         return bool(self._updating)
 
     @property
-    def is_settled(self) -> bool:
-        """Whether all that was handed in is applied."""
+    def is_idle(self) -> bool:
+        """Whether all gradients that have arrived are applied."""
         return not (self._entries or self._updating)
 
     def enter(self, ticket: Ticket, contribution: Contribution, read_at: int, now: float) -> None:
-        """Take a trainer's gradients of a part of a step; see :meth:`UpdateBarrier.contribute`."""
+        """Add a trainer's gradients of a part of a step; see :meth:`UpdateBarrier.contribute`."""
         trainer, key = ticket.trainer, (ticket.step, ticket.trainer)
         if not self._takes_part(trainer, ticket.step):
             raise ClusterError(f"trainer {trainer} sent gradients of step {ticket.step} after its end")
@@ -84,30 +83,30 @@ class Ledger(Generic[Contribution]):
         entry.read_at = min(entry.read_at, read_at)
 
     def expect(self, trainer: int, step: int, parts: int) -> None:
-        """A trainer hands in another number of parts for a step than the rules say."""
+        """Set the number of parts of a trainer's gradients of a step, if not as in the rules."""
         self._parts[step, trainer] = parts
 
     def serve(self, ticket: Ticket) -> None:
-        """A lookup ahead is answered: it has read its rows."""
+        """Note that a prefetched lookup has read its rows."""
         key = (ticket.step, ticket.trainer)
         self._served[key] = self._served.get(key, 0) + 1
 
     def is_ready(self, ticket: Ticket) -> bool:
-        """Whether as many updates are applied as a lookup must see."""
+        """Whether the updates that a lookup requires are applied."""
         if self._rules.mode is not UpdateMode.ASYNC:
             return ticket.version <= self.version
         return ticket.version <= self._next_step(ticket.trainer)
 
     def begin_update(self) -> tuple[int, list[Contribution]] | None:
-        """Step and contributions of the next update; None where it lacks some, or another is under way."""
-        if self._updating or not (keys := self._complete()):
+        """Begin the next update, and return its step and contributions; None if none can begin."""
+        if self._updating or not (keys := self._next_entries()):
             return None
         self._updating = {key: self._entries.pop(key) for key in keys}
         entries = self._updating.values()
         return keys[0][0], [entry.parts[part] for entry in entries for part in sorted(entry.parts)]
 
     def end_update(self) -> Staleness:
-        """The update under way is applied, or dropped; how stale the rows were that it is of."""
+        """End the running update, applied or dropped; return the staleness of its rows."""
         ages = [self.version - entry.read_at for entry in self._updating.values()]
         for step, trainer in self._updating:
             self._parts.pop((step, trainer), None)
@@ -118,17 +117,21 @@ class Ledger(Generic[Contribution]):
         return Staleness(len(ages), sum(ages), max(ages))
 
     def finish(self, trainer: int, step: int) -> None:
-        """A trainer takes no part from ``step`` on."""
+        """Expect no gradients of a trainer from ``step`` on."""
         self._absences[trainer].append(range(step, _NEVER))
 
     def rejoin(self, trainer: int, step: int) -> None:
-        """A trainer that has finished, unless a restart has ended that, takes part again from ``step`` on."""
+        """Expect gradients of a finished trainer again from ``step`` on."""
         begun = self._after_applied[trainer]
         absences = [absence for absence in self._absences[trainer] if absence.stop > begun]
         self._absences[trainer] = [range(absence.start, min(absence.stop, step)) for absence in absences]
 
     def seconds_left(self, now: float) -> float | None:
-        """How long the present step may wait for more; None before it does. ClusterError where time is up."""
+        """Return how long the current step may still wait for gradients; None if none has arrived.
+
+        Raises:
+            ClusterError: the time is over.
+        """
         if self._rules.mode is UpdateMode.ASYNC:
             return None
         expected, timeout = self._expected(), self._rules.timeout_seconds
@@ -137,40 +140,40 @@ class Ledger(Generic[Contribution]):
             return None
         left = min(arrived) + timeout - now
         if left <= 0:
-            missing = ", ".join(f"trainer {t}" for step, t in expected if not self._is_whole(t, step))
+            missing = ", ".join(f"trainer {t}" for step, t in expected if not self._is_complete(t, step))
             message = f"step {self.version}: no gradients from {missing} for {timeout:g} s"
             raise ClusterError(f"{message} (cluster.timeout_seconds)")
         return left
 
     def _expected(self) -> list[tuple[int, int]]:
-        """Step and trainer of every entry that the present step is of."""
+        """Return step and trainer of each entry that the current step needs."""
         step = self.version
         return [(step, t) for t in range(self._rules.num_trainers) if self._takes_part(t, step)]
 
     def _takes_part(self, trainer: int, step: int) -> bool:
         return not any(step in absence for absence in self._absences[trainer])
 
-    def _complete(self) -> list[tuple[int, int]]:
-        """Step and trainer of every entry of the next update; none where it lacks something."""
+    def _next_entries(self) -> list[tuple[int, int]]:
+        """Return step and trainer of each entry of the next update; empty if it is incomplete."""
         if self._rules.mode is UpdateMode.ASYNC:
             trainers = range(self._rules.num_trainers)
-            return [(step, t) for t in trainers for step in self._whole_steps(t)]
+            return [(step, t) for t in trainers for step in self._complete_steps(t)]
         keys = self._expected()
-        return keys if all(self._is_whole(t, step) for step, t in keys) else []
+        return keys if all(self._is_complete(t, step) for step, t in keys) else []
 
-    def _whole_steps(self, trainer: int) -> Iterator[int]:
-        return takewhile(partial(self._is_whole, trainer), count(self._next_step(trainer)))
+    def _complete_steps(self, trainer: int) -> Iterator[int]:
+        return takewhile(partial(self._is_complete, trainer), count(self._next_step(trainer)))
 
     def _next_step(self, trainer: int) -> int:
-        """The first step that a trainer takes part in and whose gradients are not applied."""
+        """Return the first step of a trainer whose gradients are not applied."""
         step = self._after_applied[trainer]
         for absence in self._absences[trainer]:
             if step in absence:
                 step = absence.stop
         return step
 
-    def _is_whole(self, trainer: int, step: int) -> bool:
-        """Whether all of an entry is in, and the lookups are answered that must not see its update."""
+    def _is_complete(self, trainer: int, step: int) -> bool:
+        """Whether an entry is complete, and the lookups that must not see its update have run."""
         entry = self._entries.get((step, trainer))
         if entry is None or len(entry.parts) < self._parts.get((step, trainer), self._rules.parts):
             return False

@@ -60,14 +60,14 @@ def barrier(
 
 def when(each: Barrier, version: int, work: Callable[[], Result], trainer: int = 0) -> Future[Result]:
     """A lookup for step ``version`` that must see all updates before it."""
-    return each.when(Ticket(trainer, version, version), work)
+    return each.run_when_ready(Ticket(trainer, version, version), work)
 
 
 def ahead(
     each: Barrier, trainer: int, step: int, work: Callable[[], Result], part: int = 0
 ) -> Future[Result]:
     """A lookup for ``step`` that must see all updates before it but the last."""
-    return each.when(Ticket(trainer, step, max(0, step - 1), part, Purpose.PREFETCH), work)
+    return each.run_when_ready(Ticket(trainer, step, max(0, step - 1), part, Purpose.PREFETCH), work)
 
 
 def give(

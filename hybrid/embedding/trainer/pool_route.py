@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.embedding.bags import Bags, pool_recorded
+from hybrid.embedding.bags import Bags, pool_and_record
 from hybrid.embedding.placement import Location
 from hybrid.embedding.row_gradients import RowGradients
 from hybrid.embedding.table_spec import Pooling
@@ -79,7 +79,7 @@ class _PooledRows:
     def vectors(self, responses: Responses) -> Tensor:
         rows_UD, ranks_L = self._rows.received(responses)
         bags = Bags(ranks_L, self._offsets, self._weights_L, self._pooling)
-        pooled_ND, self._bags = pool_recorded(rows_UD, bags)
+        pooled_ND, self._bags = pool_and_record(rows_UD, bags)
         return pooled_ND.view(self.shape_BFD)
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:

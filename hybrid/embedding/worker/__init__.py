@@ -1,7 +1,6 @@
-"""A worker's side of the tables: rows, and the optimizers that update them where they lie.
+"""The worker's side of embedding tables: rows, and the optimizers that update them.
 
-Begin with ``shards``, which the master creates on a worker, and whose ``lookup`` trainers call through
-``wire``. It holds ``groups`` of ``rows``, which ``optimizers`` update. ``initial`` has the rows that a table
-starts with, ``earlier`` those that a resumed run does; ``stored`` answers lookups out of the files of a
-checkpoint, for predictions.
+The master creates ``table_shards`` on a worker; trainers call its ``lookup`` through the transport. It has
+``table_groups`` of rows, which ``row_optimizers`` update. ``initial_rows`` are the rows of a new table;
+``pre_update_rows`` are those that the first step of a resumed run reads.
 """

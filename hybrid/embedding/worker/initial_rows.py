@@ -1,4 +1,4 @@
-"""Initial rows of tables."""
+"""Random initial rows of tables."""
 
 import zlib
 
@@ -22,10 +22,9 @@ def initialise_rows(
 ) -> None:
     """Fill the rows ``index``, ``index + count``, ... of a table with their initial values.
 
-    Each value is uniform in [-scale, scale], or normal with deviation ``scale``, or zero, as ``init`` says,
-    and a pure function of seed, table name, row and column
-    (SplitMix64 used as a counter; Steele et al. 2014), so that every placement starts from the same
-    table and each worker computes only its own rows.
+    Each value is uniform in [-scale, scale], normal with standard deviation ``scale``, or zero, as ``init``
+    says. It is a pure function of seed, table name, row and column (SplitMix64 as a counter; Steele et al.
+    2014), so that every placement has the same table, and each worker computes only its own rows.
     """
     if init == "zeros":
         out_RD.zero_()
@@ -39,7 +38,7 @@ def initialise_rows(
         rows = np.arange(start, stop, dtype=np.uint64) * np.uint64(count) + np.uint64(index)
         counter_RD = rows[:, None] * np.uint64(dim) + columns_D
         uniform_RD = (splitmix64(counter_RD + key) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
-        if init == "normal":  # the inverse of its distribution function: one draw a value
+        if init == "normal":  # by the inverse distribution function: one draw per value
             normal_RD = torch.special.ndtri(torch.from_numpy(uniform_RD).double() + 2**-25)
             out_RD[start:stop] = normal_RD * scale
         else:

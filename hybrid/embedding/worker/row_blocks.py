@@ -1,4 +1,4 @@
-"""Some rows of a tensor at a time: taken out, put back, added to."""
+"""Read, write and add to given rows of a tensor."""
 
 from typing import Any
 

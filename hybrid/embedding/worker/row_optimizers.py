@@ -1,7 +1,7 @@
-"""Optimizers of table rows: each updates the rows that a step touched, or all rows of a table.
+"""Optimizers of rows: each step updates the touched rows, or all rows of a table.
 
-With w a touched row, g its gradient summed over the samples of the step, and r the learning rate of the
-step (that of the table times the factor of the schedule):
+With w a touched row, g its gradient summed over the samples of the step, and r the learning rate of the step
+(that of the table times the factor of the schedule):
 
 =============== =========================================== ========= =========== =========================
 name            update of a touched row                     state     decay       source
@@ -20,17 +20,17 @@ adamw           as adam                                     2 D + 1   apart     
 ftrl            see :class:`FTRL`                           2 D       closed form McMahan et al. 2013
 =============== =========================================== ========= =========== =========================
 
-``state`` is values per row of width D. ``decay`` is what ``weight_decay`` does: L2 adds weight_decay * w to g
-first, "apart" multiplies w by 1 - r * weight_decay first, "closed form" is an L2 penalty on w. Only touched
-rows decay. Likewise the buffer of ``momentum`` and the means of ``adam`` and ``adamw`` rest while their row
-does, and these two count the steps of each row by itself, so that a rare row's first steps are corrected as
-first steps. A row's update does not depend on which other rows a step touches.
+``state`` is the number of values per row of width D. ``decay`` is the effect of ``weight_decay``: "L2" first
+adds weight_decay * w to g, "apart" first multiplies w by 1 - r * weight_decay, "closed form" is an L2 penalty
+on w. Only touched rows decay. Likewise the buffer of ``momentum`` and the means of ``adam`` and ``adamw``
+change only with their row. These two count the steps of each row, so that the first steps of a rare row are
+corrected as first steps. The update of a row does not depend on which other rows a step touches.
 
-With ``all_rows``, every row takes every step, with a gradient of zero where it is not touched: an exact L2,
-and means that never rest. A step then goes through the whole table. What a row has missed could be caught up
-on when it is next read for ``sgd`` at a constant rate alone.
+With ``all_rows``, each step updates every row, with a gradient of zero for rows that are not touched. A step
+then goes through the whole table. (Only ``sgd`` at a constant rate could update a row later, when it is next
+read.)
 
-Where torch has the optimizer, rows that take every step are those of its single-tensor code, bit for bit.
+If torch has the optimizer, rows that are updated in every step have the bits of its single-tensor code.
 """
 
 import math
@@ -48,10 +48,10 @@ from hybrid.primitives.huge_pages import zeros_in_large_pages
 
 
 class RowOptimizer(ABC):
-    """Updates rows of one weight matrix in place; its state lies in tensors beside the rows.
+    """Updates rows of a weight matrix in place.
 
     Attributes:
-        state: named tensors, of the matrix's type; the first dimension of each counts rows.
+        state: tensors by name, of the type of the matrix; their first dimension is the row.
     """
 
     values_state: ClassVar[tuple[str, ...]] = ()
@@ -68,23 +68,23 @@ class RowOptimizer(ABC):
         """Apply one step to the distinct rows ``rows_U`` with gradients ``grad_UD``.
 
         Args:
-            factor: of the learning rate in this step; see ``hybrid/protocol/learning_rate_schedule.py``.
+            factor: factor of the learning rate in this step; see
+            ``hybrid/protocol/learning_rate_schedule.py``.
         """
         if not len(rows_U):
             return
-        wholes = (self.weight_RD, *self.state.values())
-        weight_UD, *parts = (take(whole, rows_U) for whole in wholes)
+        full = (self.weight_RD, *self.state.values())
+        weight_UD, *parts = (take(whole, rows_U) for whole in full)
         state = dict(zip(self.state, parts, strict=True))
         self.update(weight_UD, grad_UD, self.spec.learning_rate * factor, state)
-        for whole, part in zip(wholes, (weight_UD, *parts), strict=True):
+        for whole, part in zip(full, (weight_UD, *parts), strict=True):
             put(whole, rows_U, part)
 
     def step_all(self, first: int, last: int, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
         """Apply one step to all rows from ``first`` to ``last``, in place.
 
         Args:
-            rows_U, grad_UD: the distinct rows among them that the step touches, and their gradients; those of
-                the others are zero.
+            rows_U, grad_UD: the distinct touched rows among them, and their gradients; the others' are zero.
             factor: see :meth:`step`.
         """
         weight_RD = self.weight_RD[first:last]
@@ -103,10 +103,10 @@ class RowOptimizer(ABC):
 
 
 class Frozen(RowOptimizer):
-    """None: rows stay as they are, and their gradients are dropped before they are merged."""
+    """No optimizer: rows stay as they are, and gradients are dropped before they are merged."""
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
-        raise AssertionError("nobody updates what is frozen")
+        raise AssertionError("frozen rows have no updates")
 
 
 class SGD(RowOptimizer):
@@ -164,7 +164,7 @@ class Adam(RowOptimizer):
         square_UD = state["square"].mul_(beta2).addcmul_(grad_UD, grad_UD, value=1 - beta2)
         correction_U1, root_U1 = self._corrections.of(state["steps"].add_(1))
         denominator_UD = square_UD.sqrt().div_(root_U1.to(square_UD.dtype)).add_(self.spec.eps)
-        # torch turns a number over a tensor into a product with the reciprocal, which rounds twice.
+        # torch computes number / tensor as a product with the reciprocal, which rounds twice.
         move_U1 = (correction_U1.new_tensor(-rate) / correction_U1).to(mean_UD.dtype)
         weight_UD.add_((mean_UD * move_U1).div_(denominator_UD))
 
@@ -177,22 +177,22 @@ class AdamW(Adam):
 
 
 class BiasCorrections:
-    """1 - beta1^n and sqrt(1 - beta2^n) for rows that differ in n, as exact as torch has them for one n.
+    """1 - beta1^n and sqrt(1 - beta2^n) for rows with different n, as exact as torch's for one n.
 
-    In float32, 1 - 0.999^n would lose half its digits while n is small, and torch's own powers of a tensor
-    differ in the last bit from Python's. So this is a table, which grows with the largest n asked for.
+    In float32, 1 - 0.999^n loses half its digits if n is small, and torch's powers of a tensor differ in the
+    last bit from Python's. So the values are in a table, which grows with the largest n.
     """
 
     def __init__(self, betas: tuple[float, float]) -> None:
         self._betas = betas
         largest = max(betas)
         # From here on both powers are below half a unit in the last place of 1.
-        self._settled = 1 + int(-54 * math.log(2) / math.log(largest)) if largest > 0 else 1
+        self._last_distinct = 1 + int(-54 * math.log(2) / math.log(largest)) if largest > 0 else 1
         self.table_N2 = torch.empty(0, 2, dtype=torch.float64)
 
     def of(self, steps_U: Tensor) -> tuple[Tensor, Tensor]:
-        """Both corrections, float64 and of shape (U, 1); ``steps_U`` holds at least one n, all from 1 up."""
-        index_U = steps_U.long().clamp_(max=self._settled)
+        """Return both corrections, float64 of shape (U, 1), for at least one n, each 1 or more."""
+        index_U = steps_U.long().clamp_(max=self._last_distinct)
         if (largest := int(index_U.max())) >= len(self.table_N2):
             beta1, beta2 = self._betas
             more = range(len(self.table_N2), largest + 1024)
@@ -209,16 +209,16 @@ class FTRL(RowOptimizer):
 
         z += g - sigma w;  n += g^2;  w = 0 if |z| <= l1 else -(z - sign(z) l1) / a
 
-    Two things differ from the paper. Rows start at their initial values instead of zero, and r may change
-    with a schedule. Both ask for a z of which the present w is the solution, and there is just one for a w
-    other than zero: -w ((beta + sqrt(n)) / r + weight_decay) - sign(w) l1. Each step starts from that z, and
-    from the stored one where w is zero. For rows that start at zero and a constant r it is the paper's
-    algorithm; otherwise a first step, or a change of r, moves w by its gradient only. A zero gradient leaves
-    its value as it is, and a learning rate of zero everything.
+    There are two differences from the paper: rows start at their initial values instead of zero, and r may
+    change with a schedule. Both need a z whose solution is the current w. For a w other than zero there is
+    exactly one: -w ((beta + sqrt(n)) / r + weight_decay) - sign(w) l1. Each step starts from that z, and from
+    the stored z if w is zero. With initial rows of zero and a constant r this is the paper's algorithm;
+    otherwise a first step, or a change of r, moves w by its gradient only. A value with gradient zero, and a
+    learning rate of zero, change nothing.
     """
 
     values_state = ("z", "n")
-    # Below this, 1 / r could leave the range of float32, and w would not move by a visible amount.
+    # Below this, 1 / r could overflow float32, and w would not move visibly.
     smallest_rate: ClassVar[float] = 1e-20
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
@@ -227,13 +227,13 @@ class FTRL(RowOptimizer):
         spec, l1 = self.spec, self.spec.ftrl_l1
         n_UD = state["n"].addcmul_(grad_UD, grad_UD)
         scale_UD = n_UD.sqrt().add_(spec.ftrl_beta).div_(rate).add_(spec.weight_decay)
-        # z as of w, less sigma w, is z with the new n.
+        # The z of w minus sigma w is the z with the new n.
         z_UD = state["z"].masked_fill_(weight_UD != 0, 0.0).addcmul_(weight_UD, scale_UD, value=-1)
         if l1:
             z_UD.sub_(weight_UD.sign(), alpha=l1)
         z_UD.add_(grad_UD)
         solution_UD = softshrink(z_UD, l1).div_(scale_UD.neg_())
-        # Computed from z, a value with a zero gradient would be off by a rounding at every step.
+        # Computed from z, a value with gradient zero would change by rounding in each step.
         torch.where(grad_UD == 0, weight_UD, solution_UD, out=weight_UD)
 
 

@@ -1,4 +1,4 @@
-"""The rows of a worker, group by group, and how the gradients of a step update them."""
+"""The rows of a worker by group, and the update of a step."""
 
 import bisect
 import math
@@ -15,18 +15,18 @@ from hybrid.embedding.placement import Shard, ShardGroup
 from hybrid.embedding.pretrained_by_position import read_rows
 from hybrid.embedding.row_gradients import RowGradients
 from hybrid.embedding.worker.initial_rows import initialise_rows
-from hybrid.embedding.worker.pre_update_rows import EarlierRows
+from hybrid.embedding.worker.pre_update_rows import PreUpdateRows
 from hybrid.embedding.worker.row_blocks import copy
 from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, Frozen
 from hybrid.errors import NonFiniteError
 from hybrid.primitives.huge_pages import zeros_in_large_pages
 
-# Rows, gradients and state of one block of an update: what stays in the cache between gather and scatter.
+# Rows, gradients and state of one block of an update, which stay in the cache between gather and scatter.
 _BLOCK_BYTES = 2 << 20
 
 
 class TableGroup:
-    """The rows of several shards in one tensor, with their optimizer; rows hold nothing yet."""
+    """The rows of several shards in one tensor, zeros at first, and their optimizer."""
 
     def __init__(self, group: ShardGroup, dtype: torch.dtype) -> None:
         self.group = group
@@ -44,27 +44,27 @@ class TableGroup:
             scale = table.init_scale
             initialise_rows(rows_RD, seed, table.name, scale, shard.index, shard.count, table.init)
             if table.initial:
-                # Who reads no Parquet needs none of what does.
+                # A late import: it needs packages that other tables do not.
                 from hybrid.embedding.pretrained_by_key import read_rows_by_value
 
                 read_rows_by_value(table, rows_RD, shard.index, shard.count)
 
     @property
     def is_frozen(self) -> bool:
-        """Whether its rows stay as they are."""
+        """Whether rows are never updated."""
         return isinstance(self.optimizer, Frozen)
 
     @property
     def steps_all_rows(self) -> bool:
-        """Whether a step changes all of its rows, touched or not."""
+        """Whether a step changes all rows, touched or not."""
         return self.group.optimizer.steps_all_rows
 
     def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
-        """The rows of one shard ("weight") and their optimizer state, as views into the group."""
+        """Return the rows of a shard ("weight") and their optimizer state, as views of the group."""
         return self._of_shard(shard, self._tensors)
 
     def files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint has of each shard, by file: views into the group, or into a copy of it."""
+        """Return the checkpoint tensors of each shard, by file: views of the group, or of a copy."""
         tensors = self._tensors
         if is_copied:
             tensors = {name: self._for_copies.copy(tensor) for name, tensor in tensors.items()}
@@ -82,17 +82,17 @@ class TableGroup:
         return {name: tensor[start : start + shard.num_rows] for name, tensor in tensors.items()}
 
     def merge(self, parts: list[tuple[Bags, Tensor]]) -> RowGradients:
-        """The gradients of the distinct rows that ``parts`` touch, if any, summed in the order of these."""
+        """Merge the gradients of ``parts`` into those of distinct rows, summed in the order of the parts."""
         if not parts:
-            none_L = torch.empty(0, dtype=ids_dtype(self.group.num_rows))
-            return self._gradients(Bags(none_L), self.weight_RD[:0])
+            empty_L = torch.empty(0, dtype=ids_dtype(self.group.num_rows))
+            return self._gradients(Bags(empty_L), self.weight_RD[:0])
         kinds: dict[tuple[str, bool], list[tuple[Bags, Tensor]]] = {}
         for bags, grad_BD in parts:
             kinds.setdefault((bags.pooling, bags.offsets is None), []).append((bags, grad_BD))
-        merged = [self._merge_alike(same) for same in kinds.values()]
+        merged = [self._merge_alike(group) for group in kinds.values()]
         if len(merged) == 1:
             return merged[0]
-        # Rows read both one by one and pooled.
+        # Rows that were read one by one, and pooled in bags.
         return self._merge_alike([(Bags(gradients.rows_U), gradients.whole()) for gradients in merged])
 
     def _merge_alike(self, parts: list[tuple[Bags, Tensor]]) -> RowGradients:
@@ -104,13 +104,13 @@ class TableGroup:
         return RowGradients(bags, grad_BD, kernels.group_ids(bags.ids_L.numpy(), self.group.num_rows))
 
     def blocks(self, num_rows: int) -> Iterator[tuple[int, int]]:
-        """Parts of ``num_rows`` rows which, with gradients and state, fit the processor's cache."""
+        """Yield blocks of ``num_rows`` rows that fit the processor's cache with gradients and state."""
         tensors = (self.weight_RD, self.weight_RD, *self.optimizer.state.values())
         size = max(1, _BLOCK_BYTES // max(1, sum(t[:1].nbytes for t in tensors)))
         return ((first, min(first + size, num_rows)) for first in range(0, num_rows, size))
 
     def table_of(self, row: int) -> tuple[str, int]:
-        """The table, and the row within it, that a row of the group is."""
+        """Return the table, and the row within it, of a row of the group."""
         number = bisect.bisect_right(self.group.starts, row) - 1
         shard = self.group.shards[number]
         return shard.table.name, (row - self.group.starts[number]) * shard.count + shard.index
@@ -120,11 +120,11 @@ class TableUpdate:
     """One step's merged gradients of all tables of a worker.
 
     Args:
-        parts: by number, groups with the gradients of their rows.
-        step: whose gradients they are.
-        factor: of the learning rates.
+        parts: by index, groups with the gradients of their rows.
+        step: step of the gradients.
+        factor: factor of the learning rates.
         check_finite: whether a gradient that is not finite is an error.
-        earlier: takes what is overwritten, if it is to be kept.
+        previous: receives the overwritten rows, or None.
     """
 
     def __init__(
@@ -133,16 +133,16 @@ class TableUpdate:
         step: int,
         factor: float,
         check_finite: bool,
-        earlier: EarlierRows | None,
+        previous: PreUpdateRows | None,
     ) -> None:
         self._parts = parts
         self._step = step
         self._factor = factor
         self._check_finite = check_finite
-        self._earlier = earlier
+        self._previous = previous
 
     def squared_norm(self) -> float:
-        """Of all gradients.
+        """Return the squared norm of all gradients.
 
         Raises:
             NonFiniteError: see :meth:`apply`.
@@ -157,8 +157,9 @@ class TableUpdate:
         """Update the rows with the gradients times ``scale``, block by block.
 
         Raises:
-            NonFiniteError: a gradient is not finite where that is an error; names table and row. Rows
-                before it are updated then, and the tables of no further use.
+            NonFiniteError: a gradient is not finite, and that is an error. Rows before it are then updated,
+            so
+                that the tables are inconsistent.
         """
         for number, (group, gradients) in self._parts.items():
             step_rows = self._step_all_rows if group.steps_all_rows else self._step_touched_rows
@@ -167,33 +168,33 @@ class TableUpdate:
     def _step_touched_rows(
         self, number: int, group: TableGroup, gradients: RowGradients, scale: float
     ) -> None:
-        earlier_UD = None
-        if self._earlier is not None:
-            earlier_UD = self._earlier.room(number, gradients.rows_U, group.weight_RD)
+        previous_UD = None
+        if self._previous is not None:
+            previous_UD = self._previous.allocate(number, gradients.rows_U, group.weight_RD)
         for first, last in group.blocks(len(gradients.rows_U)):
             rows_U, grad_UD = self._block(group, gradients, first, last, scale)
-            if earlier_UD is not None:
-                copy(group.weight_RD, rows_U, earlier_UD[first:last])
+            if previous_UD is not None:
+                copy(group.weight_RD, rows_U, previous_UD[first:last])
             group.optimizer.step(rows_U, grad_UD, self._factor)
 
     def _step_all_rows(self, number: int, group: TableGroup, gradients: RowGradients, scale: float) -> None:
         num_rows, dtype = len(group.weight_RD), gradients.rows_U.dtype
-        earlier_RD = None
-        if self._earlier is not None:
+        previous_RD = None
+        if self._previous is not None:
             all_R = torch.arange(num_rows, dtype=dtype)
-            earlier_RD = self._earlier.room(number, all_R, group.weight_RD)
+            previous_RD = self._previous.allocate(number, all_R, group.weight_RD)
         for first, last in group.blocks(num_rows):
             ends = torch.tensor([first, last], dtype=dtype)
             begin, end = torch.searchsorted(gradients.rows_U, ends).tolist()
             rows_U, grad_UD = self._block(group, gradients, begin, end, scale)
-            if earlier_RD is not None:
-                earlier_RD[first:last] = group.weight_RD[first:last]
+            if previous_RD is not None:
+                previous_RD[first:last] = group.weight_RD[first:last]
             group.optimizer.step_all(first, last, rows_U, grad_UD, self._factor)
 
     def _block(
         self, group: TableGroup, gradients: RowGradients, first: int, last: int, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """The touched rows from the ``first`` to the ``last`` one, and their gradients times ``scale``."""
+        """Return the touched rows from ``first`` to ``last``, and their gradients times ``scale``."""
         grad_UD, total = gradients.block(first, last)
         rows_U = gradients.rows_U[first:last]
         self._check(group, rows_U, grad_UD, total)
@@ -203,7 +204,7 @@ class TableUpdate:
         if not self._check_finite or math.isfinite(total):
             return
         wrong_U = ~grad_UD.isfinite().all(1)
-        if wrong_U.any():  # else the sum of finite values has overflown
+        if wrong_U.any():  # else the sum of finite values has overflowed
             table, row = group.table_of(int(rows_U[wrong_U.nonzero()[0]]))
             raise NonFiniteError(
                 f"step {self._step}: the gradient of table {table}, row {row}, is not finite"

@@ -1,4 +1,4 @@
-"""The worker's side: the tables it holds, looked up by trainers and updated step by step."""
+"""The tables of a worker: trainers look them up, and steps update them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,9 +9,9 @@ from torch.futures import Future
 
 from hybrid.checkpoint.checkpoint_files import pre_update_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.embedding.bags import Bags, Item, pool, pool_recorded
+from hybrid.embedding.bags import Bags, Item, pool, pool_and_record
 from hybrid.embedding.placement import Placement, Shard
-from hybrid.embedding.worker.pre_update_rows import EarlierRows
+from hybrid.embedding.worker.pre_update_rows import PreUpdateRows
 from hybrid.embedding.worker.table_groups import TableGroup, TableUpdate
 from hybrid.errors import ClusterError
 from hybrid.protocol.ticket import Purpose, Ticket
@@ -22,10 +22,10 @@ from hybrid.storage.remote_path import StoragePath
 
 
 class Gradients(NamedTuple):
-    """What one trainer hands in for one lookup.
+    """A trainer's gradients of one lookup.
 
     Attributes:
-        items: those of the lookup, each with the gradient of its result.
+        items: the items of the lookup, each with the gradient of its vectors.
         is_closing: see :class:`Ticket`.
     """
 
@@ -34,16 +34,16 @@ class Gradients(NamedTuple):
 
 
 class TableShards(Hosted):
-    """All tables of one worker. Created by the master as a ``RemoteModule``; trainers look rows up.
+    """All tables of one worker. The master creates them as a ``RemoteModule``; trainers look them up.
 
-    Fill them before use: ``initialise`` for a new model, ``load`` for one out of a checkpoint.
+    Call ``initialise`` for a new model, or ``load`` for a checkpoint, before use.
 
     Args:
-        placement: where every table lies.
+        placement: which worker holds which rows.
         worker: index of this worker.
         rules: how gradients become updates.
-        dtype: of rows and optimizer state.
-        wire_dtype: of vectors that are answered for training, and of their gradients; None for ``dtype``.
+        dtype: type of rows and optimizer state.
+        wire_dtype: type of vectors for training and of their gradients; None for ``dtype``.
     """
 
     def __init__(
@@ -59,67 +59,71 @@ class TableShards(Hosted):
         self._wire_dtype = wire_dtype or dtype
         self.groups = [TableGroup(group, dtype) for group in placement.groups(worker)]
         self._rules = rules
-        # Autograd records a lookup only if one of its inputs requires a gradient.
+        # Autograd records a function only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
-        # What was looked up ahead, until its gradients come: by trainer, step and part.
+        # Prefetched lookups until their gradients arrive, by trainer, step and part.
         self._prefetched: dict[tuple[int, int, int], tuple[list[Item], int]] = {}
-        self._earlier: EarlierRows | None = None  # than the last update, where that was a closing one
+        self._previous: PreUpdateRows | None = None  # of the last update, if a checkpoint may follow it
         self._worker = worker
         self.barrier = UpdateBarrier[Gradients](rules, self._merge, self.clock)
 
     def initialise(self, seed: int) -> None:
-        """Fill every table with its initial rows, which depend on ``seed`` and the table's name alone."""
+        """Fill every table with its initial rows, a function of ``seed`` and the table's name."""
         for group in self.groups:
             group.initialise(seed)
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
-        """Pooled vectors, one tensor an item, once the tables have seen as many updates as the ticket says.
+        """Return pooled vectors, one tensor per item, once the updates that the ticket requires are applied.
 
         For ``Purpose.TRAIN`` the results carry gradients: the backward pass must reach each lookup exactly
-        once, and hands its gradients to the update of the ticket's step. For ``Purpose.PREFETCH`` they are
-        values, and :meth:`receive` takes their gradients.
+        once, and contributes its gradients to the update of the ticket's step. For ``Purpose.PREFETCH`` they
+        are plain values, and :meth:`receive` takes their gradients.
         """
-        return self.barrier.when(ticket, lambda: self.forward(ticket, items), ticket.flow(self._worker))
+        return self.barrier.run_when_ready(
+            ticket, lambda: self.forward(ticket, items), ticket.flow(self._worker)
+        )
 
     def forward(self, ticket: Ticket, items: Sequence[Item]) -> list[Tensor]:
-        """As :meth:`lookup`, against the rows as they are now."""
+        """Like :meth:`lookup`, with the current rows."""
         if ticket.purpose is Purpose.PREDICT:
             return [pool(self.groups[group].weight_RD, bags) for group, bags in items]
         with self.clock.span("pool", ticket.step, flow=ticket.flow(self._worker)):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
-            earlier = self._earlier_for(ticket)
-            version = self.version if earlier is None else earlier.step
-            pooled, recorded = self.pool_recorded(items, earlier)
+            previous = self._previous_for(ticket)
+            version = self.version if previous is None else previous.step
+            pooled, recorded = self.pool_and_record(items, previous)
             self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded, version
             return pooled
 
-    def _earlier_for(self, ticket: Ticket) -> EarlierRows | None:
-        """What a lookup ahead reads that came after an update which it must not see, as in a resumed run."""
-        earlier = self._earlier
-        return earlier if earlier is not None and ticket.version == earlier.step < self.version else None
+    def _previous_for(self, ticket: Ticket) -> PreUpdateRows | None:
+        """Return the pre-update rows if a prefetched lookup of a resumed run must not see the last update."""
+        previous = self._previous
+        if previous is not None and ticket.version == previous.step < self.version:
+            return previous
+        return None
 
-    def pool_recorded(
-        self, items: Sequence[Item], earlier: EarlierRows | None = None
+    def pool_and_record(
+        self, items: Sequence[Item], previous: PreUpdateRows | None = None
     ) -> tuple[list[Tensor], list[Item]]:
-        """Pooled vectors, and the items with what their gradients will need.
+        """Return pooled vectors, and the items with what their gradients need.
 
         Args:
-            earlier: what other rows are to be read than those of now, if any.
+            previous: pre-update rows to read instead of the current ones, or None.
         """
         pooled, recorded = [], []
         for group, bags in items:
             weight_RD = self.groups[group].weight_RD
-            if earlier is None:
-                vectors_BD, bags_then = pool_recorded(weight_RD, bags)
+            if previous is None:
+                vectors_BD, recorded_bags = pool_and_record(weight_RD, bags)
             else:
-                vectors_BD, bags_then = earlier.pool_recorded(weight_RD, group, bags)
+                vectors_BD, recorded_bags = previous.pool_and_record(weight_RD, group, bags)
             pooled.append(vectors_BD.to(self._wire_dtype))
-            recorded.append((group, bags_then))
+            recorded.append((group, recorded_bags))
         return pooled, recorded
 
     def receive(self, ticket: Ticket, grads: Sequence[Tensor], *, updates_here: bool = False) -> None:
-        """Take the gradients of a prefetched lookup's vectors, in their order.
+        """Take the gradients of the vectors of a prefetched lookup, in their order.
 
         Args:
             updates_here: see :meth:`UpdateBarrier.contribute`.
@@ -139,13 +143,13 @@ class TableShards(Hosted):
         *,
         updates_here: bool = False,
     ) -> None:
-        """Hand one trainer's gradients of one lookup to the update barrier.
+        """Pass a trainer's gradients of one lookup to the update barrier.
 
         Args:
             read_at, updates_here: see :meth:`UpdateBarrier.contribute`.
 
         Raises:
-            ClusterError: they are not of the vectors that were looked up.
+            ClusterError: their shapes are not those of the vectors.
         """
         for (group, bags), grad in zip(items, grads, strict=True):
             if grad.shape != (bags.num_bags, self.groups[group].group.dim):
@@ -162,29 +166,31 @@ class TableShards(Hosted):
         )
 
     def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
-        """The rows and optimizer state of one shard, as views."""
+        """Return the rows and the optimizer state of a shard, as views."""
         group = next(g for g in self.groups if shard in g.group.shards)
         return group.shard_tensors(shard)
 
     def load(self, folder: StoragePath, step: int) -> None:
-        """Read every shard from a checkpoint and go on as after ``step`` steps."""
+        """Read every shard from a checkpoint, and continue after ``step`` steps."""
         checkpoint = Checkpoint.open(folder)
         for shard in (shard for group in self.groups for shard in group.group.shards):
             checkpoint.load_rows(shard.table.name, shard.index, shard.count, self.shard_tensors(shard))
         self._prefetched.clear()
-        self._earlier = None
+        self._previous = None
         if self._rules.mode is UpdateMode.PIPELINED:
-            self._earlier = EarlierRows.read(checkpoint, [group.group for group in self.groups], self._dtype)
+            self._previous = PreUpdateRows.read(
+                checkpoint, [group.group for group in self.groups], self._dtype
+            )
         self.barrier.restart(step)
 
     def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
         files = {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
-        if self._earlier is not None:
-            files[pre_update_file(self._worker)] = self._earlier.tensors([g.group for g in self.groups])
+        if self._previous is not None:
+            files[pre_update_file(self._worker)] = self._previous.tensors([g.group for g in self.groups])
         return files
 
     def _merge(self, step: int, contributions: list[Gradients]) -> TableUpdate:
-        # Where all rows take every step, they take those too that touch none.
+        # Groups that update all rows take part in each step, even if it touches none of them.
         parts: dict[int, list[tuple[Bags, Tensor]]] = {
             number: [] for number, group in enumerate(self.groups) if group.steps_all_rows
         }
@@ -193,13 +199,13 @@ class TableShards(Hosted):
                 if not self.groups[group].is_frozen:
                     parts.setdefault(group, []).append((bags, grad_BD))
         merged = {g: (self.groups[g], self.groups[g].merge(of_group)) for g, of_group in parts.items()}
-        self._earlier = EarlierRows(step) if any(each.is_closing for each in contributions) else None
+        self._previous = PreUpdateRows(step) if any(each.is_closing for each in contributions) else None
         factor = self._rules.schedule.factor(step)
-        return TableUpdate(merged, step, factor, self._rules.check_finite, self._earlier)
+        return TableUpdate(merged, step, factor, self._rules.check_finite, self._previous)
 
 
 class _Lookup(torch.autograd.Function):
-    """Pooling whose backward hands the gradients to the update barrier, without a sparse tensor."""
+    """Pooling whose backward pass contributes to the update barrier, without a sparse tensor."""
 
     @staticmethod
     def forward(
@@ -210,7 +216,7 @@ class _Lookup(torch.autograd.Function):
         items: Sequence[Item],
     ) -> tuple[Tensor, ...]:
         read_at = shards.version
-        pooled, recorded = shards.pool_recorded(items)
+        pooled, recorded = shards.pool_and_record(items)
         ctx.arguments = shards, ticket, recorded, read_at  # type: ignore[attr-defined]
         return tuple(pooled)
 

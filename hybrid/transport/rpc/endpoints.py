@@ -16,7 +16,7 @@ from torch.distributed import autograd as dist_autograd, rpc
 from torch.futures import Future, collect_all
 
 from hybrid.dense.hosted_net import HostedNet
-from hybrid.embedding.bags import PlainItem, put_together
+from hybrid.embedding.bags import PackedItem, unpack_items
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
 from hybrid.primitives.available_memory import available_memory_bytes
@@ -34,10 +34,10 @@ _numbers = itertools.count()
 local_constructors: dict[str, partial[Any]] = {}
 
 # A lookup without its tensors: number of the tables, ticket, items.
-PlainLookup: TypeAlias = tuple[int, PlainTicket, Sequence[PlainItem]]
+PlainLookup: TypeAlias = tuple[int, PlainTicket, Sequence[PackedItem]]
 # A trainer's segment of an exchange: the ticket and number of gradients, the ticket and items of a lookup;
 # either ticket may be None.
-PlainSegment: TypeAlias = tuple[PlainTicket | None, int, PlainTicket | None, Sequence[PlainItem]]
+PlainSegment: TypeAlias = tuple[PlainTicket | None, int, PlainTicket | None, Sequence[PackedItem]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
     number, ticket, items = plain
     tables: TableShards = _modules[number]
     try:
-        return tables.lookup(Ticket.of(ticket), put_together(items, tensors))
+        return tables.lookup(Ticket.of(ticket), unpack_items(items, tensors))
     except Exception as error:  # reported to the caller
         response: DeferredResponse[list[Tensor]] = DeferredResponse()
         response.set_exception(error)
@@ -107,7 +107,7 @@ def exchange(plain: tuple[int, Sequence[PlainSegment]], tensors: Sequence[Tensor
         if ticket is not None:
             tables.receive(Ticket.of(ticket), list(islice(rest, num_grads)), updates_here=looks_up)
         if next_ticket is not None:
-            lookups.append((Ticket.of(next_ticket), put_together(items, rest)))
+            lookups.append((Ticket.of(next_ticket), unpack_items(items, rest)))
     if len(lookups) == 1:
         return tables.lookup(*lookups[0])
     response: DeferredResponse[list[Tensor]] = DeferredResponse()

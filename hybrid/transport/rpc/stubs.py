@@ -11,7 +11,7 @@ from torch.distributed.nn import RemoteModule
 from torch.futures import Future
 
 from hybrid.dense.hosted_net import HostedNet
-from hybrid.embedding.bags import Item, taken_apart
+from hybrid.embedding.bags import Item, pack_items
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.protocol.ticket import Purpose, Ticket
@@ -113,7 +113,7 @@ class RemoteTables(RemoteHosted[TableShards]):
         """See :meth:`TableShards.lookup`; part of the graph of distributed autograd in its contexts."""
         if ticket.purpose is Purpose.PREFETCH:
             return self._exchange(next_ticket=ticket, items=items)
-        plain, tensors = taken_apart(items)
+        plain, tensors = pack_items(items)
         request = self._number, ticket.plain, plain
         if ticket.purpose is Purpose.TRAIN:
             return PendingTensors(self.role, _send(self.role, endpoints.lookup, request, tensors))
@@ -142,7 +142,7 @@ class RemoteTables(RemoteHosted[TableShards]):
         next_ticket: Ticket | None = None,
         items: Sequence[Item] = (),
     ) -> PendingTensors[list[Tensor]]:
-        plain, tensors = taken_apart(items)
+        plain, tensors = pack_items(items)
         segment = ticket and ticket.plain, len(grads), next_ticket and next_ticket.plain, plain
         return PendingTensors(self.role, self._send_segment(segment, [*grads, *tensors]))
 

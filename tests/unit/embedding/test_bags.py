@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 from support.bags import BAGS, bags_of, every_kind, plain_pool, some_rows
 
-from hybrid.embedding.bags import Bags, concatenate, pool, pool_recorded, put_together, taken_apart
+from hybrid.embedding.bags import Bags, concatenate, pack_items, pool, pool_and_record, unpack_items
 from hybrid.embedding.table_spec import Pooling
 
 
 @every_kind
 def test_pooling_equals_plain_arithmetic(bags: Bags) -> None:
     weight_RD = some_rows()
-    pooled_BD, _ = pool_recorded(weight_RD, bags)
+    pooled_BD, _ = pool_and_record(weight_RD, bags)
     assert torch.equal(pool(weight_RD, bags), pooled_BD)
     torch.testing.assert_close(pooled_BD, plain_pool(weight_RD, bags), rtol=1e-14, atol=1e-14)
 
@@ -39,8 +39,8 @@ def test_concatenated_bags_pool_as_their_parts(parts: list[Bags]) -> None:
 
 
 def test_concatenated_bags_keep_which_rows_were_the_largest() -> None:
-    parts = [pool_recorded(some_rows(), bags_of(bags, Pooling.MAX))[1] for bags in (BAGS, BAGS[::-1][:4])]
-    whole = pool_recorded(some_rows(), bags_of([*BAGS, *BAGS[::-1][:4]], Pooling.MAX))[1].winners_BD
+    parts = [pool_and_record(some_rows(), bags_of(bags, Pooling.MAX))[1] for bags in (BAGS, BAGS[::-1][:4])]
+    whole = pool_and_record(some_rows(), bags_of([*BAGS, *BAGS[::-1][:4]], Pooling.MAX))[1].winners_BD
     winners_BD = concatenate(parts).winners_BD
     assert whole is not None
     assert winners_BD is not None
@@ -80,6 +80,6 @@ def test_items_are_the_same_again_put_together() -> None:
         (1, Bags(ids, offsets, None, Pooling.MAX)),
         (0, Bags(ids, offsets, None, Pooling.MEAN)),
     ]
-    plain, tensors = taken_apart(items)
+    plain, tensors = pack_items(items)
     assert [type(value) for item in plain for value in item] == [int, str, bool, bool] * len(items)
-    assert put_together(plain, tensors) == items
+    assert unpack_items(plain, tensors) == items

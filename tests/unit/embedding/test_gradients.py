@@ -6,7 +6,7 @@ from support.bags import BAGS, DIM, ROWS, bags_of, every_kind, plain_pool, some_
 from torch import Tensor
 
 from hybrid.embedding import kernels
-from hybrid.embedding.bags import Bags, pool_recorded
+from hybrid.embedding.bags import Bags, pool_and_record
 from hybrid.embedding.row_gradients import RowGradients
 from hybrid.embedding.table_spec import Pooling
 
@@ -24,7 +24,7 @@ def row_gradients(bags: Bags, grad_BD: Tensor) -> RowGradients:
 @every_kind
 def test_they_equal_autograd(bags: Bags, dtype: torch.dtype, tolerance: float) -> None:
     weight_RD, grad_BD = some_rows(dtype).requires_grad_(), some_gradients(bags, dtype)
-    _, recorded = pool_recorded(weight_RD.detach(), bags)
+    _, recorded = pool_and_record(weight_RD.detach(), bags)
     gradients = row_gradients(recorded, grad_BD)
     assert gradients.rows_U.tolist() == sorted(set(bags.ids_L.tolist()))
     dense_RD = torch.zeros(ROWS, DIM, dtype=dtype).index_copy(0, gradients.rows_U, gradients.whole())
@@ -37,7 +37,7 @@ def test_they_equal_autograd(bags: Bags, dtype: torch.dtype, tolerance: float) -
 def test_they_are_those_of_the_time_of_the_lookup(pooling: Pooling) -> None:
     """Rows that change meanwhile, as in pipelined steps, change no gradient."""
     weight_RD = some_rows()
-    _, bags = pool_recorded(weight_RD, bags_of(BAGS, pooling))
+    _, bags = pool_and_record(weight_RD, bags_of(BAGS, pooling))
     grad_BD = some_gradients(bags)
     expected_UD = row_gradients(bags, grad_BD).whole()
     weight_RD.neg_()

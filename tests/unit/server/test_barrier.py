@@ -86,7 +86,7 @@ class TestLookups:
 
     def test_an_update_waits_for_none_of_another_purpose(self) -> None:
         with barrier(1, ignore, UpdateMode.PIPELINED) as each:
-            answer(each.when(Ticket(0, 1, 0, purpose=Purpose.PREDICT), nothing))
+            answer(each.run_when_ready(Ticket(0, 1, 0, purpose=Purpose.PREDICT), nothing))
             give(each, 0, 0, followed=True)
             updated = when(each, 1, nothing)
             assert not is_done(updated)
@@ -117,7 +117,7 @@ def test_trainers_in_threads_train_in_step_and_in_order(mode: UpdateMode, seed: 
             def look_up(step: int, part: int) -> None:
                 if step < num_steps:
                     ticket = Ticket(trainer, step, max(0, step + 1 - distance), part, Purpose.PREFETCH)
-                    lookups[step].append(each.when(ticket, own_updates))
+                    lookups[step].append(each.run_when_ready(ticket, own_updates))
 
             def send(step: int, part: int) -> None:
                 text, is_followed = f"t{trainer}s{step}p{part}", distance == 2 and step + 1 < num_steps

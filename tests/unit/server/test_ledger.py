@@ -53,9 +53,9 @@ class TestUpdates:
                 assert each.begin_update() is None
                 give(each, trainer, 0, part)
             assert each.begin_update() == (0, ["t0s0p0", "t0s0p1", "t1s0p0", "t1s0p1"])
-            assert (each.version, each.is_updating, each.is_settled) == (0, True, False)
+            assert (each.version, each.is_updating, each.is_idle) == (0, True, False)
             each.end_update()
-            assert (each.version, each.is_updating, each.is_settled) == (1, False, True)
+            assert (each.version, each.is_updating, each.is_idle) == (1, False, True)
 
     @pytest.mark.parametrize(("num_trainers", "parts"), [(2, 1), (1, 2)])
     def test_a_pipelined_update_waits_for_the_lookups_that_must_not_see_it(
@@ -77,10 +77,10 @@ class TestUpdates:
         each = ledger(1, mode)
         give(each, 0, 1)
         assert not update(each)
-        assert not each.is_settled
+        assert not each.is_idle
         give(each, 0, 0)
         assert [update(each), update(each)] == ["t0s0p0", "t0s1p0"]
-        assert each.is_settled
+        assert each.is_idle
 
     def test_one_update_is_made_at_a_time(self) -> None:
         each = ledger(2, ASYNC)
@@ -89,10 +89,10 @@ class TestUpdates:
         give(each, 0, 0)
         give(each, 1, 1)
         assert each.begin_update() is None
-        assert not each.is_settled
+        assert not each.is_idle
         each.end_update()
         assert update(each) == "t0s0p0 t1s1p0"  # what has come meanwhile is one update
-        assert (each.version, each.is_settled) == (2, True)
+        assert (each.version, each.is_idle) == (2, True)
 
     @pytest.mark.parametrize("mode", [SYNC, PIPELINED])
     def test_a_lookup_sees_the_version_that_it_asks_for(self, mode: UpdateMode) -> None:
@@ -154,7 +154,7 @@ class TestRefusals:
         each.end_update()
         with pytest.raises(ClusterError, match=message):
             give(each, 0, 0)
-        assert each.is_settled  # what was refused has left nothing
+        assert each.is_idle  # what was refused has left nothing
         give(each, 0, 1)
 
     def test_in_async_mode_every_trainer_has_steps_of_its_own(self) -> None:
@@ -392,5 +392,5 @@ def test_whatever_order_messages_arrive_in_all_is_answered_and_applied_in_order(
     for start in (f"t{index}" for index in range(NUM_TRAINERS)):
         own, expected = ([c for update in of for c in update if c.startswith(start)] for of in (made, whole))
         assert own == expected
-    assert each.is_settled
+    assert each.is_idle
     assert not each._served

@@ -153,9 +153,9 @@ def everything(host: TableShards) -> list[Item]:
 def test_one_lookup_reads_them_and_all_others_the_rows_as_they_are(stack: ExitStack, tmp_path: Path) -> None:
     each = pipelined(stack, "row", 2)
     train_ahead(each, range(CUT - 1))
-    before = {w: host.pool_recorded(everything(host)) for w, host in each.hosts.items()}
+    before = {w: host.pool_and_record(everything(host)) for w, host in each.hosts.items()}
     train_ahead(each, range(CUT - 1, CUT), closing=CUT - 1)
-    after = {w: host.pool_recorded(everything(host)) for w, host in each.hosts.items()}
+    after = {w: host.pool_and_record(everything(host)) for w, host in each.hosts.items()}
     each.load(each.save(tmp_path / "step", CUT), CUT)
     for worker, host in each.hosts.items():
         assert not all(map(torch.equal, before[worker][0], after[worker][0]))
@@ -287,7 +287,7 @@ def test_what_are_no_rows_of_a_table_is_refused(
     manifest = Checkpoint.open(folder).manifest
     files = manifest.files | write_tensors(folder, pre_update_file(0), wrong)
     dataclasses.replace(manifest, files=files).write(folder)
-    with pytest.raises(CheckpointError, match=r"earlier\.0.*: what it has of table a are no rows of it$"):
+    with pytest.raises(CheckpointError, match=r"earlier\.0.*table a"):
         each.load(folder, CUT)
 
 
