@@ -15,7 +15,7 @@ from hybrid.checkpoint.checkpoint_manifest import BEST, OWES_EVALUATION
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import map_arrays
 from hybrid.data.encode.feature_encoder import FILE_NAME, vocabularies_place
-from hybrid.data.encode.vocabulary_file import VOCABULARIES_FILE
+from hybrid.data.encode.vocabulary import VOCABULARIES_FILE
 from hybrid.embedding.pretrained_by_position import StoredTensor
 from hybrid.errors import DataError
 from hybrid.storage.files import compute_checksum, copy, exists, local_copy

@@ -15,7 +15,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import DenseSection
 from hybrid.config.loading import CONFIG_FILE, load_config
-from hybrid.data.encode.vocabulary_file import VOCABULARIES_FILE
+from hybrid.data.encode.vocabulary import VOCABULARIES_FILE
 from hybrid.errors import CheckpointError
 from hybrid.server.hosted_module import Hosted
 from hybrid.storage.remote_path import StoragePath

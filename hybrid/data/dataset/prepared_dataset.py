@@ -1,7 +1,7 @@
 """A prepared data set on disk, and batches of its rows.
 
 A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (feature_encoder.py),
-``vocabularies.parquet`` (vocabulary_file.py), and a folder for each split, of plain ``.npy`` files::
+``vocabularies.parquet`` (vocabulary.py), and a folder for each split, of plain ``.npy`` files::
 
     dense.npy        float32 (N, F)
     ids.npy          int32 (N, K), the features of exactly one id a sample

@@ -26,8 +26,13 @@ from hybrid.data.encode.fitting import (
     vocabularies,
 )
 from hybrid.data.encode.sparse_encoding import Bags, SparseEncoding
-from hybrid.data.encode.vocabulary import NO_VALUES, Vocabulary
-from hybrid.data.encode.vocabulary_file import VOCABULARIES_FILE, read_vocabularies, write_vocabularies
+from hybrid.data.encode.vocabulary import (
+    NO_VALUES,
+    VOCABULARIES_FILE,
+    Vocabulary,
+    read_vocabularies,
+    write_vocabularies,
+)
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import RawBlock
 from hybrid.data.values.scaling import DenseEncoding, scaled

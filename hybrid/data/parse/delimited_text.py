@@ -7,6 +7,7 @@ line, and not the lines after it.
 
 import csv
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -25,7 +26,6 @@ from hybrid.data.parse.text_lines import (
     OPEN_QUOTE,
     Lines,
     is_utf8,
-    line_blocks,
     open_text,
     refuse_binary,
     whole_lines,
@@ -72,11 +72,11 @@ def read_text(path: StoragePath, layout: Layout, block_bytes: int = BLOCK_BYTES)
 
     Raises:
         ConfigError: the file lacks a column.
-        DataError: the file cannot be read.
+        DataError: the file cannot be read, or a line is longer than 16 MiB.
     """
     with open_text(path) as file:
-        head = file.read(PEEK_BYTES)
-    yield from _tables(path, head, _open_ended(line_blocks(path, block_bytes)), layout)
+        chunks = iter(partial(file.read, block_bytes), b"")
+        yield from read_span(path, chunks, layout, is_first=True, is_last=True)
 
 
 def read_span(

@@ -135,7 +135,7 @@ def read_segment(
 
 
 class _Chunks:
-    """The bytes of a segment of text, cut as :func:`hybrid.data.parse.text_lines.line_blocks` cuts them.
+    """The bytes of a segment of text, cut as :func:`read_text` cuts them.
 
     Attributes:
         fraction: of the segment that is read.

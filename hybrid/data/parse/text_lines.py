@@ -7,7 +7,6 @@ import select
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, cast
@@ -182,16 +181,6 @@ def is_utf8(block: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def line_blocks(path: StoragePath, block_bytes: int) -> Iterator[bytes]:
-    """Yield complete lines in blocks of at most about ``block_bytes``, each line with a line feed only.
-
-    Raises:
-        DataError: the file cannot be read, or a line is longer than 16 MiB.
-    """
-    with open_text(path) as file:
-        yield from whole_lines(path, iter(partial(file.read, block_bytes), b""))
 
 
 def whole_lines(path: StoragePath, chunks: Iterator[bytes], *, is_start: bool = True) -> Iterator[bytes]:

@@ -159,7 +159,7 @@ class FilesPreparation:
             for block in segment_log.blocks:
                 log.add(segment.path, block.num_valid, [row.after(lines) for row in block.invalid])
             for i, piece in enumerate(segment_log.pieces):
-                pieces.append(Piece(spill.piece_folder(folder, i), first_row + piece.first_row, None))
+                pieces.append(Piece(spill.piece_folder(folder, i), first_row + piece, None))
             lines += segment_log.num_lines
             first_row += segment_log.num_rows
             if segment.is_last:

@@ -50,19 +50,11 @@ class BlockLog(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PieceLog:
-    """The rows of a piece: the first, by its position in the segment, and the number of valid rows."""
-
-    first_row: int
-    num_rows: int
-
-
-@dataclass(frozen=True)
 class SegmentLog:
-    """The blocks and pieces of a parsed segment."""
+    """The blocks of a parsed segment, and the first row of each of its pieces."""
 
     blocks: list[BlockLog]
-    pieces: list[PieceLog]
+    pieces: list[int]
 
     @property
     def num_rows(self) -> int:
@@ -87,7 +79,7 @@ class SegmentLog:
             )
             for rows, lines, valid, invalid in content["blocks"]
         ]
-        return cls(blocks, [PieceLog(**piece) for piece in content["pieces"]])
+        return cls(blocks, content["pieces"])
 
 
 def piece_folder(segment: Path, piece: int) -> Path:

@@ -32,7 +32,7 @@ from hybrid.data.parse.sources import RawBlock, parse_of
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.holdout import Split
 from hybrid.data.prepare.job_threads import ReportRows
-from hybrid.data.prepare.spill import BlockLog, PieceLog, SegmentLog
+from hybrid.data.prepare.spill import BlockLog, SegmentLog
 from hybrid.data.prepare.split_writer import LabelSums, SplitPosition, SplitWriter
 from hybrid.data.values.column_values import is_list
 from hybrid.data.values.scaling import BlockMoments
@@ -80,7 +80,7 @@ def parse_segment(
 def _write_piece(folder: Path, log: SegmentLog, held: Sequence[RawBlock]) -> None:
     first_row = int(held[0].source_rows_B[0])
     spill.write_piece(spill.piece_folder(folder, len(log.pieces)), held, first_row)
-    log.pieces.append(PieceLog(first_row, sum(len(block.source_rows_B) for block in held)))
+    log.pieces.append(first_row)
 
 
 class Piece(NamedTuple):

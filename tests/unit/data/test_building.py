@@ -67,46 +67,6 @@ def test_what_nobody_holds_is_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
-def test_a_lock_that_was_taken_for_abandoned_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the making of the file and its lock, somebody else cleans up."""
-    flock = fcntl.flock
-    calls = []
-
-    def cleaned(descriptor: int, how: int) -> None:
-        calls.append(how)
-        if len(calls) == 1:
-            remove_abandoned(tmp_path)
-        flock(descriptor, how)
-
-    monkeypatch.setattr(fcntl, "flock", cleaned)
-    with build_directory(tmp_path / "x", "whole") as folder:
-        assert folder.with_name(f"{folder.name}.lock").exists()
-        (folder / "whole").touch()
-    assert len(calls) == 3  # its own, that of the other, and its own once more
-
-
-def test_a_lock_of_parts_that_was_taken_for_abandoned_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flock, calls = fcntl.flock, list[int]()
-
-    def cleaned(descriptor: int, how: int) -> None:
-        calls.append(how)
-        if len(calls) == 1:
-            with keep_segments(tmp_path / "other", tmp_path / "unused"):
-                pass
-        flock(descriptor, how)
-
-    monkeypatch.setattr(fcntl, "flock", cleaned)
-    with keep_segments(tmp_path / "x", tmp_path / "unused") as parts:
-        assert sorted(path.name for path in tmp_path.iterdir()) == [parts.name, f"{parts.name}.lock"]
-        with keep_segments(tmp_path / "x", tmp_path / "second") as second:
-            assert second == tmp_path / "second"
-    assert not list(tmp_path.iterdir())
-
-
 def test_parts_whose_lock_was_made_anew_meanwhile_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,20 +89,6 @@ def test_columns_of_every_type(column: Any, texts: list[str | None]) -> None:
     assert coded.type.value_type == pa.string()
 
 
-def test_floats_know_where_integers_end() -> None:
-    assert canonical(pa.array([2.0**53 - 1, 2.0**53, -(2.0**60), float("inf")]))[1].tolist() == [
-        *(False, True, True, False)
-    ]
-    assert canonical(pa.array([2**24 - 1, 2**24], pa.float32()))[1].tolist() == [False, True]
-
-
-def test_a_dictionary_of_other_rows_is_left_out() -> None:
-    column = pa.DictionaryArray.from_arrays(pa.array([7, None]), pa.array([f"v{i}" for i in range(9)]))
-    coded = values(column, ()).coded
-    assert coded.to_pylist() == ["v7", None]
-    assert len(coded.dictionary) == 1
-
-
 def test_labels_and_missing_values_go_by_the_same_texts() -> None:
     found, unknown = labels(pa.array(["1.0", "True", "0", "no"]), ("1",), ("0.0",))
     assert found[:3].tolist() == [1, 1, 0]

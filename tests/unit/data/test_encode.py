@@ -67,12 +67,6 @@ def test_the_hash_of_a_text_never_changes() -> None:
     assert encoding.rows(texts).tolist() == [0 if i == 1 else 1 + each % 1000 for i, each in enumerate(known)]
 
 
-def test_identity_takes_rows_as_they_are() -> None:
-    encoding = SparseEncoding("c", "identity", 10)
-    texts = pa.array(["0", "9", "10", "-1", "x", "", None])
-    assert encoding.rows(texts).tolist() == [0, 9, 0, 0, 0, 0, 0]
-
-
 def test_numbers_are_scaled_over_all_blocks_and_missing_ones_are_the_mean() -> None:
     rng = np.random.default_rng(0)
     x = 1e6 + rng.standard_normal(1000)

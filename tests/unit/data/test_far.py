@@ -141,27 +141,6 @@ def os_bytes(dataset: FetchedDataset) -> int:
     return sum(os.fstat(each._local.fileno()).st_blocks * 512 for each in residences)
 
 
-def test_each_chunk_is_fetched_once_where_there_is_room(far: FakeFolder, tmp_path: Path) -> None:
-    dataset = opened(far, tmp_path)
-    loader = BatchLoader(dataset, batch_size=700, shuffle=True)
-    for epoch in (0, 1):
-        with loader.batches(epoch) as stream:
-            for _ in stream:
-                pass
-    assert dataset.bytes_fetched == len(far.files["train/samples"]) + len(far.files["train/weights"])
-    assert len(far.ranges) == len(set(far.ranges))
-    dataset.close()
-
-
-def test_nothing_of_it_has_a_name(far: FakeFolder, tmp_path: Path) -> None:
-    dataset = opened(far, tmp_path)
-    with BatchLoader(dataset, batch_size=700).batches(0) as stream:
-        next(stream)
-        assert os_bytes(dataset) > 0
-        assert list(tmp_path.iterdir()) == []
-    dataset.close()
-
-
 def test_a_spoilt_range_is_fetched_again_once(far: FakeFolder, tmp_path: Path) -> None:
     spoilt = iter([True])
     far.spoil = lambda name, data: data[:-1] + bytes([data[-1] ^ 1]) if next(spoilt, False) else data
@@ -239,13 +218,6 @@ def test_altered_files_are_refused(far: FakeFolder, tmp_path: Path) -> None:
         opened(far, tmp_path)
     with pytest.raises(HybridError, match="is not there"):
         opened(FakeFolder(), tmp_path)
-
-
-def test_the_files_beside_the_rows_can_be_had_too(folder: Path, far: FakeFolder, tmp_path: Path) -> None:
-    RemoteDataset(far).save_files(tmp_path)
-    for name in ("manifest.json", "features.json"):
-        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
-    assert not (tmp_path / "train").exists()
 
 
 def test_whole_groups_are_of_the_disk_alone(far: FakeFolder, tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 import dataclasses
 import random
-from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -152,20 +150,6 @@ def test_any_memory_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.Monk
     assert merges == [2]
     assert not isinstance(enough, str)
     assert little == enough
-
-
-def test_values_are_ordered_as_by_a_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.csv", text(3000, 1).replace(b'"', b""))
-    in_parts(monkeypatch, 1)
-    config = config_of(path, "plain", test_fraction=0.0, sparse=("user",), vocabulary="build(2)")
-    _, (encoding,), reports = outcome(config, tmp_path / "new", (path,), 5000)
-    rows = [line.split(",") for line in path.read_text().splitlines()[1:]]
-    good = [row[2] for row in rows if len(row) == 8 and row[0] in ("0", "1") and row[1] != "much"]
-    values = [user for _, user in sorted((-n, user) for user, n in Counter(good).items() if n > 1)]
-    assert list(encoding["values"]) == values
-    users = np.load(tmp_path / "new/train/ids.npy")[:, 0]
-    assert reports["train"]["num_rows"] == len(users) == len(good)
-    assert users.tolist() == [1 + values.index(user) if user in values else 0 for user in good]
 
 
 def test_parquet_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

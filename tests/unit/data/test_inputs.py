@@ -16,7 +16,7 @@ from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.parse import input_files as module
-from hybrid.data.parse.input_files import input_files, list_files, sampled_checksum
+from hybrid.data.parse.input_files import input_files, list_files
 from hybrid.data.parse.sources import check_columns
 from hybrid.data.prepare.preparation import fingerprint, prepare
 from hybrid.errors import ConfigError, DataError
@@ -49,30 +49,6 @@ def test_a_file_replaced_with_the_same_size_and_time_is_prepared_anew(tmp_path: 
     first = prepare(config_of(path), tmp_path / "cache")
     replace(path, b"\n1,", b"\n0,")
     assert prepare(config_of(path), tmp_path / "cache") != first
-
-
-@pytest.mark.parametrize(
-    ("size", "places"),
-    [
-        (3 << 20, (0, -1, -module.SAMPLED_BLOCK_BYTES)),
-        *((size, (*range(0, size, 10_000), size - 1)) for size in (1, 32 << 10, (32 << 10) + 1, 1 << 20)),
-        (0, ()),
-    ],
-)
-def test_samples_are_of_both_ends_and_of_all_of_a_small_file(
-    tmp_path: Path, size: int, places: tuple[int, ...]
-) -> None:
-    path = tmp_path / "file"
-    contents = {bytes(size), bytes(size + 1)}
-    for place in places:
-        content = bytearray(size)
-        content[place] = 1
-        contents.add(bytes(content))
-    found = set()
-    for each in contents:
-        path.write_bytes(each)
-        found.add(sampled_checksum(path))
-    assert len(found) == len(contents)
 
 
 def test_altered_arrays_are_found_when_they_are_opened(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hybrid.data.parse.input_files import input_files, list_files
 from hybrid.data.prepare import file_preparation, preparation
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.preparation import fingerprint, prepare
-from hybrid.errors import ConfigError, DataError, HybridError, StorageError
+from hybrid.errors import DataError, HybridError, StorageError
 from hybrid.storage import files
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
@@ -141,26 +141,6 @@ def test_a_file_written_anew_is_another_one(tmp_path: Path, there: RemotePath) -
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_a_store_that_has_no_name_for_contents_is_read_for_samples(
-    there: RemotePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "content_tag", lambda place: "")
-    for name, seed in (("a.csv", 1), ("b.csv", 1), ("c.csv", 2)):
-        files.write_bytes(there / name, text(200, seed).encode())
-    (a, b, c), _ = input_files(config_of(*(there / f"{name}.csv" for name in "abc")).data)
-    assert a.has_content_of(b)
-    assert not a.has_content_of(c)
-
-
-def test_a_test_file_must_not_be_a_training_file(there: RemotePath) -> None:
-    for name in ("a.csv", "b.csv"):
-        files.write_bytes(there / name, text(200, 1).encode())
-    for twin in ("a.csv", "b.csv"):
-        config = config_of(there / "a.csv", test_path=(str(there / twin),))
-        with pytest.raises(ConfigError, match=rf"holds what the training file {there / 'a.csv'}"):
-            input_files(config.data)
-
-
 def test_a_folder_stands_for_its_files(there: RemotePath) -> None:
     for name in ("b", "a b", "_SUCCESS", ".hidden"):
         files.write_bytes(there / "days" / name, b"1")
@@ -202,14 +182,3 @@ def test_what_a_store_refuses_is_its_line(
         assert remedy in line
         assert "\n" not in line
     assert not list((tmp_path / "cache").iterdir())
-
-
-def test_a_damaged_file_is_told_from_a_store_that_refuses(tmp_path: Path, there: RemotePath) -> None:
-    file = there / "a.parquet"
-    files.write_bytes(file, b"PAR1" + bytes(1000) + b"PAR1")
-    with pytest.raises(DataError, match=f"{file}: is not a readable Parquet file"):
-        prepare(config_of(file, format="parquet"), tmp_path / "cache")
-    packed = there / "a.csv.gz"
-    files.write_bytes(packed, gzip.compress(text(2000, 1).encode())[:-900])
-    with pytest.raises(DataError, match=rf"{packed}: cannot be read \(Compressed file ended before"):
-        prepare(config_of(packed), tmp_path / "cache")

@@ -8,7 +8,6 @@ from support.samples import located, read, write
 
 from hybrid.config import DataSection
 from hybrid.data.parse import text_lines as module
-from hybrid.data.parse.text_lines import MAX_BLOCK_LINES, MAX_RECORD_BYTES, line_blocks
 from hybrid.errors import DataError
 
 CSV = DataSection(
@@ -53,14 +52,6 @@ def test_quotes_and_carriage_returns_spoil_no_other_row(
     assert report.counts["broken_text"] == report.total == len(said)
 
 
-def test_a_quote_is_looked_for_in_a_few_lines_only(tmp_path: Path) -> None:
-    between = "1,2,b\n" * (MAX_RECORD_BYTES // 6)
-    path = write(tmp_path / "a.csv", f'1,1,"open\n{between}1,2,close"\n')
-    block, report = read(CSV, path)
-    assert len(block.source_rows_B) == MAX_RECORD_BYTES // 6 + 1
-    assert located(report, path) == [f"1: {OPEN}"]
-
-
 def test_a_file_of_carriage_returns_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "label,x,city\r1,1,a\r0,2,b\r")
     with pytest.raises(DataError, match=r"a\.csv:1: a carriage return within the header; lines must end in"):
@@ -100,10 +91,3 @@ def test_a_line_without_end_is_refused_before_it_is_held(
     path = write(tmp_path / "a.csv.gz", gzip.compress(b"1" * (4 << 20)))
     with pytest.raises(DataError, match="a line is longer than 1 MiB; is it a text file"):
         read(CSV, path, block_bytes=1 << 18)
-
-
-def test_blocks_hold_few_lines_however_short_they_are(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv.gz", gzip.compress(b"\n" * (2 * MAX_BLOCK_LINES + 1) + b"1,2,a"))
-    blocks = list(line_blocks(path, 1 << 30))
-    assert [block.count(b"\n") for block in blocks] == [MAX_BLOCK_LINES, MAX_BLOCK_LINES, 1, 1]
-    assert read(CSV, path)[0].sparse[0].to_pylist() == ["a"]

@@ -5,15 +5,13 @@ import itertools
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from support.samples import csv_config, prepared, write
 
-from hybrid.batch import Batch, SparseFeatures, slice_bounds
+from hybrid.batch import Batch, SparseFeatures
 from hybrid.data.batches.batch_loader import BatchLoader, BatchStream
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
-from hybrid.data.dataset.sample_order import ShuffledOrder
 
 NUM_ROWS = 1003
 SECONDS = 5.0
@@ -32,44 +30,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
 def rows_of(loader: BatchLoader, epoch: int, first_step: int = 0) -> list[list[int]]:
     with loader.batches(epoch, first_step) as stream:
         return [batch.dense_features[:, 0].int().tolist() for batch in stream]
-
-
-@pytest.mark.parametrize("num_rows", [0, 1, 7, 8, 9, 63, 64, 65, 1000])
-def test_every_row_comes_once(num_rows: int) -> None:
-    order = ShuffledOrder(num_rows, seed=3, epoch=0, chunk_rows=8, window_chunks=3)
-    assert sorted(order.indices(0, num_rows).tolist()) == list(range(num_rows))
-
-
-def test_any_part_of_the_order_can_be_had_alone() -> None:
-    whole = ShuffledOrder(1000, 3, 0, chunk_rows=8, window_chunks=3).indices(0, 1000)
-    order = ShuffledOrder(1000, 3, 0, chunk_rows=8, window_chunks=3)
-    for start, stop in [(990, 1000), (0, 5), (20, 400), (23, 25), (50, 50)]:
-        np.testing.assert_array_equal(order.indices(start, stop), whole[start:stop])
-
-
-def test_the_order_depends_on_seed_and_epoch_alone() -> None:
-    orders = {
-        (seed, epoch): ShuffledOrder(5000, seed, epoch).indices(0, 5000).tolist()
-        for seed, epoch in itertools.product((1, 2), (0, 1, 2))
-    }
-    assert len(set(map(tuple, orders.values()))) == len(orders)
-    assert orders[1, 2] == ShuffledOrder(5000, 1, 2).indices(0, 5000).tolist()
-
-
-def test_rows_move_far_within_and_across_windows() -> None:
-    order = ShuffledOrder(100_000, 1, 0, chunk_rows=100, window_chunks=50).indices(0, 100_000)
-    window = order[:5000]
-    assert len(np.unique(window // 100)) == 50
-    assert np.abs(np.diff(window)).mean() > 10_000
-    assert (window % 100 != order[5000:10_000] % 100).any(), "each window is shuffled in its own way"
-    assert abs(np.corrcoef(order, np.arange(100_000))[0, 1]) < 0.1
-
-
-@pytest.mark.parametrize(("size", "parts"), [(10, 3), (2, 4), (0, 3), (12, 4), (5, 1)])
-def test_shares_are_balanced_and_contiguous(size: int, parts: int) -> None:
-    expected = [part.tolist() for part in np.array_split(np.arange(size), parts)]
-    shares = [slice_bounds(size, index, parts) for index in range(parts)]
-    assert [list(range(*bounds)) for bounds in shares] == expected
 
 
 @pytest.mark.parametrize(("shuffle", "lanes"), [(True, 0), (True, 16), (False, 0)])
@@ -133,12 +93,6 @@ def test_closing_early_ends_the_thread(dataset: PreparedDataset, monkeypatch: py
     assert not reader_threads()
     assert list(stream) == []
     stream.close()
-
-
-def test_an_exhausted_stream_has_no_thread(dataset: PreparedDataset) -> None:
-    stream = BatchLoader(dataset, batch_size=500).batches(0)
-    assert len(list(stream)) == 3
-    assert not reader_threads()
 
 
 def some_batch(step: int) -> Batch:

@@ -162,14 +162,6 @@ def test_a_run_that_has_ended_does_not_wait_for_another_that_sends(tmp_path: Pat
         os.close(descriptor)
 
 
-def test_a_folder_is_what_it_was(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    folder = ensure_prepared(config, tmp_path / "cache")
-    assert folder == prepare(config, tmp_path / "cache")
-    assert source_of(folder) == str(folder)
-    assert rows_of(open_split(str(folder), "train", config.data))
-
-
 def test_losses_of_the_order_in_groups_want_a_folder(tmp_path: Path) -> None:
     config = config_of(tmp_path, "s3://bucket/prepared")
     data = dataclasses.replace(config.data, group="c")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hybrid.batch import slice_bounds
-from hybrid.data.dataset.sample_order import CHUNK_ROWS, FileOrder, LaneOrder, Order, ShuffledOrder
+from hybrid.data.dataset.sample_order import LaneOrder, Order, ShuffledOrder
 
 WINDOWS = {"chunk_rows": 8, "window_chunks": 6}
 
@@ -71,38 +71,6 @@ def test_by_lanes_a_share_reads_little_more_than_its_part_of_the_chunks(
     assert max(map(len, lanes)) <= (1 / num_shares + 2 / 24) * num_rows / 8
     plain = read_by(ShuffledOrder(num_rows, 1, 0, **windows), num_rows, 100, num_shares)
     assert min(map(len, plain)) > 0.85 * num_rows / 8
-
-
-@pytest.mark.parametrize("num_shares", [1, 2, 5])
-@pytest.mark.parametrize("batch_size", [20, 64])
-def test_it_says_how_many_chunks_a_share_needs_at_once(num_shares: int, batch_size: int) -> None:
-    num_rows = 48 * 8 * 5
-    for order in (LaneOrder(24, num_rows, 1, 0, **WINDOWS), ShuffledOrder(num_rows, 1, 0, **WINDOWS)):
-        most = 0
-        for window in range(0, num_rows, 48):  # two of them from here on
-            steps = [
-                order.indices(s, min(s + batch_size, num_rows))
-                for s in range(window, window + 96, batch_size)
-            ]
-            for index in range(num_shares):
-                parts = [
-                    rows[slice(*slice_bounds(len(rows), index, num_shares))] for rows in steps if len(rows)
-                ]
-                inner = parts[:-1] if len(parts) > 1 else parts  # the last may reach into a third
-                most = max(most, len(np.unique(np.concatenate(inner) // 8)))
-        assert most <= order.chunks_at_once(batch_size, num_shares) <= 12
-
-
-def test_rows_as_they_lie_need_the_chunks_of_two_steps() -> None:
-    assert FileOrder().indices(5, 8).tolist() == [5, 6, 7]
-    assert FileOrder().chunks_at_once(2 * CHUNK_ROWS, 2) == 4
-
-
-def test_each_lane_of_each_window_is_shuffled_in_its_own_way() -> None:
-    order = LaneOrder(4, 8 * 100, 1, 0, chunk_rows=100, window_chunks=4)  # a lane is a chunk
-    ways = {tuple(rows % 100) for rows in np.split(order.indices(0, 400), 4)}
-    ways |= {tuple(rows % 100) for rows in np.split(order.indices(400, 800), 4)}
-    assert len(ways) == 8
 
 
 def test_lanes_are_of_other_chunks_in_each_epoch_and_mixed_within() -> None:

@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -15,14 +14,10 @@ from support.samples import csv_config, prepared, whole, write, write_cities
 
 from hybrid.config import ColumnSection, DataSection, RunConfig, RunSection, TableSection
 from hybrid.data.dataset import dataset_manifest
-from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
-from hybrid.data.encode.feature_encoder import EncodedBlock, FeatureEncoder
-from hybrid.data.encode.sparse_encoding import Bags
-from hybrid.data.prepare.preparation import cache_folder, prepare
-from hybrid.data.prepare.split_writer import SplitWriter
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import DataError
-from hybrid.input_spec import FeatureSpec, InputSpec
 
 NUM_ROWS = 1000
 config_of = partial(csv_config, dense=("x",), sparse=("city", "tags"))
@@ -72,21 +67,6 @@ def test_bags_gather_as_jagged_features(tmp_path: Path, table: Path) -> None:
     assert empty.labels.shape == (0,)
     assert empty.sparse_features.offsets is not None
     assert empty.sparse_features.offsets.tolist() == [0]
-
-
-def test_blocks_of_bags_are_joined(tmp_path: Path) -> None:
-    spec = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True),))
-    with closing(SplitWriter(tmp_path / "train", spec, None)) as writer:
-        for lengths in ([1, 0], [], [2, 1]):
-            size = len(lengths)
-            bags = Bags(np.arange(sum(lengths), dtype=np.int32), np.array(lengths, np.int64))
-            block = EncodedBlock(np.zeros((size, 0), np.float32), np.zeros((size, 0), np.int32), (bags,))
-            writer.append(block, None, np.arange(size))
-    DataManifest.write(tmp_path, spec, {"train": writer.report()})
-    sparse = PreparedDataset.open(tmp_path, "train").gather(np.arange(4), 4).sparse_features
-    assert sparse.ids_L.tolist() == [0, 0, 1, 2]
-    assert sparse.offsets is not None
-    assert sparse.offsets.tolist() == [0, 1, 1, 3, 4]
 
 
 def test_hold_out_splits_every_row_once_and_by_seed(tmp_path: Path, table: Path) -> None:
@@ -250,8 +230,3 @@ def test_a_preparation_that_fails_leaves_nothing(
     with pytest.raises(DataError, match=message):
         prepare(config_of(table), cache, check=check)
     assert not list(cache.iterdir())
-
-
-def test_prepared_data_lie_beside_the_runs_if_nothing_else_is_said() -> None:
-    assert cache_folder(RunConfig()) == Path("runs/.prepared")
-    assert cache_folder(RunConfig(data=DataSection(cache_folder="c"))) == Path("c")

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from support.commands import ROOT
 
-from hybrid.config import ColumnSection, DataSection
+from hybrid.config import DataSection
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.segments import Segment
-from hybrid.data.prepare import memory_limit
 from hybrid.data.prepare.memory_limit import MemoryLimit
 from hybrid.errors import ConfigError
 
@@ -35,36 +34,6 @@ def test_processes_and_what_each_may_take_are_within_the_limit() -> None:
         assert found.job_bytes(count) >= found.parse_bytes
         assert count * (found.job_bytes(count) + 128 * MIB) + 64 * MIB <= 4 << 30
     assert found.line(1, 6).startswith("preparing with 1 thread, not 6: 4 GiB of memory (data.prepare_memory")
-
-
-def test_where_nothing_is_said_it_is_half_of_what_is_free_and_enough_for_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(memory_limit, "available_memory_bytes", lambda: 4 << 30)
-    assert limit(0, part("text", 10 * MIB)).limit_bytes == 2 << 30
-    monkeypatch.setattr(memory_limit, "available_memory_bytes", lambda: 100)
-    assert limit(0, part("text", 10 * MIB)).count_threads(2) == 1
-
-
-@pytest.mark.parametrize(
-    ("given", "separator", "need"),
-    [
-        (part("text", 500), "", 4000),
-        (part("text", 900 * MIB), "", 512 * MIB),
-        (part("text", 64 * MIB), "|", 1280 * MIB),
-        (part("whole", 9), "", 512 * MIB),  # it may be packed
-        (part("parquet", 5 * MIB, rows=100), "", 100 * MIB + 100 * 48 * 3),
-    ],
-)
-def test_what_parsing_a_part_takes(given: Segment, separator: str, need: int) -> None:
-    assert limit(1 << 40, given, separator=separator).parse_bytes == need
-
-
-def test_ids_with_weights_take_as_much_as_other_bags() -> None:
-    data = DataSection(format="csv", sparse=("tags",), multi_hot_separator="|")
-    columns = {"tags": ColumnSection(kind="weighted")}
-    found = MemoryLimit.of(1 << 40, [part("text", 100)], Layout.of(data, columns, {}), 16 * MIB)
-    assert found.parse_bytes == 2000
 
 
 def test_too_little_is_refused_with_what_is_enough() -> None:

@@ -12,10 +12,8 @@ import pytest
 
 from hybrid.config import DataSection
 from hybrid.config.resolved_columns import Column, columns_of
-from hybrid.data.encode import fitting
-from hybrid.data.encode.fitting import ValueCounts
 from hybrid.data.parse.sources import RawBlock
-from hybrid.data.prepare import spill, vocabulary_order
+from hybrid.data.prepare import spill
 from hybrid.data.prepare.vocabulary_order import RankJob, rank_values
 
 ODD = ["", "\0", "a" * 4096, "a" * 4095 + "b", "é", "e\u0301", "\u20ac", "\uffee", "\U0001f600"]
@@ -91,28 +89,6 @@ def test_the_order_is_the_same_within_any_memory(tmp_path: Path, seed: int) -> N
         assert [*zip(found.values.to_pylist(), found.counts_V.tolist(), strict=True)] == order
         assert [np.load(spill.rows_path(each, k)).tolist() for each in folders for k in shared] == rows
         assert {path.name for path in tmp_path.iterdir()} == {"vocabulary", *(each.name for each in folders)}
-
-
-def test_what_is_ordered_at_a_time_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though most words begin alike, and a tenth of them, side by side, are long."""
-    draw = random.Random(1)
-    pool = [f"{'https://a.example' if i % 10 else 'long' * 100}/{i}" for i in range(3000)]
-    pieces = [[dict.fromkeys(draw.sample(pool, 1000), 1)] for _ in range(5)]
-    folders = written(tmp_path, pieces)
-    whole, needs, ranked = 0, list[int](), fitting.rank
-
-    def seen(parts: list[ValueCounts]) -> object:
-        needs.append(sum(int(vocabulary_order._memory_costs(part.values)[-1]) for part in parts))
-        return ranked(parts)
-
-    monkeypatch.setattr(vocabulary_order, "rank", seen)
-    for memory_bytes in (1 << 40, 200_000):
-        needs.clear()
-        rank_values(RankJob({0: column(1)}, folders, tmp_path / "v", memory_bytes), lambda rows, share: None)
-        whole = whole or sum(needs)
-    assert sum(needs) == whole > 5 * 200_000
-    assert max(needs) <= 200_000
-    assert len(needs) <= 4 * whole / 200_000
 
 
 def peak_bytes(job: RankJob) -> int:

@@ -66,38 +66,6 @@ def test_what_is_pinned_stays_whatever_comes_and_goes(tmp_path: Path, sets: list
     cache.close()
 
 
-def test_the_chunk_longest_unused_makes_room(tmp_path: Path) -> None:
-    file = CountedFile()
-    cache = cache_of(file, tmp_path)
-    for chunk in (0, 2, 4, 6, 0, 8):
-        cache.pin([chunk])
-        assert_here(cache, [chunk])
-        cache.unpin([chunk])
-    assert [start // CHUNK_ROWS for start, _ in file.ranges] == [0, 2, 4, 6, 8]
-    cache.pin([0, 4, 6])
-    assert len(file.ranges) == 5, "these three are here still"
-    cache.pin([2])
-    assert_here(cache, [2])
-    assert [start // CHUNK_ROWS for start, _ in file.ranges[5:]] == [2]
-    cache.close()
-
-
-def test_neighbours_come_in_one_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = CountedFile()
-    cache = cache_of(file, tmp_path)
-    cache.pin([7, 1, 2, 3])
-    assert_here(cache, [1, 2, 3, 7])
-    edges = file.index.edges
-    assert sorted(file.ranges) == [(edges[1], edges[4]), (edges[7], edges[8])]
-    cache.unpin([1, 2, 3, 7])
-    monkeypatch.setattr("hybrid.data.dataset.chunk_cache._RANGE_BYTES", 2 * CHUNK_ROWS)
-    file.ranges.clear()
-    cache.pin([4, 5, 6])
-    assert_here(cache, [4, 5, 6])
-    assert sorted(file.ranges) == [(edges[4], edges[6]), (edges[6], edges[7])]
-    cache.close()
-
-
 def test_one_that_nobody_closes_ends_its_threads(tmp_path: Path) -> None:
     cache = cache_of(CountedFile(), tmp_path)
     cache.pin([1])

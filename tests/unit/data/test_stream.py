@@ -7,7 +7,6 @@ from itertools import islice
 import pytest
 
 from hybrid.data.parse.text_lines import read_descriptor
-from hybrid.errors import DataError
 
 
 @pytest.fixture
@@ -28,15 +27,6 @@ def test_what_is_there_is_given_at_once(pipe: tuple[int, int]) -> None:
         assert next(given) == text
 
 
-def test_otherwise_a_chunk_is_as_large_as_it_may_be() -> None:
-    reading, writing = os.pipe()
-    for text in (b"abc", b"def", b"g"):
-        os.write(writing, text)
-    os.close(writing)
-    assert list(read_descriptor(reading, 4, at_once=False)) == [b"abcd", b"efg"]
-    os.close(reading)
-
-
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_terminal_is_not_asked_again_after_its_end(at_once: bool) -> None:
     keys, terminal = os.openpty()
@@ -45,10 +35,3 @@ def test_a_terminal_is_not_asked_again_after_its_end(at_once: bool) -> None:
     os.close(terminal)
     os.close(keys)
     assert b"".join(found) == b"a\n"
-
-
-def test_what_cannot_be_read_is_one_line() -> None:
-    folder = os.open("/", os.O_RDONLY)
-    with pytest.raises(DataError, match=r"^standard input: cannot be read \(Is a directory\)$"):
-        list(read_descriptor(folder, 100, at_once=True))
-    os.close(folder)

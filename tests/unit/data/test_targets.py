@@ -163,13 +163,6 @@ def test_trainers_know_the_weights_of_the_whole_step(tmp_path: Path) -> None:
             assert share.total_weights.tolist() == [weights.double().sum().item()]
 
 
-def test_data_without_weights_have_none(tmp_path: Path) -> None:
-    train, _ = prepared(config_of(write(tmp_path / "a.csv", TABLE), {"click": TaskSection()}), tmp_path / "c")
-    batch = train.gather(np.arange(4), 4, train.total_weights(np.arange(4)))
-    assert (batch.weights, batch.total_weights, batch.groups) == (None, None, None)
-    assert batch.labels.tolist() == [1, 0, 1, 0]
-
-
 def test_other_tasks_are_prepared_anew_and_other_losses_are_not(tmp_path: Path) -> None:
     path, cache = write(tmp_path / "a.csv", TABLE), tmp_path / "cache"
     folders = [

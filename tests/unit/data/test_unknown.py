@@ -7,7 +7,6 @@ import pytest
 from support.samples import csv_config, prepared
 
 from hybrid.data.dataset.dataset_manifest import DatasetReport, LabelReport
-from hybrid.data.encode.unknown_values import UnknownValues
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from workers.console.data_notes import data_notes, unknown_shares
 
@@ -64,30 +63,6 @@ def test_later_rows_of_a_split_by_time_give_no_warning(tmp_path: Path) -> None:
     _, test = prepared(config.replace(data=data), tmp_path / "cache")
     assert (test.report.unknown[0].fraction, test.report.unknown[0].expected) == (29 / 30, None)
     assert not list(data_notes(test.report))
-
-
-@pytest.mark.parametrize(
-    ("count", "num_values", "expected", "is_far"),
-    [
-        (9, 9, 0.0, False),
-        (10, 10, 0.0, True),
-        (10, 100, 0.0, False),
-        (11, 100, 0.0, True),
-        (50, 100, 0.45, False),
-    ],
-)
-def test_far_is_a_tenth_of_all_values_and_not_a_handful(
-    count: int, num_values: int, expected: float, is_far: bool
-) -> None:
-    assert UnknownValues("c", count, num_values, expected).is_excessive == is_far
-
-
-def test_many_columns_are_cut_short() -> None:
-    columns = [UnknownValues(f"c{i}", 100 - i, 100, 0.0) for i in range(25)]
-    assert unknown_shares(columns).endswith("c19 81.00%, and 5 more columns, at most 80.00%")
-    assert unknown_shares([]) == unknown_shares([UnknownValues("c", 0, 9, 0.0)]) == "none"
-    note = next(data_notes(DatasetReport(9, (), InvalidRowReport({}, ()), tuple(columns))))
-    assert "81% of c19 (0% expected) and 5 more columns;" in note
 
 
 @pytest.mark.parametrize("label", [0, 1])

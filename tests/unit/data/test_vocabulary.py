@@ -14,8 +14,7 @@ from hybrid.checkpoint import checkpoint_folders
 from hybrid.data.encode import vocabulary
 from hybrid.data.encode.feature_encoder import FeatureEncoder, vocabularies_of
 from hybrid.data.encode.sparse_encoding import SparseEncoding
-from hybrid.data.encode.vocabulary import Vocabulary
-from hybrid.data.encode.vocabulary_file import VOCABULARIES_FILE, read_vocabularies, write_vocabularies
+from hybrid.data.encode.vocabulary import VOCABULARIES_FILE, Vocabulary, read_vocabularies, write_vocabularies
 from hybrid.errors import DataError
 from hybrid.storage.files import compute_checksum
 
@@ -42,27 +41,6 @@ def test_places_are_those_of_a_dict(bits: int, monkeypatch: pytest.MonkeyPatch) 
     assert found.indices(texts).tolist() == expected
     assert found.indices(texts.slice(7, 400)).tolist() == expected[7:407]
     assert found[100:].indices(texts).tolist() == [max(place - 100, -1) for place in expected]
-
-
-def test_nothing_is_known_to_an_empty_one() -> None:
-    assert Vocabulary.of([]).indices(pa.array(["a", None])).tolist() == [-1, -1]
-    assert Vocabulary.of(["a"]).indices(pa.array([], pa.string())).tolist() == []
-
-
-def test_many_values_take_a_few_bytes_each() -> None:
-    found = Vocabulary.of(f"{i:08x}" for i in range(100_000))
-    hashes, places = found._by_hash
-    assert found.texts.nbytes + hashes.nbytes + places.nbytes < 29 * len(found)
-    assert len(np.unique(hashes)) == len(found)
-
-
-def test_it_is_a_sequence() -> None:
-    found = Vocabulary.of(["b", "a"])
-    assert found == ("b", "a")
-    assert found == Vocabulary.of(["b", "a"])
-    assert found != Vocabulary.of(["a", "b"])
-    assert found.index("a") == 1
-    assert (found[0], [*found[1:]]) == ("b", ["a"])
 
 
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
