@@ -1,4 +1,4 @@
-"""Functions of the user's own, by name: what travels, and what is looked up."""
+"""User code by name: references between processes, and looking them up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def times(factor: int, value: int, plus: int = 0) -> int:
 
 @dataclass(frozen=True)
 class Workload:
-    """A value of the user's own, with a method."""
+    """A user dataclass with a method."""
 
     factor: int
     inner: Workload | None = None
@@ -57,27 +57,25 @@ def apply(workload: Workload, value: int) -> int:
     ],
     ids=["function", "partial", "partial of a partial", "method", "dataclass"],
 )
-def test_a_function_travels_by_name_and_is_the_same_there(
-    function: Any, name: str, args: tuple[int, ...]
-) -> None:
-    travelling = to_reference(function)
-    assert isinstance(travelling, UserFunction)
-    assert travelling.name == f"{__name__}:{name}"
-    assert from_reference(travelling)(*args) == 42
+def test_a_function_is_sent_by_name(function: Any, name: str, args: tuple[int, ...]) -> None:
+    reference = to_reference(function)
+    assert isinstance(reference, UserFunction)
+    assert reference.name == f"{__name__}:{name}"
+    assert from_reference(reference)(*args) == 42
 
 
-def test_what_travels_holds_no_code() -> None:
-    held = to_reference(partial(apply, Workload(1, Workload(6)))).args
-    assert held == (UserDataclass(f"{__name__}:Workload", {"factor": 1, "inner": to_reference(Workload(6))}),)
+def test_a_reference_contains_no_code() -> None:
+    args = to_reference(partial(apply, Workload(1, Workload(6)))).args
+    assert args == (UserDataclass(f"{__name__}:Workload", {"factor": 1, "inner": to_reference(Workload(6))}),)
 
 
-def test_other_values_travel_as_they_are() -> None:
+def test_other_values_are_sent_unchanged() -> None:
     for value in (3, "a", [1], MASTER, Path("a"), UserFunction):
         assert to_reference(value) is value
         assert from_reference(value) is value
 
 
-def test_a_function_that_cannot_be_found_does_not_travel() -> None:
+def test_a_function_without_an_importable_name_is_refused() -> None:
     def local() -> None: ...
 
     for function in (local, lambda: None, partial(local), Path.cwd, pytest.raises, to_reference):
@@ -102,12 +100,12 @@ def test_a_function_that_cannot_be_found_does_not_travel() -> None:
         ".:a",
     ],
 )
-def test_what_is_not_the_users_own_is_not_looked_up(name: str) -> None:
+def test_only_user_modules_are_looked_up(name: str) -> None:
     with pytest.raises(ConfigError, match="is not in a module of your own"):
         load_user_object(name)
 
 
-def test_what_another_python_has_installed_is_not_the_users_own(
+def test_a_package_of_another_python_is_no_user_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``PYTHONPATH`` may name its folder."""
@@ -133,18 +131,18 @@ def test_what_another_python_has_installed_is_not_the_users_own(
         f"{__name__}:sys.modules",
     ],
 )
-def test_what_a_module_of_the_users_has_from_elsewhere_is_not_looked_up(name: str) -> None:
+def test_names_that_a_user_module_does_not_define_are_not_looked_up(name: str) -> None:
     assert system is os.system
     with pytest.raises(ConfigError, match=f"is not defined in {__name__}"):
         load_user_object(name)
 
 
 class Plain:
-    """A class of the user's own that holds no data."""
+    """A user class that is not a dataclass."""
 
 
 @pytest.mark.parametrize("name", ["times", "Plain", "Workload.scale"])
-def test_a_value_is_a_dataclass_and_nothing_else_is_called_for_one(name: str) -> None:
+def test_only_a_dataclass_is_made_from_fields(name: str) -> None:
     fields: dict[str, Any] = {} if name == "Plain" else {"factor": 6, "value": 7}
     with pytest.raises(ConfigError, match="is not a dataclass"):
         from_reference(UserDataclass(f"{__name__}:{name}", fields))
@@ -152,7 +150,7 @@ def test_a_value_is_a_dataclass_and_nothing_else_is_called_for_one(name: str) ->
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A package of the user's own, not imported yet."""
+    """A user package that is not imported yet."""
     folder = tmp_path / "users_own_package"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
@@ -161,10 +159,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield folder.name
     for name in [name for name in sys.modules if name.partition(".")[0] == folder.name]:
         del sys.modules[name]
-
-
-def test_a_module_is_imported_where_its_function_is_needed(package: str) -> None:
-    assert load_user_object(f"{package}.jobs:batches")(3) == [3]
 
 
 @pytest.mark.parametrize(
@@ -178,42 +172,37 @@ def test_a_module_is_imported_where_its_function_is_needed(package: str) -> None
         ("sys:build", "sys.py"),
     ],
 )
-def test_a_module_whose_name_is_taken_is_told(
+def test_a_module_with_the_name_of_an_installed_one_is_refused(
     name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither it is imported, nor the other one called."""
+    """Neither of the two modules is imported."""
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("raise AssertionError\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError, match=rf"^dense\.net = '{name}': is in {file}, but"):
         load_function("dense.net", name)
-    rule = f"is in {file}, but an installed module has the same name; rename your module"
-    assert str(told.value) == f"dense.net = {name!r}: {rule}"
 
 
 def test_a_module_of_the_current_folder_is_found(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert load_user_object(f"{package}.jobs:batches")(3) == [3]
     monkeypatch.chdir(tmp_path)
     assert load_function("dense.net", f"{package}.jobs:batches")(3) == [3]
 
 
-def test_a_module_that_ends_the_process_is_told(package: str, tmp_path: Path) -> None:
+def test_a_module_that_exits_is_an_error(package: str, tmp_path: Path) -> None:
     (tmp_path / package / "ends.py").write_text("import sys\nsys.exit(3)\n")
     with pytest.raises(ConfigError, match=r"cannot be imported: \S+/ends.py:2, in <module>: SystemExit: 3"):
         load_function("dense.net", f"{package}.ends:build")
 
 
-def test_a_module_that_is_not_there_is_told_with_the_host(package: str) -> None:
-    host, here = socket.gethostname(), os.getcwd()
-    missing = f"on host {host}; install it there, or put it into {here}, where this runs"
+def test_a_missing_module_is_an_error_with_the_host(package: str) -> None:
     for name in (f"{package}.nowhere:batches", "no_such_module:build"):
-        module = name.partition(":")[0]
-        reason = f"cannot be imported: ModuleNotFoundError: No module named {module!r} {missing}"
-        with pytest.raises(ConfigError) as told:
+        with pytest.raises(
+            ConfigError, match=rf"{name.partition(':')[0]}.* on host {socket.gethostname()}; "
+        ):
             load_function("dense.net", name)
-        assert str(told.value) == f"dense.net = {name!r}: {reason}"
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError, match=rf"there is no such module on host {socket.gethostname()}; "):
         load_user_object("no_such_module:build")
-    assert str(told.value) == f"FUNCTION = 'no_such_module:build': there is no such module {missing}"
