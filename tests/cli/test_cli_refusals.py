@@ -178,7 +178,6 @@ def test_predictions_overwrite_nothing(tmp_path: Path) -> None:
 NO_SECRET = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secret FILE makes one"
 
 
-@pytest.mark.upstream("dist_autograd/_do_test")
 @pytest.mark.parametrize(
     ("role", "rule"),
     [

@@ -109,9 +109,6 @@ TRAINER_SPANS = (
 ALL_ROLES = [["master"], *([kind, "--index", i] for kind in ("trainer", "worker") for i in "01")]
 
 
-@pytest.mark.upstream(
-    "dist_autograd/_master_process", "dist_autograd/_trainer_process", "dist_autograd/_remote_worker_process"
-)
 def test_roles_by_hand_do_what_launch_does(trained: TrainedRun, tmp_path: Path) -> None:
     relative = settings(run={"folder": "run"}, data={"cache_folder": "prepared"})
     with by_hand(ALL_ROLES, [*trained.settings, *relative], tmp_path) as commands:

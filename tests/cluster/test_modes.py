@@ -26,7 +26,6 @@ def differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> set[str]:
 @pytest.mark.parametrize(
     ("ddp", "private"), [("outside", set()), ("inside", {"bottom"}), ("none", {"bottom", "head"})]
 )
-@pytest.mark.upstream("dist_autograd/DdpMode", "dist_autograd/Trainer")
 def test_ddp_mode_says_which_stages_trainers_share(
     ddp: str, private: set[str], cluster: RunningCluster, cache: Path, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ from multiprocessing.queues import SimpleQueue
 from socket import socket
 from typing import Any, TypeAlias
 
-import pytest
 import torch.distributed as dist
 from support.cluster import STOP_SECONDS, Clusters, small_config
 from support.fork_context import fork_context
@@ -58,7 +57,6 @@ def whereabouts(cluster: Cluster) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict(answered), {role.rpc_name: pid for role, pid in pids.items()}
 
 
-@pytest.mark.upstream("dist_autograd/_call_method", "dist_autograd/_remote_method")
 def test_a_method_runs_on_the_process_that_owns_the_object(clusters: Clusters) -> None:
     answered, pids = clusters.get(2, 2).run(whereabouts)
     assert answered == pids
@@ -76,7 +74,6 @@ def word_and_answer(cluster: Cluster) -> bool:
     return answer
 
 
-@pytest.mark.upstream("dist_autograd/_remote_method_async")
 def test_a_call_does_not_wait_for_its_answer(clusters: Clusters) -> None:
     assert clusters.get(2, 2).run(word_and_answer)
 
@@ -99,12 +96,6 @@ def live(
     told.put((str(role), dist.is_initialized()))
 
 
-@pytest.mark.upstream(
-    "dist_autograd/_trainer_process",
-    "dist_autograd/_remote_worker_process",
-    "dist_autograd/destroy_pg",
-    "dist_autograd/set_shutdown_signal",
-)
 def test_trainers_form_a_group_until_the_master_says_stop() -> None:
     context = fork_context()
     told: SimpleQueue[tuple[str, Any]] = context.SimpleQueue()

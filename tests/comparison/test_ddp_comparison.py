@@ -19,7 +19,6 @@ from comparison.cases.peers import (
 from support.cluster import Clusters, RunningCluster
 
 TRAINERS = 4
-pytestmark = pytest.mark.upstream("dist_autograd/DdpComparisonTest", "dist_autograd/CommonDdpComparisonTest")
 
 
 @pytest.fixture
@@ -41,14 +40,12 @@ def check(of_trainers: list[list[Compared]], names: set[str], shared: set[str]) 
             assert all(torch.equal(first, other) for other in others) == (name in shared)
 
 
-@pytest.mark.upstream("dist_autograd/test_ddp_comparison")
 def test_ddp_comparison(cluster: RunningCluster) -> None:
     compared = cluster.run(on_all_trainers, partial(hybrid_model, False))
     assert [len(of_trainer) for of_trainer in compared] == [1, 1, 1, 1]
     check(compared, {"bottom.weight", "bottom.bias"}, {"bottom.weight", "bottom.bias"})
 
 
-@pytest.mark.upstream("dist_autograd/test_ddp_comparison_uneven_inputs")
 def test_ddp_comparison_uneven_inputs(cluster: RunningCluster) -> None:
     compared = cluster.run(on_all_trainers, partial(hybrid_model, True))
     assert [len(of_trainer) for of_trainer in compared] == [3, 3, 3, 3]
@@ -56,27 +53,17 @@ def test_ddp_comparison_uneven_inputs(cluster: RunningCluster) -> None:
 
 
 @pytest.mark.parametrize(("uneven", "steps"), [(False, [1, 1, 1, 1]), (True, [3, 1, 3, 1])])
-@pytest.mark.upstream(
-    "dist_autograd/test_ddp_comparison",
-    "dist_autograd/test_ddp_comparison_uneven_inputs",
-    "dist_autograd/_run_test_ddp_comparision",
-)
 def test_ddp_comparison_by_torchs_own_join(uneven: bool, steps: list[int], cluster: RunningCluster) -> None:
     compared = cluster.run(on_all_trainers, partial(stock_ddp, uneven))
     assert [len(of_trainer) for of_trainer in compared] == steps
     check(compared, {"weight", "bias"}, {"weight", "bias"})
 
 
-@pytest.mark.upstream("dist_autograd/test_ddp_dist_autograd_sparse_grads")
 def test_ddp_dist_autograd_sparse_grads(cluster: RunningCluster) -> None:
     check(cluster.run(on_all_trainers, sparse_gradients), {"weight"}, {"weight"})
 
 
 @pytest.mark.parametrize("remote_device", ["worker0/cpu", "worker0"])
-@pytest.mark.upstream(
-    "dist_autograd/test_ddp_dist_autograd_local_vs_remote",
-    "dist_autograd/get_remote_grads",
-)
 def test_ddp_dist_autograd_local_vs_remote(remote_device: str, cluster: RunningCluster) -> None:
     compared = cluster.run(on_all_trainers, partial(local_vs_remote, remote_device))
     check(compared, names={"1", "2"}, shared={"2"})

@@ -38,15 +38,12 @@ from workers.rendezvous.bootstrap import Cluster, announce_stop, await_stop
 TRAINERS, ROUNDS = 4, 3
 REMOTE_WEIGHT = get_linear(NUM_DENSE + DIM, HIDDEN).weight.detach()
 
-pytestmark = pytest.mark.upstream("dist_autograd/DdpUnderDistAutogradTest")
-
 
 @pytest.fixture
 def cluster(clusters: Clusters) -> RunningCluster:
     return clusters.get(TRAINERS, 1)
 
 
-@pytest.mark.upstream("dist_autograd/getLinear")
 def test_a_layer_is_all_ones_but_its_first_weight() -> None:
     layer = get_linear(3, 2)
     assert layer.weight.tolist() == [[-1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
@@ -72,22 +69,14 @@ def check_even(cluster: RunningCluster, mode: str, cancelling: set[str]) -> None
     assert torch.equal(trained.weight, REMOTE_WEIGHT)
 
 
-@pytest.mark.upstream("dist_autograd/test_backward_no_ddp", "dist_autograd/DdpMode")
 def test_backward_no_ddp(cluster: RunningCluster) -> None:
     check_even(cluster, "none", cancelling=set())
 
 
-@pytest.mark.upstream(
-    "dist_autograd/test_backward_ddp_outside",
-    "dist_autograd/get_training_examples",
-    "dist_autograd/_master_process",
-    "dist_autograd/do_test_on_master",
-)
 def test_backward_ddp_outside(cluster: RunningCluster) -> None:
     check_even(cluster, "outside", cancelling={"bottom.weight", "head.weight"})
 
 
-@pytest.mark.upstream("dist_autograd/test_backward_ddp_inside", "dist_autograd/HybridModel")
 def test_backward_ddp_inside(cluster: RunningCluster) -> None:
     check_even(cluster, "inside", cancelling={"head.weight"})
 
@@ -114,14 +103,6 @@ def one_process(shares: list[list[Batch]]) -> tuple[list[dict[str, Tensor]], Ten
     return gradients, rows.detach(), remote.detach()
 
 
-@pytest.mark.upstream(
-    "dist_autograd/test_backward_ddp_outside_uneven_inputs",
-    "dist_autograd/RemoteEM",
-    "dist_autograd/RemoteNet",
-    "dist_autograd/HybridModel",
-    "dist_autograd/Trainer",
-    "dist_autograd/train_batch",
-)
 def test_backward_ddp_outside_uneven_inputs(cluster: RunningCluster) -> None:
     """Trainers 0 and 1 have half as many batches. Beyond torch's test: every gradient is the right one."""
     shares = [batch.split(2) for batch in get_training_examples(TRAINERS)]
@@ -138,7 +119,6 @@ def test_backward_ddp_outside_uneven_inputs(cluster: RunningCluster) -> None:
 
 
 @pytest.mark.parametrize("num_trainers", [3, 5, 32])
-@pytest.mark.upstream("dist_autograd/get_training_examples")
 def test_examples_that_cannot_be_dealt_out_are_refused(num_trainers: int) -> None:
     with pytest.raises(
         ValueError, match=f"16 examples cannot be dealt out evenly to {num_trainers} trainers"
@@ -147,7 +127,6 @@ def test_examples_that_cannot_be_dealt_out_are_refused(num_trainers: int) -> Non
 
 
 @pytest.mark.parametrize("num_trainers", [1, 2, 4, 8])
-@pytest.mark.upstream("dist_autograd/get_training_examples")
 def test_examples_come_with_their_opposites(num_trainers: int) -> None:
     batches = get_training_examples(num_trainers)
     examples = [
@@ -162,7 +141,6 @@ def test_examples_come_with_their_opposites(num_trainers: int) -> None:
     assert len(set(examples)) == len(examples) == 16
 
 
-@pytest.mark.upstream("dist_autograd/get_training_examples")
 def test_examples_are_all_signs_and_rows_and_each_trainer_has_one_value() -> None:
     batches = get_training_examples(TRAINERS)
     assert [batch.labels.tolist() for batch in batches] == [[-1.0] * 4] * 2 + [[1.0] * 4] * 2
@@ -182,7 +160,6 @@ def test_examples_are_all_signs_and_rows_and_each_trainer_has_one_value() -> Non
     ],
     ids=["one id a sample", "weighted bags"],
 )
-@pytest.mark.upstream("dist_autograd/FeatureSet")
 def test_a_batch_travels_by_rpc(sparse: SparseFeatures, cluster: RunningCluster) -> None:
     """torch's ``FeatureSet`` is a ``Batch``."""
     batch = Batch(torch.randn(2, NUM_DENSE), sparse, torch.ones(2), 2)
@@ -192,7 +169,6 @@ def test_a_batch_travels_by_rpc(sparse: SparseFeatures, cluster: RunningCluster)
 
 
 @pytest.mark.parametrize("num_ids", [1, 3, 5])
-@pytest.mark.upstream("dist_autograd/HybridModel")
 def test_a_batch_of_two_sizes_is_an_error(num_ids: int, cluster: RunningCluster) -> None:
     ids = SparseFeatures(torch.zeros(num_ids, dtype=torch.int64), None, None, 1)
     shares = [[batch._replace(sparse_features=ids)] for batch in get_training_examples(TRAINERS)]
@@ -200,12 +176,6 @@ def test_a_batch_of_two_sizes_is_an_error(num_ids: int, cluster: RunningCluster)
         cluster.run(train, "outside", shares, 1)
 
 
-@pytest.mark.upstream(
-    "dist_autograd/world_size",
-    "dist_autograd/trainer_name",
-    "dist_autograd/remote_worker_name",
-    "dist_autograd/_do_test",
-)
 def test_the_roles_are_those_of_torchs_test() -> None:
     topology = Topology(TRAINERS, 1)
     names = ["master", "trainer0", "trainer1", "trainer2", "trainer3", "worker0"]
@@ -215,7 +185,6 @@ def test_the_roles_are_those_of_torchs_test() -> None:
         topology.rank(Role(RoleKind.TRAINER, TRAINERS))
 
 
-@pytest.mark.upstream("dist_autograd/set_shutdown_signal")
 def test_a_word_to_stop_that_comes_early_is_not_lost() -> None:
     """torch's signal is a condition variable: nobody hears it who does not wait yet."""
     store, topology = dist.HashStore(), Topology(TRAINERS, 1)

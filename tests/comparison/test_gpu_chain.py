@@ -29,11 +29,6 @@ UNDER_DDP = {"2", "4"}
         ),
     ],
 )
-@pytest.mark.upstream(
-    "dist_autograd/test_ddp_dist_autograd_local_vs_remote_gpu",
-    "dist_autograd/CudaDdpComparisonTest",
-    "dist_autograd/get_remote_grads",
-)
 def test_ddp_dist_autograd_local_vs_remote_gpu(device: str, clusters: Clusters) -> None:
     of_trainers = clusters.get(TRAINERS, 1, device=device).run(on_all_trainers, partial(chain, device))
     assert len(of_trainers) == TRAINERS

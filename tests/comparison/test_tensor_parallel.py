@@ -45,12 +45,6 @@ def check(cluster: RunningCluster, job: Job, rtol: float, atol: float) -> list[l
     return of_trainers
 
 
-@pytest.mark.upstream(
-    "tensor_ddp/test_2d_ddp_integration_functionality",
-    "tensor_ddp/_pre_dp_module_transform",
-    "tensor_ddp/parallelize_module",
-    "tensor_ddp/DistributedDataParallel",
-)
 @pytest.mark.parametrize(
     ("dtype", "rtol", "atol"), [(torch.float64, 0.0, 1e-12), (torch.float32, 1e-6, 1e-6)]
 )
@@ -144,9 +138,6 @@ def test_splitting_a_net_takes_no_communication(cluster: RunningCluster) -> None
     assert [float(parts["net1.bias"][0]) for ((parts, _),) in compared] == [1, 2, 3, 4]
 
 
-@pytest.mark.upstream(
-    "tensor_utils/sync_grad_hook", "tensor_utils/_flatten_tensor", "tensor_utils/_unflatten_tensor"
-)
 def test_the_gradient_of_a_whole_lands_on_the_shards(cluster: RunningCluster) -> None:
     check(cluster, gradient_of_squares, *EXACT)
 

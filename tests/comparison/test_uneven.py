@@ -112,7 +112,6 @@ def test_groups_that_are_split_are_refused(make_batches: object, message: str, c
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-@pytest.mark.upstream("dist_autograd/HybridModel")
 def test_a_wrong_batch_is_refused_before_it_is_sent(
     make_batches: object, message: str, clusters: Clusters
 ) -> None:

@@ -126,7 +126,6 @@ def test_a_trainers_part_of_the_norm_counts_what_others_have_alike_once(
         (DdpMode.OUTSIDE, {"bottom", "head"}, set()),
     ],
 )
-@pytest.mark.upstream("dist_autograd/HybridModel")
 def test_ddp_has_the_parameters_of_what_it_wraps_and_no_others(
     mode: DdpMode, of_ddp: set[str], others: set[str]
 ) -> None:

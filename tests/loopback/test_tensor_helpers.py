@@ -58,7 +58,6 @@ def values_and_layout(mesh: DeviceMesh, placement: Placement = SHARD) -> tuple[D
     return dtensor, layout
 
 
-@pytest.mark.upstream("tensor_utils/sync_grad_hook")
 def test_a_gradient_under_way_is_waited_for(mesh: DeviceMesh) -> None:
     under_way = all_reduce(torch.ones(2), "sum", mesh.get_group())
     assert isinstance(under_way, AsyncCollectiveTensor)
@@ -67,7 +66,6 @@ def test_a_gradient_under_way_is_waited_for(mesh: DeviceMesh) -> None:
     assert torch.equal(gradient, torch.ones(2))
 
 
-@pytest.mark.upstream("tensor_utils/sync_grad_hook")
 def test_any_other_gradient_is_left_as_it_is(mesh: DeviceMesh) -> None:
     dtensor, _ = values_and_layout(mesh)
     for gradient in (torch.ones(2), dtensor):
@@ -76,7 +74,6 @@ def test_any_other_gradient_is_left_as_it_is(mesh: DeviceMesh) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.upstream("tensor_utils/sync_grad_hook")
 def test_a_given_stream_waits_in_the_place_of_the_current_one(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +95,6 @@ def test_a_given_stream_waits_in_the_place_of_the_current_one(
     assert torch.equal(gradient.cpu(), torch.ones(2))
 
 
-@pytest.mark.upstream("tensor_utils/_flatten_tensor")
 def test_a_dtensor_flattens_to_its_shard(mesh: DeviceMesh) -> None:
     dtensor, _ = values_and_layout(mesh)
     shard, layout = flatten_tensor(dtensor)
@@ -110,7 +106,6 @@ def test_a_dtensor_flattens_to_its_shard(mesh: DeviceMesh) -> None:
     assert (layout.mesh, layout.placements, layout.shape) == (mesh, (Shard(0),), (4, 3))
 
 
-@pytest.mark.upstream("tensor_utils/_flatten_tensor")
 def test_a_plain_tensor_flattens_to_itself() -> None:
     plain = torch.ones(2)
     shard, layout = flatten_tensor(plain)
@@ -119,7 +114,6 @@ def test_a_plain_tensor_flattens_to_itself() -> None:
     assert not plain.requires_grad
 
 
-@pytest.mark.upstream("tensor_utils/_unflatten_tensor")
 def test_a_gradient_passes_one_hook_of_each_use_and_none_stays(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +137,6 @@ def test_a_gradient_passes_one_hook_of_each_use_and_none_stays(
     assert not shard._backward_hooks
 
 
-@pytest.mark.upstream("tensor_utils/_unflatten_tensor")
 def test_what_requires_no_gradient_unflattens_to_what_does_not(mesh: DeviceMesh) -> None:
     dtensor, layout = values_and_layout(mesh)
     assert not unflatten_tensor(dtensor.to_local(), layout).requires_grad
@@ -167,7 +160,6 @@ def test_a_shard_is_a_copy_and_its_whole_is_detached(placement: Placement, mesh:
     assert not again.requires_grad
 
 
-@pytest.mark.upstream("tensor_ddp/_get_submodule_n_params", "tensor_ddp/_localize_dtensor")
 def test_parameters_become_plain_under_their_names(mesh: DeviceMesh) -> None:
     net = nested_net()
     kept, before = list(net[1].parameters()), {n: p.detach().clone() for n, p in net.named_parameters()}
@@ -199,7 +191,6 @@ class Failing(nn.Module):
         raise KeyError("no such luck")
 
 
-@pytest.mark.upstream("tensor_ddp/_update_module_param", "tensor_ddp/_reconstruct_dtensor")
 @pytest.mark.parametrize("fails", [False, True])
 def test_parameters_are_dtensors_within_a_forward_pass_and_the_same_ones_after_it(
     fails: bool, mesh: DeviceMesh
@@ -222,7 +213,6 @@ def test_parameters_are_dtensors_within_a_forward_pass_and_the_same_ones_after_i
         assert not parameter._post_accumulate_grad_hooks
 
 
-@pytest.mark.upstream("tensor_ddp/_update_module_param")
 def test_a_parameter_that_is_gone_is_an_error(mesh: DeviceMesh) -> None:
     split = split_net(mesh)
     del split.module.get_submodule("0.2").weight
@@ -230,7 +220,6 @@ def test_a_parameter_that_is_gone_is_an_error(mesh: DeviceMesh) -> None:
         split(torch.ones(2, 4))
 
 
-@pytest.mark.upstream("tensor_ddp/_pre_dp_module_transform")
 @pytest.mark.parametrize("forwards", [0, 3])
 def test_optimizers_and_checkpoints_see_every_parameter_at_any_time(forwards: int, mesh: DeviceMesh) -> None:
     split = split_net(mesh)
@@ -250,7 +239,6 @@ def test_optimizers_and_checkpoints_see_every_parameter_at_any_time(forwards: in
         torch.testing.assert_close(value, before[name] - 0.1 * gradient)
 
 
-@pytest.mark.upstream("tensor_ddp/_pre_dp_module_transform")
 def test_torchs_own_transform_loses_the_parameters(mesh: DeviceMesh) -> None:
     """Why there is one here. If a release of torch has mended it, this fails: see whether it serves."""
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
@@ -262,7 +250,6 @@ def test_torchs_own_transform_loses_the_parameters(mesh: DeviceMesh) -> None:
     assert list(net.state_dict()) == []
 
 
-@pytest.mark.upstream("tensor_utils/_unflatten_tensor")
 def test_torchs_own_helper_adds_a_hook_at_every_use(mesh: DeviceMesh) -> None:
     """As above: ours adds none."""
     dtensor, layout = values_and_layout(mesh)
@@ -272,7 +259,6 @@ def test_torchs_own_helper_adds_a_hook_at_every_use(mesh: DeviceMesh) -> None:
         assert len(shard._backward_hooks or {}) == uses
 
 
-@pytest.mark.upstream("tensor_ddp/_get_submodule_n_params")
 def test_an_output_that_the_plan_leaves_split_is_gathered(mesh: DeviceMesh) -> None:
     layer, inputs_BX = nn.Linear(4, 6), torch.ones(2, 4)
     expected = layer(inputs_BX).detach()

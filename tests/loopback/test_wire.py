@@ -57,7 +57,6 @@ def service() -> transport.Remote[Service]:
     return made
 
 
-@pytest.mark.upstream("dist_autograd/_call_method", "dist_autograd/_remote_method")
 def test_a_call_returns_its_value(service: transport.Remote[Service]) -> None:
     assert service.call(Service.double, 21).wait() == 42
 

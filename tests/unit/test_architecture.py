@@ -28,3 +28,14 @@ def test_files_that_text_refers_to_exist() -> None:
     for file in [*pages, *(file for top in tops for file in top.rglob("*.py"))]:
         for name in re.findall(r"`((?:\w+/)+\w+\.py)`", file.read_text(encoding="utf-8")):
             assert any((folder / name).is_file() for folder in (ROOT, *tops)), f"{name} in {file}"
+
+
+def test_tests_on_the_upstream_page_exist() -> None:
+    page = (ROOT / "docs/upstream.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[test_\w+\.py(?:::(?:\w+::)?(\w+))?\]\(\.\./(tests/[\w/]+\.py)\)", page)
+    assert len(links) > 100
+    for name, path in links:
+        assert (ROOT / path).is_file(), path
+        assert re.search(rf"(def|class) {name}\b", (ROOT / path).read_text(encoding="utf-8")), (
+            f"{path}::{name}"
+        )

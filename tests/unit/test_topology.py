@@ -6,7 +6,6 @@ from hybrid.topology import MASTER, Role, RoleKind, Topology
 
 
 class TestTopology:
-    @pytest.mark.upstream("dist_autograd/world_size", "dist_autograd/_do_test")
     def test_ranks_are_master_then_trainers_then_workers(self) -> None:
         topology = Topology(num_trainers=2, num_workers=3)
         assert topology.world_size == 6
@@ -16,7 +15,6 @@ class TestTopology:
         assert [topology.rank(r) for r in topology.roles] == list(range(6))
         assert topology.roles == (MASTER, *topology.trainers, *topology.workers)
 
-    @pytest.mark.upstream("dist_autograd/trainer_name", "dist_autograd/remote_worker_name")
     def test_rpc_names_are_distinct(self) -> None:
         roles = Topology(12, 12).roles
         assert len({r.rpc_name for r in roles}) == len(roles)
@@ -33,7 +31,6 @@ class TestTopology:
             **dict.fromkeys(["worker 0", "worker 1", "worker 2"], of_workers),
         }
 
-    @pytest.mark.upstream("dist_autograd/_do_test")
     def test_a_role_beyond_the_cluster_has_no_rank(self) -> None:
         with pytest.raises(ValueError, match=r"^trainer 2 is not in a cluster of 1 master, 2 trainer\(s\)"):
             Topology(2, 1).rank(Role(RoleKind.TRAINER, 2))

@@ -28,7 +28,6 @@ def of_srun(rank: int, size: int = 5) -> dict[str, str]:
     return {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size), "SLURM_STEP_ID": "0"}
 
 
-@pytest.mark.upstream("dist_autograd/_do_test")
 @pytest.mark.parametrize("tell", [of_torchrun, of_srun, lambda rank: {**of_srun(rank), **of_torchrun(rank)}])
 def test_ranks_are_roles(tell: object) -> None:
     assert callable(tell)

@@ -28,7 +28,6 @@ def check(modules: list[nn.Module], inputs: list[torch.Tensor], devices: list[st
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.upstream("data_parallel/test_parallel_apply")
 def test_each_module_gets_its_own_input(devices: list[str]) -> None:
     check(*linears(devices), devices)
     check(*linears(devices), None)
@@ -42,7 +41,6 @@ def test_each_module_gets_its_own_input(devices: list[str]) -> None:
         pytest.param(["cuda:0", "cpu"], torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_CUDA]),
     ],
 )
-@pytest.mark.upstream("data_parallel/test_parallel_apply_autocast")
 def test_autocast_of_the_caller_holds_in_the_threads(devices: list[str], cpu_dtype: torch.dtype) -> None:
     on_gpu = torch.autocast("cuda", torch.half, enabled="cuda:0" in devices)
     with on_gpu, torch.autocast("cpu", cpu_dtype):
@@ -104,7 +102,6 @@ def test_a_single_module_runs_in_the_callers_thread() -> None:
 
 class TestFailures:
     @pytest.mark.parametrize("devices", DEVICES)
-    @pytest.mark.upstream("data_parallel/test_parallel_apply_passes_exception", "data_parallel/TestModule")
     def test_an_exception_is_raised_in_the_caller_and_says_where_it_comes_from(
         self, devices: list[str]
     ) -> None:

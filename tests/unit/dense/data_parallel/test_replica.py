@@ -31,7 +31,6 @@ TOLERANCES = {torch.float: 1e-5, torch.double: 1e-5, torch.half: 1e-2, torch.bfl
 class TestOutputsAndGradients:
     @pytest.mark.parametrize("devices", DEVICES)
     @pytest.mark.parametrize("call", CALLS)
-    @pytest.mark.upstream("data_parallel/test_data_parallel", "data_parallel/TestDataParallel")
     def test_are_those_of_the_module(self, devices: list[str], call: Callable[..., Any]) -> None:
         module, x = linear(devices[0]), random(20, 10).to(devices[-1])
         expected = module(x.to(devices[0]))
@@ -44,7 +43,6 @@ class TestOutputsAndGradients:
         assert_close(output, expected)
         assert_close(gradients(module), expected_grads)
 
-    @pytest.mark.upstream("data_parallel/test_data_parallel")
     def test_without_devices_all_there_are_take_part(self) -> None:
         count = torch.cuda.device_count()
         devices = [torch.device("cuda", place) for place in range(count)] or [torch.device("cpu")]
@@ -55,7 +53,6 @@ class TestOutputsAndGradients:
         assert_close(data_parallel(module, x), module(x))
 
     @pytest.mark.parametrize("devices", DEVICES)
-    @pytest.mark.upstream("data_parallel/test_data_parallel_small_back")
     def test_are_taken_back_through_the_replicas(self, devices: list[str]) -> None:
         module, x = linear(devices[0]), random(20, 10).to(devices[0]).requires_grad_()
         output = data_parallel(module, x, devices)
@@ -67,11 +64,6 @@ class TestOutputsAndGradients:
     @pytest.mark.parametrize("with_third", [False, True])
     @pytest.mark.parametrize("by_keyword", [False, True])
     @pytest.mark.parametrize("call", CALLS)
-    @pytest.mark.upstream(
-        "data_parallel/test_data_parallel_multiple_input",
-        "data_parallel/local_test",
-        "data_parallel/TestModule",
-    )
     def test_of_several_inputs(
         self, devices: list[str], with_third: bool, by_keyword: bool, call: Callable[..., Any]
     ) -> None:
@@ -86,9 +78,6 @@ class TestOutputsAndGradients:
 
     @pytest.mark.parametrize("devices", PAIRS)
     @pytest.mark.parametrize("call", CALLS)
-    @pytest.mark.upstream(
-        "data_parallel/test_data_parallel_nested_output", "data_parallel/Net", "data_parallel/fn"
-    )
     def test_in_nested_outputs(self, devices: list[str], call: Callable[..., Any]) -> None:
         def nested(t: Tensor) -> list[Any]:
             return [t, (t.sin(), t.cos(), [t + 1]), t, OrderedDict(a=t, b=[t.sin()])]
@@ -103,7 +92,6 @@ class TestOutputsAndGradients:
 
     @pytest.mark.parametrize("devices", PAIRS)
     @pytest.mark.parametrize("call", CALLS)
-    @pytest.mark.upstream("data_parallel/test_data_parallel_nested_input", "data_parallel/fn")
     def test_of_nested_inputs(self, devices: list[str], call: Callable[..., Any]) -> None:
         x = random(20, 3).to(devices[0])
         inputs = (x.cos(), (x.sin(), x), x.sin())
@@ -111,9 +99,6 @@ class TestOutputsAndGradients:
         assert_close(output, x.sin())
 
     @pytest.mark.parametrize("devices", DEVICES)
-    @pytest.mark.upstream(
-        "data_parallel/test_data_parallel_rnn", "data_parallel/step", "data_parallel/TestModule"
-    )
     def test_of_a_recurrent_net_give_the_same_step(self, devices: list[str]) -> None:
         x = torch.ones(4, 4, 30, dtype=torch.double, device=devices[0])
 
@@ -144,9 +129,6 @@ class TestOutputsAndGradients:
     @pytest.mark.parametrize("dtype", [torch.float, torch.double, torch.half, torch.bfloat16])
     @pytest.mark.parametrize("devices", DEVICES)
     @pytest.mark.parametrize("call", CALLS)
-    @pytest.mark.upstream(
-        "data_parallel/test_data_parallel_module", "data_parallel/TestDataParallelDeviceType"
-    )
     def test_of_every_type_of_numbers(
         self, devices: list[str], dtype: torch.dtype, call: Callable[..., Any]
     ) -> None:
@@ -158,13 +140,6 @@ class TestOutputsAndGradients:
     @pytest.mark.parametrize("dtype", [torch.float, torch.double, torch.half, torch.bfloat16])
     @pytest.mark.parametrize("devices", DEVICES)
     @pytest.mark.parametrize("extra", [{}, {"unused": []}, {"unused": {}}, {"unused": ()}])
-    @pytest.mark.upstream(
-        "data_parallel/test_data_parallel_module_kwargs_only",
-        "data_parallel/test_data_parallel_module_kwargs_only_empty_list",
-        "data_parallel/test_data_parallel_module_kwargs_only_empty_dict",
-        "data_parallel/test_data_parallel_module_kwargs_only_empty_tuple",
-        "data_parallel/TestDataParallelDeviceType",
-    )
     def test_of_keywords_only_where_empty_containers_drop_nothing(
         self, devices: list[str], dtype: torch.dtype, extra: dict[str, Any]
     ) -> None:
@@ -181,7 +156,6 @@ class TestOutputsAndGradients:
             pytest.param("cuda:0", torch.half, marks=[pytest.mark.gpu, NEEDS_CUDA]),
         ],
     )
-    @pytest.mark.upstream("data_parallel/test_autocast", "data_parallel/Model")
     def test_have_the_type_of_the_modules_own_autocast(self, device: str, dtype: torch.dtype) -> None:
         def run(layer: nn.Linear, x: Tensor) -> Any:
             with torch.autocast(torch.device(device).type, dtype):
@@ -227,11 +201,6 @@ class TestBatches:
 
     @pytest.mark.parametrize("devices", DEVICES)
     @pytest.mark.parametrize("inputs", [None, ()])
-    @pytest.mark.upstream(
-        "data_parallel/test_data_parallel_module_zero_inputs",
-        "data_parallel/TestModule",
-        "data_parallel/test_helper",
-    )
     def test_without_arguments_the_module_runs_once(
         self, devices: list[str], inputs: tuple[()] | None
     ) -> None:
@@ -240,7 +209,6 @@ class TestBatches:
             assert output.device == torch.device(devices[0])
             assert torch.equal(output, torch.ones(2, 3, device=devices[0]))
 
-    @pytest.mark.upstream("data_parallel/test_data_parallel_no_grad", "data_parallel/Layer")
     def test_autograd_records_in_replicas_only_if_it_does_in_the_caller(self) -> None:
         records: list[bool] = []
         net = DataParallel(Calls(lambda x: records.append(torch.is_grad_enabled())), CPUS)
@@ -261,14 +229,12 @@ class TestBatches:
         assert thread is threading.current_thread()
         assert same is x
 
-    @pytest.mark.upstream("data_parallel/test_data_parallel_model_no_refcycles", "data_parallel/Model")
     def test_a_call_leaves_no_cycles_of_references(self) -> None:
         net, x = DataParallel(nn.Linear(1, 1), CPUS), torch.ones(2, 1)
         net(x)  # torch itself leaves some at its first call
         assert count_cycles(lambda: net(x)) == 0
 
 
-@pytest.mark.upstream("data_parallel/__init__", "data_parallel/forward")
 def test_the_wrapped_module_keeps_its_parameters_under_module() -> None:
     module = linear()
     net = DataParallel(module, CPUS)

@@ -15,7 +15,6 @@ from hybrid.dense.data_parallel.replicas import DataParallel, data_parallel
 
 
 @pytest.mark.parametrize("devices", [*PAIRS, [torch.device("cpu"), -1]])
-@pytest.mark.upstream("data_parallel/test_data_parallel_device_args")
 def test_may_be_strings_or_devices(devices: list[Any]) -> None:
     module, x = linear(devices[0]), random(20, 10).to(devices[0]).requires_grad_()
     forms = [devices, tuple(devices), [torch.device(d) if isinstance(d, str) else d for d in devices]]
@@ -29,7 +28,6 @@ def test_may_be_strings_or_devices(devices: list[Any]) -> None:
 
 @pytest.mark.gpu
 @NEEDS_CUDA
-@pytest.mark.upstream("data_parallel/test_data_parallel_device_args")
 def test_may_be_the_index_of_a_gpu() -> None:
     module, x = linear("cuda:0"), random(20, 10)
     for output_device, wanted in ((None, "cuda:0"), (0, "cuda:0"), (-1, "cpu"), ("cuda", "cuda:0")):
@@ -39,7 +37,6 @@ def test_may_be_the_index_of_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("devices", [["cpu"], CPUS])
-@pytest.mark.upstream("data_parallel/test_data_parallel_device_args")
 def test_the_output_may_be_elsewhere(devices: list[str]) -> None:
     assert DataParallel(linear(), devices, "meta")(random(2, 10)).device.type == "meta"
     assert data_parallel(linear(), random(2, 10), devices, "meta").device.type == "meta"
@@ -119,12 +116,6 @@ MACHINES = [
         id="gpus",
     ),
 ]
-UPSTREAM_DEVICE = pytest.mark.upstream(
-    "data_parallel/test_data_parallel_model_device",
-    "data_parallel/test",
-    "data_parallel/assert_correct",
-    "data_parallel/dummy_ctx_manager",
-)
 
 
 def module_on(notation: str, places: dict[str, str]) -> nn.Module:
@@ -134,7 +125,6 @@ def module_on(notation: str, places: dict[str, str]) -> nn.Module:
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(("module", "moved_to", "input_on", "on"), ALLOWED)
-@UPSTREAM_DEVICE
 def test_a_module_may_be_on_the_first_one(
     module: str, moved_to: str | None, input_on: str, on: str, machine: Machine
 ) -> None:
@@ -152,7 +142,6 @@ def test_a_module_may_be_on_the_first_one(
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("module", "input_on", "on", "apart"), REFUSED)
-@UPSTREAM_DEVICE
 def test_a_module_must_be_on_the_first_one(
     module: str, input_on: str, on: str, apart: str, machine: Machine, call: Callable[..., Any]
 ) -> None:

@@ -21,7 +21,6 @@ CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 class TestReplicate:
     @pytest.mark.parametrize("devices", DEVICES)
     @pytest.mark.parametrize("form", [list, tuple])
-    @pytest.mark.upstream("data_parallel/test_replicate")
     def test_each_replica_computes_the_same_on_its_device(
         self, devices: list[str], form: Callable[[list[str]], Any]
     ) -> None:
@@ -33,7 +32,6 @@ class TestReplicate:
             assert_close(replica(x.to(device)), expected, check_device=False)
 
     @pytest.mark.parametrize("devices", PAIRS)
-    @pytest.mark.upstream("data_parallel/test_replicate_buffers")
     def test_buffers_are_on_the_replicas_device_and_the_first_are_the_modules_own(
         self, devices: list[str]
     ) -> None:
@@ -80,7 +78,6 @@ class TestReplicate:
             assert copy.bias is None
             assert replica.none is None
 
-    @pytest.mark.upstream("data_parallel/test_data_parallel_lazy_linear")
     def test_parameters_without_a_shape_are_refused(self) -> None:
         reason = (
             "^Modules with uninitialized parameters can't be used with `DataParallel`. "
@@ -92,7 +89,6 @@ class TestReplicate:
         with pytest.raises(RuntimeError, match=r"^Modules with uninitialized parameters"):
             data_parallel(module, torch.rand(10, 10), CPUS)
 
-    @pytest.mark.upstream("data_parallel/test_zero_grad", "data_parallel/Net")
     def test_zero_grad_of_a_replica_warns_that_it_does_nothing(self) -> None:
         net = DataParallel(Calls(lambda layer, x: layer.zero_grad(), nn.Linear(5, 5)), CPUS)
         reason = r"Calling \.zero_grad\(\) from a module created with nn\.DataParallel\(\) has no effect\."
@@ -100,7 +96,6 @@ class TestReplicate:
             net(torch.ones(4, 5))
 
     @pytest.mark.parametrize("detach", [False, True])
-    @pytest.mark.upstream("data_parallel/test_save_replica_module")
     def test_replicas_can_be_saved_and_loaded(self, detach: bool) -> None:
         module = nn.Linear(10, 5)
         file = io.BytesIO()
@@ -110,9 +105,6 @@ class TestReplicate:
             assert torch.equal(loaded.weight, module.weight)
 
     @pytest.mark.parametrize("kind", [nn.ParameterList, nn.ParameterDict])
-    @pytest.mark.upstream(
-        "data_parallel/test_parameter_list_dict_replica", "data_parallel/MyMod", "data_parallel/check_fn"
-    )
     def test_lists_and_dicts_of_parameters_hold_those_of_the_replica(self, kind: type[Any]) -> None:
         values = [random(10), random(10, seed=1)]
         seen: list[Tensor] = []
@@ -128,11 +120,6 @@ class TestReplicate:
 
 class TestGradients:
     @pytest.mark.parametrize("devices", PAIRS)
-    @pytest.mark.upstream(
-        "data_parallel/test_data_parallel_buffers_requiring_grad",
-        "data_parallel/TestModule",
-        "data_parallel/fn",
-    )
     def test_buffers_that_require_one_get_theirs(self, devices: list[str]) -> None:
         module = ScaleAndShift(random(4, dtype=torch.float64).to(devices[0]).requires_grad_())
         x = random(2, 4, seed=1, dtype=torch.float64)
@@ -149,9 +136,6 @@ class TestGradients:
         assert module.weight.grad == 0.0
 
     @pytest.mark.parametrize("devices", PAIRS)
-    @pytest.mark.upstream(
-        "data_parallel/test_data_parallel_function_deletion", "data_parallel/gradient_penalty"
-    )
     def test_a_second_derivative_goes_through_replicas_and_zeros_stand_for_what_is_unused(
         self, devices: list[str]
     ) -> None:
@@ -175,7 +159,6 @@ class TestGradients:
         assert_close(second, (6 * x.pow(3) * weight).sum(0))
 
     @pytest.mark.parametrize("devices", DEVICES)
-    @pytest.mark.upstream("data_parallel/test_data_parallel_sparse")
     def test_sparse_ones_stay_sparse_and_exact(self, devices: list[str]) -> None:
         module = seeded(lambda: nn.Embedding(10, 5, sparse=True, dtype=torch.float64)).to(devices[0])
         ids = torch.randint(10, (20, 5), generator=torch.Generator().manual_seed(1)).to(devices[-1])
@@ -204,7 +187,6 @@ class TestGradients:
         assert module.weight.grad.is_sparse
 
     @pytest.mark.parametrize("devices", PAIRS)
-    @pytest.mark.upstream("data_parallel/test_data_parallel_complex", "data_parallel/Cplx")
     def test_complex_parameters_stay_complex(self, devices: list[str]) -> None:
         x, weight = (torch.complex(random(2, 10, seed=s), random(2, 10, seed=s + 1)) for s in (0, 2))
         module, x = Weighted(weight[:1]).to(devices[0]), x.to(devices[0])
@@ -224,7 +206,6 @@ class TestGradients:
             )
         ),
     )
-    @pytest.mark.upstream("data_parallel/test_strided_grad_layout", "data_parallel/ConvNet")
     def test_they_keep_the_layout_of_their_parameter(
         self,
         formats: list[torch.memory_format],

@@ -64,22 +64,12 @@ def check_replicas(module: nn.Module, replicas: list[Any], devices: list[str]) -
 
 
 @pytest.mark.parametrize("devices", PAIRS)
-@pytest.mark.upstream(
-    "jit/test_python_submodule_script",
-    "jit/TestDataParallel",
-    "jit/Mpy1",
-    "jit/Msm",
-    "jit/check_replicas",
-    "jit/__init__",
-    "jit/forward",
-)
 def test_a_script_module_inside_a_python_module_is_replicated(devices: list[str]) -> None:
     module = nn.Sequential(seeded(script_net)).to(devices[0])
     check_replicas(module, replicate(module, devices), devices)
 
 
 @pytest.mark.parametrize("devices", PAIRS)
-@pytest.mark.upstream("jit/test_shared_module", "jit/Mpy2", "jit/Msm1", "jit/check_replicas")
 def test_a_script_module_in_two_places_is_replicated_once(devices: list[str]) -> None:
     shared = seeded(script_net)
     module = nn.Sequential(shared, ScriptBlock(shared)).to(devices[0])
@@ -90,7 +80,6 @@ def test_a_script_module_in_two_places_is_replicated_once(devices: list[str]) ->
 
 
 @pytest.mark.parametrize("devices", PAIRS)
-@pytest.mark.upstream("jit/test_traced_module", "jit/Mpy", "jit/Mpy1", "jit/Mpy2", "jit/check_replicas")
 def test_a_traced_module_is_replicated(devices: list[str]) -> None:
     # Tracing warns of the check of the batch's size in training.
     net = seeded(lambda: nn.Sequential(nn.Sequential(layers()), layers())).to(devices[0]).eval()
@@ -99,7 +88,6 @@ def test_a_traced_module_is_replicated(devices: list[str]) -> None:
 
 
 @pytest.mark.parametrize("devices", PAIRS)
-@pytest.mark.upstream("jit/test_tensor_sharing", "jit/assert_share_data")
 def test_the_first_replica_alone_has_the_memory_of_the_module(devices: list[str]) -> None:
     module = nn.Sequential(ScriptBlock(seeded(script_net)), nn.Linear(2, 2)).to(devices[0])
     own = {name: tensor.data_ptr() for name, tensor in tensors_of(module).items()}
@@ -109,7 +97,6 @@ def test_the_first_replica_alone_has_the_memory_of_the_module(devices: list[str]
 
 
 @pytest.mark.parametrize("devices", PAIRS)
-@pytest.mark.upstream("jit/test_tensor_sharing_with_forward", "jit/assert_share_data")
 def test_the_first_replica_alone_sees_updates_in_place(devices: list[str]) -> None:
     module = nn.Sequential(seeded(script_net)).to(devices[0]).eval()
     first, second = replicate(module, devices)

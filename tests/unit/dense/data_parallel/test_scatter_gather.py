@@ -40,9 +40,6 @@ def leaf(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
 class TestScatter:
     @pytest.mark.parametrize("devices", PAIRS)
     @pytest.mark.parametrize("source", SOURCES)
-    @pytest.mark.upstream(
-        "data_parallel/test_scatter_cpu", "data_parallel/test_scatter_gpu", "data_parallel/_test_scatter"
-    )
     def test_deals_out_contiguous_pieces_and_takes_their_gradients_back(
         self, source: str, devices: list[str]
     ) -> None:
@@ -143,9 +140,6 @@ class TestGather:
     @pytest.mark.parametrize("device", TARGETS)
     @pytest.mark.parametrize("devices", PAIRS)
     @pytest.mark.parametrize(("shape", "joined"), [((2, 4), torch.cat), ((), torch.stack)])
-    @pytest.mark.upstream(
-        "data_parallel/test_gather_cpu", "data_parallel/test_gather_gpu", "data_parallel/_test_gather"
-    )
     def test_puts_rows_or_scalars_together_and_deals_out_their_gradients(
         self, shape: tuple[int, ...], joined: Callable[..., Tensor], devices: list[str], device: Device
     ) -> None:
@@ -190,7 +184,6 @@ class TestGather:
         assert gather([None, None], "cpu") is None
         assert gather([[], []], "cpu") == []
 
-    @pytest.mark.upstream("data_parallel/test_gather_different_len_dicts")
     def test_dicts_of_different_length_are_refused(self) -> None:
         one = torch.ones(1, 2)
         with pytest.raises(ValueError, match=r"^All dicts must have the same number of keys$"):
