@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -112,13 +111,6 @@ def test_a_scripted_dropout_follows_the_mode() -> None:
     assert torch.equal(form(rows(50)), rows(50))
 
 
-@pytest.mark.parametrize("how", ["script", "trace"])
-@pytest.mark.parametrize("training", [True, False])
-def test_a_form_begins_in_the_mode_of_the_module(how: str, training: bool) -> None:
-    form = compiled(layers().train(training), how, [rows()])
-    assert {each.training for each in form.modules()} == {training}
-
-
 class Meeting(nn.Module):
     """Notices where two of its kind are compiled at once."""
 
@@ -133,16 +125,6 @@ class Meeting(nn.Module):
         except threading.BrokenBarrierError:  # nobody else is in here
             self.barrier.reset()
         return layers()
-
-
-def test_two_threads_do_not_script_at_once() -> None:
-    """torch would refuse one of them: "Can't redefine method"."""
-    Meeting.num_met = 0
-    with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(compiled, Meeting(), "script", [rows()]) for _ in range(2)]
-        forms = [call.result(PATIENCE_SECONDS) for call in calls]
-    assert Meeting.num_met == 0
-    assert all(torch.equal(form(rows()), layers()(rows())) for form in forms)
 
 
 @pytest.mark.parametrize("how", ["script", "trace"])
@@ -300,9 +282,3 @@ def test_what_cannot_be_traced_can_be_scripted(module: nn.Module) -> None:
     for mode in (True, False):
         for size in (5, 0):
             assert torch.equal(form.train(mode)(rows(size)), module.train(mode)(rows(size)))
-
-
-def test_warnings_are_as_they_were_after_a_trace() -> None:
-    before = list(warnings.filters)
-    compiled(layers(), "trace", [rows()])
-    assert warnings.filters == before

@@ -1,6 +1,5 @@
 """A dense net that several trainers share, without RPC: its steps equal those of one process."""
 
-import copy
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -10,20 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.products import noted_products
 from support.seeded import random, seeded
 from support.shards import PATIENCE_SECONDS, evaluate, train
 from torch import Tensor, nn
 
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_manifest import Manifest
-from hybrid.config import ScheduleSection
-from hybrid.dense.compilation import compiled
 from hybrid.dense.dense_optimizer import make_optimizer
 from hybrid.dense.hosted_net import HostedNet
-from hybrid.dense.matmul import use_onednn
 from hybrid.errors import CheckpointError, NonFiniteError
-from hybrid.protocol.learning_rate_schedule import Schedule
 from hybrid.protocol.ticket import Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 
@@ -81,33 +75,6 @@ def assert_same_bits(host: HostedNet, plain: Plain | HostedNet) -> None:
     torch.testing.assert_close([*host.net.parameters()], [*plain.net.parameters()], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
-@pytest.mark.parametrize("num_trainers", [1, 3])
-def test_the_gradients_of_all_trainers_are_one_step_bit_for_bit(num_trainers: int, optimizer: str) -> None:
-    plain = Plain(optimizer)
-    with hosting(UpdateRules(num_trainers), optimizer=optimizer) as host:
-        for step in range(4):
-            arrivals = [(step + t) % num_trainers for t in range(num_trainers)]
-            grads = {t: pass_through(host, train(step, t), hidden(step, t)) for t in arrivals}
-            expected = plain.step([hidden(step, t) for t in range(num_trainers)])
-            assert all(torch.equal(grads[t], grad_BH) for t, grad_BH in enumerate(expected))
-        host.barrier.drain()
-        assert host.version == 4
-        assert_same_bits(host, plain)
-        staleness = host.barrier.take_staleness()
-        assert (staleness.count, staleness.total) == (4 * num_trainers, 0)
-
-
-def test_micro_batches_are_one_step_bit_for_bit() -> None:
-    plain = Plain()
-    with hosting(UpdateRules(2, parts=2)) as host:
-        for trainer, part in ((1, 0), (0, 0), (0, 1), (1, 1)):
-            pass_through(host, Ticket(trainer, 0, 0, part), hidden(part, trainer))
-        host.barrier.drain()
-        plain.step([hidden(part, trainer) for trainer in range(2) for part in range(2)])
-        assert_same_bits(host, plain)
-
-
 class Shifts(nn.Module):
     """Two parameters, of which autograd has a single gradient."""
 
@@ -129,36 +96,7 @@ def test_parameters_that_share_a_gradient_are_stepped_by_it_once() -> None:
             torch.testing.assert_close(parameter.detach(), expected)
 
 
-def test_a_trainer_without_samples_takes_part_in_the_step() -> None:
-    plain = Plain("Adam")
-    with hosting(UpdateRules(2), optimizer="Adam") as host:
-        assert pass_through(host, train(0, 1), hidden(0, size=0)).shape == (0, WIDTH)
-        pass_through(host, train(0, 0), hidden(0))
-        host.barrier.drain()
-        plain.step([hidden(0)])
-        assert_same_bits(host, plain)
-
-
 # It looks at every tensor's gradient, those of a host's call too, and takes no notice of the warning.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("how", ["script", "trace", "aot_eager"])
-def test_a_compiled_net_trains_as_an_eager_one(how: str) -> None:
-    """In float64: TorchScript has derivatives of its own, which round differently."""
-
-    def inputs(step: int) -> list[Tensor]:
-        return [hidden(step, t).detach().double().requires_grad_() for t in range(2)]
-
-    net, plain = make_net().double(), Plain("Adam")
-    plain.net.double()
-    with hosting(UpdateRules(2), net, "Adam", compiled(net, how, inputs(0)[:1])) as host:
-        for step in range(3):
-            found = [pass_through(host, train(step, t), x) for t, x in enumerate(inputs(step))]
-            torch.testing.assert_close(found, plain.step(inputs(step)), rtol=1e-12, atol=1e-13)
-        predicted = host.call(evaluate(3), inputs(9)[0]).wait()
-        torch.testing.assert_close(predicted, plain.net(inputs(9)[0]), rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close([*net.parameters()], [*plain.net.parameters()], rtol=1e-12, atol=1e-13)
-
-
 class Meeting(nn.Module):
     """A layer that waits a while for a second call of the net to be in it at the same time."""
 
@@ -246,25 +184,6 @@ class TestBuffers:
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs, expected, strict=True))
 
 
-def test_trainers_in_threads_train_as_one_process_bit_for_bit() -> None:
-    num_trainers, num_steps = 4, 20
-    plain = Plain("Adam")
-    with hosting(UpdateRules(num_trainers), optimizer="Adam") as host:
-
-        def run(trainer: int) -> None:
-            for step in range(num_steps):
-                hidden_BH = hidden(step, trainer)
-                host.call(train(step, trainer), hidden_BH).wait().square().sum().backward()
-
-        with ThreadPoolExecutor(num_trainers) as pool:
-            for running in [pool.submit(run, trainer) for trainer in range(num_trainers)]:
-                running.result(6 * PATIENCE_SECONDS)
-        host.barrier.drain()
-        for step in range(num_steps):
-            plain.step([hidden(step, t) for t in range(num_trainers)])
-        assert_same_bits(host, plain)
-
-
 def test_out_of_step_a_pass_keeps_the_weights_it_began_with() -> None:
     plain = Plain()
     with hosting(UpdateRules(2, UpdateMode.ASYNC)) as host:
@@ -299,15 +218,6 @@ class TestPrediction:
             host.call(train(1), hidden(2)).wait()
             assert not torch.equal(norm.running_mean, statistics)
 
-    def test_it_waits_for_the_updates_that_it_must_see(self) -> None:
-        with hosting(UpdateRules(1)) as host:
-            predicted = host.call(evaluate(1), hidden(1))
-            assert not predicted.done()
-            pass_through(host, train(0), hidden(0))
-            plain = Plain()
-            plain.step([hidden(0)])
-            assert torch.equal(predicted.wait(), plain.net(hidden(1)))
-
 
 class TestCheckpoints:
     @staticmethod
@@ -320,22 +230,6 @@ class TestCheckpoints:
         partial = checkpoint_folders.begin(folder)
         host.begin_save(is_copied=True)
         return checkpoint_folders.commit(partial, Manifest(step, 0, {}, host.write(partial)))
-
-    @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Adagrad"])
-    def test_training_goes_on_from_one_bit_for_bit(self, tmp_path: Path, optimizer: str) -> None:
-        with hosting(UpdateRules(1), optimizer=optimizer) as straight:
-            self.run(straight, 0, 3)
-            folder = self.save(straight, tmp_path / "step-3", 3)  # waits for the update under way
-            self.run(straight, 3, 3)
-            other = make_net()
-            nn.init.zeros_(next(other.parameters()))
-            with hosting(UpdateRules(1), other, optimizer) as resumed:
-                resumed.load(folder, 3)
-                assert resumed.version == 3
-                self.run(resumed, 3, 3)
-                for host in (straight, resumed):
-                    host.barrier.drain()
-                assert_same_bits(resumed, straight)
 
     def test_it_is_refused_where_it_is_of_another_net(self, tmp_path: Path) -> None:
         with hosting(UpdateRules(1)) as host, hosting(UpdateRules(1), nn.Linear(WIDTH, 1)) as other:
@@ -363,35 +257,6 @@ class TestCheckpoints:
             saving.result(PATIENCE_SECONDS)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.5, None])
-def test_a_step_is_scaled_or_dropped_as_decided(scale: float | None) -> None:
-    with hosting(UpdateRules(2, check_finite=False)) as host:
-        before = [p.detach().clone() for p in host.net.parameters()]
-        for trainer in (1, 0):
-            pass_through(host, train(0, trainer), hidden(0, trainer))
-        plain = Plain()
-        plain.step([hidden(0), hidden(0, 1)])
-        gradients = [p.grad for p in plain.net.parameters() if p.grad is not None]
-        total_norm = torch.nn.utils.get_total_norm(gradients)
-        assert host.barrier.norm(0).wait() == pytest.approx(float(total_norm.square()))
-        host.barrier.decide(0, scale)
-        host.barrier.drain()
-        assert host.version == 1
-        for ours, start, gradient in zip(host.net.parameters(), before, gradients, strict=True):
-            torch.testing.assert_close(start - ours, RATE * (scale or 0.0) * gradient, rtol=1e-5, atol=1e-7)
-
-
-def test_a_scheduled_rate_is_that_of_the_step() -> None:
-    schedule = Schedule(ScheduleSection(kind="step(decay_every = 1, decay_factor = 0.5)"))
-    with hosting(UpdateRules(1, schedule=schedule), nn.Linear(WIDTH, 1, bias=False)) as host:
-        (weight,) = host.net.parameters()
-        for step in range(3):
-            before = weight.detach().clone()
-            host.call(train(step), torch.ones(1, WIDTH)).wait().sum().backward()
-            host.barrier.drain()
-            torch.testing.assert_close(before - weight, torch.full((1, WIDTH), RATE * 0.5**step))
-
-
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_a_gradient_that_is_not_finite_names_its_parameter(is_checked: bool) -> None:
     with hosting(UpdateRules(1, check_finite=is_checked)) as host:
@@ -405,24 +270,3 @@ def test_a_gradient_that_is_not_finite_names_its_parameter(is_checked: bool) -> 
             host.barrier.decide(0, None)
             host.barrier.drain()
             assert host.version == 1
-
-
-@pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.ASYNC])
-def test_a_net_by_onednns_products_takes_the_step_that_it_takes_alone(
-    mode: UpdateMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed = noted_products(monkeypatch)
-    net = seeded(lambda: nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)))
-    use_onednn(net)
-    alone = copy.deepcopy(net)
-    ours, its = (random(300, 128).requires_grad_() for _ in range(2))
-    with hosting(UpdateRules(1, mode=mode), net) as host:
-        pass_through(host, train(0, 0), ours)
-        host.barrier.drain()
-    of_host = sorted(computed)
-    alone(its).square().sum().backward()
-    assert sorted(computed) == sorted(2 * of_host) != []
-    torch.optim.SGD(alone.parameters(), RATE).step()
-    torch.testing.assert_close(
-        [ours.grad, *net.parameters()], [its.grad, *alone.parameters()], rtol=0, atol=0
-    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import RunConfig, TaskSection
-from hybrid.engine.losses import Objective, weighted_summand
+from hybrid.engine.losses import Objective
 from hybrid.errors import ConfigError
 from hybrid.reference.reference_losses import ReferenceLoss
 
@@ -149,15 +149,6 @@ def test_parts_of_whole_groups_add_up(parts: int, has_weights: bool) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
 
 
-def test_the_whole_share_leaves_nothing_of_the_other_loss() -> None:
-    outputs = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
-    batch = batch_of(torch.tensor([0.0, 1.0]))._replace(groups=torch.tensor([1, 1]))
-    batch = batch._replace(total_groups=batch.order_totals(1))
-    task = {"click": TaskSection(ranking_loss="pairwise(1.0)", weight=0.5)}
-    loss = Objective(task)(outputs, batch)
-    assert loss.item() == pytest.approx(math.log1p(math.exp(3)) / 2, rel=1e-12)
-
-
 def test_groups_with_nothing_to_put_in_order_add_nothing() -> None:
     outputs, batch = ranked(has_weights=True)
     none = torch.zeros_like(batch.labels)
@@ -177,15 +168,6 @@ def test_one_unweighted_label_has_the_bits_of_torchs_mean(size: int) -> None:
     assert torch.equal(ours, plain)
     gradients = [torch.autograd.grad(loss, outputs)[0] for loss in (ours, plain)]
     assert torch.equal(*gradients)
-
-
-def test_a_batch_that_counts_nowhere_adds_nothing() -> None:
-    outputs, batch = samples(has_weights=True)
-    none = torch.zeros_like(batch.labels)
-    loss = Objective(TASKS)(outputs, batch._replace(weights=none, total_weights=none.double().sum(0)))
-    assert loss.item() == 0
-    assert not torch.autograd.grad(loss, outputs)[0].any()
-    assert weighted_summand(torch.ones(2), torch.zeros(2), 0.0).item() == 0
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ClusterSection, DenseSection, RunConfig, ScheduleSection, TrainSection
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.errors import ConfigError, NonFiniteError
+from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
 from hybrid.reference.reference_training import Reference
@@ -365,27 +365,6 @@ def test_a_skipped_step_changes_nothing_but_the_schedule() -> None:
     assert reference.skipped_steps == 2
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run() -> None:
-    reference = make_reference()
-    reference.tables["items"][0, 0] = math.inf
-    with pytest.raises(NonFiniteError, match="not finite"):
-        reference.step([next(samples()).batch()])
-
-
 def test_async_has_no_reference() -> None:
     with pytest.raises(ConfigError, match=r"train\.update"):
         make_reference(update="async")
-
-
-def test_a_row_is_touched_even_if_its_gradient_is_zero() -> None:
-    """Ids of weight zero have gradients of zero; their rows decay, and rows that no id names do not."""
-    reference = make_reference(OptimizerSpec("sgd", 0.3, weight_decay=0.5))
-    step = next(samples(weighted=True))
-    ids, offsets = torch.tensor([2]), torch.tensor([0, 1])
-    step = step.share(0, 1)._replace(
-        item_B=torch.tensor([1]), bought_L=ids, bought_offsets=offsets, weights_L=torch.zeros(1)
-    )
-    reference.step([step.batch()])
-    before, after = initial_rows()["items"], reference.tables["items"]
-    torch.testing.assert_close(after[2], before[2] * (1 - 0.3 * 0.5))
-    assert torch.equal(after[3], before[3])
