@@ -1,22 +1,27 @@
-"""The samples: from files to batches.
+"""From input files to the batches of a trainer.
 
-Raw input is read and encoded once, into a prepared data set on disk; training then reads its rows at random::
+The input is read and encoded once, into a prepared data set on disk. Training then reads its rows at random::
 
-    files ── parts ── sources ──> RawBlock ── spill, encode ──> EncodedBlock ── split_writer ──┐
-    synthetic ─────────────────────────────────────────────────────^      cache_folder/FINGERPRINT
-    Batch <── loader ── order[step * batch : (step + 1) * batch], a share each ── storage ─────┘
+    CSV, TSV, Parquet            synthetic click log
+          │ parse, values                │
+          ▼                              │
+      RawBlock: numbers, texts           │
+          │ prepare: spill to disk,      │
+          │ fit vocabularies and scales  │
+          │ encode                       │
+          ▼                              ▼
+      EncodedBlock: numbers, table rows ─┴─► cache_folder/FINGERPRINT   (or an object store)
+                                                  │ dataset: rows of each step, in the order of the epoch
+                                                  ▼
+                                              batches: the slice of each trainer
 
-Preparing first, rather than streaming text into training, is what buys exactness: the number of rows is
-known, every epoch is an exact shuffle, a position is just (epoch, step), and step ``s`` holds the same
-samples however many trainers share them. Text is parsed once, not once an epoch by each trainer:
-``from_files`` has processes do it part by part, of this host (``pool``) and of others that see the same files
-or share a store (``other_hosts``), and ``stages`` is what is done with a part.
+- ``parse``: files to columns, with exact line numbers.
+- ``values``: columns to labels, numbers and canonical categorical values; invalid rows.
+- ``encode``: values to table rows and scaled numbers, fitted on the training rows.
+- ``prepare``: the preparation of a data set, in threads, within a memory limit.
+- ``dataset``: a prepared data set, on disk or in a store, and the orders of its rows.
+- ``batches``: a trainer's batches, read ahead.
 
-Where the cache is in a store, ``located`` sends what was prepared there, in chunks of rows, and trainers have
-the chunks of their steps fetched ahead (``far``, ``fetched``); ``order`` says which rows these are.
-
-``targets`` reads what is to be predicted, and ``split`` says which rows are held out for testing.
-``new_files`` encodes further files as a model has learnt to.
-
-Begin with ``prepared``, which the master calls, and ``loader``, which every trainer reads.
+Preparing first makes training exact: the number of rows is known, every epoch is an exact shuffle, a position
+is (epoch, step), and step ``s`` has the same samples for any number of trainers.
 """

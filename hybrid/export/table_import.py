@@ -14,7 +14,7 @@ from hybrid.checkpoint.checkpoint_files import Files, is_pre_update_file, shard_
 from hybrid.checkpoint.checkpoint_manifest import BEST, OWES_EVALUATION
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import map_arrays
-from hybrid.data.encode.feature_encoder import FILE_NAME, vocabularies_place
+from hybrid.data.encode.feature_encoder import FILE_NAME, vocabularies_path
 from hybrid.data.encode.vocabulary import VOCABULARIES_FILE
 from hybrid.embedding.pretrained_by_position import StoredTensor
 from hybrid.errors import DataError
@@ -95,7 +95,7 @@ def _copy_files(stored: Checkpoint, folder: Path) -> Files:
             make_folder((folder / name).parent)
             with stored.local_file(name) as source:
                 shutil.copyfile(source, folder / name)
-    shared = vocabularies_place(stored.parts) if exists(stored.parts / FILE_NAME) else None
+    shared = vocabularies_path(stored.parts) if exists(stored.parts / FILE_NAME) else None
     if shared is not None:
         path = folder / VOCABULARIES_FILE
         with write_errors(path), local_copy(shared) as source:

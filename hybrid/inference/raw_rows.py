@@ -90,7 +90,7 @@ def table_batch(trained: TrainedRun, columns: Any) -> Batch:
     layout = Layout.of(section_for(config, [], spec), config.columns, config.tasks, with_labels=False)
     layout.require(table.column_names, _TABLE)
     arrays = {}
-    for name in layout.wanted:
+    for name in layout.required:
         column = table[name]
         arrays[name] = without_maps(
             pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)

@@ -110,7 +110,7 @@ def _input_rows(
     text = read_descriptor(descriptor, BLOCK_BYTES, at_once=output == STDOUT)
     rows, layout = stream_rows(trained, STDIN, text, passthrough)
     if os.isatty(descriptor):
-        names = ", ".join(layout.wanted)
+        names = ", ".join(layout.required)
         header = "" if layout.data.columns else ", after a line with their names"
         print_line(f"waiting for rows with {names}{header}; Ctrl-D ends them", to_stderr=True)
     return rows

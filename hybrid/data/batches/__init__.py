@@ -1,4 +1,1 @@
-"""Rows of a prepared data set to batches, read ahead in the background.
-
-Begin with ``batch_loader``.
-"""
+"""The batches of a trainer: its slice of each step, read ahead in a thread."""

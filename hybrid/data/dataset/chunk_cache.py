@@ -218,9 +218,9 @@ class ChunkCache:
             yield first, previous + 1
 
     def _fetch_run(self, run: _Run, arrivals: Mapping[int, Future[None]]) -> None:
-        """Fetch the chunks of a run that are still wanted; in a thread.
+        """Fetch the chunks of a run that are not evicted; in a thread.
 
-        A chunk can be evicted until its bytes are here, so that nobody waits for a fetch that hangs.
+        A chunk can be evicted until its bytes arrive, so that no thread waits for a fetch that hangs.
         """
         pending = {chunk: arrival for chunk, arrival in arrivals.items() if not arrival.cancelled()}
         try:

@@ -1,4 +1,4 @@
 """Values to table rows and scaled numbers: vocabularies, hashing and scaling, fitted on the training rows.
 
-Begin with ``feature_encoder``.
+``fitting`` collects statistics, ``feature_encoder`` holds the result and encodes blocks.
 """

@@ -202,7 +202,7 @@ def vocabularies_of(folder: Path) -> dict[str, Path]:
     return {f"{content['vocabularies']}.parquet": folder / VOCABULARIES_FILE}
 
 
-def vocabularies_place(folder: StoragePath) -> StoragePath | None:
+def vocabularies_path(folder: StoragePath) -> StoragePath | None:
     """Return the vocabulary file of prepared data or of a checkpoint; None if features.json has the values.
 
     Raises:

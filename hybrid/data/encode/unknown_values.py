@@ -1,9 +1,9 @@
 """Categorical values that the training rows do not have: how many there are, and how many to expect.
 
 New rows always have some. How many follows from the training rows: without one of them, its value is unknown
-if at most ``vocabulary_min_count`` - 1 other rows have it (Good, 1953). If new rows have far more, they are
-other data, or their values are written differently. Rows that are later than all training rows are not like
-them: new users and items appear with time, so nothing is expected of them.
+if fewer other rows have it than a vocabulary requires (Good, 1953). If new rows have far more, they are other
+data, or their values are written differently. Rows that are later than all training rows are not like them:
+new users and items appear with time, so nothing is expected of them.
 """
 
 from dataclasses import dataclass

@@ -147,17 +147,17 @@ def write_vocabularies(path: Path, vocabularies: Sequence[Vocabulary]) -> None:
             writer.write_table(pa.table([each.texts], schema), _GROUP_ROWS)
 
 
-def read_vocabularies(place: StoragePath, sha256: str) -> list[Vocabulary]:
+def read_vocabularies(path: StoragePath, sha256: str) -> list[Vocabulary]:
     """Return what ``write_vocabularies`` wrote.
 
     Raises:
         DataError: the file is missing, altered (it has another checksum), or claims more than it can hold.
     """
     try:
-        with local_copy(place, sha256) as path:
-            return _read(path, str(place), sha256)
+        with local_copy(path, sha256) as local:
+            return _read(local, str(path), sha256)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowException) as error:
-        raise DataError(f"{place}: cannot be read ({error})") from error
+        raise DataError(f"{path}: cannot be read ({error})") from error
 
 
 def _read(path: Path, name: str, sha256: str) -> list[Vocabulary]:

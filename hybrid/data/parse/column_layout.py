@@ -82,7 +82,7 @@ class Layout:
         return cls(data, *columns_of(data, columns), targets, with_labels, quotes=not is_criteo)
 
     @property
-    def wanted(self) -> tuple[str, ...]:
+    def required(self) -> tuple[str, ...]:
         """The names of the columns that are read."""
         return tuple(dict.fromkeys(name for _, name in self._named))
 
@@ -111,9 +111,9 @@ class Layout:
                 hint = f"; did you mean {shown(nearest[0])}?" if nearest else ""
                 raise ConfigError(key, f"{path} has no such column{hint}", name)
             if names.count(name) > 1:
-                places = " and ".join(str(i) for i, each in enumerate(names, start=1) if each == name)
+                positions = " and ".join(str(i) for i, each in enumerate(names, start=1) if each == name)
                 rule = f"rename one, since {key} names it"
-                raise DataError(f"{path}: columns {places} have the same name, {name!r}; {rule}")
+                raise DataError(f"{path}: columns {positions} have the same name, {name!r}; {rule}")
 
     @property
     def _named(self) -> list[tuple[str, str]]:

@@ -190,11 +190,11 @@ class _Parser:
         self._layout = layout
         # pyarrow gets positions as names, since a header may hold the same name twice.
         keys = [str(i) for i in range(self._width)]
-        self._wanted = {name: keys[names.index(name)] for name in layout.wanted}
+        self._required = {name: keys[names.index(name)] for name in layout.required}
         self._read = pacsv.ReadOptions(column_names=keys, use_threads=False, block_size=MAX_BLOCK_BYTES)
         self._convert = pacsv.ConvertOptions(
             column_types=dict.fromkeys(keys, pa.string()),
-            include_columns=list(dict.fromkeys(self._wanted.values())),
+            include_columns=list(dict.fromkeys(self._required.values())),
             strings_can_be_null=False,
             check_utf8=False,
         )
@@ -245,7 +245,7 @@ class _Parser:
             return "skip"
 
         if not block:
-            return {name: pa.array([], pa.string()) for name in self._wanted}, uneven
+            return {name: pa.array([], pa.string()) for name in self._required}, uneven
         if block.startswith(BYTE_ORDER_MARK):  # not that of the file; pyarrow would drop it
             block = BYTE_ORDER_MARK + block
         options = pacsv.ParseOptions(
@@ -255,7 +255,7 @@ class _Parser:
             invalid_row_handler=skip,
         )
         table = pacsv.read_csv(pa.BufferReader(block), self._read, options, self._convert)
-        return {name: table[key].combine_chunks() for name, key in self._wanted.items()}, uneven
+        return {name: table[key].combine_chunks() for name, key in self._required.items()}, uneven
 
     def _fault(self, line: bytes) -> str:
         """Return why ``line`` cannot be split into fields; empty if it can."""

@@ -1,4 +1,4 @@
-"""The input files of a run: which they are, and whether they still are what they were."""
+"""The input files of a run, and checks that they do not change."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def sampled_checksum(path: StoragePath) -> str:
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """What tells a file from what may take its place.
+    """The identity of an input file.
 
     Attributes:
-        path: as the user names it; of a store, its URL.
-        real_path: without links.
-        size, modified_ns: as the system, or the store, has them.
-        sampled: see :func:`sampled_checksum`; in a store, what this calls the content
-            (:func:`hybrid.storage.files.content_tag`), where it does.
+        path: as the user names it, or its URL.
+        real_path: the absolute path without links.
+        size, modified_ns: as the system, or the store, reports them.
+        sampled: :func:`sampled_checksum`, or the store's name of the content
+            (:func:`hybrid.storage.files.content_tag`).
     """
 
     path: str
@@ -54,7 +54,7 @@ class InputFile:
 
     @classmethod
     def of(cls, path: StoragePath) -> InputFile:
-        """What is at ``path`` now; DataError or StorageError where it cannot be read."""
+        """Read the identity of a file; DataError or StorageError if it cannot be read."""
         try:
             found = storage.require_file(path)
             if isinstance(path, RemotePath):
@@ -68,19 +68,19 @@ class InputFile:
         return cls(str(path), real_path, found.size, found.mtime_ns, sampled)
 
     def has_content_of(self, other: InputFile) -> bool:
-        """Whether both hold the same, as far as their checksums tell."""
+        """Return whether the checksums of both are equal."""
         return self.sampled == other.sampled
 
 
 def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
-    """The files that ``paths`` name, a folder standing for its files by name; hidden ones are left out.
+    """Return the files that ``paths`` name; of a folder, its files by name, without hidden ones.
 
     Args:
         paths: of this machine, or URLs.
 
     Raises:
-        ConfigError: ``paths`` is empty; the message names ``key``, the configuration key they come from.
-        DataError: a path does not exist, or a folder holds no file, or folders too.
+        ConfigError: ``paths`` is empty; messages name ``key``, their configuration key.
+        DataError: a path does not exist, is no regular file, or a folder holds no file, or folders, too.
         StorageError: a store refuses.
     """
     if not paths:
@@ -123,7 +123,7 @@ def _require_regular(path: StoragePath, key: str) -> None:
 
 
 def input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFile, ...]]:
-    """The training files and the test files of ``data``, as they are now.
+    """Return the training files and the test files of ``data``.
 
     Raises:
         ConfigError: a key names no files, or a test file is a training file.
@@ -144,7 +144,7 @@ def input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFi
 
 
 def check_unchanged(files: Sequence[InputFile]) -> None:
-    """DataError where a file is not any more what it was when ``files`` were listed."""
+    """Raise DataError if a file has changed since ``files`` were listed."""
     now = storage.map_concurrently(lambda file: InputFile.of(parse_path(file.path)), files)
     for file, found in zip(files, now, strict=True):
         if found != file:

@@ -43,12 +43,12 @@ def read_parquet(path: StoragePath, layout: Layout, groups: range | None = None)
     with _read_errors(path):
         with open_parquet(path) as source, pq.ParquetFile(source) as file:
             layout.require(file.schema_arrow.names, path)
-            columns = _columns_of(file, layout.wanted)
+            columns = _columns_of(file, layout.required)
             check_claims(path, file, columns)
             texts = [file.schema.column(i).path for i in columns if _has_dictionary(file, i)]
         # Reading texts as dictionaries takes no more than the file holds.
         with open_parquet(path) as source, pq.ParquetFile(source, read_dictionary=texts) as file:
-            yield from _blocks(path, file, list(layout.wanted), groups or range(file.num_row_groups))
+            yield from _blocks(path, file, list(layout.required), groups or range(file.num_row_groups))
 
 
 def parquet_names(path: StoragePath) -> list[str]:

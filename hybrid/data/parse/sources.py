@@ -76,7 +76,7 @@ class Source:
         report: receives progress, one line at a time.
         tasks: the sections [tasks.NAME].
         columns: the sections [columns.NAME].
-        text: read in place of the one file, which then is only a name; there is one pass over it.
+        text: read instead of the one file, whose path is only a name then; there is one pass over it.
         beside: columns of the files to return as they are, each after what names it.
     """
 

@@ -21,7 +21,7 @@ _CHECK_SECONDS = 0.5
 
 
 class _StoppedError(Exception):
-    """Ends a job whose result nobody waits for."""
+    """Ends a job whose result is not used."""
 
 
 class JobThreads:

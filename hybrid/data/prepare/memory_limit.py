@@ -83,7 +83,7 @@ def explain_memory_errors() -> Iterator[None]:
 
 def _parse_bytes(segment: Segment, layout: Layout, block_bytes: int) -> int:
     if segment.format == "parquet":
-        return _PER_VALUE * segment.nominal * len(layout.wanted) + _PER_PACKED_BYTE * segment.size
+        return _PER_VALUE * segment.nominal * len(layout.required) + _PER_PACKED_BYTE * segment.size
     at_once = SEGMENT_BLOCKS * block_bytes
     has_bags = any(column.separator or column.kind == "weighted" for column in layout.sparse)
     text = at_once if segment.format == "whole" else min(segment.size, at_once)

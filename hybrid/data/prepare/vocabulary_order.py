@@ -120,11 +120,11 @@ def _merge(job: RankJob, sources: Sequence[_PieceColumn], report: ReportRows) ->
     bounds_IR = np.array([_find_cuts(path, cuts) for path in paths])
     runs = []
     for r in range(len(cuts) + 1):
-        parts = []
+        counts = []
         for path, start, stop in zip(paths, bounds_IR[:, r], bounds_IR[:, r + 1], strict=True):
             batch = _read_sorted(path).slice(start, stop - start)
-            parts.append(ValueCounts(batch["word"], np.asarray(batch["count"])))
-        runs.append(_Run.write(scratch / f"run-{r}", parts))
+            counts.append(ValueCounts(batch["value"], np.asarray(batch["count"])))
+        runs.append(_Run.write(scratch / f"run-{r}", counts))
         report(0, 0.4 + 0.4 * (r + 1) / (len(cuts) + 1))
     shifts = _write_levels(job.folder, [run.ranked for run in runs])
     ranked, sizes_IR = read_ranked(job.folder), np.diff(bounds_IR)
@@ -135,7 +135,7 @@ def _merge(job: RankJob, sources: Sequence[_PieceColumn], report: ReportRows) ->
             for run, shift, size, end in zip(runs, shifts, sizes_R.tolist(), ends_R.tolist(), strict=True)
         ]
         rank_D = np.empty(int(sizes_R.sum()), np.int64)
-        rank_D[np.asarray(_read_sorted(path)["place"])] = np.concatenate(ranks)
+        rank_D[np.asarray(_read_sorted(path)["index"])] = np.concatenate(ranks)
         source.write_rows(rank_D, ranked)
     shutil.rmtree(scratch)
 
@@ -144,7 +144,7 @@ def _sort(counts: ValueCounts, path: Path, step: int) -> pa.Array:
     """Write values sorted by text; return a sample, one wherever the memory cost has grown by ``step``."""
     index = pc.sort_indices(counts.values)
     values = counts.values.take(index)
-    batch = pa.record_batch({"word": values, "count": pa.array(counts.counts_D).take(index), "place": index})
+    batch = pa.record_batch({"value": values, "count": pa.array(counts.counts_D).take(index), "index": index})
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
     costs = _memory_costs(values)
@@ -153,14 +153,14 @@ def _sort(counts: ValueCounts, path: Path, step: int) -> pa.Array:
 
 
 def _read_sorted(path: Path) -> pa.RecordBatch:
-    """Return what :func:`_sort` wrote, memory-mapped: ``word``, ``count``, and ``place`` before sorting."""
+    """Return what :func:`_sort` wrote, memory-mapped: ``value``, ``count``, and ``index`` before sorting."""
     with pa.memory_map(str(path)) as file:
         return pa.ipc.open_file(file).get_batch(0)
 
 
 def _find_cuts(path: Path, cuts: Sequence[str]) -> list[int]:
     """Return the bounds of the runs in sorted values: values before a cut are less than it."""
-    values = _read_sorted(path)["word"]
+    values = _read_sorted(path)["value"]
     return [0, *(bisect_left(values, cut, key=lambda value: value.as_py()) for cut in cuts), len(values)]
 
 

@@ -1,4 +1,5 @@
-"""Columns to values: canonical texts, numbers, dates, buckets, crosses and weighted ids.
+"""Columns of a file to values: canonical texts, numbers, dates, buckets, crosses, weighted ids and targets.
 
-Begin with ``column_values``.
+``features`` computes each column of data.sparse, ``targets`` the labels, and ``invalid_rows`` collects
+invalid rows.
 """

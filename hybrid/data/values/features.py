@@ -97,8 +97,8 @@ def cross(columns: Sequence[pa.DictionaryArray]) -> pa.DictionaryArray:
         _, code_B = np.unique(code_B * (len(each.dictionary) + 1) + index_B + 1, return_inverse=True)
     _, first_N, code_B = np.unique(code_B, return_index=True, return_inverse=True)
     texts = [
-        [None if i < 0 else words[i] for i in index_B[first_N].tolist()]
-        for words, index_B in zip((c.dictionary.to_pylist() for c in columns), indices_CB, strict=True)
+        [None if i < 0 else values[i] for i in index_B[first_N].tolist()]
+        for values, index_B in zip((c.dictionary.to_pylist() for c in columns), indices_CB, strict=True)
     ]
     joined = [_SEPARATOR.join(text or "" for text in combination) for combination in zip(*texts, strict=True)]
     absent_B = (indices_CB < 0).any(axis=0)

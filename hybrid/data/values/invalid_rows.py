@@ -121,20 +121,20 @@ class InvalidRowLog:
         self._max_fraction = max_fraction
         self._counts: Counter[Reason] = Counter()
         self._examples: list[str] = []
-        self._good = 0
+        self._valid = 0
         self.start_file()
 
     def start_file(self) -> None:
         """Begin another file."""
-        self._file_good = 0
-        self._file_bad: Counter[Reason] = Counter()
+        self._file_valid = 0
+        self._file_invalid: Counter[Reason] = Counter()
         self._file_first: dict[Reason, InvalidRow] = {}
 
-    def add(self, path: StoragePath, num_good: int, bad: Sequence[InvalidRow]) -> None:
+    def add(self, path: StoragePath, num_valid: int, invalid: Sequence[InvalidRow]) -> None:
         """Record the next block of ``path``."""
-        self._good += num_good
-        self._file_good += num_good
-        for row in sorted(bad):
+        self._valid += num_valid
+        self._file_valid += num_valid
+        for row in sorted(invalid):
             example = f"{path}:{row.line}: {row.text}"
             if not self._max_fraction:
                 rule = f"{_ADVICE[row.reason]}, or skip such rows with data.max_invalid_fraction = 0.1"
@@ -142,28 +142,29 @@ class InvalidRowLog:
             if len(self._examples) < MAX_EXAMPLES:
                 self._examples.append(example)
             self._counts[row.reason] += 1
-            self._file_bad[row.reason] += 1
+            self._file_invalid[row.reason] += 1
             self._file_first.setdefault(row.reason, row)
-        if self._file_good == 0 and self._file_bad.total() >= HOPELESS_ROWS:
+        if self._file_valid == 0 and self._file_invalid.total() >= HOPELESS_ROWS:
             self.finish_file(path)
 
     def finish_file(self, path: StoragePath) -> None:
         """Raise DataError if all rows of ``path`` are invalid: then the configuration is wrong."""
-        if self._file_good or not self._file_bad:
+        if self._file_valid or not self._file_invalid:
             return
-        reason, count = self._file_bad.most_common(1)[0]
+        reason, count = self._file_invalid.most_common(1)[0]
         first = self._file_first[reason]
         raise DataError(
-            f"{path}: no row can be used, {count} of {self._file_bad.total()} as line {first.line}: "
+            f"{path}: no row can be used, {count} of {self._file_invalid.total()} as line {first.line}: "
             f"{first.text}; {_ADVICE[reason]}"
         )
 
     def finish(self) -> InvalidRowReport:
         """Return the report of the pass; DataError if too many rows are invalid."""
-        bad = self._counts.total()
-        if bad > self._max_fraction * (self._good + bad):
+        invalid = self._counts.total()
+        if invalid > self._max_fraction * (self._valid + invalid):
             raise DataError(
-                f"{bad} of {self._good + bad} rows are invalid, more than data.max_invalid_fraction = "
+                f"{invalid} of {self._valid + invalid} rows are invalid, "
+                "more than data.max_invalid_fraction = "
                 f"{self._max_fraction}; the first: {self._examples[0]}"
             )
         return InvalidRowReport(
