@@ -155,9 +155,9 @@ def join(
         settings: the role's own; see :func:`with_own`.
 
     Raises:
-        ClusterError: there is no master, the role is taken, or another one was lost. ConfigError: a role may
-        not have a setting, this host has no such interface, others cannot reach it, or
-            the master has another secret.
+        ClusterError: there is no master, the role is taken, or another one was lost.
+        ConfigError: a role may not have a setting, this host has no such interface, others cannot reach it,
+            or the master has another secret.
         HybridError: there is no such role, or the master has other versions.
         StoppedError: the run has ended; see its exit code.
     """
