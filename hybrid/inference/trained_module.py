@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -19,13 +18,14 @@ from hybrid.custom_loop.embedding_modules import TableModule, plain_copy
 from hybrid.custom_loop.jagged import Jagged
 from hybrid.custom_loop.prepared_batches import DENSE, features_of
 from hybrid.dense.matmul import use_torch
-from hybrid.embedding.table_spec import Pooling, tables_of
+from hybrid.embedding.table_spec import TableSpec, tables_of
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.inference.mapped_table import MappedTable
 from hybrid.inference.model_outputs import predictions
 from hybrid.inference.pooling import pad_sequences, pool_bags
 from hybrid.inference.raw_rows import table_batch
 from hybrid.inference.trained_run import TrainedRun
+from hybrid.input_spec import FeatureSpec
 from hybrid.metrics import Predictions
 from hybrid.storage.remote_path import StoragePath, parse_path
 
@@ -92,31 +92,14 @@ class Input(NamedTuple):
     shape: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Feature:
-    """A categorical column.
-
-    Attributes:
-        table: index of its table.
-        sequence: maximum length if its rows are a sequence, else 0.
-    """
-
-    name: str
-    table: int
-    is_multi_hot: bool
-    is_weighted: bool
-    pooling: Pooling
-    sequence: int
-
-    @property
-    def inputs(self) -> list[Input]:
-        """The tensors of the column in a batch."""
-        if not self.is_multi_hot:
-            return [Input(self.name, torch.int64, (SAMPLES,))]
-        ids = (f"ids of {self.name}",)
-        weights = [Input(self.name + WEIGHTS, torch.float32, ids)] if self.is_weighted else []
-        starts = Input(self.name + OFFSETS, torch.int64, (STARTS,))
-        return [Input(self.name, torch.int64, ids), *weights, starts]
+def _feature_inputs(feature: FeatureSpec) -> list[Input]:
+    """Return the tensors of a categorical column in a batch."""
+    if not feature.multi_hot:
+        return [Input(feature.name, torch.int64, (SAMPLES,))]
+    ids = (f"ids of {feature.name}",)
+    weights = [Input(feature.name + WEIGHTS, torch.float32, ids)] if feature.weighted else []
+    starts = Input(feature.name + OFFSETS, torch.int64, (STARTS,))
+    return [Input(feature.name, torch.int64, ids), *weights, starts]
 
 
 class TrainedModule(nn.Module):
@@ -169,17 +152,7 @@ class TrainedModule(nn.Module):
         self.table_names = tuple(names)
         spec = blueprint.input_spec
         self.num_dense = len(spec.dense_features)
-        self._features = [
-            _Feature(
-                feature.name,
-                names.index(table.name),
-                feature.multi_hot,
-                feature.weighted,
-                table.pooling,
-                table.sequence,
-            )
-            for feature, table in zip(spec.sparse_features, tables_of(spec, blueprint.tables), strict=True)
-        ]
+        self._features = list(zip(spec.sparse_features, tables_of(spec, blueprint.tables), strict=True))
         self.inputs = self._inputs()
         self._tasks = trained.config.all_tasks
         num_outputs = trained.config.num_outputs
@@ -191,7 +164,7 @@ class TrainedModule(nn.Module):
 
     def _inputs(self) -> tuple[Input, ...]:
         inputs = [Input(DENSE, torch.float32, (SAMPLES, self.num_dense))] if self.num_dense else []
-        inputs += [each for feature in self._features for each in feature.inputs]
+        inputs += [each for feature, _ in self._features for each in _feature_inputs(feature)]
         names = [each.name for each in inputs]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError("data.sparse", "makes several inputs of one name; rename a column", repeated)
@@ -208,7 +181,7 @@ class TrainedModule(nn.Module):
 
     def outputs(self, batch: Mapping[str, Any]) -> Tensor:
         """Return ``outputs_BO`` of the dense net, or ``outputs_B`` if each sample has one output."""
-        pooled_BE = torch.cat([self._vectors(feature, batch) for feature in self._features], dim=1)
+        pooled_BE = torch.cat([self._vectors(*each, batch) for each in self._features], dim=1)
         dense_BF = batch[DENSE] if self.num_dense else pooled_BE.new_empty(pooled_BE.shape[0], 0)
         dense_BF = dense_BF.to(self.dtype)
         with self._precision(pooled_BE.device):
@@ -239,13 +212,13 @@ class TrainedModule(nn.Module):
         """
         features = features_of(table_batch(self.trained, columns), self.trained.encoder.input_spec)
         batch = {DENSE: features[DENSE]} if self.num_dense else {}
-        for feature in self._features:
+        for feature, _ in self._features:
             values = features[feature.name]
-            if not feature.is_multi_hot:
+            if not feature.multi_hot:
                 batch[feature.name] = values
                 continue
             batch |= {feature.name: values.values, feature.name + OFFSETS: values.offsets}
-            if feature.is_weighted:
+            if feature.weighted:
                 batch[feature.name + WEIGHTS] = features[feature.name + WEIGHTS].values
         return batch
 
@@ -257,20 +230,20 @@ class TrainedModule(nn.Module):
             outputs_BO = torch.cat([self.outputs(features_of(chunk, spec)) for chunk in chunks])
         return Predictions.of(batch, outputs_BO, self.trained.blueprint.sequences).tied()
 
-    def _vectors(self, feature: _Feature, batch: Mapping[str, Any]) -> Tensor:
+    def _vectors(self, feature: FeatureSpec, table: TableSpec, batch: Mapping[str, Any]) -> Tensor:
         ids_L, offsets = batch[feature.name], batch.get(feature.name + OFFSETS)
         if isinstance(ids_L, Jagged):
             ids_L, offsets = ids_L
-        rows_LD: Tensor = self.tables[feature.table](ids_L).to(self.dtype)
-        if feature.is_weighted:
+        rows_LD: Tensor = self.tables[self.table_names.index(table.name)](ids_L).to(self.dtype)
+        if feature.weighted:
             weights = batch[feature.name + WEIGHTS]
             weights_L = weights.values if isinstance(weights, Jagged) else weights
             rows_LD = rows_LD * weights_L.unsqueeze(1).to(rows_LD)
         if offsets is None:
             return rows_LD
-        if feature.sequence:
-            return pad_sequences(rows_LD, offsets, feature.sequence)
-        return pool_bags(rows_LD, offsets, feature.pooling)
+        if table.sequence:
+            return pad_sequences(rows_LD, offsets, table.sequence)
+        return pool_bags(rows_LD, offsets, table.pooling)
 
     def _precision(self, device: torch.device) -> AbstractContextManager[object]:
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)

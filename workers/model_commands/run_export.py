@@ -1,7 +1,5 @@
 """``hybrid export``: a trained model as files for other programs."""
 
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -102,35 +100,27 @@ def _narrow(model: TrainedModule, dtype: str) -> list[str]:
 @contextmanager
 def _new_folder(output: StoragePath) -> Iterator[Path]:
     """Create a folder atomically: write into the yielded folder, which becomes ``output`` at the end."""
+    is_remote = isinstance(output, RemotePath)
     try:
-        with _uploaded(output) if isinstance(output, RemotePath) else _renamed(output) as folder:
+        parent = None if is_remote else Path(str(output)).parent
+        with tempfile.TemporaryDirectory(prefix=".hybrid-", dir=parent) as scratch:
+            folder = Path(scratch, "export")
+            make_folder(folder)
             yield folder
+            if is_remote:
+                _upload(folder, output)
+            else:
+                folder.rename(str(output))
     except OSError as error:
         raise HybridError(f"{output}: cannot be written: {error.strerror or error}") from error
 
 
-@contextmanager
-def _renamed(output: Path) -> Iterator[Path]:
-    partial = output.with_name(f".{output.name}.partial")
+def _upload(folder: Path, output: StoragePath) -> None:
+    """Upload files; the file that the others need comes last."""
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        make_folder(partial)
-        yield partial
-        os.rename(partial, output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def _uploaded(output: RemotePath) -> Iterator[Path]:
-    """Upload what was written; the file that the others need comes last."""
-    with tempfile.TemporaryDirectory(prefix="hybrid-") as folder:
-        yield Path(folder)
-        try:
-            paths = Path(folder).iterdir()
-            for path in sorted(paths, key=lambda path: path.name == program_export.PREPROCESSING_FILE):
-                storage.copy(path, output / path.name)
-        except BaseException:
-            with suppress(OSError):
-                storage.remove(output)
-            raise
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == program_export.PREPROCESSING_FILE):
+            storage.copy(path, output / path.name)
+    except BaseException:
+        with suppress(OSError):
+            storage.remove(output)
+        raise
