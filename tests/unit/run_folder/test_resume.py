@@ -1,4 +1,4 @@
-"""Which run goes on."""
+"""Which run is resumed, and which keys it may change."""
 
 import dataclasses
 import re
@@ -30,7 +30,7 @@ def make_run(name: str) -> Path:
     return folder
 
 
-def test_the_newest_run_of_the_name_goes_on() -> None:
+def test_the_newest_run_of_the_name_is_resumed() -> None:
     make_run("click-20260101-235959")
     wanted = make_run("click-20260102-000000.10")
     make_run("click-20260102-000000.9")
@@ -76,7 +76,7 @@ def test_a_folder_that_was_chosen_is_the_only_one() -> None:
 
 
 @pytest.mark.parametrize("setting", ["train.epochs=4", "train.max_steps=9", "train.patience=2"])
-def test_a_run_is_over_once_it_has_its_result_unless_more_is_asked_for(setting: str) -> None:
+def test_a_run_with_a_result_is_finished_unless_it_is_prolonged(setting: str) -> None:
     run = make_run("run-20260101-000000")
     (run / "config.toml").write_text(to_toml(load_config(None, ["train.epochs=3"])))
     same, more = (load_config(None, ["train.epochs=3", *extra]) for extra in ([], [setting]))
@@ -86,7 +86,7 @@ def test_a_run_is_over_once_it_has_its_result_unless_more_is_asked_for(setting: 
     assert not is_finished(run, more)
 
 
-def test_a_run_goes_on_with_the_same_model_only() -> None:
+def test_a_run_keeps_its_model() -> None:
     run = make_run("run-20260101-000000")
     (run / "config.toml").write_text("[embedding]\ndim = 12\n[train]\nepochs = 2\n")
     same = load_resumed_config(run, ["train.epochs=3"])
@@ -116,8 +116,7 @@ OF_THE_RUN = """
 
 @pytest.mark.parametrize("was_set_before", [False, True])
 @pytest.mark.parametrize("setting", OF_THE_MODEL.split())
-def test_what_the_tensors_depend_on_stays(setting: str, was_set_before: bool) -> None:
-    """Whether it is set now or is not any more."""
+def test_keys_of_the_model_cannot_change(setting: str, was_set_before: bool) -> None:
     run, (key, _, _) = make_run("run-20260101-000000"), setting.partition("=")
     csv = ['data.path="x"', 'data.sparse=["C1"]'] if key == "data.format" else []
     with_it, without_it = load_config(None, [setting, *csv]), load_config(None, csv)
@@ -129,13 +128,12 @@ def test_what_the_tensors_depend_on_stays(setting: str, was_set_before: bool) ->
 
 
 @pytest.mark.parametrize("setting", OF_THE_RUN.split())
-def test_the_rest_may_change(setting: str) -> None:
+def test_other_keys_may_change(setting: str) -> None:
     run = make_run("run-20260101-000000")
     load_resumed_config(run, [setting])
 
 
-def test_a_column_stays_as_it_was_made() -> None:
-    """A section of defaults says nothing that was not so before."""
+def test_a_column_section_of_defaults_changes_nothing() -> None:
     run = make_run("run-20260101-000000")
     csv = ["data.format=csv", "data.path=x", "data.sparse=age"]
     (run / "config.toml").write_text(to_toml(load_config(None, csv)))

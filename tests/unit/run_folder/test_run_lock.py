@@ -1,4 +1,4 @@
-"""A run folder has one launch at a time, and a lock that nobody holds is no lock."""
+"""One launch at a time in a run folder; a lock ends with its last holder."""
 
 import fcntl
 import os
@@ -23,7 +23,7 @@ def test_a_second_launch_is_refused_until_the_first_ends(tmp_path: Path) -> None
 
 
 def killed_launch(folder: Path) -> int:
-    """Leave a lock as a launch does that was killed; the descriptor that one of its roles still has."""
+    """Leave the lock of a killed launch; return the descriptor that one of its roles still has."""
     with run_lock(folder) as descriptor:
         kept = os.dup(descriptor)
         (folder / ".lock").rename(folder / "aside")
@@ -31,17 +31,7 @@ def killed_launch(folder: Path) -> int:
     return kept
 
 
-def test_whoever_has_the_descriptor_holds_the_lock(tmp_path: Path) -> None:
-    kept = killed_launch(tmp_path)
-    with pytest.raises(ConfigError, match="another launch"):
-        with run_lock(tmp_path):
-            raise AssertionError
-    os.close(kept)
-    with run_lock(tmp_path):
-        pass
-
-
-def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+def test_a_role_of_a_killed_launch_is_waited_for(tmp_path: Path) -> None:
     timer = threading.Timer(0.05, os.close, [killed_launch(tmp_path)])
     timer.start()
     with run_lock(tmp_path):
@@ -67,7 +57,7 @@ def test_a_lock_ends_with_the_process_that_held_it(tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_made_for_nothing_goes_again(tmp_path: Path) -> None:
+def test_an_unused_new_folder_is_removed(tmp_path: Path) -> None:
     with run_lock(tmp_path / "new"):
         pass
     assert not (tmp_path / "new").exists()
@@ -83,14 +73,12 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
             raise AssertionError
 
 
-def test_a_lock_that_was_removed_meanwhile_is_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_lock_file_is_locked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, calls = fcntl.flock, list[int]()
 
     def flock(descriptor: int, operation: int) -> None:
         if not calls:
-            (tmp_path / ".lock").unlink()  # as who had it before does, between our opening and locking
+            (tmp_path / ".lock").unlink()  # as the previous holder does between our open and our lock
         calls.append(descriptor)
         lock(descriptor, operation)
 

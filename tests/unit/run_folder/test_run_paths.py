@@ -1,4 +1,4 @@
-"""Files that cannot be written are said in one line, with what to do."""
+"""The paths of a run, and one line for a folder that cannot be written."""
 
 import tempfile
 from collections.abc import Callable
@@ -11,7 +11,6 @@ import pytest
 
 from hybrid.config import RunConfig, RunSection
 from hybrid.errors import ConfigError, HybridError
-from hybrid.topology import Role, RoleKind
 from workers.run_folder import run_paths
 from workers.run_folder.curves import temporary_font_cache
 from workers.run_folder.run_paths import scratch_logs
@@ -71,6 +70,3 @@ class TestPaths:
         assert run_paths.command_name() == "bin/hybrid"
         monkeypatch.setenv("PATH", str(script.parent))
         assert run_paths.command_name() == "hybrid"
-
-    def test_the_other_places(self) -> None:
-        assert run_paths.log_path(Path("r"), Role(RoleKind.WORKER, 1)) == Path("r/logs/worker-1.log")
