@@ -1,9 +1,8 @@
-"""The configuration of a run: which keys there are, how it is read, and what must hold of it. No torch.
+"""The configuration of a run: its keys, how it is read, and the rules between keys. Nothing imports torch.
 
-Begin with ``sections``, and what it puts together (``data``, ``tables``, ``tasks``): every key with its
-default, rule and meaning (``key``). ``file`` reads TOML and ``--set`` into a ``RunConfig``, which ``rules``
-look over as a whole, and ``page`` describes all keys. The command line reads configurations; everything else
-is given a ``RunConfig``, or one section of it.
+Start with ``sections`` and the other modules of sections: every ``key`` with its default, rule and meaning.
+Values with arguments are a ``call``. ``loading`` reads TOML and ``--set`` into a ``RunConfig``, and
+``validation`` checks it. ``former_keys`` translates configurations of former versions.
 """
 
 from hybrid.config.data_sections import ColumnSection as ColumnSection, DataSection as DataSection

@@ -1,4 +1,4 @@
-"""Keys of [data] and [columns.NAME]: which files are read, and what their columns become."""
+"""Keys of [data] and [columns.NAME]: the input files, and how values become numbers."""
 
 from __future__ import annotations
 
@@ -42,16 +42,15 @@ UNPOOLED = "none"
 class DataSection:
     """The samples: files, columns, and how values become numbers."""
 
-    format: str = fixed("synthetic", "kind of the input", choices=FORMATS)
-    path: tuple[str, ...] = option(
-        (), "training files (plain or gzip), or their URLs; a folder means its files"
-    )
+    format: str = fixed("synthetic", "Format of the input.", choices=FORMATS)
+    path: tuple[str, ...] = option((), "Training files (plain or gzip), folders of files, or URLs.")
     test_path: tuple[str, ...] = option(
-        (), "test files, or their URLs; empty holds out test_fraction of the rows"
+        (), "Test files, folders or URLs; empty holds out test_fraction of the rows."
     )
     test_fraction: float = fixed(
         0.1,
-        "share of rows held out where test_path is empty; 0 trains on all of them and evaluates nothing",
+        "Fraction of rows that is held out if test_path is empty; 0 trains on all rows and "
+        "evaluates nothing.",
         minimum=0.0,
         maximum=0.9,
     )
@@ -61,29 +60,29 @@ class DataSection:
         "such as users; or the latest rows by a column.",
         signatures=SPLIT_CALLS,
     )
-    columns: tuple[str, ...] = option((), "column names of a CSV without a header; empty reads the header")
-    delimiter: str = option(",", "separator of CSV columns")
-    label: str = fixed(
-        "label", "name of the label column, of 1 and 0, where there is no section [tasks.NAME]"
+    columns: tuple[str, ...] = option(
+        (), "Column names of a CSV file without a header; empty reads the header."
     )
-    positive_labels: tuple[str, ...] = fixed(("1",), "values of binary labels and masks that mean 1")
-    negative_labels: tuple[str, ...] = fixed(("0",), "values of binary labels and masks that mean 0")
-    weight: str = fixed("", "column of the weights of samples in the loss, 0 or more; empty for all the same")
+    delimiter: str = option(",", "Separator of CSV columns.")
+    label: str = fixed("label", "Label column of 1 and 0, unless there are sections [tasks.NAME].")
+    positive_labels: tuple[str, ...] = fixed(("1",), "Values of binary labels and masks that mean 1.")
+    negative_labels: tuple[str, ...] = fixed(("0",), "Values of binary labels and masks that mean 0.")
+    weight: str = fixed("", "Column of sample weights in the loss, at least 0; empty for equal weights.")
     weighted_metrics: bool = option(
         False,
-        "samples count in metrics by their weights, as in the loss; once in those of groups, and in your own",
+        "Weight samples in metrics as in the loss; not in ranking metrics and custom metrics.",
         prepares=False,
     )
     group: str = fixed(
         "",
-        "column whose values make groups of samples, such as users, for metrics of the order within each",
+        "Column whose values group samples, such as users, for ranking losses and metrics.",
     )
-    dense: tuple[str, ...] = fixed((), "names of the numeric columns")
-    sparse: tuple[str, ...] = fixed((), "names of the categorical columns")
+    dense: tuple[str, ...] = fixed((), "Names of the numeric columns.")
+    sparse: tuple[str, ...] = fixed((), "Names of the categorical columns.")
     multi_hot_separator: str = fixed(
-        "", "splits a categorical field into several ids; empty means one id a field"
+        "", "Separator of the ids in a categorical field; empty for one id per field."
     )
-    missing: tuple[str, ...] = fixed(("", "?"), "field values that mean missing")
+    missing: tuple[str, ...] = fixed(("", "?"), "Field values that mean missing.")
     numeric_scaling: str = fixed(
         "standardize",
         "Scaling of numeric values over the training rows: to mean 0 and deviation 1, to between 0 and 1, or "
@@ -104,23 +103,23 @@ class DataSection:
     )
     cache_folder: str = by_host(
         "",
-        "where the prepared data set is kept: a folder that every trainer sees, empty for runs/.prepared; or "
-        "a URL, from which each trainer fetches the rows that its steps need",
+        "Folder of prepared data, which every trainer can read; empty for runs/.prepared. With a "
+        "URL, each trainer fetches the rows of its steps.",
         prepares=False,
     )
     local_cache_folder: str = by_host(
         "",
-        "folder of this host, where cache_folder is a URL: for rows that a trainer fetches, empty for that "
-        "of temporary files; for what the master prepares before it sends it, empty for runs/.prepared",
+        "Folder of this host if cache_folder is a URL: for fetched rows of a trainer, by default "
+        "the folder of temporary files; for data that the master prepares, by default "
+        "runs/.prepared.",
         prepares=False,
     )
     local_cache_gb: float = by_host(
-        4.0, "GiB of disk that each trainer takes for rows that it fetches", above=0, prepares=False
+        4.0, "GiB of disk for the rows that each trainer fetches.", above=0, prepares=False
     )
     prepare_memory_gb: float = by_host(
         0.0,
-        "GiB of memory that preparing takes at most, beyond what is taken before it; "
-        "0 for half of what is free",
+        "GiB of memory that preparation may take; 0 for half of the free memory.",
         minimum=0,
         prepares=False,
     )
@@ -131,7 +130,7 @@ class DataSection:
         signatures=SHUFFLE_CALLS,
         prepares=False,
     )
-    synthetic_rows: int = fixed(600_000, "training rows of the synthetic click log", minimum=1)
+    synthetic_rows: int = fixed(600_000, "Number of training rows of the synthetic click log.", minimum=1)
 
     @property
     def synthetic_test_rows(self) -> int:
@@ -166,7 +165,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSection:
-    """How one column of data.dense or data.sparse is made; a key left out takes the value of [data]."""
+    """How one column of data.dense or data.sparse is made; a missing key has the value of [data]."""
 
     kind: str = fixed(
         "value",
@@ -176,19 +175,21 @@ class ColumnSection:
         "between the two.",
         signatures=KIND_CALLS,
     )
-    source: tuple[str, ...] = fixed((), "column of the files (cross: columns); empty for that of its name")
-    multi_hot_separator: str | None = fixed(None, "splits a field into several ids (value, weighted)")
+    source: tuple[str, ...] = fixed(
+        (), "Column of the files (cross: columns); empty for the column of this name."
+    )
+    multi_hot_separator: str | None = fixed(None, "Separator of ids in a field (value, weighted).")
     pooling: str | None = fixed(
         None,
-        "how its bags become one vector; none: each is a sequence of up to max_ids vectors (value, weighted)",
+        "How a bag becomes one vector; none keeps a sequence of up to max_ids vectors (value, weighted).",
         choices=(*POOLINGS, UNPOOLED),
         prepares=False,
         absent="as its table",
     )
-    max_ids: int = fixed(0, "ids that a row may hold; 0 for any number (value, weighted)", minimum=0)
+    max_ids: int = fixed(0, "Largest number of ids per sample; 0 for no limit (value, weighted).", minimum=0)
     too_many_ids: str = fixed(
         "invalid_row",
-        "what becomes of more than max_ids: an invalid row, or the first or the last of them are kept",
+        "With more than max_ids ids: an invalid row, or keep the first or the last ids.",
         choices=("invalid_row", "keep_first", "keep_last"),
     )
     numeric_scaling: str | None = fixed(

@@ -1,4 +1,4 @@
-"""Reading a configuration: TOML file and ``--set`` overrides in, a checked ``RunConfig`` out."""
+"""Reading and writing configurations: TOML files and ``--set`` overrides."""
 
 import dataclasses
 import difflib
@@ -16,8 +16,8 @@ from hybrid.storage.remote_path import StoragePath
 
 CONFIG_FILE = "config.toml"  # of a run, and of each of its checkpoints
 _ANY_NAME = {f"{kind}.NAME": keys for kind, keys in NAMED_KEYS.items()}
-_ELSEWHERE_CUTOFF = 0.75  # how much alike names of different sections must be, from 0 to 1
-_ALL = "hybrid config --describe lists all"
+_CUTOFF = 0.75  # similarity of names of different sections, from 0 to 1
+_ALL = "hybrid config --describe lists all keys"
 
 
 def load_config(
@@ -43,24 +43,24 @@ def load_config(
 
 
 def read_toml_text(text: str) -> RunConfig:
-    """The configuration that :func:`to_toml` has written as ``text``."""
+    """Return the configuration that :func:`to_toml` wrote as ``text``."""
     return _checked(_by_section(parse_toml(text)))
 
 
 def with_own(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """``config`` with what a role was given where it was started.
+    """Return ``config`` with the settings that a role was started with.
 
     Args:
         settings: as the overrides of :func:`load_config`; later ones win.
 
     Raises:
-        ConfigError: a key is not one that may differ between hosts, or a value breaks a rule.
+        ConfigError: a key may not differ between hosts, or a value breaks a rule.
     """
     for text in settings:
         section, name, value = _override(text)
         key = _find(section, name)
         if not key.is_by_host:
-            raise ConfigError(f"{section}.{name}", "is the master's; set it there")
+            raise ConfigError(f"{section}.{name}", "is decided by the master; set it there")
         values = dataclasses.replace(getattr(config, section), **{name: key.read(key.parse(value))})
         config = config.replace(**{section: values})
     if settings:
@@ -69,12 +69,12 @@ def with_own(config: RunConfig, settings: Sequence[str]) -> RunConfig:
 
 
 def own_settings(settings: Sequence[str]) -> list[str]:
-    """Those of ``settings`` that a role may be given where it is started; the rest are the master's."""
+    """Return the ``settings`` that a role may have of its own; the master decides the others."""
     return [text for text in settings if _find(*_override(text)[:2]).is_by_host]
 
 
 def _override(text: str) -> tuple[str, str, str]:
-    """Section, name and value of a ``--set``."""
+    """Return section, name and value of a ``--set``."""
     dotted, equals, value = text.partition("=")
     section, _, name = dotted.strip().rpartition(".")  # a table's name may hold dots of its own
     if not equals or (not section and name in SECTION_KEYS):
@@ -83,7 +83,7 @@ def _override(text: str) -> tuple[str, str, str]:
 
 
 def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
-    """The configuration of these sections, by name, once every rule holds."""
+    """Return the configuration of these sections after checking every rule."""
     built: dict[str, Any] = {
         name: _build(cls, name, sections.pop(name, {})) for name, cls in SECTION_TYPES.items()
     }
@@ -110,7 +110,7 @@ def _read_toml(path: StoragePath) -> dict[str, Any]:
 
 
 def _read_sections(path: StoragePath, is_stored: bool) -> dict[str, dict[str, Any]]:
-    """The sections of a file, of which every key is one; where one is not, the error names the file."""
+    """Return the sections of a file; the error about an unknown key names the file."""
     try:
         sections = _by_section(_read_toml(path))
         if is_stored:
@@ -124,7 +124,7 @@ def _read_sections(path: StoragePath, is_stored: bool) -> dict[str, dict[str, An
 
 
 def _by_section(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The sections of a TOML document by name; each table is a section ``tables.NAME``, and so on."""
+    """Return the sections of a TOML document by name, such as ``data`` and ``tables.NAME``."""
     sections = {}
     for section, values in document.items():
         if section not in SECTION_KEYS and section not in NAMED_KEYS:
@@ -155,13 +155,13 @@ def _find(section: str, name: str) -> Key:
 
 
 def _keys_of(section: str) -> dict[str, Key]:
-    """The keys of a section; none of one that there is not."""
+    """Return the keys of a section; none of an unknown section."""
     kind, dot, _ = section.partition(".")
     return NAMED_KEYS.get(kind, {}) if dot else SECTION_KEYS.get(section, {})
 
 
 class UnknownKeyError(ConfigError):
-    """There is no such key, or no such section."""
+    """An unknown key or section."""
 
 
 def _unknown(section: str, name: str) -> UnknownKeyError:
@@ -175,13 +175,13 @@ def _unknown(section: str, name: str) -> UnknownKeyError:
     nearest = _nearest_key(section, name)
     if nearest is None:
         known = bool(_keys_of(section))
-        what = "key" if known or not section else f"section [{section}], and no such key elsewhere"
+        what = "key" if known or not section else f"section [{section}], and no such key in another section"
         return UnknownKeyError(dotted, f"is not supported: there is no such {what}; {_ALL}")
     return UnknownKeyError(dotted, f"no such key; did you mean {nearest}?")
 
 
 def _nearest_key(section: str, name: str) -> str | None:
-    """The key that may be meant: one of this name, nearly so in its section, or nearly so elsewhere."""
+    """Return the likely key: one of this name, a similar one of the section, or of another section."""
     own = _keys_of(section)
     is_named = section not in SECTION_KEYS and bool(own)
     everywhere = [(section, own)] if is_named else [*SECTION_KEYS.items(), *_ANY_NAME.items()]
@@ -191,14 +191,14 @@ def _nearest_key(section: str, name: str) -> str | None:
         if near := difflib.get_close_matches(name, own, n=1):
             return f"{section}.{near[0]}"
         every_name = {key.rpartition(".")[2] for key in dotted}
-        names = difflib.get_close_matches(name, every_name, n=1, cutoff=_ELSEWHERE_CUTOFF)
+        names = difflib.get_close_matches(name, every_name, n=1, cutoff=_CUTOFF)
     found = [key for key in dotted if key.rpartition(".")[2] in names]
     by_section = difflib.get_close_matches(f"{section}.{name}", found, n=1, cutoff=0.0)
     return by_section[0] if by_section else None
 
 
 def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
-    """Section, name, key and value of all of ``config``; keys that are off or left out are not there."""
+    """Yield section, name, key and value of ``config``, without keys whose value is None."""
     sections = [(section, getattr(config, section), keys) for section, keys in SECTION_KEYS.items()]
     for kind, keys in NAMED_KEYS.items():
         sections += [(f"{kind}.{name}", values, keys) for name, values in getattr(config, kind).items()]
@@ -209,7 +209,7 @@ def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
 
 
 def validate(config: RunConfig) -> None:
-    """ConfigError where a value breaks its own rule or one that ties several keys together."""
+    """Raise ConfigError if a value breaks the rule of its key, or a rule between keys."""
     for section, name, key, value in _items(config):
         if (advice := former_keys.advice_on_value(section, name, value)) is not None:
             raise ConfigError(f"{section}.{name}", advice, value)
@@ -218,7 +218,7 @@ def validate(config: RunConfig) -> None:
 
 
 def to_toml(config: RunConfig) -> str:
-    """The whole configuration as TOML text that ``load_config`` reads back equal."""
+    """Return the configuration as TOML text, which ``load_config`` reads as an equal one."""
     blocks: dict[str, list[str]] = {name: [f"[{name}]"] for name in SECTION_KEYS}
     for kind in NAMED_KEYS:
         for name in getattr(config, kind):

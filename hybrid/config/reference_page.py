@@ -1,22 +1,24 @@
-"""docs/config.md: every key of a configuration, as ``hybrid config --describe`` prints it."""
+"""The page docs/config.md, which ``hybrid config --describe`` prints."""
 
 from hybrid.config.key import Key
 from hybrid.config.sections import NAMED_KEYS, NAMED_TYPES, SECTION_KEYS, SECTION_TYPES
 from hybrid.config.toml_values import toml_value
 
-# What a key that is left out comes to.
+# The value of a missing key.
 _ABSENT = {"tables.NAME": "as [embedding]", "columns.NAME": "as [data]", "dense_groups.NAME": "as [dense]"}
 
 
 def describe() -> str:
-    """Every key with its default, rule and meaning, as Markdown tables by section."""
+    """Return every key with its default, rule and meaning, as Markdown tables by section."""
     lines = [
         "# Configuration",
         "",
-        "A configuration is a TOML file of the sections below; every key has a default. On the command",
-        "line `--set section.key=value` overrides one. Keys marked *by host* may be given to a trainer or a",
-        "worker as well, where it is started; it has all others from the master. This page is written by",
-        "`hybrid config --describe > docs/config.md`.",
+        "A configuration is a TOML file of these sections. Every key has a default. On the command line,",
+        "`--set section.key=value` overrides one. A role may have its own value of keys marked *by host*;",
+        "the master decides all others. `hybrid config --describe > docs/config.md` writes this page.",
+        "",
+        "Some values are names with arguments, such as `adam(betas = [0.9, 0.99])`. Arguments are TOML. The",
+        "first may be given without its name, as in `hash(1000)`. Quote such a value in a shell.",
     ]
     sections = [(name, SECTION_TYPES[name], keys) for name, keys in SECTION_KEYS.items()]
     sections += [(f"{kind}.NAME", NAMED_TYPES[kind], keys) for kind, keys in NAMED_KEYS.items()]

@@ -1,4 +1,4 @@
-"""The columns that a model reads: data.dense and data.sparse, with what [columns.NAME] says of them."""
+"""The columns that a model reads: data.dense and data.sparse, resolved with [columns.NAME]."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DEFAULTS = ColumnSection()
 
 @dataclass(frozen=True)
 class Column:
-    """How one column that the model reads is made, every key with a value; see :class:`ColumnSection`."""
+    """One column of the model, with every key resolved; see :class:`ColumnSection`."""
 
     name: str
     sources: tuple[str, ...]
@@ -45,26 +45,26 @@ class Column:
 
     @property
     def source(self) -> str:
-        """Its one column of the files."""
+        """The column of the files, of a column that has one source."""
         (source,) = self.sources
         return source
 
     def key(self, list_name: str) -> str:
-        """The key that names its sources: data.dense or data.sparse, if no section does."""
+        """The key that names the sources: data.dense or data.sparse, unless a section does."""
         return f"data.{list_name}" if self.sources == (self.name,) else f"columns.{self.name}.source"
 
 
 def columns_of(
     data: DataSection, sections: Mapping[str, ColumnSection]
 ) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
-    """The columns of data.dense and those of data.sparse.
+    """Return the columns of data.dense and those of data.sparse.
 
     Raises:
-        ConfigError: a section is of no column, or says what does not go together.
+        ConfigError: a section names no column, or its keys contradict each other.
     """
     for name, section in sections.items():
         if name in data.dense and name in data.sparse:
-            rule = "is in data.dense and in data.sparse; name it anew in one, with a source"
+            rule = "is in data.dense and in data.sparse; rename it in one, with a source"
             raise ConfigError(f"columns.{name}", rule)
         if name not in data.dense and name not in data.sparse:
             raise ConfigError(f"columns.{name}", "is in neither data.dense nor data.sparse")
@@ -79,13 +79,13 @@ def columns_of(
 
 
 def sequence_length(name: str, section: ColumnSection) -> int:
-    """Of how many ids at most a column is a sequence; 0 where its bags are pooled.
+    """Return the length of a sequence column; 0 if its bags are pooled.
 
     Raises:
-        ConfigError: nothing says how many.
+        ConfigError: the section has no ``max_ids``.
     """
     if section.pooling == UNPOOLED and not section.max_ids:
-        rule = f"must say how many vectors the net gets, since columns.{name}.pooling is {UNPOOLED}"
+        rule = f"must be the number of vectors that the net gets, since columns.{name}.pooling is {UNPOOLED}"
         raise ConfigError(f"columns.{name}.max_ids", rule, section.max_ids)
     return section.max_ids if section.pooling == UNPOOLED else 0
 
@@ -126,7 +126,7 @@ def _check(name: str, section: ColumnSection, is_dense: bool) -> None:
         value = getattr(section, key)
         read = ("kind", "source", *(_KEYS_OF_DENSE if is_dense else _KEYS.get(kind, ())))
         if key not in read and value != getattr(_DEFAULTS, key):
-            raise ConfigError(f"columns.{name}.{key}", f"is not read of {what}", value)
+            raise ConfigError(f"columns.{name}.{key}", f"does not apply to {what}", value)
     if kind == "cross" and len(section.source) < 2:
         raise ConfigError(f"columns.{name}.source", "must name two columns or more (cross)", section.source)
     if kind == "cross" and section.vocabulary and not section.vocabulary.startswith("hash"):

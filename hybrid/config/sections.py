@@ -1,7 +1,4 @@
-"""The configuration of a run: every key, its default, its rule and its meaning.
-
-Nothing here imports torch, so ``--help`` and a mistyped key answer at once.
-"""
+"""The configuration of a run: every key, its default, its rule and its meaning."""
 
 from __future__ import annotations
 
@@ -66,21 +63,21 @@ DTYPES = ("float32", "float64")
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
-    """Where results go."""
+    """The name, the folder and the seed of a run."""
 
-    name: str = option("run", "name of the run; its folder is runs/NAME-DATE-TIME")
+    name: str = option("run", "Name of the run; its folder is runs/NAME-DATE-TIME.")
     folder: str = option(
-        "", "run folder, or its URL in a store (docs/storage.md); empty for a new one under runs/"
+        "", "Run folder, or its URL in an object store (docs/storage.md); empty for a new folder under runs/."
     )
-    seed: int = fixed(1, "seed of tables, dense nets, shuffling and synthetic data", minimum=0)
+    seed: int = fixed(1, "Seed of tables, dense nets, shuffling and synthetic data.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSection:
-    """How many processes, and how they find each other."""
+    """The processes of a run, and how they connect."""
 
-    trainers: int = option(2, "number of trainers", minimum=1)
-    workers: int = option(2, "number of workers", minimum=1)
+    trainers: int = option(2, "Number of trainers.", minimum=1)
+    workers: int = option(2, "Number of workers.", minimum=1)
     master: str = option(
         "127.0.0.1",
         "Address on which the master listens: HOST, HOST:PORT or [IPv6]:PORT. Without a port, launch takes a "
@@ -88,35 +85,38 @@ class ClusterSection:
     )
     interface: str = by_host(
         "auto",
-        "network interface of all traffic, such as lo or eth0; auto takes the one by which a role reaches "
-        "the master, and for the master the one that has the address on which it listens",
+        "Network interface of all traffic, such as lo or eth0; auto takes the interface that "
+        "reaches the master.",
     )
     namespace: str = option(
         "auto",
-        "auto gives the roles of launch a network of their own, which nobody else can reach, where they need "
-        "only loopback and the system allows it; off leaves them in the machine's, for code that connects",
+        "With auto, the roles of launch get a network namespace of their own if loopback suffices "
+        "and the system allows it; off keeps the host's network, for user code that opens "
+        "connections.",
         choices=("auto", "off"),
     )
-    threads: int = by_host(1, "intra-op threads of each trainer and worker", minimum=1)
+    threads: int = by_host(1, "Intra-op threads of each trainer and worker.", minimum=1)
     start_timeout_seconds: float = by_host(
-        60.0, "how long the master waits for every role, and a role for the master", above=0
+        60.0, "Time limit for all roles to register with the master.", above=0
     )
     timeout_seconds: float = option(
         60.0,
-        "time limit of one call, of a step on a worker that waits for gradients, and of the last step and "
-        "checkpoint of a run that is stopped",
+        "Time limit of a call, of a worker that waits for gradients, and of the last step and "
+        "checkpoint of a run that is stopped.",
         above=0,
     )
     heartbeat_timeout_seconds: float = option(
-        10.0, "a role that sends no heartbeat for so long is considered frozen", above=0
+        10.0, "A role without a heartbeat for this time is considered frozen.", above=0
     )
     max_restarts: int = option(
-        3, "how often in a row launch starts a failed cluster again without a new checkpoint", minimum=0
+        3,
+        "Number of restarts in a row, without a new checkpoint between them, after which launch gives up.",
+        minimum=0,
     )
     secret_file: str = by_host(
         "",
-        "file with the cluster's secret, which only its owner may read; empty takes that of the environment "
-        "variable HYBRID_SECRET, and launch then makes its own where there is none",
+        "File with the cluster's secret, readable by its owner only; empty for the environment "
+        "variable HYBRID_SECRET. Without either, launch creates a secret.",
     )
 
     @property
@@ -138,7 +138,7 @@ class ClusterSection:
 
     @property
     def stop_timeout_seconds(self) -> float:
-        """How long a role may take to stop."""
+        """The time limit for a role to stop."""
         return max(4.0, self.timeout_seconds / 15)
 
     @property
@@ -148,7 +148,7 @@ class ClusterSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSection:
-    """The dense net that each trainer holds, and how it is trained."""
+    """The dense nets, and how they are trained."""
 
     net: str = fixed(
         "dlrm",
@@ -157,21 +157,25 @@ class DenseSection:
         "units.",
         signatures=NET_CALLS,
     )
-    bottom_mlp: tuple[int, ...] = fixed((64, 32), "hidden units of the net over numeric features (dlrm)")
+    bottom_mlp: tuple[int, ...] = fixed((64, 32), "Hidden units of the net over numeric features (dlrm).")
     top_mlp: tuple[int, ...] = fixed(
-        (128, 64), "hidden units of the net over everything; of each task's tower (mmoe, ple)"
+        (128, 64), "Hidden units of the net over all features, or of each task's tower (mmoe, ple)."
     )
     remote_mlp: tuple[int, ...] = fixed(
-        (), "hidden units of a remote dense net, hosted by a worker between interaction and head"
+        (),
+        "Hidden units of a remote dense net between interaction and head, which a worker hosts; "
+        "empty for none.",
     )
     optimizer: str = option(
         "Adam",
         'A class of torch.optim, with its arguments: "SGD(momentum = 0.9, weight_decay = 1e-4)".',
         is_name_fixed=True,
     )
-    learning_rate: float = option(0.002, "learning rate of the dense net", above=0)
+    learning_rate: float = option(0.002, "Learning rate of the dense nets.", above=0)
     ddp: str = option(
-        "outside", "what DDP wraps: none, inside (the head) or outside (everything local)", choices=DDP_MODES
+        "outside",
+        "Parameters under DDP: none, the head (inside), or all local ones (outside).",
+        choices=DDP_MODES,
     )
     device: str = by_host(
         "auto",
@@ -186,16 +190,18 @@ class DenseSection:
     )
     tensor_plan: tuple[str, ...] = option(
         (),
-        'how layers are split, such as ["head.0 = colwise", "head.2 = rowwise"]; empty lets the built-in '
-        "nets choose (tensor)",
+        'How layers are split, such as ["head.0 = colwise", "head.2 = rowwise"]; empty for the '
+        "built-in plan of a built-in net.",
     )
     compile: str = option(
         "none",
-        "form in which dense nets run, the remote one too: TorchScript, or a backend of torch.compile",
+        "Execution backend of dense nets, the remote one too: TorchScript, or a backend of torch.compile.",
         choices=("none", *COMPILERS),
     )
     autocast: str = option(
-        "none", "precision in which the local net computes where that is safe", choices=("none", "bfloat16")
+        "none",
+        "Precision of the operations of the local net for which a lower one is safe.",
+        choices=("none", "bfloat16"),
     )
 
     @property
@@ -231,11 +237,12 @@ class DenseSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseGroupSection:
-    """Parameters of dense nets that are trained otherwise than [dense] says."""
+    """Parameters of dense nets with optimizer arguments of their own."""
 
     parameters: tuple[str, ...] = option(
         (),
-        'their names, or patterns of them: "head.*", "*.bias"; those of the remote net begin with "remote."',
+        'Names or patterns of parameters, such as "head.*" or "*.bias"; those of the remote net '
+        'begin with "remote.".',
     )
     optimizer_options: tuple[str, ...] = option(
         (), 'Arguments of the optimizer that differ, such as ["lr = 0.001", "weight_decay = 0"].'
@@ -259,54 +266,58 @@ class DenseGroupSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection:
-    """How long and how."""
+    """Steps, batches, and how trainers update parameters."""
 
-    epochs: int = option(1, "passes over the training rows", minimum=1)
-    max_steps: int = option(0, "stop after this many steps; 0 for no limit", minimum=0)
-    batch_size: int = fixed(1024, "samples of a step over all trainers together", minimum=1)
+    epochs: int = option(1, "Number of passes over the training rows.", minimum=1)
+    max_steps: int = option(0, "Number of steps after which the run stops; 0 for no limit.", minimum=0)
+    batch_size: int = fixed(1024, "Number of samples per step over all trainers.", minimum=1)
     micro_batches: int = option(
-        1, "parts in which a trainer computes its share of a step, one after another", minimum=1
+        1, "Number of micro-batches that a trainer computes per step, one after another.", minimum=1
     )
     update: str = option(
         "sync",
-        "sync: one exact step for all trainers; pipelined: the same, with rows one step old; "
-        "async: each trainer's gradients on arrival",
+        "sync: one exact step for all trainers; pipelined: the same, with rows that are one step "
+        "old; async: each trainer's gradients as they arrive.",
         choices=UPDATE_MODES,
     )
     clip_norm: float | None = option(
-        None, "scale gradients down to this norm over all tables and dense nets together", above=0
+        None, "Scale gradients down to this norm over all tables and dense nets.", above=0
     )
     non_finite: str = option(
-        "stop", "what a loss or gradient that is not finite does to the run", choices=("stop", "skip")
+        "stop", "Stop at a loss or gradient that is not finite, or skip that step.", choices=("stop", "skip")
     )
-    dtype: str = option("float32", "of rows, dense nets and optimizer state", choices=DTYPES)
-    log_every_steps: int = option(10, "steps between two lines of progress", minimum=1)
-    eval_every_steps: int = option(0, "steps between two evaluations; 0 for one an epoch", minimum=0)
+    dtype: str = option("float32", "Type of rows, dense parameters and optimizer state.", choices=DTYPES)
+    log_every_steps: int = option(10, "Number of steps between two progress lines.", minimum=1)
+    eval_every_steps: int = option(
+        0, "Number of steps between two evaluations; 0 for one per epoch.", minimum=0
+    )
     patience: int = option(
         0,
-        "evaluations without a better one (checkpoint.keep_best) after which the run ends; 0 for never",
+        "Number of evaluations without improvement (checkpoint.keep_best) after which the run ends; "
+        "0 for no limit.",
         minimum=0,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """When checkpoints are written, besides at the end of a run, and which are kept."""
+    """When checkpoints are written, besides the one at the end, and which are kept."""
 
-    every_steps: int = option(0, "steps between two checkpoints; 0 for none by steps", minimum=0)
-    every_minutes: float = option(5.0, "minutes between two checkpoints; 0 for none by time", minimum=0)
-    keep_last: int = option(2, "how many of the newest checkpoints are kept", minimum=1)
+    every_steps: int = option(
+        0, "Number of steps between two checkpoints; 0 for no limit by steps.", minimum=0
+    )
+    every_minutes: float = option(5.0, "Minutes between two checkpoints; 0 for no limit by time.", minimum=0)
+    keep_last: int = option(2, "Number of newest checkpoints to keep.", minimum=1)
     keep_best: str = option(
         "auto",
-        "metric of the evaluations by which the best checkpoint is kept as well, such as auc or, of several "
-        "tasks, NAME.auc; auto takes AUC, RMSE (regression) or accuracy (classes) of the first task; "
-        "none keeps none",
+        "Metric by which the best checkpoint is kept as well, such as auc, or NAME.auc with several "
+        "tasks. auto is AUC, RMSE or accuracy of the first task; none keeps none.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSection:
-    """How learning rates change over the steps of a run, for tables and dense nets alike."""
+    """The learning-rate schedule of tables and dense nets."""
 
     kind: str = option(
         "constant",
@@ -335,7 +346,7 @@ class ScheduleSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSection:
-    """What every role does in some steps, in detail: a trace and a table in the run folder."""
+    """A trace and a table of some steps of every role, in the run folder."""
 
     steps: tuple[int, ...] = option(
         (),
@@ -357,7 +368,7 @@ class ProfileSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The whole configuration; immutable, hashable by its canonical text, free of torch."""
+    """The whole configuration of a run."""
 
     run: RunSection = RunSection()
     cluster: ClusterSection = ClusterSection()
@@ -374,43 +385,42 @@ class RunConfig:
     dense_groups: Mapping[str, DenseGroupSection] = field(default_factory=dict)
 
     def replace(self, **sections: Any) -> RunConfig:
-        """A copy with some sections replaced."""
+        """Return a copy with other sections."""
         return dataclasses.replace(self, **sections)
 
     @property
     def all_tasks(self) -> dict[str, TaskSection]:
-        """What is predicted; see :func:`tasks_of`."""
+        """The tasks; see :func:`tasks_of`."""
         return tasks_of(self.tasks, self.data)
 
     @property
     def task_specs(self) -> tuple[TaskSpec, ...]:
-        """Of all tasks, in their order."""
+        """The labels of all tasks, in their order."""
         return tuple(task.spec(name) for name, task in self.all_tasks.items())
 
     @property
     def num_outputs(self) -> int:
-        """How many numbers the dense net gives of a sample: those of each task, in their order."""
+        """The number of outputs of the dense net per sample, over all tasks."""
         return sum(task.num_outputs for task in self.all_tasks.values())
 
     @property
     def has_ranking_loss(self) -> bool:
-        """Whether a loss is of the order within groups, which then stay whole."""
+        """Whether a task has a ranking loss, for which groups stay whole."""
         return any(task.ranking_loss for task in self.tasks.values())
 
     @property
     def best_by(self) -> str:
-        """The metric by which an evaluation is the best so far, or "none"."""
+        """The metric that selects the best checkpoint, or "none"."""
         by = self.checkpoint.keep_best
         return leading_score(self.all_tasks) if by == "auto" else by
 
 
 def tasks_of(tasks: Mapping[str, TaskSection], data: DataSection) -> dict[str, TaskSection]:
-    """The sections [tasks.NAME], each with its label column; without any, data.label as one binary task."""
+    """Return the tasks with their label columns; without sections, data.label is one binary task."""
     found = tasks or {LABEL: TaskSection(label=data.label)}
     return {name: dataclasses.replace(task, label=task.label or name) for name, task in found.items()}
 
 
-# Of each section, and of those with names of their own: [tables.NAME] and so on.
 SECTION_TYPES: dict[str, Any] = {
     name: hint for name, hint in get_type_hints(RunConfig).items() if dataclasses.is_dataclass(hint)
 }

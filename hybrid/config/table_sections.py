@@ -41,7 +41,7 @@ PLACEMENT_CALLS = Signatures(dict.fromkeys(("auto", "table", "row"), _PLACEMENT)
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingSection:
-    """Defaults of all tables; a section [tables.NAME] overrides them for one."""
+    """Defaults of all tables, which a section [tables.NAME] overrides for one."""
 
     dim: int = fixed(16, "Width of a row.", minimum=1)
     pooling: str = fixed("sum", "How the vectors of a bag become one vector.", choices=POOLINGS)
@@ -71,7 +71,7 @@ class EmbeddingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSection:
-    """Overrides for one table; a key left out takes the value of [embedding]."""
+    """Overrides for one table; a missing key has the value of [embedding]."""
 
     dim: int | None = fixed(None, "Width of a row.", minimum=1)
     optimizer: str | None = option(

@@ -1,7 +1,7 @@
-"""What is predicted of a sample: sections [tasks.NAME], their metrics, and the rules that tie them together.
+"""Keys of [tasks.NAME]: labels, losses and metrics, and the rules between them.
 
-Where there is one task, its metrics have their plain names (``auc``); where there are several, its name comes
-first (``click.auc``).
+The metrics of a single task have plain names (``auc``); with several tasks, the name of the task comes first
+(``click.auc``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TYPE_CALLS = Signatures(
     {"binary": (), "regression": (), "classes": (argument("count", int, None, minimum=2),)}
 )
 LABEL = "label"  # the task of a run without a section [tasks.NAME]
-# The first is that of a task that names none.
+# The first of a kind is its default.
 LOSSES = {"binary": ("log_loss", "focal"), "regression": ("squared", "huber"), "classes": ("softmax",)}
 LOSS_CALLS = Signatures(
     {
@@ -34,7 +34,7 @@ LOSS_CALLS = Signatures(
 )
 _FRACTION = argument("fraction", float, 0.5, above=0, maximum=1)
 RANKING_CALLS = Signatures({"pairwise": (_FRACTION,), "listwise": (_FRACTION,)}, others="", others_rule='""')
-# What every task of a kind is measured by; the first is what a run is judged by.
+# The metrics of each kind; the first is the main metric.
 METRICS = {
     "binary": (
         "auc",
@@ -48,29 +48,29 @@ METRICS = {
     "regression": ("rmse", "mae", "num_samples"),
     "classes": ("accuracy", "log_loss", "num_samples"),
 }
-# What more may be asked for, of the order within each group.
+# Additional metrics of the order within each group.
 GROUP_METRICS: dict[str, tuple[str, ...]] = {
     "binary": (r"gauc", r"mrr", r"ndcg@[1-9]\d*", r"recall@[1-9]\d*"),
     "regression": (r"ndcg@[1-9]\d*",),
     "classes": (),
 }
-# What is shown of them at an evaluation.
+# The metrics that an evaluation shows.
 _SHOWN = {
     "binary": ("auc", "log_loss", "normalised_entropy", "calibration"),
     "regression": ("rmse", "mae"),
     "classes": ("accuracy", "log_loss"),
 }
 _LOWER_IS_BETTER = ("log_loss", "normalised_entropy", "rmse", "mae")
-_SAYS_NOTHING = ("calibration", "base_rate", "num_samples")  # of which of two models is better
+_NOT_COMPARABLE = ("calibration", "base_rate", "num_samples")
 _ACRONYMS = ("auc", "gauc", "mae", "mrr", "ndcg", "rmse")
 _NAME = r"[A-Za-z_][\w-]*"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSection:
-    """What the model predicts of a sample, and how it is judged; without any, data.label is the one task."""
+    """A task: its labels, loss and metrics. Without sections, data.label is the only task."""
 
-    label: str = fixed("", "name of the label column; empty for that of the task's name")
+    label: str = fixed("", "Label column; empty for the column of the task's name.")
     type: str = fixed(
         "binary",
         "Labels of 0 and 1, numbers, or classes from 0, of which there are `count`.",
@@ -78,8 +78,8 @@ class TaskSection:
     )
     mask: str = fixed(
         "",
-        "column that says by 1 and 0 which samples count for this task, such as whether an item was clicked "
-        "where the label is whether it was bought; empty for all",
+        "Column of 1 and 0 that selects the samples of this task, such as clicked for a label "
+        "bought; empty for all samples.",
     )
     loss: str = option(
         "",
@@ -98,11 +98,11 @@ class TaskSection:
         is_name_fixed=True,
         prepares=False,
     )
-    weight: float = option(1.0, "of its loss among those of all tasks", above=0, prepares=False)
+    weight: float = option(1.0, "Weight of the task's loss.", above=0, prepares=False)
     metrics: tuple[str, ...] = option(
         (),
-        "more metrics of the test rows: gauc, mrr, ndcg@K, recall@K, of the order in each data.group, "
-        "or your own as module:function",
+        "Additional metrics: gauc, mrr, ndcg@K and recall@K, within each data.group, or your "
+        "functions as module:function.",
         prepares=False,
     )
 
@@ -118,7 +118,7 @@ class TaskSection:
 
     @property
     def loss_name(self) -> str:
-        """``loss``, or that of the kind."""
+        """The name of the loss."""
         return self.loss_call.name
 
     @property
@@ -138,37 +138,37 @@ class TaskSection:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Everything that it is measured by, own functions by the last part of their names."""
+        """All metrics of the task; custom functions by the last segment of their names."""
         return (*METRICS[self.kind], *(metric.rpartition(":")[2] for metric in self.metrics))
 
     @property
     def score(self) -> str:
-        """The metric that it is judged by where no other is chosen."""
+        """The main metric of the task."""
         return METRICS[self.kind][0]
 
     @property
     def num_outputs(self) -> int:
-        """How many numbers the dense net gives of a sample for this task."""
+        """The number of outputs of the dense net for this task."""
         return self.classes if self.kind == "classes" else 1
 
     def spec(self, name: str) -> TaskSpec:
-        """What the batches hold of it."""
+        """Return the labels that batches hold of the task."""
         return TaskSpec(name, self.kind, self.classes)
 
 
 def metric_name(tasks: Mapping[str, TaskSection], task: str, metric: str) -> str:
-    """The name of a metric of one of ``tasks``."""
+    """Return the full name of a metric of one of ``tasks``."""
     return f"{task}.{metric}" if len(tasks) > 1 else metric
 
 
 def leading_score(tasks: Mapping[str, TaskSection]) -> str:
-    """The metric that a run is judged by where no other is chosen: that of its first task."""
+    """Return the main metric of a run: that of its first task."""
     name, task = next(iter(tasks.items()))
     return metric_name(tasks, name, task.score)
 
 
 def shown_metrics(tasks: Mapping[str, TaskSection]) -> list[str]:
-    """The metrics of all tasks that an evaluation shows; the first is the leading score."""
+    """Return the metrics that an evaluation shows; the first is the main metric."""
     return [
         metric_name(tasks, name, metric)
         for name, task in tasks.items()
@@ -177,7 +177,7 @@ def shown_metrics(tasks: Mapping[str, TaskSection]) -> list[str]:
 
 
 def metric_title(name: str) -> str:
-    """A metric as it is shown: ``click.ndcg@10`` is "click NDCG@10"."""
+    """Return the title of a metric: "click NDCG@10" for ``click.ndcg@10``."""
     task, _, metric = name.rpartition(".")
     kind, at, k = metric.partition("@")
     title = kind.upper() if kind in _ACRONYMS else kind.replace("_", " ")
@@ -185,12 +185,12 @@ def metric_title(name: str) -> str:
 
 
 def is_lower_better(metric: str) -> bool:
-    """Whether of two models the one with the smaller value is better; own functions measure what is good."""
+    """Whether a smaller value is better. A larger value of a custom metric is better."""
     return metric.rpartition(".")[2] in _LOWER_IS_BETTER
 
 
 def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None:
-    """ConfigError where the keys of the tasks do not go together.
+    """Raise ConfigError if keys of the tasks contradict each other.
 
     Args:
         group: ``data.group``.
@@ -203,7 +203,7 @@ def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None
         _check_kind(name, task)
         _check_ranking_loss(name, task, group)
         _check_metrics(name, task, group)
-        comparable += [metric_name(tasks, name, m) for m in task.metric_names if m not in _SAYS_NOTHING]
+        comparable += [metric_name(tasks, name, m) for m in task.metric_names if m not in _NOT_COMPARABLE]
     if best not in ("auto", "none", *comparable):
         raise ConfigError(
             "checkpoint.keep_best", f"must be auto, none, or one of {', '.join(comparable)}", best
@@ -241,4 +241,4 @@ def _check_metrics(name: str, task: TaskSection, group: str) -> None:
         if not group:
             raise ConfigError(key, "needs data.group, the column whose values make groups", metric)
     if len(set(task.metric_names)) < len(task.metric_names):
-        raise ConfigError(key, "must name each metric once, and own ones otherwise than those", task.metrics)
+        raise ConfigError(key, "must name each metric once, and custom ones differently", task.metrics)

@@ -1,7 +1,6 @@
-"""The rules that tie several keys of a configuration together, each once. Free of torch.
+"""The rules between keys of a configuration.
 
-:func:`check_rules` asks all of them. The other public ones are asked again by who is given values that did
-not come out of a file, or knows more of them than a file says.
+:func:`check_rules` checks all of them. Callers with values from elsewhere check single rules again.
 """
 
 import dataclasses
@@ -31,7 +30,7 @@ _OF_WHOLE_MATRICES = ("Adafactor", "Muon")
 
 
 def check_rules(config: RunConfig) -> None:
-    """ConfigError where values that keep their own rules do not go together."""
+    """Raise ConfigError if keys contradict each other."""
     _check_data(config)
     _check_columns(config)
     _check_dense(config)
@@ -55,10 +54,10 @@ def check_rules(config: RunConfig) -> None:
 
 
 def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
-    """The steps that are recorded of a run that starts or goes on after ``steps_before`` steps.
+    """Return the recorded steps of a run that starts or resumes after ``steps_before`` steps.
 
     Raises:
-        ConfigError: it does not take so many.
+        ConfigError: the run takes fewer steps.
     """
     first = steps_before + profile.first_step
     if profile.count and first + profile.count > total_steps:
@@ -82,10 +81,10 @@ def _check_data(config: RunConfig) -> None:
     _check_split(data)
     check_fields(data)
     if data.shuffle_lanes and config.has_ranking_loss:
-        rule = "must not have lanes if a loss is of the order within groups, which are shuffled whole"
+        rule = "must not have lanes if a loss is a ranking loss, which are shuffled whole"
         raise ConfigError("data.shuffle", rule, data.shuffle)
     if is_url(data.cache_folder) and config.has_ranking_loss:
-        rule = "must be a folder where a loss is of the order within groups: whole groups are read from disks"
+        rule = "must be a folder where a loss is a ranking loss: whole groups are read from files"
         raise ConfigError("data.cache_folder", rule, data.cache_folder)
 
 
@@ -110,7 +109,7 @@ def _check_split(data: DataSection) -> None:
 def check_columns(
     data: DataSection, columns: Mapping[str, ColumnSection], tasks: Mapping[str, TaskSection]
 ) -> None:
-    """ConfigError where a column is named twice, or one of the model is, or is made of, a label."""
+    """Raise ConfigError if a column is named twice, or the model reads a label."""
     labels = [task.label for task in tasks_of(tasks, data).values()]
     for name in ("dense", "sparse"):
         listed = getattr(data, name)
@@ -129,10 +128,10 @@ def _refuse_labels(key: str, names: Sequence[str], labels: Sequence[str]) -> Non
 
 
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
-    """ConfigError where the delimiter is none, or a label means 1 and 0.
+    """Raise ConfigError if the delimiter is invalid, or a label means both 1 and 0.
 
     Args:
-        value_of: what a label in the configuration stands for.
+        value_of: the value of a label.
     """
     if len(data.delimiter) != 1:
         raise ConfigError("data.delimiter", "must be one character", data.delimiter)
@@ -220,7 +219,7 @@ def _check_patience(config: RunConfig) -> None:
 
 
 def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
-    """ConfigError where a table may be placed on a worker that there is not."""
+    """Raise ConfigError if a table may be placed on a worker that does not exist."""
     for index in workers:
         if not 0 <= index < num_workers:
             rule = f"must hold worker indices from 0 to {num_workers - 1}"
@@ -238,7 +237,7 @@ def _check_first_rows(name: str, table: TableSection) -> None:
 
 
 def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
-    """The table of each column that a section [tables.NAME] lists; ConfigError where two list one."""
+    """Return the table of each column that a section [tables.NAME] lists; ConfigError if two list one."""
     owner: dict[str, str] = {}
     for name, table in tables.items():
         for column in table.features or (name,):
@@ -250,10 +249,10 @@ def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
 
 
 def check_schedule(section: ScheduleSection, end: int | None) -> None:
-    """ConfigError where the keys of a schedule do not fit together.
+    """Raise ConfigError if the warm-up takes the whole schedule.
 
     Args:
-        end: the steps of the whole schedule; None while they are not known.
+        end: the steps of the whole schedule; None if unknown.
     """
     if end is None or section.call.name not in SCHEDULES_THAT_END:
         return

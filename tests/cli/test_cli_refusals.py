@@ -186,7 +186,10 @@ NO_SECRET = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secr
             "worker --index 0 --master a:b",
             "--master = 'a:b': must be HOST or HOST:PORT, an IPv6 address in [ ]",
         ),
-        ("worker --index 0 --master a --set embedding.dim=8", "embedding.dim: is the master's; set it there"),
+        (
+            "worker --index 0 --master a --set embedding.dim=8",
+            "embedding.dim: is decided by the master; set it there",
+        ),
         (
             "trainer --index 0 --master a --set dense.divice=cpu",
             "dense.divice: no such key; did you mean dense.device?",

@@ -88,12 +88,12 @@ def test_a_column_is_not_made_of_a_label(tasks: dict[str, TaskSection], label: s
         (
             "price",
             ColumnSection(vocabulary="hash"),
-            "columns.price.vocabulary = 'hash': is not read of a column of data.dense",
+            "columns.price.vocabulary = 'hash': does not apply to a column of data.dense",
         ),
         (
             "age",
             ColumnSection(numeric_scaling="min_max"),
-            "columns.age.numeric_scaling = 'min_max': is not read of a column of data.sparse whose kind "
+            "columns.age.numeric_scaling = 'min_max': does not apply to a column of data.sparse whose kind "
             "is value",
         ),
         ("age", ColumnSection(kind="hour(1)"), "columns.age.kind = 'hour(1)': takes no arguments"),
@@ -147,13 +147,13 @@ def test_a_column_is_not_made_of_a_label(tasks: dict[str, TaskSection], label: s
         (
             "age",
             ColumnSection(pooling="none"),
-            "columns.age.max_ids = 0: must say how many vectors the net gets, since columns.age.pooling "
-            "is none",
+            "columns.age.max_ids = 0: must be the number of vectors that the net gets, since "
+            "columns.age.pooling is none",
         ),
         (
             "age",
             ColumnSection(kind="hour", pooling="none"),
-            "columns.age.pooling = 'none': is not read of a column of data.sparse whose kind is hour",
+            "columns.age.pooling = 'none': does not apply to a column of data.sparse whose kind is hour",
         ),
     ],
 )
@@ -187,7 +187,10 @@ def test_a_configuration_is_checked_when_it_is_read() -> None:
         ([*csv, "columns.age.kind=buckets(x)"], "columns.age.kind = 'buckets(x)': bounds must be a list of"),
         ([*csv, "columns.agee.kind=hour"], "columns.agee: is in neither data.dense nor data.sparse"),
         (["columns.C1.kind=hour"], "columns.C1: is not read where data.format is synthetic, but for pooling"),
-        (["columns.C1.pooling=none"], "columns.C1.max_ids = 0: must say how many vectors the net gets"),
+        (
+            ["columns.C1.pooling=none"],
+            "columns.C1.max_ids = 0: must be the number of vectors that the net gets",
+        ),
         (
             [*csv, "columns.age.max_id=3"],
             "columns.age.max_id: no such key; did you mean columns.age.max_ids?",

@@ -105,9 +105,11 @@ def test_the_last_override_wins_over_the_file(tmp_path: Path) -> None:
     assert config.train.epochs == 4
 
 
-ALL = "hybrid config --describe lists all"
+ALL = "hybrid config --describe lists all keys"
 NO_KEY = f"is not supported: there is no such key; {ALL}"
-NO_SECTION = f"is not supported: there is no such section [metrics], and no such key elsewhere; {ALL}"
+NO_SECTION = (
+    f"is not supported: there is no such section [metrics], and no such key in another section; {ALL}"
+)
 ROW_OPTIMIZER = (
     "must be one of sgd, momentum, adagrad, rowwise_adagrad, adam, adamw, ftrl; "
     "dense.optimizer takes classes of torch.optim"
@@ -333,9 +335,9 @@ def test_a_role_has_the_masters_values_but_for_those_that_it_was_given() -> None
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("cluster.trainers=3", "cluster.trainers: is the master's; set it there"),
-        ("dense.net=own:build", "dense.net: is the master's; set it there"),
-        ("tables.user.dim=3", "tables.user.dim: is the master's; set it there"),
+        ("cluster.trainers=3", "cluster.trainers: is decided by the master; set it there"),
+        ("dense.net=own:build", "dense.net: is decided by the master; set it there"),
+        ("tables.user.dim=3", "tables.user.dim: is decided by the master; set it there"),
         ("cluster.thread=3", "cluster.thread: no such key; did you mean cluster.threads?"),
         ("cluster.threads=0", "cluster.threads = 0: must be an integer, at least 1"),
         ("cluster.threads", "--set cluster.threads: must be section.key=value"),

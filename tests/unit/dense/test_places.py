@@ -147,5 +147,5 @@ def test_a_net_of_ones_own_may_be_compiled(mode: str) -> None:
 
 def test_a_sequence_of_unknown_length_is_refused() -> None:
     columns = {"seen": dataclasses.replace(COLUMNS["seen"], max_ids=0)}
-    with pytest.raises(ConfigError, match=r"^columns\.seen\.max_ids = 0: must say how many vectors the net"):
+    with pytest.raises(ConfigError, match=r"^columns\.seen\.max_ids = 0: must be the number of vectors"):
         ColumnLayout(config().replace(columns=columns), SPEC, [DIM, DIM, DIM])

@@ -48,7 +48,7 @@ def _join(
             r"cluster.interface = 'lo': worker 0 on host \S+ would be reached by lo, which no other .*",
         ),
         ([], own_network(), 90, r"a role of .* needs about 156 open files, and 90 are allowed \(ulimit .*"),
-        (["train.epochs=2"], own_network(), 0, "train.epochs: is the master's; set it there"),
+        (["train.epochs=2"], own_network(), 0, "train.epochs: is decided by the master; set it there"),
     ],
     ids=["no such interface", "loopback between hosts", "too few files", "a key of the master's"],
 )
