@@ -1,9 +1,9 @@
-"""What every role does in a step, out of the spans that the roles have recorded: a trace and a table.
+"""The profile of a step, from the spans that all roles have recorded: a trace and a table.
 
-========== =====================================================================================
-trace.json every span, in Chrome's trace event format, for ui.perfetto.dev or chrome://tracing
-table.md   by role and span: how often a step, how long, on how much processor time
-========== =====================================================================================
+========== ===================================================================================
+trace.json all spans in Chrome's trace event format, for ui.perfetto.dev or chrome://tracing
+table.md   by role and span: calls per step, duration, processor time
+========== ===================================================================================
 """
 
 import json
@@ -20,17 +20,17 @@ from hybrid.topology import Role, RoleKind
 
 WIRE = "wire"
 
-# Names of a span and those around it, outermost first.
+# Names of a span and its enclosing spans, outermost first.
 SpanPath: TypeAlias = tuple[str, ...]
 Event: TypeAlias = dict[str, Any]
 
 
-class Placed(NamedTuple):
-    """A span with where it lies in a trace.
+class PlacedSpan(NamedTuple):
+    """A span and its position in a trace.
 
     Attributes:
-        track: spans of a track lie within each other, or one after another.
-        path: its name, after those of the spans that it lies in.
+        track: spans of a track are nested or follow one another.
+        path: names of the enclosing spans and of this one.
     """
 
     span: Span
@@ -38,36 +38,36 @@ class Placed(NamedTuple):
     path: SpanPath
 
 
-class Call(NamedTuple):
-    """A trainer's call under way, and what workers did for it, by time."""
+class TracedCall(NamedTuple):
+    """A trainer's call and the spans of workers that serve it, by time."""
 
     span: Span
-    answering: list[Span]
+    serving: list[Span]
 
     def wire(self) -> tuple[Span, Span]:
-        """Its ways there and back: all of its time but that from a worker's first span to its last."""
+        """Return the spans on the wire: before a worker's first span, and after its last."""
         span = self.span
-        arrived_ns = self._within(self.answering[0].start_ns)
-        left_ns = self._within(max(each.end_ns for each in self.answering))
+        arrived_ns = self._within(self.serving[0].start_ns)
+        left_ns = self._within(max(each.end_ns for each in self.serving))
         there = Span(WIRE, span.step, span.start_ns, arrived_ns)
         return there, Span(WIRE, span.step, left_ns, span.end_ns)
 
     def _within(self, time_ns: int) -> int:
-        # Clocks of several machines may disagree.
+        # Clocks of machines may differ.
         return min(max(time_ns, self.span.start_ns), self.span.end_ns)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """All spans of one path in one role, for one step: the mean over the recorded steps.
+class ProfileRow:
+    """The spans of one path in one role: mean per recorded step.
 
     Attributes:
-        count: how many there are in a step.
-        seconds: how long they take together; those of several threads may add up to more than the step.
-        own_seconds: of those, how many are in none of the spans within.
-        cpu_seconds: processor time of their threads; None where it is unknown.
-        num_bytes: that they move.
-        share: ``seconds`` in those of the trainers' step.
+        count: number of spans.
+        seconds: total duration; spans of several threads may take longer than the step.
+        own_seconds: duration without that of nested spans.
+        cpu_seconds: processor time of their threads; None if unknown.
+        num_bytes: transferred bytes.
+        fraction: ``seconds`` as a fraction of the trainers' step.
     """
 
     path: SpanPath
@@ -76,20 +76,20 @@ class Row:
     own_seconds: float
     cpu_seconds: float | None
     num_bytes: float
-    share: float
+    fraction: float
 
 
 class Profile:
-    """The spans of all roles in some steps; those of a step that no trainer has ended are left out.
+    """The spans of all roles in some steps that a trainer has completed.
 
     Args:
-        spans: by role, as :meth:`StepClock.take_spans` gives them.
+        spans: by role, from :meth:`StepClock.take_spans`.
 
     Attributes:
-        steps: the steps recorded.
-        step_seconds: how long one takes a trainer, on average.
-        calls: the trainers' calls that workers have recorded, too, by flow.
-        placed: all spans by role, with those of calls on the wire.
+        steps: the recorded steps.
+        step_seconds: mean duration of a trainer's step.
+        calls: calls that a trainer and a worker have recorded, by flow.
+        placed: all spans by role, with wire spans of calls.
     """
 
     def __init__(self, spans: Mapping[Role, Sequence[Span]]) -> None:
@@ -99,13 +99,13 @@ class Profile:
         self._starts = {s: min(span.start_ns for span in whole if span.step == s) for s in self.steps}
         kept = {role: [span for span in of if span.step in self._starts] for role, of in spans.items()}
         self.calls = _calls(kept)
-        ways = {
-            role: [way for s in of if (c := self._call(s)) for way in c.wire()] for role, of in kept.items()
+        wire = {
+            role: [each for s in of if (c := self._call(s)) for each in c.wire()] for role, of in kept.items()
         }
-        self.placed = {role: [*_place([*of, *ways[role]])] for role, of in kept.items()}
+        self.placed = {role: [*_place([*of, *wire[role]])] for role, of in kept.items()}
 
-    def rows(self, role: Role) -> list[Row]:
-        """The table of one role, in the order of a step; what lies within a span comes after it."""
+    def rows(self, role: Role) -> list[ProfileRow]:
+        """Return the rows of one role in the order of a step; nested spans follow their enclosing span."""
         by_path: dict[SpanPath, list[Span]] = defaultdict(list)
         for placed in self.placed[role]:
             by_path[placed.path].append(placed.span)
@@ -117,9 +117,9 @@ class Profile:
         return [self._row(path, by_path[path], inner[path]) for path in ordered]
 
     def top(self, count: int) -> list[tuple[str, float]]:
-        """What takes most of a trainer's step: spans without those within, and their shares.
+        """Return the ``count`` spans with the largest fractions of a trainer's step, without nested spans.
 
-        Under ``other`` is what no span within the step covers.
+        ``other`` is the time outside of all spans within the step.
         """
         own: dict[str, float] = defaultdict(float)
         trainers = [role for role in self.placed if role.kind is RoleKind.TRAINER]
@@ -131,20 +131,19 @@ class Profile:
         return sorted(own.items(), key=lambda item: -item[1])[:count]
 
     def trace(self) -> dict[str, Any]:
-        """The trace, as JSON holds it: a process a role, with tracks of its threads and its calls."""
+        """Return the trace as JSON values: a process per role, with tracks for its threads and calls."""
         origin_ns = min(placed.span.start_ns for of_role in self.placed.values() for placed in of_role)
         events = [e for pid, role in enumerate(self.placed, 1) for e in self._events(role, pid, origin_ns)]
         return {"displayTimeUnit": "ms", "traceEvents": events}
 
     def table(self) -> str:
-        """The table, as Markdown."""
+        """Return the table as Markdown."""
         lines = [
             "# Profile of a step",
             "",
-            f"Mean of steps {self.steps[0]} to {self.steps[-1]}, of {1e3 * self.step_seconds:.2f} ms each at "
-            "a trainer.",
-            "Spans within another are set in below it. Threads work at the same time: shares may add up to",
-            "more than 100 %.",
+            f"Mean of steps {self.steps[0]} to {self.steps[-1]}; a trainer's step takes "
+            f"{1e3 * self.step_seconds:.2f} ms.",
+            "Nested spans are indented. Threads run in parallel: fractions may add up to more than 100 %.",
         ]
         for role in self.placed:
             lines += ["", f"## {role}", "", *_markdown(self.rows(role))]
@@ -157,27 +156,27 @@ class Profile:
             with open(folder / name, "w", encoding="utf-8", opener=open_file) as file:
                 file.write(text)
 
-    def _call(self, span: Span) -> Call | None:
-        """The call that a span is, if it is one that workers answered."""
+    def _call(self, span: Span) -> TracedCall | None:
+        """Return the call of a span, if workers have recorded it too."""
         call = self.calls.get(span.flow)
         return call if call is not None and call.span == span else None
 
-    def _row(self, path: SpanPath, spans: list[Span], inner_seconds: float) -> Row:
+    def _row(self, path: SpanPath, spans: list[Span], inner_seconds: float) -> ProfileRow:
         num_steps = len(self.steps)
         seconds = sum(map(_seconds, spans)) / num_steps
         cpu = [span.cpu_ns for span in spans if span.cpu_ns is not None]
-        return Row(
+        return ProfileRow(
             path=path,
             count=len(spans) / num_steps,
             seconds=seconds,
             own_seconds=seconds - inner_seconds / num_steps,
             cpu_seconds=1e-9 * sum(cpu) / num_steps if cpu else None,
             num_bytes=sum(span.num_bytes for span in spans) / num_steps,
-            share=seconds / self.step_seconds,
+            fraction=seconds / self.step_seconds,
         )
 
     def _events(self, role: Role, pid: int, origin_ns: int) -> Iterator[Event]:
-        # The thread that takes steps comes first.
+        # The thread of the steps comes first.
         placed = sorted(self.placed[role], key=lambda p: (p.track != STEPS_THREAD, p.span.start_ns))
         tids = {track: tid for tid, track in enumerate(dict.fromkeys(p.track for p in placed), 1)}
         yield from _named("process", str(role), pid, {"pid": pid, "tid": 0})
@@ -189,9 +188,9 @@ class Profile:
             yield from (where | arrow for arrow in self._arrow(span))
 
     def _arrow(self, span: Span) -> Iterator[Event]:
-        """The end at ``span`` of an arrow from a call to the first thing that a worker does for it."""
+        """Yield the end, at ``span``, of the arrow from a call to the worker's first span."""
         call = self.calls.get(span.flow)
-        if call is not None and span in (call.span, call.answering[0]):
+        if call is not None and span in (call.span, call.serving[0]):
             number = list(self.calls).index(span.flow)
             end = {"ph": "s"} if span == call.span else {"ph": "f", "bp": "e"}
             yield {"name": call.span.name, "cat": "call", "id": number, **end}
@@ -201,18 +200,18 @@ def _seconds(span: Span) -> float:
     return 1e-9 * (span.end_ns - span.start_ns)
 
 
-def _calls(spans: Mapping[Role, Sequence[Span]]) -> dict[Flow | None, Call]:
-    answering: dict[Flow, list[Span]] = defaultdict(list)
+def _calls(spans: Mapping[Role, Sequence[Span]]) -> dict[Flow | None, TracedCall]:
+    serving: dict[Flow, list[Span]] = defaultdict(list)
     for role, of_role in spans.items():
         for span in sorted(of_role, key=lambda s: s.start_ns):
             if role.kind is RoleKind.WORKER and span.flow is not None:
-                answering[span.flow].append(span)
+                serving[span.flow].append(span)
     of_trainers = (s for role, of in spans.items() if role.kind is RoleKind.TRAINER for s in of)
-    return {s.flow: Call(s, answering[s.flow]) for s in of_trainers if s.flow in answering}
+    return {s.flow: TracedCall(s, serving[s.flow]) for s in of_trainers if s.flow in serving}
 
 
-def _place(spans: Iterable[Span]) -> Iterator[Placed]:
-    """Give every span of a role its track: one a thread, and for calls as many as are under way at once."""
+def _place(spans: Iterable[Span]) -> Iterator[PlacedSpan]:
+    """Assign tracks to the spans of a role: one per thread, and one per concurrent call."""
     open_of: dict[str, list[tuple[Span, SpanPath]]] = defaultdict(list)
     ends_of: dict[str, list[int]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: (s.start_ns, -s.end_ns)):
@@ -220,18 +219,18 @@ def _place(spans: Iterable[Span]) -> Iterator[Placed]:
             ends = ends_of[span.name]
             lane = next((i for i, end_ns in enumerate(ends) if end_ns <= span.start_ns), len(ends))
             ends[lane : lane + 1] = [span.end_ns]
-            yield Placed(span, f"{span.name} {lane + 1}" if lane else span.name, (span.name,))
+            yield PlacedSpan(span, f"{span.name} {lane + 1}" if lane else span.name, (span.name,))
         else:
             around = open_of[span.thread]
             while around and around[-1][0].end_ns <= span.start_ns:
                 around.pop()
             path = (*(around[-1][1] if around else ()), span.name)
             around.append((span, path))
-            yield Placed(span, span.thread, path)
+            yield PlacedSpan(span, span.thread, path)
 
 
 def _named(kind: str, name: str, order: int, where: Event) -> Iterator[Event]:
-    """What a viewer calls a process or thread, and where it shows it."""
+    """Yield the name of a process or thread and its position in the viewer."""
     yield where | {"ph": "M", "name": f"{kind}_name", "args": {"name": name}}
     yield where | {"ph": "M", "name": f"{kind}_sort_index", "args": {"sort_index": order}}
 
@@ -246,7 +245,7 @@ def _slice(span: Span, role: Role) -> Event:
     return {"ph": "X", "name": span.name, "cat": role.kind, "dur": duration, "args": args}
 
 
-def _markdown(rows: Sequence[Row]) -> Iterator[str]:
+def _markdown(rows: Sequence[ProfileRow]) -> Iterator[str]:
     names = ["· " * (len(row.path) - 1) + row.path[-1] for row in rows]
     width = max(map(len, names), default=4)
     yield f"| {'span':<{width}} | a step |       ms |   CPU ms | of a step |      KiB |"
@@ -256,5 +255,5 @@ def _markdown(rows: Sequence[Row]) -> Iterator[str]:
         kib = f"{row.num_bytes / 1024:.1f}" if row.num_bytes else ""
         yield (
             f"| {name:<{width}} | {row.count:6.3g} | {1e3 * row.seconds:8.2f} | {cpu:>8} "
-            f"| {row.share:9.1%} | {kib:>8} |"
+            f"| {row.fraction:9.1%} | {kib:>8} |"
         )

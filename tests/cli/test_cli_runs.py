@@ -204,7 +204,7 @@ def check_earlier_versions(of: Path, path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit, match=rf"^hybrid evaluate: {said}; name files by --input$"):
         main(evaluate[:2])
     ended = run(["launch", "--resume", folder, "--set", "train.epochs=5"], path.parent)
-    rule = "go on with that version, or start a new run"
+    rule = "continue with that version, or start a new run"
     assert ended.code == 1
     assert re.fullmatch(f"hybrid launch: {said}; {rule}\n", ended.stderr)
 

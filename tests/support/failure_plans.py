@@ -75,7 +75,7 @@ class Row:
         said = f"{who} is frozen: no heartbeat for {timeout}"
         if self.role == "master" or self.phase == "shutdown":
             return said
-        return f"{said} {_DOING[self.phase]}; its log says why, if it could"
+        return f"{said} {_DOING[self.phase]}; its log may have the cause"
 
     @property
     def _lost(self) -> str:

@@ -8,7 +8,7 @@ from support.traces import arrows, slices
 
 from hybrid.primitives.step_timings import STEP, STEPS_THREAD, Flow, Span
 from hybrid.topology import Role, RoleKind
-from workers.step_profile import Profile, Row
+from workers.step_profile import Profile, ProfileRow
 
 TRAINER = Role(RoleKind.TRAINER, 0)
 OTHER = Role(RoleKind.TRAINER, 1)
@@ -62,7 +62,7 @@ def two_steps() -> dict[Role, list[Span]]:
     }
 
 
-def row(profile: Profile, role: Role, *path: str) -> Row:
+def row(profile: Profile, role: Role, *path: str) -> ProfileRow:
     (found,) = [row for row in profile.rows(role) if row.path == path]
     return found
 
@@ -72,14 +72,14 @@ def test_the_table_has_means_over_the_steps() -> None:
     assert profile.steps == [5, 6]
     assert profile.step_seconds == pytest.approx(0.02)
     step = row(profile, TRAINER, STEP)
-    assert (step.count, step.seconds, step.cpu_seconds, step.share) == pytest.approx((1, 0.02, 0.007, 1))
+    assert (step.count, step.seconds, step.cpu_seconds, step.fraction) == pytest.approx((1, 0.02, 0.007, 1))
     lookup = row(profile, TRAINER, STEP, "lookup")
     assert (lookup.count, lookup.seconds, lookup.cpu_seconds) == pytest.approx((1.5, 0.0035, 0.00225))
-    assert lookup.share == pytest.approx(0.0035 / 0.02)
+    assert lookup.fraction == pytest.approx(0.0035 / 0.02)
     ids = row(profile, TRAINER, STEP, "lookup", "ids")
     assert (ids.count, ids.seconds) == pytest.approx((1, 0.0015))
     pool = row(profile, WORKER, "pool")
-    assert (pool.count, pool.seconds, pool.share) == pytest.approx((1.5, 0.00275, 0.1375))
+    assert (pool.count, pool.seconds, pool.fraction) == pytest.approx((1.5, 0.00275, 0.1375))
     reduced = row(profile, TRAINER, "all-reduce")
     assert (reduced.count, reduced.seconds, reduced.num_bytes) == pytest.approx((1.5, 0.012, 3072))
     assert reduced.cpu_seconds is None
@@ -174,7 +174,7 @@ def test_both_files_are_written(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "new/profile/trace.json").read_text())
     assert written == profile.trace()
     lines = (tmp_path / "new/profile/table.md").read_text().splitlines()
-    assert "Mean of steps 5 to 6, of 20.00 ms each at a trainer." in lines
+    assert "Mean of steps 5 to 6; a trainer's step takes 20.00 ms." in lines
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     assert ["· · ids", "1", "1.50", "1.50", "7.5%", ""] in cells
     assert ["all-reduce", "1.5", "12.00", "", "60.0%", "3.0"] in cells

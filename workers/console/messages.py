@@ -1,4 +1,4 @@
-"""Lines of text for the user, and log records for whoever looks for a cause. Free of torch.
+"""Lines of text for the user, and log records for finding a cause. Free of torch.
 
 Nothing else in ``hybrid`` and ``workers`` prints. Log records go to stderr, which is the log file of a role
 under ``hybrid launch``.

@@ -44,10 +44,10 @@ class LostOutput:
         if name in self._reported:
             return
         self._reported.add(name)
-        # A command that only prints has nothing to say to a reader who has seen enough.
+        # A command that only prints has nothing to report to a reader that closes the pipe.
         is_news = self._run_continues or not isinstance(error, BrokenPipeError)
         if self._report_to is not None and self._report_to != descriptor and is_news:
-            effect = "output is lost, the run goes on" if self._run_continues else "output is lost"
+            effect = "output is lost, the run continues" if self._run_continues else "output is lost"
             with suppress(OSError):
                 os.write(self._report_to, f"{self._command}: {name}: {error.strerror}; {effect}\n".encode())
 

@@ -85,7 +85,7 @@ class DatasetSession(Session):
             CheckpointError: it is of another model.
             DataError: it was trained on other samples; names the changed file.
         """
-        rule = "go on with that version, or start a new run"
+        rule = "continue with that version, or start a new run"
         trained_on = DataManifest.read(stored.parts / dataset_manifest.COPY_NAME, rule)
         now = DataManifest.read(self._prepared / dataset_manifest.FILE_NAME)
         trained_on.check_same(now, "resume with the same files, or start a new run")

@@ -5,7 +5,7 @@
     master                               trainer
     ──────                               ───────
     creates a Script, starts it    ────► runs the user's file
-    asks for the next request      ────►
+    fetches the next request       ────►
                                    ◄──── cluster.distribute(module): deploy these tables
     creates them on the workers    ────► their stubs
                                          trains, with the workers

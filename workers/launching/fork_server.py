@@ -32,7 +32,7 @@ from typing import Any, Self
 import psutil
 
 from hybrid.errors import ClusterError
-from workers.launching.forked_roles import MARKER, Ended, Reply, Started
+from workers.launching.forked_roles import MARKER, Ended, ServerReply, Started
 from workers.signals import HANDLED_SIGNALS
 
 _END_SECONDS = 10.0
@@ -149,18 +149,18 @@ class ForkServer:
     def event(self, timeout_seconds: float) -> Started | Ended | None:
         """Return the next event, or None after the timeout; ends a frozen server."""
         message = self._receive(timeout_seconds)
-        assert not isinstance(message, Reply), "no request is open"
+        assert not isinstance(message, ServerReply), "no request is open"
         return message
 
     def _await_reply(self, seconds: float = _REPLY_SECONDS) -> None:
         # Events of processes before the reply belong to the start before.
-        while not isinstance(message := self._receive(seconds), Reply):
+        while not isinstance(message := self._receive(seconds), ServerReply):
             if message is None:
                 raise self._dead_server(f"has not replied for {seconds:g} s")
         if message.error is not None:
             raise message.error
 
-    def _receive(self, timeout_seconds: float) -> Started | Ended | Reply | None:
+    def _receive(self, timeout_seconds: float) -> Started | Ended | ServerReply | None:
         deadline, was_frozen = time.monotonic() + timeout_seconds, False
         try:
             while not self._connection.poll(min(max(0.0, deadline - time.monotonic()), _CHECK_SECONDS)):
@@ -170,7 +170,7 @@ class ForkServer:
                 if is_frozen and was_frozen:
                     raise self._dead_server("was frozen")
                 was_frozen = is_frozen
-            message: Started | Ended | Reply = self._connection.recv()
+            message: Started | Ended | ServerReply = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._dead_server() from error
         if isinstance(message, Started):

@@ -45,7 +45,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ServerReply:
     """The server's reply to a request; None means success."""
 
     error: Exception | None
@@ -113,17 +113,17 @@ class _Server:
             self._is_isolated = True
         except OSError as raised:
             error = raised
-        self._connection.send(Reply(error))
+        self._connection.send(ServerReply(error))
 
     def listen(self, address: str, port: int) -> None:
         """Send a listening socket to the launcher."""
         try:
             listener = listen(address, port)
         except HybridError as error:
-            self._connection.send(Reply(error))
+            self._connection.send(ServerReply(error))
             return
         with listener:
-            self._connection.send(Reply(None))
+            self._connection.send(ServerReply(None))
             socket.send_fds(self._socket, [MARKER], [listener.fileno()])
 
     def preload(self, modules: Sequence[str]) -> None:
@@ -136,7 +136,7 @@ class _Server:
         except Exception as raised:
             reason = f"{type(raised).__name__}: {' '.join(str(raised).split())}"
             error = BrokenServerError(f"the process that starts the roles has failed: {reason}")
-        self._connection.send(Reply(error))
+        self._connection.send(ServerReply(error))
 
     def start(self, name: str, work: bytes, num_files: int) -> None:
         """Fork a process that runs a pickled function."""

@@ -54,7 +54,7 @@ def diagnose(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
         return type(error)(f"{error} {when}")
     if isinstance(error, LostRoleError):
         lost_then = copy.copy(error)
-        lost_then.args = (f"{error} {when}; its log says why, if it could",)
+        lost_then.args = (f"{error} {when}; its log may have the cause",)
         return lost_then
     lost = list(_lost_roles(cluster))
     if lost and cluster.rendezvous is not None:
@@ -63,7 +63,7 @@ def diagnose(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
         return ClusterError(f"no role responds to the master any more: {error} ({when})")
     if lost:
         names = ", ".join(f"{role} (host {member.host}, pid {member.pid})" for role, member in lost)
-        return ClusterError(f"lost {names} {when}; its log says why, if it could")
+        return ClusterError(f"lost {names} {when}; its log may have the cause")
     if not isinstance(error, transport.RemoteError):
         return ClusterError(f"{error} ({when})")
     return error if error.failure.is_users else UnexpectedError(error, when)

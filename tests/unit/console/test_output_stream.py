@@ -32,7 +32,7 @@ def ended(folder: Path, redirection: str, run_continues: bool = True) -> tuple[s
     return ran.stderr, (folder / "ended").read_text()
 
 
-LOST = "hybrid launch: stdout: {}; output is lost, the run goes on\na word\n"
+LOST = "hybrid launch: stdout: {}; output is lost, the run continues\na word\n"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_an_alarm_that_rings_while_the_cause_is_told_says_what_was_going_on(
     error = LostError(Role(RoleKind.WORKER, 0), "broken")
     cluster = cast(Any, SimpleNamespace(members={}))
     cause: ClusterError = diagnosis.report_cause(cluster, error, "at step 3", exit_code)
-    assert told == [f"75 {cause}"] == ["75 lost worker 0 at step 3; its log says why, if it could"]
+    assert told == [f"75 {cause}"] == ["75 lost worker 0 at step 3; its log may have the cause"]
 
 
 ELSEWHERE = LostHostError("lost host b (trainer 1, worker 0)")
