@@ -3,8 +3,9 @@
 import argparse
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from hybrid import __version__
 from hybrid.config.sections import DTYPES
@@ -14,6 +15,8 @@ from hybrid.topology import RoleKind
 from workers.console.messages import Verbosity
 from workers.rendezvous.master_address import DEFAULT_PORT
 
+_Parser: TypeAlias = argparse.ArgumentParser
+_Options: TypeAlias = Callable[[_Parser], None]
 _RUN, _COMPARE, _SCRIPT_ARGUMENTS = "run", "compare", "--"
 COMPARED_DTYPE = DTYPES[-1]
 EXPORTS = ("program", "onnx", "tables")
@@ -82,18 +85,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         # An option of many values takes all that follow it, RUN too.
         if len(options.input) < 2:
             parser.error(f"{options.command}: RUN is missing")
-        options.run_folder = _place(options.input.pop())
+        options.run_folder = _path(options.input.pop())
     return options
 
 
-def _place(text: str) -> StoragePath:
+def _path(text: str) -> StoragePath:
     try:
         return parse_path(text)
     except StorageError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     """Return the parser of the program, and that of each command."""
     common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     levels = common.add_mutually_exclusive_group()
@@ -115,148 +118,93 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser.add_argument("--version", action="version", version=f"hybrid {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, text: str, description: str = "", usage: str = "") -> argparse.ArgumentParser:
-        full_usage = f"hybrid {name} [OPTION ...] {usage}" if usage else None
-        about = description or f"{text[0].upper()}{text[1:]}."
-        return subparsers.add_parser(name, help=text, description=about, usage=full_usage, parents=[common])
+    def add(name: str, text: str, *options: _Options, about: str = "", usage: str = "") -> _Parser:
+        command = subparsers.add_parser(
+            name,
+            help=text,
+            description=about or f"{text[0].upper()}{text[1:]}.",
+            usage=f"hybrid {name} [OPTION ...] {usage}" if usage else None,
+            parents=[common],
+        )
+        for add_options in options:
+            add_options(command)
+        return command
 
-    _add_launch(add("launch", "train a model on a cluster on this machine", _LAUNCH))
-    text = "train the same steps on a cluster and in one process, and compare"
-    _add_compare(add(_COMPARE, text, _COMPARE_TEXT, "[SCRIPT [-- ARGUMENT ...]]"))
-    text = "run your training script on a cluster on this machine"
-    _add_run(add(_RUN, text, _RUN_TEXT, "SCRIPT [-- ARGUMENT ...]"))
-    _add_master(add("master", "start the master of a cluster by hand", _MASTER))
-    for kind in (RoleKind.TRAINER, RoleKind.WORKER):
-        _add_role(add(kind.value, f"start one {kind} by hand", _ROLE.format(kind)), kind)
-    _add_ranked(add("role", "start the role of this process's rank (torchrun, srun)", _BY_RANK))
-    _add_plan(add("plan", "print table placement and expected speed; starts nothing", _PLAN))
-    text = "compute metrics of a trained model in one process"
-    _add_evaluate(add("evaluate", text, usage="RUN"))
-    _add_predict(add("predict", "compute predictions for new rows in one process", usage="RUN"))
-    _add_export(add("export", "export a trained model: PyTorch program, ONNX, tables"))
-    _add_import(add("import", "import embedding tables of another program into a copy of a run"))
-    config = add("config", "print the effective configuration, or all keys")
-    _add_config(config)
-    config.add_argument("--describe", action="store_true", help="print each key: default, rule, meaning")
-    secret = add("secret", "create a secret file for roles started by hand", _SECRET)
-    secret.add_argument("file", type=Path, metavar="FILE", help="file to create; must not exist")
-    return parser, subparsers.choices
-
-
-def _add_launch(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
-    _add_resume(parser)
-
-
-def _add_compare(parser: argparse.ArgumentParser) -> None:
+    add("launch", "train a model on a cluster on this machine", _config, _resume, about=_LAUNCH)
+    text = "compare a cluster with one process on the same training steps"
+    usage = "[SCRIPT [-- ARGUMENT ...]]"
+    compare = add(_COMPARE, text, _config, _counts, about=_COMPARE_TEXT, usage=usage)
     help_text = "training script, as of 'hybrid run'; without it, the configured run is compared"
-    parser.add_argument("script", nargs="?", metavar="SCRIPT", help=help_text)
-    _add_config(parser)
-    _add_counts(parser)
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="number of steps (default: 20)")
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help=f"precision of both sides (default: {COMPARED_DTYPE}; train.dtype for a script)",
-    )
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
+    compare.add_argument("script", nargs="?", metavar="SCRIPT", help=help_text)
+    compare.add_argument("--steps", type=int, default=20, metavar="N", help="number of steps (default: 20)")
+    help_text = f"precision of both sides (default: {COMPARED_DTYPE}; train.dtype for a script)"
+    compare.add_argument("--dtype", choices=DTYPES, help=help_text)
+    text = "run your training script on a cluster on this machine"
+    run = add(_RUN, text, _counts, _config, about=_RUN_TEXT, usage="SCRIPT [-- ARGUMENT ...]")
     help_text = (
         "Python file that every trainer runs; or MODULE:FUNCTION, which the master calls as "
         "function(topology, config)"
     )
-    parser.add_argument("program", metavar="SCRIPT", help=help_text)
-    _add_counts(parser)
-    _add_config(parser)
-
-
-def _add_master(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
+    run.add_argument("program", metavar="SCRIPT", help=help_text)
+    master = add("master", "start the master of a cluster by hand", _config, _resume, about=_MASTER)
     help_text = "Python file that every trainer runs, instead of a configured run"
-    parser.add_argument("--script", metavar="FILE", help=help_text)
-    _add_resume(parser)
-
-
-def _add_role(parser: argparse.ArgumentParser, kind: RoleKind) -> None:
-    help_text = f"index of the {kind}, from 0 (default: JOB_COMPLETION_INDEX, which Kubernetes sets)"
-    parser.add_argument("--index", type=int, metavar="N", help=help_text)
-    _add_master_address(parser)
-    _add_set(parser, "set a key marked 'by host' for this role")
-
-
-def _add_ranked(parser: argparse.ArgumentParser) -> None:
-    _add_master_address(parser)
-    _add_counts(parser)
-    _add_config(parser)
-    _add_resume(parser)
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    _add_config(parser)
-    for flag, kind, metavar, default, help_text in (
+    master.add_argument("--script", metavar="FILE", help=help_text)
+    for kind in (RoleKind.TRAINER, RoleKind.WORKER):
+        role = add(kind.value, f"start one {kind} by hand", _master_address, about=_ROLE.format(kind))
+        help_text = f"index of the {kind}, from 0 (default: JOB_COMPLETION_INDEX, which Kubernetes sets)"
+        role.add_argument("--index", type=int, metavar="N", help=help_text)
+        _set(role, "set a key marked 'by host' for this role")
+    text = "start the role of this process's rank (torchrun, srun)"
+    add("role", text, _master_address, _counts, _config, _resume, about=_BY_RANK)
+    text = "print table placement and expected speed; starts nothing"
+    plan = add("plan", text, _config, about=_PLAN)
+    for flag, value_type, metavar, default, help_text in (
         ("--hosts", int, "N", 1, "number of equal hosts (default: 1)"),
         ("--cores", int, "N", None, "cores of a host (default: as this machine)"),
         ("--memory", float, "GIB", None, "memory of a host (default: as this machine)"),
         ("--network", float, "GBIT", 10.0, "network of a host in Gbit/s each way (default: 10)"),
         ("--ids", float, "N", None, "mean ids of a sample per sparse column; then no files are read"),
     ):
-        parser.add_argument(flag, type=kind, metavar=metavar, default=default, help=help_text)
-
-
-def _add_evaluate(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser)
-    _add_input(parser, "files with labels")
-
-
-def _add_predict(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser)
-    _add_input(parser, f"files, with or without labels, or {STREAM} for text on standard input")
-    parser.add_argument(
-        "--output",
-        type=_place,
-        default=STREAM,
-        metavar="FILE",
-        help="file to write: Parquet if it ends in .parquet, else CSV; a path or URL; must not exist "
-        "(default: CSV on standard output)",
+        plan.add_argument(flag, type=value_type, metavar=metavar, default=default, help=help_text)
+    text = "compute metrics of a trained model in one process"
+    _input(add("evaluate", text, _model, usage="RUN"), "files with labels")
+    text = "compute predictions for new rows in one process"
+    predict = add("predict", text, _model, usage="RUN")
+    _input(predict, f"files, with or without labels, or {STREAM} for text on standard input")
+    help_text = (
+        "file to write: Parquet if it ends in .parquet, else CSV; a path or URL; must not exist "
+        "(default: CSV on standard output)"
     )
+    predict.add_argument("--output", type=_path, default=STREAM, metavar="FILE", help=help_text)
     help_text = "input columns to copy to the output, separated by commas; repeatable"
-    parser.add_argument("--keep", action="append", default=[], metavar="NAMES", help=help_text)
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_folder", type=_place, metavar="RUN", help=_CHECKPOINT_OF_RUN)
-    _add_output_folder(parser)
-    parser.add_argument(
-        "--format",
-        action="append",
-        choices=EXPORTS,
-        help="program: torch.export; onnx; tables: safetensors (default: program); repeatable",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=ROW_TYPES,
-        help="data type of the tables; the loss of precision is measured (default: that of the run)",
-    )
-    _add_name_map(parser, "names of tables in the exported file")
-    _add_trust(parser)
-
-
-def _add_import(parser: argparse.ArgumentParser) -> None:
+    predict.add_argument("--keep", action="append", default=[], metavar="NAMES", help=help_text)
+    export = add("export", "export a trained model: PyTorch program, ONNX, tables", _output_folder, _trust)
+    export.add_argument("run_folder", type=_path, metavar="RUN", help=_CHECKPOINT_OF_RUN)
+    help_text = "program: torch.export; onnx; tables: safetensors (default: program); repeatable"
+    export.add_argument("--format", action="append", choices=EXPORTS, help=help_text)
+    help_text = "data type of the tables; the loss of precision is measured (default: that of the run)"
+    export.add_argument("--dtype", choices=ROW_TYPES, help=help_text)
+    _name_map(export, "names of tables in the exported file")
+    text = "import embedding tables of another program into a copy of a run"
+    import_ = add("import", text, _output_folder)
     help_text = "state dict written by torch.save, or a safetensors file"
-    parser.add_argument("source", type=_place, metavar="SOURCE", help=help_text)
+    import_.add_argument("source", type=_path, metavar="SOURCE", help=help_text)
     help_text = "run folder, for its newest checkpoint, or one checkpoint; it is not changed"
-    parser.add_argument("--into", type=_place, required=True, metavar="RUN", help=help_text)
-    _add_output_folder(parser)
-    _add_name_map(parser, "the tensor for each table", required=True)
+    import_.add_argument("--into", type=_path, required=True, metavar="RUN", help=help_text)
+    _name_map(import_, "the tensor for each table", required=True)
+    config = add("config", "print the effective configuration, or all keys", _config)
+    config.add_argument("--describe", action="store_true", help="print each key: default, rule, meaning")
+    secret = add("secret", "create a secret file for roles started by hand", about=_SECRET)
+    secret.add_argument("file", type=Path, metavar="FILE", help="file to create; must not exist")
+    return parser, subparsers.choices
 
 
-def _add_output_folder(parser: argparse.ArgumentParser) -> None:
+def _output_folder(parser: _Parser) -> None:
     help_text = "folder to write, a path or URL; must not exist"
-    parser.add_argument("--output", type=_place, required=True, metavar="FOLDER", help=help_text)
+    parser.add_argument("--output", type=_path, required=True, metavar="FOLDER", help=help_text)
 
 
-def _add_name_map(parser: argparse.ArgumentParser, text: str, required: bool = False) -> None:
+def _name_map(parser: _Parser, text: str, required: bool = False) -> None:
     parser.add_argument(
         "--map",
         action="append",
@@ -267,50 +215,50 @@ def _add_name_map(parser: argparse.ArgumentParser, text: str, required: bool = F
     )
 
 
-def _add_counts(parser: argparse.ArgumentParser) -> None:
+def _counts(parser: _Parser) -> None:
     for kind in (RoleKind.TRAINER, RoleKind.WORKER):
         help_text = f"number of {kind}s (cluster.{kind}s)"
         parser.add_argument(f"--{kind}s", type=int, metavar="N", help=help_text)
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
+def _config(parser: _Parser) -> None:
     help_text = "configuration, a TOML file; every key has a default"
     parser.add_argument("--config", type=Path, metavar="FILE", help=help_text)
-    _add_set(parser, "set one key of the configuration")
+    _set(parser, "set one key of the configuration")
 
 
-def _add_set(parser: argparse.ArgumentParser, text: str) -> None:
+def _set(parser: _Parser, text: str) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=f"{text}; repeatable"
     )
 
 
-def _add_master_address(parser: argparse.ArgumentParser) -> None:
+def _master_address(parser: _Parser) -> None:
     help_text = f"address of the master (default port: {DEFAULT_PORT}; default host: torchrun's MASTER_ADDR)"
     parser.add_argument("--master", metavar="HOST[:PORT]", help=help_text)
 
 
-def _add_resume(parser: argparse.ArgumentParser) -> None:
+def _resume(parser: _Parser) -> None:
     parser.add_argument(
         "--resume",
         metavar="RUN",
         help="continue the run in this folder, with its own configuration; 'auto' continues the newest run "
         "of this configuration, or starts one; a finished run is left as it is",
     )
-    _add_trust(parser)
+    _trust(parser)
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _model(parser: _Parser) -> None:
     # Absent if --input has taken it; see parse.
-    parser.add_argument("run_folder", type=_place, nargs="?", metavar="RUN", help=_CHECKPOINT_OF_RUN)
-    _add_trust(parser)
+    parser.add_argument("run_folder", type=_path, nargs="?", metavar="RUN", help=_CHECKPOINT_OF_RUN)
+    _trust(parser)
 
 
-def _add_trust(parser: argparse.ArgumentParser) -> None:
+def _trust(parser: _Parser) -> None:
     help_text = "import the modules that RUN names (nets, losses, metrics) although RUN is not yours"
     parser.add_argument("--trust-code", action="store_true", help=help_text)
 
 
-def _add_input(parser: argparse.ArgumentParser, text: str) -> None:
+def _input(parser: _Parser, text: str) -> None:
     help_text = f"{text}; paths or URLs, also of folders (default: the test rows of RUN)"
     parser.add_argument("--input", nargs="+", default=[], metavar="FILE", help=help_text)

@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from support.commands import eventually
 from support.shards import PATIENCE_SECONDS
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, write_text
+from hybrid.checkpoint.checkpoint_files import write_text
 from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.checkpoint.checkpoint_manifest import Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
@@ -156,13 +155,6 @@ def test_they_are_due_by_minutes(start: Start, monkeypatch: pytest.MonkeyPatch) 
         clock[0] += 10.0
         run.at(step)
     assert run.stored == [3, 6, 9, 12]
-
-
-def test_without_either_there_is_none_before_the_end(start: Start) -> None:
-    run = start(every_steps=0)
-    for step in range(1, 30):
-        run.at(step)
-    assert run.stored == []
 
 
 @pytest.mark.parametrize(
@@ -330,15 +322,6 @@ def test_a_line_of_the_log_waits_for_the_room_that_a_checkpoint_has_taken(
         run.folder.log_evaluation(20, metrics_of(0.5, 0.5))
 
 
-def test_a_folder_that_cannot_be_made_is_said(start: Start) -> None:
-    run = start()
-    (run.folder.path / "checkpoints").write_text("a file in its place")
-    run.at(10)
-    (line,) = run.said
-    folder = step_folder(run.folder.path, 10)
-    assert line.startswith(f"no checkpoint of step 10: cannot write {folder}")
-
-
 def test_an_old_one_that_cannot_be_removed_is_said(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(keep_last=1)
     run.at(10)
@@ -385,13 +368,6 @@ def test_the_last_one_is_the_best_too_and_prunes(start: Start) -> None:
     assert progress["best"] == ["auc", 0.9, 15]
 
 
-def test_the_last_one_is_not_written_again(start: Start) -> None:
-    run = start()
-    run.at(10)
-    run.checkpoints.write_last(moment(10, 0.5))
-    assert run.role.held == [10]
-
-
 def progress_of(run: Run, step: int) -> dict[str, Any]:
     return Checkpoint.open(step_folder(run.folder.path, step)).manifest.progress
 
@@ -423,16 +399,6 @@ def test_one_that_was_stopped_at_may_become_the_best(start: Start, is_last: bool
     assert Checkpoint.best_valid(again.folder.path, print).manifest.metrics["auc"] == 0.9
     again.at(30)
     assert (again.said, again.stored) == ([], [20, 30])
-
-
-def test_one_that_is_stopped_at_again_is_as_it_was(start: Start) -> None:
-    run = start()
-    owing = moment(15, 0.8, owes=True)
-    run.checkpoints.write_stop(owing)
-    manifest_file = step_folder(run.folder.path, 15) / MANIFEST_FILE
-    before = manifest_file.read_bytes()
-    start(progress_of(run, 15)).checkpoints.write_stop(owing._replace(metrics=None))
-    assert manifest_file.read_bytes() == before
 
 
 def test_an_evaluation_that_is_not_the_best_is_owed_no_more(start: Start) -> None:
@@ -478,11 +444,3 @@ def test_what_is_no_matter_of_the_disk_ends_the_run(start: Start, monkeypatch: p
     run.come_to(10)
     with pytest.raises(ClusterError, match="worker 0 is gone"):
         run.checkpoints.finish()
-
-
-def test_a_checkpoint_that_somebody_removes_meanwhile_is_no_matter(start: Start) -> None:
-    run = start(keep_last=1)
-    run.at(2, 0.9)
-    shutil.rmtree(step_folder(run.folder.path, 2))
-    run.at(10)
-    assert run.stored == [10]
