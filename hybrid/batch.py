@@ -1,24 +1,24 @@
-"""A batch of samples, and the legend of tensor shapes.
+"""Batches of samples, and the letters of tensor shapes.
 
-Tensor names end in their shape, one letter a dimension:
+The name of a tensor ends in its shape, one letter per dimension:
 
 ====== ==========================================================
 letter meaning
 ====== ==========================================================
-B      samples of a batch (on one trainer)
+B      samples of a batch of one trainer
 F      dense (numeric) features
 K      sparse (categorical) features
 L      ids of a batch, over all its sparse features
 D      width of an embedding vector
-E      widths of all features' embedding vectors, side by side
+E      embedding vectors of all features, concatenated
 H      hidden units
 U      distinct rows
 T      tasks
-O      outputs of the dense net: one for each task, or one for each of its classes
+O      outputs of the dense net: one per task, or one per class of a task
 ====== ==========================================================
 
-Sparse features are jagged and feature-major: the bags of feature 0 for all samples come first, then
-those of feature 1. Bag ``k * B + b`` holds ``ids_L[offsets[k * B + b] : offsets[k * B + b + 1]]``::
+Sparse features are jagged and feature-major: the bags of feature 0 for all samples come first, then those of
+feature 1. Bag ``k * B + b`` holds ``ids_L[offsets[k * B + b] : offsets[k * B + b + 1]]``::
 
     samples B = 3            feature "genre"                 feature "brand"
     ids_L                    4 7 | - | 2                     5 | 1 | 9
@@ -46,8 +46,9 @@ class SparseFeatures(NamedTuple):
 
     Attributes:
         ids_L: int64 row numbers within each feature's table.
-        offsets: int64 of shape (K * B + 1), where each bag starts; None where every bag holds
-            exactly one id, so that ``ids_L`` has K * B elements.
+        offsets: int64 of shape (K * B + 1), where each bag starts; None if each bag has exactly one id, so
+        that
+            ``ids_L`` has K * B elements.
         weights_L: float32 weight of each id within its bag, or None for all ones.
         num_features: K.
     """
@@ -64,14 +65,14 @@ class SparseFeatures(NamedTuple):
         return bags // self.num_features if self.num_features else 0
 
     def samples(self, start: int, stop: int) -> SparseFeatures:
-        """The samples from ``start`` to ``stop``."""
+        """Return the samples from ``start`` to ``stop``."""
         size = self.batch_size
         if self.offsets is None:
-            shape_KB, part = (self.num_features, size), slice(start, stop)
+            shape_KB, selected = (self.num_features, size), slice(start, stop)
             weights_L = self.weights_L
             if weights_L is not None:
-                weights_L = weights_L.view(shape_KB)[:, part].flatten()
-            return self._replace(ids_L=self.ids_L.view(shape_KB)[:, part].flatten(), weights_L=weights_L)
+                weights_L = weights_L.view(shape_KB)[:, selected].flatten()
+            return self._replace(ids_L=self.ids_L.view(shape_KB)[:, selected].flatten(), weights_L=weights_L)
         firsts = [k * size + start for k in range(self.num_features)]
         bounds = [(int(self.offsets[f]), int(self.offsets[f + stop - start])) for f in firsts]
         lengths = torch.cat([self.offsets[f : f + stop - start + 1].diff() for f in firsts])
@@ -86,7 +87,7 @@ class SparseFeatures(NamedTuple):
     def from_bags(
         cls, bags: list[list[list[int]]], weights: list[list[list[float]]] | None = None
     ) -> SparseFeatures:
-        """Build from nested lists ``bags[feature][sample]`` of ids (and weights of the same shape)."""
+        """Make features of nested lists ``bags[feature][sample]`` of ids, and weights of the same shape."""
         flat = [bag for feature in bags for bag in feature]
         lengths = torch.tensor([0] + [len(bag) for bag in flat], dtype=torch.int64)
         weights_L = None
@@ -98,24 +99,24 @@ class SparseFeatures(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One trainer's share of a step's samples.
+    """One trainer's slice of a step's samples.
 
     Attributes:
         dense_features: ``dense_BF``, float32.
         sparse_features: ids of the K sparse features for the same B samples.
-        labels: ``labels_B``, float32, or of several tasks ``labels_BT``, a column for each. Binary labels
-            are 0 and 1, or probabilities in between; classes are their numbers.
-        global_size: samples in the whole step, over all trainers. The loss is the mean over these,
-            so shares of different sizes (or of none) still add up to the right gradient.
-        ended: this trainer has no more samples, and goes on for the sake of the others.
-        weights: float32 of the shape of ``labels``: how much each sample counts for each task; None for all
-            the same.
-        total_weights: ``totals_T``, float64, their sums over the whole step, by which the loss is a mean;
-            not read where there are no weights.
-        groups: ``groups_B``, int64, the same for samples of one group; None where there are none.
-        total_groups: ``totals_T``, float64, how much the groups of the whole step count by task (see
-            :func:`order_weights`); None where no loss is of the order within groups. Where
-            one is, the samples of a group stand together, in one share and in one part.
+        labels: ``labels_B``, float32; for several tasks ``labels_BT``. Binary labels are 0, 1 or
+        probabilities;
+            classes are numbers.
+        global_size: number of samples of all trainers in the step. The loss is the mean over these, so slices
+        of
+            any sizes add up to the right gradient.
+        ended: whether this trainer has no more samples, and continues only for the other trainers.
+        weights: float32 of the shape of ``labels``, weight of each sample for each task; None for ones.
+        total_weights: ``totals_T``, float64, sums of the weights over all trainers; not read without weights.
+        groups: ``groups_B``, int64, group of each sample; None without groups.
+        total_groups: ``totals_T``, float64, weights of the groups of all trainers by task (see
+            :func:`hybrid.primitives.grouping.order_weights`); None without a ranking loss. With one, the
+            samples of a group are adjacent, in one slice and in one micro-batch.
     """
 
     dense_features: Tensor
@@ -130,27 +131,26 @@ class Batch(NamedTuple):
 
     @classmethod
     def empty(cls, num_dense: int, num_sparse: int) -> Batch:
-        """No samples of F dense and K sparse features."""
+        """Return a batch without samples, of F dense and K sparse features."""
         sparse = SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, num_sparse)
         return cls(torch.empty(0, num_dense), sparse, torch.empty(0), 0)
 
     def check(self, num_dense: int, num_sparse: int, tasks: Sequence[TaskSpec] = (TaskSpec(),)) -> None:
-        """See that all parts are of the same samples, of F dense and K sparse features, and what labels and
-        weights may be.
+        """Check shapes, labels and weights of a batch of F dense and K sparse features.
 
         Raises:
-            DataError: they are not.
+            DataError: a shape or a value is wrong.
         """
         size, num_tasks = len(self.labels), len(tasks)
         shape = tuple(self.labels.shape)
         if shape not in ((0,), (size,) if num_tasks == 1 else (size, num_tasks)):
-            wanted = "of one dimension" if num_tasks == 1 else f"[samples, {num_tasks}]"
-            raise DataError(f"a batch has labels of shape {list(shape)}, not {wanted}")
-        found = (tuple(self.dense_features.shape), self.sparse_features.batch_size)
-        if found != ((size, num_dense), size):
+            required = "of one dimension" if num_tasks == 1 else f"[samples, {num_tasks}]"
+            raise DataError(f"a batch has labels of shape {list(shape)}, not {required}")
+        sizes = (tuple(self.dense_features.shape), self.sparse_features.batch_size)
+        if sizes != ((size, num_dense), size):
             raise DataError(
-                f"a batch of {size} labels has dense features of shape {list(found[0])}, not "
-                f"[{size}, {num_dense}], and sparse features of {found[1]} samples"
+                f"a batch of {size} labels has dense features of shape {list(sizes[0])}, not "
+                f"[{size}, {num_dense}], and sparse features of {sizes[1]} samples"
             )
         if self.sparse_features.num_features != num_sparse:
             raise DataError(
@@ -166,73 +166,74 @@ class Batch(NamedTuple):
             return
         if weights.shape != self.labels.shape:
             shapes = f"{list(weights.shape)}, and labels of shape {list(self.labels.shape)}"
-            raise DataError(f"a batch has weights of shape {shapes}; they must be the same")
+            raise DataError(f"a batch has weights of shape {shapes}; both must be the same")
         is_wrong = ~(weights.isfinite() & (weights >= 0))
         if is_wrong.any():
             sample = int(is_wrong.nonzero()[0, 0])
             raise DataError(
                 f"sample {sample} has the weight {weights[is_wrong][0].item()}; "
-                "weights are finite and not negative"
+                "weights must be finite and not negative"
             )
 
     def check_groups(self) -> None:
-        """See that there are groups, and that the samples of each stand together.
+        """Check that there are groups, and that the samples of each are adjacent.
 
         Raises:
-            DataError: they do not.
+            DataError: they are not.
         """
         if not (size := len(self.labels)):
             return
         if self.groups is None or tuple(self.groups.shape) != (size,):
-            found = "no groups" if self.groups is None else f"groups of shape {list(self.groups.shape)}"
-            raise DataError(f"a batch has {found}, and a ranking loss needs those of its {size} samples")
+            shape = "no groups" if self.groups is None else f"groups of shape {list(self.groups.shape)}"
+            raise DataError(
+                f"a batch has {shape}; a ranking loss needs the group of each of its {size} samples"
+            )
         if (split := split_group(self.groups.cpu().numpy())) is not None:
-            raise DataError(f"group {split} is split: its samples do not stand together in the batch")
+            raise DataError(f"group {split} is split: its samples are not adjacent in the batch")
 
     def order_totals(self, num_tasks: int) -> Tensor:
-        """How much its groups count by task, (T,); see :func:`hybrid.primitives.grouping.order_weights`."""
+        """Return the weights of the groups by task, (T,); see ``order_weights``."""
         if not len(self.labels):
             return torch.zeros(num_tasks, dtype=torch.float64)
-        assert self.groups is not None, "check_groups has seen them"
+        assert self.groups is not None, "checked by check_groups"
         weights_BT = None if self.weights is None else by_task(self.weights, num_tasks)
         return order_totals(by_task(self.labels, num_tasks), weights_BT, self.groups)
 
     def row_keys(self, sequences: Iterable[int] = ()) -> Tensor:
-        """``keys_B``, int64: the same for equal samples, whatever their labels, and else different ones.
+        """Return ``keys_B``, int64, equal for samples with the same features, whatever their labels.
 
-        Samples with the same ids of a feature are equal in whatever order these stand, but of a sequence. Two
-        that differ have the same key with a probability of 2**-64.
+        The order of the ids of a feature counts for sequences only. Two different samples have the same key
+        with a probability of 2**-64.
 
         Args:
-            sequences: numbers of the features that are sequences.
+            sequences: indices of the features that are sequences.
         """
         sparse, size = self.sparse_features, len(self.labels)
         if not size:
             return torch.empty(0, dtype=torch.int64)
         num_dense, num_sparse = self.dense_features.shape[1], sparse.num_features
-        salts = splitmix64(np.arange(num_dense + num_sparse, dtype=np.uint64))  # tell columns apart
+        salts = splitmix64(np.arange(num_dense + num_sparse, dtype=np.uint64))  # one per column
         keys_B = splitmix64(_bits(self.dense_features) ^ salts[:num_dense]).sum(axis=1)
         ids_L = sparse.ids_L.cpu().numpy().astype(np.uint64)
         offsets = np.arange(len(ids_L) + 1) if sparse.offsets is None else sparse.offsets.cpu().numpy()
-        ids_of_K = np.diff(offsets[::size])
-        hashes_L = splitmix64(ids_L ^ np.repeat(salts[num_dense:], ids_of_K))
+        num_ids_K = np.diff(offsets[::size])
+        hashes_L = splitmix64(ids_L ^ np.repeat(salts[num_dense:], num_ids_K))
         if sparse.weights_L is not None:
             hashes_L = splitmix64(hashes_L ^ _bits(sparse.weights_L))
         for k in sequences:
             starts = offsets[k * size : (k + 1) * size + 1]
-            of_feature = slice(starts[0], starts[-1])
-            places_L = np.arange(starts[0], starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
-            hashes_L[of_feature] = splitmix64(hashes_L[of_feature] + places_L.astype(np.uint64))
-        # Sums and differences wrap around, and are right all the same.
+            feature_ids = slice(starts[0], starts[-1])
+            positions_L = np.arange(starts[0], starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+            hashes_L[feature_ids] = splitmix64(hashes_L[feature_ids] + positions_L.astype(np.uint64))
+        # Sums wrap around; their differences are right.
         sums = np.concatenate([np.zeros(1, np.uint64), hashes_L.cumsum()])
         keys_B += np.diff(sums[offsets]).reshape(num_sparse, size).sum(axis=0)
         return torch.from_numpy(keys_B.view(np.int64))
 
     def split(self, parts: int) -> list[Batch]:
-        """Consecutive parts whose sizes differ by one sample at most; later ones may be empty.
+        """Split into consecutive micro-batches of equal sizes, give or take a sample; any may be empty.
 
-        Where a loss is of the order within groups, these stay whole: parts differ by as much as a group more,
-        and any may be empty.
+        With a ranking loss, groups are not split: sizes differ by up to a group more.
         """
         if parts == 1:
             return [self]
@@ -253,24 +254,24 @@ class Batch(NamedTuple):
 
 
 def slice_bounds(size: int, index: int, parts: int) -> tuple[int, int]:
-    """Start and stop of part ``index`` of ``size`` items in ``parts`` contiguous, balanced parts."""
+    """Return start and stop of slice ``index`` of ``size`` items in ``parts`` contiguous, balanced slices."""
     small, larger = divmod(size, parts)
     start = index * small + min(index, larger)
     return start, start + small + (index < larger)
 
 
 def _bits(numbers: Tensor) -> npt.NDArray[np.uint64]:
-    """The bits of numbers, the same for 0.0 and -0.0."""
+    """Return the bits of numbers, equal for 0.0 and -0.0."""
     return (numbers.detach().cpu().double().numpy() + 0.0).view(np.uint64)
 
 
 def by_task(values: Tensor, num_columns: int) -> Tensor:
-    """``values``, (B, columns) or of one column (B,), as (B, columns)."""
+    """Return ``values``, (B, columns) or (B,) for one column, as (B, columns)."""
     return values.view(len(values), num_columns)
 
 
 def _check_labels(task: TaskSpec, labels_B: Tensor) -> None:
-    """DataError where one is none of a task."""
+    """Raise DataError if a label does not fit the task."""
     if not len(labels_B):
         return
     lowest, highest = (bound.item() for bound in labels_B.aminmax())  # NaN where one is
@@ -278,26 +279,26 @@ def _check_labels(task: TaskSpec, labels_B: Tensor) -> None:
         if lowest >= 0 and highest <= 1:
             return
         is_wrong_B = ~((labels_B >= 0) & (labels_B <= 1))
-        rule = "labels are 0, 1, or a probability in between"
+        rule = "labels must be 0, 1 or a probability in between"
     elif task.kind == "regression":
         if np.isfinite([lowest, highest]).all():
             return
-        is_wrong_B, rule = ~labels_B.isfinite(), "labels are finite numbers"
+        is_wrong_B, rule = ~labels_B.isfinite(), "labels must be finite numbers"
     else:
         is_wrong_B = ~((labels_B >= 0) & (labels_B < task.num_classes) & (labels_B == labels_B.floor()))
         if not is_wrong_B.any():
             return
-        rule = f"labels are classes from 0 to {task.num_classes - 1}"
+        rule = f"labels must be classes from 0 to {task.num_classes - 1}"
     sample = int(is_wrong_B.nonzero()[0])
     of_task = "" if task.name == TaskSpec().name else f" for task {task.name}"
     raise DataError(f"sample {sample} has the label {labels_B[sample].item()}{of_task}; {rule}")
 
 
 def split_outputs(outputs_BO: Tensor, num_outputs: Sequence[int]) -> Sequence[Tensor]:
-    """The outputs of each task: ``outputs_B``, or ``outputs_BC`` of C classes.
+    """Return the outputs of each task: ``outputs_B``, or ``outputs_BC`` for C classes.
 
     Args:
-        num_outputs: of each task; of one task all are its own.
+        num_outputs: number of outputs of each task.
     """
     if len(num_outputs) == 1:
         return [outputs_BO]

@@ -1,11 +1,11 @@
-"""The loops over ids and rows that torch has no fast kernel for, compiled by numba without Python's lock.
+"""Kernels over ids and rows that torch does not have, compiled by numba, which run without Python's lock.
 
-They move values and add them up, weighted perhaps; all other arithmetic of optimizers is torch's. Additions
-have a fixed order, so the same input gives the same bits. They look no bounds up. Machine code is kept beside
-the source (or where ``NUMBA_CACHE_DIR`` says), so that only the first import ever compiles.
+They copy values and add them, perhaps weighted; all other arithmetic of optimizers is torch's. Additions have
+a fixed order, so the same input gives the same bits. Bounds are not checked. Machine code is cached beside
+the source, or in ``NUMBA_CACHE_DIR``, so that only the first import compiles.
 
-``order_L`` below sorts the ids of a lookup: ``ids_L[order_L]`` ascends, and equal ids stay in their order.
-``starts_V`` bounds the runs of equal ids in it, (U + 1), where U ids are distinct.
+``order_L`` sorts the ids of a lookup stably: ``ids_L[order_L]`` ascends. ``starts_V``, (U + 1), bounds the
+runs of equal ids in it, for U distinct ids.
 """
 
 from collections.abc import Callable
@@ -21,22 +21,22 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Ints = npt.NDArray[np.signedinteger[Any]]
 Floats = npt.NDArray[np.floating[Any]]
 
-_DIGIT_BITS = 11  # counters of one digit stay in the first-level cache
+_DIGIT_BITS = 11  # the counters of a digit fit the first-level cache
 _DIGITS = 1 << _DIGIT_BITS
-_ROWS_AHEAD = 8  # how far ahead a row is fetched: longer than memory takes, shorter than the cache forgets
+_ROWS_AHEAD = 8  # distance of the prefetch: longer than a memory access, shorter than cache eviction
 
 
 def _compiled(*signatures: str) -> Callable[[Function], Function]:
-    """Compile for these types when the module is imported: roles are forked after that.
+    """Compile for these types when the module is imported, before roles are forked.
 
-    A product may be added without being rounded first, as torch adds the gradients of weighted bags.
+    Multiply-add may be fused, as in torch's gradients of weighted bags.
     """
     options: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}}
 
     def compiled(function: Function) -> Function:
         try:
             return cast(Function, numba.njit(list(signatures), cache=True, **options)(function))
-        except RuntimeError:  # no folder to keep machine code in: compile at each start
+        except RuntimeError:  # no writable cache folder: compile at each start
             return cast(Function, numba.njit(list(signatures), **options)(function))
 
     return compiled
@@ -44,10 +44,10 @@ def _compiled(*signatures: str) -> Callable[[Function], Function]:
 
 @_compiled("int64(int64[::1], int64[::1], int64[::1])")
 def first_outside(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
-    """Where the first id lies that is no row of its feature's table; -1 if there is none.
+    """Return the position of the first id that is not a row of its feature's table; -1 if there is none.
 
     Args:
-        ends_K: where each feature's ids end.
+        ends_K: where the ids of each feature end.
     """
     start = 0
     for k in range(len(ends_K)):
@@ -63,8 +63,7 @@ def first_outside(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
     "void(int64[:,::1], int64[:,::1], int64[::1], int64[:,::1])",
 )
 def addresses(ids_KB: Ints, bases_KS: Ints, counts_K: Ints, out_BK: Ints) -> None:
-    """Where each id lies in one range of all rows: shard ``id % count`` starts at its base, and holds it
-    as row ``id // count``."""
+    """Write the address of each id: of row ``id // count`` of shard ``id % count``."""
     for k in range(len(ids_KB)):
         count = counts_K[k]
         for b in range(ids_KB.shape[1]):
@@ -93,13 +92,13 @@ def bag_addresses(
     out_offsets: Ints,
     out_positions: Ints,
 ) -> None:
-    """As :func:`addresses`, of bags: sample after sample and within it feature after feature.
+    """Like :func:`addresses`, for bags: sample by sample, and within a sample feature by feature.
 
     Args:
-        offsets: where each bag starts, feature after feature (features * B + 1).
-        out_L: as many as these features have ids.
+        offsets: where each bag starts, feature by feature (features * B + 1).
+        out_L: one per id of these features.
         out_offsets: (B * F + 1).
-        out_positions: where each id stood; nothing is written if it is empty.
+        out_positions: position of each id in ``ids_L``; not written if empty.
     """
     size = 0
     bag = 0
@@ -133,17 +132,17 @@ def gather_bags(
     out_offsets: Ints,
     out_positions: Ints,
 ) -> int:
-    """The ids that some shards hold, as their rows, sample after sample and within it feature after feature.
+    """Write the rows of ids that given shards hold, sample by sample and within a sample feature by feature.
 
     Args:
-        offsets: where each bag starts, feature after feature (features * B + 1).
-        shards_F4: feature; index and number of the table's shards; where the shard's rows begin.
-        out_ids: room for all ids of these features.
+        offsets: where each bag starts, feature by feature (features * B + 1).
+        shards_F4: feature, shard index, number of shards, and first row of the shard in its group.
+        out_ids: as long as all ids of these features.
         out_offsets: (B * F + 1).
-        out_positions: where each id stood, with room for all; nothing is written if it is empty.
+        out_positions: position of each id in ``ids_L``; not written if empty.
 
     Returns:
-        How many ids there are.
+        The number of ids written.
     """
     size = 0
     bag = 0
@@ -172,12 +171,12 @@ def gather_bags(
     "Tuple((int64[::1], int32[::1], int32[::1]))(int64[::1], int64)",
 )
 def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
-    """The distinct ids, ascending, and where each stands: ``rows_U, starts_V, order_L``.
+    """Return the distinct ids, ascending, and their positions: ``rows_U, starts_V, order_L``.
 
-    A radix sort, stable and linear in the number of ids.
+    A stable radix sort, linear in the number of ids.
 
     Args:
-        num_rows: all ids are below it.
+        num_rows: upper bound of the ids.
     """
     size = len(ids_L)
     keys, other_keys = ids_L, np.empty_like(ids_L)
@@ -198,10 +197,10 @@ def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
             before += count
         for i in range(size):
             digit = (keys[i] >> shift) & (_DIGITS - 1)
-            place = counts[digit]
-            counts[digit] = place + 1
-            other_keys[place] = keys[i]
-            other_order[place] = order[i]
+            target = counts[digit]
+            counts[digit] = target + 1
+            other_keys[target] = keys[i]
+            other_order[target] = order[i]
         keys, other_keys = other_keys, spare_keys if shift == 0 else keys
         order, other_order = other_order, order
         shift += _DIGIT_BITS
@@ -221,7 +220,7 @@ def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
 
 @_compiled("int32[::1](int32[::1], int32[::1])")
 def ranks(starts_V: Ints, order_L: Ints) -> Ints:
-    """For each id, which of the distinct ones it is."""
+    """Return for each id its index among the distinct ids."""
     ranks_L = np.empty_like(order_L)
     for u in range(len(starts_V) - 1):
         for i in range(starts_V[u], starts_V[u + 1]):
@@ -231,7 +230,7 @@ def ranks(starts_V: Ints, order_L: Ints) -> Ints:
 
 @_compiled("int32[::1](int32[::1], int32[::1])", "int32[::1](int64[::1], int32[::1])")
 def bags_in_order(offsets: Ints, order_L: Ints) -> Ints:
-    """The bag of each id, in the order of the sorted ids."""
+    """Return the bag of each id, in the order of the sorted ids."""
     bag_L = np.empty_like(order_L)
     for bag in range(len(offsets) - 1):
         for i in range(offsets[bag], offsets[bag + 1]):
@@ -244,21 +243,21 @@ def bags_in_order(offsets: Ints, order_L: Ints) -> Ints:
     "float64(int32[::1], int32[::1], float64[:,::1], float64[:,::1])",
 )
 def sum_rows(starts_V: Ints, sources_L: Ints, grad_BD: Floats, out_UD: Floats) -> float:
-    """Sum over each run of equal ids the gradients of the bags that they stand in, in order.
+    """Sum the gradients of the bags of each run of equal ids, in order.
 
     Args:
         starts_V: bounds of the runs in ``sources_L``; may begin within it.
         sources_L: the bag of each id, ids sorted.
 
     Returns:
-        The sum of all that was written: finite if everything is, unless it overflows.
+        The sum of all written values: finite if they are, unless it overflows.
     """
     dim = grad_BD.shape[1]
     total_D = np.zeros(dim, grad_BD.dtype)
     for u in range(len(out_UD)):
         for i in range(starts_V[u], starts_V[u + 1]):
             if i + _ROWS_AHEAD < len(sources_L):
-                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba fills in the first
+                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba adds the first
             source = sources_L[i]
             if i == starts_V[u]:
                 for d in range(dim):
@@ -278,7 +277,7 @@ def sum_rows(starts_V: Ints, sources_L: Ints, grad_BD: Floats, out_UD: Floats) -
 def sum_weighted_rows(
     starts_V: Ints, sources_L: Ints, weights_L: Floats, grad_BD: Floats, out_UD: Floats
 ) -> float:
-    """As :func:`sum_rows`, each id's gradient times its weight, which are sorted like the ids."""
+    """Like :func:`sum_rows`, with each gradient times the weight of its id, sorted like the ids."""
     dim = grad_BD.shape[1]
     total_D = np.zeros(dim, grad_BD.dtype)
     for u in range(len(out_UD)):
@@ -286,7 +285,7 @@ def sum_weighted_rows(
             out_UD[u, d] = 0
         for i in range(starts_V[u], starts_V[u + 1]):
             if i + _ROWS_AHEAD < len(sources_L):
-                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba fills in the first
+                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba adds the first
             source, weight = sources_L[i], weights_L[i]
             for d in range(dim):
                 out_UD[u, d] += weight * grad_BD[source, d]
@@ -302,7 +301,7 @@ _LARGEST = "float64(int32[::1], int32[::1], {0}[::1], {0}[:,::1], {1}[:,::1], {1
 def sum_largest_rows(
     starts_V: Ints, sources_L: Ints, rows_U: Ints, winners_BD: Ints, grad_BD: Floats, out_UD: Floats
 ) -> float:
-    """As :func:`sum_rows`, but of a bag's gradient a row gets the columns that it was the largest in."""
+    """Like :func:`sum_rows`, but a row gets only the columns of a gradient that it won."""
     dim = grad_BD.shape[1]
     total_D = np.zeros(dim, grad_BD.dtype)
     for u in range(len(out_UD)):
@@ -310,10 +309,10 @@ def sum_largest_rows(
             out_UD[u, d] = 0
         for i in range(starts_V[u], starts_V[u + 1]):
             if i + _ROWS_AHEAD < len(sources_L):
-                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba fills in the first
+                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba adds the first
             source = sources_L[i]
             if i > starts_V[u] and source == sources_L[i - 1]:
-                continue  # a row that stands twice in a bag gets its gradient once
+                continue  # a row that occurs twice in a bag gets its gradient once
             for d in range(dim):
                 if winners_BD[source, d] == rows_U[u]:
                     out_UD[u, d] += grad_BD[source, d]
@@ -327,33 +326,33 @@ _MOVES = [_MOVE.format(f, i) for i in ("int32", "int64") for f in ("float32", "f
 
 
 @_compiled(*_MOVES)
-def take_rows(whole_RD: Floats, rows_U: Ints, out_UD: Floats) -> None:
-    """``out_UD = whole_RD[rows_U]``."""
+def take_rows(table_RD: Floats, rows_U: Ints, out_UD: Floats) -> None:
+    """``out_UD = table_RD[rows_U]``."""
     for u in range(len(rows_U)):
         row = rows_U[u]
         for d in range(out_UD.shape[1]):
-            out_UD[u, d] = whole_RD[row, d]
+            out_UD[u, d] = table_RD[row, d]
 
 
 @_compiled(*_MOVES)
-def put_rows(whole_RD: Floats, rows_U: Ints, part_UD: Floats) -> None:
-    """``whole_RD[rows_U] = part_UD``."""
+def put_rows(table_RD: Floats, rows_U: Ints, part_UD: Floats) -> None:
+    """``table_RD[rows_U] = part_UD``."""
     for u in range(len(rows_U)):
         row = rows_U[u]
         for d in range(part_UD.shape[1]):
-            whole_RD[row, d] = part_UD[u, d]
+            table_RD[row, d] = part_UD[u, d]
 
 
 _ADD = "void({0}[:,::1], {1}[::1], {0}[:,::1], {0})"
 
 
 @_compiled(*(_ADD.format(f, i) for i in ("int32", "int64") for f in ("float32", "float64")))
-def add_rows(whole_RD: Floats, rows_U: Ints, part_UD: Floats, scale: float) -> None:
-    """``whole_RD[rows_U] += scale * part_UD``."""
+def add_rows(table_RD: Floats, rows_U: Ints, part_UD: Floats, scale: float) -> None:
+    """``table_RD[rows_U] += scale * part_UD``."""
     for u in range(len(rows_U)):
         row = rows_U[u]
         for d in range(part_UD.shape[1]):
-            whole_RD[row, d] += scale * part_UD[u, d]
+            table_RD[row, d] += scale * part_UD[u, d]
 
 
 _PLACE = "void({0}[:,:,::1], int64[::1], {0}[:,::1])"
@@ -361,8 +360,8 @@ _PLACES = [_PLACE.format(f) for f in ("float32", "float64")]
 
 
 @_compiled(*_PLACES)
-def place_columns(vectors_BFD: Floats, columns_F: Ints, out_BE: Floats) -> None:
-    """Write each feature's vectors into the columns from its own first one on."""
+def scatter_columns(vectors_BFD: Floats, columns_F: Ints, out_BE: Floats) -> None:
+    """Write the vectors of each feature to the columns from its first one on."""
     for b in range(len(vectors_BFD)):
         for f in range(len(columns_F)):
             for d in range(vectors_BFD.shape[2]):
@@ -370,8 +369,8 @@ def place_columns(vectors_BFD: Floats, columns_F: Ints, out_BE: Floats) -> None:
 
 
 @_compiled(*_PLACES)
-def pick_columns(out_BFD: Floats, columns_F: Ints, whole_BE: Floats) -> None:
-    """The inverse of :func:`place_columns`."""
+def gather_columns(out_BFD: Floats, columns_F: Ints, whole_BE: Floats) -> None:
+    """The inverse of :func:`scatter_columns`."""
     for b in range(len(out_BFD)):
         for f in range(len(columns_F)):
             for d in range(out_BFD.shape[2]):

@@ -1,8 +1,8 @@
-"""Rows of a table in a Parquet file of the user's own, each beside the value of a column that it is for.
+"""Pretrained rows by key: a Parquet file with a vector for each value of a column of the data.
 
-The file has two columns: values, as the column of the data has them, and vectors, lists of numbers. Which row
-of the table a value has, the prepared data say. Rows of values that the file lacks stay as they are; of two
-rows for one value the later counts.
+The file has two columns: values, as in the data, and vectors, lists of numbers. The vocabulary of the
+prepared data maps values to rows of the table. Rows without a value in the file keep their initial values;
+the last of several vectors of a value counts.
 """
 
 from collections.abc import Iterator
@@ -31,15 +31,16 @@ def read_rows_by_value(table: TableSpec, out_RD: Tensor, index: int, count: int)
     """Fill those of the rows ``index``, ``index + count``, ... of a table that ``table.initial`` has.
 
     Raises:
-        DataError: it is no such file, has vectors of another width or that are not finite, or no value that
-            has a row.
-        StorageError: its store refuses.
+        DataError: the file is of another form, its vectors have another width or are not finite, or none of
+        its
+            values has a row.
+        StorageError: the file cannot be fetched.
     """
     (feature,) = table.features
     encoder = read_encoder(table.keys)
     encoding = next(each for each in encoder.sparse if each.name == feature)
     if encoding.vocabulary == "buckets":
-        raise DataError(f"{table.initial}: column {feature} holds buckets of numbers, which go by no value")
+        raise DataError(f"{table.initial}: column {feature} has buckets of numbers, which have no keys")
     num_values, num_known = 0, 0
     with (
         _as_data_error(table.initial),
@@ -47,18 +48,20 @@ def read_rows_by_value(table: TableSpec, out_RD: Tensor, index: int, count: int)
         pq.ParquetFile(source) as file,
     ):
         if (width := len(file.schema_arrow.names)) != 2:
-            raise DataError(f"{table.initial}: has {width} columns, not one of values and one of vectors")
+            raise DataError(
+                f"{table.initial}: has {width} columns, but must have one of values and one of vectors"
+            )
         for batch in file.iter_batches(_BLOCK_ROWS, use_threads=False):
             rows_B = _rows(encoding, batch.column(0))
             vectors_BD = _vectors(table, num_values + 1, batch.column(1))
             num_values += len(rows_B)
             num_known += int((rows_B > 0).sum())
             own_B = (rows_B > 0) & (rows_B % count == index)
-            # Of rows that come twice numpy keeps the last, which torch does not promise.
+            # For repeated rows numpy keeps the last vector; torch does not promise it.
             out_RD.numpy()[rows_B[own_B] // count] = vectors_BD[own_B]
     if not num_known:
         raise DataError(
-            f"{table.initial}: none of its {num_values:,} values is one that column {feature} has in training"
+            f"{table.initial}: none of its {num_values:,} values is in the training data of column {feature}"
         )
 
 
@@ -73,27 +76,27 @@ def _as_data_error(source: str) -> Iterator[None]:
 
 
 def _rows(encoding: SparseEncoding, keys: Any) -> npt.NDArray[np.int64]:
-    """The row of the table for each value; 0 where there is none."""
+    """Return the row of the table for each value; 0 if there is none."""
     coded = values(keys, ()).coded
     rows_D = np.append(encoding.rows(coded.dictionary), 0).astype(np.int64)
     return rows_D.take(np.asarray(coded.indices.fill_null(len(rows_D) - 1)))
 
 
 def _vectors(table: TableSpec, first: int, vectors: Any) -> npt.NDArray[np.float64]:
-    """(B, D); DataError where they are not."""
+    """Return the vectors as (B, D); DataError if they have another form."""
     if not is_list(vectors) or not _is_numeric(vectors.type.value_type):
-        raise DataError(f"{table.initial}: its second column holds {vectors.type}, and no lists of numbers")
+        raise DataError(f"{table.initial}: its second column holds {vectors.type}, not lists of numbers")
     lengths_B = np.asarray(pc.fill_null(pc.list_value_length(vectors), 0))
     if (wrong_B := lengths_B != table.dim).any():
-        place = int(wrong_B.argmax())
+        row = int(wrong_B.argmax())
         raise DataError(
-            f"{table.initial}: the vector of row {first + place} has {lengths_B[place]} numbers, and "
-            f"those of table {table.name} {table.dim}"
+            f"{table.initial}: the vector of row {first + row} has {lengths_B[row]} numbers, but "
+            f"table {table.name} has {table.dim} columns"
         )
     vectors_BD = vectors.flatten().cast(pa.float64()).to_numpy(zero_copy_only=False).reshape(-1, table.dim)
     if (not_finite_B := ~np.isfinite(vectors_BD).all(axis=1)).any():
-        place = int(not_finite_B.argmax())
-        raise DataError(f"{table.initial}: the vector of row {first + place} is not finite")
+        row = int(not_finite_B.argmax())
+        raise DataError(f"{table.initial}: the vector of row {first + row} is not finite")
     return np.asarray(vectors_BD)
 
 

@@ -1,8 +1,8 @@
-"""Rows of a table in a file of the user's own: safetensors, or NumPy's ``.npy``.
+"""Pretrained rows by position: a matrix in a safetensors file or NumPy's ``.npy``.
 
-A source is the file's path or URL; where a safetensors file holds several tensors, ``path#name`` is one of
-them. Files are read block by block: whoever holds some rows of a table reads all, and keeps its own. Of a
-store, each fetches the file first.
+A source is a path or URL; ``path#name`` is one of several tensors of a safetensors file. Files are read in
+blocks: a worker with some rows of a table reads all rows, and keeps its own. A file in an object store is
+fetched first.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class StoredTensor(NamedTuple):
     """A tensor in a file.
 
     Attributes:
-        shape: its sizes.
-        rows: gives those from one to another.
+        shape: shape of the tensor.
+        rows: returns the rows from one index to another.
     """
 
     shape: tuple[int, ...]
@@ -37,30 +37,30 @@ class StoredTensor(NamedTuple):
 
     @classmethod
     def of_safetensors(cls, file: Any, name: str) -> StoredTensor:
-        """One of those in an open file."""
-        part = file.get_slice(name)
-        return cls(tuple(part.get_shape()), lambda start, stop: part[start:stop])
+        """Return a tensor of an open file."""
+        tensor = file.get_slice(name)
+        return cls(tuple(tensor.get_shape()), lambda start, stop: tensor[start:stop])
 
     def of_shard(self, index: int, count: int) -> Iterator[tuple[int, Tensor]]:
-        """The rows ``index``, ``index + count``, ... of a matrix in blocks, each by its place among them."""
+        """Yield blocks of the rows ``index``, ``index + count``, ..., each with its start among them."""
         num_rows, dim = self.shape
-        # A multiple of the shards: each block has the same place for the first row of a shard.
+        # A multiple of the number of shards, so that blocks are cut alike for each shard.
         step = max(1, _BLOCK_BYTES // (8 * dim)) * count
         for start in range(0, num_rows, step):
             yield start // count, self.rows(start, min(start + step, num_rows))[index::count]
 
 
 def absolute(source: str | Path) -> str:
-    """A source as every process finds it, in whatever folder it runs."""
+    """Return a source that does not depend on the working directory."""
     return str(source) if is_url(str(source)) else os.path.abspath(source)
 
 
 def shape_of(source: str) -> tuple[int, int]:
-    """Rows and columns of a source.
+    """Return the numbers of rows and columns of a source.
 
     Raises:
-        DataError: it is no file of a matrix; names it.
-        StorageError: its store refuses.
+        DataError: the file has no matrix.
+        StorageError: the file cannot be fetched.
     """
     with _opened(source) as matrix:
         num_rows, dim = matrix.shape
@@ -71,25 +71,28 @@ def read_rows(source: str, out_RD: Tensor, index: int, count: int) -> None:
     """Fill ``out_RD`` with the rows ``index``, ``index + count``, ... of a source.
 
     Raises:
-        DataError: see :func:`shape_of`; or it is of another size than it was.
+        DataError: see :func:`shape_of`; or the size has changed.
     """
     with _opened(source) as matrix:
         num_rows, dim = matrix.shape
         if (len(range(index, num_rows, count)), dim) != tuple(out_RD.shape):
-            raise DataError(f"{source}: has {num_rows} x {dim} values now, which do not fit the table")
+            raise DataError(f"{source}: has {num_rows} x {dim} values now, which does not fit the table")
         for start, own_RD in matrix.of_shard(index, count):
             out_RD[start : start + len(own_RD)] = own_RD
 
 
 @contextmanager
 def _opened(source: str) -> Iterator[StoredTensor]:
-    """The matrix that a source is."""
-    from safetensors import SafetensorError, safe_open  # late: the bench's other systems come without it
+    """Open the matrix of a source."""
+    from safetensors import (
+        SafetensorError,
+        safe_open,
+    )  # a late import: other systems of the benchmark do not have it
 
     path, _, name = source.partition("#")
     try:
         if path.endswith(".parquet"):
-            raise LookupError("Parquet has rows by value, which a table of prepared data alone has")
+            raise LookupError("Parquet files have rows by key, which only tables of prepared data have")
         with local_copy(parse_path(path)) as here:
             if path.endswith(".npy"):
                 yield _checked(source, _of_numpy(here))
@@ -110,15 +113,15 @@ def _of_numpy(path: Path) -> StoredTensor:
 def _of_safetensors(file: Any, name: str) -> StoredTensor:
     names = list(file.keys())
     if not name and len(names) > 1:
-        raise LookupError(f"it holds several tensors; add one of #{', #'.join(sorted(names))}")
+        raise LookupError(f"the file has several tensors; add one of #{', #'.join(sorted(names))}")
     if (name or names[0]) not in names:
-        raise LookupError(f"it holds no {name!r}, but {', '.join(sorted(names))}")
+        raise LookupError(f"the file has no tensor {name!r}, but {', '.join(sorted(names))}")
     return StoredTensor.of_safetensors(file, name or names[0])
 
 
 def _checked(source: str, matrix: StoredTensor) -> StoredTensor:
     if len(matrix.shape) != 2 or 0 in matrix.shape:
-        raise DataError(f"{source}: holds a tensor of shape {list(matrix.shape)}, and no rows of a table")
+        raise DataError(f"{source}: holds a tensor of shape {list(matrix.shape)}, not rows of a table")
     if not matrix.rows(0, 1).is_floating_point():
-        raise DataError(f"{source}: holds {matrix.rows(0, 1).dtype}, and no floating point")
+        raise DataError(f"{source}: holds {matrix.rows(0, 1).dtype}, not floating-point values")
     return matrix

@@ -96,7 +96,7 @@ class ConcatenatedFeatures(NamedTuple):
         pooled_BE = vectors[0].new_empty(len(vectors[0]), self.width)
         for (_, columns_F), vectors_BFD in zip(self.columns, vectors, strict=True):
             assert columns_F is not None
-            kernels.place_columns(vectors_BFD.contiguous().numpy(), columns_F.numpy(), pooled_BE.numpy())
+            kernels.scatter_columns(vectors_BFD.contiguous().numpy(), columns_F.numpy(), pooled_BE.numpy())
         return (pooled_BE,)
 
     def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
@@ -106,7 +106,7 @@ class ConcatenatedFeatures(NamedTuple):
                 grad_BFD = grad_BE.view(part.assembler.shape_BFD)
             else:
                 grad_BFD = grad_BE.new_empty(part.assembler.shape_BFD)
-                kernels.pick_columns(grad_BFD.numpy(), part.columns_F.numpy(), grad_BE.numpy())
+                kernels.gather_columns(grad_BFD.numpy(), part.columns_F.numpy(), grad_BE.numpy())
             yield from part.assembler.gradients(grad_BFD)
 
 

@@ -325,11 +325,11 @@ def test_columns_are_placed_and_picked(
     for dim in set(widths):
         features = random.permutation([k for k, width in enumerate(widths) if width == dim])
         vectors_BFD = random.normal(size=(size, len(features), dim)).astype(dtype)
-        kernels.place_columns(vectors_BFD, firsts[features], whole_BE)
+        kernels.scatter_columns(vectors_BFD, firsts[features], whole_BE)
         for f, k in enumerate(features):
             assert whole_BE[:, firsts[k] : firsts[k + 1]].tolist() == vectors_BFD[:, f].tolist()
         picked_BFD = np.empty_like(vectors_BFD)
-        kernels.pick_columns(picked_BFD, firsts[features], whole_BE)
+        kernels.gather_columns(picked_BFD, firsts[features], whole_BE)
         assert picked_BFD.tolist() == vectors_BFD.tolist()
     assert not np.isnan(whole_BE).any()
 
@@ -393,8 +393,8 @@ WRONG: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
         (np.zeros((2, 2), np.float32).T, INT32_1, np.zeros((1, 2), np.float32)),
     ),
     "rows of one dimension": (kernels.add_rows, (FLOAT_11[0], INT32_1, FLOAT_11, np.float32(1))),
-    "columns of int32": (kernels.place_columns, (FLOAT_11[None], INT32_1, FLOAT_11.copy())),
-    "columns into another type": (kernels.pick_columns, (DOUBLE_11[None], INT64_1, FLOAT_11.copy())),
+    "columns of int32": (kernels.scatter_columns, (FLOAT_11[None], INT32_1, FLOAT_11.copy())),
+    "columns into another type": (kernels.gather_columns, (DOUBLE_11[None], INT64_1, FLOAT_11.copy())),
 }
 
 

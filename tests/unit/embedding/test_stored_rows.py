@@ -67,11 +67,11 @@ def wrong(folder: Path, tensors: dict[str, Tensor]) -> str:
 @pytest.mark.parametrize(
     ("tensors", "name", "message"),
     [
-        ({"a": torch.zeros(3)}, "", r"holds a tensor of shape \[3\], and no rows"),
+        ({"a": torch.zeros(3)}, "", r"holds a tensor of shape \[3\], not rows"),
         ({"a": torch.zeros(0, 3)}, "", r"holds a tensor of shape \[0, 3\]"),
-        ({"a": torch.zeros(2, 3, dtype=torch.int64)}, "", "holds torch.int64, and no floating point"),
-        ({"a": torch.zeros(2, 3), "b": torch.zeros(2)}, "", "it holds several tensors; add one of #a, #b"),
-        ({"a": torch.zeros(2, 3)}, "#c", "it holds no 'c', but a"),
+        ({"a": torch.zeros(2, 3, dtype=torch.int64)}, "", "holds torch.int64"),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(2)}, "", "several tensors; add one of #a, #b"),
+        ({"a": torch.zeros(2, 3)}, "#c", "no tensor 'c', but a"),
     ],
 )
 def test_what_is_no_table_is_refused(
@@ -90,5 +90,5 @@ def test_files_that_are_not_there_or_no_files_of_tensors_are_refused(tmp_path: P
 
 
 def test_a_file_that_has_changed_its_size_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has 7 x 3 values now, which do not fit the table"):
+    with pytest.raises(DataError, match="has 7 x 3 values now, which does not fit the table"):
         read_rows(written(tmp_path, "npy"), torch.zeros(8, 3), 0, 1)

@@ -75,13 +75,13 @@ def test_keys_may_be_numbers_and_the_last_of_two_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "vectors", "message"),
     [
-        (["b", "c"], [[1.0, 2], [1]], "the vector of row 2 has 1 numbers, and those of table items 2"),
+        (["b", "c"], [[1.0, 2], [1]], "the vector of row 2 has 1 numbers"),
         (["b", "c"], [[1.0, 2], None], "the vector of row 2 has 0 numbers"),
         (["b"], [[1.0, float("nan")]], "the vector of row 1 is not finite"),
         (["b"], [[1.0, None]], "the vector of row 1 is not finite"),
-        (["x", "y"], [[1.0, 2], [3, 4]], "none of its 2 values is one that column item has in training"),
-        (["b"], ["text"], "its second column holds string, and no lists of numbers"),
-        (["b"], [["1", "x"]], "its second column holds list<.*string>, and no lists of numbers"),
+        (["x", "y"], [[1.0, 2], [3, 4]], "none of its 2 values .* column item"),
+        (["b"], ["text"], "its second column holds string"),
+        (["b"], [["1", "x"]], "its second column holds list<.*string>"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, keys: list[str], vectors: list[Any], message: str) -> None:
@@ -93,7 +93,7 @@ def test_files_that_are_refused(tmp_path: Path, keys: list[str], vectors: list[A
 def test_what_is_no_such_file(tmp_path: Path) -> None:
     table = table_of(tmp_path, pa.array(["b"]), pa.array([[1.0, 2.0]]))
     pq.write_table(pa.table({"a": [1]}), table.initial)
-    with pytest.raises(DataError, match="has 1 columns, not one of values and one of vectors"):
+    with pytest.raises(DataError, match="has 1 columns"):
         rows(table)
     Path(table.initial).write_text("none")
     with pytest.raises(DataError, match="cannot be read as rows of a table"):
