@@ -1,6 +1,7 @@
-"""The same training in one process of plain torch, to compare the system with.
+"""Training in one process of plain torch, which ``hybrid compare`` and tests/comparison compare with the
+cluster.
 
-Begin with ``training``. It is written from the definitions, and shares no arithmetic with the rest:
-``rows`` updates tables, ``schedule`` the learning rates, both by ``torch.optim``. ``hybrid compare`` and
-tests/comparison call it.
+It follows the definitions and shares no arithmetic with the rest: ``reference_training`` trains,
+``reference_losses`` computes losses, ``reference_rows`` updates tables, and ``reference_schedule`` learning
+rates.
 """

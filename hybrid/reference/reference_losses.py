@@ -1,5 +1,4 @@
-"""The loss of a step in plain torch: of each task, the weighted mean over all samples of a global batch, and
-over all of its groups."""
+"""The loss of a step in plain torch: for each task, the weighted mean over samples or groups."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +15,7 @@ class ReferenceLoss:
     """The loss of a run.
 
     Args:
-        tasks: what is predicted, in the order of labels and outputs.
+        tasks: the tasks, in the order of labels and outputs.
     """
 
     def __init__(self, tasks: Mapping[str, TaskSection]) -> None:
@@ -27,43 +26,43 @@ class ReferenceLoss:
             if ":" in task.loss
         }
 
-    def parts(self, outputs: Sequence[Tensor], shares: Sequence[Batch]) -> list[Tensor]:
-        """What each trainer's samples add to the loss of all of them.
+    def parts(self, outputs: Sequence[Tensor], slices: Sequence[Batch]) -> list[Tensor]:
+        """Return the contributions of each trainer's samples to the loss, then those of ranking losses.
 
-        What ranking losses add comes last, of the whole batch: here a group may have samples anywhere in it.
+        Ranking losses are computed over the whole batch: the samples of a group may have any positions.
 
         Args:
-            outputs: of each trainer's samples, (samples, outputs).
-            shares: each trainer's samples.
+            outputs: the outputs for each trainer's samples, (samples, outputs).
+            slices: each trainer's samples.
         """
-        has_weights = any(share.weights is not None for share in shares)
+        has_weights = any(batch.weights is not None for batch in slices)
         num_outputs = [task.num_outputs for task in self._tasks]
-        totals = [sum(_weights(s, t).sum().item() for s in shares) or 1.0 for t in range(len(num_outputs))]
+        totals = [sum(_weights(s, t).sum().item() for s in slices) or 1.0 for t in range(len(num_outputs))]
         parts = []
-        for outputs_BO, share in zip(outputs, shares, strict=True):
-            if not len(share.labels):
+        for outputs_BO, batch in zip(outputs, slices, strict=True):
+            if not len(batch.labels):
                 parts.append(outputs_BO.sum())
                 continue
             columns = outputs_BO.split(num_outputs, dim=1)
             of_tasks = [
-                self._part(t, columns[t], share, totals[t], has_weights) * _weight(task)
+                self._part(t, columns[t], batch, totals[t], has_weights) * _weight(task)
                 for t, task in enumerate(self._tasks)
             ]
             parts.append(torch.stack(of_tasks).sum())
         whole_BO, first = torch.cat(list(outputs)), 0
         for t, (task, number) in enumerate(zip(self._tasks, num_outputs, strict=True)):
             if task.ranking_loss:
-                order = _order(task.ranking_call.name, whole_BO[:, first], shares, t)
+                order = _ranking_loss(task.ranking_call.name, whole_BO[:, first], slices, t)
                 parts.append(order * task.weight * task.ranking_fraction)
             first += number
         return parts
 
-    def _part(self, t: int, outputs_BO: Tensor, share: Batch, total: float, has_weights: bool) -> Tensor:
-        labels_B = _column(share.labels, t).to(outputs_BO.dtype)
+    def _part(self, t: int, outputs_BO: Tensor, batch: Batch, total: float, has_weights: bool) -> Tensor:
+        labels_B = _column(batch.labels, t).to(outputs_BO.dtype)
         if not has_weights:
             return self._loss(t, outputs_BO, labels_B, "mean") * (len(labels_B) / total)
         values_B = self._loss(t, outputs_BO, labels_B, "none")
-        return torch.dot(_weights(share, t).to(values_B), values_B) / total
+        return torch.dot(_weights(batch, t).to(values_B), values_B) / total
 
     def _loss(self, t: int, outputs_BO: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
         task = self._tasks[t]
@@ -88,15 +87,15 @@ class ReferenceLoss:
 
 
 def _weight(task: TaskSection) -> float:
-    """Of the loss of a task's samples."""
+    """Return the weight of the sample loss of a task."""
     return task.weight * (1 - task.ranking_fraction if task.ranking_loss else 1.0)
 
 
-def _order(loss: str, scores_N: Tensor, shares: Sequence[Batch], t: int) -> Tensor:
-    """The mean over all groups of the batch that have something to put in order, each by its mean weight."""
-    labels_N = torch.cat([_column(share.labels, t) for share in shares]).to(scores_N)
-    weights_N = torch.cat([_weights(share, t) for share in shares]).to(scores_N)
-    groups = [share.groups for share in shares if share.groups is not None]
+def _ranking_loss(loss: str, scores_N: Tensor, slices: Sequence[Batch], t: int) -> Tensor:
+    """Return the mean over all groups of the batch with different labels, weighted by their mean weights."""
+    labels_N = torch.cat([_column(batch.labels, t) for batch in slices]).to(scores_N)
+    weights_N = torch.cat([_weights(batch, t) for batch in slices]).to(scores_N)
+    groups = [batch.groups for batch in slices if batch.groups is not None]
     groups_N = torch.cat([torch.empty(0, dtype=torch.int64), *groups])
     weighted, total = scores_N.sum() * 0, 0.0
     for group in set(groups_N.tolist()):
@@ -109,7 +108,7 @@ def _order(loss: str, scores_N: Tensor, shares: Sequence[Batch], t: int) -> Tens
 
 
 def _pairwise(s: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    """RankNet's loss of the pairs of a group, from the matrix of all of them."""
+    """Return RankNet's loss of the pairs of a group, from the matrix of all pairs."""
     is_pair = (y[:, None] > y[None, :]).to(s)
     weights = is_pair * w[:, None] * w[None, :]
     behind = s[None, :] - s[:, None]
@@ -117,7 +116,7 @@ def _pairwise(s: Tensor, y: Tensor, w: Tensor) -> Tensor:
 
 
 def _listwise(s: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    """The cross-entropy of a group's labels and the softmax of its scores."""
+    """Return the cross-entropy of a group's labels and the softmax of its scores."""
     return -(w * y * s.log_softmax(0)).sum() / (w * y).sum()
 
 
@@ -129,8 +128,8 @@ def _column(values: Tensor, t: int) -> Tensor:
     return values if values.dim() == 1 else values[:, t]
 
 
-def _weights(share: Batch, t: int) -> Tensor:
-    """How much each sample counts for task ``t``, in float64."""
-    if share.weights is None or not len(share.labels):
-        return torch.ones(len(share.labels), dtype=torch.float64)
-    return _column(share.weights, t).double()
+def _weights(batch: Batch, t: int) -> Tensor:
+    """Return the weights of the samples for task ``t``, in float64."""
+    if batch.weights is None or not len(batch.labels):
+        return torch.ones(len(batch.labels), dtype=torch.float64)
+    return _column(batch.weights, t).double()

@@ -1,9 +1,8 @@
-"""Row optimizers of the one-process reference: torch.optim's own operations, on the touched rows alone.
+"""Row optimizers of the reference: the operations of torch.optim, on the rows of a step only.
 
-Nothing here is shared with ``row_optimizers.py``, which documents the formulas and which
-this is compared with. Where torch has the optimizer, each rule is the single-tensor code of its class,
-operation by operation, so that a step that touches every row has the bits of torch's. Where all rows take
-every step, it is ``torch.optim`` itself (:class:`WholeTable`).
+It shares nothing with ``row_optimizers.py``, which documents the formulas. If torch has the optimizer, a rule
+repeats the operations of its class, so that a step of all rows has the bits of torch. If all rows take every
+step, ``torch.optim`` itself is used (:class:`WholeTable`).
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ State = dict[str, Tensor]
 # Updates rows in place: (rows_UD, grad_UD, their state, settings, learning rate).
 _Rule = Callable[[Tensor, Tensor, State, OptimizerSpec, float], None]
 
-# Below it nothing would move, and its inverse might be no float32.
+# Below this rate, rows would not change, and its inverse may overflow float32.
 _SMALLEST_FTRL_RATE = 1e-20
 
 _STATE_OF_VALUES = {
@@ -32,7 +31,7 @@ _STATE_OF_ROWS = {"rowwise_adagrad": ("sum",), "adam": ("steps",), "adamw": ("st
 
 
 def initial_state(spec: OptimizerSpec, table_RD: Tensor) -> State:
-    """Zeros for each value, or each row, of a table, by the names that the cluster's optimizers use."""
+    """Return zeros for each value or row of a table, by the names of the cluster's optimizers."""
     of_values = {name: torch.zeros_like(table_RD) for name in _STATE_OF_VALUES.get(spec.name, ())}
     of_rows = {name: table_RD.new_zeros(len(table_RD)) for name in _STATE_OF_ROWS.get(spec.name, ())}
     return of_values | of_rows
@@ -41,9 +40,9 @@ def initial_state(spec: OptimizerSpec, table_RD: Tensor) -> State:
 def update_rows(
     spec: OptimizerSpec, learning_rate: float, table_RD: Tensor, state: State, ids_U: Tensor, grad_UD: Tensor
 ) -> None:
-    """One optimizer step of the distinct rows ``ids_U``, in place; all else is left alone."""
+    """Take one optimizer step of the distinct rows ``ids_U``, in place."""
     rows_UD = table_RD[ids_U]
-    # AdamW shrinks the rows, and FTRL penalises them; elsewhere decay is a part of the gradient.
+    # AdamW and FTRL apply decay themselves; otherwise it is a part of the gradient.
     if spec.weight_decay and spec.name not in ("adamw", "ftrl"):
         grad_UD = grad_UD.add(rows_UD, alpha=spec.weight_decay)
     state_U = {name: whole[ids_U] for name, whole in state.items()}
@@ -75,12 +74,12 @@ def _rowwise_adagrad(
 
 
 def _adam(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    """torch's, but that each row has a count of its own."""
+    """Torch's rule, with a step count for each row."""
     beta1, beta2 = spec.betas
     state["steps"] += 1
     state["mean"].lerp_(grad_UD, 1 - beta1)
     state["square"].mul_(beta2).addcmul_(grad_UD, grad_UD, value=1 - beta2)
-    # Python's powers, as in torch: those of tensors differ from them in the last bit.
+    # Python's powers as in torch, since powers of tensors differ in the last bit.
     counts, of_row_U = state["steps"].unique(return_inverse=True)
     step_sizes = [rate / (1 - beta1**count) for count in counts.tolist()]
     corrections = [(1 - beta2**count) ** 0.5 for count in counts.tolist()]
@@ -100,7 +99,7 @@ def _ftrl(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, r
     if rate < _SMALLEST_FTRL_RATE:
         return
     z_UD, n_UD, l1, l2 = state["z"], state["n"], spec.ftrl_l1, spec.weight_decay
-    # The z whose solution at this rate is the row as it is; at a rate that stays, the stored one.
+    # The z whose solution at this rate is the current row; the stored z if the rate is constant.
     present_UD = -rows_UD * ((spec.ftrl_beta + n_UD.sqrt()) / rate + l2) - rows_UD.sign() * l1
     z_UD.copy_(torch.where(rows_UD == 0, z_UD, present_UD))
     sigma_UD = ((n_UD + grad_UD.square()).sqrt() - n_UD.sqrt()) / rate
@@ -122,27 +121,27 @@ _RULES: dict[str, _Rule] = {
 
 
 class WholeTable:
-    """A table as ``torch.optim`` trains it: every row takes every step, by a gradient of the table's size.
+    """A table trained by ``torch.optim``: every row takes every step, with a gradient of the table's size.
 
     Args:
-        table_RD: its rows, which every step updates in place.
-        state: that of :func:`initial_state`, which every step brings up to date.
+        table_RD: the rows, updated in place.
+        state: the result of :func:`initial_state`, updated in place.
     """
 
     def __init__(self, spec: OptimizerSpec, table_RD: Tensor, state: State) -> None:
         self._parameter = nn.Parameter(table_RD)
-        self._optimizer = _of_torch(spec, self._parameter)
+        self._optimizer = _torch_optimizer(spec, self._parameter)
         self._state = state
 
     def step(self, learning_rate: float, ids_U: Tensor, grad_UD: Tensor) -> None:
-        """One step with the gradients of the distinct rows ``ids_U``; those of the others are zero."""
+        """Take one step with the gradients of the distinct rows ``ids_U``; all others are zero."""
         self._parameter.grad = torch.zeros_like(self._parameter).index_copy_(0, ids_U, grad_UD)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
-        of_torch = self._optimizer.state[self._parameter]
+        torch_state = self._optimizer.state[self._parameter]
         for name, tensor in self._state.items():
-            tensor.copy_(of_torch[_NAMES_IN_TORCH[name]])
+            tensor.copy_(torch_state[_NAMES_IN_TORCH[name]])
 
 
 _NAMES_IN_TORCH = {
@@ -154,7 +153,7 @@ _NAMES_IN_TORCH = {
 }
 
 
-def _of_torch(spec: OptimizerSpec, parameter: nn.Parameter) -> torch.optim.Optimizer:
+def _torch_optimizer(spec: OptimizerSpec, parameter: nn.Parameter) -> torch.optim.Optimizer:
     rate, decay = spec.learning_rate, spec.weight_decay
     match spec.name:
         case "sgd":

@@ -1,6 +1,6 @@
-"""Learning rates of the one-process reference, by torch's own schedulers.
+"""Learning rates of the reference, by torch's schedulers.
 
-Nothing here is shared with ``learning_rate_schedule.py``, which has the formulas, and is compared with this.
+It shares nothing with ``learning_rate_schedule.py``, which has the formulas.
 """
 
 import math
@@ -14,10 +14,10 @@ from hybrid.config import ScheduleSection
 
 
 def learning_rate_factors(section: ScheduleSection, total_steps: int) -> Iterator[float]:
-    """What learning rates are multiplied by in each step, without end, by torch's own schedulers.
+    """Yield the factor of the learning rates in each step, without end.
 
-    The rate rises in the first ``warmup_steps``, then falls as ``kind`` says until the schedule's last
-    step, and stays there.
+    The rate rises in the first ``warmup_steps``, then follows ``kind`` until the last step of the schedule,
+    and stays constant.
     """
     rising = lr_scheduler.LinearLR(
         _unit_rate(), section.call["initial_factor"], total_iters=section.warmup_steps
@@ -39,7 +39,7 @@ def _falling_factors(section: ScheduleSection, total_steps: int) -> Iterator[flo
             falling = _rates(lr_scheduler.PolynomialLR(_unit_rate(), steps, call["power"]), steps)
             return (final + (1 - final) * factor for factor in falling)
         case "one_cycle" if call["peak_fraction"] * steps <= 1:
-            # No step is left to rise in; torch's own would divide by zero.
+            # There is no step to rise in, so that torch would divide by zero.
             return _rates(lr_scheduler.CosineAnnealingLR(_unit_rate(), steps - 1, eta_min=final), steps - 1)
         case "one_cycle":
             cycle = lr_scheduler.OneCycleLR(
@@ -60,7 +60,7 @@ def _unit_rate() -> torch.optim.Optimizer:
 
 
 def _rates(scheduler: lr_scheduler.LRScheduler, last_step: float = math.inf) -> Iterator[float]:
-    """The rate of each step; after ``last_step``, where torch's formulas would turn round, its rate."""
+    """Yield the rate of each step, constant after ``last_step``, where torch's formulas would reverse."""
     for step in count():
         yield float(scheduler.get_last_lr()[0])
         if step < last_step:

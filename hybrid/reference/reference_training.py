@@ -1,6 +1,6 @@
 """Training in one process of plain torch, which the cluster is compared with.
 
-It shares no arithmetic with the rest of the system: it uses autograd, ``F.embedding``, ``F.embedding_bag``,
+It slices no arithmetic with the rest of the system: it uses autograd, ``F.embedding``, ``F.embedding_bag``,
 ``torch.optim``, its schedulers and ``clip_grad_norm_``. Only the nets are the same, with the matrix products
 of their layers (``hybrid.dense.matmul``). A step computes the slices of all trainers one after another, and
 takes one backward pass through all of them. The rows that a step reads are leaf tensors, so that a table of
@@ -29,35 +29,35 @@ from hybrid.reference.reference_rows import WholeTable, initial_state, update_ro
 from hybrid.reference.reference_schedule import learning_rate_factors
 
 
-class _Touched(NamedTuple):
-    """The rows of one table that a step, or a prediction, reads."""
+class _StepRows(NamedTuple):
+    """The rows of one table that a step or a prediction reads."""
 
     ids_U: Tensor
     rows_UD: Tensor
 
 
 class Reference:
-    """Trains the job of a configuration in this process.
+    """The training of a configuration in one process.
 
     Args:
-        config: the job.
+        config: the configuration.
         input_spec: the features, in the order of the batches.
-        tables: one spec a table.
+        tables: the specification of each table.
         rows: initial rows by table; copied.
-        net: the dense net that every trainer starts from; copied.
-        remote_net: what stands between interaction and head, or None; copied.
-        total_steps: steps of the whole run, which its schedule may depend on.
+        net: the initial dense net of every trainer; copied.
+        remote_net: the net between interaction and head, or None; copied.
+        total_steps: steps of the run, which its schedule may depend on.
 
     Attributes:
         tables: rows by table, with all updates.
-        table_states: state of the tables' optimizers by table and name, as the workers name it.
-        nets: the dense net of each trainer; stages that trainers share are the same modules.
-        remote_net: as the argument, trained.
-        optimizer: of all dense parameters: torch's treats each by itself, so one serves all nets.
-        skipped_steps: steps that were not applied, since a loss or gradient was not finite.
+        table_states: state of the tables' optimizers by table and name, with the names of the workers.
+        nets: the dense net of each trainer; stages that trainers batch are the same modules.
+        remote_net: the trained remote net.
+        optimizer: one optimizer for all dense parameters, since torch treats each separately.
+        skipped_steps: steps that were not applied because a loss or gradient was not finite.
 
     Raises:
-        ConfigError: ``train.update`` is async, which no order of steps in one process equals.
+        ConfigError: ``train.update`` is async, which is not equal to any order of steps in one process.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Reference:
             for t in tables
             if t.optimizer.all_rows
         }
-        # What a step reads: in pipelined mode the tables without their last update.
+        # The rows that a step reads: in pipelined mode, without the last update.
         self._visible = self.tables
         self._last_updated: dict[str, Tensor] = {}  # ids_U by table
         if config.train.update == "pipelined":
@@ -93,7 +93,7 @@ class Reference:
 
         self.nets = _nets(net, config.dense, config.cluster.trainers)
         self.remote_net = copy.deepcopy(remote_net)
-        # Of a module of modules, torch gives each parameter once, shared or not.
+        # A module of modules lists each parameter once, also shared ones.
         self._dense = nn.ModuleList(self.nets)
         if self.remote_net is not None:
             self._dense.append(self.remote_net)
@@ -104,27 +104,27 @@ class Reference:
         self._loss = ReferenceLoss(config.all_tasks)
         self.skipped_steps = 0
 
-    def step(self, shares: Sequence[Batch]) -> float:
-        """One optimizer step of all trainers together; the loss of their samples, before it.
+    def step(self, slices: Sequence[Batch]) -> float:
+        """Take one optimizer step of all trainers; return the loss of their samples before it.
 
         Args:
-            shares: the batch of each trainer; any may be empty.
+            slices: the batch of each trainer; any may be empty.
 
         Raises:
             NonFiniteError: the loss or a gradient is not finite, and ``train.non_finite`` is stop.
         """
         factor = next(self._factors)
-        touched = self._touch(shares, self._visible)
+        rows = self._copy_rows(slices, self._visible)
         for spec in self._specs:
-            touched[spec.name].rows_UD.requires_grad_(spec.optimizer.name != "frozen")
+            rows[spec.name].rows_UD.requires_grad_(spec.optimizer.name != "frozen")
         self._dense.train()
         self.optimizer.zero_grad()
-        outputs = [self._forward(t, share, touched) for t, share in enumerate(shares)]
-        loss = torch.stack(self._loss.parts(outputs, shares)).sum()
+        outputs = [self._forward(t, batch, rows) for t, batch in enumerate(slices)]
+        loss = torch.stack(self._loss.parts(outputs, slices)).sum()
         loss.backward()
-        self.see_all_updates()  # but for this step's, which is still to come
-        if self._is_finite(loss, touched):
-            self._update(touched, factor)
+        self.see_all_updates()  # of earlier steps
+        if self._is_finite(loss, rows):
+            self._update(rows, factor)
         elif self._config.train.non_finite == "stop":
             raise NonFiniteError("the loss or a gradient of the reference is not finite")
         else:
@@ -132,45 +132,45 @@ class Reference:
         return loss.item()
 
     def see_all_updates(self) -> None:
-        """Let the next step read every update so far, as the first step of an epoch does."""
+        """Let the next step read all updates so far, as the first step of an epoch does."""
         for name, ids_U in self._last_updated.items():
             self._visible[name][ids_U] = self.tables[name][ids_U]
 
     @torch.no_grad()
     def outputs(self, batch: Batch, trainer: int = 0) -> Tensor:
-        """``outputs_BO`` (``outputs_B`` of one) of a trainer's net for test samples, with all updates."""
+        """Return ``outputs_BO`` (``outputs_B`` for one output) of a trainer's net, with all updates."""
         self._dense.eval()
-        outputs_BO = self._forward(trainer, batch, self._touch([batch], self.tables))
+        outputs_BO = self._forward(trainer, batch, self._copy_rows([batch], self.tables))
         return outputs_BO.squeeze(1)
 
     @property
     def parameter_names(self) -> tuple[list[str], list[str]]:
-        """Names of the parameters of a trainer's net, and of the remote net, in the order of optimizers."""
+        """The parameter names of a trainer's net and of the remote net, in the order of optimizers."""
         remote = self.remote_net or nn.Module()
         return [n for n, _ in self.nets[0].named_parameters()], [n for n, _ in remote.named_parameters()]
 
     def dense_state(self, module: nn.Module) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's state of each parameter of one of the nets, by the parameter's name in it."""
+        """Return the optimizer state of each parameter of a net, by name."""
         return {name: self.optimizer.state.get(p, {}) for name, p in module.named_parameters()}
 
-    def _touch(self, batches: Sequence[Batch], tables: Mapping[str, Tensor]) -> dict[str, _Touched]:
-        """Copies of the rows of each table that ``batches`` name."""
+    def _copy_rows(self, batches: Sequence[Batch], tables: Mapping[str, Tensor]) -> dict[str, _StepRows]:
+        """Copy the rows of each table that ``batches`` contain."""
         ids: dict[str, list[Tensor]] = {name: [] for name in self.tables}
         for batch in batches:
             for k, feature in enumerate(self._features):
                 ids[self._table_of[feature.name].name].append(_bags(batch.sparse_features, k)[0])
-        touched = {}
+        rows = {}
         for name, table_RD in tables.items():
             ids_U = torch.cat(ids[name]).unique()
-            touched[name] = _Touched(ids_U, table_RD[ids_U])
-        return touched
+            rows[name] = _StepRows(ids_U, table_RD[ids_U])
+        return rows
 
-    def _forward(self, trainer: int, batch: Batch, touched: Mapping[str, _Touched]) -> Tensor:
+    def _forward(self, trainer: int, batch: Batch, rows: Mapping[str, _StepRows]) -> Tensor:
         net = self.nets[trainer]
         sparse = batch.sparse_features
         with self._autocast():
             bottom_BH = net.bottom(batch.dense_features.to(self._dtype))
-        pooled_BE = torch.cat([self._pool(sparse, k, touched) for k in range(len(self._features))], dim=1)
+        pooled_BE = torch.cat([self._pool(sparse, k, rows) for k in range(len(self._features))], dim=1)
         with self._autocast():
             hidden_BH = net.interaction(bottom_BH, pooled_BE)
         if self.remote_net is not None:
@@ -182,11 +182,11 @@ class Reference:
     def _autocast(self) -> torch.autocast:
         return torch.autocast("cpu", torch.bfloat16, enabled=self._config.dense.autocast == "bfloat16")
 
-    def _pool(self, sparse: SparseFeatures, feature: int, touched: Mapping[str, _Touched]) -> Tensor:
-        """The vectors of one feature, one a sample; or those of a sequence."""
+    def _pool(self, sparse: SparseFeatures, feature: int, rows: Mapping[str, _StepRows]) -> Tensor:
+        """Return the vectors of one feature: one per sample, or those of a sequence."""
         spec = self._features[feature]
         table = self._table_of[spec.name]
-        ids_U, rows_UD = touched[table.name]
+        ids_U, rows_UD = rows[table.name]
         ids_L, offsets, weights_L = _bags(sparse, feature)
         index_L = torch.searchsorted(ids_U, ids_L)
         if table.sequence:
@@ -196,7 +196,7 @@ class Reference:
             sums_BD = F.embedding_bag(
                 index_L, rows_UD, offsets, mode="sum", per_sample_weights=weights_L, include_last_offset=True
             )
-            is_mean = table.pooling.value == "mean"  # which torch has of plain rows only
+            is_mean = table.pooling.value == "mean"  # which torch does not support with weights
             return sums_BD / offsets.diff().clamp(min=1).unsqueeze(1) if is_mean else sums_BD
         if sparse.offsets is None or not spec.multi_hot:
             return F.embedding(index_L, rows_UD)
@@ -205,7 +205,7 @@ class Reference:
     def _sequence(
         self, index_L: Tensor, offsets: Tensor, weights_L: Tensor | None, rows_UD: Tensor, length: int
     ) -> Tensor:
-        """The vectors of each sample's ids, zeros up to ``length`` of them, and how many ids there are."""
+        """Return the vectors of each sample's ids, padded to ``length``, and the number of ids."""
         padding = len(rows_UD)
         index_BN = torch.full((len(offsets) - 1, length), padding)
         weights_BN = torch.ones(index_BN.shape, dtype=self._dtype)
@@ -218,21 +218,21 @@ class Reference:
         lengths_B1 = (index_BN != padding).sum(dim=1, keepdim=True).to(self._dtype)
         return torch.cat([vectors_BND.flatten(1), lengths_B1], dim=1)
 
-    def _is_finite(self, loss: Tensor, touched: Mapping[str, _Touched]) -> bool:
-        gradients = [leaf.grad for leaf in self._leaves(touched) if leaf.grad is not None]
+    def _is_finite(self, loss: Tensor, rows: Mapping[str, _StepRows]) -> bool:
+        gradients = [leaf.grad for leaf in self._leaves(rows) if leaf.grad is not None]
         return all(bool(tensor.isfinite().all()) for tensor in (loss, *gradients))
 
-    def _leaves(self, touched: Mapping[str, _Touched]) -> list[Tensor]:
-        return [*(t.rows_UD for t in touched.values()), *self._dense.parameters()]
+    def _leaves(self, rows: Mapping[str, _StepRows]) -> list[Tensor]:
+        return [*(t.rows_UD for t in rows.values()), *self._dense.parameters()]
 
-    def _update(self, touched: Mapping[str, _Touched], factor: float) -> None:
+    def _update(self, rows: Mapping[str, _StepRows], factor: float) -> None:
         if self._config.train.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._leaves(touched), self._config.train.clip_norm)
+            torch.nn.utils.clip_grad_norm_(self._leaves(rows), self._config.train.clip_norm)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         self.optimizer.step()
         for spec in self._specs:
-            ids_U, rows_UD = touched[spec.name]
+            ids_U, rows_UD = rows[spec.name]
             if spec.optimizer.name == "frozen":
                 continue
             assert rows_UD.grad is not None, "every table has a feature that reads it"
@@ -247,8 +247,7 @@ class Reference:
 
 
 def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Ids of one feature, where each of its B bags starts and ends (B + 1), and the weights of its ids, None
-    if all are 1."""
+    """Return the ids of one feature, the offsets of its bags (B + 1), and weights, None if all are 1."""
     size = sparse.batch_size
     offsets = sparse.offsets
     if offsets is None:
@@ -262,7 +261,7 @@ def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor 
 
 
 def _nets(net: DenseNet, section: DenseSection, trainers: int) -> list[DenseNet]:
-    """A net for each trainer, which share what DDP keeps equal, and what they hold together."""
+    """Return a net for each trainer; trainers batch the modules that DDP or tensor parallelism keeps equal."""
     together = section.trainers_per_net
     if section.ddp == "outside":
         return [copy.deepcopy(net)] * trainers
@@ -276,7 +275,7 @@ def _nets(net: DenseNet, section: DenseSection, trainers: int) -> list[DenseNet]
 def _dense_optimizer(
     nets: Sequence[nn.Module], remote_net: nn.Module | None, config: RunConfig
 ) -> torch.optim.Optimizer:
-    """One for all nets, with a group of parameters for each parameter."""
+    """Create one optimizer for all nets, with a parameter group for each parameter."""
     dense, groups = config.dense, list(config.dense_groups.values())
     prefixed = [("", net) for net in nets] + ([] if remote_net is None else [("remote.", remote_net)])
     found: dict[nn.Parameter, dict[str, Any]] = {}
