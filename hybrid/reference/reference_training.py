@@ -261,7 +261,7 @@ def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor 
 
 
 def _nets(net: DenseNet, section: DenseSection, trainers: int) -> list[DenseNet]:
-    """Return a net for each trainer; trainers batch the modules that DDP or tensor parallelism keeps equal."""
+    """Return a net per trainer; they share the modules that DDP or tensor parallelism keeps equal."""
     together = section.trainers_per_net
     if section.ddp == "outside":
         return [copy.deepcopy(net)] * trainers

@@ -1,0 +1,26 @@
+"""Alignment of batches whose number and sizes differ between trainers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.shared_memory import together
+
+from hybrid.batch import Batch
+from hybrid.engine.uneven_batches import align_batches
+
+SIZES = ([3, 1], [2, 4, 5])
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_trainer_without_further_batches_gets_empty_ones_marked_as_ended(is_list: bool) -> None:
+    empty = Batch.empty(1, 1)
+
+    def align(rank: int, group: dist.ProcessGroup) -> list[tuple[int, int, bool]]:
+        batches = [empty._replace(labels=torch.ones(size)) for size in SIZES[rank]]
+        steps = align_batches(batches if is_list else iter(batches), empty, group, torch.device("cpu"))
+        return [(len(each.labels), each.global_size, each.ended) for each in steps]
+
+    assert together(2, align) == [
+        [(3, 5, False), (1, 5, False), (0, 5, True)],
+        [(2, 5, False), (4, 5, False), (5, 5, False)],
+    ]
