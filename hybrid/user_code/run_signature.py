@@ -66,8 +66,8 @@ def load_run_config(
     for dotted, value in _path_entries(config) if uses_paths else ():
         if dotted not in chosen and not is_signed(dotted, value):
             rule = (
-                f"{path} names this, which would be used, and you have not signed it; {_ALLOW}, or set "
-                f"another with --set {dotted}=..."
+                f"{path} names this, which would be used, and you have not signed it; {_ALLOW}, or choose "
+                f"another (--resume: --set {dotted}=...; evaluate and predict: --input)"
             )
             raise ConfigError(dotted, rule, value)
     return config

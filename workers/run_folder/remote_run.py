@@ -38,7 +38,7 @@ def checkpoint_root(folder: Path) -> StoragePath:
     except (OSError, ValueError) as error:
         raise HybridError(f"{path}: cannot be read: {error}; remove it") from error
     is_private = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    if not isinstance(run, RemotePath) or not is_private or not folder.samefile(_local_folder(run)):
+    if not (isinstance(run, RemotePath) and is_private and folder.resolve() == _local_folder(run).resolve()):
         rule = "names a store, but this folder was not made for a run in it"
         raise HybridError(f"{path}: {rule}; remove the file, or name the run by its URL")
     return run

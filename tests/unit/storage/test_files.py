@@ -1,4 +1,4 @@
-"""Files and folders of this machine and of a store, by the same functions."""
+"""Files and folders of this machine and of stores, by the same functions."""
 
 import gzip
 import os
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Barrier
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ def some_bytes(num_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5], ids=["empty", "small"])
-def test_what_is_written_is_read(folder: StoragePath, num_bytes: int) -> None:
+def test_a_file_is_read_as_it_was_written(folder: StoragePath, num_bytes: int) -> None:
     check_read(folder / "a.bin", num_bytes)
 
 
@@ -34,12 +33,12 @@ SLOW = [pytest.param(each, marks=pytest.mark.long) for each in ("google", "azure
 
 
 @pytest.mark.parametrize("folder", ["path", "store", *SLOW], indirect=True)
-def test_what_has_several_blocks_and_parts_is_read(folder: StoragePath) -> None:
+def test_a_file_of_several_blocks_is_read_as_it_was_written(folder: StoragePath) -> None:
     check_read(folder / "a.bin", 23 * MIB + 3)
 
 
 def check_read(file: StoragePath, num_bytes: int) -> None:
-    """See that as many bytes are read as are written, in every way."""
+    """Write a file, and read it by each function."""
     content = some_bytes(num_bytes)
     with files.open_writer(file) as writer:
         for start in range(0, num_bytes, 4 * MIB):
@@ -77,7 +76,7 @@ def test_a_folder_that_may_not_be_read_is_one_line() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_ranges_come_in_their_order(folder: StoragePath) -> None:
+def test_ranges_are_read_in_order(folder: StoragePath) -> None:
     content = some_bytes(100_000)
     files.write_bytes(folder / "a", content)
     ranges = [(start, 7) for start in range(0, 99_990, 331)][::-1]
@@ -119,7 +118,7 @@ def test_folders_are_listed_and_removed(folder: StoragePath) -> None:
     assert files.list_entries(folder / "run") == []
 
 
-def test_what_is_missing_is_said_as_of_the_disk(folder: StoragePath) -> None:
+def test_a_missing_file_is_a_file_not_found_error(folder: StoragePath) -> None:
     reads: list[Callable[[StoragePath], object]] = [
         files.read_bytes,
         files.file_size,
@@ -132,7 +131,7 @@ def test_what_is_missing_is_said_as_of_the_disk(folder: StoragePath) -> None:
         assert str(folder / "none") in str(caught.value)
 
 
-def test_a_tag_is_of_the_content(store: Store) -> None:
+def test_the_tag_of_a_file_depends_on_its_content(store: Store) -> None:
     folder = RemotePath(f"s3://{BUCKET}", f"files-{next(_numbers)}")
     for name, content in (("a", b"1"), ("b", b"2"), ("c", b"1")):
         files.write_bytes(folder / name, content)
@@ -142,18 +141,13 @@ def test_a_tag_is_of_the_content(store: Store) -> None:
     assert files.content_tag(folder / "a") == b
 
 
-def test_files_are_waited_for_at_the_same_time() -> None:
-    together = Barrier(4)
-    assert sorted(files.map_concurrently(lambda _: together.wait(20), range(4))) == [0, 1, 2, 3]
-
-
-def test_what_is_done_for_each_comes_in_order_and_so_do_errors() -> None:
+def test_concurrent_results_and_errors_keep_their_order() -> None:
     assert files.map_concurrently(lambda number: 2 * number, range(50)) == [*range(0, 100, 2)]
     with pytest.raises(ZeroDivisionError):
         files.map_concurrently(lambda number: 1 // number, [1, 0, 2])
 
 
-def test_no_more_is_fetched_than_is_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_requested_bytes_are_fetched(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     file, content = parse_path(f"s3://{BUCKET}/files-{next(_numbers)}"), some_bytes(3 * MIB)
     files.write_bytes(file, content)
     with Proxy(store) as proxy:
@@ -165,7 +159,7 @@ def test_no_more_is_fetched_than_is_asked_for(store: Store, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("num_bytes", [5, 23 * MIB], ids=["small", "large"])
-def test_nothing_is_left_of_what_is_not_finished(folder: StoragePath, num_bytes: int) -> None:
+def test_a_failed_write_leaves_no_file(folder: StoragePath, num_bytes: int) -> None:
     def write() -> None:
         with files.open_writer(folder / "torn") as writer:
             writer.write(bytes(num_bytes))
@@ -176,7 +170,7 @@ def test_nothing_is_left_of_what_is_not_finished(folder: StoragePath, num_bytes:
     assert not files.exists(folder / "torn")
 
 
-def test_an_error_of_who_reads_stays_his(folder: StoragePath) -> None:
+def test_an_error_of_the_caller_is_not_converted(folder: StoragePath) -> None:
     files.write_bytes(folder / "a", b"1")
     with pytest.raises(ValueError, match="mine"), files.open_reader(folder / "a"):
         raise ValueError("mine")
@@ -184,17 +178,8 @@ def test_an_error_of_who_reads_stays_his(folder: StoragePath) -> None:
         raise ValueError("mine")
 
 
-def test_a_fetched_file_must_be_the_one_that_is_meant(store: Store) -> None:
+def test_a_fetched_file_must_have_its_checksum(store: Store) -> None:
     file = parse_path(f"s3://{BUCKET}/altered")
     files.write_bytes(file, b"1")
     with pytest.raises(ValueError, match="checksum"), files.local_copy(file, "0" * 64):
         pass
-
-
-def test_a_bucket_that_is_not_there_is_said(store: Store) -> None:
-    with pytest.raises(StorageError) as caught:
-        files.write_bytes(parse_path("s3://no-such-bucket/a"), b"1")
-    assert str(caught.value).startswith("s3://no-such-bucket/a: cannot be written: ")
-    assert "there is no such bucket; make it, or correct the URL" in str(caught.value)
-    with pytest.raises(StorageError, match="there is no such bucket"):
-        files.list_entries(parse_path("s3://no-such-bucket/a"))

@@ -1,4 +1,4 @@
-"""A store that refuses, tears and stalls: what is transient is tried again, what is not is one line."""
+"""Failures of a store: transient ones are retried, others are one line."""
 
 import hashlib
 from collections import Counter
@@ -31,14 +31,14 @@ def through(proxy: Proxy, name: str) -> RemotePath:
 @pytest.mark.parametrize(
     "fate", ["lose", *(pytest.param(each, marks=pytest.mark.long) for each in ("503", "500", "cut", "slow"))]
 )
-def test_what_fails_now_and_then_is_asked_again(proxy: Proxy, fate: str) -> None:
+def test_a_transient_failure_is_retried(proxy: Proxy, fate: str) -> None:
     """Each request once: initiating an upload, its parts, its end, looking, reading, listing, removing."""
     asked = Counter[tuple[str, str]]()
 
     def plan(method: str, path: str) -> str | None:
         request = method, path
         asked[request] += 1
-        # An upload's end that the store has heard cannot be told again.
+        # The completion of an upload that the store has processed cannot be repeated.
         is_end = method == "POST" and "uploadId" in path
         return None if asked[request] > 1 or (is_end and fate == "lose") else fate
 
@@ -53,7 +53,7 @@ def test_what_fails_now_and_then_is_asked_again(proxy: Proxy, fate: str) -> None
     assert max(asked.values()) > 1 or fate == "slow"
 
 
-def test_an_answer_that_is_torn_is_asked_again(proxy: Proxy) -> None:
+def test_a_truncated_response_is_retried(proxy: Proxy) -> None:
     file, torn = through(proxy, "torn"), list[str]()
     files.write_bytes(file, CONTENT)
 
@@ -67,7 +67,7 @@ def test_an_answer_that_is_torn_is_asked_again(proxy: Proxy) -> None:
     assert len(torn) == 2
 
 
-def test_an_upload_that_ends_in_the_middle_leaves_nothing(proxy: Proxy) -> None:
+def test_an_unfinished_upload_leaves_no_file(proxy: Proxy) -> None:
     file = through(proxy, "half")
     proxy.plan = lambda method, path: "403" if "partNumber=2" in path else None
     with pytest.raises(StorageError, match=r"cannot be written: .*credentials that may do this"):
@@ -77,9 +77,9 @@ def test_an_upload_that_ends_in_the_middle_leaves_nothing(proxy: Proxy) -> None:
 
 
 @pytest.mark.long
-def test_a_store_that_stays_down_is_given_up(proxy: Proxy) -> None:
+def test_a_store_that_stays_down_is_an_error(proxy: Proxy) -> None:
     proxy.plan = lambda method, path: "503"
-    with pytest.raises(StorageError, match=r"cannot be read: .*the store does not keep up, or is down"):
+    with pytest.raises(StorageError, match=r"cannot be read: .*the store is overloaded or down"):
         files.read_bytes(through(proxy, "down"))
     assert len(proxy.seen) == ATTEMPTS
 
@@ -88,7 +88,7 @@ def test_a_store_that_stays_down_is_given_up(proxy: Proxy) -> None:
     ("fate", "kind"),
     [("503", OutageError), ("500", OutageError), ("cut", OutageError), ("403", StorageError)],
 )
-def test_a_store_that_is_down_is_told_from_one_that_refuses(
+def test_an_outage_is_distinguished_from_a_refusal(
     proxy: Proxy, fate: str, kind: type[StorageError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_clients, "ATTEMPTS", 1)
@@ -108,7 +108,7 @@ def test_a_store_that_is_down_is_told_from_one_that_refuses(
         assert type(caught.value) is kind
 
 
-def test_a_store_where_nobody_listens_is_out_of_reach(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_store_is_an_outage(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_clients, "ATTEMPTS", 1)
     with Proxy(store) as proxy:
         file = through(proxy, "gone")
@@ -116,13 +116,13 @@ def test_a_store_where_nobody_listens_is_out_of_reach(store: Store, monkeypatch:
         files.read_bytes(file)
 
 
-def test_a_bucket_that_is_not_there_is_no_outage(store: Store) -> None:
+def test_a_missing_bucket_is_no_outage(store: Store) -> None:
     with pytest.raises(StorageError, match="there is no such bucket") as caught:
         files.write_bytes(parse_path("s3://none/file"), b"content")
     assert type(caught.value) is StorageError
 
 
-def test_what_is_forbidden_is_asked_once(proxy: Proxy) -> None:
+def test_a_refused_request_is_not_retried(proxy: Proxy) -> None:
     proxy.plan = lambda method, path: "403"
     with pytest.raises(StorageError) as caught:
         files.read_bytes(through(proxy, "mine"))

@@ -1,4 +1,4 @@
-"""Paths and URLs are named alike, can be parsed again, and hold nothing secret."""
+"""Parsing of paths and URLs; URLs with credentials are refused."""
 
 import os
 import pickle
@@ -11,7 +11,7 @@ from hybrid.storage.remote_path import RemotePath, is_url, parse_path
 
 
 @pytest.mark.parametrize("text", ["runs/r", "/data/clicks.csv", "C1.txt", "a:b"])
-def test_what_is_no_url_is_a_path(text: str) -> None:
+def test_other_texts_are_paths(text: str) -> None:
     assert parse_path(text) == Path(text)
     assert not is_url(text)
 
@@ -42,7 +42,7 @@ def test_a_url_has_a_root_and_a_key(text: str, root: str, key: str) -> None:
     assert is_url(text)
 
 
-def test_it_is_taken_apart_as_a_path_is() -> None:
+def test_a_remote_path_has_the_attributes_of_a_path() -> None:
     run = parse_path("s3://bucket/runs/r?region=eu-west-1")
     file = run / "tables" / "C1.0-of-2.safetensors"
     assert str(file) == "s3://bucket/runs/r/tables/C1.0-of-2.safetensors?region=eu-west-1"
@@ -69,7 +69,7 @@ def test_it_is_taken_apart_as_a_path_is() -> None:
         ("s3:///a", "names no bucket"),
     ],
 )
-def test_what_is_refused(text: str, said: str) -> None:
+def test_a_url_with_credentials_or_unknown_options_is_refused(text: str, said: str) -> None:
     with pytest.raises(StorageError) as caught:
         parse_path(text)
     assert said in str(caught.value)
@@ -77,6 +77,6 @@ def test_what_is_refused(text: str, said: str) -> None:
     assert "=secret" not in str(caught.value)
 
 
-def test_it_is_no_path_of_this_machine() -> None:
+def test_a_remote_path_is_not_accepted_as_a_local_one() -> None:
     with pytest.raises(TypeError, match="s3://bucket/a"):
         os.stat(parse_path("s3://bucket/a"))
