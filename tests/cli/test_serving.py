@@ -1,4 +1,4 @@
-"""A trained model elsewhere, by the real commands, and by the lines of docs/serving.md."""
+"""Commands and code of docs/serving.md."""
 
 import os
 import runpy
@@ -95,7 +95,7 @@ def history_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_the_server_of_the_page_gives_what_predict_writes(
+def test_the_documented_server_computes_the_predictions(
     request: pytest.FixtureRequest,
     fixture: str,
     write: Callable[..., Path],
@@ -105,7 +105,7 @@ def test_the_server_of_the_page_gives_what_predict_writes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also of values that are missing, unknown, or written otherwise; and none of rows that are bad."""
+    """With missing, unknown and differently written values, and invalid rows."""
     run, new = request.getfixturevalue(fixture), write(tmp_path / "new.csv", 80, seed=8)
     with new.open("a") as file:
         file.writelines(f"{line}\n" for line in (*bad, *more))
@@ -127,7 +127,7 @@ def test_the_server_of_the_page_gives_what_predict_writes(
     assert len(printed[0]) == 1 + len(expected)
 
 
-def test_the_notebook_of_the_page_gives_what_predict_writes(
+def test_the_documented_notebook_computes_the_predictions(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(run, tmp_path / "runs/NAME")
@@ -140,32 +140,30 @@ def test_the_notebook_of_the_page_gives_what_predict_writes(
     assert found["probabilities"].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_rows_that_come_are_answered_before_the_next_ones(
-    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A client that writes a row, and waits for its line before it writes another one."""
+def test_rows_are_answered_one_by_one(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A client writes a row and waits for its line before it writes the next."""
     header, *rows = write_clicks(tmp_path / "new.csv", 5, seed=4).read_text().splitlines()
     (rows_read, rows_written), (read, written) = os.pipe(), os.pipe()
-    answers: list[str] = []
+    lines_read: list[str] = []
 
-    def ask() -> None:
-        with os.fdopen(rows_written, "w") as questions, os.fdopen(read) as lines:
-            questions.write(f"{header}\n")
+    def run_client() -> None:
+        with os.fdopen(rows_written, "w") as requests, os.fdopen(read) as lines:
+            requests.write(f"{header}\n")
             for number, row in enumerate(rows):
-                questions.write(f"{row}\n")
-                questions.flush()
-                while not (answers and answers[-1].startswith(f"{number},")):
-                    answers.append(lines.readline())
+                requests.write(f"{row}\n")
+                requests.flush()
+                while not (lines_read and lines_read[-1].startswith(f"{number},")):
+                    lines_read.append(lines.readline())
 
-    client = threading.Thread(target=ask, daemon=True)
+    client = threading.Thread(target=run_client, daemon=True)
     client.start()
     with redirected(0, rows_read), redirected(1, written):
         main(["predict", str(run), "--input", "-", "--keep", "user"])
     client.join(10)
     for descriptor in (rows_read, written):
         os.close(descriptor)
-    assert answers[0] == "row,user,probability\n"
-    assert [line.split(",")[:2] for line in answers[1:]] == [
+    assert lines_read[0] == "row,user,probability\n"
+    assert [line.split(",")[:2] for line in lines_read[1:]] == [
         [str(number), row.split(",")[3]] for number, row in enumerate(rows)
     ]
     assert "wrote 5 predictions to standard output" in capfd.readouterr().err
@@ -178,14 +176,14 @@ def test_standard_input_is_read_alone(run: Path) -> None:
 
 
 class Bags(nn.Module):
-    """A table of a run, named as TorchRec names an EmbeddingBagCollection's."""
+    """A table with the name of TorchRec's EmbeddingBagCollection."""
 
     def __init__(self, num_rows: int, dim: int) -> None:
         super().__init__()
         self.embedding_bags = nn.ModuleDict({"C1": nn.EmbeddingBag(num_rows, dim)})
 
 
-def test_a_run_goes_on_with_tables_of_another_program(
+def test_a_run_resumes_with_imported_tables(
     trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored = Checkpoint.open(step_folder(trained.folder, 16))
@@ -199,20 +197,20 @@ def test_a_run_goes_on_with_tables_of_another_program(
             *("--output", str(warm), "--map", pair),
         ]
     )
-    said = capsys.readouterr().out
-    assert f"table               C1: {num_rows:,} x {dim}, embedding_bags.C1.weight of" in said
+    message = capsys.readouterr().out
+    assert f"table               C1: {num_rows:,} x {dim}, embedding_bags.C1.weight of" in message
     main(["export", str(warm), "--output", str(tmp_path / "out"), "--format", "tables", "--map", pair])
     tables = load_file(tmp_path / "out/tables.safetensors")
     assert torch.equal(tables["embedding_bags.C1.weight"], bags.state_dict()["embedding_bags.C1.weight"])
     assert len(tables) == len(stored.manifest.tables)
     # Patience counts from the model as it was imported, which is evaluated first.
-    said = output_of(["launch", "--resume", warm, *settings(train={"epochs": 2, "patience": 1})], tmp_path)
-    assert "resuming from step 16" in said
+    message = output_of(["launch", "--resume", warm, *settings(train={"epochs": 2, "patience": 1})], tmp_path)
+    assert "resuming from step 16" in message
     assert step_folder(warm, 32).exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--map", "nothing.*=*"], "--map = 'nothing.*': matches none of the names in {file}: x.weight"),
         (
@@ -223,14 +221,14 @@ def test_a_run_goes_on_with_tables_of_another_program(
     ],
 )
 def test_a_map_that_does_not_fit_is_one_line(
-    run: Path, tmp_path: Path, arguments: list[str], said: str
+    run: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     file = tmp_path / "w.pt"
     torch.save({"x.weight": torch.zeros(3, 2)}, file)
     with pytest.raises(SystemExit) as end:
         main(["import", str(file), "--into", str(run), "--output", str(tmp_path / "new"), *arguments])
     line = str(end.value.code)
-    expected = said.format(file=file, run=step_folder(run, 1))
+    expected = message.format(file=file, run=step_folder(run, 1))
     assert line.startswith(f"hybrid import: {expected}")
     assert "\n" not in line
     assert sorted(path.name for path in tmp_path.iterdir()) == ["w.pt"]

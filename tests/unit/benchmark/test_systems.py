@@ -1,4 +1,4 @@
-"""What the bench's other systems start from: their ids, their rows, their versions."""
+"""Inputs of the compared systems: ids, initial rows and versions."""
 
 import dataclasses
 import subprocess
@@ -18,18 +18,18 @@ SMALL = dataclasses.replace(WORKLOADS["W3"], name="small", table_rows=(7, 3))
 
 
 def pins(path: str) -> dict[str, str]:
-    """Versions by package, of a file of constraints alone."""
+    """Return the versions of a constraints file by package."""
     lines = (ROOT / path).read_text().splitlines()
     return dict(line.split("==") for line in lines if line and line[0] not in "#-")
 
 
-def test_jagged_ids_are_taken_apart_by_feature() -> None:
+def test_jagged_ids_are_split_by_feature() -> None:
     sparse = SparseFeatures.from_bags([[[4, 7], [], [2]], [[5], [1], [9, 8]]])
     bags = [(ids_L.tolist(), offsets_B.tolist()) for ids_L, offsets_B in bags_by_feature(sparse)]
     assert bags == [([4, 7, 2], [0, 2, 2]), ([5, 1, 9, 8], [0, 1, 2])]
 
 
-def test_tables_start_with_the_rows_that_the_cluster_gives_them() -> None:
+def test_tables_have_the_initial_rows_of_a_cluster() -> None:
     rows = initial_rows(SMALL)
     assert list(rows) == ["c0", "c1"]
     for name, num_rows in zip(rows, SMALL.table_rows, strict=True):
@@ -39,16 +39,16 @@ def test_tables_start_with_the_rows_that_the_cluster_gives_them() -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_every_system_has_the_products_that_are_asked_for(name: str) -> None:
-    """Ours reads them in the run's configuration, the others build their net by it."""
+def test_every_system_has_the_requested_precision(name: str) -> None:
+    """This project uses the configuration, other systems use the net."""
     every = [WORKLOADS[name].by(products) for products in PRODUCTS]
     assert every[0] == WORKLOADS[name]
     assert [each.name for each in every] == [name, f"{name} by bfloat16"]
     assert [each.config().dense.autocast for each in every] == ["none", "bfloat16"]
 
 
-def test_the_bench_takes_the_projects_versions_and_adds_to_them() -> None:
-    """All are releases: a local version, such as 2.13.0+cpu, is not on every index."""
+def test_the_bench_uses_the_versions_of_the_project() -> None:
+    """All versions are releases; local versions such as 2.13.0+cpu are not on every index."""
     path = "scripts/benchmark/constraints.txt"
     assert "-c ../constraints.txt" in (ROOT / path).read_text().splitlines()
     own, added = pins("scripts/constraints.txt"), pins(path)
@@ -57,8 +57,8 @@ def test_the_bench_takes_the_projects_versions_and_adds_to_them() -> None:
     assert not [version for version in (*own.values(), *added.values()) if "+" in version]
 
 
-def test_other_systems_need_nothing_that_their_environment_lacks() -> None:
-    """What they take of this project imports torch and NumPy, not what only this project installs."""
+def test_other_systems_import_only_their_environment() -> None:
+    """Modules that other systems import need only torch and NumPy."""
     absent = "safetensors", "pyarrow", "numba", "rich", "psutil", "cryptography", "tensorboard", "matplotlib"
     imports = "import benchmark.workloads, benchmark.one_process"
     code = f"import sys; sys.modules |= dict.fromkeys({absent}); {imports}"

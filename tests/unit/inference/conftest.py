@@ -1,4 +1,4 @@
-"""A run of which tests take the model."""
+"""Trained runs for the tests of inference."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ from support.trained import clicks_config, shop_config, write_trained
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a DLRM on clicks; not to be changed."""
+    """A run of a DLRM on clicks; read-only."""
     folder = tmp_path_factory.mktemp("trained")
     return write_trained(folder / "run", clicks_config(folder))
 
 
 @pytest.fixture(scope="session")
 def shop_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of four tasks and columns of every kind; not to be changed."""
+    """A run with four tasks and columns of every kind; read-only."""
     folder = tmp_path_factory.mktemp("shop")
     return write_trained(folder / "run", shop_config(folder))

@@ -1,4 +1,4 @@
-"""Exports give what ``hybrid predict`` writes, each from its own file alone."""
+"""Exported models compute the predictions of ``hybrid predict``."""
 
 import json
 import re
@@ -32,7 +32,7 @@ from workers.model_commands.run_export import export_run
 
 NO_NAMES = NameMap(())
 BINARY = ("auc", "log loss", "normalised entropy", "calibration", "accuracy")
-# Loads what it is given in a process that cannot import this project, and saves what it gives.
+# Runs a program in a process that cannot import this project.
 ALONE = """
 import sys
 import torch
@@ -44,14 +44,14 @@ torch.save(torch.export.load(program).module()(*torch.load(inputs)), output)
 
 @pytest.fixture(scope="module")
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run as a program and as ONNX."""
+    """The run, exported as a program and as ONNX."""
     folder = tmp_path_factory.mktemp("exported") / "served"
     export_run(run, folder, ["program", "onnx"], None, NO_NAMES)
     return folder
 
 
 def by_program(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the program gives."""
+    """Return the predictions of the program."""
     names = [each["name"] for each in json.loads((served / "preprocessing.json").read_text())["inputs"]]
     given: dict[str, torch.Tensor] = torch.export.load(served / "program.pt2").module()(
         *[inputs[name] for name in names]
@@ -60,17 +60,17 @@ def by_program(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch
 
 
 def by_onnx(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What ONNX gives."""
+    """Return the predictions of the ONNX model."""
     session = onnxruntime.InferenceSession(served / "model.onnx")
-    said = json.loads((served / "preprocessing.json").read_text())
-    assert [each.name for each in session.get_inputs()] == [each["name"] for each in said["inputs"]]
-    names = [each["name"] for each in said["outputs"]]
+    content = json.loads((served / "preprocessing.json").read_text())
+    assert [each.name for each in session.get_inputs()] == [each["name"] for each in content["inputs"]]
+    names = [each["name"] for each in content["outputs"]]
     given = session.run(names, {name: each.numpy() for name, each in inputs.items()})
     return dict(zip(names, map(torch.from_numpy, given), strict=True))
 
 
 def check_as_predicted(run: Path, served: Path, new: Path) -> None:
-    """See that a program and ONNX give what predict writes for the rows of a new file."""
+    """Compare a program and ONNX with ``hybrid predict`` on a new file."""
     inputs = load(run).encode(texts_of(new))
     expected = predicted_columns(run, new)
     assert min(values.std() for values in expected.values()) > 1e-3
@@ -78,7 +78,7 @@ def check_as_predicted(run: Path, served: Path, new: Path) -> None:
     assert largest_difference(by_onnx(served, inputs), expected) < 1e-6
 
 
-def test_every_format_gives_what_predict_writes(run: Path, served: Path, tmp_path: Path) -> None:
+def test_every_format_computes_the_predictions(run: Path, served: Path, tmp_path: Path) -> None:
     check_as_predicted(run, served, write_clicks(tmp_path / "new.csv", 70, seed=2))
 
 
@@ -90,7 +90,7 @@ def test_every_format_gives_what_predict_writes(run: Path, served: Path, tmp_pat
         pytest.param("wide_deep", "mean", marks=pytest.mark.long),
     ],
 )
-def test_other_nets_do_too(tmp_path: Path, net: str, pooling: str) -> None:
+def test_other_nets(tmp_path: Path, net: str, pooling: str) -> None:
     config = clicks_config(tmp_path, dense={"net": net}, embedding={"dim": 4, "pooling": pooling})
     run = write_trained(tmp_path / "run", config)
     export_run(run, tmp_path / "served", ["program", "onnx"], None, NO_NAMES)
@@ -118,14 +118,14 @@ def test_several_tasks_and_columns_of_every_kind(shop_run: Path, tmp_path: Path)
     served = tmp_path / "served"
     export_run(shop_run, served, ["program", "onnx"], None, NO_NAMES)
     check_as_predicted(shop_run, served, write_shop(tmp_path / "new.csv", 70, seed=2))
-    said = json.loads((served / "preprocessing.json").read_text())
+    content = json.loads((served / "preprocessing.json").read_text())
     ids = {"type": "int64", "shape": ["ids of tags"]}
-    assert said["inputs"][6:9] == [
+    assert content["inputs"][6:9] == [
         {"name": "tags", **ids},
         {"name": "tags.weights", "type": "float32", "shape": ["ids of tags"]},
         {"name": "tags.offsets", "type": "int64", "shape": ["samples + 1"]},
     ]
-    assert [(each["name"], each["shape"], each["task"], each["kind"]) for each in said["outputs"]] == [
+    assert [(each["name"], each["shape"], each["task"], each["kind"]) for each in content["outputs"]] == [
         ("click.probability", ["samples"], "click", "binary"),
         ("buy.probability", ["samples"], "buy", "binary"),
         ("spent.value", ["samples"], "spent", "regression"),
@@ -152,7 +152,7 @@ def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_columns_may_have_the_names_of_operators(tmp_path: Path) -> None:
-    """And not that of an output, in ONNX."""
+    """In ONNX, an input must not have the name of an output."""
     names = "cat,embedding,linear,scatter_add,sigmoid,val_0"
     header = f"clicked,{names}\n"
     rows = "".join(
@@ -228,14 +228,16 @@ def test_narrow_tables_are_in_every_format(
     assert printed["largest"].split()[1] == f"{largest:.2g}"
 
 
-def test_it_is_measured_by_weights_where_a_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loss_of_precision_uses_the_weights_of_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = write_trained(tmp_path / "run", shop_config(tmp_path, data={"weighted_metrics": "true"}))
     evaluate(run, [])
     expected = dict(line.rsplit(None, 1) for line in capsys.readouterr().out.splitlines()[1:])
     export_run(run, tmp_path / "served", ["tables"], "bfloat16", NO_NAMES)
-    said = re.findall(r"^(.+?) +(\S+) before", capsys.readouterr().out, re.MULTILINE)
-    assert len(said) == 2 * len(BINARY) + 4
-    for name, value in said:
+    content = re.findall(r"^(.+?) +(\S+) before", capsys.readouterr().out, re.MULTILINE)
+    assert len(content) == 2 * len(BINARY) + 4
+    for name, value in content:
         assert f"{float(value):.4f}" == expected[name], name
 
 
@@ -299,26 +301,27 @@ def test_tables_are_named_by_a_map(run: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_the_preprocessing_says_what_the_inputs_are(run: Path, tmp_path: Path) -> None:
+def test_the_preprocessing_describes_inputs_and_columns(run: Path, tmp_path: Path) -> None:
     export_run(run, tmp_path / "served", ["tables"], None, NO_NAMES)
-    said = json.loads((tmp_path / "served/preprocessing.json").read_text())
-    assert [(each["name"], each["type"], each["shape"]) for each in said["inputs"]] == [
+    content = json.loads((tmp_path / "served/preprocessing.json").read_text())
+    assert [(each["name"], each["type"], each["shape"]) for each in content["inputs"]] == [
         ("dense", "float32", ["samples", 2]),
         ("user", "int64", ["samples"]),
         ("item", "int64", ["samples"]),
         ("tags", "int64", ["ids of tags"]),
         ("tags.offsets", "int64", ["samples + 1"]),
     ]
-    assert ([each["name"] for each in said["outputs"]], said["missing"]) == (["probability"], ["", "?"])
-    assert [(each["name"], each["source"]) for each in said["dense"]] == [("price", "price"), ("age", "age")]
-    assert [(each["name"], each["multi_hot_separator"]) for each in said["sparse"]] == [
+    assert ([each["name"] for each in content["outputs"]], content["missing"]) == (["probability"], ["", "?"])
+    assert [(each["name"], each["source"]) for each in content["dense"]] == [
+        ("price", "price"),
+        ("age", "age"),
+    ]
+    assert [(each["name"], each["multi_hot_separator"]) for each in content["sparse"]] == [
         *(("user", "|"), ("item", "|"), ("tags", "|"))
     ]
 
 
-def test_nothing_is_overwritten_and_nothing_left(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_export_leaves_no_files(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> list[str]:
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""Tables of another program take the place of a checkpoint's own; all else stays."""
+"""Tables of another program replace tables of a checkpoint."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def of(tensor: Tensor) -> StoredTensor:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Checkpoint:
-    """Of tables in two shards each, with Adagrad's state."""
+    """A checkpoint with two shards per table, and Adagrad's state."""
     run = write_trained(tmp_path / "run", clicks_config(tmp_path))
     return Checkpoint.open(step_folder(run, 1))
 
@@ -34,7 +34,7 @@ def rows_like(stored: Checkpoint, table: str, dtype: torch.dtype = torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_rows_are_replaced_and_their_state_begins_anew(
+def test_rows_are_replaced_and_their_state_is_reset(
     stored: Checkpoint, tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretrained_by_position, "_BLOCK_BYTES", 8 * 4 * 3)  # three rows of a shard
@@ -53,7 +53,6 @@ def test_rows_are_replaced_and_their_state_begins_anew(
 
 
 def test_the_state_of_a_table_that_was_trained_is_dropped(stored: Checkpoint, tmp_path: Path) -> None:
-    """By importing twice, with state put in between."""
     rows_RD = rows_like(stored, "user")
     path = Path(str(stored.folder)) / shard_file("user", 0, 2)
     arrays = map_arrays(path, is_writable=True)
@@ -64,14 +63,14 @@ def test_the_state_of_a_table_that_was_trained_is_dropped(stored: Checkpoint, tm
 
 
 @pytest.mark.parametrize(
-    ("tensor", "said"),
+    ("tensor", "message"),
     [
         (torch.zeros(3, 4), r"'u' is 3 x 4, .*table 'user' of .*step-00000001 is \d+ x 4"),
         (torch.zeros(()), "'u' is one value, .*table 'user'"),
     ],
 )
-def test_a_tensor_of_another_shape(stored: Checkpoint, tensor: Tensor, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_tensor_of_another_shape(stored: Checkpoint, tensor: Tensor, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         check_fit(stored, {"u": of(tensor)}, {"user": "u"})
 
 
@@ -80,7 +79,7 @@ def test_a_tensor_of_integers(stored: Checkpoint) -> None:
         check_fit(stored, {"u": of(rows_like(stored, "user", torch.int8))}, {"user": "u"})
 
 
-def test_nothing_is_overwritten_and_nothing_left(stored: Checkpoint, tmp_path: Path) -> None:
+def test_a_failed_import_leaves_no_files(stored: Checkpoint, tmp_path: Path) -> None:
     def fails(start: int, stop: int) -> Tensor:
         raise DataError("the file is gone")
 

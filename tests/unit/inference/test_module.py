@@ -33,7 +33,7 @@ from hybrid.inference.trained_module import TrainedModule, load
 
 
 def raw(inputs: Path) -> dict[str, list[object]]:
-    """The columns of a file as Python has them; of tags, lists."""
+    """Return the columns of a file as Python values, with lists of tags."""
     rows = list(csv.DictReader(inputs.read_text().splitlines()))
     return {
         "price": [float(row["price"]) if row["price"] else None for row in rows],
@@ -80,7 +80,7 @@ def test_outputs_of_built_in_nets(tmp_path: Path, net: str, pooling: str) -> Non
     ],
     ids=lambda sections: "-".join(f"{k}.{n}" for k, values in sections.items() for n in values),
 )
-def test_whatever_the_model_is_made_of(tmp_path: Path, sections: dict[str, dict[str, object]]) -> None:
+def test_outputs_of_other_configurations(tmp_path: Path, sections: dict[str, dict[str, object]]) -> None:
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
     check_outputs(run, write_clicks(tmp_path / "new.csv", 70, seed=2), 1e-6)
 
@@ -103,7 +103,7 @@ def test_several_tasks_and_columns_of_every_kind(tmp_path: Path, net: str) -> No
 
 @pytest.mark.parametrize("net", ["dlrm", "dcn_v2", "deepfm", "wide_deep", "din_net:build"])
 def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of nets that are built in, and of that of docs/models.md."""
+    """Built-in nets, and the custom net of docs/models.md."""
     (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "class Interest"))
     monkeypatch.syspath_prepend(tmp_path)
     config = history_config(tmp_path, dense={"net": net}, train={"dtype": "float64"})
@@ -116,8 +116,8 @@ def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) ->
         assert largest_difference(model(model.encode(texts_of(new))), expected) < 1e-12
 
 
-def test_a_history_too_long_is_cut_or_refused_as_in_training(tmp_path: Path) -> None:
-    """What is given as rows already is cut behind the first."""
+def test_long_sequences_are_cut_or_rejected(tmp_path: Path) -> None:
+    """Sequences that are given as rows are cut after the first ones."""
     model = load(write_trained(tmp_path / "run", history_config(tmp_path)))
     columns = {
         "price": ["1"],
@@ -181,12 +181,12 @@ def test_inputs_of_one_name_are_refused(tmp_path: Path) -> None:
     new = write_clicks(tmp_path / "dense.csv")
     new.write_text(new.read_text().replace("user", "tags.offsets", 1))
     config = clicks_config(tmp_path, data={"path": new, "sparse": ["tags.offsets", "item", "tags"]})
-    said = r"data\.sparse = \['tags\.offsets'\]: makes several inputs of one name; rename a column"
-    with pytest.raises(ConfigError, match=said):
+    message = r"data\.sparse = \['tags\.offsets'\]: makes several inputs of one name; rename a column"
+    with pytest.raises(ConfigError, match=message):
         load(write_trained(tmp_path / "run", config))
 
 
-def test_a_batch_may_be_as_loops_have_it(run: Path) -> None:
+def test_batches_may_have_jagged_values(run: Path) -> None:
     model = load(run)
     tags = [["a", "b"], [], ["c"]]
     columns = {"price": [1.0, 2, 3], "age": [1, 2, 3], "user": ["u1"] * 3, "item": ["7"] * 3, "tags": tags}
@@ -197,7 +197,7 @@ def test_a_batch_may_be_as_loops_have_it(run: Path) -> None:
     assert model.input_names == ("dense", "user", "item", "tags", "tags.offsets")
 
 
-def test_gradients_reach_its_rows(run: Path) -> None:
+def test_gradients_reach_the_tables(run: Path) -> None:
     model = load(run)
     columns = {"price": [1.0], "age": [2], "user": ["u1"], "item": ["7"], "tags": [["a", "b"]]}
     model(model.encode(columns))["probability"].sum().backward()
@@ -207,7 +207,7 @@ def test_gradients_reach_its_rows(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "error", "said"),
+    ("columns", "error", "message"),
     [
         ({"price": [1.0]}, ConfigError, "no such column"),
         (
@@ -218,16 +218,16 @@ def test_gradients_reach_its_rows(run: Path) -> None:
         ({"price": [1.0], "age": [1, 2]}, DataError, r"encode\(columns\): cannot be read as columns"),
     ],
 )
-def test_raw_values_that_cannot_be_used(
-    run: Path, columns: dict[str, list[object]], error: type[Exception], said: str
+def test_invalid_raw_values(
+    run: Path, columns: dict[str, list[object]], error: type[Exception], message: str
 ) -> None:
     model = load(run)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         model.encode(columns)
 
 
 class Net(nn.Module):
-    """A module of the user's own."""
+    """A custom module."""
 
     def __init__(self, rows: int = 9) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class Net(nn.Module):
 
 
 class Other(nn.Module):
-    """One without these tables."""
+    """A module with other tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,9 +252,9 @@ class Other(nn.Module):
 BATCH = {"user": torch.tensor([0, 2, 8]), "tags": torch.tensor([[0, 1], [2, 2], [4, 0]])}
 
 
-class TestAnOwnLoop:
+class TestCustomLoop:
     def saved(self, folder: Path) -> Tensor:
-        """Save a module that has taken a step; what it gives then."""
+        """Save a module after a step; return its outputs."""
         cluster = hybrid.connect()
         model = cluster.distribute(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -266,14 +266,14 @@ class TestAnOwnLoop:
             given: Tensor = model(BATCH)
         return given
 
-    def test_it_is_a_copy_in_plain_pytorch(self, tmp_path: Path) -> None:
+    def test_the_copy_has_modules_of_torch(self, tmp_path: Path) -> None:
         expected = self.saved(tmp_path / "step-1")
         model = load(tmp_path / "step-1", Net())
         assert type(model.user) is nn.Embedding
         assert type(model.tags) is nn.EmbeddingBag
         assert torch.allclose(model(BATCH), expected, atol=1e-7)
 
-    def test_what_does_not_fit_is_said(self, tmp_path: Path) -> None:
+    def test_other_modules_are_refused(self, tmp_path: Path) -> None:
         folder = tmp_path / "step-1"
         self.saved(folder)
         with pytest.raises(CheckpointError, match=r"tags, user.*item"):
@@ -284,7 +284,7 @@ class TestAnOwnLoop:
             load(folder)
 
 
-def test_it_takes_the_checkpoint_that_is_named(run: Path) -> None:
+def test_a_checkpoint_can_be_loaded(run: Path) -> None:
     named = step_folder(run, 1)
     assert (named / DENSE_FILE).exists()
     model = load(named)
@@ -306,7 +306,7 @@ def test_it_takes_the_checkpoint_that_is_named(run: Path) -> None:
 def test_a_net_of_other_shapes_than_its_file_is_not_built(
     net: str, before: str, after: str, tmp_path: Path
 ) -> None:
-    """Whoever hands out a run could else fill any memory by a few bytes."""
+    """Otherwise a foreign run of a few bytes could fill the memory."""
     remote = {"remote_mlp": [8]} if "remote" in before else {}
     run = write_trained(
         tmp_path / "run",

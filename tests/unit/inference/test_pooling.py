@@ -1,4 +1,4 @@
-"""Pooling by a scatter is torch's own ``embedding_bag``, and sequences are padded as by torch."""
+"""Pooling by a scatter equals ``embedding_bag``, and sequences are padded with zeros."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from hybrid.inference.pooling import pad_sequences, pool_bags
 @pytest.mark.parametrize("pooling", list(Pooling))
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(0, 4), max_size=12))
-def test_it_is_embedding_bag(pooling: Pooling, lengths: list[int]) -> None:
+def test_pooling_equals_embedding_bag(pooling: Pooling, lengths: list[int]) -> None:
     rows_LD = torch.randn(sum(lengths), 3, generator=torch.Generator().manual_seed(len(lengths)))
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     expected = torch.zeros(len(lengths), 3)
@@ -24,7 +24,7 @@ def test_it_is_embedding_bag(pooling: Pooling, lengths: list[int]) -> None:
 
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(0, 4), max_size=12), most=st.integers(1, 5))
-def test_sequences_are_padded_with_zeros_and_say_how_long_they_are(lengths: list[int], most: int) -> None:
+def test_sequences_are_padded_and_have_their_length(lengths: list[int], most: int) -> None:
     rows_LD = torch.randn(sum(lengths), 3, generator=torch.Generator().manual_seed(len(lengths)))
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     found = pad_sequences(rows_LD, offsets, most)

@@ -1,4 +1,4 @@
-"""Tensors of other programs by name, read where they lie; nothing else is unpickled."""
+"""Tensors of other programs by name; nothing else is unpickled."""
 
 from pathlib import Path
 
@@ -12,15 +12,15 @@ from hybrid.export.state_dicts import stored_tensors
 
 
 class Bags(nn.Module):
-    """Named as TorchRec names an EmbeddingBagCollection's."""
+    """Tables with the names of TorchRec's EmbeddingBagCollection."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding_bags = nn.ModuleDict({"user": nn.EmbeddingBag(7, 3), "item": nn.EmbeddingBag(4, 3)})
 
 
-class Ran(Exception):
-    """What a file must not lead to."""
+class OpenedError(Exception):
+    """Raised if the file is opened."""
 
 
 class Harmful:
@@ -34,7 +34,7 @@ def check_user(path: Path, name: str, expected: torch.Tensor) -> None:
         assert torch.equal(tensors[name].rows(2, 5), expected[2:5])
 
 
-def test_a_state_dict_may_be_within_others(tmp_path: Path) -> None:
+def test_nested_state_dicts(tmp_path: Path) -> None:
     bags = Bags()
     torch.save({"epoch": 3, "model": bags.state_dict(), "lr": [0.1]}, tmp_path / "w.pt")
     name = "embedding_bags.user.weight"
@@ -50,15 +50,15 @@ def test_safetensors(tmp_path: Path) -> None:
 
 def test_nothing_but_tensors_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"w": torch.zeros(2, 2), "x": Harmful()}, tmp_path / "w.pt")
-    said = "holds more than tensors, which is not unpickled; save a state_dict"
-    with pytest.raises(DataError, match=said), stored_tensors(tmp_path / "w.pt"):
-        raise Ran
+    message = "holds more than tensors, which is not unpickled; save a state_dict"
+    with pytest.raises(DataError, match=message), stored_tensors(tmp_path / "w.pt"):
+        raise OpenedError
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("name", ["none.pt", "none.safetensors", "text.pt", "text.safetensors"])
-def test_what_cannot_be_read(tmp_path: Path, name: str) -> None:
+def test_unreadable_files(tmp_path: Path, name: str) -> None:
     (tmp_path / "text.pt").write_text("no tensors")
     (tmp_path / "text.safetensors").write_text("no tensors")
     with pytest.raises(DataError, match=f"{name}: "), stored_tensors(tmp_path / name):
-        raise Ran
+        raise OpenedError

@@ -1,4 +1,4 @@
-"""A file of predictions is there whole or not at all."""
+"""A file of predictions exists only when it is complete."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ NAMES = ["p.csv", "p.parquet"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_left_of_one_that_is_not_finished(folder: StoragePath, name: str) -> None:
+def test_an_unfinished_file_is_removed(folder: StoragePath, name: str) -> None:
     def write_half() -> None:
         with prediction_file(folder / name) as file:
             file.write({"row": pa.array([1])})
@@ -29,7 +29,7 @@ def test_nothing_is_left_of_one_that_is_not_finished(folder: StoragePath, name: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_not_there_before_its_end(folder: StoragePath, name: str) -> None:
+def test_the_file_appears_at_the_end(folder: StoragePath, name: str) -> None:
     with prediction_file(folder / name) as file:
         file.write({"row": pa.array([1]), "tags": pa.array([["a", "b"]])})
         assert not files.exists(folder / name)
@@ -38,8 +38,8 @@ def test_it_is_not_there_before_its_end(folder: StoragePath, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param(NAMES[0], marks=pytest.mark.long), NAMES[1]])
-def test_a_large_one_is_sent_as_it_is_written(store: Store, tmp_path: Path, name: str) -> None:
-    """In an upload of several parts, of the bytes that it has on a disk."""
+def test_a_large_file_is_uploaded_while_it_is_written(store: Store, tmp_path: Path, name: str) -> None:
+    """A multipart upload has the same bytes as a local file."""
     there = parse_path(f"s3://{BUCKET}/{tmp_path.name}")
     draw = np.random.default_rng(3)
     columns = {f"x{i}": pa.array(draw.random(100_000)) for i in range(10)}
@@ -58,7 +58,7 @@ def test_numbers_have_all_their_digits(tmp_path: Path) -> None:
 
 
 def test_a_column_that_changes_its_type_is_one_line(tmp_path: Path) -> None:
-    """As where one input file has integers in it, and the next one texts."""
+    """One input file may have integers, and the next one text."""
 
     def write_both() -> None:
         with prediction_file(tmp_path / "p.parquet") as file:
@@ -71,7 +71,7 @@ def test_a_column_that_changes_its_type_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_where_nothing_can_be_written(tmp_path: Path, name: str) -> None:
+def test_unwritable_folders(tmp_path: Path, name: str) -> None:
     with (
         pytest.raises(HybridError, match="cannot be written: No such file"),
         prediction_file(tmp_path / "no" / name),

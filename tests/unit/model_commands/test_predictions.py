@@ -1,4 +1,4 @@
-"""The file of ``hybrid predict``: its form, and the columns beside the probabilities."""
+"""The file of ``hybrid predict``: its format and the kept columns."""
 
 import csv
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_parquet_holds_what_the_csv_holds(run: Path, tmp_path: Path) -> None:
     assert [(row["user"], row["tags"]) for row in as_text] == [(row["user"], row["tags"]) for row in given]
 
 
-def test_rows_that_are_skipped_are_skipped_beside_them(run: Path, tmp_path: Path) -> None:
+def test_kept_columns_skip_invalid_rows(run: Path, tmp_path: Path) -> None:
     first, second = write_clicks(tmp_path / "a.csv", 9, seed=4), write_clicks(tmp_path / "b.csv", 9, seed=5)
     lines = first.read_text().splitlines()
     lines[3] = "0,much,1,u1,i1,a"  # row 2: no number
@@ -67,7 +67,7 @@ def test_rows_that_are_skipped_are_skipped_beside_them(run: Path, tmp_path: Path
     assert [(row["clicked"], row["age"]) for row in found] == [(every[n][0], every[n][2]) for n in numbers]
 
 
-def test_test_rows_keep_their_columns_too(run: Path, tmp_path: Path) -> None:
+def test_kept_columns_of_test_rows(run: Path, tmp_path: Path) -> None:
     predict(run, [], tmp_path / "p.csv", ["user"])
     every = rows_of(run.parent / "clicks.csv")
     found = rows_of(tmp_path / "p.csv")
@@ -130,7 +130,7 @@ def test_maps_of_weights_are_lists_of_pairs(tmp_path: Path) -> None:
     assert [row["tags"] for row in rows_of(tmp_path / "p.csv")] == texts
 
 
-def test_rows_that_differ_in_the_order_of_a_history_are_not_alike(tmp_path: Path) -> None:
+def test_rows_with_another_order_of_a_sequence_are_different(tmp_path: Path) -> None:
     config = history_config(tmp_path, dense={"net": "dcn_v2"})
     run, new = write_trained(tmp_path / "run", config), write_shop(tmp_path / "new.csv", 1)
     (row,) = rows_of(new)
@@ -143,7 +143,7 @@ def test_rows_that_differ_in_the_order_of_a_history_are_not_alike(tmp_path: Path
 
 @pytest.mark.parametrize("with_labels", [True, False])
 def test_columns_of_files_without_a_header(tmp_path: Path, with_labels: bool) -> None:
-    """Whether the files have the columns of the tasks or not; a group is a column of the model, too."""
+    """Files with or without the columns of the tasks; the group is a feature too."""
     header, *lines = write_shop(tmp_path / "with.csv").read_text().splitlines()
     (tmp_path / "bare.csv").write_text("\n".join(lines) + "\n")
     data = {"columns": header.split(","), "path": tmp_path / "bare.csv"}
@@ -168,7 +168,7 @@ def _as_parquet(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("keep", "said"),
+    ("keep", "message"),
     [
         (["usr"], r"--keep = 'usr': .*new\.csv has no such column; did you mean 'user'\?"),
         (["row"], "--keep = 'row': is the name of another column of the output"),
@@ -176,8 +176,8 @@ def _as_parquet(folder: Path) -> Path:
         (["user", "user"], "--keep = 'user': names a column twice"),
     ],
 )
-def test_columns_that_cannot_be_kept(run: Path, tmp_path: Path, keep: list[str], said: str) -> None:
+def test_columns_that_cannot_be_kept(run: Path, tmp_path: Path, keep: list[str], message: str) -> None:
     new = write_clicks(tmp_path / "new.csv", 9)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         predict(run, [str(new)], tmp_path / "p.csv", keep)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.csv"]

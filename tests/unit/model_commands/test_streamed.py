@@ -1,4 +1,4 @@
-"""Rows of standard input get the predictions that they get in a file."""
+"""Predictions of rows from standard input equal those of rows from files."""
 
 import csv
 import os
@@ -25,8 +25,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def given(path: Path) -> Iterator[None]:
-    """Standard input is a file."""
+def standard_input(path: Path) -> Iterator[None]:
+    """Redirect standard input from a file."""
     opened = os.open(path, os.O_RDONLY)
     try:
         with redirected(0, opened):
@@ -41,7 +41,7 @@ def table_of(path: Path) -> tuple[list[str], list[list[str]]]:
 
 
 def check_same(found: Path, expected: Path, num_kept: int) -> None:
-    """See that two files have the same rows, and the same predictions but for rounding."""
+    """Compare the rows of two files, and their predictions up to rounding."""
     header, rows = table_of(found)
     wanted, expected_rows = table_of(expected)
     assert header == wanted
@@ -52,8 +52,10 @@ def check_same(found: Path, expected: Path, num_kept: int) -> None:
     assert ours.std(axis=0).min() > 1e-4
 
 
-def test_a_file_comes_to_the_same(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Bad rows, and more rows than a batch has, included."""
+def test_predictions_equal_those_of_files(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With invalid rows, and more rows than a batch."""
     new = write_clicks(tmp_path / "new.csv", 70, seed=4)
     lines = new.read_text().splitlines()
     lines[5:5] = ["", "0,much,1,u1,i1,a", "short"]
@@ -61,13 +63,15 @@ def test_a_file_comes_to_the_same(run: Path, tmp_path: Path, capfd: pytest.Captu
     keep = ["user", "clicked", "price"]
     predict(run, [str(new)], tmp_path / "p.csv", keep)
     expected = capfd.readouterr().out.splitlines()
-    with given(new):
+    with standard_input(new):
         predict(run, ["-"], tmp_path / "q.csv", keep)
     check_same(tmp_path / "q.csv", tmp_path / "p.csv", len(keep))
-    said = capfd.readouterr().out.replace("standard input", str(new)).replace("q.csv", "p.csv").splitlines()
-    assert said == expected
-    assert "skipped 2 invalid row(s): 1 wrong column count, 1 not a number" in said
-    with given(new):
+    message = (
+        capfd.readouterr().out.replace("standard input", str(new)).replace("q.csv", "p.csv").splitlines()
+    )
+    assert message == expected
+    assert "skipped 2 invalid row(s): 1 wrong column count, 1 not a number" in message
+    with standard_input(new):
         predict(run, ["-"], STDOUT, keep)
     written, beside = capfd.readouterr()
     (tmp_path / "r.csv").write_text(written)
@@ -77,27 +81,27 @@ def test_a_file_comes_to_the_same(run: Path, tmp_path: Path, capfd: pytest.Captu
     assert "  standard input:7: price is 'much', expected a finite number\n" in beside
 
 
-def test_columns_of_every_kind_and_several_tasks_do(tmp_path: Path) -> None:
+def test_columns_of_every_kind_and_several_tasks(tmp_path: Path) -> None:
     run = write_trained(tmp_path / "run", shop_config(tmp_path))
     new = write_shop(tmp_path / "new.csv", 90, seed=2)
     predict(run, [str(new)], tmp_path / "p.csv", ["time"])
     predict(run, [str(new)], tmp_path / "p.parquet", ["time"])
-    with given(new):
+    with standard_input(new):
         predict(run, ["-"], tmp_path / "q.csv", ["time"])
     check_same(tmp_path / "q.csv", tmp_path / "p.csv", 1)
-    with given(new):
+    with standard_input(new):
         predict(run, ["-"], tmp_path / "q.parquet", ["time"])
     found, expected = (pq.read_table(tmp_path / name) for name in ("q.parquet", "p.parquet"))
     assert found.schema == expected.schema
     assert found["time"].equals(expected["time"])
 
 
-def test_equal_rows_of_a_block_get_the_same(
+def test_equal_rows_of_a_block_have_equal_predictions(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     header, *rows = write_clicks(tmp_path / "new.csv", 9, seed=4).read_text().splitlines()
     (tmp_path / "again.csv").write_text("\n".join([header, *(rows * 40)]) + "\n")
-    with given(tmp_path / "again.csv"):
+    with standard_input(tmp_path / "again.csv"):
         predict(run, ["-"], STDOUT)
     found = [line.split(",")[1] for line in capfd.readouterr().out.splitlines()[1:]]
     assert len(found) == 360
@@ -105,7 +109,7 @@ def test_equal_rows_of_a_block_get_the_same(
 
 
 @pytest.mark.parametrize(
-    ("text", "keep", "said"),
+    ("text", "keep", "message"),
     [
         ("", (), "^standard input: no rows$"),
         ("price,age,user,item,tags\n", (), "^standard input: no rows$"),
@@ -120,32 +124,32 @@ def test_equal_rows_of_a_block_get_the_same(
         ("price,age,user,item,tags\nx,2,u,i,\n", (), "^standard input: no row can be used, 1 of 1 as line 2"),
     ],
 )
-def test_what_cannot_be_predicted_is_one_line_and_no_file(
-    run: Path, tmp_path: Path, text: str, keep: tuple[str, ...], said: str
+def test_errors_leave_no_file(
+    run: Path, tmp_path: Path, text: str, keep: tuple[str, ...], message: str
 ) -> None:
     (tmp_path / "new.csv").write_text(text)
-    with given(tmp_path / "new.csv"), pytest.raises((ConfigError, DataError), match=said):
+    with standard_input(tmp_path / "new.csv"), pytest.raises((ConfigError, DataError), match=message):
         predict(run, ["-"], tmp_path / "p.csv", keep)
     assert [path.name for path in tmp_path.iterdir()] == ["new.csv"]
 
 
-def test_parquet_is_not_read_so(tmp_path: Path) -> None:
+def test_parquet_is_refused(tmp_path: Path) -> None:
     columns = {"clicked": [0, 1] * 30, "age": [*range(60)], "user": ["u1", "u2", "u3"] * 20}
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
     data = {"format": "parquet", "path": tmp_path / "rows.parquet", "sparse": ["user"], "dense": ["age"]}
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, data=data))
-    said = "^--input = '-': must name files where data.format is parquet"
-    with given(tmp_path / "rows.parquet"), pytest.raises(ConfigError, match=said):
+    message = "^--input = '-': must name files where data.format is parquet"
+    with standard_input(tmp_path / "rows.parquet"), pytest.raises(ConfigError, match=message):
         predict(run, ["-"], tmp_path / "p.csv")
 
 
-def test_a_reader_that_goes_away_ends_it_without_a_word(
+def test_a_closed_pipe_ends_the_command_silently(
     run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with (
-        given(write_clicks(tmp_path / "new.csv", 9)),
+        standard_input(write_clicks(tmp_path / "new.csv", 9)),
         redirected(1, writing),
         pytest.raises(SystemExit) as end,
     ):
@@ -155,19 +159,19 @@ def test_a_reader_that_goes_away_ends_it_without_a_word(
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_output_that_is_full_is_one_line(run: Path, tmp_path: Path) -> None:
+def test_a_full_device_is_one_line(run: Path, tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
-    said = "^standard output: cannot be written: No space left on device$"
+    message = "^standard output: cannot be written: No space left on device$"
     with (
-        given(write_clicks(tmp_path / "new.csv", 9)),
+        standard_input(write_clicks(tmp_path / "new.csv", 9)),
         redirected(1, full),
-        pytest.raises(HybridError, match=said),
+        pytest.raises(HybridError, match=message),
     ):
         predict(run, ["-"], STDOUT)
     os.close(full)
 
 
-def test_somebody_at_a_terminal_is_told_what_is_awaited(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_required_columns_are_shown_on_a_terminal(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     keys, terminal = os.openpty()
     os.write(keys, b"user,item,tags,price,age\nu1,i1,a,2,3\n\x04")
     with redirected(0, terminal):

@@ -1,4 +1,4 @@
-"""Which columns are known without reading anything."""
+"""Columns that are known without reading files."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def configured() -> Configured:
     return build
 
 
-def test_the_click_log_is_not_made(configured: Configured, tmp_path: Path) -> None:
+def test_the_click_log_is_not_prepared(configured: Configured, tmp_path: Path) -> None:
     spec, means = expected_data(configured(), tmp_path)
     assert [f.num_rows for f in spec.sparse_features] == list(TABLE_ROWS)
     assert means == {}
@@ -44,7 +44,7 @@ def test_hashed_columns_of_one_id_need_no_file(configured: Configured, tmp_path:
     assert means == {}
 
 
-def test_said_ids_make_columns_multi_hot(configured: Configured, tmp_path: Path) -> None:
+def test_given_ids_make_columns_multi_hot(configured: Configured, tmp_path: Path) -> None:
     parquet = HASHED | {"format": "parquet", "sparse": ("a", "b")}
     spec, means = expected_data(configured(data=parquet), tmp_path, 2.5)
     assert all(f.multi_hot for f in spec.sparse_features)
@@ -60,20 +60,18 @@ def test_said_ids_make_columns_multi_hot(configured: Configured, tmp_path: Path)
     ],
     ids=["parquet", "separator", "vocabulary"],
 )
-def test_what_only_files_tell_is_read(configured: Configured, data: dict[str, Any], tmp_path: Path) -> None:
+def test_other_columns_need_files(configured: Configured, data: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^no.tsv: no such file or folder"):
         expected_data(configured(data=data), tmp_path)
 
 
 @pytest.mark.parametrize("data", [{}, {"format": "criteo", "path": ("no.tsv",)}], ids=["synthetic", "built"])
-def test_ids_are_said_of_hashed_columns_alone(
-    configured: Configured, data: dict[str, Any], tmp_path: Path
-) -> None:
+def test_ids_need_hashed_columns(configured: Configured, data: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--ids = 2.0: .*data\.vocabulary"):
         expected_data(configured(data=data), tmp_path, 2.0)
 
 
-def test_what_sections_make_of_columns_the_files_tell(configured: Configured, tmp_path: Path) -> None:
+def test_sections_of_columns_need_files(configured: Configured, tmp_path: Path) -> None:
     csv = configured(data=HASHED | {"format": "csv", "sparse": ("a", "b")})
     config = csv.replace(columns={"a": ColumnSection(kind="hour")})
     with pytest.raises(DataError, match=r"^no.tsv: no such file or folder"):

@@ -1,4 +1,4 @@
-"""What ``hybrid plan`` prints: tables, workers, links, memory, speed, and what limits it."""
+"""The output of ``hybrid plan``."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ Planned: TypeAlias = Callable[..., str]
 
 @pytest.fixture
 def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Planned:
-    """The plan of the built-in click log on so many trainers and workers."""
+    """Print the plan of the synthetic click log."""
 
     def plan(trainers: int = 2, workers: int = 2, hosts: Hosts = HOST, **sections: object) -> str:
         cluster = ClusterSection(trainers=trainers, workers=workers)
@@ -48,7 +48,7 @@ def test_every_table_and_every_worker(planned: Planned) -> None:
     assert sum(int(cells[2].replace(",", "")) for cells in by_worker) > 150_000
 
 
-def test_tables_of_which_all_rows_take_every_step(planned: Planned) -> None:
+def test_optimizers_that_step_all_rows(planned: Planned) -> None:
     embedding = EmbeddingSection(optimizer="adam(weight_decay = 0.1)")
     all_rows = "adam(weight_decay = 0.1, all_rows = true)"
     of_tables = planned(
@@ -72,8 +72,8 @@ def test_the_role_that_pools_is_shown(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [line.split()[4] for line in of_tables] == ["trainers", "workers"]
 
 
-def test_workers_that_are_alike_share_a_line(planned: Planned) -> None:
-    """26 tables, whole, on 100 workers: most have nothing."""
+def test_equal_workers_share_a_line(planned: Planned) -> None:
+    """26 unsharded tables on 100 workers: most workers are empty."""
     of_workers = planned(workers=100).split("\n\n")[1].splitlines()
     assert len(of_workers) < 40
     assert re.search(r"(?m)^[\d, -]+ +0 +0 +0.00 +0.00$", "\n".join(of_workers))
