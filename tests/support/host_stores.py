@@ -2,9 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from support.commands import eventually
 from support.hosts import Host
@@ -19,21 +18,6 @@ from http.client import HTTPConnection
 connection = HTTPConnection(sys.argv[1], timeout=20)
 connection.request(sys.argv[2], sys.argv[3])
 sys.exit(connection.getresponse().status != 200)
-"""
-_BEGIN = """
-import sys
-from pathlib import Path
-from hybrid.storage.files import copy, entries, tag
-from hybrid.storage.remote_path import place
-folder = place(sys.argv[1])
-"""
-_SEND = f"""{_BEGIN}
-for path in Path(sys.argv[2]).iterdir():
-    copy(path, folder / path.name)
-"""
-_LIST = f"""{_BEGIN}
-for each in entries(folder, is_deep=True):
-    print(each.path, tag(each.path), each.mtime_ns)
 """
 
 
@@ -54,19 +38,3 @@ def _has_bucket(host: Host) -> bool:
     asked = f"{host.address}:{_PORT}", "PUT", f"/{BUCKET}"
     command = [*host.entering, sys.executable, "-c", _ASK, *asked]
     return subprocess.run(command, env=host.environment({}), stderr=subprocess.DEVNULL).returncode == 0
-
-
-def send_folder(host: Host, store: Mapping[str, str], folder: Path, url: str) -> None:
-    """Send the files of a folder that a host sees."""
-    _run(host, store, _SEND, url, folder)
-
-
-def stored(host: Host, store: Mapping[str, str], url: str) -> dict[str, tuple[str, str]]:
-    """The content and the time of each file in a store, by its URL, as a host sees them."""
-    lines = (line.split() for line in _run(host, store, _LIST, url).splitlines())
-    return {name: (content, time) for name, content, time in lines}
-
-
-def _run(host: Host, store: Mapping[str, str], code: str, *arguments: object) -> str:
-    given = (f"{name}={value}" for name, value in store.items())
-    return host.run("env", *given, sys.executable, "-c", code, *arguments)

@@ -13,7 +13,6 @@ import pytest
 from support.samples import csv_config, fit, write
 
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
-from hybrid.data.dataset import atomic_directory
 from hybrid.data.parse import segments as parts_module
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.segments import Segment, split_files
@@ -22,7 +21,6 @@ from hybrid.data.prepare import file_preparation, preparation, stages, vocabular
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.memory_limit import MemoryLimit
 from hybrid.data.prepare.preparation import prepare
-from hybrid.data.prepare.stages import parse_segment
 from hybrid.data.prepare.vocabulary_order import RankJob
 from hybrid.errors import DataError, HybridError
 from hybrid.primitives.progress import ignore_progress
@@ -235,24 +233,6 @@ def test_one_that_was_interrupted_goes_on_with_its_parts(
     for file in (each.relative_to(found) for each in found.rglob("*") if each.is_file()):
         assert (found / file).read_bytes() == (undisturbed / file).read_bytes(), file
     assert [*cache.iterdir()] == [found]
-
-
-def test_a_part_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, seen = write(tmp_path / "a.csv", text(300, 2)), list[str]()
-    rename = Path.rename
-
-    def renamed(source: Path, target: Path) -> Path:
-        seen.append("rename")
-        return rename(source, target)
-
-    monkeypatch.setattr(atomic_directory, "sync", lambda synced: seen.append(synced.name))
-    monkeypatch.setattr(Path, "rename", renamed)
-    layout = Layout.of(config_of(path, "plain").data)
-    (part,) = split_files([path], layout)
-    parse_segment(part, layout, 1 << 20, tmp_path / "part", lambda rows, fraction: None)
-    files = {file.name for file in (tmp_path / "part").rglob("*")}
-    assert {"rows.arrow", "words.arrow", "part.json"} < files
-    assert files < set(seen[: seen.index("rename")])
 
 
 def test_blocks_are_those_of_files_read_at_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from support.samples import csv_config, prepared, write
 
 from hybrid.config import DataSection, RunConfig, TaskSection
 from hybrid.data.batches.batch_loader import BatchLoader
-from hybrid.data.dataset.group_order import GroupedOrder, check_ranking_losses, write_group_order
+from hybrid.data.dataset.group_order import GroupedOrder, check_ranking_losses
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.dataset.sample_order import ShuffledOrder
 from hybrid.errors import ConfigError, DataError
@@ -31,29 +31,6 @@ def config_of(folder: Path, users: Sequence[str] = USERS) -> RunConfig:
         path, dense=("x",), sparse=("user",), group="user", numeric_scaling="none", test_fraction=0.0
     )
     return config.replace(tasks=TASKS)
-
-
-def by_group(folder: Path, groups: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The rows, and where each group starts, as they are written."""
-    folder.mkdir(exist_ok=True)
-    np.save(folder / "groups.npy", np.array(groups, np.int64))
-    write_group_order(folder)
-    return np.load(folder / "group_rows.npy").tolist(), np.load(folder / "group_starts.npy").tolist()
-
-
-@pytest.mark.parametrize(
-    ("groups", "rows", "starts"),
-    [
-        ([7, -3, 7, 5, -3], [0, 2, 1, 4, 3], [0, 2, 4, 5]),  # as drawn in the file
-        ([], [], [0]),
-        ([4, 4], [0, 1], [0, 2]),
-        ([2**63 - 1, -(2**63), 0, -(2**63)], [0, 1, 3, 2], [0, 1, 3, 4]),
-    ],
-)
-def test_groups_come_in_the_order_of_their_first_rows(
-    tmp_path: Path, groups: list[int], rows: list[int], starts: list[int]
-) -> None:
-    assert by_group(tmp_path / "train", groups) == (rows, starts)
 
 
 def test_training_rows_are_prepared_by_group_and_test_rows_as_they_are(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.samples import csv_config, prepared
+from support.samples import csv_config
 
 from hybrid.config import DataSection, RunConfig, RunSection
 from hybrid.data.dataset import dataset_manifest
@@ -128,12 +128,6 @@ def test_training_rows_of_one_label_are_refused(tmp_path: Path, label: int) -> N
         DataError, match=rf"a\.csv: every training row has label {label}.*data\.positive_labels"
     ):
         prepare(config_of(path), tmp_path / "cache")
-
-
-def test_test_rows_of_one_label_are_noted(tmp_path: Path) -> None:
-    test = write(tmp_path / "test.csv", 50, label=lambda i: 1)
-    config = config_of(write(tmp_path / "a.csv"), test_path=(str(test),))
-    assert [split.report.labels[0].only for split in prepared(config, tmp_path / "cache")] == [None, 1]
 
 
 def test_the_fingerprint_does_not_depend_on_the_spelling_of_paths(

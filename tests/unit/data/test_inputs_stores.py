@@ -19,7 +19,7 @@ from hybrid.data.parse.input_files import input_files, list_files
 from hybrid.data.prepare import file_preparation, preparation
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.preparation import fingerprint, prepare
-from hybrid.errors import DataError, HybridError, StorageError
+from hybrid.errors import DataError, StorageError
 from hybrid.storage import files
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
@@ -152,33 +152,3 @@ def test_a_folder_stands_for_its_files(there: RemotePath) -> None:
         list_files([str(there / "none.csv")], "data.path")
     with pytest.raises(StorageError, match="there is no such bucket; make it, or correct the URL"):
         list_files(["s3://no-such-bucket/a.csv"], "data.path")
-
-
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_what_a_store_refuses_is_its_line(
-    tmp_path: Path, there: RemotePath, store: Store, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    (here := tmp_path / "here").mkdir()
-    (write_csv if kind == "csv" else write_parquet)(here)
-    sent(here, there)
-
-    def refusal(refused: str, method: str, path: str) -> str | None:
-        return "403" if method == refused and "list-type" not in path else None
-
-    def refused(plan: Callable[[str, str], str | None]) -> str:
-        with Proxy(store) as proxy:
-            proxy.plan = plan
-            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
-            with pytest.raises(HybridError) as caught:
-                prepare(config_of(there, format=kind), tmp_path / "cache")
-        assert type(caught.value) is StorageError
-        return str(caught.value)
-
-    remedy = "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to credentials that may do"
-    for method, done in (("HEAD", "found"), ("GET", "read")):
-        line = refused(partial(refusal, method))
-        assert line.startswith(str(there))
-        assert f": cannot be {done}: " in line
-        assert remedy in line
-        assert "\n" not in line
-    assert not list((tmp_path / "cache").iterdir())

@@ -49,16 +49,6 @@ def test_the_shape_is_criteos(tmp_path: Path) -> None:
     assert FeatureEncoder.load(train.folder).input_spec == train.input_spec
 
 
-def test_one_sample_has_no_best_auc(tmp_path: Path) -> None:
-    config = RunConfig(data=DataSection(synthetic_rows=9))
-    _, test = prepared(config, tmp_path)
-    assert test.report.labels[0].best_auc is None
-    block = only_block(ClickLog(1), "test", 1)
-    probability = synthetic_log.sigmoid(block.logits_B).item()
-    expected = -np.log(probability if block.labels_B else 1 - probability)
-    assert test.report.labels[0].best_log_loss == pytest.approx(expected)
-
-
 def test_the_truth_is_calibrated_and_products_matter() -> None:
     block = only_block(ClickLog(3), "train", 60_000)
     probabilities = synthetic_log.sigmoid(block.logits_B)

@@ -1,6 +1,5 @@
 """Labels of several tasks, weights and groups: out of files, into prepared data, and into batches."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,32 +96,6 @@ def test_what_cannot_be_used_is_a_bad_row_that_says_why(tmp_path: Path) -> None:
         "11: w is '1e999', expected a weight, a finite number of at least 0",
         "12: user is '?', expected the group of the sample",
     ]
-
-
-@pytest.mark.parametrize(
-    ("data", "tasks", "message"),
-    [
-        ({"weight": "weigth"}, {}, "data.weight = 'weigth': .* has no such column"),
-        ({"group": "session"}, {}, "data.group = 'session': .* has no such column"),
-        ({}, {"a": TaskSection(label="clicks")}, "tasks.a.label = 'clicks': .*; did you mean 'click'"),
-        ({}, {"click": TaskSection(mask="seen")}, "tasks.click.mask = 'seen': .* has no such column"),
-        ({"label": "clicks"}, {}, "data.label = 'clicks': .* has no such column"),
-    ],
-)
-def test_a_column_that_is_not_there_is_named_with_its_key(
-    tmp_path: Path, data: dict[str, Any], tasks: Mapping[str, TaskSection], message: str
-) -> None:
-    section = DataSection(**{**vars(DATA), "label": "click", **data})
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        read(section, write(tmp_path / "a.csv", TABLE), tasks=tasks)
-
-
-def test_files_without_labels_need_none_of_their_columns(tmp_path: Path) -> None:
-    names = ("click", "bought", "stars", "spent", "w", "user")
-    data = DataSection(**{**vars(DATA), "columns": names})
-    block, _ = read(data, write(tmp_path / "a.csv", "ann\nbob\n"), with_labels=False, tasks=TASKS)
-    assert block.targets is None
-    assert block.sparse[0].to_pylist() == ["ann", "bob"]
 
 
 def config_of(path: Path, tasks: dict[str, TaskSection], **keys: Any) -> RunConfig:
