@@ -77,6 +77,17 @@ class Signatures:
         return (*self._arguments,)
 
     @property
+    def argument_names(self) -> set[str]:
+        """The arguments of all names."""
+        return {key.name for keys in self._arguments.values() for key in keys}
+
+    def example(self, argument: str) -> str:
+        """A value with ``argument``, such as ``adam(eps = 1e-08)``."""
+        pairs = ((name, key) for name, keys in self._arguments.items() for key in keys)
+        name, key = next(pair for pair in pairs if pair[1].name == argument)
+        return f"{name}({argument} = {toml_value(key.default)})"
+
+    @property
     def rule(self) -> str:
         """The names in words, for example ``one of step, cosine``."""
         return self._one_of(self._arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hybrid.config.call import Signatures
@@ -22,8 +22,6 @@ Values = dict[str, Any]
 Sections = dict[str, Values]
 
 _AUTOMATIC = "is chosen by the program now; leave it out"
-_KIND = 'is an argument of kind now, as in kind = "{}"'
-_OPTIMIZER = 'is an argument of optimizer now, as in optimizer = "{}"'
 # Keys as ``tables.pooled_by``, for the section [tables.NAME] of any name.
 _ADVICE = {
     **dict.fromkeys(
@@ -44,7 +42,6 @@ _ADVICE = {
     ),
     "cluster.master_address": "is now cluster.master, as HOST or HOST:PORT",
     "cluster.master_port": "is now part of cluster.master, as HOST:PORT",
-    "schedule.warmup_steps": _KIND.format("cosine(warmup_steps = 100)"),
     "dense.optimizer_options": 'is part of optimizer now, as in optimizer = "SGD(momentum = 0.9)"',
     "dense_groups.learning_rate": 'is one of optimizer_options now: "lr = 0.001"',
     "tables.pooling": "is now pooling in the sections [columns.NAME] of the table's columns",
@@ -68,47 +65,25 @@ _ADVICE = {
     "columns.bounds": 'is an argument of kind now, as in kind = "buckets(18, 65)"',
     "columns.quantiles": 'is now a kind, as in kind = "quantiles(10)"',
     "columns.weight_separator": 'is an argument of kind now, as in kind = "weighted(:)"',
-    "embedding.eps": _OPTIMIZER.format("adagrad(eps = 1e-8)"),
-    "embedding.momentum": _OPTIMIZER.format("momentum(momentum = 0.9)"),
-    "embedding.beta1": _OPTIMIZER.format("adam(betas = [0.9, 0.999])"),
-    "embedding.beta2": _OPTIMIZER.format("adam(betas = [0.9, 0.999])"),
-    "embedding.weight_decay": _OPTIMIZER.format("adagrad(weight_decay = 1e-4)"),
-    "embedding.all_rows": _OPTIMIZER.format("adam(all_rows = true)"),
-    "embedding.ftrl_beta": _OPTIMIZER.format("ftrl(beta = 1.0)"),
-    "embedding.ftrl_l1": _OPTIMIZER.format("ftrl(l1 = 0.1)"),
-    "tables.all_rows": _OPTIMIZER.format("adam(all_rows = true)"),
-    "schedule.steps": _KIND.format("cosine(steps = 1000)"),
-    "schedule.decay_every": _KIND.format("step(decay_every = 1000)"),
-    "schedule.decay_factor": _KIND.format("step(decay_factor = 0.1)"),
-    "schedule.power": _KIND.format("polynomial(power = 2.0)"),
-    "schedule.initial_factor": _KIND.format("one_cycle(initial_factor = 0.04)"),
-    "schedule.peak_fraction": _KIND.format("one_cycle(peak_fraction = 0.3)"),
-    "schedule.final_factor": _KIND.format("cosine(final_factor = 0.1)"),
-    "dense.cross_layers": 'is an argument of net now, as in net = "dcn_v2(cross_layers = 2)"',
-    "dense.experts": 'is an argument of net now, as in net = "mmoe(experts = 4)"',
-    "dense.expert_mlp": 'is an argument of net now, as in net = "mmoe(expert_mlp = [64, 32])"',
-    "tasks.focal_gamma": 'is an argument of loss now, as in loss = "focal(gamma = 2.0)"',
-    "tasks.huber_delta": 'is an argument of loss now, as in loss = "huber(delta = 1.0)"',
-    "tasks.ranking_share": 'is an argument of ranking_loss now, as in ranking_loss = "pairwise(0.5)"',
-    "tables.init_scale": 'is an argument of init now, as in init = "normal(0.01)"',
 }
-_SCHEDULE = (
-    "steps",
-    "warmup_steps",
-    "decay_every",
-    "decay_factor",
-    "power",
-    "initial_factor",
-    "peak_fraction",
-    "final_factor",
-)
+_OF_OPTIMIZERS = {
+    **{name: name for name in ("eps", "momentum", "weight_decay", "all_rows")},
+    "beta1": "betas",
+    "beta2": "betas",
+    "ftrl_beta": "beta",
+    "ftrl_l1": "l1",
+}
 # By section: a key with its default and its signatures, and the former keys that are its arguments now.
 _ARGUMENTS: dict[str, dict[str, tuple[str, Signatures, dict[str, str]]]] = {
-    "schedule": {"kind": ("constant", SCHEDULE_CALLS, {name: name for name in _SCHEDULE})},
-    "dense": {
-        "net": ("dlrm", NET_CALLS, {name: name for name in ("cross_layers", "experts", "expert_mlp")}),
+    "schedule": {
+        "kind": ("constant", SCHEDULE_CALLS, {name: name for name in SCHEDULE_CALLS.argument_names})
     },
-    "tables": {"init": ("uniform", INITIALIZERS, {"init_scale": "scale"})},
+    "dense": {"net": ("dlrm", NET_CALLS, {name: name for name in NET_CALLS.argument_names})},
+    "embedding": {"optimizer": ("adagrad", TABLE_OPTIMIZERS, _OF_OPTIMIZERS)},
+    "tables": {
+        "init": ("uniform", INITIALIZERS, {"init_scale": "scale"}),
+        "optimizer": ("adagrad", TABLE_OPTIMIZERS, {"all_rows": "all_rows"}),
+    },
     "tasks": {
         "loss": ("", LOSS_CALLS, {"focal_gamma": "gamma", "huber_delta": "delta"}),
         "ranking_loss": ("", RANKING_CALLS, {"ranking_share": "fraction"}),
@@ -125,6 +100,9 @@ _SPELLINGS = {
 
 def advice(section: str, name: str) -> str | None:
     """What to write instead of a former key; None for any other name."""
+    for key, (_, signatures, arguments) in _ARGUMENTS.get(section.partition(".")[0], {}).items():
+        if name in arguments:
+            return f'is an argument of {key} now: write {key} = "{signatures.example(arguments[name])}"'
     return _ADVICE.get(_key(section, name))
 
 
@@ -135,11 +113,8 @@ def advice_on_value(section: str, name: str, value: object) -> str | None:
     return None if new is None else f"is now spelled {new!r}"
 
 
-def translate(sections: Sections, is_key: Callable[[str, str], bool]) -> None:
+def translate(sections: Sections) -> None:
     """Replace former keys and values of a stored configuration by those of today, in place.
-
-    Args:
-        is_key: whether a section has a key today.
 
     Raises:
         ConfigError: a value cannot be translated.
@@ -177,7 +152,7 @@ def translate(sections: Sections, is_key: Callable[[str, str], bool]) -> None:
         for name, value in list(values.items()):
             if isinstance(value, str):
                 values[name] = _SPELLINGS.get((_key(section, name), value), value)
-            if _key(section, name) in _ADVICE and not is_key(section, name):
+            if _key(section, name) in _ADVICE:
                 del values[name]
 
 

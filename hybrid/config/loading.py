@@ -114,7 +114,7 @@ def _read_sections(path: StoragePath, is_stored: bool) -> dict[str, dict[str, An
     try:
         sections = _by_section(_read_toml(path))
         if is_stored:
-            former_keys.translate(sections, lambda section, name: name in _keys_of(section))
+            former_keys.translate(sections)
         for section, values in sections.items():
             for name in values:
                 _find(section, name)

@@ -66,7 +66,7 @@ def test_what_its_host_lacks_is_told_on_both_sides(
         said = told.recv()
         process.join(SECONDS)
         assert re.fullmatch(words, said)
-        if "is the master's" not in said:  # it does not even connect
+        if "decided by the master" not in said:  # it does not even connect
             assert eventually(lambda: opened.lost, SECONDS)
             who = rf"worker 0 \(host \S+, pid {process.pid}\)"
             assert re.fullmatch(f"{who} has ended: {words}", str(opened.lost[0]))
