@@ -87,7 +87,7 @@ def mean(values_N: Tensor, weights_N: Tensor | None) -> Tensor:
 
 
 def _auc(scores_N: Tensor, labels_N: Tensor, weights_N: Tensor | None) -> float:
-    """The share of pairs of a positive and a negative sample in the right order; ties count one half.
+    """The fraction of pairs of a positive and a negative sample in the right order; ties count one half.
 
     A pair weighs the product of its samples' weights.
     """

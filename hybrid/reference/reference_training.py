@@ -51,7 +51,7 @@ class Reference:
     Attributes:
         tables: rows by table, with all updates.
         table_states: state of the tables' optimizers by table and name, with the names of the workers.
-        nets: the dense net of each trainer; stages that trainers batch are the same modules.
+        nets: the dense net of each trainer; stages that trainers share are the same modules.
         remote_net: the trained remote net.
         optimizer: one optimizer for all dense parameters, since torch treats each separately.
         skipped_steps: steps that were not applied because a loss or gradient was not finite.
