@@ -179,7 +179,8 @@ def elsewhere(role: str, host: str) -> ConnectedRole:
 
 
 T0, W1 = HERE, ConnectedRole("worker 1", "here", 8, "127.0.0.1", is_local=True)
-T1, W0, W2 = elsewhere("trainer 1", "b"), elsewhere("worker 0", "b"), elsewhere("worker 2", "c")
+T1, W0, W3 = elsewhere("trainer 1", "b"), elsewhere("worker 0", "b"), elsewhere("worker 3", "b")
+W2 = elsewhere("worker 2", "c")
 SILENT = "no heartbeat for 7 s (cluster.heartbeat_timeout_seconds)"
 HOST_B = f"host b (trainer 1, worker 0) is unreachable: {SILENT}"
 
@@ -263,6 +264,11 @@ async def what_is_told(roles: dict[ConnectedRole, str]) -> list[LostRoleError]:
             id="a host is gone",
         ),
         pytest.param({T1: "a" * 12, W0: "aaag"}, ["lost worker 0 (host b, pid 7)"], id="a role is gone"),
+        pytest.param(
+            {T1: "a" * 12, W0: "aaag", W3: "aaag"},
+            [f"lost {who}" for who in (W0, W3)],
+            id="two roles are gone",
+        ),
         pytest.param({T0: "aaag", W1: "aaag"}, [f"lost {who}" for who in (T0, W1)], id="roles of this host"),
         pytest.param(
             {T0: "a" * 12, W0: "aaau"},

@@ -228,7 +228,7 @@ def test_a_worker_that_says_nothing_is_lost_in_time(ends: tuple[SocketClient, Co
             answer_to(late)
         if not is_there:
             theirs.socket.send(theirs.frames.seal(Message(FrameKind.RESPONSE, 1, None)))
-            late.done()
+            link.call(double, 2).done()  # reads for all
     with pytest.raises(LostError, match="nothing came for"):  # it does not even read
         answer_to(link.call(double, 1, [torch.zeros(LARGE)]))
 
