@@ -100,7 +100,13 @@ class Profile:
         kept = {role: [span for span in of if span.step in self._starts] for role, of in spans.items()}
         self.calls = _calls(kept)
         wire = {
-            role: [each for s in of if (c := self._call(s)) for each in c.wire()] for role, of in kept.items()
+            role: [
+                each
+                for span in of
+                if (call := self.calls.get(span.flow)) is not None and call.span == span
+                for each in call.wire()
+            ]
+            for role, of in kept.items()
         }
         self.placed = {role: [*_place([*of, *wire[role]])] for role, of in kept.items()}
 
@@ -155,11 +161,6 @@ class Profile:
         for name, text in (("trace.json", json.dumps(self.trace())), ("table.md", self.table())):
             with open(folder / name, "w", encoding="utf-8", opener=open_file) as file:
                 file.write(text)
-
-    def _call(self, span: Span) -> TracedCall | None:
-        """Return the call of a span, if workers have recorded it too."""
-        call = self.calls.get(span.flow)
-        return call if call is not None and call.span == span else None
 
     def _row(self, path: SpanPath, spans: list[Span], inner_seconds: float) -> ProfileRow:
         num_steps = len(self.steps)

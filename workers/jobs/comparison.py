@@ -69,7 +69,10 @@ class Comparison:
         self.doing = "while training on the cluster"
         view.status(f"training {steps} steps on the cluster")
         runs = list(_runs(steps, session.steps_per_epoch))
-        losses = [loss for run in runs for loss in self._train(session, *run)]
+        losses: list[float] = []
+        for run in runs:
+            reports = session.train(*run)
+            losses += [sum(parts) for parts in zip(*(report.losses for report in reports), strict=True)]
         ours = snapshot(session, *reference.parameter_names)
         metrics = session.evaluate(steps) if session.has_test_rows else None
         session.close()
@@ -84,9 +87,11 @@ class Comparison:
         evaluated = []
         if metrics is not None:
             alone = self._evaluate_reference(reference, data_folder, session.blueprint.sequences)
+            tasks = self._config.all_tasks
+            scores = [metric_name(tasks, name, task.score) for name, task in tasks.items()]
             evaluated = [
                 f"test {metric_title(name)}: cluster {metrics[name]:.6f}, one process {alone[name]:.6f}"
-                for name in self._scores
+                for name in scores
             ]
         view.show(
             comparison_table(found),
@@ -104,10 +109,6 @@ class Comparison:
         rows = {table.name: start[TensorName(f"table {table.name}")] for table in tables}
         return Reference(config, spec, tables, rows, net, remote_net, session.total_steps)
 
-    def _train(self, session: DatasetSession, epoch: int, first: int, count: int, before: int) -> list[float]:
-        reports = session.train(epoch, first, count, before)
-        return [sum(parts) for parts in zip(*(report.losses for report in reports), strict=True)]
-
     def _train_reference(
         self, reference: Reference, data_folder: Path, runs: Sequence[Run]
     ) -> Iterator[float]:
@@ -116,11 +117,6 @@ class Comparison:
             reference.see_all_updates()
             for slices in _slices(self._config, dataset, epoch, count):
                 yield reference.step(slices)
-
-    @property
-    def _scores(self) -> list[str]:
-        tasks = self._config.all_tasks
-        return [metric_name(tasks, name, task.score) for name, task in tasks.items()]
 
     def _evaluate_reference(
         self, reference: Reference, data_folder: Path, sequences: Sequence[int]

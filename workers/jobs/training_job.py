@@ -104,7 +104,13 @@ class Training:
         if not session.has_test_rows:
             view.note("no test rows (data.test_fraction = 0): nothing is evaluated")
         progress = self._resume(session, view)
-        with self._open_folder() as self._folder, self._stop.handling_signals():
+        if self._task.resume:
+            checkpoint_folders.drop_later(self._run, self._step)
+            is_evaluated = not self._owes_evaluation
+            opened = RunFolder.reopen(self._task.folder, self._config, self._step, is_evaluated)
+        else:
+            opened = RunFolder.create(self._task.folder, self._config)
+        with opened as self._folder, self._stop.handling_signals():
             section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
             self._checkpoints = Checkpoints(session, self._folder, section, view.warn, progress)
             self._train(session, view)
@@ -151,12 +157,6 @@ class Training:
         if step < total and checkpoint.manifest.metrics:
             self._metrics = checkpoint.manifest.metrics
         return progress
-
-    def _open_folder(self) -> RunFolder:
-        if not self._task.resume:
-            return RunFolder.create(self._task.folder, self._config)
-        checkpoint_folders.drop_later(self._run, self._step)
-        return RunFolder.reopen(self._task.folder, self._config, self._step, not self._owes_evaluation)
 
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
         """Take steps until the run ends or is asked to stop."""
