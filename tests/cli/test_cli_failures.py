@@ -137,7 +137,9 @@ def test_nothing_outlives_a_launcher_that_was_killed(endless: list[str], tmp_pat
     shared_memory = set(Path("/dev/shm").iterdir())
     with started(["launch", *endless, *run_folder, *ONE_EACH], tmp_path) as command:
         command.await_step()
-        with pytest.raises(SystemExit, match=r"^hybrid launch: run.folder = '.+': another launch is at work"):
+        with pytest.raises(
+            SystemExit, match=r"^hybrid launch: run.folder = '.+': is in use by another launch"
+        ):
             main(["launch", "--resume", str(tmp_path / "run")])
         config = (tmp_path / "run/config.toml").read_text()
         assert 'master = "127.0.0.1"\n' in config, "the next start takes another"
