@@ -255,7 +255,7 @@ def _model(parser: _Parser) -> None:
 
 
 def _trust(parser: _Parser) -> None:
-    help_text = "import the modules that RUN names (nets, losses, metrics) although RUN is not yours"
+    help_text = "use the modules, paths and URLs that RUN names although RUN is not signed by you"
     parser.add_argument("--trust-code", action="store_true", help=help_text)
 
 
