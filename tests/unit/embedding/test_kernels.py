@@ -1,7 +1,7 @@
 """The compiled loops against numpy and against plain loops, bit for bit where they add."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numba
@@ -334,77 +334,6 @@ def test_columns_are_placed_and_picked(
     assert not np.isnan(whole_BE).any()
 
 
-INT32_1 = np.zeros(1, np.int32)
-INT64_1 = np.zeros(1, np.int64)
-FLOAT_11 = np.zeros((1, 1), np.float32)
-DOUBLE_11 = np.zeros((1, 1), np.float64)
-STRIDED_2 = np.zeros(4, np.int64)[::2]
-
-WRONG: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
-    "unsigned ids": (kernels.group_ids, (INT32_1.astype(np.uint32), 1)),
-    "ids of floats": (kernels.group_ids, (FLOAT_11[0], 1)),
-    "ids with gaps": (kernels.group_ids, (STRIDED_2, 1)),
-    "ids checked as int32": (kernels.first_outside, (INT32_1, INT64_1, INT64_1)),
-    "addresses of int32": (kernels.addresses, (INT32_1[None], INT64_1[None], INT64_1, INT32_1[None])),
-    "addresses of bags at offsets of int64": (
-        kernels.bag_addresses,
-        (
-            INT64_1,
-            np.zeros(2, np.int64),
-            1,
-            INT64_1,
-            INT64_1[None],
-            INT64_1,
-            INT32_1,
-            np.zeros(2, np.int64),
-            INT64_1,
-        ),
-    ),
-    "ranks of int64": (kernels.ranks, (np.zeros(2, np.int64), INT64_1)),
-    "offsets of floats": (kernels.bags_in_order, (np.zeros(2), INT32_1)),
-    "ids and offsets that differ": (
-        kernels.gather_bags,
-        (
-            INT64_1,
-            np.zeros(2, np.int64),
-            1,
-            np.array([[0, 0, 1, 0]]),
-            INT32_1,
-            np.zeros(2, np.int64),
-            INT64_1,
-        ),
-    ),
-    "sums of another type": (kernels.sum_rows, (np.array([0, 1], np.int32), INT32_1, FLOAT_11, DOUBLE_11)),
-    "sums of halves": (
-        kernels.sum_rows,
-        (np.array([0, 1], np.int32), INT32_1, FLOAT_11.astype(np.float16), FLOAT_11.astype(np.float16)),
-    ),
-    "weights of another type": (
-        kernels.sum_weighted_rows,
-        (np.array([0, 1], np.int32), INT32_1, np.ones(1), FLOAT_11, FLOAT_11.copy()),
-    ),
-    "winners of another type": (
-        kernels.sum_largest_rows,
-        (np.array([0, 1], np.int32), INT32_1, INT32_1, INT64_1[None], FLOAT_11, FLOAT_11.copy()),
-    ),
-    "rows into another type": (kernels.take_rows, (FLOAT_11, INT32_1, DOUBLE_11)),
-    "rows of columns": (
-        kernels.put_rows,
-        (np.zeros((2, 2), np.float32).T, INT32_1, np.zeros((1, 2), np.float32)),
-    ),
-    "rows of one dimension": (kernels.add_rows, (FLOAT_11[0], INT32_1, FLOAT_11, np.float32(1))),
-    "columns of int32": (kernels.scatter_columns, (FLOAT_11[None], INT32_1, FLOAT_11.copy())),
-    "columns into another type": (kernels.gather_columns, (DOUBLE_11[None], INT64_1, FLOAT_11.copy())),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_arrays_of_other_types_are_refused(what: str) -> None:
-    function, arguments = WRONG[what]
-    with pytest.raises(TypeError, match="No matching definition"):
-        function(*arguments)
-
-
 def test_where_machine_code_cannot_be_kept_it_is_compiled_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -425,11 +354,3 @@ def test_where_machine_code_cannot_be_kept_it_is_compiled_all_the_same(
     assert twice(21) == 42
     assert asked == [True, False]
     assert not twice._can_compile  # type: ignore[attr-defined]  # for these types and no others
-
-
-def test_what_cannot_be_compiled_is_an_error() -> None:
-    with pytest.raises(numba.TypingError):
-
-        @kernels._compiled("int64(int64)")
-        def wrong(number: int) -> object:
-            return number.no_such_thing  # type: ignore[attr-defined]
