@@ -11,7 +11,7 @@ from hybrid.transport import Vitals
 from workers.rendezvous.bootstrap import Cluster
 from workers.rendezvous.host_requirements import files_needed
 
-# Eight run calls of RPC; the others are torch's loops, signs of life, the rendezvous, readers of the carrier.
+# Eight run calls of RPC; the others are torch's loops, heartbeats, the rendezvous, readers of sockets.
 MOST_THREADS = 22
 
 
@@ -60,7 +60,7 @@ def test_only_roles_that_talk_to_each_other_are_connected(clusters: Clusters) ->
     roles = ["trainer 0", "trainer 1", "worker 0", "worker 1"]
     of_rpc = {*(("master", role) for role in roles), *((t, w) for t in roles[:2] for w in roles[2:])}
     assert found.keys() == {*of_rpc, ("trainer 0", "trainer 1")}
-    # Three for each that may call the other; more are the rendezvous's, and the carrier's.
+    # Three for each that may call the other; more belong to the rendezvous and the socket transport.
     assert min(found[pair] for pair in of_rpc) >= 6
     assert found["trainer 0", "trainer 1"] == 1  # in which gradients are reduced
 
