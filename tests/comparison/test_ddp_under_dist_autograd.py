@@ -12,8 +12,6 @@ The tests of gradients bear the names they have there. 4 trainers, a worker and 
 - ``DDP.join``: is not in the training path; ``test_ddp_comparison.py`` shows that it works all the same.
 """
 
-import itertools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,7 +30,7 @@ from support.cluster import CaseError, Clusters, RunningCluster
 from torch import Tensor
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.topology import MASTER, Role, RoleKind, Topology
+from hybrid.topology import MASTER, Topology
 from workers.rendezvous.bootstrap import Cluster, announce_stop, await_stop
 
 TRAINERS, ROUNDS = 4, 3
@@ -42,13 +40,6 @@ REMOTE_WEIGHT = get_linear(NUM_DENSE + DIM, HIDDEN).weight.detach()
 @pytest.fixture
 def cluster(clusters: Clusters) -> RunningCluster:
     return clusters.get(TRAINERS, 1)
-
-
-def test_a_layer_is_all_ones_but_its_first_weight() -> None:
-    layer = get_linear(3, 2)
-    assert layer.weight.tolist() == [[-1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
-    assert layer.weight.requires_grad
-    assert layer.bias is None
 
 
 def whole_batches() -> list[list[Batch]]:
@@ -118,40 +109,6 @@ def test_backward_ddp_outside_uneven_inputs(cluster: RunningCluster) -> None:
     assert not torch.equal(rows, torch.full_like(rows, ROW_VALUE))
 
 
-@pytest.mark.parametrize("num_trainers", [3, 5, 32])
-def test_examples_that_cannot_be_dealt_out_are_refused(num_trainers: int) -> None:
-    with pytest.raises(
-        ValueError, match=f"16 examples cannot be dealt out evenly to {num_trainers} trainers"
-    ):
-        get_training_examples(num_trainers)
-
-
-@pytest.mark.parametrize("num_trainers", [1, 2, 4, 8])
-def test_examples_come_with_their_opposites(num_trainers: int) -> None:
-    batches = get_training_examples(num_trainers)
-    examples = [
-        (*dense, float(row), float(value))
-        for batch in batches
-        for dense, row, value in zip(
-            batch.dense_features.tolist(), batch.sparse_features.ids_L, batch.labels, strict=True
-        )
-    ]
-    assert len(batches) == num_trainers
-    assert sorted(examples) == sorted((x, y, row, -value) for x, y, row, value in examples)
-    assert len(set(examples)) == len(examples) == 16
-
-
-def test_examples_are_all_signs_and_rows_and_each_trainer_has_one_value() -> None:
-    batches = get_training_examples(TRAINERS)
-    assert [batch.labels.tolist() for batch in batches] == [[-1.0] * 4] * 2 + [[1.0] * 4] * 2
-    features = {
-        (*dense, int(row))
-        for batch in batches
-        for dense, row in zip(batch.dense_features.tolist(), batch.sparse_features.ids_L, strict=True)
-    }
-    assert features == set(itertools.product((-1.0, 1.0), (-1.0, 1.0), range(NUM_ROWS)))
-
-
 @pytest.mark.parametrize(
     "sparse",
     [
@@ -174,15 +131,6 @@ def test_a_batch_of_two_sizes_is_an_error(num_ids: int, cluster: RunningCluster)
     shares = [[batch._replace(sparse_features=ids)] for batch in get_training_examples(TRAINERS)]
     with pytest.raises(CaseError, match=rf"trainer \d\b.*\b4\b.*\b{num_ids}\b"):
         cluster.run(train, "outside", shares, 1)
-
-
-def test_the_roles_are_those_of_torchs_test() -> None:
-    topology = Topology(TRAINERS, 1)
-    names = ["master", "trainer0", "trainer1", "trainer2", "trainer3", "worker0"]
-    assert [role.rpc_name for role in topology.roles] == names
-    assert topology.world_size == len(names)
-    with pytest.raises(ValueError, match="trainer 4 is not in a cluster"):
-        topology.rank(Role(RoleKind.TRAINER, TRAINERS))
 
 
 def test_a_word_to_stop_that_comes_early_is_not_lost() -> None:

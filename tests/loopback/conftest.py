@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 from support.socket_ends import connection
-from support.stock_rpc import stock_rpc
 
 from hybrid import transport
 from hybrid.security.secret import Secret
@@ -13,13 +12,6 @@ from hybrid.topology import MASTER, Topology
 from hybrid.transport.rpc.endpoints import SOCKET_CALLS
 from hybrid.transport.socket.socket_client import CLIENTS, SocketClient
 from hybrid.transport.socket.socket_server import SocketServer
-
-
-@pytest.fixture
-def unsigned(loopback: None) -> Iterator[None]:
-    """torch's own RPC beside the signed one."""
-    with stock_rpc(Topology(0, 0)):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from support.seeded import random, seeded
 from support.vectors import micro_batch
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
-from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.batch import Batch
 from hybrid.engine.ddp import DdpMode, DdpModel
@@ -118,28 +117,6 @@ def test_a_trainers_part_of_the_norm_counts_what_others_have_alike_once(
     assert model.squared_norm() == pytest.approx(expected / tensor_size)
 
 
-@pytest.mark.parametrize(
-    ("mode", "of_ddp", "others"),
-    [
-        (DdpMode.NONE, set(), {"bottom", "head"}),
-        (DdpMode.INSIDE, {"head"}, {"bottom"}),
-        (DdpMode.OUTSIDE, {"bottom", "head"}, set()),
-    ],
-)
-def test_ddp_has_the_parameters_of_what_it_wraps_and_no_others(
-    mode: DdpMode, of_ddp: set[str], others: set[str]
-) -> None:
-    """torch's ``ddp_params`` and ``non_ddp_params``, by the stage whose they are."""
-    model = make_model(mode)
-    ddps = [module for module in model.module.modules() if isinstance(module, DistributedDataParallel)]
-    wrapped = {parameter for ddp in ddps for parameter in ddp.parameters()}
-    stages: dict[bool, set[str]] = {True: set(), False: set()}
-    for name, parameter in model.net.named_parameters():
-        stages[parameter in wrapped].add(name.split(".")[0])
-    assert stages == {True: of_ddp, False: others}
-    assert len(ddps) == (mode is not DdpMode.NONE)
-
-
 def test_gradients_that_wait_for_the_last_part_may_be_overwritten_meanwhile() -> None:
     """As DDP overwrites those that lie in its buckets."""
     model = make_model(DdpMode.NONE)
@@ -157,8 +134,3 @@ def test_a_parameter_without_a_gradient_keeps_none_of_the_step_before() -> None:
     used = next(model.net.parameters())
     model.collect({used: torch.ones_like(used)}, is_last=True)
     assert list(model.gradients) == [used]
-
-
-@pytest.mark.parametrize("mode", list(DdpMode))
-def test_stages_are_named_as_without_ddp(mode: DdpMode) -> None:
-    assert make_model(mode).net.state_dict().keys() == dense_net().state_dict().keys()

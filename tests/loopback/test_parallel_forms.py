@@ -89,12 +89,6 @@ def test_every_form_gives_the_output_and_the_gradients_of_the_plain_net(
             torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_without_a_form_the_stages_are_the_nets_own() -> None:
-    model, arrangement = arranged({}, dense_net())
-    assert dict(model.stages.named_children()) == dict(model.net.named_children())
-    assert (arrangement.tensor_size, arrangement.layouts) == (1, {})
-
-
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_stage_that_does_nothing_stays(form: dict[str, Any]) -> None:
     nothing = nn.Identity()

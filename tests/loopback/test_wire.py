@@ -11,9 +11,8 @@ from typing import Any, TypeAlias, cast
 import psutil
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import autograd as dist_autograd, rpc
-from torch.futures import Future
 
 from hybrid import transport
 from hybrid.batch import SparseFeatures
@@ -140,34 +139,6 @@ def test_nothing_listens_beyond_loopback() -> None:
     listening = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert listening
     assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}
-
-
-@pytest.mark.usefixtures("unsigned")
-def test_a_future_completed_by_another_thread_keeps_its_gradient() -> None:
-    """What lookups rely on: an answer computed later, elsewhere, is still part of the graph."""
-    rref = rpc.RRef(Scale())
-    with dist_autograd.context() as context_id:
-        answer = rpc.rpc_sync("master", scaled, args=(rref, torch.ones(2)))
-        dist_autograd.backward(context_id, [answer.sum()])
-    assert rref.local_value().gradients == [[1.0, 1.0]]
-
-
-class Scale:
-    def __init__(self) -> None:
-        self.gradients: list[list[float]] = []
-
-
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def scaled(rref: rpc.RRef[Scale], value: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
-
-    def later() -> None:
-        weight = torch.full_like(value, 3.0, requires_grad=True)
-        weight.register_hook(lambda grad: rref.local_value().gradients.append(grad.tolist()))
-        future.set_result(weight * value)
-
-    threading.Thread(target=later).start()
-    return future
 
 
 class Caller:

@@ -11,8 +11,7 @@ import ctypes
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -62,16 +61,9 @@ def _mesh(world: dist.ProcessGroup | None, shape: tuple[int, int], device_type: 
         return init_device_mesh(device_type, shape, mesh_dim_names=("data", "tensor"))
 
 
-def sync_gradient(grad: Tensor, stream: torch.Stream | None = None) -> Tensor:
-    """Wait for the collective of a gradient; return it as a plain tensor.
-
-    Args:
-        stream: waits instead of the current stream.
-    """
-    if not isinstance(grad, AsyncCollectiveTensor):
-        return grad
-    with stream or nullcontext():
-        return grad.wait()
+def sync_gradient(grad: Tensor) -> Tensor:
+    """Wait for the collective of a gradient; return it as a plain tensor."""
+    return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
 
 
 def flatten_tensor(tensor: Tensor) -> tuple[Tensor, Layout | None]:
@@ -84,7 +76,7 @@ def flatten_tensor(tensor: Tensor) -> tuple[Tensor, Layout | None]:
     return tensor.to_local().detach().requires_grad_(), tensor._spec
 
 
-def unflatten_tensor(shard: Tensor, layout: Layout, stream: torch.Stream | None = None) -> DTensor:
+def unflatten_tensor(shard: Tensor, layout: Layout) -> DTensor:
     """Return the DTensor of which ``shard`` is the local part, in the same memory.
 
     Gradients of ``shard`` are plain tensors; see :func:`sync_gradient`.
@@ -92,7 +84,7 @@ def unflatten_tensor(shard: Tensor, layout: Layout, stream: torch.Stream | None 
     # The hook is on an alias, which lives as long as the graph. Hooks on the shard would accumulate.
     alias = shard.view_as(shard)
     if alias.requires_grad:
-        alias.register_hook(partial(sync_gradient, stream=stream))
+        alias.register_hook(sync_gradient)
     return _dtensor(alias, layout)
 
 
