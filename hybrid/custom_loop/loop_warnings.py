@@ -11,6 +11,10 @@ from torch.autograd.graph import Node
 from hybrid.custom_loop.backend import Backend
 
 
+class LoopWarning(UserWarning):
+    """A part of the script does not cover the tables, or not the whole batch."""
+
+
 class LoopWarnings:
     """Gives each warning once, on trainer 0.
 
@@ -20,7 +24,6 @@ class LoopWarnings:
 
     def __init__(self, backend: Backend) -> None:
         self._is_silent = backend.trainer != 0
-        self._is_on_cluster = not backend.is_single_process
         self._num_trainers = backend.group.size()
         self._has_schedule = backend.config.schedule.call.name != "constant"
         self._given: set[str] = set()
@@ -77,14 +80,10 @@ class LoopWarnings:
         )
 
     def warn(self, message: str) -> None:
-        """Give a warning once. A trainer of a cluster prints it, because its stderr goes to a log."""
-        if self._is_silent or message in self._given:
-            return
-        self._given.add(message)
-        if self._is_on_cluster:
-            print(f"warning: {message}", flush=True)
-        else:
-            warnings.warn(message, stacklevel=2)
+        """Give a warning once."""
+        if not self._is_silent and message not in self._given:
+            self._given.add(message)
+            warnings.warn(message, LoopWarning, stacklevel=2)
 
 
 def _versions(gradients: Iterable[Tensor | None]) -> list[tuple[int, int]]:

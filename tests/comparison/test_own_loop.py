@@ -109,6 +109,8 @@ class Plain:
         for step, batch in enumerate(own_script.batches()):
             rows = self.rows(step)
             logits = self.logits(batch, step, rows)
+            if "twice" in self.options:
+                logits = logits + self.logits({**batch, "price": -batch["price"]}, step, rows)
             values = binary_cross_entropy_with_logits(logits, batch["label"], reduction="none")
             weights = batch["weight"] if "weights" in self.options else torch.ones_like(values)
             loss = (values * weights).sum() / weights.sum()
@@ -175,6 +177,8 @@ def test_alone_it_is_plain_torch(
         (2, 2, ("weights",), "pipelined"),
         (3, 2, ("ranked", "weights"), "sync"),
         (2, 2, ("ranked",), "pipelined"),
+        (2, 2, ("twice", "computed"), "sync"),
+        (2, 2, ("twice",), "pipelined"),
     ],
 )
 def test_a_cluster_is_plain_torch(

@@ -18,11 +18,12 @@ import runpy
 import socket
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TypeAlias
+from typing import TextIO, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,12 +34,14 @@ from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.loading import with_own
 from hybrid.custom_loop.backend import BACKEND, PlacedTables
+from hybrid.custom_loop.loop_warnings import LoopWarning
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.protocol.update_rules import UpdateRules
 from hybrid.storage.remote_path import StoragePath
 from hybrid.transport import RemoteTables
+from workers.console.messages import print_line
 
 # To fill, write and read whole tables.
 _RESPONSE_SECONDS = 3600.0
@@ -151,12 +154,28 @@ class Script:
 
     def _run(self) -> None:
         BACKEND.set(self._backend)  # in this thread's context
+        warnings.showwarning = _show_warning
         try:
             run_script(self._path, self._arguments)
         except Exception as error:  # raised on the master
             self._requests.put(error)
             return
         self._requests.put(ScriptRequest("end"))
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print warnings about the loop on stdout, the screen; write others to stderr, the log of the role."""
+    if issubclass(category, LoopWarning):
+        print_line(f"warning: {message}")
+    else:
+        (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:

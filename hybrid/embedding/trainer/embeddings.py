@@ -3,8 +3,7 @@
 Features with one id per sample travel as distinct rows: each row is fetched once and copied to the samples
 here, and its gradients are summed here before they are sent. With skewed ids this is a fraction of the bytes.
 Sequences travel likewise. Other multi-hot features are pooled by the worker, which sends one vector per
-sample, or by the trainer from distinct rows, as the placement says. ``hybrid/embedding/trainer/route.py``
-describes routes.
+sample, or by the trainer from distinct rows, as the placement says. ``row_routes.py`` describes routes.
 """
 
 from collections import defaultdict
@@ -15,15 +14,12 @@ from torch import Tensor
 
 from hybrid.batch import SparseFeatures
 from hybrid.embedding import kernels
-from hybrid.embedding.placement import Location, Placement
+from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_spec import Pooling, TableSpec, tables_of
-from hybrid.embedding.trainer.bag_route import BagRoute
+from hybrid.embedding.trainer.bag_routes import BagRoute, MultiHotRoute, PoolRoute
 from hybrid.embedding.trainer.batch_ids import BatchIds
-from hybrid.embedding.trainer.lookup import Columns, ConcatenatedFeatures, Lookup, Outbox, TableSource
-from hybrid.embedding.trainer.pool_route import PoolRoute
-from hybrid.embedding.trainer.route import Items, Route
-from hybrid.embedding.trainer.row_route import RowRoute
-from hybrid.embedding.trainer.sequence_route import LengthRoute, SequenceRoute
+from hybrid.embedding.trainer.lookup import ConcatenatedFeatures, Lookup, Outbox, TableSource
+from hybrid.embedding.trainer.row_routes import Items, LengthRoute, Route, RowRoute, SequenceRoute
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
 from hybrid.primitives.step_timings import StepClock
@@ -53,9 +49,7 @@ class Embeddings:
         self._sequences = tuple(k for k, t in enumerate(self._tables) if t.sequence)
         self._num_rows_K = torch.tensor([t.num_rows for t in self._tables])
         self._placement = placement
-        self._sources = sources
-        self._outbox = Outbox()
-        self._clock = clock or StepClock()
+        self._outbox = Outbox(sources, clock or StepClock())
         self._routes: dict[tuple[frozenset[int], frozenset[int]], list[tuple[Route, Tensor | None]]] = {}
 
     @property
@@ -69,34 +63,30 @@ class Embeddings:
         Args:
             sparse: ids of K features for B samples.
             ticket: step, required version of the rows, and purpose. For training, the backward pass must
-            reach
-                every lookup exactly once.
+                reach every lookup exactly once.
             after: a prefetched lookup of an earlier step, with whose gradients the requests are sent; None to
                 send them now.
 
         Raises:
             DataError: an id is not a row of its table, a feature that is not multi-hot does not have one id
-            in
-                each sample, a sequence is too long, or weighted ids have max pooling.
+                in each sample, a sequence is too long, or weighted ids have max pooling.
         """
-        items: Items = {worker: [] for worker in self._sources}
-        with self._clock.span("ids"):
+        items: Items = {worker: [] for worker in self._outbox.sources}
+        with self._outbox.clock.span("ids"):
             ids = BatchIds(sparse)
             self._check(sparse, ids)
-            routes = self._routes_for(sparse, ids)
-            parts = [Columns(route.start(ids, items), columns_F) for route, columns_F in routes]
-        return self._lookup(ticket, items, parts, self._sources).start(after)
+            routes = [
+                (route.start(ids, items), columns_F) for route, columns_F in self._routes_for(sparse, ids)
+            ]
+        layout = ConcatenatedFeatures(routes, sum(self.widths))
+        return Lookup(ticket, items, layout, self._outbox, is_empty=not routes).start(after)
 
     def empty_lookup(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         """Return the lookup of no samples, without a request."""
-        sources = self._sources if ticket.purpose is Purpose.PREFETCH else {}
-        return self._lookup(ticket, {worker: [] for worker in sources}, (), sources).start(after)
-
-    def _lookup(
-        self, ticket: Ticket, items: Items, parts: Sequence[Columns], sources: Mapping[int, TableSource]
-    ) -> Lookup:
-        layout = ConcatenatedFeatures(parts, sum(self.widths))
-        return Lookup(ticket, items, layout, sources, self._outbox, self._clock, is_empty=not parts)
+        workers = self._outbox.sources if ticket.purpose is Purpose.PREFETCH else ()
+        layout = ConcatenatedFeatures((), sum(self.widths))
+        items: Items = {worker: [] for worker in workers}
+        return Lookup(ticket, items, layout, self._outbox, is_empty=True).start(after)
 
     def flush(self) -> None:
         """Wait until all sent gradients have arrived."""
@@ -177,36 +167,28 @@ def make_routes(
     """
     by_table = placement.locations()
     locations = [by_table[table.name] for table in tables]
+    # Features that share a route: same width; for bags, also same pooling and weighting, and same groups if
+    # workers pool.
     of_dim: dict[int, list[int]] = defaultdict(list)
     for k in row_features:
         of_dim[tables[k].dim].append(k)
-    # Features that share a route: same pooling and weighting, and same width or same groups.
-    pooled_here: dict[tuple[Pooling, bool, int], list[int]] = defaultdict(list)
-    pooled_by_workers: dict[tuple[Pooling, bool, tuple[tuple[int, int], ...]], list[int]] = defaultdict(list)
+    bags: dict[tuple[type[MultiHotRoute], Pooling, bool, object], list[int]] = defaultdict(list)
     for k in bag_features:
-        kind = tables[k].pooling, k in weighted
         if tables[k].name in placement.pooled_by_trainers:
-            pooled_here[*kind, tables[k].dim].append(k)
+            bags[PoolRoute, tables[k].pooling, k in weighted, tables[k].dim].append(k)
         else:
-            pooled_by_workers[*kind, tuple((at.worker, at.number) for at in locations[k])].append(k)
-    return [
-        *(_row_route(tuple(features), tables, locations) for _, features in sorted(of_dim.items())),
-        *(
-            PoolRoute(tuple(features), [locations[k] for k in features], pooling, is_weighted=is_weighted)
-            for (pooling, is_weighted, _), features in pooled_here.items()
-        ),
-        *(
-            BagRoute(tuple(features), [locations[k] for k in features], pooling, is_weighted=is_weighted)
-            for (pooling, is_weighted, _), features in pooled_by_workers.items()
-        ),
-    ]
-
-
-def _row_route(
-    features: tuple[int, ...], tables: Sequence[TableSpec], locations: Sequence[Sequence[Location]]
-) -> Route:
-    """Return the route of features of one width whose distinct rows travel."""
-    own_tables, own_locations = [tables[k] for k in features], [locations[k] for k in features]
-    if any(table.sequence for table in own_tables):
-        return SequenceRoute(features, own_locations, [table.num_vectors for table in own_tables])
-    return RowRoute(features, own_locations)
+            groups = tuple((at.worker, at.number) for at in locations[k])
+            bags[BagRoute, tables[k].pooling, k in weighted, groups].append(k)
+    routes: list[Route] = []
+    for _, features in sorted(of_dim.items()):
+        of_features = [locations[k] for k in features]
+        if any(tables[k].sequence for k in features):
+            sizes_F = [tables[k].num_vectors for k in features]
+            routes.append(SequenceRoute(tuple(features), of_features, sizes_F))
+        else:
+            routes.append(RowRoute(tuple(features), of_features))
+    for (kind, pooling, is_weighted, _), features in sorted(
+        bags.items(), key=lambda item: item[0][0] is BagRoute
+    ):
+        routes.append(kind(tuple(features), [locations[k] for k in features], pooling, is_weighted))
+    return routes

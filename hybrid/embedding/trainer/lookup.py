@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybrid.embedding import kernels
 from hybrid.embedding.bags import Item
-from hybrid.embedding.trainer.route import Assembler, Items, Responses, Slot
+from hybrid.embedding.trainer.row_routes import Assembler, Items, Responses, Slot
 from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.primitives.step_timings import OpenSpan, StepClock
@@ -64,56 +64,52 @@ class OutputLayout(Protocol):
         ...
 
 
-class Columns(NamedTuple):
-    """The output columns of the features of one route.
-
-    Attributes:
-        assembler: returns the vectors, and takes their gradients.
-        columns_F: first output column of each feature; None if the features are all features, in order.
-    """
-
-    assembler: Assembler
-    columns_F: Tensor | None
-
-
 class ConcatenatedFeatures(NamedTuple):
     """One output ``pooled_BE`` with the vectors of all features of a sample concatenated.
 
     Attributes:
-        columns: the columns of each route; empty without samples.
+        routes: the assembler of each route, and the first output column of each of its features; None for all
+            features, in order. Empty without samples.
         width: E, number of output columns.
     """
 
-    columns: Sequence[Columns]
+    routes: Sequence[tuple[Assembler, Tensor | None]]
     width: int
 
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
-        if not self.columns:
+        if not self.routes:
             return (torch.empty(0, self.width),)
-        vectors = [part.assembler.vectors(responses) for part in self.columns]
-        if self.columns[0].columns_F is None:
+        vectors = [assembler.vectors(responses) for assembler, _ in self.routes]
+        if self.routes[0][1] is None:
             return (vectors[0].flatten(1),)
         pooled_BE = vectors[0].new_empty(len(vectors[0]), self.width)
-        for (_, columns_F), vectors_BFD in zip(self.columns, vectors, strict=True):
+        for (_, columns_F), vectors_BFD in zip(self.routes, vectors, strict=True):
             assert columns_F is not None
             kernels.scatter_columns(vectors_BFD.contiguous().numpy(), columns_F.numpy(), pooled_BE.numpy())
         return (pooled_BE,)
 
     def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
         grad_BE = contiguous_copy(*grads)
-        for part in self.columns:
-            if part.columns_F is None:
-                grad_BFD = grad_BE.view(part.assembler.shape_BFD)
+        for assembler, columns_F in self.routes:
+            if columns_F is None:
+                grad_BFD = grad_BE.view(assembler.shape_BFD)
             else:
-                grad_BFD = grad_BE.new_empty(part.assembler.shape_BFD)
-                kernels.gather_columns(grad_BFD.numpy(), part.columns_F.numpy(), grad_BE.numpy())
-            yield from part.assembler.gradients(grad_BFD)
+                grad_BFD = grad_BE.new_empty(assembler.shape_BFD)
+                kernels.gather_columns(grad_BFD.numpy(), columns_F.numpy(), grad_BE.numpy())
+            yield from assembler.gradients(grad_BFD)
 
 
 class Outbox:
-    """Pending messages with gradients and no lookup."""
+    """Connections to the workers, and pending messages with gradients and no lookup.
 
-    def __init__(self) -> None:
+    Args:
+        sources: by worker that holds a shard, what answers requests.
+        clock: records timings.
+    """
+
+    def __init__(self, sources: Mapping[int, TableSource], clock: StepClock) -> None:
+        self.sources = sources
+        self.clock = clock
         self._sent: list[ObservableResult[object]] = []
 
     def add(self, sending: ObservableResult[object]) -> None:
@@ -138,10 +134,8 @@ class Lookup:
         ticket: identifies trainer, step and purpose.
         items: the request to each worker.
         layout: how responses become outputs.
-        sources: by worker, what answers requests.
-        outbox: takes messages with gradients only.
-        clock: records timings.
-        is_empty: whether there are no samples, so that no worker is asked.
+        outbox: sends the messages.
+        is_empty: whether there are no samples, so that workers get no request.
 
     Attributes:
         is_followed, is_closing: fields of the ticket of its gradients (:class:`Ticket`).
@@ -152,18 +146,15 @@ class Lookup:
         ticket: Ticket,
         items: Items,
         layout: OutputLayout,
-        sources: Mapping[int, TableSource],
         outbox: Outbox,
-        clock: StepClock,
         is_empty: bool = False,
     ) -> None:
         self.is_followed = self.is_closing = False
         self._ticket = ticket
         self._items = items
         self._layout = layout
-        self._sources = sources
         self._outbox = outbox
-        self._clock = clock
+        self._clock = outbox.clock
         self._next: Lookup | None = None
         self._responses: dict[int, ObservableResult[list[Tensor]]] = {}
         self._wire_dtype = torch.float32
@@ -175,8 +166,9 @@ class Lookup:
         if after is not None:
             after._next = self
             return self
-        for worker, source in self._sources.items():
-            lookup = partial(source.lookup, self._ticket, self._items[worker])
+        for worker, request in self._items.items():
+            source = self._outbox.sources[worker]
+            lookup = partial(source.lookup, self._ticket, request)
             self._send_request(worker, source.skip if self._is_empty else lookup)
         return self
 
@@ -227,7 +219,7 @@ class Lookup:
 
     def _send_gradients(self, worker: int, grads: Sequence[Tensor]) -> None:
         """Send gradients to a worker, in one message with the next lookup if there is one."""
-        source, following = self._sources[worker], self._next
+        source, following = self._outbox.sources[worker], self._next
         ticket = self._ticket._replace(followed=self.is_followed, closing=self.is_closing)
         send: Callable[[], ObservableResult[list[Tensor]]]
         if self._is_empty:

@@ -18,12 +18,18 @@ from hybrid.embedding import kernels
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_spec import Pooling, TableSpec
-from hybrid.embedding.trainer.bag_route import BagRoute
+from hybrid.embedding.trainer.bag_routes import BagRoute, PoolRoute
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.lookup import Lookup, Outbox, TableSource, contiguous_copy
-from hybrid.embedding.trainer.pool_route import PoolRoute
-from hybrid.embedding.trainer.route import Assembler, Items, Responses, Slot, append
-from hybrid.embedding.trainer.row_route import AddressSpace, DistinctRows
+from hybrid.embedding.trainer.row_routes import (
+    AddressSpace,
+    Assembler,
+    DistinctRows,
+    Items,
+    Responses,
+    Slot,
+    append,
+)
 from hybrid.errors import DataError
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Ticket
@@ -67,9 +73,7 @@ class ModuleTables:
         self._tables = {table.name: table for table in tables}
         self._locations = placement.locations()
         self._pooled_by_trainers = frozenset(placement.pooled_by_trainers)
-        self._sources = sources
-        self._outbox = Outbox()
-        self._clock = clock
+        self._outbox = Outbox(sources, clock)
         by_dim: dict[int, list[str]] = defaultdict(list)
         for table in tables:
             by_dim[table.dim].append(table.name)
@@ -91,12 +95,12 @@ class ModuleTables:
         Raises:
             DataError: an id is not a row of its table, or offsets do not match the ids.
         """
-        items: Items = {worker: [] for worker in self._sources}
-        with self._clock.span("ids"):
+        items: Items = {worker: [] for worker in self._outbox.sources}
+        with self._outbox.clock.span("ids"):
             for request in requests:
                 self._check(request)
             layout = self._layout(requests, items)
-        return Lookup(ticket, items, layout, self._sources, self._outbox, self._clock).start(after)
+        return Lookup(ticket, items, layout, self._outbox).start(after)
 
     def empty_lookup(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         """Not used: in a custom loop, every trainer has a slice of every batch."""
@@ -113,8 +117,12 @@ class ModuleTables:
         for call, request in enumerate(requests):
             if request.offsets is None:
                 calls_of_dim[self._tables[request.table].dim].append(call)
-            else:
-                layout.bags.append((call, self._request_bags(request, items)))
+                continue
+            kind = PoolRoute if request.table in self._pooled_by_trainers else BagRoute
+            is_weighted = request.weights_L is not None
+            route = kind((0,), [self._locations[request.table]], request.pooling, is_weighted)
+            sparse = SparseFeatures(request.ids_L, request.offsets, request.weights_L, 1)
+            layout.bags.append((call, route.start(BatchIds(sparse), items)))
         for dim, calls in sorted(calls_of_dim.items()):
             sizes = [len(requests[call].ids_L) for call in calls]
             space = self._spaces[dim]
@@ -128,15 +136,6 @@ class ModuleTables:
                 slot = append(items, worker, (0, Bags(torch.empty(0, dtype=torch.int32))))
                 layout.unused.append((slot, self._first_dims[worker]))
         return layout
-
-    def _request_bags(self, request: TableRequest, items: Items) -> Assembler:
-        kind: type[PoolRoute | BagRoute] = (
-            PoolRoute if request.table in self._pooled_by_trainers else BagRoute
-        )
-        locations, is_weighted = [self._locations[request.table]], request.weights_L is not None
-        route = kind((0,), locations, request.pooling, is_weighted=is_weighted)
-        sparse = SparseFeatures(request.ids_L, request.offsets, request.weights_L, 1)
-        return route.start(BatchIds(sparse), items)
 
     def _check(self, request: TableRequest) -> None:
         table = self._tables[request.table]

@@ -93,6 +93,8 @@ def main(output: str, options: set[str], config: str | None) -> None:
         step = cluster.step
         optimizer.zero_grad()
         logits = model(batch, step)
+        if "twice" in options:
+            logits = logits + model({**batch, "price": -batch["price"]}, step)
         loss = binary_cross_entropy_with_logits(logits, batch["label"], reduction="none")
         weights, more = batch["weight"] if "weights" in options else None, []
         if "ranked" in options:

@@ -1,4 +1,4 @@
-"""The private names of torch that nets rely on exist; each occurs in one module."""
+"""The private names of torch that nets and loops rely on exist; each occurs in one module."""
 
 import pkgutil
 from pathlib import Path
@@ -19,6 +19,7 @@ PRIVATE_NAMES = {
         "dense/tensor_parallel/sharded_module.py"
     ),
     "torch.distributed.tensor._dtensor_spec:DTensorSpec": "dense/tensor_parallel/sharded_module.py",
+    "torch.autograd.graph:Node._input_metadata": "custom_loop/loop_warnings.py",
     "torch.utils._pytree:tree_map": "dense/tensor_parallel/sharded_module.py",
 }
 

@@ -15,9 +15,9 @@ from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.bag_routes import PoolRoute
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import make_routes
-from hybrid.embedding.trainer.pool_route import PoolRoute
 from hybrid.protocol.ticket import Purpose, Ticket
 
 DTYPE = torch.float64
