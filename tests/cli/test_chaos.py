@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from chaos_run.run_comparison import differences
-from chaos_run.victims import PHASES, phase_of
+from chaos_run.victims import PHASES
 from support.commands import ROOT, TrainedRun, settings
 from support.namespaces import needs_hosts
 
@@ -69,21 +69,3 @@ def test_other_ends_are_noticed(trained: TrainedRun, tmp_path: Path) -> None:
     ]
     last.rename(last.with_name("step-00000017"))
     assert "the step of the last checkpoint" in differences(trained.folder, folder)
-
-
-@pytest.mark.parametrize(
-    ("said", "files", "phase"),
-    [
-        ("2,000 rows\n", (), "start"),
-        ("2,000 rows\nstep 1/16\n", (), "step"),
-        ("2,000 rows\nstep 16/16\nevaluating\n", (), "evaluation"),
-        ("2,000 rows\nstep 4/16\n", ("checkpoints/step-00000004.partial",), "checkpoint"),
-        ("2,000 rows\nstep 16/16\nwriting the checkpoint\n", (), "checkpoint"),
-        ("2,000 rows\nstep 16/16\n", ("result.json",), "shutdown"),
-    ],
-)
-def test_the_phase_of_a_run_is_seen(said: str, files: tuple[str, ...], phase: str, tmp_path: Path) -> None:
-    for name in files:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert phase_of(tmp_path, said) == phase

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.commands import COMMAND_SECONDS, HYBRID, ROOT, settings, started
+from support.commands import COMMAND_SECONDS, HYBRID, ROOT, started
 from support.namespaces import needs_namespaces
 
 # What Docker's default profile and some distributions do: no namespace may be made.
@@ -24,13 +24,6 @@ def test_roles_share_a_network_that_nobody_else_is_in(endless: list[str], tmp_pa
         networks = {network_of(command.role(name)) for name in ("master", "trainer 1", "worker 0")}
     assert len(networks) == 1
     assert network_of() not in networks
-
-
-def test_off_leaves_roles_in_the_network_of_the_machine(endless: list[str], tmp_path: Path) -> None:
-    off = settings(cluster={"namespace": "off"})
-    with started(["launch", *endless, *off], tmp_path) as command:
-        command.await_step()
-        assert network_of(command.role("trainer 0")) == network_of()
 
 
 @needs_namespaces

@@ -73,7 +73,9 @@ def check_saved(ended: Ended, folder: Path, command: str, code: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
+    "number",
+    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)],
+    ids=lambda number: number.name,
 )
 def test_a_signal_saves_and_stops_everything(
     number: signal.Signals, endless: list[str], tmp_path: Path
@@ -93,32 +95,18 @@ def test_a_signal_saves_and_stops_everything(
         assert f"\nresuming from step {step}: run/checkpoints/step-{step:08}\n" in said
 
 
-def test_the_master_by_hand_saves_and_stops_all(endless: list[str], tmp_path: Path) -> None:
-    master = ["master", *RUN]
-    with by_hand([master, TRAINER, WORKER], [*endless, *ONE_EACH], tmp_path) as (first, *others):
-        first.await_step()
-        first.process.send_signal(signal.SIGTERM)
-        check_saved(first.wait(STOP_SECONDS), tmp_path / "run", "master", 143)
-        check_that_they_end_in_peace(others, 143)
-
-
-def check_that_they_end_in_peace(others: list[Command], code: int) -> None:
-    """All of them with the master's code, and nothing to say."""
-    endings = [each.wait(STOP_SECONDS) for each in others]
-    assert [(ended.code, ended.stderr) for ended in endings] == [(code, "")] * len(others)
-
-
 @pytest.mark.parametrize(
     ("number", "heard_by", "code"),
     [
+        (signal.SIGTERM, ["master"], 143),
         (signal.SIGTERM, ["worker 0"], 143),
         (signal.SIGTERM, ["worker 0", "trainer 0", "master"], 143),
         pytest.param(signal.SIGUSR1, ["master", "trainer 0", "worker 0"], 75, marks=pytest.mark.long),
         pytest.param(signal.SIGINT, ["trainer 0"], 143, marks=pytest.mark.long),
     ],
-    ids=["a worker alone", "all", "a warning to all", "Ctrl-C in a trainer's terminal"],
+    ids=["the master alone", "a worker alone", "all", "a warning to all", "Ctrl-C in a trainer's terminal"],
 )
-def test_what_roles_by_hand_hear_the_master_does(
+def test_a_signal_to_roles_by_hand_stops_the_master_and_all_others(
     number: signal.Signals, heard_by: list[str], code: int, endless: list[str], tmp_path: Path
 ) -> None:
     """Save and stop; a scheduler sends its signals to every role."""
@@ -128,7 +116,8 @@ def test_what_roles_by_hand_hear_the_master_does(
         for name in heard_by:
             by_name[name].process.send_signal(number)
         check_saved(commands[0].wait(STOP_SECONDS), tmp_path / "run", "master", code)
-        check_that_they_end_in_peace(commands[1:], code)
+        endings = [each.wait(STOP_SECONDS) for each in commands[1:]]
+        assert [(ended.code, ended.stderr) for ended in endings] == [(code, "")] * 2
 
 
 @contextmanager

@@ -42,18 +42,13 @@ def build(config, input_spec, widths):
 
 def test_compare_finds_the_same_in_one_process(tiny: list[str], tmp_path: Path) -> None:
     """In metrics that count samples by their weights, too."""
-    found = set()
-    for is_weighted in ("false", "true"):
-        data = {"weight": "weight", "weighted_metrics": is_weighted}
-        how = settings(train={"update": "pipelined"}, data=data)
-        said = output_of(["compare", "--steps", 25, *tiny, *how], tmp_path)
-        assert "table C1 " in said
-        assert "trainer 1: head.0.weight" in said
-        same = re.search(r"test AUC: cluster (0\.\d+), one process \1\n", said)
-        assert same is not None
-        assert re.search(r"\d+ of \d+ tensors are the same bit for bit", said)
-        found.add(same[1])
-    assert len(found) == 2
+    data = {"weight": "weight", "weighted_metrics": "true"}
+    how = settings(train={"update": "pipelined"}, data=data)
+    said = output_of(["compare", "--steps", 25, *tiny, *how], tmp_path)
+    assert "table C1 " in said
+    assert "trainer 1: head.0.weight" in said
+    assert re.search(r"test AUC: cluster (0\.\d+), one process \1\n", said)
+    assert re.search(r"\d+ of \d+ tensors are the same bit for bit", said)
 
 
 def test_compare_takes_batch_normalization_and_warns_where_trainers_split_batches(
@@ -138,10 +133,3 @@ def test_a_run_whose_loss_is_not_finite_stops_and_says_where(tiny: list[str], tm
         r"hybrid launch: step \d+: .* not finite|hybrid launch: step \d+: the loss of", ended.stderr
     )
     assert not list(tmp_path.glob("runs/*/checkpoints/*"))
-
-
-def test_a_run_that_skips_such_steps_goes_on_and_counts_them(tiny: list[str], tmp_path: Path) -> None:
-    wild = settings(dense={"optimizer": "SGD", "learning_rate": 1e30}, train={"non_finite": "skip"})
-    said = output_of(["launch", *tiny, *wild, *settings(run={"folder": "skipped"})], tmp_path)
-    assert "skipped, since a loss or gradient was not finite" in said
-    assert result_of(tmp_path / "skipped")["skipped_steps"] > 0

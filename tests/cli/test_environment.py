@@ -99,15 +99,6 @@ def test_a_terminal_has_one_line_that_changes(project: Project) -> None:
     ]
 
 
-def test_a_warning_of_pip_does_not_break_the_line(project: Project) -> None:
-    path = f"{project.folder / 'python'}:/usr/bin:/bin"
-    environment = {"PATH": path, "TERM": "xterm", "WARNING": "Retrying"}
-    script = str(project.folder / "scripts/environment")
-    terminal = pexpect.spawn("/bin/bash", [script], cwd="/", env=environment, encoding="utf-8", timeout=30)
-    terminal.expect(pexpect.EOF)
-    assert "package 1: numpy\r\x1b[KWARNING: Retrying\r\n\r\x1b[Kpackage 2: torch==2.13.0" in terminal.before
-
-
 @pytest.mark.parametrize("name", ["scripts/constraints.txt", "pyproject.toml"])
 def test_it_installs_again_after_a_change(name: str, project: Project) -> None:
     project.call()

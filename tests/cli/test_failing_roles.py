@@ -1,11 +1,13 @@
-"""Roles that fail, each in every way and at every moment of a run: the rows of docs/failures.md."""
+"""Roles that fail, each in every way and in every phase of a run: the rows of docs/failures.md."""
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.failure_plans import PLANS, SHORT_PLANS, STARVED_PLANS, Plan
+from support.commands import ROOT
+from support.failure_plans import HOWS, PHASES, PLANS, ROLES, SHORT_PLANS, STARVED_PLANS, Plan, Row
 from support.failure_runs import live_through, shared_server
 from support.memory_group import child_group, own_group
 
@@ -36,3 +38,27 @@ def group() -> Iterator[None]:
 @pytest.mark.parametrize("plan", parameters(STARVED_PLANS))
 def test_the_kernel_ends_a_role_for_want_of_memory(plan: Plan, tiny: list[str], tmp_path: Path) -> None:
     live_through(plan, tiny, tmp_path)
+
+
+def consequence(row: Row) -> str:
+    if row.ends_launch:
+        return "ends"
+    return {"start": "starts again", "shutdown": "finished"}.get(row.phase, "goes on")
+
+
+def test_the_page_has_the_table_of_roles() -> None:
+    titles = {"ValueError": "exception", "MemoryError": "out of memory"}
+    lines = [f"| role | when | {' | '.join(titles.get(how, how) for how in HOWS)} |"]
+    lines.append("|---" * (2 + len(HOWS)) + "|")
+    for role, phase in product(ROLES, PHASES):
+        cells = " | ".join(consequence(Row(role, how, phase)) for how in HOWS)
+        lines.append(f"| {role} | {phase} | {cells} |")
+    table = "\n".join(lines) + "\n"
+    assert table in (ROOT / "docs/failures.md").read_text(encoding="utf-8"), f"put this there:\n{table}"
+
+
+def test_every_role_fails_in_every_way_in_every_phase() -> None:
+    rows = [(row.role.partition(" ")[0], row.how, row.phase) for plan in PLANS for row in plan.rows]
+    assert sorted(rows) == sorted(product(ROLES, HOWS, PHASES))
+    assert {plan.kind for plan in STARVED_PLANS} == {plan.kind for plan in SHORT_PLANS} == {*ROLES}
+    assert [plan.how for plan in SHORT_PLANS] == list(HOWS)

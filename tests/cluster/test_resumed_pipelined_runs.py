@@ -64,10 +64,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     )
 
 
-def on_workers(config: RunConfig, workers: int) -> RunConfig:
-    return config.replace(cluster=dataclasses.replace(config.cluster, workers=workers))
-
-
 @pytest.fixture(scope="module")
 def whole(
     config: RunConfig, clusters: Clusters, cache: Path, tmp_path_factory: pytest.TempPathFactory

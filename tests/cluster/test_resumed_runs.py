@@ -308,3 +308,34 @@ def test_a_run_in_a_store_that_fails_now_and_then_goes_on_bit_for_bit(
             assert tensors_of(Checkpoint.open(found)) == checksums(folder)
         assert not exists(left)
         assert len(proxy.seen) > 30  # of which some were refused
+
+
+@pytest.mark.parametrize(
+    ("trainers", "update"),
+    [
+        (3, "sync"),
+        (4, "pipelined"),
+        pytest.param(3, "pipelined", marks=pytest.mark.long),
+        pytest.param(4, "sync", marks=pytest.mark.long),
+    ],
+)
+def test_a_resumed_run_that_reduces_by_the_process_group_has_the_same_bits(
+    trainers: int, update: str, clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    """As on several hosts; sums do not depend on DDP's buckets, whose layout changes after the first step."""
+    last = 13
+    config = small_config(
+        cluster={"trainers": trainers},
+        train={"update": update, "max_steps": last, "batch_size": 128, "log_every_steps": 1},
+        checkpoint={"every_steps": 1, "keep_last": 99, "keep_best": "none"},
+        dense={"optimizer": "Adam", "learning_rate": 0.01},
+    )
+    cluster = clusters.get(trainers, 2, has_many_hosts=True)
+    cluster.run(train, config, cache, tmp_path / "whole")
+    for cut in (5, 11):
+        run = tmp_path / str(cut)
+        cluster.run(train, config, cache, run, last_step=cut + 1, saved_step=cut)
+        notes = cluster.run(train, config, cache, run, resume=True)
+        assert "from step" in notes[0]
+        for step in range(cut, last + 1):
+            assert checksums(step_folder(run, step)) == checksums(step_folder(tmp_path / "whole", step)), step

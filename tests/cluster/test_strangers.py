@@ -28,7 +28,6 @@ from hybrid.transport.rpc import endpoints, rpc_group, stubs
 from workers.rendezvous.bootstrap import Cluster
 
 SECONDS = 10.0
-_CONNECT_SECONDS = 0.3
 # What a library that trusts its peers might take for a length, and try to have so much memory.
 HUGE = struct.pack("<Q", 1 << 62)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from comparison.cases.peers import (
     Compared,
+    chain,
     hybrid_model,
     local_vs_remote,
     on_all_trainers,
@@ -67,3 +68,22 @@ def test_ddp_dist_autograd_sparse_grads(cluster: RunningCluster) -> None:
 def test_ddp_dist_autograd_local_vs_remote(remote_device: str, cluster: RunningCluster) -> None:
     compared = cluster.run(on_all_trainers, partial(local_vs_remote, remote_device))
     check(compared, names={"1", "2"}, shared={"2"})
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda:0",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_ddp_dist_autograd_local_vs_remote_gpu(device: str, clusters: Clusters) -> None:
+    """Upstream needs NCCL and a GPU for each trainer; here gloo reduces, and all trainers share one GPU."""
+    of_trainers = clusters.get(TRAINERS, 1, device=device).run(on_all_trainers, partial(chain, device))
+    check(of_trainers, names={"1", "2", "3", "4"}, shared={"2", "4"})

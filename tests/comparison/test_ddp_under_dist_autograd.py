@@ -1,8 +1,8 @@
 """What torch's ``ddp_under_dist_autograd_test.py`` shows of its hybrid model, shown of this project's.
 
 The tests of gradients bear the names they have there. 4 trainers, a worker and a master, as there;
-``comparison/cases/hybrid_trainer.py`` says which part stands for which. Its ``DdpComparisonTest`` is in
-``test_ddp_comparison.py``, its ``CudaDdpComparisonTest`` in ``test_gpu_chain.py``. What it also has:
+``comparison/cases/hybrid_trainer.py`` says which part stands for which. Its ``DdpComparisonTest`` and
+``CudaDdpComparisonTest`` are in ``test_ddp_comparison.py``. What it also has:
 
 - ``_call_method``, ``_remote_method``, ``_remote_method_async``: ``wire.Remote.call``; all tests use it.
 - ``_trainer_process``, ``_remote_worker_process``, ``_master_process``, ``_do_test``: ``workers/``, likewise.

@@ -1,19 +1,26 @@
 """Training on a cluster equals one process of plain torch: every parameter, every optimizer's state."""
 
-from collections.abc import Iterator
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
+from typing import Any, TypeAlias
 
 import pytest
 import torch
 from support.cluster import Clusters
-from support.covering import covering_rows
 from support.matrix import Case, Outcome, check_against_one_process, train_case
 
+from hybrid.batch import Batch
 from hybrid.config.sections import SCHEDULES
 from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.dense.matmul import prefers_onednn
 from hybrid.transport.shared_memory.host_aggregation import saves_work
 
+Pair: TypeAlias = tuple[tuple[str, Any], tuple[str, Any]]
 LARGE = (2048, 2048)  # of six samples, a product that oneDNN's are for
 FEATURES = ("one_hot", "sum", "mean", "max", "weights")
 CHOICES = {
@@ -39,6 +46,43 @@ CHOICES = {
     "compile": ("none", "script", "trace"),
     "tasks": ("one", "weighted", "several", "ranked"),
 }
+
+
+def covering_rows(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return few rows with one value of each choice, such that any two values occur together in one.
+
+    Greedy: each row is the best of 60 that contain a pair not covered yet. Deterministic.
+    """
+
+    def pairs_with(name: str, row: Mapping[str, Any]) -> Iterator[Pair]:
+        items, index = [*row.items()], [*row].index(name)
+        yield from ((item, items[index]) for item in items[:index])
+        yield from ((items[index], item) for item in items[index + 1 :])
+
+    def num_new(row: Mapping[str, Any]) -> int:
+        return len(missing.intersection(itertools.combinations(row.items(), 2)))
+
+    def improve(row: dict[str, Any], fixed: Collection[str]) -> dict[str, Any]:
+        for name in (each for each in choices if each not in fixed):
+            tried = ({**row, name: value} for value in choices[name])
+            row = max(tried, key=lambda each: sum(pair in missing for pair in pairs_with(name, each)))
+        return row
+
+    generator = random.Random(1)
+    missing: set[Pair] = {
+        ((one, a), (other, b))
+        for one, other in itertools.combinations(choices, 2)
+        for a, b in itertools.product(choices[one], choices[other])
+    }
+    rows = []
+    while missing:
+        fixed = dict(min(missing, key=repr))  # a set of texts has another order in each process
+        drawn = [{n: generator.choice(values) for n, values in choices.items()} | fixed for _ in range(60)]
+        rows.append(max((improve(row, fixed) for row in drawn), key=num_new))
+        missing.difference_update(itertools.combinations(rows[-1].items(), 2))
+    return rows
+
+
 # By cluster, so that one lives on until another is wanted; the last is the first of those below.
 CASES = sorted(
     (Case(**row) for row in covering_rows(CHOICES)),
@@ -171,3 +215,58 @@ def test_two_runs_have_the_same_bits(case: Case, clusters: Clusters) -> None:
 def test_aggregation_per_host_trains_like_one_process(case: Case, clusters: Clusters) -> None:
     assert saves_work(case.trainers, case.workers)
     check_against_one_process(case, trained(clusters, case))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(inputs="uneven", placement="row", optimizer="adam", remote=True),
+        Case(inputs="uneven", update="pipelined", optimizer="momentum", features="sum"),
+        Case(update="pipelined", optimizer="adagrad", micro_batches=2, clip_norm=0.2, schedule="cosine"),
+        pytest.param(Case(inputs="uneven", optimizer="sgd", features="max"), marks=pytest.mark.long),
+        pytest.param(
+            Case(inputs="uneven", update="pipelined", optimizer="adamw", placement="row"),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_every_row_takes_every_step(case: Case, clusters: Clusters) -> None:
+    """With trainers that end early, and one that has no batches at all; what is touched alone is no match."""
+    case = dataclasses.replace(case, trainers=3, weight_decay=0.05, all_rows=True)
+    outcome = clusters.get(3, 2).run(train_case, case)
+    check_against_one_process(case, outcome)
+    with pytest.raises(AssertionError):
+        check_against_one_process(dataclasses.replace(case, all_rows=False), outcome)
+
+
+BAD_STEPS = (3, 4, 9)
+
+
+def spoiled(case: Case, value: float, trainer: int) -> list[Batch]:
+    """A case's batches, some of which hold ``value`` on the last trainer alone."""
+    batches = case.batches(trainer)
+    if trainer == case.trainers - 1:
+        for step in BAD_STEPS:
+            batches[step].dense_features[0, 0] = value
+    return batches
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(ddp="outside", remote=True, optimizer="adam", dense_optimizer="AdamW"),
+        Case(ddp="none", optimizer="momentum", micro_batches=2, clip_norm=0.2),
+        Case(ddp="inside", optimizer="adagrad", update="pipelined", schedule="cosine"),
+        Case(optimizer="adam", update="pipelined", weight_decay=0.05, all_rows=True),
+    ],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.long)])
+def test_a_skipped_step_changes_nothing_anywhere(case: Case, value: float, clusters: Clusters) -> None:
+    case = case.skipping()
+    make_batches = partial(spoiled, case, value)
+    outcome = clusters.get(2, 2).run(train_case, case, make_batches)
+    assert outcome.skipped_steps == [len(BAD_STEPS)] * 2
+    assert check_against_one_process(case, outcome, make_batches).skipped_steps == len(BAD_STEPS)
+    assert all(tensor.isfinite().all() for tensor in outcome.end.values())

@@ -3,7 +3,7 @@
 import signal
 from pathlib import Path
 
-FAULTS_FILE, STRUCK_FILE, STEPPED_FILE = "faults.json", "struck.txt", "stepped.txt"
+FAULTS_FILE, STRUCK_FILE = "faults.json", "struck.txt"
 
 WORDS = "as the test wants it"
 ERRORS = {"ValueError": ValueError, "MemoryError": MemoryError}

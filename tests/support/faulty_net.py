@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.faults import ERRORS, FAULTS_FILE, RAISING, STARVED, STEPPED_FILE, STRUCK_FILE, WORDS, read_times
+from support.faults import ERRORS, FAULTS_FILE, RAISING, STARVED, STRUCK_FILE, WORDS, read_times
 from support.memory_group import starve
 from torch import Tensor, nn
 from torch.distributed import rpc
@@ -37,10 +37,9 @@ class Faults:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._next: tuple[str, str, str] | None = None
-        self._is_mine = self._pid(_ME) == os.getpid()
         faults = json.loads((run / FAULTS_FILE).read_text())
         done = len(read_times(run, STRUCK_FILE))
-        if self._is_mine and done < len(faults):
+        if self._pid(_ME) == os.getpid() and done < len(faults):
             self._next = tuple(faults[done])
 
     def reach(self, phase: str) -> None:
@@ -50,7 +49,8 @@ class Faults:
         role, action, _ = self._next
         self._next = None
         pid = self._pid(role)
-        self._note(STRUCK_FILE)
+        with (self._run / STRUCK_FILE).open("a") as out:
+            out.write(f"{time.time()}\n")
         if action in ERRORS and role == _ME:
             raise ERRORS[action](WORDS)
         if action == STARVED:
@@ -59,15 +59,6 @@ class Faults:
             os.kill(pid, RAISING.get(action) or signal.Signals[action])
         if action != "SIGKILL":  # the run could leave the phase before anybody notices
             threading.Event().wait(_NOTICED_SECONDS)
-
-    def note_first_step(self) -> None:
-        """Leave the time of this start's first step."""
-        if self._is_mine:
-            self._note(STEPPED_FILE)
-
-    def _note(self, file: str) -> None:
-        with (self._run / file).open("a") as out:
-            out.write(f"{time.time()}\n")
 
     def _pid(self, role: str) -> int:
         log = (self._run / f"logs/{role.replace(' ', '-')}.log").resolve()
@@ -97,8 +88,6 @@ class Bottom(nn.Module):
         self._steps += self.training
         if not self.training and self._steps:  # not where the net is only looked at
             self._faults.reach("evaluation")
-        elif self._steps == 1:
-            self._faults.note_first_step()
         elif self._steps > _STEPS_BEFORE:
             self._faults.reach("step")
         return dense_BF

@@ -17,14 +17,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
 import psutil
-from support import forwarder
 from support.first_process import SECONDS, first_process, processes_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,39 +54,21 @@ mount --bind /tmp/hosts /etc/hosts
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Cable:
-    """What joins each host to the others, where it is not as quick as the machine.
-
-    Attributes:
-        delay_seconds: from one host to another.
-        bits_per_second: of each host, in each direction.
-    """
-
-    delay_seconds: float = 0.0
-    bits_per_second: float = 10e9
-
-
 class Switch:
     """Joins hosts, for the length of a ``with`` block, at whose end they are gone.
 
     Args:
-        folder: for the output of what runs on hosts.
-        cable: of each host; one that is given cannot be pulled.
+        folder: for the output of commands on hosts.
     """
 
-    def __init__(self, folder: Path, cable: Cable | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.hosts: list[Host] = []
-        self._cable = cable
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         self._pid = self._stack.enter_context(first_process(["--net"], ""))
-        if self._cable is None:
-            self.configure("link add name bridge type bridge", "link set bridge up")
-        else:
-            self._stack.enter_context(_forwarding(self._pid, self._cable))
+        self.configure("link add name bridge type bridge", "link set bridge up")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,7 +86,11 @@ class Switch:
         host = self._stack.enter_context(
             Host(self, number, shared, _hosts_file() if lines is None else lines)
         )
-        self._plug_in(host)
+        self.configure(
+            f"link add name {host.port} type veth peer name {INTERFACE} netns {host.pid}",
+            f"link set {host.port} master bridge",
+            f"link set {host.port} up",
+        )
         host.configure(
             "link set lo up",
             f"link set {INTERFACE} address {_HARDWARE}:{number:02}",
@@ -115,16 +99,6 @@ class Switch:
         )
         self.hosts[number : number + 1] = [host]
         return host
-
-    def _plug_in(self, host: Host) -> None:
-        if self._cable is None:
-            self.configure(
-                f"link add name {host.port} type veth peer name {INTERFACE} netns {host.pid}",
-                f"link set {host.port} master bridge",
-                f"link set {host.port} up",
-            )
-        else:
-            self.configure(f"link set {host.port} netns {host.pid} name {INTERFACE}")
 
     def down(self, host: Host) -> None:
         """Pull the host's cable: nothing goes there, nor comes from there, and nobody is told."""
@@ -245,19 +219,3 @@ def _ip(pid: int, lines: Sequence[str]) -> None:
     """Have ``ip`` do some things in the network of a process."""
     command, script = ["nsenter", "--target", str(pid), "--net", "ip", "-batch", "-"], "\n".join(lines)
     subprocess.run(command, input=script, capture_output=True, text=True, timeout=SECONDS, check=True)
-
-
-@contextmanager
-def _forwarding(switch: int, cable: Cable) -> Iterator[None]:
-    """Have a program forward between ports in a switch, which are there from then on."""
-    ports = [_port(number) for number in range(_MOST)]
-    command = ["setpriv", "--pdeathsig", "KILL", "nsenter", "--target", str(switch), "--net"]
-    command += [sys.executable, "-S", "-E", forwarder.__file__]
-    command += [str(cable.delay_seconds), str(cable.bits_per_second), *ports]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n", "see above"
-            yield
-        finally:
-            process.kill()

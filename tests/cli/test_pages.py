@@ -1,6 +1,11 @@
-"""The README is right: its code runs, its configuration trains, and what it names is there."""
+"""README and docs: the code runs or at least loads, the configurations load, and what the text names exists.
 
+Tests of commands run most blocks of the pages; these find every block and key that a new name makes wrong.
+"""
+
+import ast
 import dataclasses
+import importlib
 import random
 import re
 import sys
@@ -9,13 +14,16 @@ from pathlib import Path
 import pytest
 from support.commands import ROOT, code_block, output_of, result_of
 
+import hybrid
 from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
 from hybrid.config.sections import NAMED_KEYS
+from hybrid.custom_loop.cluster import Cluster
 from workers.cli import main
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SECTIONS = dataclasses.asdict(RunConfig())
+SECTIONS = {name: keys for name, keys in dataclasses.asdict(RunConfig()).items() if name not in NAMED_KEYS}
+PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 
 
 def write_clicks(path: Path, num_rows: int = 2000) -> None:
@@ -79,12 +87,15 @@ def test_every_file_it_names_is_there() -> None:
     assert [path for path in {*links, *named} if not (ROOT / path).exists()] == []
 
 
-def test_every_key_it_names_is_one() -> None:
-    words = re.sub(r"^```python\n.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
-    dotted = re.findall(r"\b([a-z]+)\.(?!(?:py|md)\b)([a-z_]+)\b", words)
-    known = {name: keys for name, keys in SECTIONS.items() if name not in NAMED_KEYS}
-    wrong = [f"{s}.{key}" for s, key in dotted if s in known and key not in known[s]]
-    assert wrong == []
+@pytest.mark.parametrize("page", PAGES)
+def test_every_key_on_a_page_exists(page: str) -> None:
+    """``cluster.`` may be a cluster of a custom loop, too."""
+    text = PAGES[page].read_text(encoding="utf-8")
+    text = re.sub(r"^```python\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    named = re.findall(r"(?<![\w./])([a-z]+)\.(?!(?:py|md|toml|json|safetensors)\b)([a-z_]+)\b(?!\[)", text)
+    names = {section: {*keys} for section, keys in SECTIONS.items()}
+    names["cluster"] |= {*dir(Cluster), "rank", "world_size"}
+    assert [f"{s}.{key}" for s, key in named if s in names and key not in names[s]] == []
 
 
 def test_its_configuration_has_ten_lines(tmp_path: Path) -> None:
@@ -92,3 +103,34 @@ def test_its_configuration_has_ten_lines(tmp_path: Path) -> None:
     (tmp_path / "clicks.toml").write_text(text)
     assert load_config(tmp_path / "clicks.toml").data.multi_hot_separator == "|"
     assert len(text.splitlines()) == 10
+
+
+def blocks(language: str) -> dict[str, str]:
+    """Return the code blocks of one language, by page and number."""
+    fence = re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return {
+        f"{page.name}-{i}": block
+        for page in PAGES.values()
+        for i, block in enumerate(fence.findall(page.read_text()))
+    }
+
+
+TOML, PYTHON = blocks("toml"), blocks("python")
+
+
+@pytest.mark.parametrize("block", list(TOML.values()), ids=TOML)
+def test_a_configuration_loads(block: str, tmp_path: Path) -> None:
+    file = tmp_path / "page.toml"
+    file.write_text(block)
+    load_config(file)
+
+
+@pytest.mark.parametrize("block", list(PYTHON.values()), ids=PYTHON)
+def test_python_finds_the_names_that_it_imports(block: str) -> None:
+    for node in ast.walk(ast.parse(block)):
+        match node:
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in ("hybrid", "workers"):
+                there = dir(importlib.import_module(module))
+                assert [name.name for name in node.names if name.name not in there] == []
+            case ast.Attribute(value=ast.Name(id="hybrid"), attr=name):
+                assert hasattr(hybrid, name)
