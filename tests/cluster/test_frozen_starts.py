@@ -46,7 +46,7 @@ def take_part(
 
     with ExitStack() as stack:
         if is_freezing:
-            stack.enter_context(mock.patch.object(rpc_group, "_connect", freeze))
+            stack.enter_context(mock.patch.object(rpc_group, "greet", freeze))
         try:
             with (
                 join(role, listener, secret)

@@ -2,7 +2,7 @@
 
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -182,16 +182,16 @@ def test_what_a_call_that_is_answered_later_raises_at_once_comes_back() -> None:
 
 
 def test_who_has_connected_during_the_start_is_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, connect = dist.HashStore(), rpc_group._connect
+    store = dist.HashStore()
     with ExitStack() as stack:
         strangers: list[Connection] = []
 
-        def connect_with_a_stranger(partners: Iterable[Role], timeout_seconds: float) -> None:
+        def greet_after_a_stranger(role: Role) -> transport.Pending[torch.Tensor]:
             strangers.append(stack.enter_context(process_of_a_stranger(call_twice, address_in(store))))
             assert answer_of(strangers[0]).startswith("answered"), "the window is no window"
-            connect(partners, timeout_seconds)
+            return stubs.greet(role)
 
-        monkeypatch.setattr(rpc_group, "_connect", connect_with_a_stranger)
+        monkeypatch.setattr(rpc_group, "greet", greet_after_a_stranger)
         with started(store):
             strangers[0].send("again")
             assert answer_of(strangers[0]).startswith("RuntimeError")

@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,28 +16,34 @@ import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from support.shared_memory import at_once, joined
+from support.socket_ends import connection
 from torch import Tensor
 from torch.distributed import distributed_c10d, rpc
 from torch.distributed.rpc import api, internal
 
 from hybrid import transport
 from hybrid.batch import Batch
+from hybrid.checkpoint.tensor_file import read_tensors
 from hybrid.config import RunConfig
-from hybrid.errors import ClusterError, ConfigError
+from hybrid.errors import ClusterError, ConfigError, HybridError
+from hybrid.export.state_dicts import stored_tensors
 from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.security import message_signature, signed_pickler
 from hybrid.security.message_signature import PayloadKind, Signatures
-from hybrid.security.rejected_messages import RejectionLog, parse_rejection
+from hybrid.security.rejected_messages import RejectedMessage, RejectionLog, parse_rejection
 from hybrid.security.secret import Secret
 from hybrid.security.signed_pickler import SignedPickler, addressed_to, install, plain_collectives
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.transport.rpc import endpoints
+from hybrid.transport.shared_memory.host_aggregation import Packet, all_to_all
+from hybrid.transport.socket.frames import FrameKind, Message
 
 WORKER = Role(RoleKind.WORKER)
 SECRET, RUN = Secret.fresh(), b"a run"
 CALL = internal.PythonUDF(endpoints.norm, (7, 3), {})
 
-made: list[str] = []
+MARK = "TEST_SIGNED_CALLS"  # set in the environment of a process that runs planted code
 
 
 class Process:
@@ -77,7 +83,7 @@ class Evil:
     """Runs code where it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return made.append, ("code ran",)
+        return exec, (f"import os; os.environ[{MARK!r}] = 'ran'",)
 
 
 def tensors(*sizes: int) -> list[Tensor]:
@@ -164,11 +170,71 @@ def test_random_bytes_and_half_a_payload_are_refused(worker: Process, trainer: P
         assert "not signed" in worker.refuses(wrong, [])
 
 
-def test_a_pickle_that_nobody_signed_runs_nothing(worker: Process) -> None:
-    made.clear()
+def plant_in_rpc(_: Path) -> None:
+    """Send calls and responses that nobody signed."""
     for prefix in (b"", os.urandom(45), bytes(45)):
-        assert "not signed" in worker.refuses(prefix + pickle.dumps(Evil()), [])
-    assert not made
+        loaded = Process("worker0").pickler.deserialize(prefix + pickle.dumps(Evil()), [])
+        assert isinstance(loaded, internal.RemoteException)
+    raise RejectedMessage(loaded.msg)
+
+
+def plant_in_collective(_: Path) -> None:
+    """Send an object as torch does while RPC groups form."""
+    evil = torch.frombuffer(bytearray(pickle.dumps(Evil())), dtype=torch.uint8)
+    with plain_collectives():
+        distributed_c10d._tensor_to_object(evil, torch.tensor([len(evil)]), None)
+
+
+def plant_in_socket(is_sealed: bool, _: Path) -> None:
+    """Send a message from a process without the secret, or from a role."""
+    trainer, worker = connection()
+    evil = pickle.dumps(Evil())
+    message = b"".join(len(evil).to_bytes(size, "little") for size in (4, 8)) + evil
+    if is_sealed:
+        message = bytes(trainer.frames.seal(Message(FrameKind.CALL, 1, Evil())))
+    with trainer.socket, worker.socket:
+        trainer.socket.send(message)
+        worker.frames.receive(worker.socket)
+        worker.frames.next()
+
+
+def plant_in_shared_memory(_: Path) -> None:
+    """Pass a packet from a trainer to another trainer of its host."""
+    packets = [{1: Packet([Evil()], [])}, {}]
+    at_once(all_to_all, joined(2), packets)
+
+
+def plant_in_checkpoint(folder: Path) -> None:
+    """Replace a file of a checkpoint."""
+    (folder / "dense.safetensors").write_bytes(pickle.dumps(Evil()))
+    read_tensors(folder / "dense.safetensors")
+
+
+def plant_in_state_dict(folder: Path) -> None:
+    """Name a file with pretrained rows."""
+    torch.save({"weight": Evil()}, folder / "rows.pt")
+    with stored_tensors(folder / "rows.pt"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        plant_in_rpc,
+        plant_in_collective,
+        partial(plant_in_socket, False),
+        partial(plant_in_socket, True),
+        plant_in_shared_memory,
+        plant_in_checkpoint,
+        plant_in_state_dict,
+    ],
+    ids=["RPC", "collective", "unauthenticated peer", "socket", "shared memory", "checkpoint", "state dict"],
+)
+def test_a_pickle_that_runs_code_is_not_loaded(plant: Callable[[Path], None], tmp_path: Path) -> None:
+    os.environ.pop(MARK, None)
+    with pytest.raises((RejectedMessage, HybridError)):
+        plant(tmp_path)
+    assert MARK not in os.environ
 
 
 def test_values_arrive_as_they_were_sent(worker: Process, trainer: Process) -> None:
@@ -354,16 +420,11 @@ def test_within_a_message_no_number_comes_twice(
 
 
 def test_at_the_start_of_rpc_torch_loads_plain_values_only() -> None:
-    made.clear()
-    plain, evil = pickle.dumps(("worker0", 0, {}, [])), pickle.dumps(Evil())
-    size = torch.tensor([len(evil)])
-    with pytest.raises(ClusterError, match="was rejected"), plain_collectives():
-        distributed_c10d._tensor_to_object(torch.frombuffer(bytearray(evil), dtype=torch.uint8), size, None)
+    plain = pickle.dumps(("worker0", 0, {}, []))
     with plain_collectives():
         buffer = torch.frombuffer(bytearray(plain), dtype=torch.uint8)
         loaded = distributed_c10d._tensor_to_object(buffer, torch.tensor([len(plain)]), None)
     assert loaded == ("worker0", 0, {}, [])
-    assert not made
     assert distributed_c10d._unpickler is pickle.Unpickler
 
 

@@ -70,26 +70,17 @@ def start(
         # Torch warns of its own code within init_rpc.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
         rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
-        _connect(topology.partners(role), timeout_seconds)
-    identity, sockets = (
-        Identity(role, topology, secret, run_id, timeout_seconds),
-        dist.PrefixStore("sockets", store),
-    )
+        # Connect to all partners, so that nobody connects later; torch's barriers use these connections.
+        for greeting in [greet(each) for each in topology.partners(role)]:
+            greeting.wait()
+        rpc.api._all_gather(None, timeout=timeout_seconds)
+    identity = Identity(role, topology, secret, run_id, timeout_seconds)
+    sockets = dist.PrefixStore("sockets", store)
     if role.kind is RoleKind.TRAINER:
         for worker, connection in connect_to_workers(identity, sockets).items():
             CLIENTS[worker] = SocketClient(connection, timeout_seconds)
     elif role.kind is RoleKind.WORKER:
         _servers.append(SocketServer(accept_trainers(identity, sockets, interface), SOCKET_CALLS))
-
-
-def _connect(partners: Iterable[Role], timeout_seconds: float) -> None:
-    """Return when every role is connected to its partners, so that nobody has to connect later.
-
-    Torch's own calls use these connections: its barriers go through the first name, the master's.
-    """
-    for greeting in [greet(role) for role in partners]:
-        greeting.wait()
-    rpc.api._all_gather(None, timeout=timeout_seconds)
 
 
 def stop(timeout_seconds: float, graceful: bool = True) -> None:

@@ -4,13 +4,15 @@
 
     trainer                                        worker
     ───────                                        ──────
-                                       ◄────────   address, random bytes (in the rendezvous store)
-    connects: index, random bytes, proof  ─────►   closes if the proof is wrong
+                                       ◄────────   address (in the rendezvous store)
+    connects                           ────────►
+                                       ◄────────   random bytes, new for each connection
+    index, random bytes, proof         ────────►   closes if the proof is wrong
                                        ◄────────   proof
 
 A proof is an empty message, sealed as the first one of its direction. The key of a direction is derived from
 the secret, the run, both names and the random bytes of both. So a recorded message is valid on no other
-connection.
+connection, even if the original never arrives.
 
 Within a host, they connect by a Unix socket, and each sends with its proof a descriptor of the memory that it
 lends to the other (``lent_blocks``). A worker stops listening once all trainers are connected.
@@ -24,7 +26,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -45,7 +47,7 @@ _HELLO = struct.Struct(f"<I{_RANDOM_BYTES}s{TAG_BYTES}s")  # index, random bytes
 _ATTEMPT_SECONDS = 5.0
 _SECONDS_BETWEEN_ATTEMPTS = 0.05
 # As many as connect within a tenth of a second at most: a trainer needs no more time for its proof.
-_MOST_UNAUTHENTICATED = 512
+MAX_UNAUTHENTICATED = 512
 
 Accepted = TypeVar("Accepted")
 
@@ -57,14 +59,12 @@ class WorkerAddress(NamedTuple):
         host: see :func:`own_host`.
         name: of its Unix socket, in hexadecimal digits.
         interface, port: for other hosts.
-        random: of this worker, in hexadecimal digits.
     """
 
     host: str
     name: str
     interface: str
     port: int
-    random: str
 
     def __str__(self) -> str:
         return f"{self.interface}:{self.port}"
@@ -116,15 +116,20 @@ class Identity:
 
 
 class Peer:
-    """A process that has connected, and is not authenticated yet."""
+    """The other end of a connection, which is not authenticated yet.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Args:
+        nonce: bytes that an accepted peer has received.
+    """
+
+    def __init__(self, connection: socket.socket, nonce: bytes = b"") -> None:
         self.socket = connection
+        self.nonce = nonce
         self.hello = b""
         self.descriptors: list[int] = []
 
     def receive(self, num_bytes: int) -> bool:
-        """Receive up to so many bytes in all; whether all are there. OSError if no more will come."""
+        """Receive up to ``num_bytes`` in all; whether all are there. OSError if no more will come."""
         missing = num_bytes - len(self.hello)
         if self.socket.family == socket.AF_UNIX:
             received, descriptors, _, _ = socket.recv_fds(self.socket, missing, 1)
@@ -166,6 +171,7 @@ def accept_peers(
     accept: Callable[[Peer], tuple[int, Accepted]],
     expected: set[int],
     deadline: float,
+    nonce_bytes: int = 0,
 ) -> dict[int, Accepted]:
     """Accept each expected peer once, until ``deadline`` at most.
 
@@ -175,6 +181,7 @@ def accept_peers(
     Args:
         accept: called with a peer that has sent its hello; returns its index and a result, or raises
             RejectedMessage or OSError.
+        nonce_bytes: random bytes that each peer gets first.
 
     Returns:
         The results by index.
@@ -194,10 +201,10 @@ def accept_peers(
             while accepted.keys() != expected and (seconds := deadline - time.monotonic()) > 0:
                 for key, _ in selector.select(seconds):
                     if key.data is not None:
-                        if (peer := _accept_connection(key.data)) is not None:
+                        if (peer := _accept_connection(key.data, nonce_bytes)) is not None:
                             waiting[peer.socket] = peer
                             selector.register(peer.socket, selectors.EVENT_READ)
-                        if len(waiting) > _MOST_UNAUTHENTICATED:
+                        if len(waiting) > MAX_UNAUTHENTICATED:
                             oldest = next(iter(waiting.values()))
                             forget(oldest)
                             oldest.close()
@@ -220,16 +227,19 @@ def accept_peers(
     return accepted
 
 
-def _accept_connection(listener: socket.socket) -> Peer | None:
+def _accept_connection(listener: socket.socket, nonce_bytes: int) -> Peer | None:
     try:
         connection, _ = listener.accept()
     except (ConnectionAbortedError, BlockingIOError):
         return None
     connection.setblocking(False)
-    if connection.family == socket.AF_UNIX and not is_same_user(connection):
-        connection.close()
-        return None
-    return Peer(connection)
+    peer = Peer(connection, secrets.token_bytes(nonce_bytes))
+    with suppress(OSError):
+        if connection.family != socket.AF_UNIX or is_same_user(connection):
+            connection.send(peer.nonce)
+            return peer
+    connection.close()
+    return None
 
 
 def connect_to_workers(own: Identity, store: dist.Store) -> dict[Role, Connection]:
@@ -268,11 +278,13 @@ def connect_to_worker(own: Identity, worker: Role, address: WorkerAddress) -> Co
     try:
         with _lend_memory(peer.socket) as lent:
             random = secrets.token_bytes(_RANDOM_BYTES)
-            to, back = own.directions(worker, bytes.fromhex(address.random) + random)
-            _send(peer.socket, _HELLO.pack(own.role.index, random, to.seal(b"")), lent)
-            while not peer.receive(TAG_BYTES):
+            while not peer.receive(_RANDOM_BYTES):
                 pass
-            back.open(peer.hello)
+            to, back = own.directions(worker, peer.hello + random)
+            _send(peer.socket, _HELLO.pack(own.role.index, random, to.seal(b"")), lent)
+            while not peer.receive(_RANDOM_BYTES + TAG_BYTES):
+                pass
+            back.open(peer.hello[_RANDOM_BYTES:])
             memory = peer.map_memory(lent)
     except RejectedMessage as error:
         peer.close()
@@ -295,14 +307,14 @@ def accept_trainers(own: Identity, store: dist.Store, interface: str) -> list[Co
     Raises:
         ClusterError: a trainer does not connect in time.
     """
-    trainers, random = own.topology.trainers, secrets.token_bytes(_RANDOM_BYTES)
+    trainers = own.topology.trainers
     connections: dict[int, Connection] = {}
 
     def accept(peer: Peer) -> tuple[int, Connection]:
         index, trainers_random, proof = _HELLO.unpack(peer.hello)
         if index >= len(trainers) or index in connections:
             raise RejectedMessage("this trainer is not expected")
-        to, back = own.directions(trainers[index], random + trainers_random)
+        to, back = own.directions(trainers[index], peer.nonce + trainers_random)
         back.open(proof)
         with _lend_memory(peer.socket) as lent:
             if lent is None:
@@ -314,17 +326,18 @@ def accept_trainers(own: Identity, store: dist.Store, interface: str) -> list[Co
 
     family, address = address_of(interface)
     with (
-        socket.create_server((address, 0), family=family, backlog=_MOST_UNAUTHENTICATED) as listener,
+        socket.create_server((address, 0), family=family, backlog=MAX_UNAUTHENTICATED) as listener,
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as unix_listener,
     ):
         unix_listener.bind("")  # Linux chooses a name
-        unix_listener.listen(_MOST_UNAUTHENTICATED)
+        unix_listener.listen(MAX_UNAUTHENTICATED)
         name = unix_listener.getsockname().hex()
         host, port = listener.getsockname()[:2]
-        published = WorkerAddress(own_host(), name, host, port, random.hex())
+        published = WorkerAddress(own_host(), name, host, port)
         store.set(own.role.rpc_name, json.dumps(published))
         deadline = time.monotonic() + own.timeout_seconds
-        accept_peers((listener, unix_listener), _HELLO.size, accept, {*range(len(trainers))}, deadline)
+        expected = {*range(len(trainers))}
+        accept_peers((listener, unix_listener), _HELLO.size, accept, expected, deadline, _RANDOM_BYTES)
     if missing := [str(each) for each in trainers if each.index not in connections]:
         for connection in connections.values():
             connection.socket.close()

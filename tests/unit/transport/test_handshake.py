@@ -33,6 +33,7 @@ from hybrid.transport.socket.handshake import (
 TOPOLOGY = Topology(2, 2)
 SECONDS = 10.0
 HELLO_BYTES = 36
+NONCE_BYTES = 16
 
 
 def trainer(index: int, secret: Secret | None = None, run_id: bytes = b"run") -> Identity:
@@ -99,11 +100,12 @@ def test_every_trainer_meets_every_worker(pool: ThreadPoolExecutor, family: sock
 def test_strangers_are_not_let_in_and_do_no_harm(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "_MOST_UNAUTHENTICATED", 20)
+    monkeypatch.setattr(handshake, "MAX_UNAUTHENTICATED", 20)
     store = dist.HashStore()
     with listening(store, pool, worker(0)) as (address, met), contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connected(address)) for _ in range(50)]
         silent[0].settimeout(SECONDS)
+        assert len(silent[0].recv(100)) == NONCE_BYTES
         assert silent[0].recv(100) == b"", "the first gives way to those after it"
         for said in (os.urandom(HELLO_BYTES), bytes(HELLO_BYTES), b"GET / HTTP/1.0\r\n\r\n" * 3):
             assert answer_to(address, said) == b""
@@ -138,8 +140,10 @@ def connected(address: WorkerAddress) -> socket.socket:
 def answer_to(address: WorkerAddress, said: bytes) -> bytes:
     """What a worker answers to this."""
     with connected(address) as connection:
-        connection.sendall(said)
         answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            assert len(connection.recv(NONCE_BYTES, socket.MSG_WAITALL)) == NONCE_BYTES
+        connection.sendall(said)
         with contextlib.suppress(ConnectionResetError):
             while more := connection.recv(100):
                 answer += more
@@ -171,6 +175,29 @@ def test_a_hello_that_was_heard_is_good_for_nothing_else(pool: ThreadPoolExecuto
         stack.callback(close, connect_to_workers(only_worker_0(trainer(1)), store))
 
 
+def test_a_recorded_hello_whose_original_never_arrives_is_rejected(pool: ThreadPoolExecutor) -> None:
+    """An attacker between a trainer and a worker delays the trainer, and sends its hello first."""
+    store, intercepted = dist.HashStore(), dist.HashStore()
+    own = only_worker_0(trainer(0))
+    with listening(store, pool, worker(0)) as (address, met), contextlib.ExitStack() as stack:
+        by_tcp = address._replace(host="another host")
+        with socket.create_server(("127.0.0.1", 0)) as proxy:
+            intercepted.set("worker0", json.dumps(["another host", "", *proxy.getsockname()]))
+            delayed = pool.submit(
+                connect_to_workers, dataclasses.replace(own, timeout_seconds=0.1), intercepted
+            )
+            taken, _ = proxy.accept()
+            with taken, connected(by_tcp) as forwarded:
+                taken.sendall(forwarded.recv(NONCE_BYTES, socket.MSG_WAITALL))
+                hello = taken.recv(HELLO_BYTES, socket.MSG_WAITALL)
+        assert answer_to(by_tcp, hello) == b""
+        with pytest.raises(ClusterError, match="trainer 0 cannot reach worker 0"):
+            delayed.result(SECONDS)
+        for each in (own, only_worker_0(trainer(1))):
+            stack.callback(close, connect_to_workers(each, store))
+        assert len(met.result(SECONDS)) == 2
+
+
 def test_a_trainer_comes_once(pool: ThreadPoolExecutor) -> None:
     store = dist.HashStore()
     with listening(store, pool, worker(0)) as (_, met), contextlib.ExitStack() as stack:
@@ -184,7 +211,7 @@ def test_a_trainer_comes_once(pool: ThreadPoolExecutor) -> None:
 def test_a_crowd_does_not_keep_trainers_out(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "_MOST_UNAUTHENTICATED", 20)
+    monkeypatch.setattr(handshake, "MAX_UNAUTHENTICATED", 20)
     store, is_over = dist.HashStore(), threading.Event()
 
     def crowd(address: WorkerAddress) -> None:
@@ -207,11 +234,12 @@ def test_a_worker_of_another_run_is_noticed(pool: ThreadPoolExecutor) -> None:
     """What listens could be anything: the trainer asks for a proof, too."""
     store = dist.HashStore()
     with socket.create_server(("127.0.0.1", 0)) as impostor:
-        store.set("worker0", json.dumps(["another host", "", *impostor.getsockname(), "00"]))
+        store.set("worker0", json.dumps(["another host", "", *impostor.getsockname()]))
 
         def answer() -> None:
             connection, _ = impostor.accept()
             with connection:
+                connection.sendall(os.urandom(NONCE_BYTES))
                 connection.recv(HELLO_BYTES, socket.MSG_WAITALL)
                 connection.sendall(os.urandom(16))
 
@@ -235,7 +263,7 @@ def test_a_worker_that_cannot_be_reached_is_named() -> None:
     store = dist.HashStore()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    store.set("worker0", json.dumps(["another host", "", "127.0.0.1", port, "00"]))
+    store.set("worker0", json.dumps(["another host", "", "127.0.0.1", port]))
     own = dataclasses.replace(only_worker_0(trainer(1)), timeout_seconds=0.2)
     said = rf"^trainer 1 cannot reach worker 0 at 127.0.0.1:{port}: .*refused"
     with pytest.raises(ClusterError, match=said):
