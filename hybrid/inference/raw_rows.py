@@ -18,7 +18,7 @@ from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest, DatasetReport
 from hybrid.data.dataset.prepared_dataset import PreparedDataset, unlabeled_batch
 from hybrid.data.encode.feature_encoder import EncodedBlock
-from hybrid.data.encode.unknown_values import UnknownCounter
+from hybrid.data.encode.unknown_values import count_unknown, report_unknown
 from hybrid.data.parse.column_layout import Layout, section_for
 from hybrid.data.parse.delimited_text import TableBlock
 from hybrid.data.parse.input_files import list_files
@@ -96,10 +96,8 @@ def table_batch(trained: TrainedRun, columns: Any) -> Batch:
             pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
         )
     rows = np.arange(table.num_rows)
-    try:
-        block, invalid = parse(TableBlock(arrays, rows, rows, table.num_rows, table.num_rows, []), layout)
-    except pa.ArrowException as error:
-        raise DataError(f"{_TABLE}: {error}") from error
+    table_block = TableBlock(arrays, rows, rows, table.num_rows, table.num_rows, [])
+    block, invalid = parse(_TABLE, table_block, layout)
     if invalid:
         raise DataError(f"{_TABLE}: row {invalid[0].line}: {invalid[0].found}")
     return _batch(trained.encoder.encode(block), None, spec)
@@ -227,7 +225,7 @@ class _SourceRows:
 
     def blocks(self) -> Iterator[RowBlock]:
         source, encoder = self.source, self.trained.encoder
-        log, unknown, num_rows = source.new_log(), UnknownCounter(encoder), 0
+        log, unknown, num_rows = source.new_log(), np.zeros((2, len(encoder.sparse)), np.int64), 0
         labels: list[LabelSums] = []
         for block in source.blocks(log):
             if self.selection is not None:
@@ -235,7 +233,7 @@ class _SourceRows:
             if not (size := len(block.source_rows_B)):
                 continue
             encoded = encoder.encode(block)
-            unknown.add(block, encoded)
+            unknown += count_unknown(encoder, block, encoded)
             num_rows += size
             if block.targets is not None:
                 labels.append(LabelSums.of(block.targets))
@@ -245,7 +243,7 @@ class _SourceRows:
         if not num_rows:
             raise DataError(f"{', '.join(map(str, source.files))}: no rows")
         of_tasks = label_reports(source.targets.tasks, labels) if source.with_labels else ()
-        self.report = DatasetReport(num_rows, of_tasks, log.finish(), unknown.report())
+        self.report = DatasetReport(num_rows, of_tasks, log.finish(), report_unknown(encoder, unknown))
         if self.selection is not None and num_rows != len(self.selection):
             raise DataError(
                 f"{source.files[0]}: other rows are valid than in training; name files by --input"

@@ -25,7 +25,7 @@ from hybrid.data.parse.input_files import list_files
 from hybrid.data.parse.sources import RawBlock, Source
 from hybrid.data.prepare.preparation import prepare
 from hybrid.data.values.invalid_rows import InvalidRowReport
-from hybrid.data.values.scaling import BlockMoments
+from hybrid.data.values.scaling import Moments
 from hybrid.data.values.targets import Targets
 from hybrid.storage.remote_path import StoragePath
 
@@ -99,7 +99,7 @@ def fit(
     statistics = FittedStatistics.of(layout)
     counts: dict[str, list[ValueCounts]] = {}
     for block in blocks:
-        statistics.moments.add(BlockMoments.of(block.dense_BF, layout.transforms))
+        statistics.moments = statistics.moments.plus(Moments.of(block.dense_BF, layout.transforms))
         for k, column in enumerate(block.sparse):
             statistics.several_K[k] |= holds_several(column)
             statistics.quantiles_K[k].add(bucketed_numbers(layout.sparse[k], column))

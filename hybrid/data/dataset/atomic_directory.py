@@ -31,7 +31,7 @@ def build_directory(target: Path, marker: str) -> Iterator[Path]:
     make_folder(target.parent)
     remove_abandoned(target.parent)
     folder = target.parent / f"{_PREFIX}{target.name}-{uuid.uuid4().hex}"
-    lock = _lock(folder)
+    lock = lock_beside(folder)
     try:
         make_folder(folder)
         yield folder
@@ -64,7 +64,7 @@ def keep_segments(target: Path, other: Path) -> Iterator[Path]:
         if path != _lock_path(folder):
             _remove_unlocked(_folder_of(path))
     try:
-        lock = _lock(folder, wait=False)
+        lock = lock_beside(folder, wait=False)
     except BlockingIOError:
         yield other
         return
@@ -94,7 +94,7 @@ def remove_abandoned(parent: Path) -> None:
 def _remove_unlocked(folder: Path) -> None:
     """Remove a folder and its lock, if no process holds the lock."""
     try:
-        lock = _lock(folder, create=False, wait=False)
+        lock = lock_beside(folder, create=False, wait=False)
     except (BlockingIOError, FileNotFoundError):  # its process lives, or has just finished
         return
     try:
@@ -116,7 +116,7 @@ def _folder_of(lock: Path) -> Path:
     return lock.with_name(lock.name.removesuffix(_LOCK))
 
 
-def _lock(folder: Path, *, create: bool = True, wait: bool = True) -> int:
+def lock_beside(folder: Path, *, create: bool = True, wait: bool = True) -> int:
     """Return the descriptor of the locked file beside ``folder``.
 
     Args:

@@ -96,7 +96,7 @@ class FeatureEncoder:
             else other_encoding(column, statistics.quantiles_K[k], multi_hot=bool(statistics.several_K[k]))
             for k, column in enumerate(layout.sparse)
         )
-        return cls(statistics.moments.encodings(), sparse)
+        return cls(statistics.moments.encodings(layout.dense), sparse)
 
     @classmethod
     def of_rows(cls, spec: InputSpec, weighted: Collection[str] = ()) -> FeatureEncoder:

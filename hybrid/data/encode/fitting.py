@@ -70,9 +70,8 @@ class FittedStatistics:
     @classmethod
     def of(cls, layout: Layout) -> FittedStatistics:
         """Return the statistics of no rows."""
-        num_sparse = len(layout.sparse)
-        quantiles = [Quantiles() for _ in range(num_sparse)]
-        return cls(Moments(layout.dense), np.zeros(num_sparse, np.bool_), quantiles)
+        moments = Moments.of(np.empty((0, len(layout.dense))), ())
+        return cls(moments, np.zeros(len(layout.sparse), np.bool_), [Quantiles() for _ in layout.sparse])
 
 
 def vocabularies(columns: Sequence[Column], tables: Mapping[str, TableSection]) -> dict[str, list[int]]:

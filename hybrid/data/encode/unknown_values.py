@@ -48,44 +48,33 @@ class UnknownValues:
         return self.count >= MIN_COUNT and self.fraction > self.expected + EXCESS
 
 
-class UnknownCounter:
-    """Counts the unknown values of a split, block by block.
+def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBlock) -> npt.NDArray[np.int64]:
+    """Return the numbers of unknown values and of all values of K categorical columns of a block, (2, K).
 
     Args:
+        encoded: the result of ``FeatureEncoder.encode``.
+    """
+    counts: npt.NDArray[np.int64] = np.zeros((2, len(encoder.sparse)), np.int64)
+    one_id, bags = iter(encoded.ids_BK.T), iter(encoded.bags)
+    for k, (encoding, column) in enumerate(zip(encoder.sparse, block.sparse, strict=True)):
+        ids = next(bags).ids_L if encoding.multi_hot else next(one_id)
+        absent = 0
+        if not encoding.multi_hot:
+            absent = int((np.diff(column.offsets) == 0).sum()) if is_list(column) else column.null_count
+        counts[:, k] = (ids == 0).sum() - absent, len(ids) - absent  # a missing value has row 0, too
+    return counts
+
+
+def report_unknown(
+    encoder: FeatureEncoder, counts: npt.NDArray[np.int64], *, is_later: bool = False
+) -> tuple[UnknownValues, ...]:
+    """Return the unknown values of a split by column.
+
+    Args:
+        counts: the sum of :func:`count_unknown` over all blocks.
         is_later: whether the rows of the split are later than the training rows.
     """
-
-    def __init__(self, encoder: FeatureEncoder, *, is_later: bool = False) -> None:
-        self._encoder = encoder
-        self._is_later = is_later
-        self._counts_K = np.zeros(len(encoder.sparse), np.int64)
-        self._values_K = np.zeros(len(encoder.sparse), np.int64)
-
-    def add(self, block: RawBlock, encoded: EncodedBlock) -> None:
-        """Add rows, and their result of ``FeatureEncoder.encode``."""
-        one_id, bags = iter(encoded.ids_BK.T), iter(encoded.bags)
-        for k, (encoding, column) in enumerate(zip(self._encoder.sparse, block.sparse, strict=True)):
-            ids = next(bags).ids_L if encoding.multi_hot else next(one_id)
-            absent = 0
-            if not encoding.multi_hot:
-                absent = int((np.diff(column.offsets) == 0).sum()) if is_list(column) else column.null_count
-            self._counts_K[k] += (ids == 0).sum() - absent  # a missing value has row 0, too
-            self._values_K[k] += len(ids) - absent
-
-    @property
-    def counted(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The number of unknown values, and of all values, of each column."""
-        return self._counts_K, self._values_K
-
-    def add_counts(self, counts_K: npt.NDArray[np.int64], values_K: npt.NDArray[np.int64]) -> None:
-        """Add the counts of another counter."""
-        self._counts_K += counts_K
-        self._values_K += values_K
-
-    def report(self) -> tuple[UnknownValues, ...]:
-        """Return the counts by column."""
-        counted = zip(self._encoder.sparse, self._counts_K.tolist(), self._values_K.tolist(), strict=True)
-        return tuple(
-            UnknownValues(e.name, count, n, None if self._is_later else e.expected_unknown)
-            for e, count, n in counted
-        )
+    return tuple(
+        UnknownValues(each.name, count, num_values, None if is_later else each.expected_unknown)
+        for each, count, num_values in zip(encoder.sparse, *counts.tolist(), strict=True)
+    )

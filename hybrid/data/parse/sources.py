@@ -109,7 +109,7 @@ class Source:
             else:
                 tables = read_text(path, layout, self.block_bytes)
             for table in tables:
-                block, invalid = parse_of(path, table, layout, first_row)
+                block, invalid = parse(path, table, layout, first_row)
                 log.add(path, len(block.source_rows_B), invalid)
                 first_row += table.num_rows
                 progress.add(table.num_rows)
@@ -158,24 +158,17 @@ def check_columns(config: RunConfig) -> None:
             layout.require(names, path)
 
 
-def parse_of(
-    path: StoragePath, table: TableBlock, layout: Layout, first_row: int
+def parse(
+    path: StoragePath, table: TableBlock, layout: Layout, first_row: int = 0
 ) -> tuple[RawBlock, list[InvalidRow]]:
-    """Parse rows of the file ``path``; DataError if the type of a column is wrong."""
-    try:
-        return parse(table, layout, first_row)
-    except MemoryError:
-        raise
-    except pa.ArrowException as error:
-        advice = "check the types of the columns of data.dense, data.sparse and of labels"
-        raise DataError(f"{path}: {error}; {advice}") from error
-
-
-def parse(table: TableBlock, layout: Layout, first_row: int = 0) -> tuple[RawBlock, list[InvalidRow]]:
     """Return the valid rows of ``table``, and its invalid rows, each with the first reason.
 
     Args:
+        path: of the file, for messages.
         first_row: of the table, among all rows.
+
+    Raises:
+        DataError: the type of a column is wrong.
     """
     valid = np.ones(len(table.lines), bool)
     invalid = list(table.invalid)
@@ -186,24 +179,29 @@ def parse(table: TableBlock, layout: Layout, first_row: int = 0) -> tuple[RawBlo
             invalid.append(InvalidRow(int(table.lines[i]), reason, found))
         valid[mask] = False
 
-    data, targets = layout.data, None
-    if layout.with_labels:
-        targets = layout.targets.read(table.columns, reject)
-    dense_BF = np.empty((len(valid), len(layout.dense)))
-    for f, column in enumerate(layout.dense):
-        dense_BF[:, f], wrong = column_values.numbers(table.columns[column.source], data.missing)
-        reject(wrong, Reason.NUMBER, column.source, "a finite number")
-    features = [feature(column, table.columns, data.missing, reject) for column in layout.sparse]
-    block = RawBlock(
-        dense_BF,
-        tuple(each.values for each in features),
-        targets,
-        first_row + table.rows,
-        tuple(each.weights for each in features if each.weights is not None),
-        _split_values(table.columns[data.split_column], data, reject) if data.split_column else None,
-        {name: table.columns[name] for _, name in layout.beside},
-    )
-    return (block if valid.all() else block.select(valid)), invalid
+    data = layout.data
+    try:
+        targets = layout.targets.read(table.columns, reject) if layout.with_labels else None
+        dense_BF = np.empty((len(valid), len(layout.dense)))
+        for f, column in enumerate(layout.dense):
+            dense_BF[:, f], wrong = column_values.numbers(table.columns[column.source], data.missing)
+            reject(wrong, Reason.NUMBER, column.source, "a finite number")
+        features = [feature(column, table.columns, data.missing, reject) for column in layout.sparse]
+        block = RawBlock(
+            dense_BF,
+            tuple(each.values for each in features),
+            targets,
+            first_row + table.rows,
+            tuple(each.weights for each in features if each.weights is not None),
+            _split_values(table.columns[data.split_column], data, reject) if data.split_column else None,
+            {name: table.columns[name] for _, name in layout.beside},
+        )
+        return (block if valid.all() else block.select(valid)), invalid
+    except MemoryError:
+        raise
+    except pa.ArrowException as error:
+        advice = "check the types of the columns of data.sparse, data.dense and of labels"
+        raise DataError(f"{path}: {error}; {advice}") from error
 
 
 def _split_values(

@@ -6,20 +6,19 @@ a local folder, the stand-in. One more file in the stand-in holds the URL.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from hybrid.config import DataSection, RunConfig
 from hybrid.data.dataset import dataset_manifest
-from hybrid.data.dataset.atomic_directory import build_directory
+from hybrid.data.dataset.atomic_directory import build_directory, lock_beside
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.dataset.remote_dataset import RemoteDataset, StoreFolder, send
 from hybrid.data.encode.feature_encoder import FeatureEncoder
@@ -59,18 +58,35 @@ def ensure_prepared(
     target = cache / fingerprint(config)
     local = Path(config.data.local_cache_folder or LOCAL_CACHE, "sent")
     stand_in = local / hashlib.blake2b(str(target).encode(), digest_size=10).hexdigest()
-    with _locked(stand_in, check):
+    make_folder(stand_in.parent)
+    while True:  # one process of this machine at a time sends the data
+        with suppress(BlockingIOError):
+            lock = lock_beside(stand_in, wait=False)
+            break
+        check()
+        time.sleep(_POLL_SECONDS)
+    try:
         if exists(target / _ATTEMPT):
             report(f"prepared data found in {target}")
         else:
             folder = prepare(config, local / "prepared", report, check)
             report(f"sending the prepared data to {target}")
-            _send(folder, target, report, check)
+            # Two masters that send at the same time leave two complete folders, and the later name is valid.
+            attempt = uuid.uuid4().hex
+            try:
+                send(folder, StoreFolder(target / attempt), report, check)
+                write_bytes(target / _ATTEMPT, attempt.encode())
+            except BaseException:
+                with suppress(OSError):
+                    remove(target / attempt)
+                raise
             shutil.rmtree(folder, ignore_errors=True)  # all trainers read from the store
         if not (stand_in / dataset_manifest.FILE_NAME).exists():
             with build_directory(stand_in, dataset_manifest.FILE_NAME) as partial:
                 _open_remote(target).save_files(partial)
                 (partial / _SOURCE).write_text(str(target), encoding="utf-8")
+    finally:
+        os.close(lock)
     return stand_in
 
 
@@ -109,41 +125,9 @@ def read_encoder(source: str) -> FeatureEncoder:
         return FeatureEncoder.load(Path(folder))
 
 
-def _send(folder: Path, target: RemotePath, report: Callable[[str], None], check: Callable[[], None]) -> None:
-    """Send prepared data under the name of this attempt, then name it as the valid one.
-
-    Two masters that send at the same time leave two complete folders, and the later name is valid.
-    """
-    attempt = uuid.uuid4().hex
-    try:
-        send(folder, StoreFolder(target / attempt), report, check)
-        write_bytes(target / _ATTEMPT, attempt.encode())
-    except BaseException:
-        with suppress(OSError):
-            remove(target / attempt)
-        raise
-
-
 def _open_remote(target: RemotePath) -> RemoteDataset:
     try:
         attempt = read_bytes(target / _ATTEMPT).decode()
     except FileNotFoundError as error:
         raise DataError(f"{target}: holds no prepared data any more; start anew") from error
     return RemoteDataset(StoreFolder(target / attempt))
-
-
-@contextmanager
-def _locked(stand_in: Path, check: Callable[[], None]) -> Iterator[None]:
-    """Let one process of this machine at a time send the data of a stand-in."""
-    make_folder(stand_in.parent)
-    descriptor = os.open(stand_in.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        while True:
-            with suppress(BlockingIOError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            check()
-            time.sleep(_POLL_SECONDS)
-        yield
-    finally:
-        os.close(descriptor)

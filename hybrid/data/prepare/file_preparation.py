@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,13 +18,12 @@ from hybrid.config import RunConfig
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.fitting import FittedStatistics, vocabularies
-from hybrid.data.encode.unknown_values import UnknownCounter
+from hybrid.data.encode.unknown_values import report_unknown
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.segments import Segment, split_files
 from hybrid.data.parse.text_lines import BLOCK_BYTES
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.holdout import Split
-from hybrid.data.prepare.job_threads import Job, JobThreads, ReportRows, Result
 from hybrid.data.prepare.memory_limit import MemoryLimit
 from hybrid.data.prepare.spill import SegmentLog
 from hybrid.data.prepare.split_writer import LabelSums, SplitPosition, SplitWriter, label_reports
@@ -31,8 +32,7 @@ from hybrid.data.prepare.stages import (
     TRAIN,
     UNFINISHED,
     Piece,
-    PieceStatistics,
-    PieceSums,
+    ReportRows,
     encode_piece,
     fit_piece,
     parse_segment,
@@ -43,7 +43,11 @@ from hybrid.errors import DataError
 from hybrid.primitives.progress import Progress
 from hybrid.storage.remote_path import StoragePath
 
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
 _BYTES_PER_THREAD = 32 << 20  # a smaller input gets fewer threads
+_CHECK_SECONDS = 0.5
 
 
 class FilesPreparation:
@@ -77,6 +81,7 @@ class FilesPreparation:
         self._progress = Progress(report)
         self._done = 0.0  # fraction of the time that the phases so far take
         self._check = check
+        self._should_stop = threading.Event()
         self._memory_bytes = memory_bytes
         self._block_bytes = block_bytes
 
@@ -109,15 +114,20 @@ class FilesPreparation:
         # Ordering of values takes about as long as hashing them later would.
         ordered = sum(map(len, vocabularies(self._layout.sparse, {}).values()))
         ordering = 0.15 * ordered / max(1, len(self._layout.sparse))
-        with JobThreads(count, self._check) as threads:
-            pieces, invalid_rows = self._parse(threads, segments)
-            statistics, starts = self._fit(threads, pieces)
-            encoder = self._rank(threads, ordering, pieces, statistics, limit.job_bytes(count))
-            reports = self._encode(threads, 0.3 - ordering, pieces, encoder, starts, invalid_rows)
+        # Arrow and numpy release the interpreter's lock while they work, so threads use all cores.
+        self._threads = ThreadPoolExecutor(count, "prepare")
+        try:
+            pieces, invalid_rows = self._parse(segments)
+            statistics, starts = self._fit(pieces)
+            encoder = self._rank(ordering, pieces, statistics, limit.job_bytes(count))
+            reports = self._encode(0.3 - ordering, pieces, encoder, starts, invalid_rows)
+        finally:
+            self._should_stop.set()
+            self._threads.shutdown(cancel_futures=True)
         return encoder, reports
 
     def _parse(
-        self, threads: JobThreads, segments: Mapping[str, Sequence[Segment]]
+        self, segments: Mapping[str, Sequence[Segment]]
     ) -> tuple[list[Piece], dict[str, InvalidRowReport]]:
         """Return the pieces of all segments, and the reports of invalid rows."""
         jobs = [
@@ -127,11 +137,10 @@ class FilesPreparation:
         ]
 
         def parse(job: tuple[Segment, Path], report: ReportRows) -> SegmentLog:
-            return parse_segment(job[0], self._layout, self._block_bytes, job[1], report)
+            return parse_segment(*job, self._layout, self._block_bytes, report)
 
         sizes = [max(1, segment.size) for segment, _ in jobs]
-        logs = self._map(threads, "reading", 0.62, parse, jobs, sizes)
-        parsed = zip(jobs, logs, strict=True)
+        parsed = zip(jobs, self._map("reading", 0.62, parse, jobs, sizes), strict=True)
         train, invalid_rows = self._collect(parsed, len(segments[TRAIN]))
         reports = {TRAIN: invalid_rows, TEST: NO_INVALID_ROWS}
         values = (each for piece in train for each in spill.read_split_values(piece.folder, piece.first_row))
@@ -160,40 +169,31 @@ class FilesPreparation:
                 log.add(segment.path, block.num_valid, [row.after(lines) for row in block.invalid])
             for i, piece in enumerate(segment_log.pieces):
                 pieces.append(Piece(spill.piece_folder(folder, i), first_row + piece, None))
-            lines += segment_log.num_lines
-            first_row += segment_log.num_rows
+            lines += sum(block.num_lines for block in segment_log.blocks)
+            first_row += sum(block.num_rows for block in segment_log.blocks)
             if segment.is_last:
                 log.finish_file(segment.path)
         return pieces, log.finish()
 
-    def _fit(
-        self, threads: JobThreads, pieces: Sequence[Piece]
-    ) -> tuple[FittedStatistics, dict[str, list[_Start]]]:
+    def _fit(self, pieces: Sequence[Piece]) -> tuple[FittedStatistics, dict[str, list[SplitPosition]]]:
         """Return statistics of the training rows; for each split, the start of each piece, and the end."""
         statistics = FittedStatistics.of(self._layout)
-        starts = {split: [_Start(0, np.zeros(len(self._layout.sparse), np.int64))] for split in (TRAIN, TEST)}
-
-        def fit(piece: Piece, report: ReportRows) -> PieceStatistics:
-            return fit_piece(piece, self._layout, report)
-
-        for of_piece in self._map(threads, "counting", 0.08, fit, pieces):
+        nothing = SplitPosition(0, np.zeros(len(self._layout.sparse), np.int64))
+        starts = {split: [nothing] for split in (TRAIN, TEST)}
+        layout = self._layout
+        for of_piece in self._map("counting", 0.08, lambda piece, _: fit_piece(piece, layout), pieces):
             for moments, numbers in zip(of_piece.moments, of_piece.numbers, strict=True):
-                statistics.moments.add(moments)
+                statistics.moments = statistics.moments.plus(moments)
                 for quantiles, each in zip(statistics.quantiles_K, numbers, strict=True):
                     quantiles.add(each)
             statistics.several_K |= of_piece.several_K
-            for split, before in starts.items():
-                num_rows, values_K = of_piece.sizes.get(split, (0, 0))
-                before.append(_Start(before[-1].row + num_rows, before[-1].values_K + values_K))
+            for split, (num_rows, values_K) in of_piece.sizes.items():
+                last = starts[split][-1]
+                starts[split].append(SplitPosition(last.row + num_rows, last.values_K + values_K))
         return statistics, starts
 
     def _rank(
-        self,
-        threads: JobThreads,
-        weight: float,
-        pieces: Sequence[Piece],
-        statistics: FittedStatistics,
-        memory_bytes: int,
+        self, weight: float, pieces: Sequence[Piece], statistics: FittedStatistics, memory_bytes: int
     ) -> FeatureEncoder:
         """Return the encoder; write the table rows of the values of each piece."""
         groups = vocabularies(self._layout.sparse, self._config.tables)
@@ -203,56 +203,55 @@ class FilesPreparation:
             RankJob({k: self._layout.sparse[k] for k in group}, folders, paths[name], memory_bytes)
             for name, group in groups.items()
         ]
-        for _ in self._map(threads, "ordering values", weight, rank_values, jobs):
+        for _ in self._map("ordering values", weight, rank_values, jobs):
             pass
         ranked = {name: spill.read_ranked(path) for name, path in paths.items()}
         return FeatureEncoder.of_statistics(self._layout, self._config.tables, statistics, ranked)
 
     def _encode(
         self,
-        threads: JobThreads,
         weight: float,
         pieces: Sequence[Piece],
         encoder: FeatureEncoder,
-        starts: Mapping[str, Sequence[_Start]],
+        starts: Mapping[str, Sequence[SplitPosition]],
         invalid_rows: Mapping[str, InvalidRowReport],
     ) -> dict[str, DatasetReport]:
         """Write the samples of all pieces; return the reports of the splits."""
-        multi_hot = [k for k, each in enumerate(encoder.sparse) if each.multi_hot]
-        positions = {
-            split: [SplitPosition(start.row, tuple(start.values_K[multi_hot].tolist())) for start in each]
-            for split, each in starts.items()
-        }
         targets = self._layout.targets
 
-        def encode(job: int, report: ReportRows) -> dict[str, PieceSums]:
-            starts_of = {split: each[job] for split, each in positions.items()}
-            return encode_piece(pieces[job], encoder, targets, starts_of, self._folder, report)
+        def encode(job: int, _: ReportRows) -> dict[str, tuple[list[LabelSums], npt.NDArray[np.int64]]]:
+            starts_of = {split: each[job] for split, each in starts.items()}
+            return encode_piece(pieces[job], encoder, targets, starts_of, self._folder)
 
-        sums: dict[str, list[LabelSums]] = {split: [] for split in positions}
-        is_later = self._config.data.split_call.name == "time"
-        unknown = {split: UnknownCounter(encoder, is_later=is_later and split == TEST) for split in positions}
-        for of_splits in self._map(threads, "writing", weight, encode, range(len(pieces))):
-            for split, of_piece in of_splits.items():
-                sums[split] += of_piece.label_sums
-                unknown[split].add_counts(of_piece.unknown_K, of_piece.values_K)
+        sums: dict[str, list[LabelSums]] = {split: [] for split in starts}
+        unknown = {split: np.zeros((2, len(encoder.sparse)), np.int64) for split in starts}
+        for of_splits in self._map("writing", weight, encode, range(len(pieces))):
+            for split, (label_sums, counts) in of_splits.items():
+                sums[split] += label_sums
+                unknown[split] += counts
+        is_by_time = self._config.data.split_call.name == "time"
         reports = {}
-        for split, each in positions.items():
-            SplitWriter(self._folder / split, encoder.input_spec, targets, each[-1]).close()
-            labels = label_reports(targets.tasks, sums[split])
-            reports[split] = DatasetReport(each[-1].row, labels, invalid_rows[split], unknown[split].report())
+        for split, (*_, end) in starts.items():
+            SplitWriter(self._folder / split, encoder.input_spec, targets, end).close()
+            reports[split] = DatasetReport(
+                end.row,
+                label_reports(targets.tasks, sums[split]),
+                invalid_rows[split],
+                report_unknown(encoder, unknown[split], is_later=is_by_time and split == TEST),
+            )
         return reports
 
     def _map(
         self,
-        threads: JobThreads,
         phase: str,
         weight: float,
         work: Callable[[Job, ReportRows], Result],
         jobs: Sequence[Job],
         sizes: Sequence[int] = (),
     ) -> Iterator[Result]:
-        """Yield the result of a stage for each job, in their order.
+        """Yield the result of ``work`` for each job, in the order of the jobs.
+
+        An exception of a job is raised in its turn, as if the jobs ran one after the other.
 
         Args:
             weight: the usual fraction of the time that the phase takes, of rows like Criteo's.
@@ -261,19 +260,30 @@ class FilesPreparation:
         sizes = sizes or [1] * len(jobs)
         total = max(1, sum(sizes))
         done = [0.0] * len(jobs)
-
-        def report(job: int, rows: int, fraction: float) -> None:
-            done[job] = sizes[job] * fraction / total
-            self._progress.add(rows, min(1.0, before + weight * sum(done)))
-
         before = self._done
         self._done += weight
         self._progress.start(phase)
-        yield from threads.map(work, jobs, report)
+
+        def run(number: int) -> Result:
+            def report(rows: int, fraction: float) -> None:
+                done[number] = sizes[number] * fraction / total
+                self._progress.add(rows, min(1.0, before + weight * sum(done)))
+                if self._should_stop.is_set():
+                    raise _StoppedError
+
+            if self._should_stop.is_set():
+                raise _StoppedError
+            result = work(jobs[number], report)
+            report(0, 1.0)
+            return result
+
+        futures = [self._threads.submit(run, number) for number in range(len(jobs))]
+        for future in futures:
+            self._check()
+            while wait([future], _CHECK_SECONDS).not_done:
+                self._check()
+            yield future.result()
 
 
-class _Start(NamedTuple):
-    """Rows of a split, and values of each column of data.sparse, before a piece."""
-
-    row: int
-    values_K: npt.NDArray[np.int64]
+class _StoppedError(Exception):
+    """Ends a job whose result is not used."""

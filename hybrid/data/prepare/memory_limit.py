@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.segments import SEGMENT_BLOCKS, Segment
-from hybrid.errors import ConfigError, DataError
+from hybrid.errors import ConfigError
 from hybrid.primitives.available_memory import available_memory_bytes
 
 _SHARED_BYTES = 64 << 20  # logs and statistics of all segments
@@ -44,7 +43,17 @@ class MemoryLimit:
         Raises:
             ConfigError: the largest segment does not fit.
         """
-        parse_bytes = max((_parse_bytes(each, layout, block_bytes) for each in segments), default=0)
+        has_bags = any(column.separator or column.kind == "weighted" for column in layout.sparse)
+        per_byte = _PER_BYTE_OF_BAGS if has_bags else _PER_BYTE
+        at_once = SEGMENT_BLOCKS * block_bytes
+        parse_bytes = 0
+        for segment in segments:
+            if segment.format == "parquet":
+                values = segment.nominal * len(layout.required)
+                needed = _PER_VALUE * values + _PER_PACKED_BYTE * segment.size
+            else:
+                needed = per_byte * (at_once if segment.format == "whole" else min(segment.size, at_once))
+            parse_bytes = max(parse_bytes, needed)
         enough = _SHARED_BYTES + _THREAD_BYTES + parse_bytes
         if not limit_bytes:
             limit_bytes = max(available_memory_bytes() // 2, enough)
@@ -67,27 +76,6 @@ class MemoryLimit:
             f"preparing with {count} thread{'s' * (count != 1)}, not {wanted}: {_gib(self.limit_bytes)} GiB "
             "of memory (data.prepare_memory_gb) has room for no more"
         )
-
-
-@contextmanager
-def explain_memory_errors() -> Iterator[None]:
-    """Turn a MemoryError into a DataError that says what to do."""
-    try:
-        yield
-    except MemoryError as error:
-        rule = (
-            "give it more, set data.prepare_memory_gb lower, or data.vocabulary = hash, which holds no values"
-        )
-        raise DataError(f"out of memory while preparing the data: {rule}") from error
-
-
-def _parse_bytes(segment: Segment, layout: Layout, block_bytes: int) -> int:
-    if segment.format == "parquet":
-        return _PER_VALUE * segment.nominal * len(layout.required) + _PER_PACKED_BYTE * segment.size
-    at_once = SEGMENT_BLOCKS * block_bytes
-    has_bags = any(column.separator or column.kind == "weighted" for column in layout.sparse)
-    text = at_once if segment.format == "whole" else min(segment.size, at_once)
-    return (_PER_BYTE_OF_BAGS if has_bags else _PER_BYTE) * text
 
 
 def _gib(num_bytes: int) -> str:

@@ -7,8 +7,8 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,6 @@ from hybrid.data.dataset.group_order import write_group_order
 from hybrid.data.parse.input_files import InputFile, check_unchanged, input_files
 from hybrid.data.prepare import synthetic_log
 from hybrid.data.prepare.file_preparation import FilesPreparation
-from hybrid.data.prepare.memory_limit import explain_memory_errors
 from hybrid.data.prepare.split_writer import SplitWriter
 from hybrid.data.prepare.stages import TEST, TRAIN
 from hybrid.errors import DataError, StorageError
@@ -39,53 +38,15 @@ def cache_folder(config: RunConfig) -> StoragePath:
     return parse_path(config.data.cache_folder or LOCAL_CACHE)
 
 
-def fingerprint(config: RunConfig) -> str:
-    """Return the name of the folder that :func:`prepare` makes; raises what that raises for the files."""
-    return _fingerprint(config, *input_files(config.data))
+def fingerprint(config: RunConfig, *files: tuple[InputFile, ...]) -> str:
+    """Return the name of the folder of prepared data: a hash of everything that its content depends on.
 
-
-def prepare(
-    config: RunConfig,
-    cache: Path,
-    report: Callable[[str], None] = ignore_progress,
-    check: Callable[[], None] = lambda: None,
-) -> Path:
-    """Make sure that the training and test samples of ``config`` are prepared; return their folder.
-
-    The folder's name is a fingerprint of everything that its content depends on. The folder appears
-    atomically, so runs that share ``cache`` may prepare at the same time: the first to finish wins.
+    It does not depend on how the paths of the files are spelled.
 
     Args:
-        cache: folder of prepared data sets.
-        report: receives progress, one line at a time.
-        check: called between blocks of rows; what it raises ends the preparation. Nothing is left then,
-            except, after a ClusterError, the parsed segments.
-
-    Raises:
-        ConfigError: a key does not fit the files.
-        DataError: the files cannot be used, or memory runs out.
+        files: the training files and the test files; by default those of ``config``, which must exist.
     """
-    train_files, test_files = input_files(config.data)
-    target = cache / _fingerprint(config, train_files, test_files)
-    if _is_complete(target):
-        report(f"prepared data found in {target}")
-        return target
-    started = time.monotonic()
-    with explain_memory_errors(), _build(target) as folder:
-        if config.data.format == "synthetic":
-            report("making the synthetic click log")
-            reports = _write_synthetic(config, folder, report)
-        else:
-            report(f"preparing {', '.join(file.path for file in train_files + test_files)}")
-            reports = _write_files(config, train_files, test_files, target, folder, report, check)
-    train, test = reports[TRAIN].num_rows, reports[TEST].num_rows
-    seconds = time.monotonic() - started
-    report(f"prepared {train:,} training and {test:,} test rows in {seconds:.1f} s: {target}")
-    return target
-
-
-def _fingerprint(config: RunConfig, *files: tuple[InputFile, ...]) -> str:
-    """Return a hash of everything that the prepared content depends on, however its files are spelled."""
+    files = files or input_files(config.data)
     is_synthetic = config.data.format == "synthetic"
     keys = {
         name: value
@@ -110,24 +71,56 @@ def _fingerprint(config: RunConfig, *files: tuple[InputFile, ...]) -> str:
     return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=10).hexdigest()
 
 
-def _is_complete(target: Path) -> bool:
-    """Return whether a data set is prepared; DataError where it belongs to another user."""
+def prepare(
+    config: RunConfig,
+    cache: Path,
+    report: Callable[[str], None] = ignore_progress,
+    check: Callable[[], None] = lambda: None,
+) -> Path:
+    """Make sure that the training and test samples of ``config`` are prepared; return their folder.
+
+    The folder's name is a fingerprint of everything that its content depends on. The folder appears
+    atomically, so runs that share ``cache`` may prepare at the same time: the first to finish wins.
+
+    Args:
+        cache: folder of prepared data sets.
+        report: receives progress, one line at a time.
+        check: called between blocks of rows; what it raises ends the preparation. Nothing is left then,
+            except, after a ClusterError, the parsed segments.
+
+    Raises:
+        ConfigError: a key does not fit the files.
+        DataError: the files cannot be used, or memory runs out.
+    """
+    train_files, test_files = input_files(config.data)
+    target = cache / fingerprint(config, train_files, test_files)
     try:
-        return target.is_dir() and dataset_manifest.FILE_NAME in os.listdir(target)
-    except OSError as error:
+        is_complete = target.is_dir() and dataset_manifest.FILE_NAME in os.listdir(target)
+    except OSError as error:  # it belongs to another user
         raise DataError(f"{target}: cannot be read ({error.strerror}); set data.cache_folder") from error
-
-
-@contextmanager
-def _build(target: Path) -> Iterator[Path]:
-    """Yield the folder of :func:`build_directory`; an error of the disk is a DataError."""
+    if is_complete:
+        report(f"prepared data found in {target}")
+        return target
+    started = time.monotonic()
     try:
         with build_directory(target, dataset_manifest.FILE_NAME) as folder:
-            yield folder
+            if config.data.format == "synthetic":
+                report("making the synthetic click log")
+                reports = _write_synthetic(config, folder, report)
+            else:
+                report(f"preparing {', '.join(file.path for file in train_files + test_files)}")
+                reports = _write_files(config, train_files, test_files, target, folder, report, check)
     except StorageError:  # of the input
         raise
     except OSError as error:
         raise DataError(f"{target.parent}: cannot be written ({error}); set data.cache_folder") from error
+    except MemoryError as error:
+        rule = "set data.prepare_memory_gb lower, or data.vocabulary = hash, which holds no values"
+        raise DataError(f"out of memory while preparing the data: give it more, {rule}") from error
+    train, test = reports[TRAIN].num_rows, reports[TEST].num_rows
+    seconds = time.monotonic() - started
+    report(f"prepared {train:,} training and {test:,} test rows in {seconds:.1f} s: {target}")
+    return target
 
 
 def _write_synthetic(
@@ -136,30 +129,28 @@ def _write_synthetic(
     log = synthetic_log.ClickLog(config.run.seed)
     spec = log.encoder.input_spec
     targets = synthetic_log.targets(config)
-    with closing(SplitWriter(folder / TRAIN, spec, targets)) as writer:
+    reports, truth = {}, []
+    for split, num_rows in ((TRAIN, config.data.synthetic_rows), (TEST, config.data.synthetic_test_rows)):
         progress = Progress(report, "making the synthetic click log")
-        for block in log.blocks(TRAIN, config.data.synthetic_rows):
-            writer.append(block.samples, block.targets(targets), block.rows_B)
-            progress.add(len(block.rows_B))
+        with closing(SplitWriter(folder / split, spec, targets)) as writer:
+            for block in log.blocks(split, num_rows):
+                writer.append(block.samples, block.targets(targets), block.rows_B)
+                progress.add(len(block.rows_B))
+                if split == TEST:
+                    truth.append((block.logits_B, block.labels_B))
+        reports[split] = writer.report()
     write_group_order(folder / TRAIN)
-    reports = {TRAIN: writer.report()}
-    truth = []
-    with closing(SplitWriter(folder / TEST, spec, targets)) as writer:
-        for block in log.blocks(TEST, config.data.synthetic_test_rows):
-            writer.append(block.samples, block.targets(targets), block.rows_B)
-            truth.append((block.logits_B, block.labels_B))
     # No model predicts clicks better than the true probabilities do.
     logits_B, labels_B = (torch.from_numpy(np.concatenate(blocks)) for blocks in zip(*truth, strict=True))
     best = binary_metrics(logits_B, labels_B)
     auc = None if math.isnan(best.auc) else best.auc
-    of_test = writer.report()
     labels = tuple(
         dataclasses.replace(label, best_auc=auc, best_log_loss=best.log_loss)
         if task.label == synthetic_log.CLICKED and not task.mask
         else label
-        for label, task in zip(of_test.labels, targets.tasks.values(), strict=True)
+        for label, task in zip(reports[TEST].labels, targets.tasks.values(), strict=True)
     )
-    reports[TEST] = dataclasses.replace(of_test, labels=labels)
+    reports[TEST] = dataclasses.replace(reports[TEST], labels=labels)
     log.encoder.save(folder)
     DataManifest.write(folder, spec, reports)
     return reports
@@ -181,18 +172,8 @@ def _write_files(
         train, test = ([parse_path(file.path) for file in files] for files in (train_files, test_files))
         encoder, reports = preparation.write(train, test)
     shutil.rmtree(spare, ignore_errors=True)
-    _check_labels(reports[TRAIN], config, train_files)
-    check_unchanged(train_files + test_files)
-    write_group_order(folder / TRAIN)
-    encoder.save(folder)
-    DataManifest.write(folder, encoder.input_spec, reports, {TRAIN: train_files, TEST: test_files})
-    return reports
-
-
-def _check_labels(report: DatasetReport, config: RunConfig, files: tuple[InputFile, ...]) -> None:
-    """Raise DataError where the training rows of a task teach nothing."""
-    names = ", ".join(file.path for file in files)
-    for label in report.labels:
+    names = ", ".join(file.path for file in train_files)
+    for label in reports[TRAIN].labels:
         key = f"tasks.{label.name}" if config.tasks else "data"
         of_task, mask = (f" for task {label.name}", f"{key}.mask and ") if config.tasks else ("", "")
         if not label.count:
@@ -202,3 +183,8 @@ def _check_labels(report: DatasetReport, config: RunConfig, files: tuple[InputFi
             raise DataError(
                 f"{names}: every training row has label {label.only:g}{of_task}, nothing to learn; {rule}"
             )
+    check_unchanged(train_files + test_files)
+    write_group_order(folder / TRAIN)
+    encoder.save(folder)
+    DataManifest.write(folder, encoder.input_spec, reports, {TRAIN: train_files, TEST: test_files})
+    return reports

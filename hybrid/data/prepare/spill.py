@@ -56,15 +56,6 @@ class SegmentLog:
     blocks: list[BlockLog]
     pieces: list[int]
 
-    @property
-    def num_rows(self) -> int:
-        """The number of rows, invalid ones included."""
-        return sum(block.num_rows for block in self.blocks)
-
-    @property
-    def num_lines(self) -> int:
-        return sum(block.num_lines for block in self.blocks)
-
     def write(self, folder: Path) -> None:
         """Write it beside its pieces."""
         (folder / _SEGMENT).write_text(json.dumps(asdict(self)), encoding="utf-8")

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +21,10 @@ from hybrid.input_spec import InputSpec
 
 
 class SplitPosition(NamedTuple):
-    """A position in the arrays of a split: the samples before it, and the ids of each multi-hot feature."""
+    """A position in the arrays of a split: the samples before it, and the values of each sparse column."""
 
     row: int
-    bag_ends: tuple[int, ...]
+    values_K: npt.NDArray[np.int64]
 
 
 class _ArrayWriter:
@@ -90,9 +89,7 @@ class LabelSums(NamedTuple):
 
 def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums]) -> tuple[LabelReport, ...]:
     """Return the report of the labels of each task, from the sums of all blocks."""
-    size = len(tasks)
-    counts_T, sums_T = np.zeros(size, np.int64), np.zeros(size)
-    lowest_T, highest_T = np.full(size, np.inf), np.full(size, -np.inf)
+    counts_T, sums_T, lowest_T, highest_T = LabelSums.of(Targets(np.empty((0, len(tasks)), np.float32)))
     for block in blocks:
         counts_T += block.counts_T
         sums_T += block.sums_T
@@ -112,7 +109,7 @@ class SplitWriter:
     Args:
         targets: labels, weights and groups; None if there are none.
         start: of the segment; by default that of the split.
-        is_end: whether the split ends with the segment.
+        is_end: whether the split ends with the segment; the lengths of the arrays are written then.
 
     Attributes:
         label_sums: of each block.
@@ -128,76 +125,58 @@ class SplitWriter:
         is_end: bool = True,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._files = ExitStack()
-        self._is_end = is_end
         features = spec.sparse_features
         multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]
-        first, ends = start or SplitPosition(0, (0,) * len(multi_hot))
-        self._num_rows = first
         self._targets = targets
+        self._num_rows = first = 0 if start is None else start.row
+        self._bag_ends = {k: 0 if start is None else int(start.values_K[k]) for k in multi_hot}
+        self._arrays: dict[str, _ArrayWriter] = {}
+        self._files = ExitStack()
         self.label_sums: list[LabelSums] = []
-        array = partial(self._array, first)
+
+        def create(name: str, row: int, dtype: npt.DTypeLike, *row_shape: int) -> None:
+            array = _ArrayWriter(folder / f"{name}.npy", dtype, row_shape, row, is_end=is_end)
+            self._files.callback(array.close)
+            self._arrays[name] = array
+
+        create("dense", first, np.float32, len(spec.dense_features))
+        create("ids", first, np.int32, len(features) - len(multi_hot))
+        create("source_rows", first, np.int64)
         if targets is not None:
-            size = len(targets.tasks)
-            self._labels = array("labels", np.uint8 if targets.is_binary else np.float32, size)
-            self._weights = array("weights", np.float32, size) if targets.has_weights else None
-            self._groups = array("groups", np.int64) if targets.has_groups else None
-        self._dense = array("dense", np.float32, len(spec.dense_features))
-        self._ids = array("ids", np.int32, len(features) - len(multi_hot))
-        self._source_rows = array("source_rows", np.int64)
-        self._bag_offsets = [array(f"bag_{k}_offsets", np.int64) for k in multi_hot]
-        self._bag_ids = [
-            self._array(end, f"bag_{k}_ids", np.int32) for k, end in zip(multi_hot, ends, strict=True)
-        ]
-        self._bag_weights = [
-            self._array(end, f"bag_{k}_weights", np.float32) if features[k].weighted else None
-            for k, end in zip(multi_hot, ends, strict=True)
-        ]
-        self._bag_ends = list(ends)
-        for offsets, end in zip(self._bag_offsets, ends, strict=True):
-            offsets.append(np.array([end]))
+            create("labels", first, np.uint8 if targets.is_binary else np.float32, len(targets.tasks))
+            if targets.has_weights:
+                create("weights", first, np.float32, len(targets.tasks))
+            if targets.has_groups:
+                create("groups", first, np.int64)
+        for k, end in self._bag_ends.items():
+            create(f"bag_{k}_offsets", first, np.int64)
+            self._arrays[f"bag_{k}_offsets"].append(np.array([end]))
+            create(f"bag_{k}_ids", end, np.int32)
+            if features[k].weighted:
+                create(f"bag_{k}_weights", end, np.float32)
 
     def append(
-        self,
-        block: EncodedBlock,
-        targets: Targets | None,
-        source_rows_B: npt.NDArray[np.int64],
+        self, block: EncodedBlock, targets: Targets | None, source_rows_B: npt.NDArray[np.int64]
     ) -> None:
         """Add B samples."""
-        self._dense.append(block.dense_BF)
-        self._ids.append(block.ids_BK)
-        self._source_rows.append(source_rows_B)
-        self._num_rows += len(source_rows_B)
+        rows: dict[str, Any] = {"dense": block.dense_BF, "ids": block.ids_BK, "source_rows": source_rows_B}
         if self._targets is not None:
             assert targets is not None
-            self._labels.append(targets.labels_BT)
-            if self._weights is not None:
-                assert targets.weights_BT is not None
-                self._weights.append(targets.weights_BT)
-            if self._groups is not None:
-                assert targets.groups_B is not None
-                self._groups.append(targets.groups_B)
+            rows |= {"labels": targets.labels_BT, "weights": targets.weights_BT, "groups": targets.groups_B}
             self.label_sums.append(LabelSums.of(targets))
-        for i, bag in enumerate(block.bags):
-            self._bag_ids[i].append(bag.ids_L)
-            if (weights := self._bag_weights[i]) is not None:
-                assert bag.weights_L is not None
-                weights.append(bag.weights_L)
-            self._bag_offsets[i].append(self._bag_ends[i] + np.cumsum(bag.lengths_B))
-            self._bag_ends[i] += len(bag.ids_L)
+        for (k, end), bag in zip(self._bag_ends.items(), block.bags, strict=True):
+            rows[f"bag_{k}_offsets"] = end + np.cumsum(bag.lengths_B)
+            rows[f"bag_{k}_ids"], rows[f"bag_{k}_weights"] = bag.ids_L, bag.weights_L
+            self._bag_ends[k] += len(bag.ids_L)
+        for name, array in self._arrays.items():
+            array.append(rows[name])
+        self._num_rows += len(source_rows_B)
 
     def close(self) -> None:
-        """Close the files; write the lengths of the arrays, if the split ends here."""
+        """Close the files."""
         self._files.close()
 
     def report(self) -> DatasetReport:
         """Return the report of the rows."""
         labels = () if self._targets is None else label_reports(self._targets.tasks, self.label_sums)
         return DatasetReport(self._num_rows, labels, NO_INVALID_ROWS)
-
-    def _array(self, row: int, name: str, dtype: npt.DTypeLike, *row_shape: int) -> _ArrayWriter:
-        path = self._folder / f"{name}.npy"
-        array = _ArrayWriter(path, dtype, row_shape, row, is_end=self._is_end)
-        self._files.callback(array.close)
-        return array

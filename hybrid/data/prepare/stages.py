@@ -13,10 +13,10 @@ The result of a stage depends on the files and the configuration alone, not on t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,25 +25,26 @@ import pyarrow as pa
 from hybrid.data.dataset.atomic_directory import sync_all
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.fitting import ValueCounts, bucketed_numbers, holds_several
-from hybrid.data.encode.unknown_values import UnknownCounter
+from hybrid.data.encode.unknown_values import count_unknown
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.segments import SEGMENT_BLOCKS, SEGMENT_ROWS, Segment, read_segment
-from hybrid.data.parse.sources import RawBlock, parse_of
+from hybrid.data.parse.sources import RawBlock, parse
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.holdout import Split
-from hybrid.data.prepare.job_threads import ReportRows
 from hybrid.data.prepare.spill import BlockLog, SegmentLog
 from hybrid.data.prepare.split_writer import LabelSums, SplitPosition, SplitWriter
 from hybrid.data.values.column_values import is_list
-from hybrid.data.values.scaling import BlockMoments
+from hybrid.data.values.scaling import Moments
 from hybrid.data.values.targets import TargetSpec
 
 TRAIN, TEST = "train", "test"
 UNFINISHED = "making-"  # prefix of the folder of a segment that is not complete
+# Receives the rows that a job has done since the last call, and the fraction of the job that is done by now.
+ReportRows: TypeAlias = Callable[[int, float], None]
 
 
 def parse_segment(
-    segment: Segment, layout: Layout, block_bytes: int, target: Path, report: ReportRows
+    segment: Segment, target: Path, layout: Layout, block_bytes: int, report: ReportRows
 ) -> SegmentLog:
     """Parse a segment into the folder ``target``, which appears atomically, unless it exists.
 
@@ -51,36 +52,34 @@ def parse_segment(
         DataError, ConfigError: it cannot be read.
     """
     if target.exists():
-        report(0, 1.0)
         return SegmentLog.read(target)
     report(0, 0.0)
     folder = target.with_name(f"{UNFINISHED}{target.name}")
     folder.mkdir(parents=True)
     log, held, row = SegmentLog([], []), list[RawBlock](), 0
+
+    def write_held() -> None:
+        first_row = int(held[0].source_rows_B[0])
+        spill.write_piece(spill.piece_folder(folder, len(log.pieces)), held, first_row)
+        log.pieces.append(first_row)
+        held.clear()
+
     for table, fraction in read_segment(segment, layout, block_bytes):
-        block, invalid = parse_of(segment.path, table, layout, row)
+        block, invalid = parse(segment.path, table, layout, row)
         log.blocks.append(BlockLog(table.num_rows, table.num_lines, len(block.source_rows_B), invalid))
         if len(block.source_rows_B):
             held.append(block)
         row += table.num_rows
-        num_held = sum(len(each.source_rows_B) for each in held)
         is_large = segment.format != "parquet" and len(held) >= SEGMENT_BLOCKS
-        if is_large or num_held >= SEGMENT_ROWS:
-            _write_piece(folder, log, held)
-            held = []
+        if is_large or sum(len(each.source_rows_B) for each in held) >= SEGMENT_ROWS:
+            write_held()
         report(table.num_rows, fraction)
     if held:
-        _write_piece(folder, log, held)
+        write_held()
     log.write(folder)
     sync_all(folder)  # after a power cut, a folder that has its final name is complete
     folder.rename(target)
     return log
-
-
-def _write_piece(folder: Path, log: SegmentLog, held: Sequence[RawBlock]) -> None:
-    first_row = int(held[0].source_rows_B[0])
-    spill.write_piece(spill.piece_folder(folder, len(log.pieces)), held, first_row)
-    log.pieces.append(first_row)
 
 
 class Piece(NamedTuple):
@@ -96,17 +95,18 @@ class Piece(NamedTuple):
     first_row: int
     split: Split | None
 
-    def blocks(self, values: Sequence[pa.Array]) -> list[dict[str, RawBlock]]:
-        """Return the training rows and the test rows of each block; see :func:`spill.read_piece`."""
-        return [self._divide(block) for block in spill.read_piece(self.folder, self.first_row, values)]
-
-    def _divide(self, block: RawBlock) -> dict[str, RawBlock]:
-        if self.split is None:
-            return {TEST: block}
-        is_test_B = self.split.is_test(block.source_rows_B, block.split_B)
-        if not is_test_B.any():
-            return {TRAIN: block}
-        return {TRAIN: block.select(~is_test_B), TEST: block.select(is_test_B)}
+    def blocks(self, values: Sequence[pa.Array]) -> Iterator[tuple[str, RawBlock]]:
+        """Yield the training rows and the test rows of each block; see :func:`spill.read_piece`."""
+        for block in spill.read_piece(self.folder, self.first_row, values):
+            if self.split is None:
+                yield TEST, block
+                continue
+            is_test_B = self.split.is_test(block.source_rows_B, block.split_B)
+            if not is_test_B.any():
+                yield TRAIN, block
+                continue
+            yield TRAIN, block.select(~is_test_B)
+            yield TEST, block.select(is_test_B)
 
 
 class PieceStatistics(NamedTuple):
@@ -119,47 +119,36 @@ class PieceStatistics(NamedTuple):
         sizes: for each split, the number of rows, and of values of each column of data.sparse.
     """
 
-    moments: list[BlockMoments]
+    moments: list[Moments]
     numbers: list[list[npt.NDArray[np.float64]]]
     several_K: npt.NDArray[np.bool_]
-    sizes: dict[str, tuple[int, npt.NDArray[np.int64]]]
+    sizes: dict[str, SplitPosition]
 
 
-def fit_piece(piece: Piece, layout: Layout, report: ReportRows) -> PieceStatistics:
+def fit_piece(piece: Piece, layout: Layout) -> PieceStatistics:
     """Compute the statistics of the training rows of a piece; write the counts of its values beside it."""
     lengths = [len(values) for values in spill.read_values(piece.folder)]
+    nothing = SplitPosition(0, np.zeros(len(lengths), np.int64))
     counts: list[npt.NDArray[np.int64]] = [np.zeros(length, np.int64) for length in lengths]
-    statistics = PieceStatistics([], [], np.zeros(len(lengths), np.bool_), {})
-    for block in piece.blocks([pa.array(np.arange(length, dtype=np.int32)) for length in lengths]):
-        for split, rows in block.items():
-            num_rows, values_K = statistics.sizes.get(split, (0, np.zeros(len(lengths), np.int64)))
-            more_K = np.array([*map(_count_values, rows.sparse)], np.int64)
-            statistics.sizes[split] = num_rows + len(rows.source_rows_B), values_K + more_K
-        if (training := block.get(TRAIN)) is None:
+    statistics = PieceStatistics([], [], np.zeros(len(lengths), np.bool_), {TRAIN: nothing, TEST: nothing})
+    for split, rows in piece.blocks([pa.array(np.arange(length, dtype=np.int32)) for length in lengths]):
+        num_rows, values_K = statistics.sizes[split]
+        more = [len(c.flatten()) if is_list(c) else len(c) - c.null_count for c in rows.sparse]
+        statistics.sizes[split] = SplitPosition(
+            num_rows + len(rows.source_rows_B), values_K + np.array(more, np.int64)
+        )
+        if split == TEST:
             continue
-        statistics.moments.append(BlockMoments.of(training.dense_BF, layout.transforms))
-        pairs = zip(layout.sparse, training.sparse, strict=True)
+        statistics.moments.append(Moments.of(rows.dense_BF, layout.transforms))
+        pairs = zip(layout.sparse, rows.sparse, strict=True)
         statistics.numbers.append([bucketed_numbers(column, values) for column, values in pairs])
-        for k, column in enumerate(training.sparse):
+        for k, column in enumerate(rows.sparse):
             statistics.several_K[k] |= holds_several(column)
             if lengths[k]:
                 counts[k] += ValueCounts.of(column).counts_D
     for k, counts_D in enumerate(counts):
         np.save(spill.counts_path(piece.folder, k), counts_D)
-    report(0, 1.0)
     return statistics
-
-
-def _count_values(column: pa.Array) -> int:
-    return len(column.flatten()) if is_list(column) else len(column) - int(column.null_count)
-
-
-class PieceSums(NamedTuple):
-    """Sums over the samples of a split in a piece: of labels by block, of unknown values by column."""
-
-    label_sums: list[LabelSums]
-    unknown_K: npt.NDArray[np.int64]
-    values_K: npt.NDArray[np.int64]
 
 
 def encode_piece(
@@ -168,16 +157,17 @@ def encode_piece(
     targets: TargetSpec,
     positions: Mapping[str, SplitPosition],
     folder: Path,
-    report: ReportRows,
-) -> dict[str, PieceSums]:
+) -> dict[str, tuple[list[LabelSums], npt.NDArray[np.int64]]]:
     """Write the samples of a piece.
 
     Args:
         positions: of its first sample in each split.
         folder: of the splits.
+
+    Returns:
+        For each split, the sums of labels by block, and the counts of :func:`count_unknown`.
     """
-    unknown = {split: UnknownCounter(encoder) for split in positions}
-    spec = encoder.input_spec
+    unknown = {split: np.zeros((2, len(encoder.sparse)), np.int64) for split in positions}
     values = spill.read_values(piece.folder)
     # Of each distinct value of each column, the row of the table.
     rows_of_values = [
@@ -189,16 +179,12 @@ def encode_piece(
         for k, encoding in enumerate(encoder.sparse)
     ]
     with ExitStack() as files:
-        writers = {
-            split: files.enter_context(
-                closing(SplitWriter(folder / split, spec, targets, position, is_end=False))
-            )
-            for split, position in positions.items()
-        }
-        for block in piece.blocks(rows_of_values):
-            for split, rows in block.items():
-                encoded = encoder.encode(rows)
-                unknown[split].add(rows, encoded)
-                writers[split].append(encoded, rows.targets, rows.source_rows_B)
-    report(0, 1.0)
-    return {split: PieceSums(writer.label_sums, *unknown[split].counted) for split, writer in writers.items()}
+        writers = {}
+        for split, start in positions.items():
+            writer = SplitWriter(folder / split, encoder.input_spec, targets, start, is_end=False)
+            writers[split] = files.enter_context(closing(writer))
+        for split, rows in piece.blocks(rows_of_values):
+            encoded = encoder.encode(rows)
+            unknown[split] += count_unknown(encoder, rows, encoded)
+            writers[split].append(encoded, rows.targets, rows.source_rows_B)
+    return {split: (writer.label_sums, unknown[split]) for split, writer in writers.items()}

@@ -31,8 +31,8 @@ from hybrid.config.resolved_columns import Column
 from hybrid.data.encode.fitting import RankedValues, ValueCounts, rank
 from hybrid.data.encode.vocabulary import text_bounds
 from hybrid.data.prepare import spill
-from hybrid.data.prepare.job_threads import ReportRows
 from hybrid.data.prepare.spill import RankedWriter, read_ranked
+from hybrid.data.prepare.stages import ReportRows
 
 # What ordering takes for each value of a piece, and for each byte of it, if all values differ.
 _BYTES_PER_VALUE, _BYTES_PER_BYTE = 140, 4
@@ -86,7 +86,6 @@ def rank_values(job: RankJob, report: ReportRows) -> None:
         _write(job.folder, ranked)
         for source, rank_D in zip(sources, ranks, strict=True):
             source.write_rows(rank_D, ranked)
-    report(0, 1.0)
 
 
 def _write(folder: Path, ranked: RankedValues) -> None:

@@ -57,7 +57,7 @@ def transformed(dense_BF: npt.NDArray[np.float64], transforms: Sequence[str]) ->
     return np.where(is_log_F, np.sign(dense_BF) * np.log1p(np.abs(dense_BF)), dense_BF)
 
 
-class BlockMoments(NamedTuple):
+class Moments(NamedTuple):
     """Mean, deviation and range of F transformed columns of some rows, without NaN."""
 
     num_rows: int
@@ -68,7 +68,7 @@ class BlockMoments(NamedTuple):
     highest_F: npt.NDArray[np.float64]
 
     @classmethod
-    def of(cls, dense_BF: npt.NDArray[np.float64], transforms: Sequence[str]) -> BlockMoments:
+    def of(cls, dense_BF: npt.NDArray[np.float64], transforms: Sequence[str]) -> Moments:
         """Compute the moments of B rows of numbers as the files hold them."""
         dense_BF = transformed(dense_BF, transforms)
         given_BF = ~np.isnan(dense_BF)
@@ -79,47 +79,35 @@ class BlockMoments(NamedTuple):
         highest_F = np.fmax.reduce(dense_BF, initial=-np.inf)
         return cls(len(dense_BF), count_F, mean_F, squares_F, lowest_F, highest_F)
 
+    def plus(self, block: Moments) -> Moments:
+        """Return the moments of these rows and of further ones (Chan et al., 1979)."""
+        total_F = np.maximum(self.count_F + block.count_F, 1)
+        delta_F = block.mean_F - self.mean_F
+        return Moments(
+            self.num_rows + block.num_rows,
+            self.count_F + block.count_F,
+            self.mean_F + delta_F * block.count_F / total_F,
+            self.squares_F + (block.squares_F + delta_F**2 * self.count_F * block.count_F / total_F),
+            np.minimum(self.lowest_F, block.lowest_F),
+            np.maximum(self.highest_F, block.highest_F),
+        )
 
-class Moments:
-    """Mean, deviation and range of columns that come block by block, without NaN (Chan et al., 1979)."""
-
-    def __init__(self, columns: Sequence[Column]) -> None:
-        self.num_rows = 0
-        self._columns = columns
-        self._count_F = np.zeros(len(columns))
-        self._mean_F = np.zeros(len(columns))
-        self._squares_F = np.zeros(len(columns))
-        self._lowest_F = np.full(len(columns), np.inf)
-        self._highest_F = np.full(len(columns), -np.inf)
-
-    def add(self, block: BlockMoments) -> None:
-        """Add the moments of further rows."""
-        self.num_rows += block.num_rows
-        total_F = np.maximum(self._count_F + block.count_F, 1)
-        delta_F = block.mean_F - self._mean_F
-        self._squares_F += block.squares_F + delta_F**2 * self._count_F * block.count_F / total_F
-        self._mean_F += delta_F * block.count_F / total_F
-        self._count_F += block.count_F
-        self._lowest_F = np.minimum(self._lowest_F, block.lowest_F)
-        self._highest_F = np.maximum(self._highest_F, block.highest_F)
-
-    def encodings(self) -> tuple[DenseEncoding, ...]:
+    def encodings(self, columns: Sequence[Column]) -> tuple[DenseEncoding, ...]:
         """Return the scaling of each column; a constant column becomes zeros."""
-        deviation_F = np.sqrt(self._squares_F / np.maximum(self._count_F, 1))
-        size_F = np.abs(self._mean_F)
+        deviation_F = np.sqrt(self.squares_F / np.maximum(self.count_F, 1))
+        size_F = np.abs(self.mean_F)
         constant_F = deviation_F <= 1e-12 * size_F
         deviation_F[constant_F] = np.maximum(size_F[constant_F], 1.0)
-        return tuple(self._encoding(f, float(deviation_F[f])) for f in range(len(self._columns)))
-
-    def _encoding(self, f: int, deviation: float) -> DenseEncoding:
-        column, mean = self._columns[f], float(self._mean_F[f])
-        lowest, highest = float(self._lowest_F[f]), float(self._highest_F[f])
-        if column.scaling == "none":
-            return DenseEncoding(column.name, transform=column.transform)
-        if column.scaling == "standardize":
-            return DenseEncoding(column.name, mean, deviation, transform=column.transform)
-        if not lowest < highest:  # constant, or there is no number
-            shift = lowest if lowest == highest else 0.0
-            return DenseEncoding(column.name, shift, transform=column.transform)
-        scale = highest - lowest
-        return DenseEncoding(column.name, lowest, scale, (mean - lowest) / scale, column.transform)
+        encodings = []
+        values = (each.tolist() for each in (self.mean_F, deviation_F, self.lowest_F, self.highest_F))
+        for column, mean, deviation, lowest, highest in zip(columns, *values, strict=True):
+            shift, scale, missing = 0.0, 1.0, 0.0
+            if column.scaling == "standardize":
+                shift, scale = mean, deviation
+            elif column.scaling == "min_max" and lowest < highest:
+                shift, scale = lowest, highest - lowest
+                missing = (mean - lowest) / scale
+            elif column.scaling == "min_max" and lowest == highest:  # constant
+                shift = lowest
+            encodings.append(DenseEncoding(column.name, shift, scale, missing, column.transform))
+        return tuple(encodings)
