@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybrid.config import former_keys
@@ -96,9 +97,11 @@ def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
     return config
 
 
-def _read_toml(path: StoragePath) -> dict[str, Any]:
+def _read_toml(path: StoragePath, is_stored: bool) -> dict[str, Any]:
     try:
-        return parse_toml(read_bytes(path).decode("utf-8-sig"))
+        # A file that the user names may be a FIFO; a run of another user must not block.
+        content = path.read_bytes() if isinstance(path, Path) and not is_stored else read_bytes(path)
+        return parse_toml(content.decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(str(path), f"cannot read the configuration: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -112,7 +115,7 @@ def _read_toml(path: StoragePath) -> dict[str, Any]:
 def _read_sections(path: StoragePath, is_stored: bool) -> dict[str, dict[str, Any]]:
     """Return the sections of a file; the error about an unknown key names the file."""
     try:
-        sections = _by_section(_read_toml(path))
+        sections = _by_section(_read_toml(path, is_stored))
         if is_stored:
             former_keys.translate(sections)
         for section, values in sections.items():

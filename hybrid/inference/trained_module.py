@@ -223,12 +223,12 @@ class TrainedModule(nn.Module):
         return batch
 
     def predict(self, batch: Batch) -> Predictions:
-        """Compute the outputs for a batch of any size, the same for equal samples, without gradients."""
+        """Compute the outputs for a batch of any size, without gradients."""
         spec, size = self.trained.encoder.input_spec, self.trained.config.train.batch_size
         chunks = batch.split(max(1, -(-len(batch.labels) // size)))
         with torch.no_grad():
             outputs_BO = torch.cat([self.outputs(features_of(chunk, spec)) for chunk in chunks])
-        return Predictions.of(batch, outputs_BO, self.trained.blueprint.sequences).tied()
+        return Predictions.of(batch, outputs_BO, self.trained.blueprint.sequences)
 
     def _vectors(self, feature: FeatureSpec, table: TableSpec, batch: Mapping[str, Any]) -> Tensor:
         ids_L, offsets = batch[feature.name], batch.get(feature.name + OFFSETS)

@@ -7,6 +7,7 @@ complete.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -53,7 +54,7 @@ class Entry(NamedTuple):
 
     Attributes:
         path: its path.
-        size: in bytes; 0 for a folder.
+        size: in bytes; 0 for a folder, -1 for what is neither a file nor a folder, such as a FIFO.
         mtime_ns: time of the last write; 0 if the store does not report it.
         is_folder: whether it is a folder.
     """
@@ -62,6 +63,11 @@ class Entry(NamedTuple):
     size: int
     mtime_ns: int
     is_folder: bool
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a regular file."""
+        return not self.is_folder and self.size >= 0
 
 
 def find_entry(path: StoragePath) -> Entry | None:
@@ -78,7 +84,8 @@ def find_entry(path: StoragePath) -> Entry | None:
         except OSError as error:
             raise _path_error(path, error) from error
         is_folder = stat.S_ISDIR(status.st_mode)
-        return Entry(path, 0 if is_folder else status.st_size, status.st_mtime_ns, is_folder)
+        size = 0 if is_folder else status.st_size if stat.S_ISREG(status.st_mode) else -1
+        return Entry(path, size, status.st_mtime_ns, is_folder)
     with store_request(path, "found") as (filesystem, key):
         entry = _to_entry(path, filesystem.get_file_info(key))
     if entry is None:
@@ -97,16 +104,17 @@ def exists(path: StoragePath) -> bool:
 
 
 def is_file(path: StoragePath) -> bool:
-    """Return whether there is a file at a path."""
+    """Return whether there is a regular file at a path."""
     entry = find_entry(path)
-    return entry is not None and not entry.is_folder
+    return entry is not None and entry.is_file
 
 
 def require_file(path: StoragePath) -> Entry:
-    """Return the entry of a file; FileNotFoundError if there is none."""
+    """Return the entry of a regular file; FileNotFoundError if there is none."""
     entry = find_entry(path)
-    if entry is None or entry.is_folder:
-        raise FileNotFoundError(2, "No such file", str(path))
+    if entry is None or not entry.is_file:
+        reason = "No such file" if entry is None else "Is not a regular file"
+        raise FileNotFoundError(errno.ENOENT, reason, str(path))
     return entry
 
 
@@ -169,7 +177,9 @@ def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) 
 
 
 def read_bytes(path: StoragePath) -> bytes:
-    """Return the content of a small file."""
+    """Return the content of a small regular file; reading a FIFO would block."""
+    if not isinstance(path, RemotePath):
+        require_file(path)
     with open_reader(path) as file:
         return file.read()
 

@@ -39,7 +39,8 @@ def open_file(path: str | Path, flags: int) -> int:
         OSError: it cannot be opened.
     """
     try:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+        # O_NONBLOCK: a FIFO without a reader is an error.
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
             refuse_link(path)

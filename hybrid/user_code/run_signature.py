@@ -57,20 +57,44 @@ def load_run_config(
     config = load_config(path, overrides, is_stored=True)
     if trust_code:
         return config
-    chosen = {text.partition("=")[0].strip() for text in overrides}
     is_signed = _signature_check(path)
     for dotted, code in _code_entries(config):
         if not is_signed(dotted, code):
             rule = f"{path} names this code, which would be imported and run, and you have not signed it"
             raise ConfigError(dotted, f"{rule}; {_ALLOW}", code)
-    for dotted, value in _path_entries(config) if uses_paths else ():
+    _check_paths(path, _path_entries(config) if uses_paths else [], overrides)
+    return config
+
+
+def load_cluster_section(
+    path: StoragePath, overrides: Sequence[str], trust_code: bool = False
+) -> ClusterSection:
+    """Read the section [cluster] of a run, whose secret file will be read.
+
+    Args:
+        overrides, trust_code: see :func:`load_run_config`.
+
+    Raises:
+        ConfigError: it names a secret file that this user has not signed; or see :func:`load_config`.
+    """
+    config = load_config(path, overrides, is_stored=True)
+    if not trust_code:
+        entries = [each for each in _path_entries(config) if each[0] == "cluster.secret_file"]
+        _check_paths(path, entries, overrides)
+    return config.cluster
+
+
+def _check_paths(path: StoragePath, entries: Sequence[tuple[str, str]], overrides: Sequence[str]) -> None:
+    """Raise ConfigError for a path in the file ``path`` that is neither signed nor overridden."""
+    chosen = {text.partition("=")[0].strip() for text in overrides}
+    is_signed = _signature_check(path)
+    for dotted, value in entries:
         if dotted not in chosen and not is_signed(dotted, value):
             rule = (
                 f"{path} names this, which would be used, and you have not signed it; {_ALLOW}, or choose "
                 f"another (--resume: --set {dotted}=...; evaluate and predict: --input)"
             )
             raise ConfigError(dotted, rule, value)
-    return config
 
 
 def _code_entries(config: RunConfig) -> list[tuple[str, str]]:

@@ -119,6 +119,17 @@ def test_a_process_that_is_not_told_who_it_is_is_refused(
     assert str(end.value.code).startswith(f"hybrid role: {said}")
 
 
+@pytest.mark.parametrize("rank", range(2))
+def test_no_rank_reads_the_secret_file_of_another_users_run(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    (tmp_path / "config.toml").write_text('[cluster]\nsecret_file = "/srv/secret"\n')
+    with pytest.raises(SystemExit, match=r"cluster.secret_file = '/srv/secret': .*--trust-code"):
+        main(["role", "--resume", str(tmp_path), "--master", "127.0.0.1"])
+
+
 def test_without_the_masters_address_a_role_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "node0")  # of whoever
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")

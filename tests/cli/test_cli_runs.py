@@ -21,7 +21,11 @@ from hybrid.checkpoint.checkpoint_manifest import Manifest
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.inference import trained_run as evaluated_run
+from hybrid.inference.raw_rows import held_out_rows
+from hybrid.inference.trained_module import TrainedModule
 from workers.cli import main
+from workers.model_commands.prediction_commands import measure
 
 
 def logged_steps(folder: Path) -> list[int]:
@@ -72,6 +76,9 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(
     assert differences(tmp_path / "whole", folder) == []
     main(["evaluate", str(step_folder(folder, 32))])  # an earlier one may be better
     assert f"auc                 {result_of(folder)['auc']:.4f}\n" in capsys.readouterr().out
+    model = TrainedModule(evaluated_run.TrainedRun.read(step_folder(folder, 32), print), in_memory=False)
+    metrics = measure(model, held_out_rows(model.trained, report=print))
+    assert metrics["auc"] == result_of(folder)["auc"], "to the last bit: equal rows tie in both"
 
 
 def test_a_finished_run_is_left_alone(trained: TrainedRun, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from hybrid.errors import ConfigError, HybridError
 from hybrid.security.secret import VARIABLE, Secret
 from hybrid.storage.remote_path import parse_path
 from hybrid.topology import MASTER, Role, RoleKind
+from hybrid.user_code.run_signature import load_cluster_section
 from workers.arguments import AUTO
 from workers.cluster_task import TrainTask
 from workers.commands.run_commands import script_task
@@ -57,15 +58,14 @@ def master_role(options: argparse.Namespace, started_at: float) -> None:
 
 def role_by_rank(options: argparse.Namespace, started_at: float) -> None:
     """Run the role of this process's rank among the processes that the same command has started."""
-    both_given = None not in (options.trainers, options.workers)
-    if both_given:
-        config = RunConfig()
+    if None not in (options.trainers, options.workers):
+        cluster = load_config(None, overrides(options)).cluster
     elif options.resume in (None, AUTO):
-        config = read_config(options)
+        cluster = read_config(options).cluster
     else:
-        config = load_config(parse_path(options.resume) / CONFIG_FILE, overrides(options), is_stored=True)
-    counts = load_config(None, overrides(options)).cluster if both_given else config.cluster
-    role = role_of(os.environ, counts.topology)
+        run_config = parse_path(options.resume) / CONFIG_FILE
+        cluster = load_cluster_section(run_config, overrides(options), options.trust_code)
+    role = role_of(os.environ, cluster.topology)
     address = _master_address(options)
     options.command, options.script = role.kind.value, None
     if role == MASTER:
@@ -73,7 +73,7 @@ def role_by_rank(options: argparse.Namespace, started_at: float) -> None:
         master_role(options, started_at)
     else:
         options.index, options.master = role.index, str(address)
-        options.set = [f"cluster.secret_file={config.cluster.secret_file}", *own_settings(options.set)]
+        options.set = [f"cluster.secret_file={cluster.secret_file}", *own_settings(options.set)]
         other_role(options, started_at)
 
 

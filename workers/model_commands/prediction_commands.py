@@ -84,7 +84,7 @@ def predict(
         rows = _input_rows(model.trained, inputs, output, [(_KEEP, name) for name in keep], tell)
         with prediction_file(output) as file:
             for block in rows.blocks():
-                columns = prediction_columns(tasks, model.predict(block.batch).outputs)
+                columns = prediction_columns(tasks, model.predict(block.batch).tied().outputs)
                 predicted = {name: pa.array(values.numpy()) for name, values in columns.items()}
                 file.write({ROW: pa.array(block.source_rows_B), **block.passthrough, **predicted})
     where = "standard output" if output == STDOUT else str(output)

@@ -72,7 +72,7 @@ class RunFolder:
         with run_write_errors(path):
             make_folder(path)
             remove_file(path, RESULT_FILE)
-        if (path / METRICS_FILE).exists():
+        if (path / METRICS_FILE).is_file():
             last = {"test": step if is_evaluated else step - 1}
             records = read_records(path / METRICS_FILE)
             kept = [record for record in records if record["step"] <= last.get(record["kind"], step)]

@@ -38,7 +38,7 @@ class RunState:
     def of(cls, folder: Path) -> RunState:
         """Return the state of a run folder, which may be empty or missing."""
         log = folder / METRICS_FILE
-        records = read_records(log) if log.exists() else []
+        records = read_records(log) if log.is_file() else []
         logged = next((each["step"] for each in reversed(records) if each["kind"] == "train"), 0)
         return cls(
             logged, newest_step(checkpoint_root(folder)), _version(log), _version(folder / RESULT_FILE)

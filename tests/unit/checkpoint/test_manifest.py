@@ -73,6 +73,16 @@ def test_an_altered_manifest_is_refused(folder: Path) -> None:
         Checkpoint.open(folder)
 
 
+@pytest.mark.parametrize("name", [MANIFEST_FILE, DENSE_FILE])
+def test_a_fifo_in_place_of_a_file_is_refused(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    if name != MANIFEST_FILE:
+        forge(folder, lambda fields: fields["files"].update({name: [0, CHECKSUM]}))
+    with pytest.raises(CheckpointError, match=f"^{folder / name}: "):
+        Checkpoint.newest_valid(folder, print)
+
+
 def test_a_large_file_is_refused_in_little_memory(folder: Path) -> None:
     os.truncate(folder / MANIFEST_FILE, 400 << 20)
     tracemalloc.start()

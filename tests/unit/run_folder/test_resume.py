@@ -1,7 +1,9 @@
 """Which run is resumed, and which keys it may change."""
 
 import dataclasses
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from hybrid.config import RunConfig
 from hybrid.config.loading import load_config, to_toml
 from hybrid.errors import ConfigError
+from hybrid.user_code.run_signature import load_run_config
 from workers.run_folder.resume import check_same_model, is_finished, load_resumed_config, newest_run
 from workers.run_folder.run_paths import run_path
 
@@ -94,6 +97,19 @@ def test_a_run_keeps_its_model() -> None:
     check_same_model(run, same)
     with pytest.raises(ConfigError, match=r"embedding.dim = 16: the run to resume has 12; keep that"):
         check_same_model(run, RunConfig())
+
+
+def test_a_fifo_is_a_configuration_but_not_that_of_a_run() -> None:
+    run = make_run("run-20260101-000000")
+    (run / "config.toml").unlink()
+    os.mkfifo(run / "config.toml")
+    with pytest.raises(ConfigError, match="--resume"):
+        load_resumed_config(run, [])
+    with pytest.raises(ConfigError, match=r"config\.toml: .*not a regular file"):
+        load_run_config(run / "config.toml")
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit((run / "config.toml").write_text, "train.epochs = 7")
+        assert load_config(run / "config.toml").train.epochs == 7
 
 
 OF_THE_MODEL = """
