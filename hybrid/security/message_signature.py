@@ -36,7 +36,7 @@ _ID_BYTES = _TAG_BYTES = 16
 _START_BYTES = _ID_BYTES + 1
 _NUMBER_BYTES, _INDEX_BYTES = 8, 4
 _HEADER_BYTES = _START_BYTES + _NUMBER_BYTES
-_LARGEST_SEGMENT = 1 << 30  # the library accepts less than 2 GiB at once
+LARGEST_SEGMENT = 1 << 30  # the library accepts less than 2 GiB at once
 _READ_ONLY, _WRITABLE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 _PICKLE_INDEX = 1 << 31
 # Messages overtake each other between threads and connections, by as many as a sender sends to all receivers
@@ -209,6 +209,6 @@ def memory_of(tensor: Tensor, to_write: bool = False) -> list[memoryview]:
     if not tensor.is_cpu or not (num_bytes := tensor.nbytes):
         return []
     whole: memoryview = _view_memory(tensor.data_ptr(), num_bytes, _WRITABLE if to_write else _READ_ONLY)
-    if num_bytes <= _LARGEST_SEGMENT:
+    if num_bytes <= LARGEST_SEGMENT:
         return [whole]
-    return [whole[at : at + _LARGEST_SEGMENT] for at in range(0, num_bytes, _LARGEST_SEGMENT)]
+    return [whole[at : at + LARGEST_SEGMENT] for at in range(0, num_bytes, LARGEST_SEGMENT)]

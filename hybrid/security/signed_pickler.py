@@ -133,7 +133,7 @@ class SignedPickler(internal._InternalRPCPickler):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._signatures = signatures
-        self._rejections = rejections
+        self.rejections = rejections
         functions: tuple[Callable[..., Any], ...] = (*calls, _CREATE_MODULE, *_GATHER)
         self._calls = {qualified_name(function): function for function in functions}
 
@@ -179,7 +179,7 @@ class SignedPickler(internal._InternalRPCPickler):
         except Exception as error:  # unpickling can raise anything, out of memory included
             is_rejected = isinstance(error, RejectedMessage)
             reason = str(error) if is_rejected else f"it holds no call or response ({type(error).__name__})"
-            self._rejections.add(reason)
+            self.rejections.add(reason)
             return _raised(describe_rejection(reason), RuntimeError, sender)
 
     def _load(self, kind: PayloadKind, sender: bytes, pickled: bytes, tensors: Sequence[Tensor]) -> Any:

@@ -18,7 +18,6 @@ from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
 
 from hybrid import transport
-from hybrid.security.message_signature import PayloadKind
 from hybrid.security.rejected_messages import parse_rejection
 from hybrid.security.secret import Secret
 from hybrid.security.signed_pickler import SignedPickler, addressed_to
@@ -155,7 +154,7 @@ def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
         assert {outcome.partition(":")[0] for outcome in outcomes} <= {"RuntimeError", "EOFError"}
         assert len(outcomes) == 5 + len(payloads)
         assert not any(map(parse_rejection, outcomes))
-        assert pickler._rejections.count == len(outcomes)
+        assert pickler.rejections.count == len(outcomes)
         assert transport.ping(MASTER, SECONDS).wait().pid == os.getpid()
         assert psutil.Process().memory_info().rss - memory < 64 << 20
     assert not (tmp_path / "mark").exists()
@@ -165,20 +164,23 @@ def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
 
 
 @pytest.mark.parametrize(
-    "asked", [(endpoints.norm, 0, 0), (endpoints.vitals,)], ids=["answers later", "at once"]
+    ("function", "args"), [(endpoints.norm, (0, 0)), (endpoints.vitals, ())], ids=["later", "at once"]
 )
-def test_who_is_refused_learns_that(asked: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    for_another: tuple[PayloadKind, bytes, Any] = (PayloadKind.CALL, b"worker0", ("nothing", (), {}))
-    with started(dist.HashStore()):
-        monkeypatch.setattr(SignedPickler, "_call", lambda *_: for_another)
-        with pytest.raises(RuntimeError) as raised:
-            stubs._send(MASTER, *asked).wait()
+def test_the_caller_of_a_rejected_call_gets_the_reason(
+    function: Callable[..., Any], args: tuple[int, ...]
+) -> None:
+    with started(dist.HashStore()), pytest.raises(RuntimeError) as raised, addressed_to("worker0"):
+        rpc.rpc_sync("master", function, args)
     assert parse_rejection(str(raised.value)) == "it is not signed for this process by a role of this run"
 
 
-def test_what_a_call_that_is_answered_later_raises_at_once_comes_back() -> None:
-    with started(dist.HashStore()), pytest.raises(RuntimeError, match=r"KeyError\(99\)"):
-        stubs._send(MASTER, endpoints.norm, 99, 0).wait()
+def test_the_caller_gets_the_exception_of_a_call_with_a_deferred_response() -> None:
+    with (
+        started(dist.HashStore()),
+        addressed_to("master"),
+        pytest.raises(RuntimeError, match=r"KeyError\(99\)"),
+    ):
+        rpc.rpc_sync("master", endpoints.norm, (99, 0))
 
 
 def test_who_has_connected_during_the_start_is_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.export.state_dicts import stored_tensors
 from hybrid.primitives.deferred_response import DeferredResponse
-from hybrid.security import message_signature, signed_pickler
+from hybrid.security import message_signature
 from hybrid.security.message_signature import PayloadKind, Signatures
 from hybrid.security.rejected_messages import RejectedMessage, RejectionLog, parse_rejection
 from hybrid.security.secret import Secret
@@ -44,6 +44,14 @@ SECRET, RUN = Secret.fresh(), b"a run"
 CALL = internal.PythonUDF(endpoints.norm, (7, 3), {})
 
 MARK = "TEST_SIGNED_CALLS"  # set in the environment of a process that runs planted code
+responses: list[DeferredResponse[Any]] = []
+
+
+def fail(text: str, later: bool) -> DeferredResponse[Any]:
+    if not later:
+        raise ValueError(text)
+    responses.append(DeferredResponse())
+    return responses[-1]
 
 
 class Process:
@@ -51,7 +59,8 @@ class Process:
 
     def __init__(self, name: str, secret: Secret = SECRET, run: bytes = RUN) -> None:
         self.refusals = RejectionLog()
-        self.pickler = SignedPickler(Signatures(secret, run, name), endpoints.CALLS, self.refusals)
+        self.signatures = Signatures(secret, run, name)
+        self.pickler = SignedPickler(self.signatures, (*endpoints.CALLS, fail), self.refusals)
 
     def call(self, to: str, udf: internal.PythonUDF = CALL) -> tuple[bytes, list[Tensor]]:
         with addressed_to(to):
@@ -278,30 +287,35 @@ def test_the_tag_of_a_tensor_is_no_payload(sizes: tuple[int, ...], worker: Proce
     ],
 )
 def test_whatever_a_signed_pickle_raises_is_a_refusal(
-    pickled: bytes, raised: str, worker: Process, trainer: Process, monkeypatch: pytest.MonkeyPatch
+    pickled: bytes, raised: str, worker: Process, trainer: Process
 ) -> None:
-    monkeypatch.setattr(signed_pickler, "_dump", lambda content: (pickled, []))
-    assert worker.refuses(*trainer.call("worker0")) == f"it holds no call or response ({raised})"
+    payload = trainer.signatures.sign(PayloadKind.CALL, b"worker0", pickled, [])
+    assert worker.refuses(payload, []) == f"it holds no call or response ({raised})"
 
 
-def test_an_alarm_that_rings_meanwhile_is_no_refusal(
-    worker: Process, trainer: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ring(*_: object) -> None:
-        raise ClusterError("worker 1 is gone")
+def interrupt() -> None:
+    raise ClusterError("worker 1 is gone")
 
-    monkeypatch.setattr(worker.pickler, "_load", ring)
+
+class Interrupting:
+    """Raises the master's interrupt where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return interrupt, ()
+
+
+def test_an_interrupt_while_a_message_is_loaded_is_no_refusal(worker: Process, trainer: Process) -> None:
+    udf = internal.PythonUDF(endpoints.greet, (Interrupting(),), {})
     with pytest.raises(ClusterError, match="worker 1 is gone"):
-        worker.pickler.deserialize(*trainer.call("worker0"))
+        worker.pickler.deserialize(*trainer.call("worker0", udf))
     assert worker.refusals.count == 0
 
 
 def test_what_is_for_one_process_cannot_be_signed_for_all(worker: Process, trainer: Process) -> None:
     """Only what torch tells all roles at start and end is."""
-    payload, sent = trainer.pickler._sign(
-        PayloadKind.GATHER, b"", ("hybrid.transport.rpc.endpoints:norm", (7, 3), {})
-    )
-    assert "cannot be signed for all roles" in worker.refuses(payload, sent)
+    pickled = pickle.dumps(("hybrid.transport.rpc.endpoints:norm", (7, 3), {}))
+    payload = trainer.signatures.sign(PayloadKind.GATHER, b"", pickled, [])
+    assert "cannot be signed for all roles" in worker.refuses(payload, [])
 
 
 def test_only_functions_of_the_wire_are_called(trainer: Process) -> None:
@@ -338,22 +352,12 @@ def test_an_answer_cannot_pass_for_an_error(worker: Process, trainer: Process) -
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
-def test_an_error_is_told_to_its_caller_as_it_was_raised(
-    later: bool, worker: Process, trainer: Process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_caller_gets_an_error_as_it_was_raised(later: bool, worker: Process, trainer: Process) -> None:
     text = "größer als C:\\new\nund mehr"
-    answer: list[DeferredResponse[Any]] = []
-
-    def fail(number: int, step: int) -> DeferredResponse[Any]:
-        if not later:
-            raise ValueError(text)
-        answer.append(DeferredResponse())
-        return answer[0]
-
-    monkeypatch.setitem(worker.pickler._calls, "hybrid.transport.rpc.endpoints:norm", fail)
-    raised = internal._run_function(worker.pickler.deserialize(*trainer.call("worker0")))
+    call = trainer.call("worker0", internal.PythonUDF(fail, (text, later), {}))
+    raised = internal._run_function(worker.pickler.deserialize(*call))
     if later:
-        answer[0].set_exception(ValueError(text))
+        responses.pop().set_exception(ValueError(text))
         raised = raised.wait()
     payload, sent = worker.pickler.serialize(raised)
     assert "not signed" in Process("trainer0").refuses(payload, sent)
@@ -384,7 +388,7 @@ def test_many_refusals_are_counted_and_told_in_one_line(
 def test_strangers_take_no_memory(worker: Process) -> None:
     for _ in range(100):
         worker.refuses(*Process("trainer0", Secret.fresh()).call("worker0"))
-    assert not worker.pickler._signatures._receiving
+    assert not worker.signatures._receiving
 
 
 def test_two_processes_never_sign_with_one_key(worker: Process, trainer: Process) -> None:
@@ -393,7 +397,7 @@ def test_two_processes_never_sign_with_one_key(worker: Process, trainer: Process
     assert len(set(headers)) == 4
     assert len({header[:16] for header in headers}) == 2
     trainer.call("worker1")
-    own = [line.aead for each in (worker, trainer) for line in each.pickler._signatures._sending.values()]
+    own = [line.aead for each in (worker, trainer) for line in each.signatures._sending.values()]
     assert len({key.encrypt(bytes(12), b"", b"the same bytes") for key in own}) == len(own) == 3
 
 
@@ -401,7 +405,7 @@ def test_within_a_message_no_number_comes_twice(
     worker: Process, trainer: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor within one of many parts."""
-    monkeypatch.setattr(message_signature, "_LARGEST_SEGMENT", 10_000)
+    monkeypatch.setattr(message_signature, "LARGEST_SEGMENT", 10_000)
     nonces: list[bytes] = []
 
     class Noting:
@@ -487,19 +491,6 @@ class TestWithinTorch:
         ):
             counter.call(cast(Any, SimpleNamespace(__name__=method))).wait()
         assert counter.call(Counter.add, 2).wait() == 4
-
-    def test_a_pickle_for_which_there_is_no_memory_is_an_error_of_the_caller(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        huge = b"cbuiltins\nbytearray\n(I%d\ntR." % (1 << 62)
-        with monkeypatch.context() as patched:
-            patched.setattr(signed_pickler, "_dump", lambda content: (huge, []))
-            answer = transport.ping(MASTER, 5.0)
-        with pytest.raises(
-            transport.RejectedCallError, match=r"it holds no call or response \(MemoryError\)"
-        ):
-            answer.wait()
-        assert transport.ping(MASTER, 5.0).wait().pid == os.getpid()
 
     def test_functions_travel_by_name(self, counter: transport.Remote[Counter]) -> None:
         assert counter.call(Counter.apply, partial(times, 3), 4).wait() == 12

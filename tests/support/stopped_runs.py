@@ -159,7 +159,7 @@ def stop(
     view = View(run)
     signal.signal(STOP_REQUEST, signal.default_int_handler)
     # However slow the machine is, a call goes as far as the next thing that is due.
-    with view, sessions_closed(moment), patch("workers.jobs.training_job._CALL_SECONDS", CASE_SECONDS):
+    with view, sessions_closed(moment), patch("workers.jobs.training_job.CALL_SECONDS", CASE_SECONDS):
         training = Training(config, TrainTask(run, False, time.time()))
         return training.run(
             cluster.topology, lambda: ensure_prepared(config, cache), view, SharedFolders([])
@@ -172,7 +172,7 @@ def calls_of(cluster: Cluster, config: RunConfig, cache: StoragePath, run: Path,
     with (
         view,
         sessions_closed(("", 0)) as sessions,
-        patch("workers.jobs.training_job._CALL_SECONDS", seconds),
+        patch("workers.jobs.training_job.CALL_SECONDS", seconds),
     ):
         training = Training(config, TrainTask(run, False, time.time()))
         has_ended = training.run(

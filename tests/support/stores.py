@@ -78,7 +78,7 @@ class Proxy:
             protocol_version = "HTTP/1.1"
 
             def handle_any(self) -> None:
-                proxy._handle(self, store)
+                proxy.handle(self, store)
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
 
@@ -99,7 +99,7 @@ class Proxy:
         self._server.server_close()
         self._thread.join(_TIMEOUT_SECONDS)
 
-    def _handle(self, client: BaseHTTPRequestHandler, store: Store) -> None:
+    def handle(self, client: BaseHTTPRequestHandler, store: Store) -> None:
         body = _body(client)
         self.seen.append((client.command, client.path))
         fate = self.plan(client.command, client.path)

@@ -33,7 +33,7 @@ from workers.signals import StopRequest
 
 _NUM_PROFILE_SPANS = 6  # in the summary
 # Approximate time of a call to the trainers, which a requested stop waits for.
-_CALL_SECONDS = 1.0
+CALL_SECONDS = 1.0
 _PATIENCE = "train.patience"  # ends a run before its last step
 _AGAIN = "; again to stop at once"
 
@@ -81,7 +81,7 @@ class Training:
         self._tally = Tally()
         self._profile: ProfileSummary | None = None
         self._owes_evaluation = False
-        self._seconds_per_step = _CALL_SECONDS
+        self._seconds_per_step = CALL_SECONDS
         self._stop = StopRequest(config.cluster.timeout_seconds)
 
     def run(
@@ -247,7 +247,7 @@ class Training:
             train.log_every_steps - self._step % train.log_every_steps,
             per_epoch - within,
             total - self._step,
-            max(1, int(_CALL_SECONDS / self._seconds_per_step)),
+            max(1, int(CALL_SECONDS / self._seconds_per_step)),
             self._checkpoints.steps_to_next(self._step),
         ]
         if train.eval_every_steps:

@@ -97,7 +97,7 @@ def test_messages_come_in_whatever_pieces(piece: int) -> None:
 
 
 def test_huge_tensors_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_signature, "_LARGEST_SEGMENT", 1000)
+    monkeypatch.setattr(message_signature, "LARGEST_SEGMENT", 1000)
     tensor = torch.rand(1234)
     assert torch.equal(travelled(tensor, torch.ones(2))[0], tensor)
 
