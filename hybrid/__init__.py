@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hybrid.custom_loop.cluster import Cluster, connect
-    from hybrid.custom_loop.embedding_modules import Embedding, EmbeddingBag
-    from hybrid.custom_loop.jagged import Jagged
+    from hybrid.custom_loop.embedding_modules import Embedding, EmbeddingBag, Jagged
     from hybrid.custom_loop.table_optimizers import (
         SGD,
         Adagrad,
@@ -62,8 +61,7 @@ __all__ = [
 # A name is imported on its first use: its module imports torch, which takes seconds.
 _MODULES = {
     **dict.fromkeys(("Cluster", "connect"), "hybrid.custom_loop.cluster"),
-    **dict.fromkeys(("Embedding", "EmbeddingBag"), "hybrid.custom_loop.embedding_modules"),
-    "Jagged": "hybrid.custom_loop.jagged",
+    **dict.fromkeys(("Embedding", "EmbeddingBag", "Jagged"), "hybrid.custom_loop.embedding_modules"),
     **dict.fromkeys(("listwise_loss", "pairwise_loss"), "hybrid.engine.ranking_losses"),
     "load": "hybrid.inference.trained_module",
 }

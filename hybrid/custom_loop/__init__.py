@@ -8,5 +8,5 @@ Data flow of an id, module by module::
     call_sites         which part of a batch each table is called with, to look it up before the module runs
     forward_pass       the vectors of a call: looked up ahead, or now
     training_loop      the step: backward pass, update decision, optimizer
-    backend            who holds the rows: this process (single_process), or a cluster (package ``workers``)
+    backend            holds the rows: this process, or a cluster (package ``workers``)
 """

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.config.loading import load_config
-from hybrid.custom_loop.backend import BACKEND, Backend
+from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.embedding_modules import plain_copy
 from hybrid.custom_loop.prepared_batches import PreparedData
-from hybrid.custom_loop.single_process import SingleProcess
 from hybrid.custom_loop.training_loop import TrainingLoop
 from hybrid.data.prepare.dataset_location import open_split
 from hybrid.storage.remote_path import StoragePath, parse_path

@@ -7,7 +7,7 @@ table can be called once the module that contains it is distributed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
@@ -16,13 +16,40 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.config.table_sections import INITIALIZERS, POOLERS
-from hybrid.custom_loop.jagged import Jagged
 from hybrid.custom_loop.table_optimizers import Adagrad
 from hybrid.embedding.pretrained_by_position import absolute, shape_of
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.module_lookups import TableRequest
 
 _DEFAULT_OPTIMIZER = Adagrad(lr=0.05)
+
+
+class Jagged(NamedTuple):
+    """A column with any number of values per sample.
+
+    Attributes:
+        values: the values of all samples, concatenated.
+        offsets: int64 of shape (samples + 1), where the values of each sample start.
+    """
+
+    values: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[Sequence[Any]], dtype: torch.dtype = torch.int64) -> Jagged:
+        """Make a column from one list of values per sample."""
+        lengths = torch.tensor([0, *map(len, samples)])
+        return cls(torch.tensor([v for sample in samples for v in sample], dtype=dtype), lengths.cumsum(0))
+
+    @property
+    def lengths(self) -> Tensor:
+        """Number of values of each sample, int64."""
+        return self.offsets.diff()
+
+    def samples(self, start: int, stop: int) -> Jagged:
+        """Return the samples from ``start`` to ``stop``."""
+        first, last = int(self.offsets[start]), int(self.offsets[stop])
+        return Jagged(self.values[first:last], self.offsets[start : stop + 1] - first)
 
 
 class TableCall(NamedTuple):
@@ -294,24 +321,18 @@ def plain_copy(net: nn.Module, rows_of: Callable[[TableModule], Tensor]) -> nn.M
     Args:
         rows_of: returns the rows of a table, (rows, D).
     """
-    tables = [module for module in net.modules() if isinstance(module, TableModule)]
+    copies: dict[int, nn.Module] = {}
+    for table in net.modules():
+        if not isinstance(table, TableModule):
+            continue
+        rows_RD = rows_of(table)
+        if table.padding_idx is not None:
+            rows_RD[table.padding_idx] = 0.0
+        options: dict[str, Any] = {"freeze": False, "padding_idx": table.padding_idx}
+        if isinstance(table, EmbeddingBag):
+            options |= {"mode": table.pooling.value, "include_last_offset": table.include_last_offset}
+            copies[id(table)] = nn.EmbeddingBag.from_pretrained(rows_RD, **options)
+        else:
+            copies[id(table)] = nn.Embedding.from_pretrained(rows_RD, **options)
     # A table refers to processes and connections, which cannot be copied: deepcopy takes these instead.
-    copies = {id(table): _plain_table(table, rows_of(table)) for table in tables}
     return copy.deepcopy(net, copies).cpu()
-
-
-def _plain_table(table: TableModule, rows_RD: Tensor) -> nn.Module:
-    if table.padding_idx is not None:
-        rows_RD[table.padding_idx] = 0.0
-    plain: nn.Module
-    if isinstance(table, EmbeddingBag):
-        plain = nn.EmbeddingBag.from_pretrained(
-            rows_RD,
-            freeze=False,
-            mode=table.pooling.value,
-            include_last_offset=table.include_last_offset,
-            padding_idx=table.padding_idx,
-        )
-    else:
-        plain = nn.Embedding.from_pretrained(rows_RD, freeze=False, padding_idx=table.padding_idx)
-    return plain

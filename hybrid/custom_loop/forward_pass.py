@@ -97,7 +97,15 @@ class ForwardPasses:
         if key not in current.vectors:
             self.use_prefetched(current)
         if key not in current.vectors:
-            self._look_up_now(current, call, key)
+            # The prefetched lookup is part 0 of the pass.
+            ticket = current.ticket._replace(part=len(current.lookups))
+            lookup = self._tables.lookup([call.module.request(call)], ticket)
+            (current.vectors[key],) = self._outputs(current, lookup)
+            if current.batch is not None and call.ids.numel():
+                if (site := CallSite.find(call, current.batch.tensors)) is not None:
+                    self.sites[site] = None
+                elif current is self.training:
+                    self._warnings.computed_ids(call.module.name)
         return to_device(current.vectors[key], self._device)
 
     def use_prefetched(self, current: ForwardPass) -> None:
@@ -116,18 +124,6 @@ class ForwardPasses:
         if zero.grad_fn is not None:
             zero.grad_fn.register_prehook(self._before_gradients)
         return vectors
-
-    def _look_up_now(self, current: ForwardPass, call: TableCall, key: CallKey) -> None:
-        # The prefetched lookup is part 0 of the pass.
-        ticket = current.ticket._replace(part=len(current.lookups))
-        lookup = self._tables.lookup([call.module.request(call)], ticket)
-        (current.vectors[key],) = self._outputs(current, lookup)
-        if current.batch is not None and call.ids.numel():
-            site = CallSite.find(call, current.batch.tensors)
-            if site is not None:
-                self.sites[site] = None
-            elif current is self.training:
-                self._warnings.computed_ids(call.module.name)
 
     def rows(self, module: TableModule, step: int) -> Tensor:
         """Return all rows of a table, (rows, D), as they are now."""

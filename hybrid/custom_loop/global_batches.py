@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,7 @@ from torch import Tensor
 
 from hybrid.batch import slice_bounds
 from hybrid.custom_loop.call_sites import CallKey, CallSite, call_key, tensors_of
-from hybrid.custom_loop.embedding_modules import TableCall
-from hybrid.custom_loop.jagged import Jagged
+from hybrid.custom_loop.embedding_modules import Jagged, TableCall
 from hybrid.embedding.trainer.module_lookups import TableRequest
 from hybrid.errors import DataError
 from hybrid.primitives.grouping import group_ends, last_end, split_group, whole_bounds
@@ -185,8 +184,7 @@ def size_of(batch: Any) -> int:
     Raises:
         DataError: the batch has no tensors, or their numbers of samples differ.
     """
-    columns: list[tuple[str, Any]] = []
-    _map_columns(batch, lambda column, path: columns.append((path, column)))
+    columns = _columns(batch)
     sizes = [len(c.offsets) - 1 if isinstance(c, Jagged) else len(c) for _, c in columns]
     if not sizes:
         raise DataError("a batch has no tensors")
@@ -219,17 +217,11 @@ def _concatenate(batches: Sequence[Any]) -> Any:
     """Return the samples of several batches of one structure as one batch."""
     if len(batches) == 1:
         return batches[0]
-    columns: list[list[Any]] = [[] for _ in batches]
-    for batch, of_batch in zip(batches, columns, strict=True):
-        _map_columns(batch, partial(_append_column, of_batch))
+    columns = [[column for _, column in _columns(batch)] for batch in batches]
     if len({len(each) for each in columns}) != 1:
         raise DataError("batches of different structures cannot be joined into batches of another size")
     joined = iter([_concatenate_column(chunks) for chunks in zip(*columns, strict=True)])
     return _map_columns(batches[0], lambda *_: next(joined))
-
-
-def _append_column(columns: list[Any], column: Any, path: str) -> None:
-    columns.append(column)
 
 
 def _concatenate_column(chunks: Sequence[Any]) -> Any:
@@ -240,6 +232,13 @@ def _concatenate_column(chunks: Sequence[Any]) -> Any:
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return Jagged(torch.cat([each.values for each in chunks]), offsets)
     return [value for each in chunks for value in each]
+
+
+def _columns(batch: Any) -> list[tuple[str, Any]]:
+    """Return the columns of a batch, each with its path of keys."""
+    columns: list[tuple[str, Any]] = []
+    _map_columns(batch, lambda column, path: columns.append((path, column)))
+    return columns
 
 
 def _map_columns(batch: Any, function: Callable[[Any, str], Any], path: str = "") -> Any:

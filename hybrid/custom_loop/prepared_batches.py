@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid.batch import Batch, SparseFeatures, by_task
+import torch
+
+from hybrid.batch import Batch, by_task
 from hybrid.custom_loop.call_sites import CallSite
+from hybrid.custom_loop.embedding_modules import Jagged
 from hybrid.custom_loop.global_batches import LocalBatch
-from hybrid.custom_loop.jagged import Jagged
 from hybrid.data.batches.batch_loader import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.errors import ConfigError, DataError
-from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.input_spec import InputSpec
 
 DENSE, GROUP = "dense", "group"
 
@@ -119,21 +121,15 @@ class PreparedData:
 def features_of(batch: Batch, input_spec: InputSpec) -> dict[str, Any]:
     """Return the columns of a batch, without labels, as a dict; see :class:`PreparedData`."""
     values: dict[str, Any] = {DENSE: batch.dense_features}
-    for k, feature in enumerate(input_spec.sparse_features):
-        values |= _feature(feature, k, batch.sparse_features)
-    return values
-
-
-def _feature(feature: FeatureSpec, k: int, sparse: SparseFeatures) -> dict[str, Any]:
-    """Return the ids of one column, and their weights if it has any."""
-    name, size, offsets = feature.name, sparse.batch_size, sparse.offsets
+    sparse = batch.sparse_features
+    size, offsets = sparse.batch_size, sparse.offsets
     if offsets is None:
-        return {name: sparse.ids_L[k * size : (k + 1) * size]}
-    ends = offsets[k * size : (k + 1) * size + 1]
-    ids = slice(int(ends[0]), int(ends[-1]))
-    if not feature.multi_hot:
-        return {name: sparse.ids_L[ids]}
-    columns: dict[str, Any] = {name: Jagged(sparse.ids_L[ids], ends - ends[0])}
-    if feature.weighted and sparse.weights_L is not None:
-        columns[f"{name}.weights"] = Jagged(sparse.weights_L[ids], ends - ends[0])
-    return columns
+        offsets = torch.arange(len(sparse.ids_L) + 1)
+    for k, feature in enumerate(input_spec.sparse_features):
+        ends = offsets[k * size : (k + 1) * size + 1]
+        ids = slice(int(ends[0]), int(ends[-1]))
+        is_jagged = feature.multi_hot and sparse.offsets is not None
+        values[feature.name] = Jagged(sparse.ids_L[ids], ends - ends[0]) if is_jagged else sparse.ids_L[ids]
+        if is_jagged and feature.weighted and sparse.weights_L is not None:
+            values[f"{feature.name}.weights"] = Jagged(sparse.weights_L[ids], ends - ends[0])
+    return values

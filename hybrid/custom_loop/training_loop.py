@@ -108,7 +108,16 @@ class TrainingLoop:
         self._tables = ModuleTables(specs, placed.placement, placed.sources, self._clock)
         for name, module in modules.items():
             module.bind(name, self)
-        self.model = self._wrap(net)
+        wrapped = WrappedModule(net.to(self.device))
+        if not backend.is_single_process and (message := batch_norm_warning(net, config)):
+            self._warnings.warn(message)
+        mode, shared = DdpMode.NONE, None
+        if not backend.is_single_process and any(p.requires_grad for p in net.parameters()):
+            mode = DdpMode(config.dense.ddp)
+        if mode is not DdpMode.NONE and dist.get_backend(backend.group) == "gloo":
+            timeout_seconds = config.cluster.timeout_seconds
+            shared = SharedMemoryReduce.join(backend.group, backend.trainer, self.device, timeout_seconds)
+        self.model = DdpModel(wrapped, mode, DensePlacement(backend.group), self._clock, shared)
         is_nccl = not backend.is_single_process and dist.get_backend(backend.group) == "nccl"
         self.trainers = TrainerGroup(backend.group, self.device if is_nccl else torch.device("cpu"))
         self._guard = Guard(placed.rules, placed.barriers, backend.group, self.trainers.device)
@@ -119,9 +128,8 @@ class TrainingLoop:
         self._graph: Graph | None = None
         self._step_context = ExitStack()
         self._loss: float | None = None  # this trainer's loss of the step, after its backward pass
-        self._scale: float | None = (
-            None  # factor of the step's gradients, once decided; None to skip the step
-        )
+        # Factor of the step's gradients, once decided; None to skip the step.
+        self._scale: float | None = None
         self._stepped: set[int] = set()  # ids of the optimizers that have taken the step
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         _LOOPS.add(self)
@@ -132,19 +140,6 @@ class TrainingLoop:
         for parameter in net.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._require_cluster_backward)
-
-    def _wrap(self, net: nn.Module) -> DdpModel:
-        backend, dense = self._backend, self._backend.config.dense
-        module = WrappedModule(net.to(self.device))
-        if not backend.is_single_process and (message := batch_norm_warning(net, backend.config)):
-            self._warnings.warn(message)
-        is_reduced = not backend.is_single_process and any(p.requires_grad for p in net.parameters())
-        mode = DdpMode(dense.ddp) if is_reduced else DdpMode.NONE
-        shared = None
-        if mode is not DdpMode.NONE and dist.get_backend(backend.group) == "gloo":
-            timeout_seconds = backend.config.cluster.timeout_seconds
-            shared = SharedMemoryReduce.join(backend.group, backend.trainer, self.device, timeout_seconds)
-        return DdpModel(module, mode, DensePlacement(backend.group), self._clock, shared)
 
     def batches(self, data: Any, size: int | None, whole: str | None) -> Iterator[Any]:
         """Yield this trainer's slice of each batch, to train on; to evaluate if gradients are disabled."""
@@ -258,8 +253,26 @@ class TrainingLoop:
             )
 
     def _own_loss(self, terms: Sequence[tuple[Tensor, Tensor | None]], batch: LocalBatch) -> Tensor:
-        """Return this trainer's part of the sum of means over the global batch."""
-        columns = [_check_terms(values, weights, batch.size) for values, weights in terms]
+        """Return this trainer's part of the sum of means over the global batch.
+
+        Raises:
+            DataError: there is not one value, or weight, per sample; or a weight is negative or not finite.
+        """
+        columns = []
+        for values, weights in terms:
+            values_B = values.reshape(-1)
+            if values.dim() == 0 or len(values_B) != batch.size:
+                raise DataError(
+                    f"cluster.backward takes one loss value per sample, ({batch.size},), not "
+                    f'{list(values.shape)}: use reduction="none". For a loss over pairs of the batch, '
+                    "compare with cluster.gather(vectors)"
+                )
+            weights_B = None if weights is None else weights.reshape(-1).to(values_B)
+            if weights_B is not None and (
+                len(weights_B) != batch.size or not bool((weights_B.isfinite() & (weights_B >= 0)).all())
+            ):
+                raise DataError("cluster.backward takes one weight per sample, finite and not negative")
+            columns.append((values_B, weights_B))
         sums = [weights_B.sum().double() for _, weights_B in columns if weights_B is not None]
         totals = iter(self.trainers.sum(torch.stack(sums)).tolist() if sums else ())
         parts = []
@@ -334,26 +347,6 @@ class TrainingLoop:
             DenseOptimizer(optimizer, Schedule()).load(state, folder)
         self._backend.load(stored)
         self.step = stored.manifest.step
-
-
-def _check_terms(values: Tensor, weights: Tensor | None, size: int) -> tuple[Tensor, Tensor | None]:
-    """Return one value and one weight per sample.
-
-    Raises:
-        DataError: their numbers are not ``size``, or a weight is negative or not finite.
-    """
-    values_B = values.reshape(-1)
-    if values.dim() == 0 or len(values_B) != size:
-        raise DataError(
-            f"cluster.backward takes one loss value per sample, ({size},), not {list(values.shape)}: use "
-            'reduction="none". For a loss over pairs of the batch, compare with cluster.gather(vectors)'
-        )
-    if weights is None:
-        return values_B, None
-    weights_B = weights.reshape(-1).to(values_B)
-    if len(weights_B) != size or bool((weights_B < 0).any()) or not bool(weights_B.isfinite().all()):
-        raise DataError("cluster.backward takes one weight per sample, finite and not negative")
-    return values_B, weights_B
 
 
 # All loops of this process. The hook of torch is registered once, and stays.

@@ -72,9 +72,9 @@ class Placement:
     """All shards of all tables; the same in each process of a run.
 
     Attributes:
-        pooled_by_trainers: names of the tables whose bags trainers pool, from distinct rows. The bags of
-        other
-            tables are pooled by the workers that hold them.
+        shards: the shards, table by table, and within a table by index.
+        pooled_by_trainers: names of the tables whose bags trainers pool, from distinct rows. Workers pool the
+            bags of other tables.
     """
 
     shards: tuple[Shard, ...]
@@ -83,10 +83,6 @@ class Placement:
 
     def of_worker(self, worker: int) -> tuple[Shard, ...]:
         return tuple(s for s in self.shards if s.worker == worker)
-
-    def of_table(self, name: str) -> tuple[Shard, ...]:
-        """Return the shards of one table, by index."""
-        return tuple(sorted((s for s in self.shards if s.table.name == name), key=lambda s: s.index))
 
     @property
     def shapes(self) -> dict[str, tuple[int, int, int]]:
@@ -112,7 +108,7 @@ class Placement:
         locations: dict[str, list[Location]] = defaultdict(list)
         for worker in range(self.num_workers):
             for number, group in enumerate(self.groups(worker)):
-                for shard, start in zip(group.shards, group.starts, strict=True):
+                for shard, start in group.shard_starts:
                     locations[shard.table.name].append(Location(worker, number, group, shard, start))
         return locations
 
@@ -190,7 +186,11 @@ def _balance(
         num_bytes, num_moved = fractions[table.name]
         check_workers(table.name, table.workers, num_workers)
         allowed = list(dict.fromkeys(table.workers or range(num_workers)))
-        if _is_split(table, total_bytes / num_workers) and len(allowed) > 1:
+        is_split = table.placement == "row"
+        if table.placement == "auto":
+            total = table.num_rows * bytes_per_row(table)
+            is_split = total > total_bytes / num_workers and total >= MIN_SPLIT_BYTES
+        if is_split and len(allowed) > 1:
             targets = allowed[: table.num_rows]  # no shard is empty
         else:
             targets = [min(allowed, key=lambda w: (held[w] * num_bytes + moved[w] * num_moved, w))]
@@ -199,10 +199,3 @@ def _balance(
             held[worker] += num_bytes / len(targets)
             moved[worker] += num_moved / len(targets)
     return shards
-
-
-def _is_split(table: TableSpec, mean_bytes: float) -> bool:
-    if table.placement != "auto":
-        return table.placement == "row"
-    num_bytes = table.num_rows * bytes_per_row(table)
-    return num_bytes > mean_bytes and num_bytes >= MIN_SPLIT_BYTES

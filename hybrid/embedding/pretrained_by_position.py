@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,44 +84,36 @@ def read_rows(source: str, out_RD: Tensor, index: int, count: int) -> None:
 @contextmanager
 def _opened(source: str) -> Iterator[StoredTensor]:
     """Open the matrix of a source."""
-    from safetensors import (
-        SafetensorError,
-        safe_open,
-    )  # a late import: other systems of the benchmark do not have it
+    # A late import: other systems of the benchmark do not have it.
+    from safetensors import SafetensorError, safe_open
 
     path, _, name = source.partition("#")
     try:
         if path.endswith(".parquet"):
             raise LookupError("Parquet files have rows by key, which only tables of prepared data have")
-        with local_copy(parse_path(path)) as here:
+        with ExitStack() as stack:
+            here = stack.enter_context(local_copy(parse_path(path)))
             if path.endswith(".npy"):
-                yield _checked(source, _of_numpy(here))
+                array = np.load(here, mmap_mode="r", allow_pickle=False)
+                matrix = StoredTensor(array.shape, lambda i, j: torch.from_numpy(np.array(array[i:j])))
             else:
-                with safe_open(here, framework="pt") as file:
-                    yield _checked(source, _of_safetensors(file, name))
+                file = stack.enter_context(safe_open(here, framework="pt"))
+                names = list(file.keys())
+                if not name and len(names) > 1:
+                    raise LookupError(
+                        f"the file has several tensors; add one of #{', #'.join(sorted(names))}"
+                    )
+                if (name or names[0]) not in names:
+                    raise LookupError(f"the file has no tensor {name!r}, but {', '.join(sorted(names))}")
+                matrix = StoredTensor.of_safetensors(file, name or names[0])
+            if len(matrix.shape) != 2 or 0 in matrix.shape:
+                raise DataError(
+                    f"{source}: holds a tensor of shape {list(matrix.shape)}, not rows of a table"
+                )
+            if not matrix.rows(0, 1).is_floating_point():
+                raise DataError(f"{source}: holds {matrix.rows(0, 1).dtype}, not floating-point values")
+            yield matrix
     except StorageError:
         raise
     except (OSError, SafetensorError, ValueError, LookupError) as error:
         raise DataError(f"{source}: cannot be read as rows of a table: {first_line(error)}") from error
-
-
-def _of_numpy(path: Path) -> StoredTensor:
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
-    return StoredTensor(array.shape, lambda start, stop: torch.from_numpy(np.array(array[start:stop])))
-
-
-def _of_safetensors(file: Any, name: str) -> StoredTensor:
-    names = list(file.keys())
-    if not name and len(names) > 1:
-        raise LookupError(f"the file has several tensors; add one of #{', #'.join(sorted(names))}")
-    if (name or names[0]) not in names:
-        raise LookupError(f"the file has no tensor {name!r}, but {', '.join(sorted(names))}")
-    return StoredTensor.of_safetensors(file, name or names[0])
-
-
-def _checked(source: str, matrix: StoredTensor) -> StoredTensor:
-    if len(matrix.shape) != 2 or 0 in matrix.shape:
-        raise DataError(f"{source}: holds a tensor of shape {list(matrix.shape)}, not rows of a table")
-    if not matrix.rows(0, 1).is_floating_point():
-        raise DataError(f"{source}: holds {matrix.rows(0, 1).dtype}, not floating-point values")
-    return matrix

@@ -7,7 +7,6 @@ many millions of rows nearly all ids of a step are then distinct.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -68,61 +67,33 @@ def traffic(
     pooled_by_trainers, ids, values = frozenset(placement.pooled_by_trainers), 0.0, 0.0
     for table in tables:
         holders, bytes_per_value = workers_of[table.name], wire_bytes_per_value or table.bytes_per_value
-        requested = _requested(table, len(holders), table.name in pooled_by_trainers, ids_per_sample, samples)
-        vector_bytes = (requested.rows + requested.vectors) * table.dim * bytes_per_value
+        bags, num_shards = bag_ids(table, ids_per_sample), len(holders)
+        ids_by_pooling = [samples * sum(means) for means in bags.values()]
+        bag_total = sum(ids_by_pooling)
+        unpooled, positions = (samples * each for each in unpooled_ids(table, ids_per_sample))
+        rows = distinct_rows(table.num_rows, unpooled)
+        if table.name in pooled_by_trainers:
+            rows += sum(distinct_rows(table.num_rows, draws) for draws in ids_by_pooling)
+            bag_rows = vectors = 0.0
+            ids += unpooled + bag_total
+            values += (positions + bag_total) * table.dim
+        else:
+            # Each shard of a multi-hot table needs a pass over all ids, and sends partial vectors.
+            bag_rows, vectors = bag_total / num_shards, samples * sum(map(len, bags.values()))
+            ids += unpooled + bag_total * num_shards
+            values += (positions + vectors * num_shards) * table.dim
+        rows /= num_shards
+        vector_bytes = (rows + vectors) * table.dim * bytes_per_value
         # Bags have offsets beside their ids.
-        id_bytes = (requested.rows + requested.bag_rows + requested.vectors) * BYTES_PER_ID
-        touched = distinct_rows(table.num_rows, trainers * requested.all_ids)
-        updated = (table.num_rows if table.optimizer.steps_all_rows else touched) / len(holders)
-        read = trainers * (requested.rows + requested.bag_rows)
+        id_bytes = (rows + bag_rows + vectors) * BYTES_PER_ID
+        touched = distinct_rows(table.num_rows, trainers * (unpooled + bag_total))
+        updated = (table.num_rows if table.optimizer.steps_all_rows else touched) / num_shards
+        read = trainers * (rows + bag_rows)
         width = table.dim + state_values_per_row(table)
         of_one = (id_bytes + vector_bytes, vector_bytes, read, read * table.dim, updated * width)
         of_workers_5W[:, holders] += np.array(of_one)[:, None]
-        ids += requested.ids
-        values += requested.joined * table.dim
     up_W, down_W, rows_W, values_W, updated_W = of_workers_5W
     return Traffic(up_W, down_W, rows_W, values_W, updated_W, ids, values)
-
-
-class _Requested(NamedTuple):
-    """Requests of a trainer to each worker that holds a shard of a table, and the trainer's work.
-
-    Attributes:
-        rows: distinct rows that travel.
-        bag_rows, vectors: rows that the worker pools, and vectors that it sends.
-        all_ids: ids of the trainer's samples.
-        ids: ids that the trainer distributes; once per worker if workers pool a split table.
-        joined: rows, vectors or partial vectors that the trainer assembles.
-    """
-
-    rows: float
-    bag_rows: float
-    vectors: float
-    all_ids: float
-    ids: float
-    joined: float
-
-
-def _requested(
-    table: TableSpec,
-    holders: int,
-    is_pooled_by_trainer: bool,
-    ids_per_sample: Mapping[str, float],
-    samples: float,
-) -> _Requested:
-    bags = bag_ids(table, ids_per_sample)
-    num_bags = sum(len(means) for means in bags.values())
-    of_poolings = [samples * sum(means) for means in bags.values()]
-    unpooled, positions = (samples * each for each in unpooled_ids(table, ids_per_sample))
-    of_bags = sum(of_poolings)
-    rows, all_ids = distinct_rows(table.num_rows, unpooled), unpooled + of_bags
-    if is_pooled_by_trainer:
-        rows += sum(distinct_rows(table.num_rows, ids) for ids in of_poolings)
-        return _Requested(rows / holders, 0.0, 0.0, all_ids, all_ids, positions + of_bags)
-    # Each shard of a multi-hot table needs a pass over all ids, and sends partial vectors.
-    vectors = samples * num_bags
-    ids, joined = unpooled + of_bags * holders, positions + vectors * holders
-    return _Requested(rows / holders, of_bags / holders, vectors, all_ids, ids, joined)
 
 
 @cache

@@ -14,8 +14,7 @@ from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_files import DENSE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.dense_state import load_state, unpack_dense
-from hybrid.custom_loop.embedding_modules import TableModule, plain_copy
-from hybrid.custom_loop.jagged import Jagged
+from hybrid.custom_loop.embedding_modules import Jagged, TableModule, plain_copy
 from hybrid.custom_loop.prepared_batches import DENSE, features_of
 from hybrid.dense.matmul import use_torch
 from hybrid.embedding.table_spec import TableSpec, tables_of

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.checkpoint.checkpoint_files import shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.custom_loop.jagged import Jagged
+from hybrid.custom_loop.embedding_modules import Jagged
 from hybrid.custom_loop.prepared_batches import features_of
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.embedding.worker.table_shards import TableShards

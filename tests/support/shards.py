@@ -13,8 +13,8 @@ from hybrid.batch import SparseFeatures
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_files import Files
 from hybrid.checkpoint.checkpoint_manifest import Manifest
-from hybrid.custom_loop.single_process import LocalTables as LocalTables
-from hybrid.embedding.placement import place
+from hybrid.custom_loop.backend import LocalTables as LocalTables
+from hybrid.embedding.placement import Placement, Shard, place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
@@ -25,6 +25,11 @@ from hybrid.protocol.update_rules import UpdateRules
 NUM_ROWS = {"a": 11, "b": 4, "c": 23}
 PATIENCE_SECONDS = 10.0
 RULES = UpdateRules(1, timeout_seconds=PATIENCE_SECONDS)
+
+
+def shards_of(placement: Placement, name: str) -> list[Shard]:
+    """The shards of one table, by index."""
+    return [shard for shard in placement.shards if shard.table.name == name]
 
 
 def train(step: int, trainer: int = 0) -> Ticket:
@@ -112,7 +117,7 @@ class Cluster:
         """Rows and optimizer state of whole tables, put together from the shards."""
         tensors: dict[str, Tensor] = {}
         for table in self.tables:
-            for shard in self.placement.of_table(table.name):
+            for shard in shards_of(self.placement, table.name):
                 for name, part in self.hosts[shard.worker].shard_tensors(shard).items():
                     unknown = part.new_full((table.num_rows, *part.shape[1:]), torch.nan)
                     into = tensors.setdefault(f"{table.name}.{name}", unknown)
@@ -125,7 +130,7 @@ class Cluster:
         for host in self.hosts.values():
             host.begin_save(is_copied=True)
             files |= host.write(partial)
-        shapes = {t.name: (t.num_rows, t.dim, len(self.placement.of_table(t.name))) for t in self.tables}
+        shapes = {t.name: (t.num_rows, t.dim, len(shards_of(self.placement, t.name))) for t in self.tables}
         return checkpoint_folders.commit(partial, Manifest(step, 0, shapes, files))
 
     def load(self, folder: Path, step: int) -> None:

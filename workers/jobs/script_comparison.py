@@ -8,8 +8,7 @@ from hybrid.checkpoint.checkpoint_files import DENSE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.dense_state import unpack_dense
 from hybrid.config import RunConfig
-from hybrid.custom_loop.backend import BACKEND
-from hybrid.custom_loop.single_process import SingleProcess
+from hybrid.custom_loop.backend import BACKEND, SingleProcess
 from hybrid.errors import HybridError
 from workers.console.terminal import TerminalView
 from workers.controller.trainer_script import run_script

@@ -24,7 +24,15 @@ class BatchIds:
     """
 
     def __init__(self, sparse: SparseFeatures) -> None:
-        _check(sparse)
+        num_ids, offsets = len(sparse.ids_L), sparse.offsets
+        if sparse.weights_L is not None and len(sparse.weights_L) != num_ids:
+            raise DataError(f"a batch has {len(sparse.weights_L)} weights for {num_ids} ids")
+        num_bags = num_ids if offsets is None else len(offsets) - 1
+        if num_bags != sparse.batch_size * sparse.num_features:
+            raise DataError(f"a batch of {sparse.num_features} sparse features has {num_bags} bags of ids")
+        # Compiled kernels do not check bounds.
+        if offsets is not None and (offsets[0] != 0 or offsets[-1] != num_ids or (offsets.diff() < 0).any()):
+            raise DataError(f"the offsets of a batch must rise from 0 to {num_ids}, the number of its ids")
         self.batch_size = sparse.batch_size
         self.ids_L = sparse.ids_L.to(torch.int64).contiguous()
         self.weights_L = sparse.weights_L
@@ -87,15 +95,3 @@ class BatchIds:
             return self.ids_L.view(self._num_features, self.batch_size)
         ends = self.ends_K.tolist()
         return torch.stack([self.ids_L[ends[k] - self.batch_size : ends[k]] for k in features])
-
-
-def _check(sparse: SparseFeatures) -> None:
-    num_ids, offsets = len(sparse.ids_L), sparse.offsets
-    if sparse.weights_L is not None and len(sparse.weights_L) != num_ids:
-        raise DataError(f"a batch has {len(sparse.weights_L)} weights for {num_ids} ids")
-    num_bags = num_ids if offsets is None else len(offsets) - 1
-    if num_bags != sparse.batch_size * sparse.num_features:
-        raise DataError(f"a batch of {sparse.num_features} sparse features has {num_bags} bags of ids")
-    # Compiled kernels do not check bounds.
-    if offsets is not None and (offsets[0] != 0 or offsets[-1] != num_ids or (offsets.diff() < 0).any()):
-        raise DataError(f"the offsets of a batch must rise from 0 to {num_ids}, the number of its ids")

@@ -36,15 +36,30 @@ If torch has the optimizer, rows that are updated in every step have the bits of
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import softshrink
 
+from hybrid.embedding import kernels
 from hybrid.embedding.table_spec import OptimizerSpec
-from hybrid.embedding.worker.row_blocks import add, put, take
 from hybrid.primitives.huge_pages import zeros_in_large_pages
+
+
+def copy(whole: Tensor, rows_U: Tensor, to: Tensor) -> None:
+    """``to[:] = whole[rows_U]``, of contiguous matrices or vectors."""
+    kernels.take_rows(_matrix(whole), rows_U.numpy(), _matrix(to))
+
+
+def _put(whole: Tensor, rows_U: Tensor, part: Tensor) -> None:
+    """``whole[rows_U] = part``, for a contiguous matrix or vector."""
+    kernels.put_rows(_matrix(whole), rows_U.numpy(), _matrix(part))
+
+
+def _matrix(tensor: Tensor) -> npt.NDArray[Any]:
+    return tensor.view(len(tensor), -1).numpy() if len(tensor) else tensor.new_empty(0, 1).numpy()
 
 
 class RowOptimizer(ABC):
@@ -68,17 +83,19 @@ class RowOptimizer(ABC):
         """Apply one step to the distinct rows ``rows_U`` with gradients ``grad_UD``.
 
         Args:
-            factor: factor of the learning rate in this step; see
-            ``hybrid/protocol/learning_rate_schedule.py``.
+            factor: factor of the learning rate in this step (:class:`Schedule`).
         """
         if not len(rows_U):
             return
         full = (self.weight_RD, *self.state.values())
-        weight_UD, *parts = (take(whole, rows_U) for whole in full)
-        state = dict(zip(self.state, parts, strict=True))
+        parts = [whole.new_empty(len(rows_U), *whole.shape[1:]) for whole in full]
+        for whole, part in zip(full, parts, strict=True):
+            copy(whole, rows_U, part)
+        weight_UD, *of_state = parts
+        state = dict(zip(self.state, of_state, strict=True))
         self.update(weight_UD, grad_UD, self.spec.learning_rate * factor, state)
-        for whole, part in zip(full, (weight_UD, *parts), strict=True):
-            put(whole, rows_U, part)
+        for whole, part in zip(full, parts, strict=True):
+            _put(whole, rows_U, part)
 
     def step_all(self, first: int, last: int, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
         """Apply one step to all rows from ``first`` to ``last``, in place.
@@ -89,7 +106,7 @@ class RowOptimizer(ABC):
         """
         weight_RD = self.weight_RD[first:last]
         grad_RD = torch.zeros_like(weight_RD)
-        put(grad_RD, rows_U - first, grad_UD)
+        _put(grad_RD, rows_U - first, grad_UD)
         state = {name: whole[first:last] for name, whole in self.state.items()}
         self.update(weight_RD, grad_RD, self.spec.learning_rate * factor, state)
 
@@ -114,7 +131,9 @@ class SGD(RowOptimizer):
         if self.spec.weight_decay:
             super().step(rows_U, grad_UD, factor)
         else:  # the same bits, without a copy of the rows
-            add(self.weight_RD, rows_U, grad_UD.contiguous(), -self.spec.learning_rate * factor)
+            weight_RD = self.weight_RD.numpy()
+            scale = weight_RD.dtype.type(-self.spec.learning_rate * factor)
+            kernels.add_rows(weight_RD, rows_U.numpy(), grad_UD.contiguous().numpy(), scale)
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         weight_UD.add_(self._with_decay(grad_UD, weight_UD), alpha=-rate)

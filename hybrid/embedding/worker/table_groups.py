@@ -16,8 +16,7 @@ from hybrid.embedding.pretrained_by_position import read_rows
 from hybrid.embedding.row_gradients import RowGradients
 from hybrid.embedding.worker.initial_rows import initialise_rows
 from hybrid.embedding.worker.pre_update_rows import PreUpdateRows
-from hybrid.embedding.worker.row_blocks import copy
-from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, Frozen
+from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, Frozen, copy
 from hybrid.errors import NonFiniteError
 from hybrid.primitives.huge_pages import zeros_in_large_pages
 
@@ -89,7 +88,7 @@ class TableGroup:
         kinds: dict[tuple[str, bool], list[tuple[Bags, Tensor]]] = {}
         for bags, grad_BD in parts:
             kinds.setdefault((bags.pooling, bags.offsets is None), []).append((bags, grad_BD))
-        merged = [self._merge_alike(group) for group in kinds.values()]
+        merged = [self._merge_alike(alike) for alike in kinds.values()]
         if len(merged) == 1:
             return merged[0]
         # Rows that were read one by one, and pooled in bags.
@@ -158,47 +157,30 @@ class TableUpdate:
 
         Raises:
             NonFiniteError: a gradient is not finite, and that is an error. Rows before it are then updated,
-            so
-                that the tables are inconsistent.
+                so that the tables are inconsistent.
         """
         for number, (group, gradients) in self._parts.items():
-            step_rows = self._step_all_rows if group.steps_all_rows else self._step_touched_rows
-            step_rows(number, group, gradients, scale)
-
-    def _step_touched_rows(
-        self, number: int, group: TableGroup, gradients: RowGradients, scale: float
-    ) -> None:
-        previous_UD = None
-        if self._previous is not None:
-            previous_UD = self._previous.allocate(number, gradients.rows_U, group.weight_RD)
-        for first, last in group.blocks(len(gradients.rows_U)):
-            rows_U, grad_UD = self._block(group, gradients, first, last, scale)
-            if previous_UD is not None:
-                copy(group.weight_RD, rows_U, previous_UD[first:last])
-            group.optimizer.step(rows_U, grad_UD, self._factor)
-
-    def _step_all_rows(self, number: int, group: TableGroup, gradients: RowGradients, scale: float) -> None:
-        num_rows, dtype = len(group.weight_RD), gradients.rows_U.dtype
-        previous_RD = None
-        if self._previous is not None:
-            all_R = torch.arange(num_rows, dtype=dtype)
-            previous_RD = self._previous.allocate(number, all_R, group.weight_RD)
-        for first, last in group.blocks(num_rows):
-            ends = torch.tensor([first, last], dtype=dtype)
-            begin, end = torch.searchsorted(gradients.rows_U, ends).tolist()
-            rows_U, grad_UD = self._block(group, gradients, begin, end, scale)
-            if previous_RD is not None:
-                previous_RD[first:last] = group.weight_RD[first:last]
-            group.optimizer.step_all(first, last, rows_U, grad_UD, self._factor)
-
-    def _block(
-        self, group: TableGroup, gradients: RowGradients, first: int, last: int, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the touched rows from ``first`` to ``last``, and their gradients times ``scale``."""
-        grad_UD, total = gradients.block(first, last)
-        rows_U = gradients.rows_U[first:last]
-        self._check(group, rows_U, grad_UD, total)
-        return rows_U, grad_UD if scale == 1.0 else grad_UD.mul_(scale)
+            steps_all, rows_U = group.steps_all_rows, gradients.rows_U
+            num_rows = len(group.weight_RD) if steps_all else len(rows_U)
+            previous_UD = None
+            if self._previous is not None:
+                changed_U = torch.arange(num_rows, dtype=rows_U.dtype) if steps_all else rows_U
+                previous_UD = self._previous.allocate(number, changed_U, group.weight_RD)
+            for first, last in group.blocks(num_rows):
+                begin, end = first, last
+                if steps_all:
+                    ends = torch.tensor([first, last], dtype=rows_U.dtype)
+                    begin, end = torch.searchsorted(rows_U, ends).tolist()
+                grad_UD, total = gradients.block(begin, end)
+                self._check(group, rows_U[begin:end], grad_UD, total)
+                if scale != 1.0:
+                    grad_UD.mul_(scale)
+                if previous_UD is not None:
+                    copy(group.weight_RD, changed_U[first:last], previous_UD[first:last])
+                if steps_all:
+                    group.optimizer.step_all(first, last, rows_U[begin:end], grad_UD, self._factor)
+                else:
+                    group.optimizer.step(rows_U[begin:end], grad_UD, self._factor)
 
     def _check(self, group: TableGroup, rows_U: Tensor, grad_UD: Tensor, total: float) -> None:
         if not self._check_finite or math.isfinite(total):

@@ -90,18 +90,14 @@ class TableShards(Hosted):
         with self.clock.span("pool", ticket.step, flow=ticket.flow(self._worker)):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
-            previous = self._previous_for(ticket)
+            # A prefetched lookup of a resumed run must not see the last update.
+            previous = self._previous
+            if previous is not None and not ticket.version == previous.step < self.version:
+                previous = None
             version = self.version if previous is None else previous.step
             pooled, recorded = self.pool_and_record(items, previous)
             self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded, version
             return pooled
-
-    def _previous_for(self, ticket: Ticket) -> PreUpdateRows | None:
-        """Return the pre-update rows if a prefetched lookup of a resumed run must not see the last update."""
-        previous = self._previous
-        if previous is not None and ticket.version == previous.step < self.version:
-            return previous
-        return None
 
     def pool_and_record(
         self, items: Sequence[Item], previous: PreUpdateRows | None = None
@@ -151,16 +147,14 @@ class TableShards(Hosted):
         Raises:
             ClusterError: their shapes are not those of the vectors.
         """
+        gradients = []
         for (group, bags), grad in zip(items, grads, strict=True):
             if grad.shape != (bags.num_bags, self.groups[group].group.dim):
                 raise ClusterError(
                     f"trainer {ticket.trainer} sent gradients of shape {list(grad.shape)} for "
                     f"{bags.num_bags} vectors of {self.groups[group].group.dim}"
                 )
-        gradients = [
-            (group, bags, grad.to(self.groups[group].weight_RD.dtype))
-            for (group, bags), grad in zip(items, grads, strict=True)
-        ]
+            gradients.append((group, bags, grad.to(self._dtype)))
         self.barrier.contribute(
             ticket, Gradients(gradients, ticket.closing), read_at, updates_here=updates_here
         )

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from hypothesis import given, settings, strategies as st
+from support.shards import shards_of
 
 from hybrid.embedding.placement import MIN_SPLIT_BYTES, Placement, bytes_per_row, bytes_per_sample, place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
@@ -32,7 +33,7 @@ def criteo(divisor: int = 1) -> list[TableSpec]:
 
 
 def workers_of(placement: Placement, name: str) -> list[int]:
-    return [shard.worker for shard in placement.of_table(name)]
+    return [shard.worker for shard in shards_of(placement, name)]
 
 
 @st.composite
@@ -59,7 +60,7 @@ def test_every_row_is_on_exactly_one_allowed_worker(case: tuple[list[TableSpec],
     tables, num_workers = case
     placement = place(tables, num_workers)
     for each in tables:
-        shards = placement.of_table(each.name)
+        shards = shards_of(placement, each.name)
         rows = [row for s in shards for row in range(s.index, each.num_rows, s.count)]
         assert sorted(rows) == list(range(each.num_rows))
         assert [s.num_rows for s in shards] == [len(range(s.index, each.num_rows, s.count)) for s in shards]
@@ -151,8 +152,8 @@ def rows_of_bytes(num_bytes: int) -> int:
 )
 def test_auto_splits_only_tables_above_a_fair_share_and_large(big: int, small: int, is_split: bool) -> None:
     placement = place([table("big", rows_of_bytes(big)), table("small", rows_of_bytes(small))], 2)
-    assert (len(placement.of_table("big")) == 2) is is_split
-    assert len(placement.of_table("small")) == 1
+    assert (len(shards_of(placement, "big")) == 2) is is_split
+    assert len(shards_of(placement, "small")) == 1
 
 
 def test_auto_splits_nothing_on_one_worker() -> None:

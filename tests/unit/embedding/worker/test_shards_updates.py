@@ -13,6 +13,7 @@ from support.shards import (
     evaluate,
     hosting,
     prefetch,
+    shards_of,
     specs,
     train,
 )
@@ -365,7 +366,7 @@ class TestFiniteness:
         grad_BE = torch.ones_like(pooled_BE)
         grad_BE[0, 3 * number + 2] = torch.nan
         pooled_BE.backward(grad_BE)
-        (holder,) = [s for s in each.placement.of_table(name) if row % s.count == s.index]
+        (holder,) = [s for s in shards_of(each.placement, name) if row % s.count == s.index]
         message = rf"^step 0: the gradient of table {name}, row {row}, is not finite$"
         with pytest.raises(NonFiniteError, match=message):
             each.hosts[holder.worker].barrier.drain()
