@@ -164,23 +164,6 @@ def test_of_a_sequence_the_order_counts() -> None:
     assert len(one_id.row_keys((0, 1)).unique()) == 2
 
 
-def test_keys_of_many_samples_differ() -> None:
-    size = 20_000
-    ids_KB = torch.stack([torch.arange(size), torch.arange(size).flip(0)])
-    sparse = SparseFeatures(ids_KB.flatten(), None, None, 2)
-    batch = Batch(torch.zeros(size, NUM_DENSE), sparse, torch.zeros(size), size)
-    assert len(batch.row_keys().unique()) == size
-
-
-def test_a_batch_in_one_part_is_not_copied() -> None:
-    batch = Batch.empty(NUM_DENSE, 1)
-    assert batch.split(1)[0] is batch
-
-
-def test_an_empty_batch_has_the_features_of_any_other() -> None:
-    Batch.empty(NUM_DENSE, 3).check(NUM_DENSE, 3)
-
-
 @pytest.mark.parametrize(
     "label", [-1.0, 2.0, -(2.0**-149), 1 + 2.0**-23, math.nan, math.inf, -math.inf, 3], ids=str
 )

@@ -47,13 +47,6 @@ def test_concatenated_bags_keep_which_rows_were_the_largest() -> None:
     assert torch.equal(winners_BD, whole)
 
 
-def test_concatenating_single_ids_needs_no_offsets() -> None:
-    assert concatenate([SINGLE]) is SINGLE
-    both = concatenate([SINGLE, SINGLE])
-    assert both.offsets is None
-    assert both.ids_L.tolist() == [1, 2, 1, 2]
-
-
 def test_torch_still_has_the_private_function_as_used_here() -> None:
     """A torch that changes it must fail here first, loudly."""
     assert str(torch.ops.aten._embedding_bag.default._schema) == (

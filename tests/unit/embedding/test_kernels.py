@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -73,41 +72,6 @@ class TestGrouping:
 
 
 @given(
-    features=st.lists(
-        st.tuples(st.integers(1, 5), st.lists(st.integers(-1, 5), max_size=6)), min_size=1, max_size=4
-    )
-)
-@examples
-def test_the_first_id_that_is_no_row_is_found(features: list[tuple[int, list[int]]]) -> None:
-    ids = [i for _, of_feature in features for i in of_feature]
-    limits = [num_rows for num_rows, of_feature in features for _ in of_feature]
-    wrong = [p for p, (i, limit) in enumerate(zip(ids, limits, strict=True)) if not 0 <= i < limit]
-    ends_K = np.array([*itertools.accumulate(len(of_feature) for _, of_feature in features)])
-    num_rows_K = np.array([num_rows for num_rows, _ in features])
-    found = kernels.first_outside(np.array(ids, np.int64), ends_K, num_rows_K)
-    assert found == (wrong[0] if wrong else -1)
-
-
-@given(seed=seeds, counts=st.lists(st.integers(1, 4), min_size=1, max_size=4), size=st.integers(0, 6))
-@id_types
-@examples
-def test_an_address_is_that_of_the_row_in_its_shard(
-    seed: int, id_dtype: type[np.signedinteger[Any]], counts: list[int], size: int
-) -> None:
-    random = np.random.default_rng(seed)
-    base = 2**40 if id_dtype is np.int64 else 2**20
-    ids_KB = random.integers(0, 1000, (len(counts), size))
-    bases_KS = random.integers(0, base, (len(counts), max(counts)))
-    out_BK = np.empty((size, len(counts)), id_dtype)
-    kernels.addresses(ids_KB, bases_KS, np.array(counts), out_BK)
-    expected = [
-        [int(bases_KS[k, ids_KB[k, b] % n]) + int(ids_KB[k, b]) // n for k, n in enumerate(counts)]
-        for b in range(size)
-    ]
-    assert out_BK.tolist() == expected
-
-
-@given(
     seed=seeds,
     counts=st.lists(st.integers(1, 3), min_size=1, max_size=3),
     size=st.integers(0, 4),
@@ -145,49 +109,6 @@ def test_addresses_of_bags_are_those_of_their_ids_sample_by_sample(
     assert out_L.tolist() == found
     assert out_offsets.tolist() == ends
     assert out_positions.tolist() == (positions if with_positions else [])
-
-
-@st.composite
-def bags_and_shards(draw: st.DrawFn) -> tuple[list[list[list[int]]], list[tuple[int, int, int, int]]]:
-    """Bags by feature and sample, and a shard of some features' tables, in any order of these."""
-    size = draw(st.integers(0, 4))
-    bag = st.lists(st.integers(0, 30), max_size=4)
-    bags = draw(st.lists(st.lists(bag, min_size=size, max_size=size), min_size=1, max_size=4))
-    features = draw(st.permutations(range(len(bags))))[: draw(st.integers(1, len(bags)))]
-    counts = [draw(st.integers(1, 3)) for _ in features]
-    return bags, [
-        (feature, draw(st.integers(0, count - 1)), count, draw(st.integers(0, 1000)))
-        for feature, count in zip(features, counts, strict=True)
-    ]
-
-
-@given(case=bags_and_shards(), with_positions=st.booleans())
-@id_types
-@examples
-def test_gathered_bags_are_the_ids_of_the_shards_sample_by_sample(
-    case: tuple[list[list[list[int]]], list[tuple[int, int, int, int]]],
-    with_positions: bool,
-    id_dtype: type[np.signedinteger[Any]],
-) -> None:
-    bags, shards = case
-    size, flat = len(bags[0]), [bag for feature in bags for bag in feature]
-    ids_L = np.array([i for bag in flat for i in bag], np.int64)
-    offsets = np.array([0, *itertools.accumulate(map(len, flat))])
-    rows, ends, positions = [], [0], []
-    for b in range(size):
-        for feature, index, count, start in shards:
-            bag = feature * size + b
-            mine = [p for p in range(offsets[bag], offsets[bag + 1]) if ids_L[p] % count == index]
-            rows += [start + int(ids_L[p]) // count for p in mine]
-            positions += mine
-            ends.append(len(rows))
-    out_ids, out_positions = np.empty(len(ids_L), id_dtype), np.empty(len(ids_L) * with_positions, np.int64)
-    out_offsets = np.empty(size * len(shards) + 1, id_dtype)
-    found = kernels.gather_bags(ids_L, offsets, size, np.array(shards), out_ids, out_offsets, out_positions)
-    assert out_ids[:found].tolist() == rows
-    assert out_offsets.tolist() == ends
-    if with_positions:
-        assert out_positions[:found].tolist() == positions
 
 
 class Sorted:
@@ -310,47 +231,3 @@ class TestSums:
                 ),
             ]
             assert not np.isfinite(totals).any()
-
-
-@float_types
-@given(size=st.integers(0, 4), widths=st.lists(st.integers(1, 5), min_size=1, max_size=5), seed=seeds)
-@examples
-def test_columns_are_placed_and_picked(
-    dtype: type[np.floating[Any]], size: int, widths: list[int], seed: int
-) -> None:
-    """Of features of one width after the other, in any order, until every column is written once."""
-    random = np.random.default_rng(seed)
-    firsts = np.array([0, *itertools.accumulate(widths)])
-    whole_BE = np.full((size, sum(widths)), np.nan, dtype)
-    for dim in set(widths):
-        features = random.permutation([k for k, width in enumerate(widths) if width == dim])
-        vectors_BFD = random.normal(size=(size, len(features), dim)).astype(dtype)
-        kernels.scatter_columns(vectors_BFD, firsts[features], whole_BE)
-        for f, k in enumerate(features):
-            assert whole_BE[:, firsts[k] : firsts[k + 1]].tolist() == vectors_BFD[:, f].tolist()
-        picked_BFD = np.empty_like(vectors_BFD)
-        kernels.gather_columns(picked_BFD, firsts[features], whole_BE)
-        assert picked_BFD.tolist() == vectors_BFD.tolist()
-    assert not np.isnan(whole_BE).any()
-
-
-def test_where_machine_code_cannot_be_kept_it_is_compiled_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    compile_now, asked = numba.njit, []
-
-    def njit(signatures: list[str], *, cache: bool = False, **options: Any) -> Any:
-        asked.append(cache)
-        if cache:
-            raise RuntimeError("cannot cache function 'twice': no locator available for file 'loops.py'")
-        return compile_now(signatures, **options)
-
-    monkeypatch.setattr(numba, "njit", njit)
-
-    @kernels._compiled("int64(int64)")
-    def twice(number: int) -> int:
-        return 2 * number
-
-    assert twice(21) == 42
-    assert asked == [True, False]
-    assert not twice._can_compile  # type: ignore[attr-defined]  # for these types and no others

@@ -115,16 +115,6 @@ def test_traffic_counts_ids_and_vectors() -> None:
     assert bytes_per_sample(shared, {"a": 10.0, "b": 2.5}) == 12.5 * 4 + 2 * 2 * 16 * 4
 
 
-def test_traffic_counts_the_vectors_of_a_sequence() -> None:
-    shared = dataclasses.replace(table("t", dim=16, features=("a", "b")), sequences=(0, 20))
-    assert bytes_per_sample(shared, {"b": 2.5}) == 3.5 * 4 + 2 * 3.5 * 16 * 4
-
-
-def test_of_workers_that_hold_the_same_the_first_is_taken() -> None:
-    placement = place([table("b", 5), table("a", 5), table("c", 5)], 3)
-    assert [workers_of(placement, name) for name in "abc"] == [[0], [1], [2]]
-
-
 def test_tables_with_long_bags_are_kept_apart() -> None:
     tables = [table(name, 100) for name in "abcd"]
     evenly, by_traffic = place(tables, 2), place(tables, 2, {"a": 100.0, "c": 100.0})

@@ -9,7 +9,7 @@ import torch
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Bags, Item
 from hybrid.embedding.placement import place
-from hybrid.embedding.pooling_side import MOST_BYTES, PoolingBytes, bag_ids, pooling_bytes, trainers_pool
+from hybrid.embedding.pooling_side import PoolingBytes, pooling_bytes, trainers_pool
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import make_routes
@@ -75,16 +75,6 @@ def test_what_is_not_known_is_not_reckoned_with() -> None:
     assert pooling_bytes(table(1), 1, {"a": 5.0}, 100) == PoolingBytes(100 * 68 + 2000, 68)
 
 
-def test_features_that_pool_alike_share_rows() -> None:
-    means = {"a": 2.0, "b": 3.0}
-    assert bag_ids(table(9, features=("a", "b", "c")), means) == {Pooling.SUM: [2.0, 3.0]}
-    poolings = (Pooling.MAX, Pooling.SUM)
-    assert bag_ids(table(9, features=BOTH, poolings=poolings), means) == {
-        Pooling.MAX: [2.0],
-        Pooling.SUM: [3.0],
-    }
-
-
 @pytest.mark.parametrize(
     ("num_rows", "shards", "samples", "expected"),
     [
@@ -103,14 +93,3 @@ def test_by_default_trainers_pool_where_fewer_bytes_are_expected(
     for who in ("workers", "trainers"):
         is_said = dataclasses.replace(of, pooled_by=who)
         assert trainers_pool(is_said, shards, {}, samples) is (who == "trainers")
-
-
-def test_a_little_less_is_not_enough() -> None:
-    """The fewest samples for which trainers pool move as few bytes as they must."""
-    of, means = table(1000), {"a": float(IDS)}
-    samples = next(n for n in range(1, 10_000) if trainers_pool(of, 1, means, n))
-    enough, too_much = (pooling_bytes(of, 1, means, n) for n in (samples, samples - 1))
-    assert enough is not None
-    assert too_much is not None
-    assert enough.by_trainers < MOST_BYTES * enough.by_workers
-    assert MOST_BYTES <= too_much.by_trainers / too_much.by_workers < 1

@@ -37,13 +37,6 @@ def test_distinct_rows_are_as_many_as_in_a_drawing(num_rows: int, draws: int) ->
     assert distinct_rows(num_rows, draws) == pytest.approx(np.mean(drawn), rel=0.02)
 
 
-def test_no_more_rows_than_ids_or_than_there_are() -> None:
-    assert distinct_rows(10, 0) == 0
-    assert distinct_rows(10, 1) == pytest.approx(1)
-    assert distinct_rows(10, 1e9) == pytest.approx(10)
-    assert 0.97 * 2048 < distinct_rows(601_000_000, 2048) < 2048
-
-
 def asked(tables: list[TableSpec], placement: Placement, bags: list[int]) -> list[tuple[int, int]]:
     """Bytes of ids, and vectors asked for, of each worker, by what the routes of a batch really ask."""
     lengths_KB = torch.ones(len(tables), SAMPLES, dtype=torch.int64)
@@ -95,12 +88,6 @@ def test_bytes_of_sequences_are_those_of_their_rows(sequences: list[int]) -> Non
     places = sum(each.num_vectors for each in read)
     assert found.values == SAMPLES * places * 8
     assert found.ids == SAMPLES * (len(sequences) * HOTNESS + 3 - len(sequences))
-
-
-def test_half_as_wide_a_type_halves_the_vectors() -> None:
-    tables = [table("a", 300), table("b", 500)]
-    whole, half = (traffic(tables, place(tables, 2), {}, 64, 2, width) for width in (None, 2))
-    assert half.down_bytes_W == pytest.approx(whole.down_bytes_W / 2)
 
 
 def test_a_worker_reads_for_every_trainer_and_updates_a_row_once() -> None:

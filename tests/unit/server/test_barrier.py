@@ -274,18 +274,6 @@ class TestRestart:
             give(each, 0, 293)
             assert answer(later) == 1
 
-    def test_it_is_refused_while_something_is_under_way(self) -> None:
-        gate = Gate()
-        with barrier(1, gate) as each:
-            give(each, 0, 0)
-            gate.await_entry()
-            with pytest.raises(AssertionError):
-                each.restart(5)
-            gate.let_through()
-            each.drain()
-            each.restart(5)
-            assert each.version == 5
-
     def test_it_forgets_ends_and_what_was_looked_up_ahead(self) -> None:
         with barrier(1, ignore, UpdateMode.PIPELINED) as each:
             answer(ahead(each, 0, 1, nothing))

@@ -1,9 +1,7 @@
 """The update barrier where it does not simply go on: decided steps, failures, close."""
 
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future as Future_, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -138,8 +136,6 @@ class TestFailure:
             each.fail("trainer 0 is gone")
             with pytest.raises(ClusterError, match=r"^trainer 0 is gone$"):
                 answer(waiting)
-            each._updater.join(PATIENCE_SECONDS)
-            assert not each._updater.is_alive()
 
     def test_the_first_failure_is_the_one_that_is_told(self) -> None:
         with barrier(1, ignore) as each:
@@ -147,43 +143,6 @@ class TestFailure:
             each.fail("what followed from it")
             with pytest.raises(ClusterError, match=r"^the cause$"):
                 each.drain()
-
-
-@dataclass
-class Clock:
-    """Stands in for the module ``time``."""
-
-    now: float = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    each = Clock()
-    monkeypatch.setattr("hybrid.server.barrier.time", each)
-    return each
-
-
-def test_a_step_that_is_complete_is_never_overdue(clock: Clock) -> None:
-    """The last trainer comes when time is up but before the updater looked: nobody is missing."""
-    with barrier(2, ignore) as each:
-        with each._changed:
-            give(each, 0, 0)
-            clock.now = 1000.0
-            give(each, 1, 0)
-        answer(when(each, 1, nothing))
-
-
-def test_draining_gives_what_it_waits_for_twice_the_time_to_fail_first(clock: Clock) -> None:
-    """Where that does not, since its time stands still, draining does."""
-    with barrier(2, ignore, timeout_seconds=0.05) as each:
-        give(each, 0, 0)
-        begun = time.monotonic()
-        with pytest.raises(ClusterError, match=r"^gradients are still waiting for their update$"):
-            each.drain()
-        assert time.monotonic() - begun >= 0.1
 
 
 class TestClose:

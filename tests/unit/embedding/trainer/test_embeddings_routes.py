@@ -270,23 +270,3 @@ def test_items_leave_in_no_view_of_more() -> None:
     assert len(tensors) > 10
     assert all(map(is_alone_in_memory, tensors))
     assert {each.dtype for each in tensors if not each.is_floating_point()} == {torch.int32}
-
-
-def test_a_worker_is_asked_only_for_groups_that_hold_a_table_of_the_features() -> None:
-    """An empty item would make it merge the group as if it were read in two ways."""
-    items = asked([A, C], [[[1], [2]], [[3, 4], [5]]], [False, True])
-    assert [len(of_worker) for of_worker in items] == [1, 1]
-
-
-def test_one_id_features_travel_as_rows_beside_weighted_bags() -> None:
-    """Weights of 1 are none: what is asked for is what a batch without weights would ask for."""
-    bags = [[[1, 2], [3]], [[4], [4]]]
-    ids = BatchIds(SparseFeatures.from_bags(bags, [[[0.5, 2.0], [1.0]], [[1.0], [1.0]]]))
-    assert ids.weighted == {0}
-    items: dict[int, list[Item]] = {0: [], 1: []}
-    for route in make_routes([1], [0], [A, C], place([A, C], 2), ids.weighted):
-        route.start(ids, items)
-    ((_, weighted),), ((_, rows),) = items[0], items[1]
-    assert weighted.weights_L is not None
-    assert weighted.weights_L.tolist() == [0.5, 2.0, 1.0]
-    assert (rows.ids_L.tolist(), rows.offsets, rows.weights_L) == ([4], None, None)

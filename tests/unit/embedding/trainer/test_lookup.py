@@ -246,13 +246,6 @@ def test_gradients_that_nothing_follows_leave_alone_and_those_of_nothing_are_non
     assert host.tickets == [prefetched(0)]
 
 
-@pytest.mark.parametrize("purpose", list(Purpose))
-def test_only_what_is_trained_records_its_use(stack: ExitStack, purpose: Purpose) -> None:
-    each = cluster(stack, [table("a")], 1)
-    pooled_BE = each.embeddings.lookup(IDS, Ticket(0, 0, 0, purpose=purpose)).wait()
-    assert pooled_BE.requires_grad == (purpose is not Purpose.PREDICT)
-
-
 def test_a_lookup_whose_gradients_have_not_left_says_so(embeddings: Embeddings) -> None:
     first = embeddings.lookup(IDS, prefetched(0))
     second = embeddings.lookup(IDS, prefetched(2), first)

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
-from support.shards import Cluster, cluster, is_alone_in_memory
+from support.shards import Cluster, cluster
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
@@ -53,22 +52,6 @@ class Job(NamedTuple):
         return SparseFeatures.from_bags(self.bags, weights if self.weighted else None)
 
 
-@st.composite
-def jobs(draw: st.DrawFn) -> Job:
-    """Few rows, so that they come again and again, in a bag too; some bags and batches are empty."""
-    num_workers, size = draw(st.integers(1, 3)), draw(st.integers(0, 5))
-    tables, bags = [], []
-    for name in "abcd"[: draw(st.integers(1, 4))]:
-        num_rows = draw(st.integers(1, 7))
-        dim, pooling = draw(st.sampled_from([1, 3])), draw(st.sampled_from(Pooling))
-        placement = draw(st.sampled_from(["table", "row"]))
-        tables.append(TableSpec(name, num_rows, dim, pooling, (name,), SGD, 1.0, placement))
-        bag = st.lists(st.integers(0, num_rows - 1), max_size=5)
-        bags.append(draw(st.lists(bag, min_size=size, max_size=size)))
-    purpose = draw(st.sampled_from([Purpose.TRAIN, Purpose.PREFETCH]))
-    return Job(tables, num_workers, bags, draw(st.booleans()), purpose)
-
-
 def trained(stack: ExitStack, job: Job, pooled_by: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Vectors of a step, and all rows after it."""
     tables = [dataclasses.replace(table, pooled_by=pooled_by) for table in job.tables]
@@ -79,15 +62,6 @@ def trained(stack: ExitStack, job: Job, pooled_by: str) -> tuple[Tensor, dict[st
     pooled_BE.backward(grad_BE)
     each.drain()
     return pooled_BE.detach(), each.whole()
-
-
-@given(jobs())
-@settings(deadline=None, max_examples=120, derandomize=True)
-def test_whoever_pools_the_numbers_are_the_same(job: Job) -> None:
-    with ExitStack() as stack:
-        by_workers, by_trainers = (trained(stack, job, who) for who in ("workers", "trainers"))
-    for found, expected in zip(by_trainers, by_workers, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("pooling", list(Pooling))
@@ -120,19 +94,6 @@ def test_each_row_is_asked_for_once_for_all_features_of_one_width_and_pooling() 
     for (_, of_worker), rows in ((first, [4 + 0]), (second, [0, 1, 4 + 2])):
         assert of_worker.ids_L.tolist() == rows
         assert (of_worker.offsets, of_worker.weights_L) == (None, None)
-
-
-def test_gradients_leave_by_row_in_no_view_of_more(stack: ExitStack) -> None:
-    table = TableSpec("a", 8, 2, Pooling.SUM, ("a",), SGD, 1.0, "row", pooled_by="trainers")
-    items: dict[int, list[Item]] = {0: [], 1: []}
-    (route,) = make_routes([], [0], [table], place([table], 2))
-    assembler = route.start(BatchIds(SparseFeatures.from_bags([[[1, 3, 1], [], [2, 3]]])), items)
-    rows = {worker: [torch.ones(len(bags.ids_L), 2) for _, bags in of] for worker, of in items.items()}
-    assert assembler.vectors(rows).tolist() == [[[3.0, 3.0]], [[0.0, 0.0]], [[2.0, 2.0]]]
-    grads = assembler.gradients(torch.tensor([1.0, 10.0, 100.0])[:, None, None].expand(3, 1, 2).contiguous())
-    assert [slot for slot, _ in grads] == [(0, 0), (1, 0)]
-    assert [grad[:, 0].tolist() for _, grad in grads] == [[100.0], [2.0, 101.0]]  # row 2; rows 1 and 3
-    assert all(is_alone_in_memory(grad) for _, grad in grads)
 
 
 def test_of_equal_rows_the_first_in_a_bag_gets_the_gradient_of_the_largest() -> None:

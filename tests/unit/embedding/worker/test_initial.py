@@ -34,30 +34,11 @@ def test_tables_and_seeds_are_uncorrelated(seed: int, table: str) -> None:
     assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1]) < 4 / 80_000**0.5
 
 
-def test_columns_and_neighbouring_rows_are_uncorrelated() -> None:
-    whole = rows(20_000, 4)
-    shifted = torch.cat([whole[:-1], whole[1:]], dim=1)
-    correlations = torch.corrcoef(shifted.t()) - torch.eye(8)
-    assert correlations.abs().max() < 5 / 20_000**0.5
-
-
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_shards_have_the_rows_of_the_whole(count: int) -> None:
     whole = rows(100, 5)
     for index in range(count):
         assert torch.equal(rows(len(whole[index::count]), 5, index=index, count=count), whole[index::count])
-
-
-def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = rows(100, 5)
-    monkeypatch.setattr("hybrid.embedding.worker.initial_rows._BLOCK_VALUES", 35)
-    assert torch.equal(rows(100, 5), whole)
-
-
-def test_scale_and_width_of_initial_values() -> None:
-    small = torch.empty(100, 5, dtype=torch.float64)
-    initialise_rows(small, 1, "t", 0.125)
-    assert torch.equal(small, rows(100, 5).double() * 0.125)
 
 
 def test_initial_rows_stay_as_they_are_between_versions() -> None:

@@ -14,9 +14,8 @@ from hybrid.batch import SparseFeatures
 from hybrid.checkpoint.checkpoint_files import pre_update_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
-from hybrid.embedding.bags import Bags, Item
+from hybrid.embedding.bags import Bags
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import CheckpointError
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import Staleness, UpdateMode, UpdateRules
@@ -136,50 +135,7 @@ def test_without_them_a_checkpoint_is_gone_on_from_with_its_rows(stack: ExitStac
     assert staleness(second) == {Staleness(1, 0, 0)}
 
 
-def everything(host: TableShards) -> list[Item]:
-    """Every way to ask for rows of every group of a worker."""
-    generator = torch.Generator().manual_seed(1)
-    asked: list[Item] = []
-    for number, each in enumerate(host.groups):
-        ids_L = torch.randint(0, each.group.num_rows, (40,), generator=generator, dtype=torch.int32)
-        offsets = torch.tensor([0, 0, 7, 8, 31, 40], dtype=torch.int32)
-        asked += [(number, Bags(ids_L)), (number, Bags(ids_L[:0]))]
-        asked += [(number, Bags(ids_L, offsets, pooling=pooling)) for pooling in Pooling]
-        asked.append((number, Bags(ids_L, offsets, torch.rand(40, generator=generator))))
-        asked.append((number, Bags(ids_L[:0], torch.zeros(3, dtype=torch.int32), pooling=Pooling.MAX)))
-    return asked
-
-
-def test_one_lookup_reads_them_and_all_others_the_rows_as_they_are(stack: ExitStack, tmp_path: Path) -> None:
-    each = pipelined(stack, "row", 2)
-    train_ahead(each, range(CUT - 1))
-    before = {w: host.pool_and_record(everything(host)) for w, host in each.hosts.items()}
-    train_ahead(each, range(CUT - 1, CUT), closing=CUT - 1)
-    after = {w: host.pool_and_record(everything(host)) for w, host in each.hosts.items()}
-    each.load(each.save(tmp_path / "step", CUT), CUT)
-    for worker, host in each.hosts.items():
-        assert not all(map(torch.equal, before[worker][0], after[worker][0]))
-        for ticket, (pooled, recorded) in (
-            (ahead(CUT), before[worker]),
-            (evaluate(CUT), after[worker]),
-            (Ticket(0, CUT, CUT, purpose=Purpose.PREFETCH), after[worker]),
-            (Ticket(0, CUT, CUT - 2, purpose=Purpose.PREFETCH), after[worker]),
-        ):
-            assert all(map(torch.equal, host.forward(ticket, everything(host)), pooled))
-            if ticket.purpose is Purpose.PREFETCH:
-                for (_, ours), (_, theirs) in zip(host._prefetched[0, CUT, 0][0], recorded, strict=True):
-                    assert torch.equal(ours.ids_L, theirs.ids_L)
-                    if theirs.winners_BD is not None:
-                        assert ours.winners_BD is not None
-                        filled_B = torch.as_tensor(theirs.offsets).diff() > 0
-                        assert torch.equal(ours.winners_BD[filled_B], theirs.winners_BD[filled_B])
-
-
-@pytest.mark.parametrize("block_bytes", [1, 1 << 20], ids=["row by row", "at once"])
-def test_they_are_the_rows_that_the_last_update_touched_and_go_with_the_next(
-    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
-) -> None:
-    monkeypatch.setattr("hybrid.embedding.worker.table_groups._BLOCK_BYTES", block_bytes)
+def test_pre_update_rows_are_those_of_the_last_update(stack: ExitStack, tmp_path: Path) -> None:
     each = pipelined(stack, "row", 2)
     initial, touched = each.whole(), touched_rows(each, 0)
     train_ahead(each, range(2), closing=0)  # step 1 comes after it
@@ -208,17 +164,6 @@ def test_they_are_all_rows_where_the_last_update_was_of_all(stack: ExitStack, tm
     assert rows_U.sort().values.tolist() == list(range(23))
     assert torch.equal(earlier_UD, initial["c.weight"][rows_U])
     assert not (each.whole()["c.weight"] == initial["c.weight"]).any()
-
-
-def test_a_group_that_the_last_update_did_not_touch_is_read_as_it_is(stack: ExitStack) -> None:
-    (host,) = pipelined(stack, "table", 1).hosts.values()
-    first, second = (group.weight_RD.clone() for group in host.groups)
-    host.lookup(ahead(0), [(0, Bags(torch.tensor([2])))]).wait()
-    host.receive(ahead(0)._replace(closing=True), [torch.ones(1, 3)])
-    host.barrier.drain()
-    asked = [(0, Bags(torch.arange(len(first)))), (1, Bags(torch.arange(len(second))))]
-    assert all(map(torch.equal, host.forward(ahead(1), asked), (first, second)))
-    assert not torch.equal(host.groups[0].weight_RD, first)
 
 
 def test_what_was_loaded_is_saved_again(stack: ExitStack, tmp_path: Path) -> None:

@@ -90,13 +90,6 @@ def test_saving_waits_for_the_update_under_way(
     torch.testing.assert_close(saved[1], before[1] - 0.1)
 
 
-def test_what_is_written_is_not_held_any_more(stack: ExitStack, tmp_path: Path) -> None:
-    (host,) = cluster(stack, specs(), 1).hosts.values()
-    host.begin_save(is_copied=True)
-    assert len(host.write(tmp_path / "first")) == len(specs())
-    assert host.write(tmp_path / "second") == {}
-
-
 def test_a_checkpoint_takes_the_place_of_what_was_looked_up_before_it(
     stack: ExitStack, tmp_path: Path
 ) -> None:
@@ -140,13 +133,3 @@ def test_the_planned_bytes_are_those_of_the_tensors(stack: ExitStack, optimizer:
     for shard in each.placement.shards:
         tensors = each.hosts[shard.worker].shard_tensors(shard).values()
         assert sum(t.numel() * t.element_size() for t in tensors) == shard.num_bytes
-
-
-def test_a_worker_holds_its_tables_in_one_tensor_a_group(stack: ExitStack) -> None:
-    """Nothing but the rows and their state: the tensors of all shards are views into the group's."""
-    for host in cluster(stack, specs("row"), 2).hosts.values():
-        (group,) = host.groups
-        assert group.weight_RD.shape == (group.group.num_rows, 3)
-        for shard in group.group.shards:
-            weight = host.shard_tensors(shard)["weight"]
-            assert weight.untyped_storage().data_ptr() == group.weight_RD.untyped_storage().data_ptr()

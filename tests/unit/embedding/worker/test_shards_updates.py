@@ -1,7 +1,6 @@
 """How gradients become updates of a worker's tables: merged, prefetched, decided, checked."""
 
 import dataclasses
-import math
 from contextlib import ExitStack
 
 import pytest
@@ -28,7 +27,6 @@ from hybrid.embedding.table_spec import OptimizerSpec, Pooling
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError, NonFiniteError
 from hybrid.protocol.learning_rate_schedule import Schedule
-from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 
 
@@ -125,28 +123,6 @@ class TestPrefetch:
             host.barrier.drain()
             moved = before - host.groups[0].weight_RD
             torch.testing.assert_close(moved[[2, 5]], torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
-
-    def test_gradients_come_once(self) -> None:
-        with hosting(UpdateRules(2)) as host:
-            host.lookup(prefetch(0), [(0, Bags(torch.tensor([2])))]).wait()
-            host.receive(prefetch(0), [torch.ones(1, 2)])
-            with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of step 0 twice$"):
-                host.receive(prefetch(0), [torch.ones(1, 2)])
-
-    def test_staleness_counts_from_the_time_of_the_lookup(self) -> None:
-        with hosting(UpdateRules(1, UpdateMode.PIPELINED)) as host:
-            items = [(0, Bags(torch.tensor([2])))]
-            tickets = [
-                Ticket(0, step, max(0, step - 1), 0, Purpose.PREFETCH, followed=step < 2) for step in range(3)
-            ]
-            host.lookup(tickets[0], items).wait()
-            for ticket, following in zip(tickets, [*tickets[1:], None], strict=True):
-                if following:
-                    host.lookup(following, items).wait()
-                host.receive(ticket, [torch.ones(1, 2)])
-            host.barrier.drain()
-            staleness = host.barrier.take_staleness()
-            assert (staleness.count, staleness.total, staleness.largest) == (3, 2, 1)
 
 
 def test_a_scheduled_rate_is_that_of_the_step() -> None:
@@ -260,31 +236,6 @@ class TestBlocks:
             assert host.version == len(BLOCKED_ITEMS) + 1
             return {"weight": group.weight_RD, **group.optimizer.state}
 
-    @pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 7])
-    def test_they_are_all_rows_once_and_in_order(
-        self, monkeypatch: pytest.MonkeyPatch, num_rows: int
-    ) -> None:
-        monkeypatch.setattr(
-            "hybrid.embedding.worker.table_groups._BLOCK_BYTES", 3 * 2 * 8
-        )  # three rows of sgd
-        with hosting(UpdateRules(1)) as host:
-            blocks = list(host.groups[0].blocks(num_rows))
-        assert [row for first, last in blocks for row in range(first, last)] == list(range(num_rows))
-        assert all(0 < last - first <= 3 for first, last in blocks)
-
-    @pytest.mark.parametrize("all_rows", [False, True], ids=["touched", "all"])
-    def test_a_gradient_that_is_not_finite_is_found_in_any_block(
-        self, monkeypatch: pytest.MonkeyPatch, all_rows: bool
-    ) -> None:
-        monkeypatch.setattr("hybrid.embedding.worker.table_groups._BLOCK_BYTES", 1)
-        for row in range(6):
-            with hosting(UpdateRules(1), weight_decay=0.1, all_rows=all_rows) as host:
-                grad_BD = torch.ones(6, 2)
-                grad_BD[row, 1] = torch.inf
-                host.contribute(train(0), [(0, Bags(torch.arange(6)))], [grad_BD], 0)
-                with pytest.raises(NonFiniteError, match=rf"table t, row {row}, is not finite$"):
-                    host.barrier.drain()
-
 
 class TestAllRows:
     """Every row takes every step, whoever touches it."""
@@ -377,15 +328,6 @@ class TestFiniteness:
             host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [huge], 0)
             host.barrier.drain()
             assert host.version == 1
-
-    def test_where_the_trainers_are_to_skip_it_it_is_no_error(self) -> None:
-        with hosting(UpdateRules(1, check_finite=False)) as host:
-            bad = torch.full((1, 2), torch.nan)
-            host.contribute(train(0), [(0, Bags(torch.tensor([1])))], [bad], 0)
-            assert math.isnan(host.barrier.norm(0).wait())
-            host.barrier.decide(0, None)
-            host.barrier.drain()
-            assert host.groups[0].weight_RD.isfinite().all()
 
 
 @pytest.mark.parametrize("offsets", [None, [0, 1, 2]])
