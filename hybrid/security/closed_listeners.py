@@ -46,7 +46,12 @@ def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iter
         listeners = {inode: each for inode, each in now.items() if inode not in known and _is_listening(each)}
         addresses = {_local_address(each) for each in listeners.values()}
         own = [ends for each in now.values() if (ends := _ends(each))]
-    _close(listeners.keys())
+    # Torch holds their descriptors, which stay valid, and are never ready.
+    waiting = _waiting()
+    for number in list(_descriptors()):
+        with suppress(OSError):  # closed meanwhile
+            if os.fstat(number).st_ino in listeners:
+                _replace(number, waiting[number])
     store.set(f"connections/{rank}", json.dumps(own))
     members = {
         (there, here)
@@ -56,7 +61,10 @@ def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iter
     # Listed again: a connection that was being accepted when its listener closed is there by now.
     with _sockets() as now:
         for each in now.values():
-            if _is_foreign(each, addresses, members):
+            if _is_listening(each) or _local_address(each) not in addresses:
+                continue
+            is_member = is_same_user(each) if each.family == socket.AF_UNIX else _ends(each) in members
+            if not is_member:
                 with suppress(OSError):  # it is closed already
                     each.shutdown(socket.SHUT_RDWR)
 
@@ -102,31 +110,13 @@ def _ends(each: socket.socket) -> _Ends | None:
     if each.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
-        return _end(each.getsockname()), _end(each.getpeername())
+        here, there = (
+            f"{host.removeprefix(_MAPPED)} {port}"
+            for host, port, *_ in (each.getsockname(), each.getpeername())
+        )
     except OSError:  # not connected
         return None
-
-
-def _end(address: tuple[str, int]) -> str:
-    return f"{address[0].removeprefix(_MAPPED)} {address[1]}"
-
-
-def _is_foreign(each: socket.socket, addresses: set[int | str | bytes], members: set[_Ends]) -> bool:
-    """Whether a listener at one of ``addresses`` accepted a socket whose other end is no member."""
-    if _is_listening(each) or _local_address(each) not in addresses:
-        return False
-    if each.family == socket.AF_UNIX:
-        return not is_same_user(each)
-    return _ends(each) not in members
-
-
-def _close(inodes: Iterable[int]) -> None:
-    """Close sockets whose descriptors torch holds; the descriptors stay valid, and are never ready."""
-    wanted, waiting = set(inodes), _waiting()
-    for number in list(_descriptors()):
-        with suppress(OSError):  # closed meanwhile
-            if os.fstat(number).st_ino in wanted:
-                _replace(number, waiting[number])
+    return here, there
 
 
 def _replace(number: int, waiting: Iterable[tuple[int, int]]) -> None:

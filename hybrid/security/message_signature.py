@@ -22,7 +22,6 @@ import secrets
 import threading
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from cryptography.exceptions import InvalidTag
@@ -94,18 +93,6 @@ class ReplayWindow:
             return True
 
 
-class _SigningKey(NamedTuple):
-    """The key of one sender, kind and receiver.
-
-    Attributes:
-        start: first bytes of every header.
-    """
-
-    start: bytes
-    kind: PayloadKind
-    aead: AESGCM
-
-
 class Signatures:
     """Signs what this process sends, and verifies what it receives.
 
@@ -124,9 +111,9 @@ class Signatures:
         self._run_id = run_id
         self._name = name.encode()
         self._numbers = itertools.count()
-        self._sending: dict[tuple[PayloadKind, bytes], _SigningKey] = {}
+        self._sending: dict[tuple[PayloadKind, bytes], AESGCM] = {}
         # By the start of a header. Only a verified payload adds an entry, so there are few.
-        self._receiving: dict[bytes, tuple[_SigningKey, ReplayWindow]] = {}
+        self._receiving: dict[bytes, tuple[AESGCM, ReplayWindow]] = {}
 
     def sign(self, kind: PayloadKind, receiver: bytes, pickled: bytes, tensors: Sequence[Tensor]) -> bytes:
         """Return the payload of a pickle.
@@ -135,15 +122,15 @@ class Signatures:
             receiver: a name, a sender number, or nothing; see :class:`PayloadKind`.
             tensors: beside the pickle, each contiguous.
         """
-        key = self._sending.get((kind, receiver))
-        if key is None:
-            key = self._sending[kind, receiver] = self._key(self.sender, kind, receiver)
+        start = self.sender + bytes([kind])
+        if (key := self._sending.get((kind, receiver))) is None:
+            key = self._sending[kind, receiver] = self._key(start, receiver)
         number = next(self._numbers).to_bytes(_NUMBER_BYTES, "little")
-        segments, encrypt = _segments(tensors), key.aead.encrypt
+        segments, encrypt = _segments(tensors), key.encrypt
         tags = [encrypt(_nonce(number, i), b"", segments[i]) for i in range(1, len(segments))]
         nonce = _nonce(number, _PICKLE_INDEX | len(segments))
         sealed = encrypt(nonce, pickled, segments[0] if segments else None)
-        return b"".join((key.start, number, *tags, sealed))
+        return b"".join((start, number, *tags, sealed))
 
     def verify(self, payload: bytes, tensors: Sequence[Tensor]) -> tuple[PayloadKind, bytes, bytes]:
         """Return kind, sender and pickle of a payload.
@@ -156,35 +143,30 @@ class Signatures:
         if not all(map(is_contiguous, tensors)):
             raise RejectedMessage(UNSIGNED)
         start, number = payload[:_START_BYTES], payload[_START_BYTES:_HEADER_BYTES]
-        known = self._receiving.get(start) or (self._key_of(start), ReplayWindow())
-        _, kind, aead = known[0]
         at = _HEADER_BYTES
         try:
+            kind = PayloadKind(start[_ID_BYTES])
+            own = {PayloadKind.CALL: self._name, PayloadKind.GATHER: b""}
+            if (known := self._receiving.get(start)) is None:
+                known = self._key(start, own.get(kind, self.sender)), ReplayWindow()
+            aead = known[0]
             segments = _segments(tensors)
             for i in range(1, len(segments)):
                 aead.decrypt(_nonce(number, i), payload[at : at + _TAG_BYTES], segments[i])
                 at += _TAG_BYTES
             nonce = _nonce(number, _PICKLE_INDEX | len(segments))
             pickled = aead.decrypt(nonce, payload[at:], segments[0] if segments else None)
-        except (InvalidTag, ValueError) as error:  # the library raises ValueError if bytes are missing
+        # The library raises ValueError if bytes are missing.
+        except (InvalidTag, ValueError, IndexError) as error:
             raise RejectedMessage(UNSIGNED) from error
         _, window = self._receiving.setdefault(start, known)
         if not window.accept(int.from_bytes(number, "little")):
             raise RejectedMessage("it has come before")
         return kind, start[:_ID_BYTES], pickled
 
-    def _key_of(self, start: bytes) -> _SigningKey:
-        """Return the key that the start of a header requires for this receiver."""
-        try:
-            kind = PayloadKind(start[_ID_BYTES])
-        except (IndexError, ValueError) as error:
-            raise RejectedMessage(UNSIGNED) from error
-        own = {PayloadKind.CALL: self._name, PayloadKind.GATHER: b""}
-        return self._key(start[:_ID_BYTES], kind, own.get(kind, self.sender))
-
-    def _key(self, sender: bytes, kind: PayloadKind, receiver: bytes) -> _SigningKey:
-        start = sender + bytes([kind])
-        return _SigningKey(start, kind, AESGCM(self._secret.key("call", self._run_id + start + receiver)))
+    def _key(self, start: bytes, receiver: bytes) -> AESGCM:
+        """Return the key of one sender and kind, which start a header, and one receiver."""
+        return AESGCM(self._secret.key("call", self._run_id + start + receiver))
 
 
 def _nonce(number: bytes, index: int) -> bytes:

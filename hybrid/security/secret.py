@@ -62,10 +62,19 @@ class Secret:
         Raises:
             ConfigError: the file cannot be read, others may read it too, or the secret is bad.
         """
-        if file:
-            return cls(_read(Path(file)), "cluster.secret_file")
-        value = os.environ.get(VARIABLE, "").strip()
-        return cls(value) if value else None
+        if not file:
+            value = os.environ.get(VARIABLE, "").strip()
+            return cls(value) if value else None
+        key = "cluster.secret_file"
+        try:
+            with open(file, "rb") as opened:
+                mode = os.fstat(opened.fileno()).st_mode
+                text = opened.read(_LARGEST_FILE)
+        except OSError as error:
+            raise ConfigError(key, f"cannot be read: {error.strerror}", file) from error
+        if mode & _OTHERS:
+            raise ConfigError(key, f"must be its owner's alone, as chmod 600 {file} makes it", file)
+        return cls(text.decode(errors="replace").strip(), key)
 
     def write(self, file: Path) -> None:
         """Write the secret to a new file that only its owner may read."""
@@ -89,16 +98,3 @@ class Secret:
 
     def __repr__(self) -> str:
         return "Secret(hidden)"
-
-
-def _read(file: Path) -> str:
-    try:
-        with file.open("rb") as opened:
-            mode = os.fstat(opened.fileno()).st_mode
-            text = opened.read(_LARGEST_FILE)
-    except OSError as error:
-        raise ConfigError("cluster.secret_file", f"cannot be read: {error.strerror}", str(file)) from error
-    if mode & _OTHERS:
-        rule = f"must be its owner's alone, as chmod 600 {file} makes it"
-        raise ConfigError("cluster.secret_file", rule, str(file))
-    return text.decode(errors="replace").strip()

@@ -144,7 +144,16 @@ class SignedPickler(internal._InternalRPCPickler):
             ClusterError: ``obj`` is neither.
         """
         if isinstance(obj, internal.PythonUDF):
-            return self._sign(*self._call(obj))
+            name = qualified_name(obj.func)
+            if name not in self._calls:
+                raise ClusterError(f"{name} cannot be called by RPC; hybrid.transport has what can")
+            content = name, obj.args, obj.kwargs
+            if obj.func in _GATHER:
+                return self._sign(PayloadKind.GATHER, b"", content)
+            receiver: str | None = getattr(_thread, "receiver", None)
+            if receiver is None:
+                raise ClusterError(f"{name} is called by RPC without hybrid.transport, so it has no receiver")
+            return self._sign(PayloadKind.CALL, receiver.encode(), content)
         if isinstance(obj, _Response):
             return self._sign(PayloadKind.RESPONSE, obj.receiver, obj.value)
         if isinstance(obj, internal.RemoteException):
@@ -153,20 +162,23 @@ class SignedPickler(internal._InternalRPCPickler):
             return self._sign(PayloadKind.ERROR, obj.receiver, (obj.msg, obj.exception_type.__name__))
         raise ClusterError(f"{type(obj).__name__} is no response to a call of hybrid.transport")
 
-    def _call(self, udf: internal.PythonUDF) -> tuple[PayloadKind, bytes, Any]:
-        name = qualified_name(udf.func)
-        if name not in self._calls:
-            raise ClusterError(f"{name} cannot be called by RPC; hybrid.transport has what can")
-        if udf.func in _GATHER:
-            return PayloadKind.GATHER, b"", (name, udf.args, udf.kwargs)
-        receiver: str | None = getattr(_thread, "receiver", None)
-        if receiver is None:
-            raise ClusterError(f"{name} is called by RPC without hybrid.transport, so it has no receiver")
-        return PayloadKind.CALL, receiver.encode(), (name, udf.args, udf.kwargs)
-
     def _sign(self, kind: PayloadKind, receiver: bytes, content: Any) -> tuple[bytes, list[Tensor]]:
-        pickled, tensors = _dump(content)
-        return self._signatures.sign(kind, receiver, pickled, tensors), tensors
+        tensors: list[Tensor] = []
+
+        def reduce_tensor(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+            # Contiguous, as it is signed; within an autograd context the copy is part of the graph.
+            tensors.append(tensor if is_contiguous(tensor) else tensor.contiguous())
+            return received_tensor, (len(tensors) - 1, tensor.dtype, tuple(tensor.shape))
+
+        def reduce_reference(reference: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            return received_reference, (reference._serialize(),)
+
+        file = io.BytesIO()
+        pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+        references = dict.fromkeys((rpc.PyRRef, rpc.RRef), reduce_reference)
+        pickler.dispatch_table = copyreg.dispatch_table | references | {Tensor: reduce_tensor}
+        pickler.dump(content)
+        return self._signatures.sign(kind, receiver, file.getvalue(), tensors), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
         """Return the function call or value of a payload, or an error if it is rejected."""
@@ -199,26 +211,6 @@ class SignedPickler(internal._InternalRPCPickler):
             raise RejectedMessage(f"{name} cannot be signed for all roles")
         served = function if function is _CREATE_MODULE else _Served(function, sender)
         return internal.PythonUDF(served, args, keywords)
-
-
-def _dump(content: Any) -> tuple[bytes, list[Tensor]]:
-    """Return the pickle of ``content``, and its tensors; the pickle holds their dtypes and shapes."""
-    tensors: list[Tensor] = []
-
-    def reduce_tensor(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        # Contiguous, as it is signed; within an autograd context the copy is part of the graph.
-        tensors.append(tensor if is_contiguous(tensor) else tensor.contiguous())
-        return received_tensor, (len(tensors) - 1, tensor.dtype, tuple(tensor.shape))
-
-    def reduce_reference(reference: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return received_reference, (reference._serialize(),)
-
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-    references = dict.fromkeys((rpc.PyRRef, rpc.RRef), reduce_reference)
-    pickler.dispatch_table = copyreg.dispatch_table | references | {Tensor: reduce_tensor}
-    pickler.dump(content)
-    return file.getvalue(), tensors
 
 
 def received_tensor(index: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -26,9 +26,15 @@ remote nets, and control. Calls and responses by RPC are signed (``hybrid.securi
   (``lent_blocks``), and trainers aggregate their requests (``host_aggregation``).
 """
 
-from hybrid.transport.rpc.call_failure import Failure, LostError, RejectedCallError, RemoteError
 from hybrid.transport.rpc.endpoints import Vitals
-from hybrid.transport.rpc.pending_calls import Pending, gather
+from hybrid.transport.rpc.pending_calls import (
+    Failure,
+    LostError,
+    Pending,
+    RejectedCallError,
+    RemoteError,
+    gather,
+)
 from hybrid.transport.rpc.rpc_group import start, stop
 from hybrid.transport.rpc.stubs import (
     ModuleRef,

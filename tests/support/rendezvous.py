@@ -9,9 +9,15 @@ from dataclasses import dataclass, field
 from hybrid.errors import ClusterError, HybridError
 from hybrid.security.secret import Secret
 from hybrid.topology import Role, RoleKind, Topology
-from workers.rendezvous.heartbeat import HeartbeatInterval, HeartbeatSender, register
+from workers.rendezvous.heartbeat import (
+    Acceptance,
+    HeartbeatInterval,
+    HeartbeatSender,
+    Registration,
+    RegistrationPolicy,
+    register,
+)
 from workers.rendezvous.master_address import listen
-from workers.rendezvous.registration import Acceptance, Registration, RegistrationPolicy
 from workers.rendezvous.rendezvous_server import RendezvousServer
 from workers.rendezvous.rendezvous_store import RendezvousStore
 from workers.rendezvous.secure_channel import GREETING, KEY_BYTES, Channel

@@ -13,7 +13,7 @@
                      all: join the RPC group
 
 Every connection begins with a handshake (:mod:`workers.rendezvous.secure_channel`). The registration of a
-role (:mod:`workers.rendezvous.registration`) is its first heartbeat (:mod:`workers.rendezvous.heartbeat`).
+role (:mod:`workers.rendezvous.heartbeat`) is its first heartbeat (:mod:`workers.rendezvous.heartbeat`).
 """
 
 import dataclasses
@@ -46,12 +46,18 @@ from hybrid.transport.shared_memory.lent_blocks import own_network
 from workers.controller.deployment import local_constructors
 from workers.controller.shared_folders import filesystem_id
 from workers.exit_codes import WARNING, ExitCode, StopMessage, exit_code
-from workers.rendezvous.heartbeat import HeartbeatInterval, HeartbeatSender, register
+from workers.rendezvous.heartbeat import (
+    Acceptance,
+    HeartbeatInterval,
+    HeartbeatSender,
+    Registration,
+    RegistrationPolicy,
+    register,
+)
 from workers.rendezvous.host_requirements import allow_open_files, check_reachable, choose_interface
 from workers.rendezvous.interrupt import Interrupter, StoppedError, last_words, run_interruptibly
 from workers.rendezvous.master_address import MasterAddress
 from workers.rendezvous.reachability import check_connections, publish_hosts
-from workers.rendezvous.registration import Acceptance, Registration, RegistrationPolicy
 from workers.rendezvous.rendezvous_server import STOP, TWICE, VERDICT, RendezvousServer
 from workers.rendezvous.rendezvous_store import RendezvousStore
 from workers.rendezvous.secure_channel import Channel, connect

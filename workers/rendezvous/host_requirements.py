@@ -13,7 +13,7 @@ import psutil
 from hybrid.config import ClusterSection
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import Role, polls_shared_memory
-from workers.rendezvous.registration import Acceptance
+from workers.rendezvous.heartbeat import Acceptance
 
 KEY, AUTO = "cluster.interface", "auto"
 LOOPBACK = "lo"  # on every Linux

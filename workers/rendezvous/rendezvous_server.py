@@ -20,19 +20,21 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, first_line
 from hybrid.security.secret import Secret
 from workers.exit_codes import StopMessage, exit_code
-from workers.rendezvous.heartbeat import ConnectedRole, HeartbeatInterval, HeartbeatMonitor
-from workers.rendezvous.interrupt import LostRoleError
-from workers.rendezvous.master_address import DEFAULT_PORT, listen
-from workers.rendezvous.registration import (
+from workers.rendezvous.heartbeat import (
     ACCEPTED,
     HEARTBEATS,
     REJECTED,
     RUN_ENDED,
     TAKEN,
     Acceptance,
+    ConnectedRole,
+    HeartbeatInterval,
+    HeartbeatMonitor,
     Registration,
     RegistrationPolicy,
 )
+from workers.rendezvous.interrupt import LostRoleError
+from workers.rendezvous.master_address import DEFAULT_PORT, listen
 from workers.rendezvous.secure_channel import ChannelError, FrameCipher, MasterChannel, authenticate
 
 STOP, VERDICT = "stop", "verdict"  # keys under which roles wait for the master's decision

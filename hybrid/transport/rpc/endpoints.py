@@ -23,7 +23,7 @@ from hybrid.primitives.available_memory import available_memory_bytes
 from hybrid.primitives.deferred_response import DeferredResponse, serve_caller
 from hybrid.protocol.ticket import PlainTicket, Ticket
 from hybrid.server.hosted_module import Hosted
-from hybrid.transport.rpc.call_failure import Failure, failure_of
+from hybrid.transport.rpc.pending_calls import Failure, failure_of
 from hybrid.user_code.function_names import from_reference, load_user_object
 from hybrid.user_code.tracebacks import PROJECT
 

@@ -37,14 +37,14 @@ from hybrid.security.rejected_messages import PlainUnpickler
 from hybrid.transport.rpc import endpoints
 from hybrid.transport.rpc.pending_calls import PendingTensors, Reply
 from hybrid.transport.rpc.stubs import RemoteTables
-from hybrid.transport.shared_memory.shared_block import SharedMemory
-from hybrid.transport.shared_memory.tensor_layout import (
+from hybrid.transport.shared_memory.lent_blocks import (
     align,
     layout_of,
     num_bytes,
     read_tensors,
     write_tensors,
 )
+from hybrid.transport.shared_memory.shared_block import SharedMemory
 
 # Exchanging segments and responses costs about as much as two messages (docs/performance.md).
 _EXCHANGE_COST = 2

@@ -31,8 +31,7 @@ import torch.distributed as dist
 from hybrid.errors import ClusterError
 from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.topology import Role, RoleKind
-from hybrid.transport.shared_memory.lent_blocks import own_host
-from hybrid.transport.shared_memory.tensor_layout import create_memory, map_memory
+from hybrid.transport.shared_memory.lent_blocks import create_memory, map_memory, own_host
 from hybrid.transport.socket.handshake import Peer, accept_peers
 
 MOST_MEMBERS = 8  # every one reads what all have written

@@ -27,8 +27,7 @@ from hybrid.errors import ClusterError
 from hybrid.security.message_signature import is_contiguous, memory_of
 from hybrid.security.rejected_messages import PlainUnpickler, RejectedMessage
 from hybrid.security.sealed_stream import TAG_BYTES, Direction
-from hybrid.transport.shared_memory.lent_blocks import Block, MemoryPair
-from hybrid.transport.shared_memory.tensor_layout import DTYPES, Layout, layout_of
+from hybrid.transport.shared_memory.lent_blocks import DTYPES, Block, Layout, MemoryPair, layout_of
 
 _LENGTHS = struct.Struct("<IQ")
 _FIRST_BYTES = 1 << 16  # of a buffer, which grows

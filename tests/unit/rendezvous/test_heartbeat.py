@@ -17,14 +17,17 @@ from hybrid.errors import ClusterError, ConfigError
 from hybrid.topology import Role, RoleKind
 from workers.exit_codes import ExitCode, StopMessage
 from workers.rendezvous.heartbeat import (
+    ACCEPTED,
+    HEARTBEATS,
     ConnectedRole,
     HeartbeatInterval,
     HeartbeatMonitor,
     HeartbeatSender,
+    Registration,
+    own_versions,
     register,
 )
 from workers.rendezvous.interrupt import LostHostError, LostRoleError, StoppedError
-from workers.rendezvous.registration import ACCEPTED, HEARTBEATS, Registration, own_versions
 from workers.rendezvous.secure_channel import Channel, MasterChannel
 
 TIMEOUT = 0.5

@@ -15,13 +15,13 @@ from support.commands import ROOT
 from hybrid.config import ClusterSection
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import Role, RoleKind
+from workers.rendezvous.heartbeat import Acceptance
 from workers.rendezvous.host_requirements import (
     allow_open_files,
     check_reachable,
     choose_interface,
     files_needed,
 )
-from workers.rendezvous.registration import Acceptance
 
 WORKER = Role(RoleKind.WORKER)
 CLUSTER = ClusterSection(trainers=2, workers=2)

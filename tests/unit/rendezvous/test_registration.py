@@ -12,8 +12,7 @@ from hybrid.config import ColumnSection, RunConfig
 from hybrid.config.loading import to_toml
 from hybrid.errors import ClusterError, HybridError
 from hybrid.topology import Role, RoleKind
-from workers.rendezvous.heartbeat import register
-from workers.rendezvous.registration import Acceptance, Registration, RegistrationPolicy, own_versions
+from workers.rendezvous.heartbeat import Acceptance, Registration, RegistrationPolicy, own_versions, register
 from workers.rendezvous.secure_channel import LARGEST_FRAME
 
 REGISTRATION = Registration.of(WORKER)

@@ -10,7 +10,7 @@ from hybrid.security.rejected_messages import (
     parse_exception,
     parse_rejection,
 )
-from hybrid.transport.rpc.call_failure import failure_of
+from hybrid.transport.rpc.pending_calls import failure_of
 from hybrid.user_code.tracebacks import kind_and_text
 
 TREE = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, HybridError)]

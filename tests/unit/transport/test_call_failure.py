@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid.transport.rpc.call_failure import failure_of
+from hybrid.transport.rpc.pending_calls import failure_of
 
 PEER = "[10.77.0.2]:4711"
 

@@ -26,8 +26,8 @@ from hybrid.transport.shared_memory.host_aggregation import (
     all_to_all,
     can_aggregate,
 )
+from hybrid.transport.shared_memory.lent_blocks import DTYPES
 from hybrid.transport.shared_memory.shared_block import SharedMemory
-from hybrid.transport.shared_memory.tensor_layout import DTYPES
 
 TRAINERS, WORKERS = 3, 4
 

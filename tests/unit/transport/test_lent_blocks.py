@@ -12,8 +12,13 @@ from torch import Tensor
 from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.security.sealed_stream import Direction
 from hybrid.transport.shared_memory import lent_blocks
-from hybrid.transport.shared_memory.lent_blocks import Block, BorrowedMemory, LentMemory, MemoryPair
-from hybrid.transport.shared_memory.tensor_layout import layout_of
+from hybrid.transport.shared_memory.lent_blocks import (
+    Block,
+    BorrowedMemory,
+    LentMemory,
+    MemoryPair,
+    layout_of,
+)
 from hybrid.transport.socket.frames import FrameKind, Frames, Message
 
 MANY = lent_blocks.LEAST_BYTES

@@ -21,8 +21,7 @@ from torch.futures import Future
 from hybrid.errors import ConfigError
 from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.security.rejected_messages import parse_exception
-from hybrid.transport.rpc.call_failure import LostError, RejectedCallError
-from hybrid.transport.rpc.pending_calls import PendingTensors
+from hybrid.transport.rpc.pending_calls import LostError, PendingTensors, RejectedCallError
 from hybrid.transport.socket import socket_server as server_module
 from hybrid.transport.socket.frames import FrameKind, Message
 from hybrid.transport.socket.handshake import Connection
