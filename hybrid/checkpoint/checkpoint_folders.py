@@ -14,8 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
-from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, find_mismatch, write_errors
-from hybrid.checkpoint.checkpoint_manifest import PARTIAL, PARTS, Manifest
+from hybrid.checkpoint.checkpoint_manifest import (
+    MANIFEST_FILE,
+    PARTIAL,
+    PARTS,
+    Manifest,
+    find_mismatch,
+    write_errors,
+)
 from hybrid.errors import CheckpointError
 from hybrid.storage import files
 from hybrid.storage.private_files import make_folder, refuse_link, sync

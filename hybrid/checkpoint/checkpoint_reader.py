@@ -14,15 +14,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_files import (
+from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
+from hybrid.checkpoint.checkpoint_manifest import (
     MANIFEST_FILE,
+    Best,
+    Manifest,
     damage_error,
     find_mismatch,
     is_pre_update_file,
     shard_file,
 )
-from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
-from hybrid.checkpoint.checkpoint_manifest import Best, Manifest
 from hybrid.checkpoint.tensor_file import map_arrays, read_tensors
 from hybrid.errors import CheckpointError
 from hybrid.storage import files as storage

@@ -1,6 +1,7 @@
-"""Safetensors files, written without a copy of the tensors and read by mapping them into memory.
+"""Tensors of checkpoints: safetensors files, and the state of a dense net as named tensors.
 
-The format (https://github.com/huggingface/safetensors#format)::
+Files are written without a copy of the tensors and read by mapping them into memory. The format
+(https://github.com/huggingface/safetensors#format)::
 
     8 bytes       length of the header, little-endian
     the header    JSON: name -> {"dtype", "shape", "data_offsets": [start, end]}
@@ -20,9 +21,9 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from hybrid.checkpoint.checkpoint_files import Files, write_error
+from hybrid.checkpoint.checkpoint_manifest import Files, write_error
 from hybrid.errors import CheckpointError, first_line
 from hybrid.storage import files as storage
 from hybrid.storage.private_files import make_folder
@@ -176,3 +177,39 @@ def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | me
         content = flat.view(torch.uint8).numpy().data
         for start in range(0, len(content), _CHUNK_BYTES):
             yield content[start : start + _CHUNK_BYTES]
+
+
+def pack_dense(net: Mapping[str, Tensor], state: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Copy a net's state dict and its optimizer's ``state`` into one flat dict, on the CPU."""
+    packed = {f"net.{name}": _copy(tensor) for name, tensor in net.items()}
+    for index, values in state.items():
+        for key, value in values.items():
+            if value is not None:
+                packed[f"optimizer.{index}.{key}"] = _copy(torch.as_tensor(value))
+    return packed
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def unpack_dense(packed: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    """Return the state dict and the optimizer's ``state`` that :func:`pack_dense` has packed."""
+    net = {name.removeprefix("net."): t for name, t in packed.items() if name.startswith("net.")}
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in packed.items():
+        if name.startswith("optimizer."):
+            parameter, _, key = name.removeprefix("optimizer.").partition(".")
+            if not (parameter.isascii() and parameter.isdecimal()):
+                raise CheckpointError(f"{name!r} is not the state of an optimizer")
+            state.setdefault(int(parameter), {})[key] = tensor
+    return net, state
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor], folder: StoragePath) -> None:
+    """Load a module's state dict; CheckpointError if names or shapes differ."""
+    try:
+        module.load_state_dict(dict(state))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: is of another model: {reason}") from error

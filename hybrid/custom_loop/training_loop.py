@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.dense_state import load_state, pack_dense, unpack_dense
+from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense
 from hybrid.custom_loop.backend import Backend
 from hybrid.custom_loop.embedding_modules import TableCall, TableModule
 from hybrid.custom_loop.forward_pass import ForwardPass, ForwardPasses

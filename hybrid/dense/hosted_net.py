@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from hybrid.checkpoint.checkpoint_files import REMOTE_FILE
+from hybrid.checkpoint.checkpoint_manifest import REMOTE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.dense_state import load_state, pack_dense, unpack_dense
+from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense
 from hybrid.dense.dense_optimizer import DenseOptimizer, squared_norm
 from hybrid.dense.parameter_substitution import shadow
 from hybrid.errors import NonFiniteError

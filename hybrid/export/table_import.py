@@ -1,23 +1,39 @@
-"""A copy of a checkpoint in which some tables have the rows of another program."""
+"""Tables of other programs: reading their files, and a checkpoint with their rows.
+
+State dicts of ``torch.save`` and safetensors are memory-mapped and read block by block. Only tensors and
+plain containers are unpickled (``weights_only``).
+"""
 
 import dataclasses
 import hashlib
 import os
+import pickle
 import shutil
 import tempfile
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_files import Files, is_pre_update_file, shard_file, write_errors
-from hybrid.checkpoint.checkpoint_manifest import BEST, OWES_EVALUATION
+from hybrid.checkpoint.checkpoint_manifest import (
+    BEST,
+    OWES_EVALUATION,
+    Files,
+    is_pre_update_file,
+    shard_file,
+    write_errors,
+)
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import map_arrays
 from hybrid.data.encode.feature_encoder import FILE_NAME, vocabularies_path
 from hybrid.data.encode.vocabulary import VOCABULARIES_FILE
 from hybrid.embedding.pretrained_by_position import StoredTensor
-from hybrid.errors import DataError
+from hybrid.errors import DataError, StorageError, first_line
 from hybrid.storage.files import compute_checksum, copy, exists, local_copy
 from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import RemotePath, StoragePath
@@ -117,3 +133,44 @@ def _replace_rows(path: Path, tensor: StoredTensor, index: int, count: int) -> t
         with path.open("rb+") as file:
             os.fsync(file.fileno())
             return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def stored_tensors(path: StoragePath) -> Iterator[dict[str, StoredTensor]]:
+    """Open a file; yield its tensors by name. The keys of nested dicts are joined by dots.
+
+    Raises:
+        DataError: the file cannot be read, or holds other objects than tensors.
+        StorageError: the store refuses.
+    """
+    try:
+        with local_copy(path) as local_path:
+            if path.suffix == ".safetensors":
+                with safe_open(local_path, framework="pt") as file:
+                    yield {name: StoredTensor.of_safetensors(file, name) for name in file.keys()}  # noqa: SIM118
+            else:
+                # torch maps files that are given by path only.
+                state = torch.load(str(local_path), map_location="cpu", mmap=True, weights_only=True)
+                yield {name: _of_torch(tensor) for name, tensor in _flatten("", state)}
+    except StorageError:
+        raise
+    except pickle.UnpicklingError as error:
+        rule = "save a state_dict() of plain tensors, by torch.save or as safetensors"
+        raise DataError(f"{path}: holds more than tensors, which is not unpickled; {rule}") from error
+    except (OSError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
+        raise DataError(
+            f"{path}: cannot be read as a state dict or safetensors: {first_line(error)}"
+        ) from error
+
+
+def _of_torch(tensor: Tensor) -> StoredTensor:
+    return StoredTensor(tuple(tensor.shape), lambda start, stop: tensor[start:stop])
+
+
+def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested dicts; skip other values, such as the number of an epoch."""
+    if isinstance(value, Tensor):
+        yield prefix, value.detach()
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flatten(f"{prefix}.{key}" if prefix else str(key), inner)

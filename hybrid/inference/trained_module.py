@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, overload
 
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.dense_state import load_state, unpack_dense
+from hybrid.checkpoint.tensor_file import load_state, unpack_dense
 from hybrid.custom_loop.embedding_modules import Jagged, TableModule, plain_copy
 from hybrid.custom_loop.prepared_batches import DENSE, features_of
 from hybrid.dense.matmul import use_torch
 from hybrid.embedding.table_spec import TableSpec, tables_of
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.inference.mapped_table import MappedTable
 from hybrid.inference.model_outputs import predictions
 from hybrid.inference.pooling import pad_sequences, pool_bags
 from hybrid.inference.raw_rows import table_batch
@@ -246,3 +246,27 @@ class TrainedModule(nn.Module):
 
     def _precision(self, device: torch.device) -> AbstractContextManager[object]:
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)
+
+
+class MappedTable(nn.Module):
+    """Reads the rows that a batch needs from memory-mapped shards; the table may be larger than memory.
+
+    Args:
+        shards: shard ``i`` of ``n`` holds the rows ``i``, ``i + n``, ``i + 2n``, ...
+        dtype: data type of the vectors.
+    """
+
+    def __init__(self, shards: Sequence[npt.NDArray[Any]], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._shards = shards
+        self._dtype = dtype
+
+    def forward(self, ids_L: Tensor) -> Tensor:
+        """Vectors (ids, D)."""
+        rows_U, inverse_L = ids_L.unique(return_inverse=True)
+        vectors_UD = torch.empty(len(rows_U), self._shards[0].shape[1], dtype=self._dtype)
+        rows, count = rows_U.numpy(), len(self._shards)
+        for index, shard in enumerate(self._shards):
+            is_of_shard = rows % count == index
+            vectors_UD.numpy()[is_of_shard] = shard[rows[is_of_shard] // count]
+        return vectors_UD[inverse_L]

@@ -11,9 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE, REMOTE_FILE
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, REMOTE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.dense_state import load_state, unpack_dense
+from hybrid.checkpoint.tensor_file import load_state, unpack_dense
 from hybrid.config import ColumnSection, RunConfig
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.sections import NETS

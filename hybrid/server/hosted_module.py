@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hybrid.checkpoint.checkpoint_files import Files
+from hybrid.checkpoint.checkpoint_manifest import Files
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.primitives.step_timings import Span, StepClock
 from hybrid.server.barrier import UpdateBarrier

@@ -15,9 +15,8 @@ from support.commands import TrainedRun, by_hand, output_of, result_of, run, set
 from support.tables import write_criteo, write_csv, write_parquet
 from support.traces import ROUNDING, slices
 
-from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, write_text
 from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
-from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_manifest import MANIFEST_FILE, Manifest, write_text
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import FeatureEncoder

@@ -16,9 +16,8 @@ from support.stores import BUCKET, Proxy, Store
 
 from hybrid import transport
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE, PROGRESS_FILE, Files
 from hybrid.checkpoint.checkpoint_folders import step_folder
-from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, PROGRESS_FILE, Files, Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data.prepare.preparation import cache_folder
@@ -27,7 +26,7 @@ from hybrid.storage.remote_path import parse_path
 from workers.controller.remote_trainer import Trainer
 from workers.exit_codes import ExitCode
 from workers.rendezvous.bootstrap import Cluster
-from workers.run_folder.remote_run import hold_run
+from workers.run_folder.run_access import hold_run
 
 TOTAL, CUT = 31, 12  # 24 steps make an epoch
 CONFIG = small_config(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.checkpoint.checkpoint_files import shard_file
+from hybrid.checkpoint.checkpoint_manifest import shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.custom_loop.embedding_modules import Jagged
 from hybrid.custom_loop.prepared_batches import features_of

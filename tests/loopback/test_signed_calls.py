@@ -27,7 +27,7 @@ from hybrid.batch import Batch
 from hybrid.checkpoint.tensor_file import read_tensors
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, ConfigError, HybridError
-from hybrid.export.state_dicts import stored_tensors
+from hybrid.export.table_import import stored_tensors
 from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.security import message_signature
 from hybrid.security.message_signature import PayloadKind, Signatures

@@ -7,8 +7,7 @@ import torch
 
 from hybrid import transport
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE, Files, shard_file
-from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, Files, Manifest, shard_file
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.storage.remote_path import StoragePathT
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE
-from hybrid.checkpoint.dense_state import unpack_dense
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE
+from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.config import RunConfig
 from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.metrics import Metrics

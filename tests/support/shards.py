@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hybrid.batch import SparseFeatures
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_files import Files
-from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_manifest import Files, Manifest
 from hybrid.custom_loop.backend import LocalTables as LocalTables
 from hybrid.embedding.placement import Placement, Shard, place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec

@@ -33,7 +33,7 @@ from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
 from workers.jobs.training_job import Training
 from workers.rendezvous.bootstrap import Cluster
-from workers.run_folder.remote_run import checkpoint_root
+from workers.run_folder.run_access import checkpoint_root
 from workers.signals import STOP_REQUEST
 
 _TIMED = ("time", "samples_per_second", "phase_seconds")

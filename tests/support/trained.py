@@ -12,10 +12,8 @@ from support.shards import LocalTables
 from torch import Tensor, nn
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE, REMOTE_FILE, write_text
-from hybrid.checkpoint.checkpoint_manifest import Manifest
-from hybrid.checkpoint.dense_state import pack_dense
-from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, REMOTE_FILE, Manifest, write_text
+from hybrid.checkpoint.tensor_file import pack_dense, write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE, load_config
 from hybrid.data.dataset import dataset_manifest

@@ -11,7 +11,7 @@ from hybrid.config.reference_page import describe
 from hybrid.errors import ConfigError
 from hybrid.security.secret import VARIABLE, Secret
 from workers.arguments import EXPORTS, STREAM
-from workers.commands.run_request import importing_torch, read_config
+from workers.commands.run_commands import importing_torch, read_config
 from workers.console.messages import print_text
 
 
@@ -60,7 +60,7 @@ def export(options: argparse.Namespace, started_at: float) -> None:
     """Write a run's model as files for other programs."""
     with importing_torch():
         from hybrid.export.name_map import NameMap
-        from workers.model_commands.run_export import export_run
+        from workers.model_commands.model_exchange import export_run
 
     formats = options.format or EXPORTS[:1]
     if options.map and "tables" not in formats:
@@ -73,7 +73,7 @@ def import_(options: argparse.Namespace, started_at: float) -> None:
     """Write a run with tables from other programs."""
     with importing_torch():
         from hybrid.export.name_map import NameMap
-        from workers.model_commands.run_import import import_tables
+        from workers.model_commands.model_exchange import import_tables
 
     import_tables(options.source, options.into, options.output, NameMap.parse(options.map))
 

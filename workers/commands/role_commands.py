@@ -15,13 +15,13 @@ from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.user_code.run_signature import load_cluster_section
 from workers.arguments import AUTO
 from workers.cluster_task import TrainTask
-from workers.commands.run_commands import script_task
-from workers.commands.run_request import (
+from workers.commands.run_commands import (
     importing_torch,
     overrides,
     read_config,
     report_saved_state,
     requested_run,
+    script_task,
 )
 from workers.console.messages import print_line
 from workers.exit_codes import ExitCode, ReportedError, exit_code
@@ -30,7 +30,7 @@ from workers.launching.scheduler_rank import ends_with_starter, index_of, master
 from workers.rendezvous.host_requirements import allow_open_files
 from workers.rendezvous.master_address import MasterAddress
 from workers.rendezvous.rendezvous_server import report_end
-from workers.run_folder.remote_run import hold_run
+from workers.run_folder.run_access import hold_run
 
 
 def master_role(options: argparse.Namespace, started_at: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hybrid import transport
-from hybrid.checkpoint.checkpoint_files import Files
+from hybrid.checkpoint.checkpoint_manifest import Files
 from hybrid.config import RunConfig
 from hybrid.embedding.placement import Placement, Shard
 from hybrid.embedding.worker.table_shards import TableShards

@@ -9,8 +9,14 @@ from torch import Tensor
 
 from hybrid import transport
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_files import PROGRESS_FILE, Files, dense_file, write_copy, write_text
-from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_manifest import (
+    PROGRESS_FILE,
+    Files,
+    Manifest,
+    dense_file,
+    write_copy,
+    write_text,
+)
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import DenseSection

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid.batch import Batch, by_task, split_outputs
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE, Files
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, Files
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.dense_state import load_state, pack_dense, unpack_dense
-from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense, write_tensors
 from hybrid.config.loading import with_own
 from hybrid.data.batches.batch_loader import BatchLoader, BatchStream
 from hybrid.data.prepare.dataset_location import open_split

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid import transport
-from hybrid.checkpoint.checkpoint_files import write_errors
+from hybrid.checkpoint.checkpoint_manifest import write_errors
 from hybrid.data.dataset.dataset_manifest import FILE_NAME
 from hybrid.data.prepare.dataset_location import source_of
 from hybrid.errors import CheckpointError, DataError, StorageError

@@ -28,7 +28,7 @@ from typing import TextIO, TypeAlias
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE, Files
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, Files
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE
-from hybrid.checkpoint.checkpoint_manifest import BEST, OWES_EVALUATION, Best, Manifest
+from hybrid.checkpoint.checkpoint_manifest import BEST, MANIFEST_FILE, OWES_EVALUATION, Best, Manifest
 from hybrid.config import CheckpointSection
 from hybrid.config.task_sections import is_lower_better
 from hybrid.errors import CheckpointError, StorageError

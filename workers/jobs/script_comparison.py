@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.dense_state import unpack_dense
+from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.config import RunConfig
 from hybrid.custom_loop.backend import BACKEND, SingleProcess
 from hybrid.errors import HybridError

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hybrid import transport
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE, REMOTE_FILE, shard_file
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, REMOTE_FILE, shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.dense_state import unpack_dense
+from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.errors import HybridError
 from hybrid.reference.reference_training import Reference
 from workers.controller.remote_trainer import Trainer

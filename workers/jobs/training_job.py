@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_files import PROGRESS_FILE
-from hybrid.checkpoint.checkpoint_manifest import BEST, OWES_EVALUATION, Best
+from hybrid.checkpoint.checkpoint_manifest import BEST, OWES_EVALUATION, PROGRESS_FILE, Best
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.config.task_sections import leading_score, metric_title, shown_metrics
@@ -26,7 +25,7 @@ from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
 from workers.jobs.checkpoint_schedule import Checkpoints, Moment
 from workers.jobs.run_counters import Interval, Tally
-from workers.run_folder.remote_run import checkpoint_root
+from workers.run_folder.run_access import checkpoint_root
 from workers.run_folder.run_files import RunFolder
 from workers.run_folder.run_paths import RESULT_FILE, command_name
 from workers.signals import StopRequest

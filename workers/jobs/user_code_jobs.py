@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hybrid import transport
-from hybrid.checkpoint.checkpoint_files import Files
-from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_manifest import Files, Manifest
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.custom_loop.backend import update_rules

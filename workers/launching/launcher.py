@@ -29,7 +29,7 @@ from workers.launching.restarts import Restarts
 from workers.launching.role_failure import RoleFailure
 from workers.launching.role_processes import RoleProcesses
 from workers.rendezvous.host_requirements import allow_open_files
-from workers.run_folder.remote_run import checkpoint_root
+from workers.run_folder.run_access import checkpoint_root
 from workers.run_folder.run_state import describe_saved_state
 from workers.signals import StopRequest
 

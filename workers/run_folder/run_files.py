@@ -24,7 +24,7 @@ from hybrid.user_code.run_signature import signed_toml
 from workers.console.progress_lines import TrainingProgress
 from workers.run_folder.append_only_file import AppendOnlyFile
 from workers.run_folder.curves import draw_curves
-from workers.run_folder.remote_run import checkpoint_root, remove_file, upload
+from workers.run_folder.run_access import checkpoint_root, remove_file, upload
 from workers.run_folder.run_paths import METRICS_FILE, RESULT_FILE, refuse_existing, run_write_errors
 from workers.run_folder.run_state import read_records
 from workers.step_profile import Profile

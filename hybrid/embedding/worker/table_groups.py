@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_files import shard_file
+from hybrid.checkpoint.checkpoint_manifest import shard_file
 from hybrid.checkpoint.reused_buffers import ReusedBuffers
 from hybrid.embedding import kernels
 from hybrid.embedding.bags import Bags, concatenate, ids_dtype

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from hybrid.checkpoint.checkpoint_files import pre_update_file
+from hybrid.checkpoint.checkpoint_manifest import pre_update_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding.bags import Bags, Item, pool, pool_and_record
 from hybrid.embedding.placement import Placement, Shard

@@ -12,9 +12,8 @@ from support.checkpoints import SHAPES, SHARDS, names, write_checkpoint, write_r
 from support.stores import BUCKET, Proxy, Store
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE, MANIFEST_FILE, shard_file, write_text
 from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
-from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, MANIFEST_FILE, Manifest, shard_file, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.errors import CheckpointError, HybridError

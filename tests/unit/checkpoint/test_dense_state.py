@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE
-from hybrid.checkpoint.dense_state import load_state, pack_dense, unpack_dense
-from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE
+from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense, write_tensors
 from hybrid.dense.dense_optimizer import make_optimizer
 from hybrid.errors import CheckpointError
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from support.checkpoints import SHARDS, flip_a_bit
 
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE, MANIFEST_FILE
-from hybrid.checkpoint.checkpoint_manifest import BEST, FORMAT, Best, Manifest
+from hybrid.checkpoint.checkpoint_manifest import BEST, DENSE_FILE, FORMAT, MANIFEST_FILE, Best, Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError
 

@@ -10,9 +10,8 @@ import torch
 from support.checkpoints import flip_a_bit, write_run
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE, MANIFEST_FILE, shard_file
 from hybrid.checkpoint.checkpoint_folders import step_folder
-from hybrid.checkpoint.checkpoint_manifest import Best, Manifest
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, MANIFEST_FILE, Best, Manifest, shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.errors import CheckpointError

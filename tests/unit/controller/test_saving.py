@@ -16,8 +16,7 @@ from support.checkpoints import Call, write_checkpoint
 from support.shards import PATIENCE_SECONDS
 
 from hybrid import transport
-from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, PROGRESS_FILE, Files, write_text
-from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_manifest import MANIFEST_FILE, PROGRESS_FILE, Files, Manifest, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import DenseSection
 from hybrid.config.loading import CONFIG_FILE

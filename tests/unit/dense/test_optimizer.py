@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid.checkpoint.dense_state import pack_dense, unpack_dense
+from hybrid.checkpoint.tensor_file import pack_dense, unpack_dense
 from hybrid.config import ScheduleSection
 from hybrid.dense.dense_optimizer import DenseOptimizer, make_optimizer, squared_norm
 from hybrid.errors import CheckpointError, ConfigError

@@ -27,8 +27,8 @@ from hybrid.errors import HybridError
 from hybrid.export import program_export
 from hybrid.export.name_map import NameMap
 from hybrid.inference.trained_module import load
+from workers.model_commands.model_exchange import export_run
 from workers.model_commands.prediction_commands import evaluate
-from workers.model_commands.run_export import export_run
 
 NO_NAMES = NameMap(())
 BINARY = ("auc", "log loss", "normalised entropy", "calibration", "accuracy")

@@ -7,8 +7,8 @@ import torch
 from support.trained import clicks_config, write_trained
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_files import shard_file
 from hybrid.checkpoint.checkpoint_folders import step_folder
+from hybrid.checkpoint.checkpoint_manifest import shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import map_arrays, read_tensors
 from hybrid.embedding import pretrained_by_position

@@ -6,7 +6,7 @@ import numpy as np
 import psutil
 import torch
 
-from hybrid.inference.mapped_table import MappedTable
+from hybrid.inference.trained_module import MappedTable
 
 
 def test_a_table_larger_than_memory_is_read_row_by_row(tmp_path: Path) -> None:

@@ -23,9 +23,8 @@ from support.trained import (
 from torch import Tensor, nn
 
 import hybrid
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE, MANIFEST_FILE, write_text
 from hybrid.checkpoint.checkpoint_folders import step_folder
-from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, MANIFEST_FILE, Manifest, write_text
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.sections import NETS
 from hybrid.errors import CheckpointError, ConfigError, DataError

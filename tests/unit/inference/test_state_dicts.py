@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hybrid.errors import DataError
-from hybrid.export.state_dicts import stored_tensors
+from hybrid.export.table_import import stored_tensors
 
 
 class Bags(nn.Module):

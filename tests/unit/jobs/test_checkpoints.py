@@ -18,9 +18,8 @@ from support.commands import eventually
 from support.shards import PATIENCE_SECONDS
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_files import write_text
 from hybrid.checkpoint.checkpoint_folders import step_folder
-from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_manifest import Manifest, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import CheckpointSection, RunConfig
 from hybrid.errors import CheckpointError, ClusterError, HybridError, OutageError, StorageError

@@ -10,7 +10,7 @@ import pytest
 from hybrid.config import ColumnSection, RunConfig
 from hybrid.data.prepare.synthetic_log import TABLE_ROWS
 from hybrid.errors import ConfigError, DataError
-from workers.planning.expected_data import expected_data
+from workers.planning.plan_report import expected_data
 
 HASHED: dict[str, Any] = {"path": ("no.tsv",), "vocabulary": "hash(77)"}
 Configured: TypeAlias = Callable[..., RunConfig]

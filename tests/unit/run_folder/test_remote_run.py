@@ -8,7 +8,7 @@ from support.stores import BUCKET, Proxy, Store
 from hybrid.errors import ConfigError, HybridError, StorageError
 from hybrid.storage import files
 from hybrid.storage.remote_path import StoragePath, parse_path
-from workers.run_folder.remote_run import checkpoint_root, hold_run
+from workers.run_folder.run_access import checkpoint_root, hold_run
 from workers.run_folder.run_files import RunFolder
 from workers.run_folder.run_state import RunState
 

@@ -12,8 +12,8 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import load_config, to_toml
 from hybrid.errors import ConfigError
 from hybrid.user_code.run_signature import load_run_config
-from workers.run_folder.resume import check_same_model, is_finished, load_resumed_config, newest_run
 from workers.run_folder.run_paths import run_path
+from workers.run_folder.run_state import check_same_model, is_finished, load_resumed_config, newest_run
 
 
 def config(name: str = "run", folder: str = "") -> RunConfig:

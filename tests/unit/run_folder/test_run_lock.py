@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybrid.errors import ConfigError
-from workers.run_folder.run_lock import run_lock
+from workers.run_folder.run_access import run_lock
 
 
 def test_a_second_launch_is_refused_until_the_first_ends(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from workers.exit_codes import Cause
 from workers.launching.network_namespace import enter_network_namespace
 from workers.launching.restarts import Restarts
 from workers.launching.role_failure import RoleFailure
+from workers.run_folder.run_access import run_lock
 from workers.run_folder.run_files import RunFolder
-from workers.run_folder.run_lock import run_lock
 
 VARIABLE, DEFAULT = "XDG_CACHE_HOME", ".cache"
 PR_SET_DUMPABLE = 4  # linux/prctl.h

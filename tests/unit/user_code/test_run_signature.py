@@ -11,8 +11,8 @@ from hybrid.config import DenseSection, RunConfig, TaskSection
 from hybrid.config.loading import load_config, to_toml
 from hybrid.errors import ConfigError
 from hybrid.user_code.run_signature import load_run_config, signed_toml
-from workers.run_folder.resume import load_resumed_config
 from workers.run_folder.run_files import RunFolder
+from workers.run_folder.run_state import load_resumed_config
 
 CUSTOM = RunConfig(dense=DenseSection(net="my_net:build"))
 

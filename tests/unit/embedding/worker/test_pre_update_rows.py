@@ -11,7 +11,7 @@ from support.shards import PATIENCE_SECONDS, Cluster, cluster, evaluate, specs
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
-from hybrid.checkpoint.checkpoint_files import pre_update_file
+from hybrid.checkpoint.checkpoint_manifest import pre_update_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.embedding.bags import Bags

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from support.shards import PATIENCE_SECONDS, cluster, prefetch, specs, train
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_files import shard_file
+from hybrid.checkpoint.checkpoint_manifest import shard_file
 from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.table_spec import TableSpec

@@ -1,27 +1,32 @@
-"""A run in a store: checkpoints are written there directly, other files are written here and uploaded.
+"""Access to a run: its lock, and the local files of a run in a store.
 
 A store cannot append to a file. So logs, metrics.jsonl and other files are kept in a private folder of this
-machine, which names the store, and are uploaded before each checkpoint and at the end.
+machine, which names the store, and are uploaded before each checkpoint and at the end. Checkpoints are
+written to the store directly.
 """
 
+import fcntl
 import hashlib
 import os
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hybrid.errors import HybridError, StorageError
+from hybrid.errors import ConfigError, HybridError, StorageError
 from hybrid.storage import files
-from hybrid.storage.private_files import private_user_folder, refuse_link
+from hybrid.storage.private_files import make_folder, open_file, private_user_folder, refuse_link
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 from workers.console.messages import print_line
-from workers.run_folder.run_lock import run_lock
 from workers.run_folder.run_paths import run_write_errors
 
 _STORE_FILE = ".store"  # contains the URL of the run
 _DIGITS = 12
 _CLOCK_TOLERANCE_NS = 60_000_000_000  # between the clocks of this machine and of the store
+_NAME = ".lock"
+_WAIT_SECONDS = 1.0  # the roles of a killed launch hold the lock for some milliseconds
+_POLL_SECONDS = 0.02
 
 
 def checkpoint_root(folder: Path) -> StoragePath:
@@ -122,3 +127,52 @@ def remove_file(folder: Path, name: str) -> None:
     store = checkpoint_root(folder)
     if isinstance(store, RemotePath):
         files.remove(store / name)
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[int]:
+    """Lock a run folder, which is made if it is missing, and yield the descriptor of the lock.
+
+    The system releases the lock with the last process that has the descriptor, so it is never stale. Each
+    role inherits the descriptor: no other launch writes to the folder while a role lives.
+
+    Raises:
+        ConfigError: another launch holds the lock, or the folder cannot be made.
+    """
+    path = folder / _NAME
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        make_folder(folder)
+        descriptor = _acquire(path)
+    except BlockingIOError as error:
+        rule = "is in use by another launch; stop that one, or choose another folder"
+        raise ConfigError("run.folder", rule, str(folder)) from error
+    except OSError as error:
+        rule = f"cannot be made: {error.strerror}; choose another folder"
+        raise ConfigError("run.folder", rule, str(folder)) from error
+    try:
+        yield descriptor
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+        with suppress(OSError):  # they are not empty: they contain a run
+            for each in missing:
+                each.rmdir()
+
+
+def _acquire(path: Path) -> int:
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while True:
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The previous holder may have removed the file that is locked now.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                    return descriptor
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise
+        os.close(descriptor)
+        time.sleep(_POLL_SECONDS)
