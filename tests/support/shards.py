@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,53 @@ def is_alone_in_memory(tensor: Tensor) -> bool:
     """Whether RPC sends this tensor and nothing else: it sends all memory that a view is of."""
     starts = tensor.storage_offset() == 0
     return tensor.is_contiguous() and starts and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def plain_vectors(each: "Cluster", sparse: SparseFeatures, rows: dict[str, Tensor]) -> Tensor:
+    """Return the vectors of all features side by side, bag by bag from whole tables."""
+    size, columns = sparse.batch_size, []
+    offsets = torch.arange(len(sparse.ids_L) + 1) if sparse.offsets is None else sparse.offsets
+    bags = [slice(*bounds) for bounds in pairwise(offsets.tolist())]
+    for k, table in enumerate(each.table_of_feature):
+        rows_RD = rows[f"{table.name}.weight"]
+        samples = [torch.empty(0, table.width, dtype=rows_RD.dtype)]
+        for bag in bags[k * size : (k + 1) * size]:
+            vectors = rows_RD[sparse.ids_L[bag].long()]
+            number = torch.tensor([len(vectors)], dtype=rows_RD.dtype)
+            if sparse.weights_L is not None:
+                vectors = vectors * sparse.weights_L[bag].unsqueeze(1)
+            if table.sequence:
+                padding = torch.zeros(table.sequence - len(vectors), table.dim, dtype=rows_RD.dtype)
+                vector = torch.cat([vectors.flatten(), padding.flatten(), number])
+            elif table.pooling is Pooling.MAX and len(vectors):
+                vector = vectors.max(0).values
+            else:
+                is_mean = table.pooling is Pooling.MEAN
+                vector = vectors.sum(0) / (number.clamp(min=1) if is_mean else 1)
+            samples.append(vector.unsqueeze(0))
+        columns.append(torch.cat(samples))
+    return torch.cat(columns, dim=1)
+
+
+def check_step(
+    each: "Cluster", sparse: SparseFeatures, purpose: Purpose = Purpose.TRAIN, step: int = 0
+) -> None:
+    """See that vectors, and float64 rows after a step of SGD, are those of plain torch."""
+    before = {name: rows_RD.requires_grad_() for name, rows_RD in each.whole().items()}
+    expected_BE = plain_vectors(each, sparse, before)
+    pooled_BE = each.embeddings.lookup(sparse, Ticket(0, step, step, 0, purpose)).wait()
+    torch.testing.assert_close(pooled_BE, expected_BE, rtol=1e-12, atol=1e-12)
+    grad_BE = torch.randn(pooled_BE.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+    pooled_BE.backward(grad_BE)
+    if expected_BE.requires_grad:
+        expected_BE.backward(grad_BE)
+    each.drain()
+    rates = {table.name: table.optimizer.learning_rate for table in each.tables}
+    for name, rows_RD in each.whole().items():
+        grad_RD = before[name].grad
+        step_RD = torch.zeros_like(rows_RD) if grad_RD is None else rates[name.split(".")[0]] * grad_RD
+        moved_RD = before[name].detach() - rows_RD
+        torch.testing.assert_close(moved_RD, step_RD, rtol=1e-12, atol=1e-12)
 
 
 class Cluster:

@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from support.bags import BAGS, bags_of, every_kind, plain_pool, some_rows
 
+from hybrid.embedding import kernels
 from hybrid.embedding.bags import Bags, concatenate, pack_items, pool, pool_and_record, unpack_items
+from hybrid.embedding.row_gradients import RowGradients
 from hybrid.embedding.table_spec import Pooling
 
 
@@ -76,3 +78,15 @@ def test_items_are_the_same_again_put_together() -> None:
     plain, tensors = pack_items(items)
     assert [type(value) for item in plain for value in item] == [int, str, bool, bool] * len(items)
     assert unpack_items(plain, tensors) == items
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_gradients_are_of_the_rows_that_were_read(pooling: Pooling) -> None:
+    """Rows that change meanwhile, as in pipelined steps, change no gradient."""
+    weight_RD = some_rows()
+    _, bags = pool_and_record(weight_RD, bags_of(BAGS, pooling))
+    grad_BD = torch.randn(bags.num_bags, weight_RD.shape[1], dtype=torch.float64)
+    grouped = kernels.group_ids(bags.ids_L.numpy(), len(weight_RD))
+    expected_UD = RowGradients(bags, grad_BD, grouped).whole()
+    weight_RD.neg_()
+    assert torch.equal(RowGradients(bags, grad_BD, grouped).whole(), expected_UD)

@@ -1,23 +1,20 @@
 """What a trainer looks up: ids that are refused, and a step that costs no more for more tables."""
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from numba.core.dispatcher import Dispatcher
 from support.shards import Cluster, LocalTables, cluster
 from torch import Tensor
 from torch.futures import Future
 
 from hybrid.batch import SparseFeatures
-from hybrid.embedding import kernels
 from hybrid.embedding.bags import Item
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import DataError
 from hybrid.protocol.ticket import Purpose, Ticket
@@ -119,35 +116,14 @@ def train(each: Cluster, purpose: Purpose) -> None:
         each.drain()
 
 
-@contextmanager
-def counted_calls() -> Iterator[Counter[str]]:
-    """How often each compiled loop is called in here."""
-    calls: Counter[str] = Counter()
-
-    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            calls[name] += 1
-            return function(*args)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        compiled = {name: each for name, each in vars(kernels).items() if isinstance(each, Dispatcher)}
-        assert len(compiled) > 10
-        for name, function in compiled.items():
-            patch.setattr(kernels, name, counting(name, function))
-        yield calls
-
-
 @pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.PREFETCH])
 @pytest.mark.parametrize(
     ("kind", "placement"), list(itertools.product(["one id", "bags", "both"], ["table", "row"]))
 )
-def test_a_step_costs_as_many_items_and_loops_whatever_the_number_of_tables(
+def test_the_number_of_requests_does_not_depend_on_the_number_of_tables(
     stack: ExitStack, kind: str, placement: str, purpose: Purpose
 ) -> None:
     mode = UpdateMode.PIPELINED if purpose is Purpose.PREFETCH else UpdateMode.SYNC
-    seen = []
     for num_tables in (FEW, MANY):
         asked: list[int] = []
         tables = [table(f"t{k}", num_rows=2, placement=placement) for k in range(num_tables)]
@@ -160,10 +136,35 @@ def test_a_step_costs_as_many_items_and_loops_whatever_the_number_of_tables(
             multi_hot=[t.name for k, t in enumerate(tables) if k % 4 < bags],
             local=partial(Counting, asked),
         )
-        with counted_calls() as calls:
-            train(each, purpose)
+        train(each, purpose)
         assert [host.version for host in each.hosts.values()] == [STEPS] * WORKERS
         assert asked == [2 if kind == "both" else 1] * WORKERS * STEPS
-        assert calls["group_ids"] >= WORKERS * STEPS
-        seen.append(calls)
-    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 5, 2, 3], [0, 1, 2, 10**6], [0, 3_000_000, 2, 3], [1, 2, 3, 3], [0, 1, 1, 2], [0, -1, 2, 3]],
+    ids=str,
+)
+def test_offsets_that_are_not_those_of_the_ids_are_refused(offsets: list[int]) -> None:
+    """Compiled loops would read and write what lies beyond."""
+    sparse = SparseFeatures(torch.tensor([1, 2, 3]), torch.tensor(offsets), None, 1)
+    with pytest.raises(
+        DataError, match=r"^the offsets of a batch must rise from 0 to 3, the number of its ids$"
+    ):
+        BatchIds(sparse)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "weights_L", "message"),
+    [
+        (torch.tensor([0, 1, 3]), torch.ones(2), "a batch has 2 weights for 3 ids"),
+        (torch.arange(4), None, "a batch of 2 sparse features has 3 bags of ids"),
+        (None, None, "a batch of 2 sparse features has 3 bags of ids"),
+    ],
+)
+def test_bags_and_weights_are_those_of_the_ids(
+    offsets: Tensor | None, weights_L: Tensor | None, message: str
+) -> None:
+    with pytest.raises(DataError, match=f"^{message}$"):
+        BatchIds(SparseFeatures(torch.tensor([1, 2, 3]), offsets, weights_L, 2))

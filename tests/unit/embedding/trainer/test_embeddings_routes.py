@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from support.shards import Cluster, cluster, is_alone_in_memory
+from support.shards import Cluster, check_step, cluster, is_alone_in_memory
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
@@ -63,52 +63,6 @@ def random_bags(each: Cluster, size: int = SIZE, seed: int = 5) -> list[list[lis
         [torch.randint(0, n, (length,), generator=generator).tolist() for length in of_feature]
         for n, of_feature in zip(rows, lengths, strict=True)
     ]
-
-
-def plain_vectors(each: Cluster, sparse: SparseFeatures, rows: dict[str, Tensor]) -> Tensor:
-    """The features' vectors side by side, by torch's own ``embedding_bag`` on whole tables."""
-    offsets = torch.arange(len(sparse.ids_L) + 1) if sparse.offsets is None else sparse.offsets.long()
-    size, columns = sparse.batch_size, []
-    for k, table in enumerate(each.table_of_feature):
-        bounds = offsets[k * size : (k + 1) * size + 1]
-        of_feature = slice(int(bounds[0]), int(bounds[-1]))
-        weights_L = None if sparse.weights_L is None else sparse.weights_L[of_feature]
-        if weights_L is not None and table.pooling is not Pooling.SUM:
-            if table.pooling is Pooling.MEAN:  # which torch has of plain rows only
-                weights_L = weights_L / bounds.diff().repeat_interleave(bounds.diff())
-            else:
-                assert bool((weights_L == 1).all())
-                weights_L = None
-        columns.append(
-            torch.nn.functional.embedding_bag(
-                sparse.ids_L[of_feature].long(),
-                rows[f"{table.name}.weight"],
-                bounds - bounds[0],
-                mode=table.pooling.value if weights_L is None else "sum",
-                per_sample_weights=weights_L,
-                include_last_offset=True,
-            )
-        )
-    return torch.cat(columns, dim=1)
-
-
-def check_step(
-    each: Cluster, sparse: SparseFeatures, purpose: Purpose = Purpose.TRAIN, step: int = 0
-) -> None:
-    """Vectors, and rows after a step of SGD, are those of plain torch."""
-    before = {name: rows_RD.requires_grad_() for name, rows_RD in each.whole().items()}
-    expected_BE = plain_vectors(each, sparse, before)
-    pooled_BE = each.embeddings.lookup(sparse, Ticket(0, step, step, 0, purpose)).wait()
-    torch.testing.assert_close(pooled_BE, expected_BE, rtol=1e-12, atol=1e-12)
-    grad_BE = torch.randn(pooled_BE.shape, dtype=DTYPE, generator=torch.Generator().manual_seed(6))
-    pooled_BE.backward(grad_BE)
-    expected_BE.backward(grad_BE)
-    each.drain()
-    for name, rows_RD in each.whole().items():
-        grad_RD = before[name].grad
-        assert grad_RD is not None
-        moved_RD = before[name].detach() - rows_RD
-        torch.testing.assert_close(moved_RD, SGD.learning_rate * grad_RD, rtol=1e-12, atol=1e-12)
 
 
 @TRAINING
@@ -270,3 +224,42 @@ def test_items_leave_in_no_view_of_more() -> None:
     assert len(tensors) > 10
     assert all(map(is_alone_in_memory, tensors))
     assert {each.dtype for each in tensors if not each.is_floating_point()} == {torch.int32}
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_whole_tables_have_the_same_bits_whichever_side_pools(stack: ExitStack, pooling: Pooling) -> None:
+    """Rows are added in the same order, and so are the gradients of one trainer."""
+    ends: list[dict[str, Tensor]] = []
+    for pooled_by in ("workers", "trainers"):
+        tables = [dataclasses.replace(table("a", 5, 0, pooling), pooled_by=pooled_by)]
+        each = cluster(stack, tables, 1, dtype=DTYPE, multi_hot=("a",))
+        sparse = SparseFeatures.from_bags(random_bags(each, 40))
+        pooled_BE = each.embeddings.lookup(sparse, Ticket(0, 0, 0, 0, Purpose.PREFETCH)).wait()
+        draw = torch.Generator().manual_seed(6)
+        pooled_BE.backward(torch.randn(pooled_BE.shape, dtype=DTYPE, generator=draw))
+        each.drain()
+        ends.append({"vectors": pooled_BE.detach(), **each.whole()})
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
+
+
+def test_trainers_request_a_row_once_for_all_features_of_one_width_and_pooling() -> None:
+    a, b = (dataclasses.replace(table(n, 2, None), pooled_by="trainers", num_rows=8) for n in "ab")
+    shared = dataclasses.replace(b, features=("b", "c"))
+    bags = [[[1, 3, 1], [3]], [[0], [0, 5]], [[], [5, 5]]]
+    (first,), (second,) = asked([a, shared, shared], bags, [True] * 3)
+    for (_, of_worker), rows in ((first, [4 + 0]), (second, [0, 1, 4 + 2])):
+        assert of_worker.ids_L.tolist() == rows
+        assert (of_worker.offsets, of_worker.weights_L) == (None, None)
+
+
+def test_of_equal_rows_the_first_in_a_bag_gets_the_gradient_of_the_largest() -> None:
+    """As ``EmbeddingBag`` has it, whoever pools; it gets it once, though it stands there twice."""
+    largest = TableSpec("a", 4, 1, Pooling.MAX, ("a",), SGD, 1.0, pooled_by="trainers")
+    items: dict[int, list[Item]] = {0: []}
+    (route,) = make_routes([], [0], [largest], place([largest], 1))
+    assembler = route.start(BatchIds(SparseFeatures.from_bags([[[2, 0, 2], [0, 2], [3]]])), items)
+    assert items[0][0][1].ids_L.tolist() == [0, 2, 3]
+    vectors_BFD = assembler.vectors({0: [torch.tensor([[5.0], [5.0], [-1.0]])]})
+    assert vectors_BFD.flatten().tolist() == [5.0, 5.0, -1.0]
+    ((_, grad_UD),) = assembler.gradients(torch.tensor([1.0, 10.0, 100.0]).view(3, 1, 1))
+    assert grad_UD.flatten().tolist() == [10.0, 1.0, 100.0]

@@ -1,5 +1,6 @@
 """Lookups under way: when a trainer sends what, and what the messages of gradients hold."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -64,8 +65,9 @@ class Watched(LocalTables):
         ([table("c")], []),
         ([table("m", None)], ["m"]),
         ([table("m", None, Pooling.MAX), table("b", 0, Pooling.MEAN)], ["m", "b"]),
+        ([dataclasses.replace(table("m", None), pooled_by="trainers")], ["m"]),
     ],
-    ids=["all", "one id", "split bags", "largest and mean"],
+    ids=["all", "one id", "split bags", "largest and mean", "pooled by trainers"],
 )
 def test_gradients_leave_in_no_view_of_more(
     stack: ExitStack, tables: list[TableSpec], multi_hot: list[str], size: int, beside: bool, purpose: Purpose

@@ -3,12 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import pairwise
 
 import pytest
 import torch
-from support.shards import Cluster, cluster, is_alone_in_memory
-from torch import Tensor
+from support.shards import Cluster, check_step, cluster, is_alone_in_memory
 
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Item
@@ -47,49 +45,6 @@ def random_bags(each: Cluster, size: int = 5, seed: int = 5) -> list[list[list[i
         ]
         for f in each.features
     ]
-
-
-def plain_vectors(each: Cluster, sparse: SparseFeatures, rows: dict[str, Tensor]) -> Tensor:
-    """Sample by sample and id by id, out of whole tables."""
-    size, samples = sparse.batch_size, []
-    offsets = (torch.arange(len(sparse.ids_L) + 1) if sparse.offsets is None else sparse.offsets).tolist()
-    bags = list(pairwise(offsets))
-    for b in range(size):
-        parts = []
-        for k, table in enumerate(each.table_of_feature):
-            start, stop = bags[k * size + b]
-            vectors = [rows[f"{table.name}.weight"][i] for i in sparse.ids_L[start:stop]]
-            if sparse.weights_L is not None:
-                vectors = [v * w for v, w in zip(vectors, sparse.weights_L[start:stop], strict=True)]
-            padding = torch.zeros(table.dim, dtype=DTYPE)
-            if table.sequence:
-                number = torch.tensor([len(vectors)], dtype=DTYPE)
-                parts += [*vectors, *[padding] * (MOST - len(vectors)), number]
-            else:
-                total = sum(vectors, padding)
-                parts.append(total / max(1, len(vectors)) if table.pooling is Pooling.MEAN else total)
-        samples.append(torch.cat(parts))
-    return torch.stack(samples) if samples else torch.zeros(0, sum(each.embeddings.widths), dtype=DTYPE)
-
-
-def check_step(
-    each: Cluster, sparse: SparseFeatures, purpose: Purpose = Purpose.TRAIN, step: int = 0
-) -> None:
-    """Vectors, and rows after a step of SGD, are those of plain torch."""
-    before = {name: rows_RD.requires_grad_() for name, rows_RD in each.whole().items()}
-    expected_BE = plain_vectors(each, sparse, before)
-    pooled_BE = each.embeddings.lookup(sparse, Ticket(0, step, step, 0, purpose)).wait()
-    torch.testing.assert_close(pooled_BE, expected_BE, rtol=1e-12, atol=1e-12)
-    grad_BE = torch.randn(pooled_BE.shape, dtype=DTYPE, generator=torch.Generator().manual_seed(6))
-    pooled_BE.backward(grad_BE)
-    if expected_BE.requires_grad:
-        expected_BE.backward(grad_BE)
-    each.drain()
-    for name, rows_RD in each.whole().items():
-        moved_RD = before[name].detach() - rows_RD
-        grad_RD = before[name].grad
-        expected_RD = torch.zeros_like(rows_RD) if grad_RD is None else SGD.learning_rate * grad_RD
-        torch.testing.assert_close(moved_RD, expected_RD, rtol=1e-12, atol=1e-12)
 
 
 def placed(placement: str) -> list[TableSpec]:
