@@ -119,7 +119,7 @@ def test_the_documented_server_computes_the_predictions(
     runpy.run_path(str(tmp_path / "serve.py"))
     lines = capsys.readouterr().out.splitlines()
     stop = 80 + len(bad)
-    assert all(line.startswith(f"{row},bad row: ") for row, line in enumerate(lines[80:stop], start=80))
+    assert all(line.startswith(f"{row},invalid row: ") for row, line in enumerate(lines[80:stop], start=80))
     printed = [[float(each) for each in line.split(",")] for line in lines[:80] + lines[stop:]]
     assert [row for row, *_ in printed] == [*range(80), stop, stop + 1]
     for place, values in enumerate(expected.values(), start=1):
