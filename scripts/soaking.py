@@ -12,7 +12,7 @@ from hybrid.config import RunConfig
 from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.data.prepare.preparation import cache_folder
 from hybrid.topology import Role, Topology
-from workers.controller.dataset_session import DatasetSession
+from workers.controller.session import DatasetSession
 
 INTERVALS = 100
 _WARM_UP = 0.2  # fraction of the intervals in which caches fill

@@ -1,7 +1,7 @@
 """The configuration of a run: its keys, how it is read, and the rules between keys. Nothing imports torch.
 
 Start with ``sections`` and the other modules of sections: every ``key`` with its default, rule and meaning.
-Values with arguments are a ``call``. ``loading`` reads TOML and ``--set`` into a ``RunConfig``, and
+``key`` also reads values with arguments. ``loading`` reads TOML and ``--set`` into a ``RunConfig``, and
 ``validation`` checks it. ``former_keys`` translates configurations of former versions.
 """
 

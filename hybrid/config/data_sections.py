@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid.config.call import Call, Signatures, argument
-from hybrid.config.key import by_host, fixed, option
+from hybrid.config.key import Call, Signatures, argument, by_host, fixed, option
 
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
 TRANSFORMS = ("none", "log")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybrid.config.call import Signatures
 from hybrid.config.data_sections import (
     KIND_CALLS,
     SCALING_CALLS,
@@ -13,6 +12,7 @@ from hybrid.config.data_sections import (
     SPLIT_CALLS,
     VOCABULARY_CALLS,
 )
+from hybrid.config.key import Signatures
 from hybrid.config.sections import NET_CALLS, SCHEDULE_CALLS
 from hybrid.config.table_sections import INITIALIZERS, PLACEMENT_CALLS, TABLE_OPTIMIZERS
 from hybrid.config.task_sections import LOSS_CALLS, RANKING_CALLS, TYPE_CALLS

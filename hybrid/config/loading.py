@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.config import former_keys
-from hybrid.config.key import Key
+from hybrid.config.key import Key, parse_toml, toml_value
 from hybrid.config.sections import NAMED_KEYS, NAMED_TYPES, SECTION_KEYS, SECTION_TYPES, RunConfig
-from hybrid.config.toml_values import parse_toml, toml_value
 from hybrid.config.validation import check_rules
 from hybrid.errors import ConfigError
 from hybrid.storage.files import read_bytes

@@ -1,8 +1,7 @@
 """The page docs/config.md, which ``hybrid config --describe`` prints."""
 
-from hybrid.config.key import Key
+from hybrid.config.key import Key, toml_value
 from hybrid.config.sections import NAMED_KEYS, NAMED_TYPES, SECTION_KEYS, SECTION_TYPES
-from hybrid.config.toml_values import toml_value
 
 # The value of a missing key.
 _ABSENT = {"tables.NAME": "as [embedding]", "columns.NAME": "as [data]", "dense_groups.NAME": "as [dense]"}

@@ -8,9 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from hybrid.config.call import Call, Signatures, argument, split_call
 from hybrid.config.data_sections import ColumnSection, DataSection
-from hybrid.config.key import USER_FUNCTION, Key, by_host, fixed, keys_of, option
+from hybrid.config.key import (
+    USER_FUNCTION,
+    Call,
+    Key,
+    Signatures,
+    argument,
+    by_host,
+    fixed,
+    keys_of,
+    option,
+    split_call,
+)
 from hybrid.config.table_sections import EmbeddingSection, TableSection
 from hybrid.config.task_sections import LABEL, TaskSection, leading_score
 from hybrid.input_spec import TaskSpec

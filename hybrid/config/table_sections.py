@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybrid.config.call import Call, Signatures, argument
 from hybrid.config.data_sections import POOLINGS
-from hybrid.config.key import fixed, option
+from hybrid.config.key import Call, Signatures, argument, fixed, option
 from hybrid.errors import ConfigError
 
 _EPS = argument("eps", float, 1e-8, minimum=1e-30)

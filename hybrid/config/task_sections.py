@@ -10,8 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybrid.config.call import Call, Signatures, argument
-from hybrid.config.key import USER_FUNCTION, fixed, option
+from hybrid.config.key import USER_FUNCTION, Call, Signatures, argument, fixed, option
 from hybrid.errors import ConfigError
 from hybrid.input_spec import TaskSpec
 

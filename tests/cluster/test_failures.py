@@ -11,7 +11,7 @@ from hybrid.config import RunConfig
 from hybrid.transport import RemoteError, gather
 from workers.controller.remote_trainer import Trainer
 from workers.rendezvous.bootstrap import Cluster
-from workers.roles.diagnosis import diagnose
+from workers.roles.master import diagnose
 
 
 def train_alone(cluster: Cluster, config: RunConfig, cache: Path) -> str:

@@ -11,7 +11,7 @@ from support.traces import arrows, slices
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.errors import ConfigError
-from workers.controller.dataset_session import DatasetSession
+from workers.controller.session import DatasetSession
 from workers.rendezvous.bootstrap import Cluster
 from workers.step_profile import Profile
 

@@ -17,11 +17,10 @@ from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.metrics import Metrics
 from hybrid.storage.remote_path import StoragePath
 from workers.console.terminal import TerminalView
-from workers.controller.dataset_session import DatasetSession
 from workers.controller.remote_trainer import Trainer
+from workers.controller.session import DatasetSession
 from workers.controller.shared_folders import SharedFolders
-from workers.jobs.comparison import Comparison
-from workers.jobs.snapshot import Snapshot, snapshot
+from workers.jobs.comparison import Comparison, Snapshot, snapshot
 from workers.rendezvous.bootstrap import Cluster
 
 

@@ -23,7 +23,7 @@ from hybrid.models.dense_net import DenseNet
 from hybrid.protocol.update_rules import Staleness
 from hybrid.reference.reference_training import Reference
 from workers.controller.session import Session
-from workers.jobs.snapshot import VALUE, Snapshot, reference_snapshot, snapshot
+from workers.jobs.comparison import VALUE, Snapshot, reference_snapshot, snapshot
 from workers.rendezvous.bootstrap import Cluster
 
 MakeBatches: TypeAlias = Callable[[int], Iterable[Batch]]

@@ -24,11 +24,10 @@ from hybrid.metrics import Predictions
 from hybrid.protocol.update_rules import Staleness
 from hybrid.storage.remote_path import StoragePath
 from workers.cluster_task import TrainTask
-from workers.console.progress_lines import TrainingProgress
-from workers.console.terminal import TerminalView
-from workers.controller.dataset_session import DatasetSession
+from workers.console.terminal import TerminalView, TrainingProgress
 from workers.controller.distributed_checkpoint import Saving
 from workers.controller.remote_trainer import TrainerReport
+from workers.controller.session import DatasetSession
 from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
 from workers.jobs.training_job import Training

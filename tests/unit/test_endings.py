@@ -17,7 +17,7 @@ from hybrid.errors import (
 from hybrid.topology import Role, RoleKind
 from workers.exit_codes import Cause, ExitCode, Interrupt, ReportedError, StopMessage, code_of, exit_code
 from workers.rendezvous.interrupt import EndedRoleError, LostRoleError, StoppedError
-from workers.roles.diagnosis import UnexpectedError
+from workers.roles.master import UnexpectedError
 
 WORKER = Role(RoleKind.WORKER)
 

@@ -77,7 +77,7 @@ def _compare_script(config: RunConfig, task: ScriptTask, folder: Path, lock: int
     launch(config, folder, task, lock)
     print_line("in one process")
     with importing_torch():
-        from workers.jobs.script_comparison import compare_script
+        from workers.jobs.comparison import compare_script
 
     compare_script(config, task.path, task.arguments, folder / "cluster")
 

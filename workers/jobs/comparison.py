@@ -1,40 +1,167 @@
-"""A job on the cluster and in one process of plain torch, and the difference of their results."""
+"""A job or a script on the cluster and in one process of plain torch, and the difference of their results."""
 
-from collections.abc import Callable, Iterator, Sequence
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from rich.table import Table
+from torch import Tensor, nn
 
+from hybrid import transport
 from hybrid.batch import Batch
+from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, REMOTE_FILE, shard_file
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.config import RunConfig
 from hybrid.config.task_sections import metric_name, metric_title
+from hybrid.custom_loop.backend import BACKEND
+from hybrid.custom_loop.single_process import SingleProcess
 from hybrid.data.batches.batch_loader import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.prepare.dataset_location import open_split
-from hybrid.metrics import Metrics, Predictions
+from hybrid.errors import HybridError
+from hybrid.metrics import Predictions
 from hybrid.reference.reference_training import Reference
 from hybrid.topology import Topology
 from workers.console.terminal import TerminalView
-from workers.controller.dataset_session import DatasetSession
+from workers.controller.remote_trainer import Trainer
+from workers.controller.session import DatasetSession, Session
 from workers.controller.shared_folders import SharedFolders
+from workers.controller.trainer_script import run_script
 from workers.exit_codes import ExitCode
-from workers.jobs.snapshot import (
-    TOLERANCES,
-    VALUE,
-    Difference,
-    DifferenceError,
-    TensorName,
-    differences,
-    reference_snapshot,
-    snapshot,
-)
 
-# Epoch, first step in it, number of steps, steps before.
-Run: TypeAlias = tuple[int, int, int, int]
+# Relative and absolute. Rounding is 1e-16 in float64, but an optimizer that divides by the gradient norm
+# multiplies it by rate / eps if the exact gradient is zero: by 5e6 for the default tables.
+TOLERANCES = {"float64": (1e-7, 1e-8), "float32": (1e-5, 1e-6)}
+VALUE = "value"
+
+
+class DifferenceError(HybridError):
+    """The results of the cluster and of one process differ."""
+
+
+class TensorName(NamedTuple):
+    """The name of a tensor: its parameter, and "value" or the kind of optimizer state."""
+
+    parameter: str
+    kind: str = VALUE
+
+    def __str__(self) -> str:
+        return self.parameter if self.kind == VALUE else f"{self.parameter}, {self.kind}"
+
+
+Snapshot: TypeAlias = dict[TensorName, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The difference of two tensors that should be equal.
+
+    Attributes:
+        part: name of the tensor.
+        largest: largest absolute difference.
+        ratio: largest difference as a fraction of the tolerance.
+    """
+
+    part: TensorName
+    largest: float
+    ratio: float
+
+    @classmethod
+    def between(cls, part: TensorName, ours: Tensor, expected: Tensor) -> Difference:
+        if not expected.numel():
+            return cls(part, 0.0, 0.0)
+        apart = (ours.double() - expected.double()).abs().nan_to_num(torch.inf)
+        if not expected.is_floating_point():  # such as the step count of a batch normalization
+            return cls(part, apart.max().item(), torch.inf if apart.any() else 0.0)
+        relative, absolute = TOLERANCES["float64" if expected.dtype == torch.float64 else "float32"]
+        allowed = absolute + relative * expected.double().abs()
+        return cls(part, apart.max().item(), (apart / allowed).max().item())
+
+
+def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence[str] = ()) -> Snapshot:
+    """Return the rows, the nets of all trainers, the remote net, and the optimizer state of a cluster.
+
+    Args:
+        names, remote_names: of the parameters of the dense net and of the remote net, in order; without
+            names, only the tables are returned.
+    """
+    with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
+        stored = Checkpoint.open(session.save(Path(scratch) / "all", 0, 0))
+        found = stored_tables(stored)
+        if names:
+            folders = [Path(scratch) / str(index) for index in range(len(session.trainers))]
+            transport.gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
+            transport.gather(
+                [t.call(Trainer.write, folder) for t, folder in zip(session.trainers, folders, strict=True)]
+            )
+            for index, folder in enumerate(folders):
+                packed = Checkpoint(folder, stored.manifest).tensors(DENSE_FILE)
+                found |= _net(f"trainer {index}", packed, names)
+        if remote_names:
+            found |= _net("remote net", stored.tensors(REMOTE_FILE), remote_names)
+        return found
+
+
+def stored_tables(stored: Checkpoint) -> Snapshot:
+    """Return the full tables of a checkpoint, and their optimizer state."""
+    found: Snapshot = {}
+    for table, (num_rows, _, count) in stored.manifest.tables.items():
+        for index in range(count):
+            for kind, rows in stored.tensors(shard_file(table, index, count)).items():
+                part = TensorName(f"table {table}", VALUE if kind == "weight" else kind)
+                whole = found.setdefault(part, rows.new_empty(num_rows, *rows.shape[1:]))
+                whole[index::count] = rows
+    return found
+
+
+def _net(owner: str, packed: Mapping[str, Tensor], names: Sequence[str]) -> Snapshot:
+    net, states = unpack_dense(packed)
+    return _named(f"{owner}: ", net, {names[index]: state for index, state in states.items()})
+
+
+def _named(prefix: str, values: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> Snapshot:
+    """Return parameters and their optimizer state under the names of a snapshot."""
+    found = {TensorName(f"{prefix}{name}"): tensor for name, tensor in values.items()}
+    for name, state in states.items():
+        found |= {TensorName(f"{prefix}{name}", kind): tensor for kind, tensor in state.items()}
+    return found
+
+
+def reference_snapshot(reference: Reference) -> Snapshot:
+    """Return the tensors of one process, under the same names as :func:`snapshot`."""
+    found: Snapshot = {}
+    for table, rows_RD in reference.tables.items():
+        found |= _named("table ", {table: rows_RD}, {table: reference.table_states[table]})
+    nets: dict[str, nn.Module] = {f"trainer {index}": net for index, net in enumerate(reference.nets)}
+    if reference.remote_net is not None:
+        nets["remote net"] = reference.remote_net
+    for owner, net in nets.items():
+        states = {
+            name: {kind: torch.as_tensor(value) for kind, value in state.items() if value is not None}
+            for name, state in reference.dense_state(net).items()
+        }
+        found |= _named(f"{owner}: ", net.state_dict(), states)
+    return found
+
+
+def differences(ours: Snapshot, expected: Snapshot) -> list[Difference]:
+    """Return the difference of each tensor, in the order of ``expected``.
+
+    Raises:
+        DifferenceError: one side lacks a tensor.
+    """
+    if ours.keys() != expected.keys():
+        alone = min(ours.keys() ^ expected.keys())
+        raise DifferenceError(f"{alone} exists on one side only")
+    return [Difference.between(part, ours[part], expected[part]) for part in expected]
 
 
 class Comparison:
@@ -64,11 +191,27 @@ class Comparison:
         session = DatasetSession(topology, self._config, data_folder)
         for line in session.warnings:
             view.warn(line)
-        reference = self._reference(session, data_folder)
+        blueprint = session.blueprint
+        start = snapshot(session)
+        rows = {table.name: start[TensorName(f"table {table.name}")] for table in blueprint.tables}
+        reference = Reference(
+            blueprint.config,
+            blueprint.input_spec,
+            blueprint.tables,
+            rows,
+            blueprint.dense_net(),
+            blueprint.remote_net(),
+            session.total_steps,
+        )
         steps = min(self._steps, session.total_steps)
         self.doing = "while training on the cluster"
         view.status(f"training {steps} steps on the cluster")
-        runs = list(_runs(steps, session.steps_per_epoch))
+        # Epoch, first step in it, number of steps, steps before.
+        per_epoch = session.steps_per_epoch
+        runs = [
+            (before // per_epoch, 0, min(per_epoch, steps - before), before)
+            for before in range(0, steps, per_epoch)
+        ]
         losses: list[float] = []
         for run in runs:
             reports = session.train(*run)
@@ -78,58 +221,40 @@ class Comparison:
         session.close()
         self.doing = "while training in one process"
         view.status(f"training {steps} steps in one process")
-        expected_losses = list(self._train_reference(reference, data_folder, runs))
+        dataset = open_split(data_folder, "train", self._config.data)
+        expected_losses = []
+        for epoch, _, count, _ in runs:
+            reference.see_all_updates()
+            expected_losses += [reference.step(each) for each in _slices(self._config, dataset, epoch, count)]
         ours[TensorName("loss of every step")] = torch.tensor(losses, dtype=self._dtype)
         expected = reference_snapshot(reference)
         expected[TensorName("loss of every step")] = torch.tensor(expected_losses, dtype=self._dtype)
-        found = differences(ours, expected)
-        same = sum(each.largest == 0 for each in found)
         evaluated = []
         if metrics is not None:
-            alone = self._evaluate_reference(reference, data_folder, session.blueprint.sequences)
-            tasks = self._config.all_tasks
+            tasks, section = self._config.all_tasks, self._config.data
+            test = BatchLoader(
+                open_split(data_folder, "test", section), batch_size=self._config.train.batch_size
+            )
+            with test.batches(0) as batches:
+                parts = [Predictions.of(b, reference.outputs(b), blueprint.sequences) for b in batches]
+            alone = Predictions.concatenate(parts).metrics(tasks, is_weighted=section.weighted_metrics)
             scores = [metric_name(tasks, name, task.score) for name, task in tasks.items()]
             evaluated = [
                 f"test {metric_title(name)}: cluster {metrics[name]:.6f}, one process {alone[name]:.6f}"
                 for name in scores
             ]
-        view.show(
-            comparison_table(found),
-            *evaluated,
-            f"{same} of {len(found)} tensors are the same bit for bit",
-        )
-        judge(found, self._config.train.dtype)
+        judge(view, differences(ours, expected), self._config.train.dtype, evaluated)
         return ExitCode.DONE
 
-    def _reference(self, session: DatasetSession, data_folder: Path) -> Reference:
-        blueprint = session.blueprint
-        config, spec, tables = blueprint.config, blueprint.input_spec, blueprint.tables
-        net, remote_net = blueprint.dense_net(), blueprint.remote_net()
-        start = snapshot(session)
-        rows = {table.name: start[TensorName(f"table {table.name}")] for table in tables}
-        return Reference(config, spec, tables, rows, net, remote_net, session.total_steps)
 
-    def _train_reference(
-        self, reference: Reference, data_folder: Path, runs: Sequence[Run]
-    ) -> Iterator[float]:
-        dataset = open_split(data_folder, "train", self._config.data)
-        for epoch, _, count, _ in runs:
-            reference.see_all_updates()
-            for slices in _slices(self._config, dataset, epoch, count):
-                yield reference.step(slices)
+def judge(view: TerminalView, found: Sequence[Difference], dtype: str, metrics: Sequence[str] = ()) -> None:
+    """Print the differences and the lines of ``metrics``.
 
-    def _evaluate_reference(
-        self, reference: Reference, data_folder: Path, sequences: Sequence[int]
-    ) -> Metrics:
-        dataset = open_split(data_folder, "test", self._config.data)
-        with BatchLoader(dataset, batch_size=self._config.train.batch_size).batches(0) as batches:
-            parts = [Predictions.of(batch, reference.outputs(batch), sequences) for batch in batches]
-        is_weighted = self._config.data.weighted_metrics
-        return Predictions.concatenate(parts).metrics(self._config.all_tasks, is_weighted=is_weighted)
-
-
-def judge(found: Sequence[Difference], dtype: str) -> None:
-    """Raise DifferenceError if a tensor differs by more than rounding in ``dtype``."""
+    Raises:
+        DifferenceError: a tensor differs by more than rounding in ``dtype``.
+    """
+    same = sum(each.largest == 0 for each in found)
+    view.show(comparison_table(found), *metrics, f"{same} of {len(found)} tensors are the same bit for bit")
     relative, absolute = TOLERANCES[dtype]
     apart = [each for each in found if each.ratio > 1]
     if not apart:
@@ -161,26 +286,16 @@ def comparison_table(found: Sequence[Difference]) -> Table:
         state = max((m.largest for m in members if m.part.kind != VALUE), default=0.0)
         cells = [f"{number:.1e}" if number else "none" for number in (value, state)]
         ratio = _farthest(members)
-        style = "" if ratio <= 1 else "red"
-        table.add_row(parameter, *cells, _readable(ratio), style=style)
+        if ratio <= 1:
+            table.add_row(parameter, *cells, f"{ratio:.2%}" if ratio else "")
+        else:
+            times = f"{ratio:,.1f} times" if ratio < 1000 else "over 1000 times"
+            table.add_row(parameter, *cells, times, style="red")
     return table
-
-
-def _readable(ratio: float) -> str:
-    """Format a multiple of the tolerance: a percentage where it is small, else a factor."""
-    if ratio <= 1:
-        return f"{ratio:.2%}" if ratio else ""
-    return f"{ratio:,.1f} times" if ratio < 1000 else "over 1000 times"
 
 
 def _farthest(members: Sequence[Difference]) -> float:
     return max(member.ratio for member in members)
-
-
-def _runs(steps: int, per_epoch: int) -> Iterator[Run]:
-    """Yield a run of steps for each epoch within ``steps``."""
-    for before in range(0, steps, per_epoch):
-        yield before // per_epoch, 0, min(per_epoch, steps - before), before
 
 
 def _slices(
@@ -203,3 +318,44 @@ def _slices(
     with ExitStack() as stack:
         streams = [stack.enter_context(loader.batches(epoch)) for loader in loaders]
         yield from islice(zip(*streams, strict=True), count)
+
+
+def compare_script(config: RunConfig, path: str, arguments: tuple[str, ...], cluster: Path) -> None:
+    """Run a script to ``train.max_steps`` in this process, and print the differences.
+
+    Args:
+        cluster: the checkpoint of a cluster after the same number of steps.
+
+    Raises:
+        DifferenceError: a difference is larger than rounding.
+        HybridError: the script takes fewer steps, or has no optimizer.
+    """
+    alone = cluster.with_name("alone")
+    before = BACKEND.set(SingleProcess(config, alone))
+    try:
+        torch.set_num_threads(config.cluster.threads)
+        run_script(path, arguments)
+    finally:
+        BACKEND.reset(before)
+    found = differences(_snapshot(cluster), _snapshot(alone))
+    try:
+        with TerminalView() as view:
+            judge(view, found, config.train.dtype)
+    except DifferenceError as error:
+        if config.train.dtype != "float32":
+            raise
+        raise DifferenceError(
+            f"{error}, with the script's module and inputs in float64 (.double())"
+        ) from None
+
+
+def _snapshot(folder: Path) -> Snapshot:
+    if not folder.exists():
+        raise HybridError("--steps: the script ends before so many; compare fewer")
+    stored = Checkpoint.open(folder)
+    net, states = unpack_dense(stored.tensors(DENSE_FILE))
+    found = stored_tables(stored)
+    found |= {TensorName(f"module: {name}"): tensor for name, tensor in net.items()}
+    for number, state in states.items():
+        found |= {TensorName(f"optimizer: parameter {number}", kind): each for kind, each in state.items()}
+    return found

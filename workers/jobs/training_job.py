@@ -18,9 +18,8 @@ from hybrid.metrics import Metrics, Predictions
 from hybrid.topology import Topology
 from workers.cluster_task import TrainTask
 from workers.console.data_notes import data_notes
-from workers.console.progress_lines import TrainingProgress
-from workers.console.terminal import ProfileSummary, Summary, TerminalView
-from workers.controller.dataset_session import DatasetSession
+from workers.console.terminal import ProfileSummary, Summary, TerminalView, TrainingProgress
+from workers.controller.session import DatasetSession
 from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
 from workers.jobs.checkpoint_schedule import Checkpoints, Moment

@@ -44,7 +44,7 @@ def describe(role: Role, error: Exception) -> RoleFailure:
     try:
         from hybrid import transport
         from hybrid.user_code.tracebacks import describe_error, needs_traceback
-        from workers.roles.diagnosis import UnexpectedError
+        from workers.roles.master import UnexpectedError
     except ImportError:  # the reason for the failure
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return RoleFailure(f"{role}: {text}", Cause.EXCEPTION)

@@ -1,5 +1,5 @@
 """The roles of a cluster, each from joining it to leaving it.
 
-Begin with ``master``, which starts, watches and stops the job. Trainers and workers serve its calls
-(``role_main``). ``diagnosis`` finds the role that caused a failure.
+``master`` starts, watches and stops the job, and finds the role that caused a failure. Trainers and workers
+serve its calls (``role_main``).
 """

@@ -1,7 +1,9 @@
-"""The master: prepares the data, creates the job on the other roles, runs it, and stops all roles."""
+"""The master: prepares the data, runs the job on the other roles, stops all roles, and diagnoses failures."""
 
+import copy
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,21 +19,81 @@ from hybrid.data.prepare.preparation import cache_folder
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
 from hybrid.topology import Topology
-from workers.cluster_task import CompareTask, ScriptTask, Task, TrainTask
+from workers.cluster_task import CompareTask, FunctionTask, ScriptTask, Task, TrainTask
 from workers.console.terminal import TerminalView
 from workers.controller.shared_folders import SharedFolders, filesystem_id
 from workers.exit_codes import ExitCode, Interrupt, StopMessage, exit_code
 from workers.jobs.comparison import Comparison
 from workers.jobs.training_job import Training
 from workers.jobs.user_code_jobs import FunctionJob, ScriptJob
-from workers.rendezvous.bootstrap import announce_stop, lead
-from workers.rendezvous.interrupt import LostRoleError, last_words
+from workers.rendezvous.bootstrap import Cluster, announce_stop, lead
+from workers.rendezvous.interrupt import LostHostError, LostRoleError, last_words
 from workers.rendezvous.master_address import DEFAULT_PORT, listen
-from workers.roles.diagnosis import report_cause
 from workers.run_folder.run_state import RunState
 
+_PING_SECONDS = 2.0
+# The heartbeat of a lost role ends within this time, and tells whether its host is lost too.
+_HEARTBEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _ABANDON_SECONDS = 1.0
+
+
+class UnexpectedError(ClusterError):
+    """A call to a role failed with an unexpected exception."""
+
+    def __init__(self, error: transport.RemoteError, when: str) -> None:
+        super().__init__(f"{error} ({when})")
+        self.error = error
+
+    @property
+    def kind(self) -> type[Exception]:
+        return Exception
+
+
+def report_cause(
+    cluster: Cluster, error: ClusterError, when: str, code_of: Callable[[BaseException], ExitCode]
+) -> ClusterError:
+    """Diagnose a failure, and report its cause to every role; see :func:`diagnose`.
+
+    Args:
+        code_of: returns the exit code of a process that ends with an error.
+    """
+    try:
+        cause = diagnose(cluster, error, when)
+        announce_stop(cluster, StopMessage(code_of(cause), str(cause)))
+    except LostRoleError as lost:  # the heartbeat of a role has ended meanwhile
+        return report_cause(cluster, lost, when, code_of)
+    return cause
+
+
+def diagnose(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
+    """Return the error to show for ``error``: a lost role is the cause, whichever role reported the error.
+
+    Args:
+        when: what the run was doing, such as "at step 12".
+    """
+    if isinstance(error, LostHostError):
+        return type(error)(f"{error} {when}")
+    if isinstance(error, LostRoleError):
+        lost_then = copy.copy(error)
+        lost_then.args = (f"{error} {when}; its log may have the cause",)
+        return lost_then
+    lost = []
+    for role, call in [(role, transport.ping(role, _PING_SECONDS)) for role in cluster.members]:
+        try:
+            call.wait()
+        except transport.LostError:
+            lost.append((role, cluster.members[role]))
+    if lost and cluster.rendezvous is not None:
+        time.sleep(_HEARTBEAT_SECONDS)  # the interrupt of the heartbeat, meanwhile, says more
+    if len(lost) == len(cluster.members) > 1:
+        return ClusterError(f"no role responds to the master any more: {error} ({when})")
+    if lost:
+        names = ", ".join(f"{role} (host {member.host}, pid {member.pid})" for role, member in lost)
+        return ClusterError(f"lost {names} {when}; its log may have the cause")
+    if not isinstance(error, transport.RemoteError):
+        return ClusterError(f"{error} ({when})")
+    return error if error.failure.is_users else UnexpectedError(error, when)
 
 
 def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket | None = None) -> None:
@@ -45,7 +107,16 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
         Interrupt: the run was asked to stop, and has stopped.
     """
     code_of = exit_codes_of(task)
-    job = _make_job(config, task)
+    job: _Job
+    match task:
+        case TrainTask():
+            job = Training(config, task)
+        case CompareTask():
+            job = Comparison(config, task.steps)
+        case ScriptTask():
+            job = ScriptJob(config, task.path, task.arguments, task.snapshot)
+        case FunctionTask():
+            job = FunctionJob(config, task.function)
     section = config.cluster
     port = section.master_port or DEFAULT_PORT
     with listener or listen(section.master_address, port) as bound, TerminalView() as view:
@@ -96,16 +167,6 @@ class _Job(Protocol):
             DONE at the end of the job, else the code of the requested stop.
         """
         ...
-
-
-def _make_job(config: RunConfig, task: Task) -> _Job:
-    if isinstance(task, TrainTask):
-        return Training(config, task)
-    if isinstance(task, CompareTask):
-        return Comparison(config, task.steps)
-    if isinstance(task, ScriptTask):
-        return ScriptJob(config, task.path, task.arguments, task.snapshot)
-    return FunctionJob(config, task.function)
 
 
 class _Preparation:

@@ -21,7 +21,7 @@ from hybrid.config.loading import CONFIG_FILE
 from hybrid.metrics import Metrics
 from hybrid.storage.private_files import make_folder, open_file
 from hybrid.user_code.run_signature import signed_toml
-from workers.console.progress_lines import TrainingProgress
+from workers.console.terminal import TrainingProgress
 from workers.run_folder.append_only_file import AppendOnlyFile
 from workers.run_folder.curves import draw_curves
 from workers.run_folder.run_access import checkpoint_root, remove_file, upload

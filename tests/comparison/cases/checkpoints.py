@@ -8,7 +8,7 @@ from support.matrix import Case
 from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from workers.controller.session import Session
-from workers.jobs.snapshot import Snapshot, snapshot
+from workers.jobs.comparison import Snapshot, snapshot
 from workers.rendezvous.bootstrap import Cluster
 
 STEPS = 3

@@ -21,8 +21,15 @@ from hybrid.config import RunConfig
 from hybrid.config.task_sections import shown_metrics
 from hybrid.metrics import BinaryMetrics
 from hybrid.protocol.update_rules import Staleness
-from workers.console.progress_lines import COMMAND_STYLE, DONE_STYLE, TrainingProgress
-from workers.console.terminal import ProfileSummary, Summary, TerminalView, passing_status
+from workers.console.terminal import (
+    COMMAND_STYLE,
+    DONE_STYLE,
+    ProfileSummary,
+    Summary,
+    TerminalView,
+    TrainingProgress,
+    passing_status,
+)
 
 PROGRESS = TrainingProgress(
     step=1200,

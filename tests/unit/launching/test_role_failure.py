@@ -12,7 +12,7 @@ from hybrid.topology import MASTER, Role, RoleKind
 from workers.exit_codes import Cause
 from workers.launching.role_failure import RoleFailure, RoleProcess, describe, oom_kills
 from workers.rendezvous.interrupt import EndedRoleError, LostRoleError, StoppedError
-from workers.roles.diagnosis import UnexpectedError
+from workers.roles.master import UnexpectedError
 
 WORKER, LOG = Role(RoleKind.WORKER, 0), Path("worker.log")
 

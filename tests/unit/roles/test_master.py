@@ -1,35 +1,45 @@
-"""What the master knows of where the others are."""
+"""The failure that the master reports."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from hybrid import transport
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
-from hybrid.topology import MASTER, Topology
+from hybrid.topology import MASTER, Role, RoleKind, Topology
+from hybrid.transport import LostError
 from workers.cluster_task import FunctionTask
+from workers.exit_codes import StopMessage, exit_code
 from workers.rendezvous.bootstrap import Cluster
-from workers.rendezvous.interrupt import LostRoleError
+from workers.rendezvous.interrupt import LostHostError, LostRoleError
 from workers.rendezvous.master_address import listen
 from workers.roles import master
-from workers.roles.master import _Preparation
+
+WORKER = Role(RoleKind.WORKER, 0)
+LOST_HOST = LostHostError("lost host b (trainer 1, worker 0)")
 
 
-def test_a_preparation_that_is_abandoned_is_ended_as_by_a_lost_cluster() -> None:
-    """So that its parts remain."""
-    abandoned = _Preparation(RunConfig(), cast(Any, None), starts_now=False)
-    with pytest.raises(ClusterError, match="abandoned"):
-        abandoned._check()
+def cluster_with_lost_worker(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Cluster:
+    """Return a cluster with one worker, whose pings fail with ``error``."""
+
+    def wait() -> None:
+        raise error
+
+    monkeypatch.setattr(transport, "ping", lambda *_: SimpleNamespace(wait=wait))
+    members = {WORKER: SimpleNamespace(host="b", pid=7)}
+    return cast(Cluster, SimpleNamespace(members=members, rendezvous=object()))
 
 
 def refuse(topology: Topology, config: RunConfig) -> None:
     raise ValueError("the first error")
 
 
-def test_a_role_lost_at_the_end_does_not_hide_the_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_role_lost_at_the_end_does_not_hide_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def lead(*_: object) -> Iterator[Cluster]:
         yield Cluster(MASTER, Topology(0, 0), cast(Any, None), {})
@@ -41,3 +51,43 @@ def test_a_role_lost_at_the_end_does_not_hide_the_first_error(monkeypatch: pytes
     monkeypatch.setattr(master, "announce_stop", announce_stop)
     with pytest.raises(ValueError, match="the first error"):
         master.run(RunConfig(), FunctionTask(f"{__name__}:refuse"), Secret.fresh(), listen("127.0.0.1", 0))
+
+
+@pytest.mark.parametrize("interrupted", ["diagnosis", "announcement"])
+def test_interrupt_during_diagnosis_is_reported_with_activity(
+    interrupted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection and the heartbeat of a lost role end at nearly the same time."""
+    interrupt = LostRoleError("lost worker 0")
+    error = interrupt if interrupted == "diagnosis" else LostError(WORKER, "broken")
+    cluster = cluster_with_lost_worker(monkeypatch, error)
+    announced: list[str] = []
+
+    def announce_stop(cluster: object, message: StopMessage) -> None:
+        if interrupted == "announcement" and not announced:
+            announced.append("")
+            raise interrupt
+        announced.append(str(message))
+
+    monkeypatch.setattr("workers.roles.master.time.sleep", lambda seconds: None)
+    monkeypatch.setattr(master, "announce_stop", announce_stop)
+    cause: ClusterError = master.report_cause(cluster, LostError(WORKER, "broken"), "at step 3", exit_code)
+    assert announced[-1] == f"75 {cause}" == "75 lost worker 0 at step 3; its log may have the cause"
+
+
+def test_lost_host_is_reported_without_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    cause = master.diagnose(cluster_with_lost_worker(monkeypatch, LOST_HOST), LOST_HOST, "at step 3")
+    assert str(cause) == "lost host b (trainer 1, worker 0) at step 3"
+
+
+def test_heartbeat_takes_precedence_over_broken_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heartbeat names the host, or reports that the master was stopped."""
+
+    def interrupt(seconds: float) -> None:
+        raise LOST_HOST
+
+    error = LostError(WORKER, "broken")
+    cluster = cluster_with_lost_worker(monkeypatch, error)
+    monkeypatch.setattr(master, "announce_stop", lambda *_: None)
+    monkeypatch.setattr("workers.roles.master.time.sleep", interrupt)
+    assert str(master.report_cause(cluster, error, "at step 3", exit_code)) == f"{LOST_HOST} at step 3"

@@ -18,7 +18,7 @@ from hybrid.config.loading import load_config
 from hybrid.errors import ConfigError, HybridError
 from hybrid.metrics import BinaryMetrics
 from hybrid.protocol.update_rules import Staleness
-from workers.console.progress_lines import TrainingProgress
+from workers.console.terminal import TrainingProgress
 from workers.run_folder.run_files import RunFolder
 from workers.run_folder.run_state import RunState
 
