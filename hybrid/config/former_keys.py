@@ -119,10 +119,8 @@ def translate(sections: Sections) -> None:
     Raises:
         ConfigError: a value cannot be translated.
     """
-    _translate_optimizers(sections)
     _translate_data(sections)
-    _translate_placements(sections)
-    _translate_pooling(sections)
+    _translate_tables(sections)
     dense, cluster = sections.setdefault("dense", {}), sections.setdefault("cluster", {})
     if options := dense.pop("optimizer_options", []):
         dense["optimizer"] = f"{dense.get('optimizer', 'Adam')}({', '.join(map(str, options))})"
@@ -156,26 +154,6 @@ def translate(sections: Sections) -> None:
                 del values[name]
 
 
-def _translate_optimizers(sections: Sections) -> None:
-    """Give each optimizer its arguments, which tables took from [embedding]."""
-    embedding = sections.setdefault("embedding", {})
-    betas = [embedding.pop("beta1", 0.9), embedding.pop("beta2", 0.999)]
-    shared: Values = {"betas": betas}
-    shared |= {"beta": embedding.pop("ftrl_beta", 1.0), "l1": embedding.pop("ftrl_l1", 0.0)}
-    for name in ("eps", "momentum", "weight_decay", "all_rows"):
-        if name in embedding:
-            shared[name] = embedding.pop(name)
-    default = embedding.get("optimizer", "adagrad")
-    for section, values in sections.items():
-        if section.startswith("tables.") and not values.get("frozen"):
-            own = {key: values.pop(key) for key in ("all_rows",) if key in values}
-            if own or "optimizer" in values:
-                values["optimizer"] = _call(
-                    TABLE_OPTIMIZERS, values.get("optimizer", default), {**shared, **own}
-                )
-    embedding["optimizer"] = _call(TABLE_OPTIMIZERS, default, shared)
-
-
 def _translate_data(sections: Sections) -> None:
     """Give vocabularies, scalings and kinds of columns their arguments, which columns took from [data]."""
     data = sections.setdefault("data", {})
@@ -184,7 +162,19 @@ def _translate_data(sections: Sections) -> None:
     shared |= {name: data[name] for name in names if name in data}
     for section, values in sections.items():
         if section == "data" or section.startswith("columns."):
-            _set_scaling_and_vocabulary(values, {**shared, **values})
+            known = {**shared, **values}
+            if "numeric_transform" in values or "numeric_scaling" in values:
+                scaling, is_log = known["numeric_scaling"], known.get("numeric_transform") == "log"
+                name = "standardize" if scaling == "standardise" else scaling
+                values["numeric_scaling"] = _call(SCALING_CALLS, name, {"log": is_log})
+            arguments = {"min_count": known.get("vocabulary_min_count", 1)}
+            if "hash_rows" in known:
+                arguments["rows"] = known["hash_rows"]
+            if values.get("kind") == "cross" and "rows" in arguments:
+                values["vocabulary"] = _call(VOCABULARY_CALLS, "hash", arguments)
+            elif {"vocabulary", "vocabulary_min_count", "hash_rows"} & values.keys():
+                values["vocabulary"] = _call(VOCABULARY_CALLS, known["vocabulary"], arguments)
+            _pop(values, "numeric_transform", "vocabulary_min_count", "hash_rows")
             quantiles, bounds = values.pop("quantiles", 0), values.pop("bounds", ())
             given = {"bounds": bounds, "separator": values.pop("weight_separator", ":")}
             if values.get("kind") == "buckets" and quantiles:
@@ -203,48 +193,36 @@ def _translate_data(sections: Sections) -> None:
         data["shuffle"] = shuffled if data["shuffle"] else "none"
 
 
-def _translate_pooling(sections: Sections) -> None:
-    """Move the pooling of tables to their columns."""
+def _translate_tables(sections: Sections) -> None:
+    """Give optimizers and placements their arguments, partly from [embedding], and columns their pooling."""
+    embedding = sections.setdefault("embedding", {})
+    shared: Values = {"betas": [embedding.pop("beta1", 0.9), embedding.pop("beta2", 0.999)]}
+    shared |= {"beta": embedding.pop("ftrl_beta", 1.0), "l1": embedding.pop("ftrl_l1", 0.0)}
+    shared |= _pop(embedding, "eps", "momentum", "weight_decay", "all_rows")
+    pooled_by = _pop(embedding, "pooled_by")
+    optimizer, placement = embedding.get("optimizer", "adagrad"), embedding.get("placement", "auto")
     for section, values in list(sections.items()):
-        if section.startswith("tables.") and "pooling" in values:
+        if not section.startswith("tables."):
+            continue
+        if not values.get("frozen") and (values.keys() & {"all_rows", "optimizer"}):
+            own = {**shared, **_pop(values, "all_rows")}
+            values["optimizer"] = _call(TABLE_OPTIMIZERS, values.get("optimizer", optimizer), own)
+        own = _pop(values, "pooled_by", "workers")
+        if any(own.values()) or "placement" in values:
+            name = values.get("placement", placement)
+            values["placement"] = _call(PLACEMENT_CALLS, name, {**pooled_by, **own})
+        if "pooling" in values:
             pooling = values.pop("pooling")
             for name in values.get("features") or [section.partition(".")[2]]:
                 sections.setdefault(f"columns.{name}", {}).setdefault("pooling", pooling)
+    embedding["optimizer"] = _call(TABLE_OPTIMIZERS, optimizer, shared)
+    if pooled_by:
+        embedding["placement"] = _call(PLACEMENT_CALLS, placement, pooled_by)
 
 
-def _translate_placements(sections: Sections) -> None:
-    """Give placements their arguments."""
-    embedding = sections["embedding"]
-    shared: Values = {}
-    if "pooled_by" in embedding:
-        shared["pooled_by"] = embedding.pop("pooled_by")
-    default = embedding.get("placement", "auto")
-    for section, values in sections.items():
-        if section.startswith("tables."):
-            own: Values = {name: values.pop(name) for name in ("pooled_by", "workers") if name in values}
-            if any(own.values()) or "placement" in values:
-                name = values.get("placement", default)
-                values["placement"] = _call(PLACEMENT_CALLS, name, {**shared, **own})
-    if shared:
-        embedding["placement"] = _call(PLACEMENT_CALLS, default, shared)
-
-
-def _set_scaling_and_vocabulary(values: Values, all_values: Values) -> None:
-    """Replace the former keys of one section; ``all_values`` has those of [data] beside them."""
-    if "numeric_transform" in values or "numeric_scaling" in values:
-        scaling = all_values["numeric_scaling"]
-        name = "standardize" if scaling == "standardise" else scaling
-        is_log = all_values.get("numeric_transform") == "log"
-        values["numeric_scaling"] = _call(SCALING_CALLS, name, {"log": is_log})
-    arguments = {"min_count": all_values.get("vocabulary_min_count", 1)}
-    if "hash_rows" in all_values:
-        arguments["rows"] = all_values["hash_rows"]
-    if values.get("kind") == "cross" and "rows" in arguments:
-        values["vocabulary"] = _call(VOCABULARY_CALLS, "hash", arguments)
-    elif {"vocabulary", "vocabulary_min_count", "hash_rows"} & values.keys():
-        values["vocabulary"] = _call(VOCABULARY_CALLS, all_values["vocabulary"], arguments)
-    for name in ("numeric_transform", "vocabulary_min_count", "hash_rows"):
-        values.pop(name, None)
+def _pop(values: Values, *names: str) -> Values:
+    """Remove the keys that a section has, and return them."""
+    return {name: values.pop(name) for name in names if name in values}
 
 
 def _call(signatures: Signatures, name: object, arguments: Mapping[str, Any]) -> Any:

@@ -152,12 +152,11 @@ class Key:
         )
 
     def _accepts(self, value: Any) -> bool:
-        if type(value) is not self.kind and not (self.kind is float and type(value) is int):
-            return False  # type(), since a bool is an instance of int
-        if self.choices:
-            return value in self.choices
+        types = (float, int) if self.kind is float else (self.kind,)
+        if type(value) not in types:  # type(), since a bool is an instance of int
+            return False
         if self.kind not in (int, float):
-            return True
+            return not self.choices or value in self.choices
         return (
             abs(value) <= sys.float_info.max  # False for NaN and infinity
             and (self.above is None or value > self.above)

@@ -1,4 +1,4 @@
-"""Reading and writing configurations: TOML files and ``--set`` overrides."""
+"""Reading and writing configurations: TOML files, ``--set`` overrides, and the page of all keys."""
 
 import dataclasses
 import difflib
@@ -18,6 +18,8 @@ CONFIG_FILE = "config.toml"  # of a run, and of each of its checkpoints
 _ANY_NAME = {f"{kind}.NAME": keys for kind, keys in NAMED_KEYS.items()}
 _CUTOFF = 0.75  # similarity of names of different sections, from 0 to 1
 _ALL = "hybrid config --describe lists all keys"
+# The value of a missing key.
+_ABSENT = {"tables.NAME": "as [embedding]", "columns.NAME": "as [data]", "dense_groups.NAME": "as [dense]"}
 
 
 def load_config(
@@ -96,11 +98,12 @@ def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
     return config
 
 
-def _read_toml(path: StoragePath, is_stored: bool) -> dict[str, Any]:
+def _read_sections(path: StoragePath, is_stored: bool) -> dict[str, dict[str, Any]]:
+    """Return the sections of a file; the error about an unknown key names the file."""
     try:
         # A file that the user names may be a FIFO; a run of another user must not block.
         content = path.read_bytes() if isinstance(path, Path) and not is_stored else read_bytes(path)
-        return parse_toml(content.decode("utf-8-sig"))
+        document = parse_toml(content.decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(str(path), f"cannot read the configuration: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -109,12 +112,8 @@ def _read_toml(path: StoragePath, is_stored: bool) -> dict[str, Any]:
         raise ConfigError(str(path), "is nested too deeply for a configuration") from error
     except ValueError as error:
         raise ConfigError(str(path), f"is not valid TOML: {error}") from error
-
-
-def _read_sections(path: StoragePath, is_stored: bool) -> dict[str, dict[str, Any]]:
-    """Return the sections of a file; the error about an unknown key names the file."""
     try:
-        sections = _by_section(_read_toml(path, is_stored))
+        sections = _by_section(document)
         if is_stored:
             former_keys.translate(sections)
         for section, values in sections.items():
@@ -240,3 +239,30 @@ def fixed_values(config: RunConfig) -> dict[str, Any]:
             read = key.read(value)
             values[f"{section}.{name}"] = list(read) if isinstance(read, tuple) else read
     return values
+
+
+def describe() -> str:
+    """Return every key with its default, rule and meaning, as Markdown tables by section."""
+    lines = [
+        "# Configuration",
+        "",
+        "A configuration is a TOML file of these sections. Every key has a default. On the command line,",
+        "`--set section.key=value` overrides one. A role may have its own value of keys marked *by host*;",
+        "the master decides all others. `hybrid config --describe > docs/config.md` writes this page.",
+        "",
+        "Some values are names with arguments, such as `adam(betas = [0.9, 0.99])`. Arguments are TOML. The",
+        "first may be given without its name, as in `hash(1000)`. Quote such a value in a shell.",
+    ]
+    sections = [(name, SECTION_TYPES[name], keys) for name, keys in SECTION_KEYS.items()]
+    sections += [(f"{kind}.NAME", NAMED_TYPES[kind], keys) for kind, keys in NAMED_KEYS.items()]
+    for name, section, keys in sections:
+        lines += ["", f"## [{name}]", "", section.__doc__ or "", ""]
+        lines += ["| key | default | must be | meaning |", "|---|---|---|---|"]
+        absent = _ABSENT.get(name, "off")
+        for key in keys.values():
+            default = key.absent or absent if key.default is None else f"`{toml_value(key.default)}`"
+            meaning = f"{key.meaning} (*by host*)" if key.is_by_host else key.meaning
+            rule = key.rule if key.signatures is None else key.signatures.forms
+            cells = [f"`{key.name}`", default, rule, meaning]
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines) + "\n"

@@ -199,8 +199,7 @@ def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None
     for name, task in tasks.items():
         if not re.fullmatch(_NAME, name):
             raise ConfigError(f"tasks.{name}", "must be named by letters, digits, _ and -, a letter first")
-        _check_kind(name, task)
-        _check_ranking_loss(name, task, group)
+        _check_losses(name, task, group)
         _check_metrics(name, task, group)
         comparable += [metric_name(tasks, name, m) for m in task.metric_names if m not in _NOT_COMPARABLE]
     if best not in ("auto", "none", *comparable):
@@ -209,22 +208,17 @@ def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None
         )
 
 
-def _check_kind(name: str, task: TaskSection) -> None:
+def _check_losses(name: str, task: TaskSection, group: str) -> None:
     if task.mask and task.mask == task.label:
         raise ConfigError(f"tasks.{name}.mask", "must be another column than its label", task.mask)
     losses = LOSSES[task.kind]
     if task.loss_name not in losses and not re.fullmatch(USER_FUNCTION, task.loss_name):
         rule = f"must be {' or '.join(losses)} where type is {task.kind}, or module:function"
         raise ConfigError(f"tasks.{name}.loss", rule, task.loss)
-
-
-def _check_ranking_loss(name: str, task: TaskSection, group: str) -> None:
     loss, key = task.ranking_loss, f"tasks.{name}.ranking_loss"
-    if not loss:
-        return
-    if task.kind == "classes":
+    if loss and task.kind == "classes":
         raise ConfigError(key, "is of type binary or regression: classes have no order", loss)
-    if not group:
+    if loss and not group:
         raise ConfigError(key, "needs data.group, the column whose values make groups", loss)
 
 

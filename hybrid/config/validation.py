@@ -12,12 +12,10 @@ from hybrid.config.data_sections import ColumnSection, DataSection
 from hybrid.config.resolved_columns import columns_of, sequence_length
 from hybrid.config.sections import (
     NETS,
-    DenseGroupSection,
     DenseSection,
     ProfileSection,
     RunConfig,
     ScheduleSection,
-    TrainSection,
     tasks_of,
 )
 from hybrid.config.table_sections import TableSection, check_all_rows, table_placement
@@ -32,20 +30,17 @@ _OF_WHOLE_MATRICES = ("Adafactor", "Muon")
 def check_rules(config: RunConfig) -> None:
     """Raise ConfigError if keys contradict each other."""
     _check_data(config)
-    _check_columns(config)
     _check_dense(config)
-    _check_groups(config)
-    if config.dense.tensor_size:
-        _check_tensor(config)
-    elif config.dense.tensor_plan:
-        rule = "needs dense.tensor_size, the number of trainers that split a net"
-        raise ConfigError("dense.tensor_plan", rule, config.dense.tensor_plan)
     check_tasks(config.all_tasks, config.data.group, config.checkpoint.keep_best)
-    _check_train(config.train)
-    _check_patience(config)
+    _check_train(config)
     for name, table in config.tables.items():
         check_workers(name, table_placement(config.embedding, table)["workers"], config.cluster.workers)
-        _check_first_rows(name, table)
+        for key in ("optimizer", "learning_rate"):
+            if table.frozen and (value := getattr(table, key)) is not None:
+                raise ConfigError(f"tables.{name}.{key}", "is not read of a table that is frozen", value)
+        if table.initial and not table.initial.endswith(".parquet") and table.init != "uniform":
+            rule = "leave init out: there are no random rows beside those of this file"
+            raise ConfigError(f"tables.{name}.initial", rule, table.initial)
     check_all_rows(config.embedding, config.tables, config.train.update)
     table_of_column(config.tables)
     check_schedule(config.schedule, config.schedule.steps or None)
@@ -78,7 +73,9 @@ def _check_data(config: RunConfig) -> None:
         check_columns(data, config.columns, config.tasks)
     if data.weighted_metrics and not data.weight:
         raise ConfigError("data.weighted_metrics", "needs data.weight, the column of the weights", True)
-    _check_split(data)
+    if data.split != "random" and (data.format == "synthetic" or data.test_path):
+        rule = "must be random where the test rows are given: by data.test_path, or in the built-in click log"
+        raise ConfigError("data.split", rule, data.split)
     check_fields(data)
     if data.shuffle_lanes and config.has_ranking_loss:
         rule = "must not have lanes if a loss is a ranking loss, which are shuffled whole"
@@ -86,24 +83,15 @@ def _check_data(config: RunConfig) -> None:
     if is_url(data.cache_folder) and config.has_ranking_loss:
         rule = "must be a folder where a loss is a ranking loss: whole groups are read from files"
         raise ConfigError("data.cache_folder", rule, data.cache_folder)
-
-
-def _check_columns(config: RunConfig) -> None:
-    if config.data.format == "synthetic":
+    if data.format == "synthetic":
         for name, section in config.columns.items():
-            # These two are of batches of the caller's own, too.
+            # These two apply to batches of the caller, too.
             if dataclasses.replace(section, pooling=None, max_ids=0) != ColumnSection():
                 rule = "is not read where data.format is synthetic, but for pooling and max_ids"
                 raise ConfigError(f"columns.{name}", rule)
             sequence_length(name, section)
-    elif config.data.format != "criteo":  # which may leave the names of its columns to the format
-        columns_of(config.data, config.columns)
-
-
-def _check_split(data: DataSection) -> None:
-    if data.split != "random" and (data.format == "synthetic" or data.test_path):
-        rule = "must be random where the test rows are given: by data.test_path, or in the built-in click log"
-        raise ConfigError("data.split", rule, data.split)
+    elif data.format != "criteo":  # which may leave the names of its columns to the format
+        columns_of(data, config.columns)
 
 
 def check_columns(
@@ -148,27 +136,25 @@ def _check_dense(config: RunConfig) -> None:
         units = getattr(dense, name)
         if min(units, default=1) < 1:
             raise ConfigError(f"dense.{name}", "must hold integers of at least 1", units)
-
-
-def _check_groups(config: RunConfig) -> None:
     for name, group in config.dense_groups.items():
         key = f"dense_groups.{name}.parameters"
         if not group.parameters:
             raise ConfigError(key, "must name parameters", group.parameters)
-        if not _is_rate(group):
+        try:
+            is_rate = group.learning_rate is None or 0 < group.learning_rate < math.inf
+        except ValueError:
+            is_rate = False
+        if not is_rate:
             rule = "lr must be a finite number, above 0"
             raise ConfigError(f"dense_groups.{name}.optimizer_options", rule, group.optimizer_options)
         for pattern in group.parameters:
             if pattern.startswith("remote.") and not config.dense.remote_mlp:
                 raise ConfigError(key, "must name parameters, and there is no dense.remote_mlp", pattern)
-
-
-def _is_rate(group: DenseGroupSection) -> bool:
-    """Whether the learning rate of a group is valid, if it has one."""
-    try:
-        return group.learning_rate is None or 0 < group.learning_rate < math.inf
-    except ValueError:
-        return False
+    if dense.tensor_size:
+        _check_tensor(dense, config.cluster.trainers)
+    elif dense.tensor_plan:
+        rule = "needs dense.tensor_size, the number of trainers that split a net"
+        raise ConfigError("dense.tensor_plan", rule, dense.tensor_plan)
 
 
 def check_device(dense: DenseSection) -> None:
@@ -180,8 +166,7 @@ def check_device(dense: DenseSection) -> None:
         raise ConfigError("dense.device", "must hold cpu and cuda:N, such as cuda:0,cuda:1", dense.device)
 
 
-def _check_tensor(config: RunConfig) -> None:
-    dense, trainers = config.dense, config.cluster.trainers
+def _check_tensor(dense: DenseSection, trainers: int) -> None:
     if dense.devices:
         raise ConfigError("dense.device", "must be one device with dense.tensor_size", dense.device)
     if trainers % dense.tensor_size:
@@ -193,29 +178,26 @@ def _check_tensor(config: RunConfig) -> None:
     if dense.compile != "none":
         raise ConfigError("dense.compile", "must be none with dense.tensor_size", dense.compile)
     if dense.optimizer_name in _OF_WHOLE_MATRICES:
-        rule = "looks at whole matrices, of which a trainer has a part with dense.tensor_size"
+        rule = "needs whole matrices, and with dense.tensor_size each trainer has a slice"
         raise ConfigError("dense.optimizer", rule, dense.optimizer)
 
 
-def _check_train(train: TrainSection) -> None:
+def _check_train(config: RunConfig) -> None:
+    train = config.train
     if train.update == "async":
         rule = "needs train.update = sync or pipelined, whose steps all trainers take together"
         if train.clip_norm is not None:
             raise ConfigError("train.clip_norm", rule, train.clip_norm)
         if train.non_finite == "skip":
             raise ConfigError("train.non_finite", rule, train.non_finite)
-
-
-def _check_patience(config: RunConfig) -> None:
-    patience = config.train.patience
-    if not patience:
+    if not train.patience:
         return
     if config.checkpoint.keep_best == "none":
         rule = "must name a metric where train.patience ends the run by it"
         raise ConfigError("checkpoint.keep_best", rule, "none")
     if not config.data.test_path and not config.data.test_fraction:
         rule = "needs test rows to evaluate on: set data.test_path, or data.test_fraction above 0"
-        raise ConfigError("train.patience", rule, patience)
+        raise ConfigError("train.patience", rule, train.patience)
 
 
 def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
@@ -224,16 +206,6 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
         if not 0 <= index < num_workers:
             rule = f"must hold worker indices from 0 to {num_workers - 1}"
             raise ConfigError(f"tables.{table}.placement", rule, index)
-
-
-def _check_first_rows(name: str, table: TableSection) -> None:
-    for key in ("optimizer", "learning_rate"):
-        if table.frozen and (value := getattr(table, key)) is not None:
-            raise ConfigError(f"tables.{name}.{key}", "is not read of a table that is frozen", value)
-    whole = table.initial and not table.initial.endswith(".parquet")
-    if whole and table.init != "uniform":
-        rule = "leave init out: there are no random rows beside those of this file"
-        raise ConfigError(f"tables.{name}.initial", rule, table.initial)
 
 
 def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:

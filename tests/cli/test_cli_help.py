@@ -11,8 +11,7 @@ import pytest
 from support.commands import ROOT, output_of, settings
 
 from hybrid.config import RunConfig
-from hybrid.config.loading import load_config
-from hybrid.config.reference_page import describe
+from hybrid.config.loading import describe, load_config
 from workers.cli import main
 
 COMMANDS = [

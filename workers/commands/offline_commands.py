@@ -6,8 +6,7 @@ import os
 
 import psutil
 
-from hybrid.config.loading import to_toml
-from hybrid.config.reference_page import describe
+from hybrid.config.loading import describe, to_toml
 from hybrid.errors import ConfigError
 from hybrid.security.secret import VARIABLE, Secret
 from workers.arguments import EXPORTS, STREAM

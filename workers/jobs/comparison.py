@@ -21,8 +21,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.config import RunConfig
 from hybrid.config.task_sections import metric_name, metric_title
-from hybrid.custom_loop.backend import BACKEND
-from hybrid.custom_loop.single_process import SingleProcess
+from hybrid.custom_loop.backend import BACKEND, SingleProcess
 from hybrid.data.batches.batch_loader import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.prepare.dataset_location import open_split

@@ -19,8 +19,7 @@ from hybrid.config import (
     TableSection,
     TrainSection,
 )
-from hybrid.config.loading import load_config, read_toml_text, to_toml, validate, with_own
-from hybrid.config.reference_page import describe
+from hybrid.config.loading import describe, load_config, read_toml_text, to_toml, validate, with_own
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError
 

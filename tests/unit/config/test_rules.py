@@ -36,7 +36,7 @@ def test_forms_that_go_together_pass() -> None:
         ({"tensor_size": 3}, "dense.tensor_size = 3: must divide cluster.trainers, which is 4"),
         ({"tensor_size": 2, "net": "mine:net"}, "dense.tensor_plan = (): must say how the layers"),
         ({"tensor_size": 2, "compile": "script"}, "dense.compile = 'script': must be none"),
-        ({"tensor_size": 2, "optimizer": "Muon"}, "dense.optimizer = 'Muon': looks at whole matrices"),
+        ({"tensor_size": 2, "optimizer": "Muon"}, "dense.optimizer = 'Muon': needs whole matrices"),
         ({"tensor_size": 2, "device": "cpu,cpu"}, "dense.device = 'cpu,cpu': must be one device"),
         ({"tensor_plan": ("head = rowwise",)}, "dense.tensor_plan = ('head = rowwise',): needs dense.tensor"),
         ({"device": "cpu,cuda"}, "dense.device = 'cpu,cuda': must hold cpu and cuda:N"),
