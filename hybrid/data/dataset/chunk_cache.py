@@ -89,15 +89,29 @@ class ChunkCache:
         self._free = list(range(self.num_slots))
         self._arrivals: dict[int, Future[None]] = {}
         self._pins: Counter[int] = Counter()
-        self._unused: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # chunks that are not pinned, the least recently used first
+        # Chunks that are not pinned, the least recently used first.
+        self._unused: OrderedDict[int, None] = OrderedDict()
         self._tasks: _Tasks = SimpleQueue()
         self._threads: list[threading.Thread] = []
         weakref.finalize(self, _end, self._tasks)
         self._count_lock = threading.Lock()
         self.lock = threading.Lock()
-        self._map()
+        sizes = [self.num_slots * self._slot_rows(array) * array.row_bytes for array in layout.arrays]
+        starts = np.cumsum([0, *(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]).tolist()
+        try:
+            self._local = tempfile.TemporaryFile(dir=folder, prefix="hybrid-")  # noqa: SIM115
+            weakref.finalize(self, self._local.close)
+            self._local.truncate(max(mmap.PAGESIZE, starts[-1]))
+            memory = mmap.mmap(self._local.fileno(), 0, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise self._refused(error) from error
+        self._starts = {array.name: start for array, start in zip(layout.arrays, starts, strict=False)}
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        for array in layout.arrays:
+            shape = self.num_slots * self._slot_rows(array), *array.row_shape
+            count = int(np.prod(shape, dtype=np.int64))
+            values = np.frombuffer(memory, array.dtype, count, self._starts[array.name])
+            self.arrays[array.name] = values.reshape(shape)
 
     def fits(self, chunks: Iterable[int]) -> bool:
         """Return whether there is room to pin these chunks, too."""
@@ -107,8 +121,9 @@ class ChunkCache:
         """Keep these chunks until they are unpinned; begin to fetch those that are missing."""
         missing = []
         for chunk in sorted(chunks):
-            if not self._pins[chunk] and chunk in self._arrivals and _has_failed(self._arrivals[chunk]):
-                self._free.append(self._forget(chunk))
+            arrival = None if self._pins[chunk] else self._arrivals.get(chunk)
+            if arrival is not None and arrival.done() and (arrival.cancelled() or arrival.exception()):
+                self._free.append(self._forget(chunk))  # the fetch failed
             self._pins[chunk] += 1
             self._unused.pop(chunk, None)
             if chunk not in self._arrivals:
@@ -164,25 +179,6 @@ class ChunkCache:
             thread.join(timeout=_CLOSE_SECONDS)
         self._threads = []
 
-    def _map(self) -> None:
-        """Create the file, and map its arrays into memory."""
-        sizes = [self.num_slots * self._slot_rows(array) * array.row_bytes for array in self._layout.arrays]
-        starts = np.cumsum([0, *(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]).tolist()
-        try:
-            self._local = tempfile.TemporaryFile(dir=self._folder, prefix="hybrid-")  # noqa: SIM115
-            weakref.finalize(self, self._local.close)
-            self._local.truncate(max(mmap.PAGESIZE, starts[-1]))
-            memory = mmap.mmap(self._local.fileno(), 0, prot=mmap.PROT_READ)
-        except OSError as error:
-            raise self._refused(error) from error
-        self._starts = {array.name: start for array, start in zip(self._layout.arrays, starts, strict=False)}
-        self.arrays: dict[str, npt.NDArray[Any]] = {}
-        for array in self._layout.arrays:
-            shape = self.num_slots * self._slot_rows(array), *array.row_shape
-            count = int(np.prod(shape, dtype=np.int64))
-            values = np.frombuffer(memory, array.dtype, count, self._starts[array.name])
-            self.arrays[array.name] = values.reshape(shape)
-
     def _slot_rows(self, array: ChunkArray) -> int:
         """Return the number of rows of an array in a slot."""
         return _SLOT_ROWS if array.bag is None else self._most_ids[array.bag]
@@ -224,11 +220,11 @@ class ChunkCache:
         """
         pending = {chunk: arrival for chunk, arrival in arrivals.items() if not arrival.cancelled()}
         try:
-            for chunk, part in self._fetch(run, list(pending)):
+            for chunk, data in self._fetch(run, list(pending)):
                 if not pending[chunk].set_running_or_notify_cancel():
                     del pending[chunk]
                     continue
-                self._put(chunk, part)
+                self._put(chunk, data)
                 pending.pop(chunk).set_result(None)
         except BaseException as error:  # raised by :meth:`wait`
             for arrival in pending.values():
@@ -243,13 +239,13 @@ class ChunkCache:
         first, last = edges[run[0]], edges[run[1]]
         data = memoryview(self._read(first, last))
         for chunk in chunks:
-            part = data[edges[chunk] - first : edges[chunk + 1] - first]
-            if not self._index.fits(chunk, part):
-                part = memoryview(self._read(edges[chunk], edges[chunk + 1]))
-                if not self._index.fits(chunk, part):
+            content = data[edges[chunk] - first : edges[chunk + 1] - first]
+            if not self._index.fits(chunk, content):
+                content = memoryview(self._read(edges[chunk], edges[chunk + 1]))
+                if not self._index.fits(chunk, content):
                     where = f"bytes {edges[chunk]:,} to {edges[chunk + 1]:,}"
                     raise DataError(f"{self._url}: altered since it was prepared, {where}; delete its folder")
-            yield chunk, part
+            yield chunk, content
 
     def _read(self, start: int, stop: int) -> bytes:
         data = self._fetch_range(start, stop)
@@ -264,8 +260,11 @@ class ChunkCache:
         for array, rows in self._layout.unpack(data, num_rows, self._index.num_ids(chunk)):
             values = rows + slot * next(bag) if array.is_offsets else rows
             at = self._starts[array.name] + slot * self._slot_rows(array) * array.row_bytes
+            content = memoryview(values.tobytes())
             try:
-                _write(self._local.fileno(), memoryview(values.tobytes()), at)
+                while content:
+                    written = os.pwrite(self._local.fileno(), content, at)
+                    content, at = content[written:], at + written
             except OSError as error:
                 raise self._refused(error) from error
 
@@ -274,10 +273,6 @@ class ChunkCache:
             f"{self._folder}: cannot hold prepared data ({error.strerror}); "
             "set data.local_cache_folder, or data.local_cache_gb"
         )
-
-
-def _has_failed(arrival: Future[None]) -> bool:
-    return arrival.done() and (arrival.cancelled() or arrival.exception() is not None)
 
 
 def _work(tasks: _Tasks) -> None:
@@ -295,9 +290,3 @@ def _end(tasks: _Tasks) -> None:
                 arrival.cancel()
     for _ in range(FETCH_THREADS):
         tasks.put(None)
-
-
-def _write(descriptor: int, data: memoryview, at: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, at)
-        data, at = data[written:], at + written

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,16 +127,35 @@ class ChunkIndex:
     def __init__(self, table: npt.NDArray[np.int64]) -> None:
         self.table = table
         self.num_chunks = len(table) - 1
-        self.edges: list[int] = table[:, 0].tolist()
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, npt.NDArray[Any]], layout: ChunkLayout, num_rows: int) -> ChunkIndex:
+        """Return the index of a split, to which its chunks are added while they are written."""
+        starts = np.append(np.arange(0, num_rows, CHUNK_ROWS), num_rows)
+        table = np.zeros((len(starts), _FIRST_BAG + len(layout.bags)), np.int64)
+        for number, k in enumerate(layout.bags):
+            table[:, _FIRST_BAG + number] = arrays[f"bag_{k}_offsets"][starts]
+        return cls(table)
+
+    def add(self, chunk: int, data: bytes) -> None:
+        """Add the next chunk."""
+        self.table[chunk, 1:_FIRST_BAG] = _checksum(data)
+        self.table[chunk + 1, 0] = self.table[chunk, 0] + len(data)
 
     @classmethod
     def read(cls, stored: bytes, layout: ChunkLayout, num_rows: int, name: str) -> ChunkIndex:
-        """Parse an index; DataError if it is of another split."""
+        """Parse the bytes of a table; DataError if it is of another split."""
         table = np.frombuffer(stored, np.int64)
         shape = (-(-num_rows // CHUNK_ROWS) + 1, _FIRST_BAG + len(layout.bags))
         if table.size != shape[0] * shape[1]:
             raise DataError(f"{name}: is not an index of {num_rows:,} rows")
         return cls(table.reshape(shape))
+
+    @cached_property
+    def edges(self) -> list[int]:
+        """The first byte of each chunk, and the end of the last."""
+        edges: list[int] = self.table[:, 0].tolist()
+        return edges
 
     @property
     def total_ids(self) -> list[int]:
@@ -157,25 +177,6 @@ class ChunkIndex:
     def fits(self, chunk: int, data: memoryview) -> bool:
         """Return whether these are the bytes of a chunk, by its checksum."""
         return bool((_checksum(data) == self.table[chunk, 1:_FIRST_BAG]).all())
-
-
-class IndexBuilder:
-    """Builds the index of a file while its chunks are written."""
-
-    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], layout: ChunkLayout, num_rows: int) -> None:
-        starts = np.append(np.arange(0, num_rows, CHUNK_ROWS), num_rows)
-        self._table = np.zeros((len(starts), _FIRST_BAG + len(layout.bags)), np.int64)
-        for number, k in enumerate(layout.bags):
-            self._table[:, _FIRST_BAG + number] = arrays[f"bag_{k}_offsets"][starts]
-
-    def add(self, chunk: int, data: bytes) -> None:
-        """Add the next chunk."""
-        self._table[chunk, 1:_FIRST_BAG] = _checksum(data)
-        self._table[chunk + 1, 0] = self._table[chunk, 0] + len(data)
-
-    def stored(self) -> bytes:
-        """Return the bytes that :meth:`ChunkIndex.read` parses."""
-        return self._table.tobytes()
 
 
 def _checksum(data: bytes | memoryview) -> npt.NDArray[np.int64]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +141,14 @@ class DataManifest:
             return cls(
                 InputSpec(tuple(spec["dense_features"]), features),
                 {split: DatasetReport.of(report) for split, report in content["splits"].items()},
-                {split: tuple(map(_input_file, files)) for split, files in content["inputs"].items()},
+                # Files of former versions have a checksum "whole" as well.
+                {
+                    split: tuple(
+                        InputFile(**{name: value for name, value in file.items() if name != "whole"})
+                        for file in files
+                    )
+                    for split, files in content["inputs"].items()
+                },
                 {name: StoredFile(**file) for name, file in content["stored"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -157,8 +163,15 @@ class DataManifest:
         if split not in self.splits:
             raise DataError(f"{folder / FILE_NAME}: has no split {split}")
         for name, file in self.stored.items():
-            if Path(name).parts[0] not in self.splits or Path(name).parts[0] == split:
-                _compare(folder / name, file.sampled, sampled_checksum)
+            top = Path(name).parts[0]
+            if top in self.splits and top != split:
+                continue
+            try:
+                found = sampled_checksum(folder / name)
+            except OSError as error:
+                raise DataError(f"{folder / name}: cannot be read ({error})") from error
+            if found != file.sampled:
+                raise DataError(f"{folder / name}: altered since it was prepared")
 
     def check_same(self, now: DataManifest, remedy: str) -> None:
         """Raise DataError, with the file and ``remedy``, if ``now`` has other samples."""
@@ -167,7 +180,7 @@ class DataManifest:
         for split, before in self.inputs.items():
             files = now.inputs.get(split, ())
             for then, file in zip(before, files, strict=False):
-                if not file.has_content_of(then):
+                if file.sampled != then.sampled:
                     raise DataError(f"{file.path}: has changed since the run began; {remedy}")
             if len(files) != len(before):
                 known = f"{len(files)} {split} file(s), and {len(before)} when the run began"
@@ -175,17 +188,3 @@ class DataManifest:
         raise DataError(
             f"the data section makes other samples of its files than when the run began; {remedy}"
         )
-
-
-def _input_file(stored: dict[str, Any]) -> InputFile:
-    """An input file as stored; files of former versions have a checksum ``whole`` as well."""
-    return InputFile(**{name: value for name, value in stored.items() if name != "whole"})
-
-
-def _compare(path: Path, expected: str, checksum: Callable[[Path], str]) -> None:
-    try:
-        found = checksum(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
-    if found != expected:
-        raise DataError(f"{path}: altered since it was prepared")

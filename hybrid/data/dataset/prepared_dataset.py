@@ -86,15 +86,10 @@ class PreparedDataset:
         self._dense, self._ids = arrays["dense"], arrays["ids"]
         self._labels, self._weights, self._groups = map(arrays.get, ("labels", "weights", "groups"))
         self.group_rows, self.group_starts = map(arrays.get, ("group_rows", "group_starts"))
-        self._bags = {
-            k: (arrays[f"bag_{k}_ids"], arrays[f"bag_{k}_offsets"])
+        self._bags = {  # of each multi-hot feature, its ids, offsets and weights
+            k: (arrays[f"bag_{k}_ids"], arrays[f"bag_{k}_offsets"], arrays.get(f"bag_{k}_weights"))
             for k, feature in enumerate(input_spec.sparse_features)
             if feature.multi_hot
-        }
-        self._id_weights = {
-            k: arrays[f"bag_{k}_weights"]
-            for k, feature in enumerate(input_spec.sparse_features)
-            if feature.weighted
         }
 
     @classmethod
@@ -139,7 +134,7 @@ class PreparedDataset:
     @property
     def total_ids(self) -> Sequence[int]:
         """The number of ids of each multi-hot feature in all samples."""
-        return [len(ids_L) for ids_L, _ in self._bags.values()]
+        return [len(ids_L) for ids_L, *_ in self._bags.values()]
 
     @property
     def ids_per_sample(self) -> dict[str, float]:
@@ -186,10 +181,10 @@ class PreparedDataset:
         if self._labels is not None:
             labels = _by_task(self._labels.take(rows, axis=0))
         bags = []
-        for k, (ids_L, offsets) in self._bags.items():
+        for ids_L, offsets, weights_L in self._bags.values():
             positions_L, lengths_B = positions(offsets, rows)
-            weights_L = self._id_weights[k][positions_L] if k in self._id_weights else None
-            bags.append(Bags(ids_L[positions_L], lengths_B, weights_L))
+            weights = None if weights_L is None else weights_L[positions_L]
+            bags.append(Bags(ids_L[positions_L], lengths_B, weights))
         return Batch(
             torch.from_numpy(self._dense.take(rows, axis=0)),
             sparse_features(self._ids.take(rows, axis=0), bags, self.input_spec.sparse_features),

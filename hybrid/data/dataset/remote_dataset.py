@@ -32,7 +32,6 @@ from hybrid.data.dataset.chunk_index import (
     ChunkArray,
     ChunkIndex,
     ChunkLayout,
-    IndexBuilder,
 )
 from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.dataset.fetched_split import FetchedDataset
@@ -123,16 +122,16 @@ def send(
         checksums[name] = digest.hexdigest()
 
     for split, split_report in manifest.splits.items():
-        arrays = map_arrays(folder / split)
+        arrays, num_rows = map_arrays(folder / split), split_report.num_rows
         targets[split] = [
             ChunkArray(n, arrays[n].dtype, arrays[n].shape[1:]) for n in _TARGETS if n in arrays
         ]
         for name, layout in _layouts(manifest, targets[split]).items():
             path = f"{split}/{name}"
-            index = IndexBuilder(arrays, layout, split_report.num_rows)
             progress = Progress(report, f"sending {remote.url(path)}")
-            remote.write(path, _chunks(arrays, layout, split_report.num_rows, index, progress, check))
-            write(path + INDEX, [index.stored()])
+            index = ChunkIndex.of(arrays, layout, num_rows)
+            remote.write(path, _chunks(arrays, layout, num_rows, index, progress, check))
+            write(path + INDEX, [index.table.tobytes()])
         rows = arrays[SOURCE_ROWS]
         write(
             f"{split}/{SOURCE_ROWS}",
@@ -153,11 +152,11 @@ def _chunks(
     arrays: dict[str, npt.NDArray[Any]],
     layout: ChunkLayout,
     num_rows: int,
-    index: IndexBuilder,
+    index: ChunkIndex,
     progress: Progress,
     check: Callable[[], None],
 ) -> Iterator[bytes]:
-    for chunk in range(-(-num_rows // CHUNK_ROWS)):
+    for chunk in range(index.num_chunks):
         check()
         data = layout.pack(arrays, chunk, num_rows)
         index.add(chunk, data)

@@ -103,24 +103,21 @@ class ShuffledOrder(_Windows):
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """See :class:`Order`."""
-        parts = [np.empty(0, np.int64)]
+        chosen = [np.empty(0, np.int64)]
         while start < stop:
             window, first, last = self._window_of(start)
             end = min(stop, last)
-            parts.append(self._shuffled(window)[start - first : end - first])
+            if self._held is None or self._held[0] != window:
+                rows = self._rows(window)
+                np.random.default_rng((*self._key, _WINDOW_STREAM, window)).shuffle(rows)
+                self._held = (window, rows)
+            chosen.append(self._held[1][start - first : end - first])
             start = end
-        return np.concatenate(parts)
+        return np.concatenate(chosen)
 
     def chunks_at_once(self, batch_size: int, num_slices: int) -> int:
         """See :class:`Order`: a slice may have rows of all chunks of a window."""
         return min(2 * self._window_chunks, len(self._chunks))
-
-    def _shuffled(self, window: int) -> npt.NDArray[np.int64]:
-        if self._held is None or self._held[0] != window:
-            rows = self._rows(window)
-            np.random.default_rng((*self._key, _WINDOW_STREAM, window)).shuffle(rows)
-            self._held = (window, rows)
-        return self._held[1]
 
 
 class LaneOrder(_Windows):
@@ -142,16 +139,21 @@ class LaneOrder(_Windows):
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """See :class:`Order`: the rows of lane 0, then those of lane 1, and so on."""
-        parts: list[list[npt.NDArray[np.int64]]] = [[np.empty(0, np.int64)] for _ in self._turns_L]
+        chosen: list[list[npt.NDArray[np.int64]]] = [[np.empty(0, np.int64)] for _ in self._turns_L]
         while start < stop:
             window, first, last = self._window_of(start)
             end = min(stop, last)
             before_L, *cuts_L = (self._given_L(position) for position in (first, start, end))
             starts_L, stops_L = ((cut_L - before_L).tolist() for cut_L in cuts_L)
-            for lane, rows in enumerate(self._lanes(window, first, last)):
-                parts[lane].append(rows[starts_L[lane] : stops_L[lane]])
+            if self._held is None or self._held[0] != window:
+                lanes = np.split(self._rows(window), (self._given_L(last) - before_L).cumsum()[:-1])
+                for lane, rows in enumerate(lanes):
+                    np.random.default_rng((*self._key, _LANE_STREAM, window, lane)).shuffle(rows)
+                self._held = (window, lanes)
+            for lane, rows in enumerate(self._held[1]):
+                chosen[lane].append(rows[starts_L[lane] : stops_L[lane]])
             start = end
-        return np.concatenate([rows for lane in parts for rows in lane])
+        return np.concatenate([rows for lane in chosen for rows in lane])
 
     def chunks_at_once(self, batch_size: int, num_slices: int) -> int:
         """See :class:`Order`: those of a slice's lanes, of one more on either side, and of their edges."""
@@ -163,13 +165,3 @@ class LaneOrder(_Windows):
     def _given_L(self, position: int) -> npt.NDArray[np.int64]:
         """Return how many of the first ``position`` rows of the epoch each lane has."""
         return (position + self._turns_L) // len(self._turns_L)
-
-    def _lanes(self, window: int, first: int, last: int) -> list[npt.NDArray[np.int64]]:
-        """Return the rows of a window, lane by lane, each shuffled."""
-        if self._held is None or self._held[0] != window:
-            sizes_L = self._given_L(last) - self._given_L(first)
-            lanes = np.split(self._rows(window), sizes_L.cumsum()[:-1])
-            for lane, rows in enumerate(lanes):
-                np.random.default_rng((*self._key, _LANE_STREAM, window, lane)).shuffle(rows)
-            self._held = (window, lanes)
-        return self._held[1]

@@ -18,13 +18,7 @@ import pyarrow as pa
 
 from hybrid.checkpoint.checkpoint_folders import vocabulary_path
 from hybrid.config import TableSection
-from hybrid.data.encode.fitting import (
-    FittedStatistics,
-    RankedValues,
-    other_encoding,
-    value_encoding,
-    vocabularies,
-)
+from hybrid.data.encode.fitting import FittedStatistics, RankedValues, fitted_encoding, vocabularies
 from hybrid.data.encode.sparse_encoding import Bags, SparseEncoding
 from hybrid.data.encode.vocabulary import (
     NO_VALUES,
@@ -91,10 +85,8 @@ class FeatureEncoder:
             raise DataError("no row is left to train on; check data.path and data.test_fraction")
         of_column = {k: ranked[name] for name, ks in vocabularies(layout.sparse, tables).items() for k in ks}
         sparse = tuple(
-            value_encoding(column, of_column[k], multi_hot=bool(statistics.several_K[k]))
-            if k in of_column
-            else other_encoding(column, statistics.quantiles_K[k], multi_hot=bool(statistics.several_K[k]))
-            for k, column in enumerate(layout.sparse)
+            fitted_encoding(column, of_column.get(k), statistics.quantiles_K[k], multi_hot=bool(several))
+            for k, (column, several) in enumerate(zip(layout.sparse, statistics.several_K, strict=True))
         )
         return cls(statistics.moments.encodings(layout.dense), sparse)
 

@@ -19,9 +19,8 @@ from hybrid.data.encode.sparse_encoding import SparseEncoding
 from hybrid.data.encode.vocabulary import Vocabulary
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.values import dates
-from hybrid.data.values.buckets import Quantiles
 from hybrid.data.values.column_values import is_list
-from hybrid.data.values.scaling import Moments
+from hybrid.data.values.scaling import Moments, Quantiles
 
 
 class ValueCounts(NamedTuple):
@@ -124,33 +123,34 @@ def rank(counts: Sequence[ValueCounts]) -> tuple[RankedValues, list[npt.NDArray[
     return ranked, np.split(rank_U[index_D], ends)
 
 
-def value_encoding(column: Column, ranked: RankedValues, *, multi_hot: bool) -> SparseEncoding:
-    """Return the encoding of a column of values, from the values of all columns that share its vocabulary."""
-    known = ranked.count_known(column.min_count)
-    # Without one of its rows, a value that occurs min_count times is unknown.
-    unknown_alone = int(ranked.counts_V[ranked.count_known(column.min_count + 1) :].sum())
-    return SparseEncoding(
-        column.name,
-        "build",
-        1 + known,
-        multi_hot or column.kind == "weighted",
-        Vocabulary(ranked.values.slice(0, known)),
-        unknown_alone / max(1, int(ranked.counts_V.sum())),
-        weighted=column.kind == "weighted",
-    )
-
-
-def other_encoding(column: Column, quantiles: Quantiles, *, multi_hot: bool) -> SparseEncoding:
-    """Return the encoding of a column without a vocabulary.
+def fitted_encoding(
+    column: Column, ranked: RankedValues | None, quantiles: Quantiles, *, multi_hot: bool
+) -> SparseEncoding:
+    """Return the encoding of a column of data.sparse.
 
     Args:
+        ranked: the values of all columns that share its vocabulary; None if it has no vocabulary.
         quantiles: of its numbers, if they bound its buckets.
+        multi_hot: whether a training row has several values.
     """
+    weighted = column.kind == "weighted"
+    is_bag = column.kind != "cross" and (multi_hot or weighted)
+    if ranked is not None:
+        known = ranked.count_known(column.min_count)
+        # Without one of its rows, a value that occurs min_count times is unknown.
+        unknown_alone = int(ranked.counts_V[ranked.count_known(column.min_count + 1) :].sum())
+        return SparseEncoding(
+            column.name,
+            "build",
+            1 + known,
+            is_bag,
+            Vocabulary(ranked.values.slice(0, known)),
+            unknown_alone / max(1, int(ranked.counts_V.sum())),
+            weighted=weighted,
+        )
     if column.kind in ("buckets", "hour", "weekday"):
         bounds = dates.BOUNDS.get(column.kind, column.bounds)
         if column.kind == "buckets" and column.quantiles:
             bounds = quantiles.bounds(column.quantiles)
         return SparseEncoding(column.name, "buckets", 2 + len(bounds), bounds=bounds)
-    weighted = column.kind == "weighted"
-    is_bag = column.kind != "cross" and (multi_hot or weighted)
     return SparseEncoding(column.name, "hash", column.hash_rows, is_bag, weighted=weighted)

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hybrid.data.encode.vocabulary import NO_VALUES, Vocabulary
-from hybrid.data.values.buckets import bucket_of
 from hybrid.data.values.canonical import stable_hashes
 from hybrid.data.values.column_values import is_list
+from hybrid.data.values.scaling import bucket_of
 
 
 class Bags(NamedTuple):

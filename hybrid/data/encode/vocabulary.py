@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import overload
 
@@ -155,28 +156,21 @@ def read_vocabularies(path: StoragePath, sha256: str) -> list[Vocabulary]:
     """
     try:
         with local_copy(path, sha256) as local:
-            return _read(local, str(path), sha256)
+            if compute_checksum(local) != sha256:
+                raise DataError(f"{path}: altered since it was written")
+            with pq.ParquetFile(local) as file:
+                metadata = file.metadata
+                check_claims(local, file, [0])
+                columns = [metadata.row_group(group).column(0) for group in range(metadata.num_row_groups)]
+                if any(not _ENCODINGS.issuperset(column.encodings) for column in columns):
+                    raise ValueError("its values are not encoded as this program writes them")
+                if metadata.num_rows > max(_GROUP_ROWS, local.stat().st_size * MAX_VALUES_PER_BYTE):
+                    raise ValueError(f"it claims {metadata.num_rows:,} values")
+                sizes: list[int] = json.loads((file.schema_arrow.metadata or {})[_SIZES])
+                values = file.read().column(_COLUMN).combine_chunks()
+        if values.null_count or sum(sizes) != len(values) or any(size < 0 for size in sizes):
+            raise ValueError("its values are not as many as its metadata say")
     except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-
-
-def _read(path: Path, name: str, sha256: str) -> list[Vocabulary]:
-    if compute_checksum(path) != sha256:
-        raise DataError(f"{name}: altered since it was written")
-    with pq.ParquetFile(path) as file:
-        metadata = file.metadata
-        check_claims(path, file, [0])
-        columns = [metadata.row_group(group).column(0) for group in range(metadata.num_row_groups)]
-        if any(not _ENCODINGS.issuperset(column.encodings) for column in columns):
-            raise ValueError("its values are not encoded as this program writes them")
-        if metadata.num_rows > max(_GROUP_ROWS, path.stat().st_size * MAX_VALUES_PER_BYTE):
-            raise ValueError(f"it claims {metadata.num_rows:,} values")
-        sizes: list[int] = json.loads((file.schema_arrow.metadata or {})[_SIZES])
-        values = file.read().column(_COLUMN).combine_chunks()
-    if values.null_count or sum(sizes) != len(values) or any(size < 0 for size in sizes):
-        raise ValueError("its values are not as many as its metadata say")
-    vocabularies, start = [], 0
-    for size in sizes:
-        vocabularies.append(Vocabulary(values.slice(start, size)))
-        start += size
-    return vocabularies
+    starts = [0, *accumulate(sizes)]
+    return [Vocabulary(values.slice(start, size)) for start, size in zip(starts, sizes, strict=False)]

@@ -91,13 +91,6 @@ class Layout:
         """The transforms of the dense columns."""
         return [column.transform for column in self.dense]
 
-    @property
-    def columns_without_targets(self) -> tuple[str, ...]:
-        """``data.columns`` of a file without labels."""
-        features = {source for column in (*self.dense, *self.sparse) for source in column.sources}
-        targets = {name for _, name in self.targets.columns() if name not in features}
-        return tuple(name for name in self.data.columns if name not in targets)
-
     def require(self, names: Sequence[str], path: StoragePath) -> None:
         """Check that ``path``, whose columns are ``names``, has every required one, once.
 

@@ -8,7 +8,7 @@ line, and not the lines after it.
 import csv
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -38,13 +38,6 @@ from hybrid.storage.remote_path import StoragePath
 MAX_BLOCK_BYTES = 1 << 30
 PEEK_BYTES = 1 << 20
 PEEK_LINES = 100
-
-
-class _Lines(NamedTuple):
-    """Lines, and whether the last row of them is known to be complete."""
-
-    block: bytes
-    ends_row: bool
 
 
 class TableBlock(NamedTuple):
@@ -94,8 +87,7 @@ def read_span(
     with open_text(path) as file:
         head = file.read(PEEK_BYTES)
     blocks = whole_lines(path, chunks, is_start=is_first)
-    ended = _open_ended(blocks) if is_last else _ended(blocks)
-    yield from _tables(path, head, ended, layout, is_first=is_first)
+    yield from _tables(path, head, blocks, layout, is_first=is_first, is_last=is_last)
 
 
 def record_start(path: StoragePath, at: int, layout: Layout) -> int:
@@ -145,41 +137,27 @@ def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> I
         raise DataError(f"{path}: is packed by gzip; unpack it, such as by zcat")
     if not head.strip():
         raise DataError(f"{path}: no rows")
-    yield from _tables(path, head, _open_ended(chain([head], blocks)), layout)
+    yield from _tables(path, head, chain([head], blocks), layout)
 
 
 def _tables(
     path: StoragePath,
     head: bytes,
-    blocks: Iterator[_Lines],
+    blocks: Iterator[bytes],
     layout: Layout,
     *,
     is_first: bool = True,
+    is_last: bool = True,
 ) -> Iterator[TableBlock]:
     """Yield the required columns of the lines of ``blocks``, of a file that begins with ``head``."""
     names, header_lines = column_names(path, head[:PEEK_BYTES], layout)
     layout.require(names, path)
     parser = _Parser(names, layout)
     line = 1
-    for block in parser.whole_records(blocks):
+    for block in parser.whole_records(blocks, is_last=is_last):
         lines = Lines(block, line, max(0, header_lines - line + 1) if is_first else 0)
         yield parser.parse(lines)
         line += lines.count
-
-
-def _open_ended(blocks: Iterator[bytes]) -> Iterator[_Lines]:
-    """Yield blocks, none of which is known to end with a row."""
-    return (_Lines(block, False) for block in blocks)
-
-
-def _ended(blocks: Iterator[bytes]) -> Iterator[_Lines]:
-    """Yield blocks, the last of which ends with a row."""
-    block = next(blocks, b"")
-    for following in blocks:
-        yield _Lines(block, False)
-        block = following
-    if block:
-        yield _Lines(block, True)
 
 
 class _Parser:
@@ -199,12 +177,17 @@ class _Parser:
             check_utf8=False,
         )
 
-    def whole_records(self, blocks: Iterator[_Lines]) -> Iterator[bytes]:
-        """Yield the same lines, in blocks that do not end within a row."""
+    def whole_records(self, blocks: Iterator[bytes], *, is_last: bool) -> Iterator[bytes]:
+        """Yield the same lines, in blocks that do not end within a row.
+
+        Args:
+            is_last: whether the file ends with the blocks. Otherwise the last of them ends with a row.
+        """
         rest = b""
-        for each in blocks:
-            block = rest + each.block
-            cut = None if each.ends_row else self.open_tail(block)
+        pairs = zip(blocks, repeat(b"more")) if is_last else pairwise(chain(blocks, [b""]))
+        for block, following in pairs:
+            block = rest + block
+            cut = self.open_tail(block) if following else None
             rest = b"" if cut is None else block[cut:]
             if whole := block[:cut]:
                 yield whole
@@ -285,8 +268,18 @@ def column_names(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequen
     """Return the names of the columns by position, and the number of lines up to the header."""
     refuse_binary(path, head)
     text = head.decode("utf-8-sig", errors="replace")
-    lines = enumerate(text.split("\n")[:PEEK_LINES], start=1)
-    peeked = [(number, _split(line.strip("\r"), layout)) for number, line in lines if line.strip()]
+    peeked = []
+    for number, line in enumerate(text.split("\n")[:PEEK_LINES], start=1):
+        if not line.strip():
+            continue
+        line = line.strip("\r")
+        fields = line.split(layout.data.delimiter)
+        if layout.quotes:
+            try:
+                fields = next(csv.reader([line], delimiter=layout.data.delimiter), [])
+            except csv.Error:  # a field beyond the limit of the csv module is no header and no row
+                fields = [line]
+        peeked.append((number, fields))
     if not layout.data.columns:
         if not peeked:
             raise DataError(f"{path}: the file is empty, expected a header line; check data.path")
@@ -297,17 +290,10 @@ def column_names(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequen
             )
         return [field.strip() for field in fields], number
     if not layout.with_labels:
-        rest = layout.columns_without_targets
+        features = {source for column in (*layout.dense, *layout.sparse) for source in column.sources}
+        targets = {name for _, name in layout.targets.columns() if name not in features}
+        rest = tuple(name for name in layout.data.columns if name not in targets)
         widths = [len(fields) for _, fields in peeked]
         if widths.count(len(rest)) > widths.count(len(layout.data.columns)):
             return rest, 0
     return layout.data.columns, 0
-
-
-def _split(line: str, layout: Layout) -> list[str]:
-    if not layout.quotes:
-        return line.split(layout.data.delimiter)
-    try:
-        return next(csv.reader([line], delimiter=layout.data.delimiter), [])
-    except csv.Error:  # a field beyond the limit of the csv module is no header and no row
-        return [line]

@@ -67,10 +67,6 @@ class InputFile:
             raise DataError(f"{path}: cannot be read ({error}); check the file and data.path") from error
         return cls(str(path), real_path, found.size, found.mtime_ns, sampled)
 
-    def has_content_of(self, other: InputFile) -> bool:
-        """Return whether the checksums of both are equal."""
-        return self.sampled == other.sampled
-
 
 def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
     """Return the files that ``paths`` name; of a folder, its files by name, without hidden ones.
@@ -90,36 +86,26 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
         found = storage.find_entry(path)
         if found is None:
             raise DataError(f"{path}: no such file or folder; check {key}")
+        inside = {path: False}
         if found.is_folder:
-            files += _files_in(path, key)
-            continue
-        _require_regular(path, key)
-        files.append(path)
+            if isinstance(path, RemotePath):
+                inside = {each.path: each.is_folder for each in storage.list_entries(path)}
+            else:
+                inside = {each: each.is_dir() for each in path.iterdir()}
+            inside = {each: is_folder for each, is_folder in inside.items() if each.name[0] not in "._"}
+            if not inside:
+                raise DataError(f"{path}: the folder holds no files; check {key}")
+        for each, is_folder in sorted(inside.items(), key=lambda entry: entry[0].name):
+            # The folder may hold more rows, or the test files: the user decides.
+            if is_folder:
+                raise DataError(
+                    f"{each}: is a folder in a folder, which is not read; name it in {key} if it is to be"
+                )
+            # A pipe, a socket or a device cannot be read twice.
+            if isinstance(each, Path) and each.exists() and not each.is_file():
+                raise DataError(f"{each}: is not a regular file; check {key}")
+            files.append(each)
     return tuple(files)
-
-
-def _files_in(folder: StoragePath, key: str) -> list[StoragePath]:
-    if isinstance(folder, RemotePath):
-        inside = {each.path: each.is_folder for each in storage.list_entries(folder)}
-    else:
-        inside = {path: path.is_dir() for path in folder.iterdir()}
-    files = {path: is_folder for path, is_folder in inside.items() if path.name[0] not in "._"}
-    for path, is_folder in files.items():
-        # The folder may hold more rows, or the test files: the user decides.
-        if is_folder:
-            raise DataError(
-                f"{path}: is a folder in a folder, which is not read; name it in {key} if it is to be"
-            )
-        _require_regular(path, key)
-    if not files:
-        raise DataError(f"{folder}: the folder holds no files; check {key}")
-    return sorted(files, key=lambda path: path.name)
-
-
-def _require_regular(path: StoragePath, key: str) -> None:
-    """Raise DataError for a pipe, a socket or a device, which cannot be read twice."""
-    if isinstance(path, Path) and path.exists() and not path.is_file():
-        raise DataError(f"{path}: is not a regular file; check {key}")
 
 
 def input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFile, ...]]:
@@ -136,7 +122,7 @@ def input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFi
     found = storage.map_concurrently(InputFile.of, (*paths, *test_paths))
     train, test = tuple(found[: len(paths)]), tuple(found[len(paths) :])
     for file in test:
-        same = (t for t in train if t.real_path == file.real_path or (t.size and t.has_content_of(file)))
+        same = (t for t in train if t.real_path == file.real_path or (t.size and t.sampled == file.sampled))
         if (twin := next(same, None)) is not None:
             rule = f"holds what the training file {twin.path} holds; a test on training rows tells nothing"
             raise ConfigError("data.test_path", rule, file.path)

@@ -43,12 +43,38 @@ def read_parquet(path: StoragePath, layout: Layout, groups: range | None = None)
     with _read_errors(path):
         with open_parquet(path) as source, pq.ParquetFile(source) as file:
             layout.require(file.schema_arrow.names, path)
-            columns = _columns_of(file, layout.required)
+            names, metadata = list(layout.required), file.metadata
+            texts, columns = [], []
+            for i in range(len(file.schema)):
+                column = file.schema.column(i)
+                # The columns of a list or a map have longer paths.
+                if column.path not in names and column.path.partition(".")[0] not in names:
+                    continue
+                columns.append(i)
+                if column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "DECIMAL":
+                    groups_of_column = (
+                        metadata.row_group(g).column(i) for g in range(metadata.num_row_groups)
+                    )
+                    if any(each.has_dictionary_page for each in groups_of_column):
+                        texts.append(column.path)
             check_claims(path, file, columns)
-            texts = [file.schema.column(i).path for i in columns if _has_dictionary(file, i)]
         # Reading texts as dictionaries takes no more than the file holds.
         with open_parquet(path) as source, pq.ParquetFile(source, read_dictionary=texts) as file:
-            yield from _blocks(path, file, list(layout.required), groups or range(file.num_row_groups))
+            first = 0
+            # A batch has rows of one row group: pyarrow does not join dictionaries within lists.
+            for group in groups or range(file.num_row_groups):
+                options = {"row_groups": [group], "columns": names, "use_threads": False}
+                for batch in file.iter_batches(BLOCK_ROWS, **options):
+                    whole = {name: without_maps(batch.column(name)) for name in names}
+                    start = 0
+                    while start < batch.num_rows:
+                        rest = {name: column.slice(start) for name, column in whole.items()}
+                        size = _count_fitting(path, rest, batch.num_rows - start)
+                        rows = np.arange(size)
+                        table = {name: column.slice(0, size) for name, column in rest.items()}
+                        yield TableBlock(table, first + rows + 1, rows, size, size, [])
+                        start += size
+                        first += size
 
 
 def parquet_names(path: StoragePath) -> list[str]:
@@ -77,23 +103,6 @@ def open_parquet(path: StoragePath) -> Iterator[Path | IO[bytes]]:
         yield path
 
 
-def _blocks(path: StoragePath, file: pq.ParquetFile, names: list[str], groups: range) -> Iterator[TableBlock]:
-    first = 0
-    # A batch has rows of one row group: pyarrow does not join dictionaries within lists.
-    for group in groups:
-        for batch in file.iter_batches(BLOCK_ROWS, row_groups=[group], columns=names, use_threads=False):
-            whole = {name: without_maps(batch.column(name)) for name in names}
-            start = 0
-            while start < batch.num_rows:
-                rest = {name: column.slice(start) for name, column in whole.items()}
-                size = _count_fitting(path, rest, batch.num_rows - start)
-                rows = np.arange(size)
-                table = {name: column.slice(0, size) for name, column in rest.items()}
-                yield TableBlock(table, first + rows + 1, rows, size, size, [])
-                start += size
-                first += size
-
-
 def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows: int) -> int:
     """Return how many rows, from the first, have texts of at most ``MAX_DECODED_BYTES``."""
     fitting = num_rows
@@ -118,20 +127,6 @@ def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows:
                 "check data.sparse, or leave such rows out of the file"
             )
     return fitting
-
-
-def _columns_of(file: pq.ParquetFile, names: Collection[str]) -> list[int]:
-    """Return the indices of the Parquet columns of some columns; those of a list or map have longer paths."""
-    paths = [file.schema.column(i).path for i in range(len(file.schema))]
-    return [i for i, path in enumerate(paths) if path in names or path.partition(".")[0] in names]
-
-
-def _has_dictionary(file: pq.ParquetFile, i: int) -> bool:
-    """Return whether a column holds texts and has a dictionary in a row group."""
-    column, metadata = file.schema.column(i), file.metadata
-    if column.physical_type != "BYTE_ARRAY" or column.logical_type.type == "DECIMAL":
-        return False
-    return any(metadata.row_group(g).column(i).has_dictionary_page for g in range(metadata.num_row_groups))
 
 
 def check_claims(path: StoragePath, file: pq.ParquetFile, columns: Collection[int]) -> None:

@@ -10,7 +10,7 @@ import gzip
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import IO, TypeAlias, cast
+from typing import IO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,8 +22,6 @@ from hybrid.data.parse.text_lines import BLOCK_BYTES, GZIP_MAGIC, open_text
 from hybrid.errors import HybridError
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
-
-_Cuts: TypeAlias = list[tuple[int, int]]
 
 SEGMENT_BLOCKS = 4
 SEGMENT_ROWS = 1 << 18  # of Parquet: a segment takes row groups until it has so many rows
@@ -65,15 +63,27 @@ def split_files(
 
 
 def _split_file(path: StoragePath, number: int, layout: Layout, block_bytes: int) -> Iterator[Segment]:
+    kind = "parquet" if layout.data.format == "parquet" else "text"
+    step = SEGMENT_BLOCKS * block_bytes
+    # Of each segment, the start and the nominal start (Parquet: the number of rows); then the end.
+    cuts = [(0, 0)]
     try:
         size = storage.file_size(path)
-        if layout.data.format == "parquet":
-            kind, cuts = "parquet", _cut_row_groups(path)
+        if kind == "parquet":
+            cuts = _cut_row_groups(path)
         else:
-            kind, cuts = _cut_text(path, size, layout, block_bytes)
+            with storage.open_reader(path, ahead=0) as file:
+                if file.read(2) == GZIP_MAGIC:
+                    kind = "whole"
+            nominals = range(step, size, step) if kind == "text" else ()
+            starts = storage.map_concurrently(lambda nominal: record_start(path, nominal, layout), nominals)
+            for start, nominal in zip(starts, nominals, strict=True):
+                if start > cuts[-1][0]:
+                    cuts.append((start, nominal))
+            cuts.append((size, size))
     except (OSError, pa.ArrowException, HybridError):
         # Reading the file raises the same error, after the errors of the segments before.
-        kind, size, cuts = "parquet" if layout.data.format == "parquet" else "whole", 0, [(0, 0), (0, 0)]
+        kind, size, cuts = "parquet" if kind == "parquet" else "whole", 0, [(0, 0), (0, 0)]
     last = len(cuts) - 2
     total = max(1, cuts[-1][0] - cuts[0][0])
     for i in range(last + 1):
@@ -82,21 +92,7 @@ def _split_file(path: StoragePath, number: int, layout: Layout, block_bytes: int
         yield Segment(path, number, kind, start, stop, nominal, segment_size, i == 0, i == last)
 
 
-def _cut_text(path: StoragePath, size: int, layout: Layout, block_bytes: int) -> tuple[str, _Cuts]:
-    """Return whether a file is "text" or read "whole", and the start and nominal start of each segment."""
-    with storage.open_reader(path, ahead=0) as file:
-        if file.read(2) == GZIP_MAGIC:
-            return "whole", [(0, 0), (size, size)]
-    cuts = [(0, 0)]
-    nominals = range(SEGMENT_BLOCKS * block_bytes, size, SEGMENT_BLOCKS * block_bytes)
-    starts = storage.map_concurrently(lambda nominal: record_start(path, nominal, layout), nominals)
-    for start, nominal in zip(starts, nominals, strict=True):
-        if start > cuts[-1][0]:
-            cuts.append((start, nominal))
-    return "text", [*cuts, (size, size)]
-
-
-def _cut_row_groups(path: StoragePath) -> _Cuts:
+def _cut_row_groups(path: StoragePath) -> list[tuple[int, int]]:
     """Return the first row group and the rows of each segment of a Parquet file, and the end."""
     with open_parquet(path) as source:
         metadata = pq.read_metadata(source)
@@ -127,42 +123,29 @@ def read_segment(
             rows += table.num_rows
             yield table, min(1.0, rows / max(1, segment.nominal))
         return
-    chunks = _Chunks(segment, block_bytes)
-    for table in read_span(
-        segment.path, iter(chunks), layout, is_first=segment.is_first, is_last=segment.is_last
-    ):
-        yield table, chunks.fraction
+    fraction = 0.0
 
-
-class _Chunks:
-    """The bytes of a segment of text, cut as :func:`read_text` cuts them.
-
-    Attributes:
-        fraction: of the segment that is read.
-    """
-
-    def __init__(self, segment: Segment, block_bytes: int) -> None:
-        self._segment = segment
-        self._block_bytes = block_bytes
-        self.fraction = 0.0
-
-    def __iter__(self) -> Iterator[bytes]:
-        segment, size = self._segment, max(1, self._segment.size)
+    def chunks() -> Iterator[bytes]:
+        """Yield the bytes of a segment of text, cut as :func:`read_text` cuts them."""
+        nonlocal fraction
+        size = max(1, segment.size)
         with open_text(segment.path) as file:
             if segment.format == "whole":
                 packed = cast(IO[bytes], file.fileobj if isinstance(file, gzip.GzipFile) else file)
-                while chunk := file.read(self._block_bytes):
-                    self.fraction = min(1.0, packed.tell() / size)
+                while chunk := file.read(block_bytes):
+                    fraction = min(1.0, packed.tell() / size)
                     yield chunk
                 return
             position = segment.start
             file.seek(position)
-            stop = segment.nominal + self._block_bytes
-            while position < segment.stop:
-                chunk = file.read(min(stop, segment.stop) - position)
-                if not chunk:
-                    return
+            stop = segment.nominal + block_bytes
+            while chunk := file.read(min(stop, segment.stop) - position):
                 position += len(chunk)
-                stop += self._block_bytes
-                self.fraction = (position - segment.start) / size
+                stop += block_bytes
+                fraction = (position - segment.start) / size
                 yield chunk
+
+    for table in read_span(
+        segment.path, chunks(), layout, is_first=segment.is_first, is_last=segment.is_last
+    ):
+        yield table, fraction

@@ -243,16 +243,16 @@ class RankedWriter:
 
 def read_ranked(folder: Path) -> RankedValues:
     """Return what a :class:`RankedWriter` wrote, mapped into memory."""
-    texts, ends, counts = (_map_file(folder / name) for name in _RANKED)
+    buffers = []
+    for name in _RANKED:
+        if not (folder / name).stat().st_size:  # an empty file cannot be mapped
+            buffers.append(pa.py_buffer(b""))
+            continue
+        with pa.memory_map(str(folder / name)) as file:
+            buffers.append(file.read_buffer())
+    texts, ends, counts = buffers
     values = pa.LargeStringArray.from_buffers(len(ends) // 8 - 1, ends, texts)
     return RankedValues(values, np.frombuffer(counts, np.int64))
-
-
-def _map_file(path: Path) -> pa.Buffer:
-    if not path.stat().st_size:  # an empty file cannot be mapped
-        return pa.py_buffer(b"")
-    with pa.memory_map(str(path)) as file:
-        return file.read_buffer()
 
 
 def counts_path(folder: Path, k: int) -> Path:

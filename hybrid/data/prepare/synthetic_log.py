@@ -118,11 +118,27 @@ class ClickLog:
             rng = np.random.default_rng((self._seed, _SAMPLE_STREAMS[split], block))
             size = min(BLOCK_ROWS, num_rows - start)
             dense_BF = rng.standard_normal((size, len(CRITEO_DENSE)), np.float32)
-            ids_KB = np.stack([_skewed_ids(rng, rows, size) for rows in TABLE_ROWS])
+            ids_KB = np.empty((len(TABLE_ROWS), size), np.int32)
+            for k, rows in enumerate(TABLE_ROWS):
+                u_B = rng.random(size, np.float32)
+                # u < 1, yet rows * u**3 may round up to rows.
+                ids_KB[k] = np.minimum((rows * u_B * u_B * u_B).astype(np.int32), rows - 1)
             logits_B = self._logits(dense_BF, ids_KB)
             labels_B = (rng.random(size, np.float32) < sigmoid(logits_B)).astype(np.uint8)
             rows_B = np.arange(start, start + size)
-            others = _others(rng, dense_BF, labels_B, logits_B)
+            # Further columns are drawn last, so that the clicks do not depend on them.
+            x = dense_BF.T
+            converts_B = rng.random(size, np.float32) < sigmoid(
+                np.float32(0.8) * x[3] + np.float32(0.6) * x[0]
+            )
+            noise_B = rng.standard_normal(size, np.float32)
+            spent_B = 2 + np.float32(0.5) * logits_B + np.float32(0.7) * x[4] + np.float32(0.5) * noise_B
+            others = {
+                CONVERTED: (converts_B & (labels_B == 1)).astype(np.float32),
+                SPENT: spent_B,
+                STARS: np.clip(np.rint(spent_B), 0, NUM_STARS - 1),
+                WEIGHT: np.float32(0.5) + rng.random(size, np.float32),
+            }
             yield SyntheticBlock(EncodedBlock(dense_BF, ids_KB.T), rows_B, labels_B, logits_B, others)
 
     def _logits(
@@ -138,25 +154,6 @@ class ClickLog:
         return logits_B
 
 
-def _others(
-    rng: np.random.Generator,
-    dense_BF: npt.NDArray[np.float32],
-    labels_B: npt.NDArray[np.uint8],
-    logits_B: npt.NDArray[np.float32],
-) -> dict[str, npt.NDArray[np.float32]]:
-    """Return further columns, drawn last, so that the clicks do not depend on them."""
-    size, x = len(labels_B), dense_BF.T
-    converts_B = rng.random(size, np.float32) < sigmoid(np.float32(0.8) * x[3] + np.float32(0.6) * x[0])
-    noise_B = rng.standard_normal(size, np.float32)
-    spent_B = 2 + np.float32(0.5) * logits_B + np.float32(0.7) * x[4] + np.float32(0.5) * noise_B
-    return {
-        CONVERTED: (converts_B & (labels_B == 1)).astype(np.float32),
-        SPENT: spent_B,
-        STARS: np.clip(np.rint(spent_B), 0, NUM_STARS - 1),
-        WEIGHT: np.float32(0.5) + rng.random(size, np.float32),
-    }
-
-
 def sigmoid(logits_B: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """exp(x) / (1 + exp(x))."""
     odds_B: npt.NDArray[np.float32] = np.exp(logits_B)
@@ -169,9 +166,3 @@ def _draw_effects(rng: np.random.Generator, scale: float, rows: int) -> npt.NDAr
     values = rng.standard_normal(rows)
     values -= fraction @ values
     return (scale * values / np.sqrt(fraction @ values**2)).astype(np.float32)
-
-
-def _skewed_ids(rng: np.random.Generator, num_rows: int, size: int) -> npt.NDArray[np.int32]:
-    u = rng.random(size, np.float32)
-    # u < 1, yet num_rows * u**3 may round up to num_rows.
-    return np.minimum((num_rows * u * u * u).astype(np.int32), num_rows - 1)

@@ -116,22 +116,30 @@ def _merge(job: RankJob, sources: Sequence[_PieceColumn], report: ReportRows) ->
         report(0, 0.4 * (i + 1) / len(sources))
     together = pa.concat_arrays(samples)
     cuts = together.take(pc.sort_indices(together))[len(sources) - 1 :: len(sources)].unique().to_pylist()
-    bounds_IR = np.array([_find_cuts(path, cuts) for path in paths])
-    runs = []
-    for r in range(len(cuts) + 1):
+    # Of each source, the bounds of its runs: values before a cut are less than it.
+    bounds = []
+    for path in paths:
+        values = _read_sorted(path)["value"]
+        ends = (bisect_left(values, cut, key=lambda value: value.as_py()) for cut in cuts)
+        bounds.append([0, *ends, len(values)])
+    bounds_IR = np.array(bounds)
+    folders = [scratch / f"run-{r}" for r in range(len(cuts) + 1)]
+    for r, run in enumerate(folders):
         counts = []
         for path, start, stop in zip(paths, bounds_IR[:, r], bounds_IR[:, r + 1], strict=True):
             batch = _read_sorted(path).slice(start, stop - start)
             counts.append(ValueCounts(batch["value"], np.asarray(batch["count"])))
-        runs.append(_Run.write(scratch / f"run-{r}", counts))
+        of_run, ranks = rank(counts)
+        _write(run, of_run)
+        np.concatenate(ranks).astype(np.int32).tofile(run / "ranks.bin")
         report(0, 0.4 + 0.4 * (r + 1) / (len(cuts) + 1))
-    shifts = _write_levels(job.folder, [run.ranked for run in runs])
+    shifts = _write_levels(job.folder, [read_ranked(run) for run in folders])
     ranked, sizes_IR = read_ranked(job.folder), np.diff(bounds_IR)
     ends_IR = sizes_IR.cumsum(axis=0)
     for source, path, sizes_R, ends_R in zip(sources, paths, sizes_IR, ends_IR, strict=True):
         ranks = [
-            shift.ranks(run.ranks(end - size, end))
-            for run, shift, size, end in zip(runs, shifts, sizes_R.tolist(), ends_R.tolist(), strict=True)
+            shift.ranks(np.fromfile(run / "ranks.bin", np.int32, size, offset=4 * (end - size)))
+            for run, shift, size, end in zip(folders, shifts, sizes_R.tolist(), ends_R.tolist(), strict=True)
         ]
         rank_D = np.empty(int(sizes_R.sum()), np.int64)
         rank_D[np.asarray(_read_sorted(path)["index"])] = np.concatenate(ranks)
@@ -155,35 +163,6 @@ def _read_sorted(path: Path) -> pa.RecordBatch:
     """Return what :func:`_sort` wrote, memory-mapped: ``value``, ``count``, and ``index`` before sorting."""
     with pa.memory_map(str(path)) as file:
         return pa.ipc.open_file(file).get_batch(0)
-
-
-def _find_cuts(path: Path, cuts: Sequence[str]) -> list[int]:
-    """Return the bounds of the runs in sorted values: values before a cut are less than it."""
-    values = _read_sorted(path)["value"]
-    return [0, *(bisect_left(values, cut, key=lambda value: value.as_py()) for cut in cuts), len(values)]
-
-
-class _Run(NamedTuple):
-    """The values between two cuts, in their order, memory-mapped.
-
-    Attributes:
-        folder: of the values, and of their ranks, source after source.
-        ranked: the values.
-    """
-
-    folder: Path
-    ranked: RankedValues
-
-    @classmethod
-    def write(cls, folder: Path, counts: Sequence[ValueCounts]) -> _Run:
-        ranked, ranks = rank(counts)
-        _write(folder, ranked)
-        np.concatenate(ranks).astype(np.int32).tofile(folder / "ranks.bin")
-        return cls(folder, read_ranked(folder))
-
-    def ranks(self, start: int, stop: int) -> npt.NDArray[np.int32]:
-        """Return the ranks of some values of the sources, in their order."""
-        return np.fromfile(self.folder / "ranks.bin", np.int32, stop - start, offset=4 * start)
 
 
 class _Shift(NamedTuple):

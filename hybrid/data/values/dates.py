@@ -13,6 +13,7 @@ dates and timestamps of Parquet         of a timestamp with a zone, the time in 
 Hours and weekdays are those of the written time zone; none is converted.
 """
 
+from contextlib import suppress
 from datetime import date
 
 import numpy as np
@@ -51,7 +52,14 @@ def seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
     """Return the seconds since 1970 of each row, NaN if missing; and which are neither times nor numbers."""
     column = decoded(column)
     if pa.types.is_temporal(column.type):
-        column, wrong_B = _without_impossible(column)
+        numbers_B = column.cast(pa.int32() if pa.types.is_date32(column.type) else pa.int64()).to_numpy(
+            zero_copy_only=False
+        )
+        unit = _UNITS.get(str(getattr(column.type, "unit", column.type)), 1)
+        with np.errstate(invalid="ignore"):
+            wrong_B = np.abs(numbers_B.astype(np.float64)) * unit >= _MAX_SECONDS
+        if wrong_B.any():
+            column = pc.if_else(pa.array(wrong_B), None, column)
         if getattr(column.type, "tz", None):
             column = pc.local_timestamp(column)
         microseconds = (
@@ -68,21 +76,13 @@ def seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
     return seconds_B, wrong_B | (is_time_B & np.isnan(seconds_B))
 
 
-def _without_impossible(column: pa.Array) -> tuple[pa.Array, Mask]:
-    """Return a column of times with null for those after the year 10000, and which these are."""
-    numbers_B = column.cast(pa.int32() if pa.types.is_date32(column.type) else pa.int64()).to_numpy(
-        zero_copy_only=False
-    )
-    unit = _UNITS.get(str(getattr(column.type, "unit", column.type)), 1)
-    with np.errstate(invalid="ignore"):
-        wrong_B: Mask = np.abs(numbers_B.astype(np.float64)) * unit >= _MAX_SECONDS
-    return pc.if_else(pa.array(wrong_B), None, column) if wrong_B.any() else column, wrong_B
-
-
 def _seconds_of_texts(texts: pa.Array) -> Numbers:
     """Return the seconds of texts that look like dates, none null; NaN for days that do not exist."""
     days = pc.utf8_slice_codeunits(texts, 0, 10).dictionary_encode()
-    day_D = np.array([_day(day) for day in days.dictionary.to_pylist()], np.float64)
+    day_D = np.full(len(days.dictionary), np.nan)
+    for i, text in enumerate(days.dictionary.to_pylist()):
+        with suppress(ValueError):  # such as the 30th of February
+            day_D[i] = date.fromisoformat(text).toordinal() - _FIRST_DAY
     past_minute = pc.replace_substring_regex(pc.utf8_slice_codeunits(texts, 16), _ZONE, "")
     parts = (
         (3600, pc.utf8_slice_codeunits(texts, 11, 13)),
@@ -94,10 +94,3 @@ def _seconds_of_texts(texts: pa.Array) -> Numbers:
         numbers_B = pc.if_else(pc.equal(digits, ""), "0", digits).cast(pa.float64())
         seconds_B = seconds_B + unit * numbers_B.to_numpy(zero_copy_only=False)
     return seconds_B
-
-
-def _day(text: str) -> float:
-    try:
-        return float(date.fromisoformat(text).toordinal() - _FIRST_DAY)
-    except ValueError:  # such as the 30th of February
-        return float("nan")

@@ -73,15 +73,13 @@ def feature(
                 crossed.append(found.coded)
             return Feature(cross(crossed))
         case "weighted":
-            weighted = weighted_ids(table[column.source], missing, column.separator, column.weight_separator)
-            _reject_values(weighted.values, column.source, reject)
-            reject(
-                weighted.wrong_B,
-                Reason.ID_WEIGHT,
-                column.source,
-                "a weight for each id, finite and at least 0",
+            found, weights, wrong_B = weighted_ids(
+                table[column.source], missing, column.separator, column.weight_separator
             )
-            return _limit_ids(column, Feature(weighted.values.coded, weighted.weights), reject)
+            _reject_values(found, column.source, reject)
+            expected = "a weight for each id, finite and at least 0"
+            reject(wrong_B, Reason.ID_WEIGHT, column.source, expected)
+            return _limit_ids(column, Feature(found.coded, weights), reject)
         case _:
             found = values(table[column.source], missing, column.separator)
             _reject_values(found, column.source, reject)
@@ -123,23 +121,9 @@ def _limit_ids(column: Column, found: Feature, reject: Reject) -> Feature:
     return Feature(*(cut(each, column.max_ids, from_start=from_start) for each in found if each is not None))
 
 
-class Weighted(NamedTuple):
-    """A column of weighted ids of B rows.
-
-    Attributes:
-        values: the ids, as lists.
-        weights: array of B lists of float32, as long as the lists of ids.
-        wrong_B: rows with an id whose weight is missing, negative, or not finite.
-    """
-
-    values: Values
-    weights: pa.ListArray
-    wrong_B: npt.NDArray[np.bool_]
-
-
 def weighted_ids(
     column: pa.Array, missing: tuple[str, ...], separator: str, weight_separator: str
-) -> Weighted:
+) -> tuple[Values, pa.ListArray, npt.NDArray[np.bool_]]:
     """Return a column of ids with weights: ``tag:0.7|other:0.2`` in text; maps or lists of pairs in Parquet.
 
     Args:
@@ -147,6 +131,10 @@ def weighted_ids(
         missing: texts that mean missing; such ids are dropped.
         separator: splits text into ids; empty if a row holds one id.
         weight_separator: stands between an id and its weight; the last one of an id counts.
+
+    Returns:
+        The ids, as lists; lists of float32 weights, as long; and which rows have an id whose weight is
+        missing, negative, or not finite.
 
     Raises:
         ArrowException: the column is of another type.
@@ -173,7 +161,7 @@ def weighted_ids(
     kept_L = np.where(wrong_L, 0.0, weights_L)[present_L].astype(np.float32)
     wrong_B = np.zeros(len(lists), np.bool_)
     wrong_B[rows_L[wrong_L]] = True
-    return Weighted(kept, pa.ListArray.from_arrays(kept.coded.offsets, pa.array(kept_L)), wrong_B)
+    return kept, pa.ListArray.from_arrays(kept.coded.offsets, pa.array(kept_L)), wrong_B
 
 
 def _split_items(

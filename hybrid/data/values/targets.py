@@ -78,68 +78,51 @@ class TargetSpec:
 
     def read(self, table: Mapping[str, pa.Array], reject: Reject) -> Targets:
         """Return the targets of a table of columns; invalid rows are rejected."""
-        labels, counts = [], []
+        data = self.data
+        label_texts = " or ".join(map(repr, (*data.positive_labels, *data.negative_labels)))
+        labels: list[npt.NDArray[Any]] = []
+        counts: list[npt.NDArray[np.bool_]] = []
         for task in self.tasks.values():
-            counts_B = self._counts(task, table, reject)
-            labels_B, wrong_B, expected = self._labels(task, table[task.label])
+            counts_B = np.ones(len(table[task.label]), np.bool_)
+            if task.mask:
+                mask_B, wrong_B = column_values.labels(
+                    table[task.mask], data.positive_labels, data.negative_labels
+                )
+                reject(wrong_B, Reason.LABEL, task.mask, label_texts)
+                counts_B = mask_B == 1
+            labels_B: npt.NDArray[Any]
+            if task.kind == "binary":
+                labels_B, wrong_B = column_values.labels(
+                    table[task.label], data.positive_labels, data.negative_labels
+                )
+                reason, expected = Reason.LABEL, label_texts
+            else:
+                labels_B, wrong_B = column_values.numbers(table[task.label], data.missing)
+                wrong_B |= np.isnan(labels_B)
+                reason, expected = Reason.TARGET, "a finite number"
+            if task.kind == "classes":
+                with np.errstate(invalid="ignore"):
+                    wrong_B |= (labels_B < 0) | (labels_B >= task.classes) | (labels_B != np.floor(labels_B))
+                expected = f"a class from 0 to {task.classes - 1}"
             # The label of a masked sample is often unknown.
-            reason = Reason.LABEL if task.kind == "binary" else Reason.TARGET
             reject(wrong_B & counts_B, reason, task.label, expected)
             labels.append(np.where(wrong_B, 0, labels_B))
             counts.append(counts_B)
         labels_BT = np.stack(labels, axis=1).astype(np.float32)
-        weights_BT = None
+        weights_BT = groups_B = None
         if self.has_weights:
-            weights_BT = np.stack(counts, axis=1) * self._weights(len(labels_BT), table, reject)[:, None]
-        return Targets(labels_BT, weights_BT, self._groups(table, reject) if self.has_groups else None)
-
-    def _counts(
-        self, task: TaskSection, table: Mapping[str, pa.Array], reject: Reject
-    ) -> npt.NDArray[np.bool_]:
-        """Return which samples count for a task."""
-        if not task.mask:
-            return np.ones(len(table[task.label]), np.bool_)
-        data = self.data
-        mask_B, unknown_B = column_values.labels(table[task.mask], data.positive_labels, data.negative_labels)
-        reject(unknown_B, Reason.LABEL, task.mask, self._label_texts)
-        counts_B: npt.NDArray[np.bool_] = mask_B == 1
-        return counts_B
-
-    def _labels(
-        self, task: TaskSection, column: pa.Array
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_], str]:
-        """Return labels, which of them are invalid, and what is expected."""
-        data = self.data
-        if task.kind == "binary":
-            return *column_values.labels(
-                column, data.positive_labels, data.negative_labels
-            ), self._label_texts
-        labels_B, wrong_B = column_values.numbers(column, data.missing)
-        wrong_B |= np.isnan(labels_B)
-        if task.kind == "regression":
-            return labels_B, wrong_B, "a finite number"
-        with np.errstate(invalid="ignore"):
-            wrong_B |= (labels_B < 0) | (labels_B >= task.classes) | (labels_B != np.floor(labels_B))
-        return labels_B, wrong_B, f"a class from 0 to {task.classes - 1}"
-
-    @property
-    def _label_texts(self) -> str:
-        return " or ".join(map(repr, (*self.data.positive_labels, *self.data.negative_labels)))
-
-    def _weights(self, size: int, table: Mapping[str, pa.Array], reject: Reject) -> npt.NDArray[np.float32]:
-        name = self.data.weight
-        if not name:
-            return np.ones(size, np.float32)
-        weights_B, wrong_B = column_values.numbers(table[name], self.data.missing)
-        with np.errstate(invalid="ignore"):
-            wrong_B |= ~(weights_B >= 0)
-        reject(wrong_B, Reason.WEIGHT, name, "a weight, a finite number of at least 0")
-        return np.where(wrong_B, 0, weights_B).astype(np.float32)
-
-    def _groups(self, table: Mapping[str, pa.Array], reject: Reject) -> npt.NDArray[np.int64]:
-        name = self.data.group
-        if column_values.is_list(table[name]):
-            raise ConfigError("data.group", "must be a column of one value a row, and holds lists", name)
-        groups_B, absent_B = column_values.hashes(table[name], self.data.missing)
-        reject(absent_B, Reason.GROUP, name, "the group of the sample")
-        return groups_B
+            samples_B = np.ones(len(labels_BT), np.float32)
+            if data.weight:
+                numbers_B, wrong_B = column_values.numbers(table[data.weight], data.missing)
+                with np.errstate(invalid="ignore"):
+                    wrong_B |= ~(numbers_B >= 0)
+                reject(wrong_B, Reason.WEIGHT, data.weight, "a weight, a finite number of at least 0")
+                samples_B = np.where(wrong_B, 0, numbers_B).astype(np.float32)
+            weights_BT = np.stack(counts, axis=1) * samples_B[:, None]
+        if self.has_groups:
+            if column_values.is_list(table[data.group]):
+                rule = "must be a column of one value a row, and holds lists"
+                raise ConfigError("data.group", rule, data.group)
+            groups_B, wrong_B = column_values.hashes(table[data.group], data.missing)
+            reject(wrong_B, Reason.GROUP, data.group, "the group of the sample")
+        return Targets(labels_BT, weights_BT, groups_B)

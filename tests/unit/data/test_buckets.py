@@ -4,8 +4,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hybrid.data.values import buckets
-from hybrid.data.values.buckets import Quantiles, bucket_of
+from hybrid.data.values import scaling
+from hybrid.data.values.scaling import Quantiles, bucket_of
 
 
 def bounds_of(numbers: npt.ArrayLike, count: int, parts: int = 3) -> tuple[float, ...]:
@@ -40,7 +40,7 @@ def test_a_bound_belongs_to_the_bucket_above_it_and_missing_numbers_to_none() ->
 def test_more_numbers_than_are_kept_are_within_the_bound_that_is_stated(
     monkeypatch: pytest.MonkeyPatch, sort: bool
 ) -> None:
-    monkeypatch.setattr(buckets, "MAX_KEPT", kept := 4096)
+    monkeypatch.setattr(scaling, "MAX_KEPT", kept := 4096)
     numbers = np.random.default_rng(1).lognormal(size=200_000)
     if sort:  # the worst order: each block is beyond those before it
         numbers.sort()

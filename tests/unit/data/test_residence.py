@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from hybrid.data.dataset.chunk_cache import ChunkCache
-from hybrid.data.dataset.chunk_index import ChunkArray, ChunkIndex, ChunkLayout, IndexBuilder
+from hybrid.data.dataset.chunk_index import ChunkArray, ChunkIndex, ChunkLayout
 from hybrid.data.dataset.sample_order import CHUNK_ROWS
 from hybrid.errors import OutageError
 
@@ -24,11 +24,11 @@ class CountedFile:
     """A file of chunks in memory; counts its ranges."""
 
     def __init__(self) -> None:
-        index = IndexBuilder({"labels": LABELS}, LAYOUT, NUM_ROWS)
+        index = ChunkIndex.of({"labels": LABELS}, LAYOUT, NUM_ROWS)
         parts = [LAYOUT.pack({"labels": LABELS}, chunk, NUM_ROWS) for chunk in range(NUM_CHUNKS)]
         for chunk, part in enumerate(parts):
             index.add(chunk, part)
-        self.index = ChunkIndex.read(index.stored(), LAYOUT, NUM_ROWS, "index")
+        self.index = ChunkIndex.read(index.table.tobytes(), LAYOUT, NUM_ROWS, "index")
         self.content = b"".join(parts)
         self.ranges: list[tuple[int, int]] = []
 
