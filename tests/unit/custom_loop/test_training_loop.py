@@ -160,71 +160,49 @@ def test_an_evaluation_between_two_steps_sees_the_step_before() -> None:
     assert not torch.equal(*seen)
 
 
-def _twice(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-    cluster.backward(errors(model, batch))
-    cluster.backward(errors(model, batch))
-
-
-def _no_step(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-    cluster.backward(errors(model, batch))
-
-
-def _no_backward(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-    model(batch["id"])
-
-
-def _step_first(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-    optimizer.step()
-
-
-def _two_steps(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-    cluster.backward(errors(model, batch))
-    optimizer.step()
-    optimizer.step()
-
-
-def _reduced(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-    cluster.backward(errors(model, batch).mean())
-
-
-def _weighted(weights: Tensor) -> Callable[..., None]:
-    def weighted(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-        cluster.backward(errors(model, batch), weights)
-
-    return weighted
-
-
-def _not_finite(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
-    cluster.backward(errors(model, batch) * torch.inf)
-
-
 @pytest.mark.parametrize(
-    ("step", "error", "message"),
+    ("num_backward", "num_steps", "message"),
     [
-        (_twice, RuntimeError, r"cluster.backward\(...\) is called again for the batch of step 0"),
-        (_no_step, RuntimeError, r"optimizer.step\(\) was not called for the batch of step 0"),
-        (_no_backward, RuntimeError, r"cluster.backward\(...\) was not called for the batch of step 0"),
-        (_step_first, RuntimeError, r"optimizer.step\(\) comes after cluster.backward"),
-        (_two_steps, RuntimeError, r"optimizer.step\(\) comes after cluster.backward"),
-        (_reduced, DataError, r"\(4,\), not \[\]: .* reduction=\"none\""),
-        (
-            _weighted(torch.tensor([1.0, -1.0, 1.0, 1.0])),
-            DataError,
-            "one weight per sample, finite and not",
-        ),
-        (_weighted(torch.ones(3)), DataError, "one weight per sample"),
-        (_not_finite, NonFiniteError, "step 0: the loss of trainer 0 is inf"),
+        (2, 0, r"cluster.backward\(...\) is called again for the batch of step 0"),
+        (1, 0, r"optimizer.step\(\) was not called for the batch of step 0"),
+        (0, 0, r"cluster.backward\(...\) was not called for the batch of step 0"),
+        (0, 1, r"optimizer.step\(\) comes after cluster.backward"),
+        (1, 2, r"optimizer.step\(\) comes after cluster.backward"),
     ],
 )
-def test_what_is_no_step_is_told(step: Callable[..., None], error: type[Exception], message: str) -> None:
+def test_a_batch_takes_one_backward_pass_and_one_step(
+    num_backward: int, num_steps: int, message: str
+) -> None:
     cluster, model, optimizer = started()
 
     def train() -> None:
         for batch in cluster.batches(DATA, size=4):
-            step(cluster, model, optimizer, batch)
+            for _ in range(num_backward):
+                cluster.backward(errors(model, batch))
+            for _ in range(num_steps):
+                optimizer.step()
 
-    with pytest.raises(error, match=message):
+    with pytest.raises(RuntimeError, match=message):
         train()
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights", "error", "message"),
+    [
+        (Tensor.mean, None, DataError, r"\(4,\), not \[\]: .* reduction=\"none\""),
+        (Tensor.clone, torch.tensor([1.0, -1.0, 1.0, 1.0]), DataError, "one weight per sample"),
+        (Tensor.clone, torch.ones(3), DataError, "one weight per sample"),
+        (lambda values: values * torch.inf, None, NonFiniteError, "step 0: the loss of trainer 0 is inf"),
+    ],
+)
+def test_invalid_losses_and_weights_are_refused(
+    loss: Callable[[Tensor], Tensor], weights: Tensor | None, error: type[Exception], message: str
+) -> None:
+    cluster, model, _ = started()
+    batches = cluster.batches(DATA, size=4)
+    batch = next(batches)
+    with pytest.raises(error, match=message):
+        cluster.backward(loss(errors(model, batch)), weights)
 
 
 def test_what_needs_a_distributed_module_says_so() -> None:

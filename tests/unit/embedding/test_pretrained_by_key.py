@@ -14,7 +14,6 @@ from torch import Tensor
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.sparse_encoding import SparseEncoding
 from hybrid.data.encode.vocabulary import Vocabulary
-from hybrid.embedding import pretrained_by_key
 from hybrid.embedding.pretrained_by_key import read_rows_by_value
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import DataError, StorageError
@@ -39,11 +38,10 @@ def rows(table: TableSpec, index: int = 0, count: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.list_(pa.float64(), 2)])
-def test_each_value_has_its_vector_and_others_keep_theirs(
-    tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pretrained_by_key, "_BLOCK_ROWS", 3)
-    table = table_of(tmp_path, pa.array(VECTORS), pa.array(VECTORS.values(), kind))
+def test_each_value_has_its_vector_and_others_keep_theirs(tmp_path: Path, kind: Any) -> None:
+    several_blocks = 5_000
+    keys, vectors = list(VECTORS) * several_blocks, list(VECTORS.values()) * several_blocks
+    table = table_of(tmp_path, pa.array(keys), pa.array(vectors, kind))
     whole = torch.tensor([[-1.0, -1], [3, 4], [5, 6], [-1, -1], [1, 2]])
     assert torch.equal(rows(table), whole)
     for count in (2, 3, 5):

@@ -7,7 +7,6 @@ from safetensors.torch import save_file
 from support.stores import BUCKET, Store, sent
 from torch import Tensor
 
-from hybrid.embedding import pretrained_by_position
 from hybrid.embedding.pretrained_by_position import absolute, read_rows, shape_of
 from hybrid.errors import DataError, StorageError
 from hybrid.storage.remote_path import RemotePath
@@ -30,15 +29,20 @@ def written(folder: Path, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["npy", "safetensors", "safetensors#a"])
 @pytest.mark.parametrize(("index", "count"), [(0, 1), (0, 2), (1, 2), (2, 3), (6, 7)])
-def test_each_reads_its_own_rows_block_by_block(
-    kind: str, index: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pretrained_by_position, "_BLOCK_BYTES", 8 * 3 * 2)
+def test_a_worker_reads_the_rows_of_its_shard(kind: str, index: int, count: int, tmp_path: Path) -> None:
     source, expected = written(tmp_path, kind), ROWS_RD[index::count]
     out_RD = torch.full(expected.shape, torch.nan)
     read_rows(source, out_RD, index, count)
     assert shape_of(source) == (7, 3)
     assert torch.equal(out_RD, expected)
+
+
+def test_a_file_of_several_blocks_is_read_whole(tmp_path: Path) -> None:
+    rows_RD = np.arange(3 * 2**20, dtype=np.float16).reshape(-1, 1)
+    np.save(tmp_path / "rows.npy", rows_RD)
+    out_RD = torch.empty(len(rows_RD), 1, dtype=torch.float16)
+    read_rows(str(tmp_path / "rows.npy"), out_RD, 0, 1)
+    assert np.array_equal(out_RD.numpy(), rows_RD, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", ["npy", "safetensors", "safetensors#a"])

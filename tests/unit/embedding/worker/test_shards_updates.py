@@ -28,6 +28,7 @@ from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError, NonFiniteError
 from hybrid.protocol.learning_rate_schedule import Schedule
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.reference.reference_rows import WholeTable, initial_state
 
 
 def test_the_gradients_of_all_trainers_are_one_update() -> None:
@@ -191,50 +192,27 @@ class TestDecided:
             host.close()
 
 
-ROWS = 40
-BLOCKED_ITEMS = {
-    "one id each": Bags(torch.arange(60) * 7 % ROWS),
-    "bags": Bags(torch.arange(60) * 11 % ROWS, torch.arange(0, 61, 5)),
-    "mean": Bags(torch.arange(60) * 11 % ROWS, torch.arange(0, 61, 5), None, Pooling.MEAN),
-    "max": Bags(torch.arange(60) * 11 % ROWS, torch.arange(0, 61, 5), None, Pooling.MAX),
-    "weighted": Bags(torch.arange(60) * 11 % ROWS, torch.arange(0, 61, 5), torch.linspace(-1, 2, 60)),
-}
-
-
-class TestBlocks:
-    """An update goes through the touched rows block by block."""
-
-    @pytest.mark.parametrize("scale", [None, 0.3], ids=["at once", "decided"])
-    @pytest.mark.parametrize("all_rows", [False, True], ids=["touched", "all"])
-    def test_their_size_changes_no_bit(
-        self, monkeypatch: pytest.MonkeyPatch, scale: float | None, all_rows: bool
-    ) -> None:
-        results = [self.rows_and_state(scale, 1, all_rows)]
-        for block_bytes, num_blocks in ((1, ROWS), (3 * 8 * 2, None)):
-            monkeypatch.setattr("hybrid.embedding.worker.table_groups._BLOCK_BYTES", block_bytes)
-            results.append(self.rows_and_state(scale, num_blocks, all_rows))
-        whole, *blocked = results
-        for each in blocked:
-            assert whole.keys() == each.keys()
-            assert all(torch.equal(whole[name], each[name]) for name in whole)
-
-    @staticmethod
-    def rows_and_state(scale: float | None, expected_blocks: int | None, all_rows: bool) -> dict[str, Tensor]:
-        rules = UpdateRules(1, check_finite=scale is None)
-        with hosting(rules, "adam", ROWS, weight_decay=0.1, all_rows=all_rows) as host:
-            (group,) = host.groups
-            blocks = list(group.blocks(ROWS))
-            assert len(blocks) == expected_blocks or (expected_blocks is None and len(blocks) > 1)
-            generator = torch.Generator().manual_seed(3)
-            for step, bags in enumerate([*BLOCKED_ITEMS.values(), None]):
-                items = [(0, b) for b in (BLOCKED_ITEMS.values() if bags is None else [bags])]
-                pooled = host.lookup(train(step), items).wait()
-                torch.autograd.backward(pooled, [torch.randn(p.shape, generator=generator) for p in pooled])
-                if scale is not None:
-                    host.barrier.decide(step, scale)
-                host.barrier.drain()
-            assert host.version == len(BLOCKED_ITEMS) + 1
-            return {"weight": group.weight_RD, **group.optimizer.state}
+@pytest.mark.parametrize("scale", [None, 0.3], ids=["at once", "decided"])
+@pytest.mark.parametrize("all_rows", [False, True], ids=["touched", "all"])
+def test_an_update_of_several_blocks_is_that_of_the_reference(scale: float | None, all_rows: bool) -> None:
+    num_rows = 2**18  # of 48 bytes with gradient and state
+    rules = UpdateRules(1, check_finite=scale is None)
+    with hosting(rules, "adam", num_rows, weight_decay=0.1, all_rows=all_rows) as host:
+        (group,) = host.groups
+        assert len(list(group.blocks(num_rows))) > 2
+        before_RD, expected_RD = group.weight_RD.clone(), group.weight_RD.clone()
+        spec = group.group.optimizer
+        whole = WholeTable(spec, expected_RD, initial_state(spec, expected_RD))
+        rows_U = torch.arange(0, num_rows, 3)
+        grad_UD = torch.randn(len(rows_U), 2, generator=torch.Generator().manual_seed(3))
+        host.contribute(train(0), [(0, Bags(rows_U))], [grad_UD], 0)
+        if scale is not None:
+            host.barrier.decide(0, scale)
+        host.barrier.drain()
+        whole.step(1.0, rows_U, grad_UD * (scale or 1.0))
+        if not all_rows:
+            expected_RD = before_RD.index_copy(0, rows_U, expected_RD[rows_U])
+        assert torch.equal(group.weight_RD, expected_RD)
 
 
 class TestAllRows:
