@@ -192,7 +192,12 @@ def join(
         store = stack.enter_context(_connected(partial(connect, address, secret, interval, seconds), seconds))
         member = Member(socket.gethostname(), os.getpid(), filesystem_id(), own_network())
         store.set(f"member/{role}", json.dumps(dataclasses.astuple(member)))
-        _await_go(store, seconds)
+        # The master names missing roles after its own timeout, so its message may come that much later.
+        if not _appears(store, VERDICT, timedelta(seconds=2 * seconds)):
+            raise ClusterError(f"no word from the master for {2 * seconds:g} s")
+        if (verdict := store.get(VERDICT).decode()) != _GO:
+            word = StopMessage.parse(verdict)
+            raise StoppedError(f"stopped by the master: {word.reason}", word.code)
         cluster = Cluster(role, section.topology, store, {})
         with _in_groups(cluster, config, secret, interface, local_constructors(settings)):
             yield cluster
@@ -224,15 +229,6 @@ def _connected(connect: Callable[[], Channel], timeout_seconds: float) -> Iterat
         store.close()
 
 
-def _await_go(store: dist.Store, timeout_seconds: float) -> None:
-    # The master names missing roles after its own timeout, so its message may come that much later.
-    if not _appears(store, VERDICT, timedelta(seconds=2 * timeout_seconds)):
-        raise ClusterError(f"no word from the master for {2 * timeout_seconds:g} s")
-    if (verdict := store.get(VERDICT).decode()) != _GO:
-        word = StopMessage.parse(verdict)
-        raise StoppedError(f"stopped by the master: {word.reason}", word.code)
-
-
 def _appears(store: dist.Store, key: str, timeout: timedelta) -> bool:
     """Whether ``key`` exists within that time."""
     try:
@@ -247,36 +243,31 @@ def _start_torch(
 ) -> None:
     """Join the groups of torch; returns when every role has joined."""
     section = config.cluster
-    check_connections(cluster.role, cluster.store, interface, section.timeout_seconds)
-    if cluster.role.kind is RoleKind.TRAINER:
-        _join_trainers(cluster.store, cluster.role, config)
+    role, store = cluster.role, cluster.store
+    check_connections(role, store, interface, section.timeout_seconds)
+    if role.kind is RoleKind.TRAINER:  # join the process group in which DDP reduces gradients
+        device = choose_devices(config.dense, role.index)[0]
+        store.set(f"device/{role.index}", f"{socket.gethostname()}/{device}")
+        devices = [store.get(f"device/{i}").decode() for i in range(section.trainers)]
+        names = dist.PrefixStore("trainers", store)
+        with close_listeners_after(names, role.index, section.trainers):
+            dist.init_process_group(
+                choose_backend(devices),
+                store=names,
+                rank=role.index,
+                world_size=section.trainers,
+                timeout=timedelta(seconds=section.timeout_seconds),
+            )
     transport.start(
-        cluster.role,
+        role,
         cluster.topology,
-        cluster.store,
+        store,
         secret=secret,
-        run_id=cluster.store.get("run"),
+        run_id=store.get("run"),
         interface=interface,
         timeout_seconds=section.timeout_seconds,
         constructors=constructors,
     )
-
-
-def _join_trainers(store: dist.Store, role: Role, config: RunConfig) -> None:
-    """Join the trainers' process group, in which DDP reduces gradients."""
-    section = config.cluster
-    device = choose_devices(config.dense, role.index)[0]
-    store.set(f"device/{role.index}", f"{socket.gethostname()}/{device}")
-    devices = [store.get(f"device/{i}").decode() for i in range(section.trainers)]
-    names = dist.PrefixStore("trainers", store)
-    with close_listeners_after(names, role.index, section.trainers):
-        dist.init_process_group(
-            choose_backend(devices),
-            store=names,
-            rank=role.index,
-            world_size=section.trainers,
-            timeout=timedelta(seconds=section.timeout_seconds),
-        )
 
 
 def _signal_main_thread(number: int) -> None:
@@ -314,17 +305,14 @@ def _gather(store: dist.Store, topology: Topology, timeout_seconds: float) -> di
     for role in roles:
         left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
         if not _appears(store, f"member/{role}", left):
-            raise ClusterError(_describe_missing(store, roles, timeout_seconds))
+            missing = ", ".join(str(each) for each in roles if not store.check([f"member/{each}"]))
+            twice = ", ".join(str(each) for each in roles if store.check([f"{TWICE}/{each}"]))
+            hint = f"; started twice: {twice}" if twice else ""
+            limit = f"{timeout_seconds:g} s (cluster.start_timeout_seconds)"
+            raise ClusterError(f"missing after {limit}: {missing}{hint}")
     members = {role: Member(*json.loads(store.get(f"member/{role}"))) for role in roles}
     hosts = {str(role): (each.host, each.network) for role, each in members.items()}
     publish_hosts(store, {str(MASTER): (socket.gethostname(), own_network())} | hosts)
     store.set("run", secrets.token_hex(_RUN_ID_BYTES))
     store.set(VERDICT, _GO)
     return members
-
-
-def _describe_missing(store: dist.Store, roles: list[Role], timeout_seconds: float) -> str:
-    missing = ", ".join(str(role) for role in roles if not store.check([f"member/{role}"]))
-    twice = ", ".join(str(role) for role in roles if store.check([f"{TWICE}/{role}"]))
-    hint = f"; started twice: {twice}" if twice else ""
-    return f"missing after {timeout_seconds:g} s (cluster.start_timeout_seconds): {missing}{hint}"

@@ -266,8 +266,14 @@ class HeartbeatSender:
 
     def _run(self) -> None:
         try:
-            if text := self._beat().decode():
-                word = StopMessage.parse(text)
+            text = b""
+            while not text and not self._leaving.wait(self._turn_seconds):
+                number, self._signal = self._signal, b""
+                self._channel.send(*((_SIGNALED, number) if number else (_ALIVE,)))
+                # The master was silent during the turn before the heartbeat, too.
+                text = self._channel.receive(-self._turn_seconds)[0]
+            if text:  # the run has failed
+                word = StopMessage.parse(text.decode())
                 self._on_failure(StoppedError(f"stopped by the master: {word.reason}", word.code))
                 self._leaving.wait()
             self._channel.send(_FAREWELL, *self._last_words)
@@ -280,16 +286,6 @@ class HeartbeatSender:
                 self._on_failure(_master_is_gone(error))
         finally:
             self._channel.close()
-
-    def _beat(self) -> bytes:
-        """Send heartbeats until this role leaves or the run has failed; return the reason of the failure."""
-        word = b""
-        while not word and not self._leaving.wait(self._turn_seconds):
-            number, self._signal = self._signal, b""
-            self._channel.send(*((_SIGNALED, number) if number else (_ALIVE,)))
-            # The master was silent during the turn before the heartbeat, too.
-            word = self._channel.receive(-self._turn_seconds)[0]
-        return word
 
 
 def _master_is_gone(error: OSError) -> StoppedError:

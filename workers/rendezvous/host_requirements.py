@@ -34,25 +34,24 @@ def choose_interface(configured: str, address: str) -> str:
     Raises:
         ConfigError: this host has no such interface, or none with that address.
     """
-    interface = _interface_of(address) if configured == AUTO else configured
+    interface, number = configured, ipaddress.ip_address(address.partition("%")[0])
+    if configured == AUTO and number.is_loopback:  # also 127.0.0.2, which no interface lists
+        interface = LOOPBACK
+    elif configured == AUTO:
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(each.address.partition("%")[0] == str(number) for each in addresses):
+                interface = str(name)
+                break
+        else:
+            rule = f"must be named, since no interface of this host has the address {address}"
+            if number.is_unspecified:
+                rule = "must be named where the master listens on all addresses"
+            raise ConfigError(KEY, rule, AUTO)
     interfaces = [name for _, name in socket.if_nameindex()]
     if interface not in interfaces:
         raise ConfigError(KEY, f"this host has {', '.join(interfaces)}", interface)
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     return interface
-
-
-def _interface_of(address: str) -> str:
-    number = ipaddress.ip_address(address.partition("%")[0])
-    if number.is_loopback:  # also 127.0.0.2, which no interface lists
-        return LOOPBACK
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == str(number) for each in addresses):
-            return str(name)
-    rule = f"must be named, since no interface of this host has the address {address}"
-    if number.is_unspecified:
-        rule = "must be named where the master listens on all addresses"
-    raise ConfigError(KEY, rule, AUTO)
 
 
 def check_reachable(role: Role, interface: str, master: Acceptance) -> None:

@@ -61,11 +61,19 @@ def listen(address: str, port: int) -> socket.socket:
     Raises:
         ConfigError: this host does not have the address, other hosts cannot reach it, or the port is in use.
     """
-    family, where = _resolve(address, port)
+    try:
+        resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(_KEY, f"cannot listen on it: {error.strerror}", address) from error
+    family, _, _, _, where = min(resolved, key=lambda each: each[0] != socket.AF_INET)  # IPv4 first
+    number = str(where[0])
+    if is_loopback(number) and not is_loopback(address):
+        rule = f"is {number} on this host, which no other host can reach; give an address, or edit /etc/hosts"
+        raise ConfigError(_KEY, rule, address)
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(where)
+        listener.bind((number, port))
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
@@ -73,17 +81,3 @@ def listen(address: str, port: int) -> socket.socket:
             raise ConfigError(_KEY, f"{error.strerror}; choose another", port) from error
         raise ConfigError(_KEY, f"cannot listen on it: {error.strerror}", address) from error
     return listener
-
-
-def _resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return the family and the IP address of an address, which may be a name; IPv4 comes first."""
-    try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(_KEY, f"cannot listen on it: {error.strerror}", address) from error
-    family, _, _, _, where = min(found, key=lambda each: each[0] != socket.AF_INET)
-    number = str(where[0])
-    if is_loopback(number) and not is_loopback(address):
-        rule = f"is {number} on this host, which no other host can reach; give an address, or edit /etc/hosts"
-        raise ConfigError(_KEY, rule, address)
-    return family, (number, port)

@@ -46,7 +46,22 @@ def check_connections(role: Role, store: dist.Store, interface: str, timeout_sec
     family, address = address_of(interface)
     with socket.create_server((address, 0), family=family, backlog=_BACKLOG) as listener:
         store.set(f"way/{role}", json.dumps(listener.getsockname()[:2]))
-        failure = _find_failure(str(role), hosts, store, address, min(timeout_seconds, _LONGEST_SECONDS))
+        failure = ""
+        here, network = hosts[str(role)]
+        for other, (there, others_network) in hosts.items():
+            if failure or others_network == network:
+                continue
+            others_address = tuple(json.loads(store.get(f"way/{other}")))
+            seconds = min(timeout_seconds, _LONGEST_SECONDS)
+            try:
+                socket.create_connection(others_address, seconds, source_address=(address, 0)).close()
+            except OSError as error:
+                host, port = others_address
+                failure = (
+                    f"{role} on host {here} cannot reach {other} on host {there} at {host}:{port} "
+                    f"({error.strerror or first_line(error)}); is there a firewall between them? "
+                    "Roles connect to each other on any port"
+                )
         store.set(f"tried/{role}", failure)
         if role == MASTER:
             all_failures = [store.get(f"tried/{each}").decode() for each in hosts]
@@ -56,25 +71,3 @@ def check_connections(role: Role, store: dist.Store, interface: str, timeout_sec
         raise ClusterError(first_failure)
     if first_failure:  # the master reports it
         raise StoppedError(failure or f"stopped by the master: {first_failure}")
-
-
-def _find_failure(
-    role: str, hosts: Hosts, store: dist.Store, own_address: str, timeout_seconds: float
-) -> str:
-    """Return a message about the first role of another host that is out of reach; empty if there is none."""
-    here, network = hosts[role]
-    for other, (there, others_network) in hosts.items():
-        if others_network == network:
-            continue
-        address, port = json.loads(store.get(f"way/{other}"))
-        try:
-            socket.create_connection(
-                (address, port), timeout_seconds, source_address=(own_address, 0)
-            ).close()
-        except OSError as error:
-            why = error.strerror or first_line(error)
-            return (
-                f"{role} on host {here} cannot reach {other} on host {there} at {address}:{port} ({why}); is "
-                "there a firewall between them? Roles connect to each other on any port"
-            )
-    return ""

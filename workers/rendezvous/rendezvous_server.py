@@ -46,7 +46,7 @@ _DONE = b"done"
 _LOG = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 5.0
 # As many as connect within a tenth of a second at most: a role needs no more time for the handshake.
-_MOST_UNAUTHENTICATED = 512
+MAX_UNAUTHENTICATED = 512
 _BUFFER_BYTES = 4096
 _SECONDS_WITHOUT_DESCRIPTORS = 0.1
 _LINE_EVERY_SECONDS = 10.0
@@ -240,7 +240,13 @@ class _Acceptor:
         task = asyncio.current_task()
         assert task is not None, "each connection has a task"
         self._unauthenticated[address][task] = None
-        self._make_room()
+        if sum(map(len, self._unauthenticated.values())) > MAX_UNAUTHENTICATED:
+            # Disconnect the oldest of the most crowded address: peers of other addresses are not affected,
+            # and a peer that has the secret has the time to prove it.
+            crowd = max(self._unauthenticated.values(), key=len)
+            oldest = next(iter(crowd))
+            del crowd[oldest]
+            oldest.cancel()
         try:
             async with asyncio.timeout(_HANDSHAKE_SECONDS):
                 return await authenticate(connection, self._secret)
@@ -253,17 +259,6 @@ class _Acceptor:
             if not self._unauthenticated[address]:
                 del self._unauthenticated[address]
         return None
-
-    def _make_room(self) -> None:
-        """If there are too many peers, disconnect the oldest of the most crowded address.
-
-        So peers of other addresses are not affected, and a peer that has the secret has the time to prove it.
-        """
-        if sum(map(len, self._unauthenticated.values())) > _MOST_UNAUTHENTICATED:
-            crowd = max(self._unauthenticated.values(), key=len)
-            oldest = next(iter(crowd))
-            del crowd[oldest]
-            oldest.cancel()
 
     def _log(self, address: str, reason: str) -> None:
         """Log a rejected peer, at most one line every ten seconds."""

@@ -145,26 +145,23 @@ class Channel:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._where = f"{address}:{port}"
             self._is_same_host = self._socket.getsockname()[0] == self._socket.getpeername()[0]
-            self._cipher = self._shake_hands(secret, self._where)
+            greeting = self._read(len(GREETING))
+            if greeting != GREETING and greeting.startswith(_FAMILY):
+                rule = "speaks as another version of this project does; install the same on every host"
+                raise ClusterError(f"the master at {self._where} {rule}")
+            if greeting != GREETING:
+                raise ClusterError(f"what listens at {self._where} is no master; check address and port")
+            own, masters = KeyPair(), self._read(KEY_BYTES)
+            public_keys = masters + own.public
+            self._socket.sendall(own.public + _proof(secret, "role", public_keys))
+            proof = self._read(PROOF_BYTES)
+            if not hmac.compare_digest(proof, _proof(secret, "master", public_keys)):
+                rule = f"has another secret; give every role the same, or in {VARIABLE}"
+                raise ConfigError("cluster.secret_file", f"the master at {self._where} {rule}")
+            self._cipher = FrameCipher(secret, public_keys, own.agree(masters), "role")
         except BaseException:
             self.close()
             raise
-
-    def _shake_hands(self, secret: Secret, where: str) -> FrameCipher:
-        greeting = self._read(len(GREETING))
-        if greeting != GREETING and greeting.startswith(_FAMILY):
-            rule = "speaks as another version of this project does; install the same on every host"
-            raise ClusterError(f"the master at {where} {rule}")
-        if greeting != GREETING:
-            raise ClusterError(f"what listens at {where} is no master; check address and port")
-        own, masters = KeyPair(), self._read(KEY_BYTES)
-        public_keys = masters + own.public
-        self._socket.sendall(own.public + _proof(secret, "role", public_keys))
-        proof = self._read(PROOF_BYTES)
-        if not hmac.compare_digest(proof, _proof(secret, "master", public_keys)):
-            rule = f"the master at {where} has another secret; give every role the same, or in {VARIABLE}"
-            raise ConfigError("cluster.secret_file", rule)
-        return FrameCipher(secret, public_keys, own.agree(masters), "role")
 
     @property
     def local_address(self) -> str:
@@ -197,22 +194,20 @@ class Channel:
     def _read(self, count: int, due_seconds: float = 0.0) -> bytes:
         for turn in range(self.interval.turns):
             seconds = self.interval.turn_seconds + (0.0 if turn else due_seconds)
+            deadline = time.monotonic() + seconds
             with suppress(TimeoutError):
-                self._fill(count, time.monotonic() + seconds)
+                while len(self._buffer) < count:
+                    # Look at least once: if this process was stopped, its time is over, and the message is
+                    # there.
+                    self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+                    received = self._socket.recv(_READ_BYTES)
+                    if not received:
+                        raise ConnectionResetError("the connection was closed")
+                    self._buffer += received
                 taken = bytes(self._buffer[:count])
                 del self._buffer[:count]
                 return taken
         raise self._silence()
-
-    def _fill(self, count: int, deadline: float) -> None:
-        """Wait until the buffer has ``count`` bytes."""
-        while len(self._buffer) < count:
-            # Look at least once: if this process was stopped, its time is over, and the message is there.
-            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            received = self._socket.recv(_READ_BYTES)
-            if not received:
-                raise ConnectionResetError("the connection was closed")
-            self._buffer += received
 
     def _silence(self) -> ClusterError:
         if self._is_same_host:
@@ -252,8 +247,14 @@ def _diagnose(address: MasterAddress, error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return f"host {host} knows no {address.host} ({error.strerror}); check the name, or give its address"
     if isinstance(error, ConnectionRefusedError):
+        resolved = ""
+        with suppress(OSError):
+            number = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][4][0]
+            # A name may be this host by mistake (Debian's 127.0.1.1).
+            if number != address.host and not is_loopback(address.host):
+                resolved = f" ({address.host} is {number} on host {host})"
         return (
-            f"connection refused{_resolution(address)}, so nobody listens on that port there; start it, or "
+            f"connection refused{resolved}, so nobody listens on that port there; start it, or "
             "check the port and its cluster.master"
         )
     if error.errno in _NO_ROUTE:
@@ -264,17 +265,6 @@ def _diagnose(address: MasterAddress, error: OSError) -> str:
             f"{address.port}"
         )
     return f"{first_line(error)}; start it, or check its log"
-
-
-def _resolution(address: MasterAddress) -> str:
-    """Return what a name resolves to here, which may be this host by mistake (Debian's 127.0.1.1)."""
-    if is_loopback(address.host):
-        return ""
-    with suppress(OSError):
-        number = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][4][0]
-        if number != address.host:
-            return f" ({address.host} is {number} on host {socket.gethostname()})"
-    return ""
 
 
 class MasterChannel:

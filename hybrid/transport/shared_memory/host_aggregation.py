@@ -101,20 +101,15 @@ def all_to_all(memory: SharedMemory, outgoing: Mapping[int, Packet]) -> dict[int
         write_tensors(tensors, slot, tensors_start)
     incoming = {}
     for rank, slot in enumerate(memory.publish()):
-        packet = outgoing.get(rank) if rank == memory.rank else _read_packet(slot, memory.rank)
-        if packet is not None:
-            incoming[rank] = packet
+        (start,) = _NUMBER.unpack_from(slot, _NUMBER.size * memory.rank)
+        if rank == memory.rank and rank in outgoing:
+            incoming[rank] = outgoing[rank]
+        elif start:
+            (length,) = _NUMBER.unpack_from(slot, start)
+            end = start + _NUMBER.size + length
+            values, layout = PlainUnpickler(io.BytesIO(slot[start + _NUMBER.size : end])).load()
+            incoming[rank] = Packet(values, read_tensors(slot, align(end), layout))
     return incoming
-
-
-def _read_packet(slot: memoryview, rank: int) -> Packet | None:
-    (start,) = _NUMBER.unpack_from(slot, _NUMBER.size * rank)
-    if not start:
-        return None
-    (length,) = _NUMBER.unpack_from(slot, start)
-    end = start + _NUMBER.size + length
-    values, layout = PlainUnpickler(io.BytesIO(slot[start + _NUMBER.size : end])).load()
-    return Packet(values, read_tensors(slot, align(end), layout))
 
 
 class HostAggregation:
@@ -140,54 +135,50 @@ class HostAggregation:
         if segment is not None:
             self._round.segments.values.append((worker, segment, len(tensors)))
             self._round.segments.tensors.extend(tensors)
-        self._round.replies[worker] = reply = Reply(self._receive)
-        if len(self._round.replies) == len(self._workers):
-            self._send(self._round)
-            self._sent.append(self._round)
-            self._round = _Round()
-        return reply
-
-    def _send(self, current: _Round) -> None:
-        """Pass the segments to the sender; on the sender, send the requests."""
+        current = self._round
+        current.replies[worker] = reply = Reply(self._receive)
+        if len(current.replies) < len(self._workers):
+            return reply
+        # Pass the segments to the sender; on the sender, send the requests.
         segments: dict[int, list[endpoints.PlainSegment]] = {}
-        tensors: dict[int, list[Tensor]] = {}
+        tensors_of: dict[int, list[Tensor]] = {}
         for rank, packet in all_to_all(self._memory, {_SENDER: current.segments}).items():
             rest = iter(packet.tensors)
-            for worker, segment, num_tensors in packet.values:
-                segments.setdefault(worker, []).append(segment)
-                tensors.setdefault(worker, []).extend(islice(rest, num_tensors))
-                current.receivers.setdefault(worker, []).append((rank, len(segment[3])))
+            for each, its_segment, num_tensors in packet.values:
+                segments.setdefault(each, []).append(its_segment)
+                tensors_of.setdefault(each, []).extend(islice(rest, num_tensors))
+                current.receivers.setdefault(each, []).append((rank, len(its_segment[3])))
         current.segments = Packet([], [])  # or they would be kept until the responses come
-        for worker, of_worker in segments.items():
-            current.responses[worker] = self._workers[worker].send_segments(of_worker, tensors[worker])
+        for each, of_worker in segments.items():
+            current.responses[each] = self._workers[each].send_segments(of_worker, tensors_of[each])
+        self._sent.append(current)
+        self._round = _Round()
+        return reply
 
     def _receive(self, reply: Reply) -> None:
-        """Receive the responses of one round after the other, until ``reply`` is complete."""
+        """Complete one round after the other with the workers' responses, until ``reply`` is complete."""
         while not reply.is_done:
-            self._distribute(self._sent.popleft())
-
-    def _distribute(self, current: _Round) -> None:
-        """Complete the replies of a round with the workers' responses, which the sender passes on."""
-        outgoing: dict[int, Packet] = {}
-        for worker, response in current.responses.items():
-            error, tensors = None, []
-            try:
-                tensors = response.wait()
-            except RuntimeError as raised:  # reported to each receiver
-                error = str(raised)
-            rest = iter(tensors)
-            for rank, num_tensors in current.receivers[worker]:
-                packet = outgoing.setdefault(rank, Packet([], []))
-                own = list(islice(rest, num_tensors))
-                packet.values.append((worker, error, len(own)))
-                packet.tensors.extend(own)
-        for rank, packet in all_to_all(self._memory, outgoing).items():
-            is_own = rank == self._memory.rank
-            rest = iter(packet.tensors if is_own else [each.clone() for each in packet.tensors])
-            for worker, error, num_tensors in packet.values:
-                current.replies[worker].complete(list(islice(rest, num_tensors)), error)
-        for reply in current.replies.values():
-            reply.complete([])  # those without a segment
+            current = self._sent.popleft()
+            outgoing: dict[int, Packet] = {}
+            for worker, response in current.responses.items():
+                error, tensors = None, []
+                try:
+                    tensors = response.wait()
+                except RuntimeError as raised:  # reported to each receiver
+                    error = str(raised)
+                rest = iter(tensors)
+                for rank, num_tensors in current.receivers[worker]:
+                    packet = outgoing.setdefault(rank, Packet([], []))
+                    own = list(islice(rest, num_tensors))
+                    packet.values.append((worker, error, len(own)))
+                    packet.tensors.extend(own)
+            for rank, packet in all_to_all(self._memory, outgoing).items():
+                is_own = rank == self._memory.rank
+                rest = iter(packet.tensors if is_own else [each.clone() for each in packet.tensors])
+                for worker, error, num_tensors in packet.values:
+                    current.replies[worker].complete(list(islice(rest, num_tensors)), error)
+            for each in current.replies.values():
+                each.complete([])  # those without a segment
 
 
 @dataclass

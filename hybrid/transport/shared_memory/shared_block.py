@@ -90,7 +90,12 @@ class SharedMemory:
             listener.listen(socket.SOMAXCONN)
             host, name = own_host() if may_share else "", listener.getsockname().hex()
             own = _Card(host, name, token.hex(), trainer)
-            cards = _exchange_cards(own, group)
+            text = json.dumps(own).encode().ljust(_CARD_BYTES)
+            assert len(text) == _CARD_BYTES, "a card has a fixed size"
+            sent = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            received = [torch.empty_like(sent) for _ in range(group.size())]
+            group.allgather([received], [sent]).wait()
+            cards = [_Card(*json.loads(bytes(each.tolist()))) for each in received]
             same_host = [each for each in cards if each.host == host] if host else [own]
             first = same_host.index(own) // MOST_MEMBERS * MOST_MEMBERS
             cards = same_host[first : first + MOST_MEMBERS]
@@ -107,7 +112,11 @@ class SharedMemory:
                 return theirs, peer.socket
 
             accepted: set[int] = set()
-            peers = {each: _connect(cards[each], rank) for each in range(rank)}
+            peers = {}
+            for each in range(rank):
+                peers[each] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                peers[each].connect(bytes.fromhex(cards[each].name))
+                peers[each].sendall(bytes([rank]) + bytes.fromhex(cards[each].token))
             peers |= accept_peers((listener,), 1 + len(token), accept, expected, deadline)
         if accepted != expected:
             _close(peers.values(), [])
@@ -137,8 +146,22 @@ class SharedMemory:
             except OSError as error:
                 raise self._lost(rank, error) from error
         _close((), self._unsent)
-        for rank in self._peers:
-            self._receive(rank)
+        for rank, peer in self._peers.items():
+            try:
+                signal, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
+            except OSError as error:
+                raise self._lost(rank, error) from error
+            try:
+                for descriptor in descriptors:
+                    self._memory[rank] = map_memory(descriptor)
+            except (OSError, ValueError) as error:
+                raise ClusterError(
+                    f"{self.members[rank]} shares memory that cannot be used: {error}"
+                ) from error
+            finally:
+                _close((), descriptors)
+            if signal != _WRITTEN:
+                raise self._lost(rank)
         slots = [self._slot_of(self._memory[rank]) for rank in range(len(self.members))]
         self._turn = (self._turn + 1) % _SLOTS
         return slots
@@ -146,21 +169,6 @@ class SharedMemory:
     def _slot_of(self, memory: mmap.mmap) -> memoryview:
         size = len(memory) // _SLOTS
         return memoryview(memory)[self._turn * size : (self._turn + 1) * size]
-
-    def _receive(self, rank: int) -> None:
-        try:
-            signal, descriptors, _, _ = socket.recv_fds(self._peers[rank], 1, 1)
-        except OSError as error:
-            raise self._lost(rank, error) from error
-        try:
-            for descriptor in descriptors:
-                self._memory[rank] = map_memory(descriptor)
-        except (OSError, ValueError) as error:
-            raise ClusterError(f"{self.members[rank]} shares memory that cannot be used: {error}") from error
-        finally:
-            _close((), descriptors)
-        if signal != _WRITTEN:
-            raise self._lost(rank)
 
     def _lost(self, rank: int, error: OSError | None = None) -> ClusterError:
         if isinstance(error, TimeoutError):
@@ -183,23 +191,6 @@ class _Card(NamedTuple):
     name: str
     token: str
     trainer: int
-
-
-def _exchange_cards(card: _Card, group: dist.ProcessGroup) -> list[_Card]:
-    """Return the cards of the group, by rank."""
-    text = json.dumps(card).encode().ljust(_CARD_BYTES)
-    assert len(text) == _CARD_BYTES, "a card has a fixed size"
-    own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    cards = [torch.empty_like(own) for _ in range(group.size())]
-    group.allgather([cards], [own]).wait()
-    return [_Card(*json.loads(bytes(each.tolist()))) for each in cards]
-
-
-def _connect(card: _Card, rank: int) -> socket.socket:
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    peer.connect(bytes.fromhex(card.name))
-    peer.sendall(bytes([rank]) + bytes.fromhex(card.token))
-    return peer
 
 
 def _close(peers: Iterable[socket.socket], descriptors: list[int]) -> None:

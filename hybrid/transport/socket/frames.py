@@ -27,7 +27,7 @@ from hybrid.errors import ClusterError
 from hybrid.security.message_signature import is_contiguous, memory_of
 from hybrid.security.rejected_messages import PlainUnpickler, RejectedMessage
 from hybrid.security.sealed_stream import TAG_BYTES, Direction
-from hybrid.transport.shared_memory.lent_blocks import DTYPES, Block, Layout, MemoryPair, layout_of
+from hybrid.transport.shared_memory.lent_blocks import DTYPES, Block, MemoryPair, layout_of
 
 _LENGTHS = struct.Struct("<IQ")
 _FIRST_BYTES = 1 << 16  # of a buffer, which grows
@@ -163,7 +163,16 @@ class Frames:
         if memory is not None:
             memory.lent.free(returned)
         if block is None:
-            tensors, at = self._open_tensors(layout, sealed, at)
+            tensors = []
+            for dtype_number, shape in layout:
+                dtype = DTYPES[dtype_number]
+                if math.prod(shape) * dtype.itemsize > len(sealed) - at:
+                    raise RejectedMessage("a tensor is larger than the message")
+                tensors.append(torch.empty(shape, dtype=dtype))
+                for segment in memory_of(tensors[-1], to_write=True):
+                    end = at + len(segment) + TAG_BYTES
+                    self._receiving.open_into(sealed[at:end], segment)
+                    at = end
         elif memory is None:
             raise RejectedMessage("it names memory that does not exist")
         else:
@@ -171,17 +180,3 @@ class Frames:
         if at != len(sealed) or kind not in self._expected:
             raise RejectedMessage("its kind or its length is unexpected")
         return Message(FrameKind(kind), number, value, tensors)
-
-    def _open_tensors(self, layout: Layout, sealed: memoryview, at: int) -> tuple[list[Tensor], int]:
-        """Return the tensors that start at a position of the frame, and their end."""
-        tensors = []
-        for dtype_number, shape in layout:
-            dtype = DTYPES[dtype_number]
-            if math.prod(shape) * dtype.itemsize > len(sealed) - at:
-                raise RejectedMessage("a tensor is larger than the message")
-            tensors.append(torch.empty(shape, dtype=dtype))
-            for segment in memory_of(tensors[-1], to_write=True):
-                end = at + len(segment) + TAG_BYTES
-                self._receiving.open_into(sealed[at:end], segment)
-                at = end
-        return tensors, at

@@ -80,33 +80,30 @@ class _Reader:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._turn()
+                ready = self._selector.select(_WAIT_SECONDS)
+                for key, events in ready:
+                    if key.data is None:
+                        os.eventfd_read(self._wake)
+                        ready = [(each, 0) for each in self._selector.get_map().values()]
+                    else:
+                        if events & selectors.EVENT_WRITE:
+                            key.data.send_unsent()
+                        if events & selectors.EVENT_READ:
+                            key.data.read()
+                for key, _ in ready:
+                    if key.data is None or (events := key.data.events) == key.events:
+                        continue
+                    if events:
+                        self._selector.modify(key.fileobj, events, key.data)
+                    else:
+                        self._selector.unregister(key.fileobj)
+                        key.data.close()
         except Exception as error:  # trainers find their connections closed; close() raises it
             _LOG.exception("serving calls has failed")
             self._error = error
         finally:
             for caller in self._callers:
                 caller.close()
-
-    def _turn(self) -> None:
-        ready = self._selector.select(_WAIT_SECONDS)
-        for key, events in ready:
-            if key.data is None:
-                os.eventfd_read(self._wake)
-                ready = [(each, 0) for each in self._selector.get_map().values()]
-            else:
-                if events & selectors.EVENT_WRITE:
-                    key.data.send_unsent()
-                if events & selectors.EVENT_READ:
-                    key.data.read()
-        for key, _ in ready:
-            if key.data is None or (events := key.data.events) == key.events:
-                continue
-            if events:
-                self._selector.modify(key.fileobj, events, key.data)
-            else:
-                self._selector.unregister(key.fileobj)
-                key.data.close()
 
 
 class _Caller:
@@ -138,21 +135,19 @@ class _Caller:
         try:
             self._frames.receive(self._connection)
             while (message := self._frames.next()) is not None:
-                self._serve(message)
+                try:
+                    function, plain = message.value
+                    future = self._functions[function](plain, message.tensors)
+                except Exception as error:  # reported to the caller
+                    failure = describe_exception(error)
+                    self._send_message(Message(FrameKind.FAILURE, message.number, failure))
+                else:
+                    future.add_done_callback(partial(self._respond, message.number))
         except OSError:  # the trainer is gone, which the master notices
             self._has_ended = True
         except RejectedMessage as error:
             _LOG.warning("rejected a message, and closed the connection: %s", error)
             self._has_ended = True
-
-    def _serve(self, call: Message) -> None:
-        try:
-            function, plain = call.value
-            future = self._functions[function](plain, call.tensors)
-        except Exception as error:  # reported to the caller
-            self._send_message(Message(FrameKind.FAILURE, call.number, describe_exception(error)))
-        else:
-            future.add_done_callback(partial(self._respond, call.number))
 
     def _respond(self, number: int, future: Future[Sequence[Tensor]]) -> None:
         try:

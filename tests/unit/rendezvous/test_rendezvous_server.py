@@ -231,7 +231,7 @@ def test_a_role_does_not_take_a_stranger_for_its_master(
 @pytest.fixture
 def small(opened: Meeting, monkeypatch: pytest.MonkeyPatch) -> Meeting:
     """Its room for strangers is."""
-    monkeypatch.setattr(rendezvous_server, "_MOST_UNAUTHENTICATED", MOST_STRANGERS)
+    monkeypatch.setattr(rendezvous_server, "MAX_UNAUTHENTICATED", MOST_STRANGERS)
     return opened
 
 

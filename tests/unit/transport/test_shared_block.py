@@ -1,5 +1,6 @@
 """Memory shared by threads, each of which has its own place in a process group."""
 
+import json
 import os
 import socket
 import threading
@@ -7,11 +8,13 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 from support.shared_memory import SECONDS, at_once, joined, together
 from support.users import connected_as_another_user, needs_root
+from torch import Tensor
 
 from hybrid.errors import ClusterError
 from hybrid.transport.shared_memory import shared_block
@@ -106,16 +109,32 @@ def test_trainers_share_with_those_of_their_host(monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def before_the_exchange(monkeypatch: pytest.MonkeyPatch, come: Callable[[shared_block._Card], None]) -> None:
-    """Have strangers come once there is somewhere to: they are told the card of the first member."""
-    exchange = shared_block._exchange_cards
+class CrowdedGroup:
+    """A process group; unauthenticated peers connect to its first member before the members do.
 
-    def exchange_after_them(card: shared_block._Card, group: dist.ProcessGroup) -> list[shared_block._Card]:
-        if group.rank() == 0:
-            come(card)
-        return exchange(card, group)
+    Args:
+        connect: called with the address of the first member, and the token that members send.
+    """
 
-    monkeypatch.setattr(shared_block, "_exchange_cards", exchange_after_them)
+    def __init__(self, group: dist.ProcessGroup, connect: Callable[[bytes, bytes], object]) -> None:
+        self._group = group
+        self._connect = connect
+        self.size = group.size
+
+    def allgather(self, received: list[list[Tensor]], sent: list[Tensor]) -> dist.Work:
+        if self._group.rank() == 0:
+            _, name, token, _ = json.loads(bytes(sent[0].tolist()))
+            self._connect(bytes.fromhex(name), bytes.fromhex(token))
+        return self._group.allgather(received, sent)
+
+
+def joined_after(connect: Callable[[bytes, bytes], object]) -> list[SharedMemory | None]:
+    """Return the views of two members, in a crowded group."""
+
+    def join(rank: int, group: dist.ProcessGroup) -> SharedMemory | None:
+        return SharedMemory.join(cast(Any, CrowdedGroup(group, connect)), rank, True, SECONDS)
+
+    return together(2, join)
 
 
 @pytest.mark.parametrize(
@@ -126,40 +145,33 @@ def before_the_exchange(monkeypatch: pytest.MonkeyPatch, come: Callable[[shared_
     ],
     ids=["silent, wrong, closed", "places that are not expected"],
 )
-def test_strangers_are_sent_away(
-    hellos: Callable[[bytes], list[bytes | None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_are_sent_away(hellos: Callable[[bytes], list[bytes | None]]) -> None:
     """They come before the trainers' own connections."""
-    strangers = []
+    with ExitStack() as stack:
 
-    def come(card: shared_block._Card) -> None:
-        for words in hellos(bytes.fromhex(card.token)):
-            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            stranger.connect(bytes.fromhex(card.name))
-            if words is None:
-                stranger.close()
-            else:
-                stranger.sendall(words)
-            strangers.append(stranger)
+        def connect(address: bytes, token: bytes) -> None:
+            for hello in hellos(token):
+                stranger = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                stranger.connect(address)
+                if hello is None:
+                    stranger.close()
+                else:
+                    stranger.sendall(hello)
 
-    before_the_exchange(monkeypatch, come)
-    assert at_once(shown, joined(2), [b"a", b"b"]) == [[b"a", b"b"]] * 2
-    for stranger in strangers:
-        stranger.close()
+        assert at_once(shown, joined_after(connect), [b"a", b"b"]) == [[b"a", b"b"]] * 2
 
 
 def test_a_member_whose_greeting_comes_in_pieces_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = shared_block._connect
+    class Slow(socket.socket):
+        def sendall(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override]
+            for byte in data:
+                time.sleep(0.001)
+                self.send(bytes([byte]))
 
-    def connect_slowly(card: shared_block._Card, place: int) -> socket.socket:
-        peer = connect(card._replace(token=""), place)
-        for byte in bytes.fromhex(card.token):
-            time.sleep(0.001)
-            peer.send(bytes([byte]))
-        return peer
-
-    monkeypatch.setattr(shared_block, "_connect", connect_slowly)
-    assert at_once(shown, joined(2, timeout_seconds=2.0), [b"a", b"b"]) == [[b"a", b"b"]] * 2
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", Slow)
+        parts = joined(2, timeout_seconds=2.0)
+    assert at_once(shown, parts, [b"a", b"b"]) == [[b"a", b"b"]] * 2
 
 
 def test_memory_that_its_owner_could_truncate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +186,10 @@ def test_memory_that_its_owner_could_truncate_is_refused(monkeypatch: pytest.Mon
 
 
 @needs_root
-def test_a_stranger_of_another_user_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_of_another_user_is_not_waited_for() -> None:
     with ExitStack() as stack:
-
-        def come(card: shared_block._Card) -> None:
-            stack.enter_context(connected_as_another_user(bytes.fromhex(card.name)))
-
-        before_the_exchange(monkeypatch, come)
-        assert at_once(shown, joined(2), [b"a", b"b"]) == [[b"a", b"b"]] * 2
+        parts = joined_after(lambda address, _: stack.enter_context(connected_as_another_user(address)))
+        assert at_once(shown, parts, [b"a", b"b"]) == [[b"a", b"b"]] * 2
 
 
 def test_nothing_is_left_open() -> None:
