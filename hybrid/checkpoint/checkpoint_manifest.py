@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,6 @@ from hybrid.storage.remote_path import RemotePath, StoragePath
 FORMAT = 2
 PARTIAL = ".partial"  # suffix of unfinished files and folders
 PARTS = "parts-"  # prefix of the folder with the files of a checkpoint in a store
-_THREADS = 4
 
 # Keys of a manifest's progress.
 BEST = "best"
@@ -83,7 +81,11 @@ class Manifest:
     def read(cls, path: StoragePath) -> Manifest:
         """Read a manifest; CheckpointError if it is invalid or altered."""
         try:
-            document = json.loads(_read_text(path))
+            _expect(storage.is_file(path), "it is not a file")
+            with storage.open_reader(path) as file:
+                content = file.read(_MAX_BYTES + 1)
+            _expect(len(content) <= _MAX_BYTES, f"it has more than {_MAX_BYTES >> 20} MiB")
+            document = json.loads(content.decode())
             _expect(isinstance(document, dict), "it is not an object")
             if (version := document.get("format")) != FORMAT:
                 rule = f"has format {version!r:.80}, not {FORMAT}; use the version of hybrid that wrote it"
@@ -138,27 +140,17 @@ class Manifest:
         """
         if isinstance(folder, RemotePath):
             return
-        with ThreadPoolExecutor(_THREADS, "verify") as threads:
-            checksums = threads.map(lambda name: _file_checksum(folder / name), self.files)
-            for (name, (_, sha256)), checksum in zip(self.files.items(), checksums, strict=True):
-                if checksum != sha256:
-                    raise damage_error(folder / name)
 
+        def check(name: str) -> None:
+            path = folder / name
+            try:
+                checksum = storage.compute_checksum(path)
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+            if checksum != self.files[name][1]:
+                raise damage_error(path)
 
-def _read_text(path: StoragePath) -> str:
-    _expect(storage.is_file(path), "it is not a file")
-    with storage.open_reader(path) as file:
-        content = file.read(_MAX_BYTES + 1)
-    _expect(len(content) <= _MAX_BYTES, f"it has more than {_MAX_BYTES >> 20} MiB")
-    return content.decode()
-
-
-def _file_checksum(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        storage.map_concurrently(check, self.files)
 
 
 def _text_checksum(text: str) -> str:

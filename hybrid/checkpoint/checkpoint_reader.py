@@ -17,7 +17,6 @@ from torch import Tensor
 from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
 from hybrid.checkpoint.checkpoint_manifest import (
     MANIFEST_FILE,
-    Best,
     Manifest,
     damage_error,
     find_mismatch,
@@ -98,7 +97,12 @@ class Checkpoint:
             rest = [first, *(other for other in newest_first[index:] if other != first)]
             checkpoint = cls._first_valid(folder, rest, damage, log)
             if candidate != folder:
-                checkpoint.standing = _describe_standing(checkpoint.folder, newest_first[0], best)
+                is_newest = checkpoint.folder == newest_first[0]
+                last = "the last" if is_newest else f"the last is {newest_first[0].name}"
+                checkpoint.standing = last
+                if best is not None and parse_step(checkpoint.folder) == best.step:
+                    rank = f"the best ({best.metric.replace('_', ' ')} {best.value:.4f})"
+                    checkpoint.standing = f"{rank}{' and ' if is_newest else '; '}{last}"
             return checkpoint
         return cls._first_valid(folder, [], damage, log)
 
@@ -213,15 +217,6 @@ class Checkpoint:
             except (FileNotFoundError, ValueError) as error:
                 raise damage_error(path) from error
             yield local_path
-
-
-def _describe_standing(folder: StoragePath, newest: StoragePath, best: Best | None) -> str:
-    """Describe the rank of a checkpoint among those of its run."""
-    last = "the last" if folder == newest else f"the last is {newest.name}"
-    if best is None or parse_step(folder) != best.step:
-        return last
-    metric = best.metric.replace("_", " ")
-    return f"the best ({metric} {best.value:.4f}){' and ' if folder == newest else '; '}{last}"
 
 
 def _candidates(folder: StoragePath) -> list[StoragePath]:

@@ -74,8 +74,20 @@ def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor])
     path = folder / name
     # Wide types first, so that each tensor is aligned when the file is mapped into memory.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    header = _header(path, ordered)
-    size = len(header) + sum(tensor.nbytes for tensor in ordered.values())
+    entries: dict[str, dict[str, object]] = {}
+    start = 0
+    for tensor_name, tensor in ordered.items():
+        if tensor.dtype not in _DTYPES:
+            rule = f"{tensor_name} is of {tensor.dtype}, which safetensors does not support"
+            raise CheckpointError(f"cannot write {path}: {rule}")
+        offsets = [start, start + tensor.nbytes]
+        kind = _DTYPES[tensor.dtype]
+        entries[tensor_name] = {"dtype": kind, "shape": [*tensor.shape], "data_offsets": offsets}
+        start += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = struct.pack("<Q", len(text)) + text
+    size = len(header) + start
     digest, written = hashlib.sha256(), 0
     try:
         if isinstance(path, Path):
@@ -152,22 +164,6 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except _INVALID_FILE_ERRORS as error:
         raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
-
-
-def _header(path: StoragePath, tensors: Mapping[str, Tensor]) -> bytes:
-    entries: dict[str, dict[str, object]] = {}
-    start = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
-            raise CheckpointError(
-                f"cannot write {path}: {name} is of {tensor.dtype}, which safetensors does not support"
-            )
-        offsets = [start, start + tensor.nbytes]
-        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": offsets}
-        start += tensor.nbytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
 
 
 def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

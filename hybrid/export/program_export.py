@@ -3,7 +3,7 @@
 import json
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config
 
-from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config.resolved_columns import columns_of
 from hybrid.data.parse.column_layout import section_for
 from hybrid.errors import HybridError
@@ -50,12 +49,6 @@ class _PlainTensors(nn.Module):
         assert all(size == sizes[0] for size in sizes)
         predictions: dict[str, Tensor] = self.model(dict(zip(self.model.input_names, tensors, strict=True)))
         return predictions
-
-
-def narrow_tables(model: TrainedModule, dtype: torch.dtype) -> None:
-    """Convert the tables of a model to a data type; the nets keep theirs."""
-    for index, name in enumerate(model.table_names):
-        model.tables[index] = nn.Embedding.from_pretrained(model.rows(name).detach().to(dtype))
 
 
 def export_program(model: TrainedModule) -> ExportedProgram:
@@ -103,27 +96,31 @@ def write_onnx(program: ExportedProgram, model: TrainedModule, folder: Path) -> 
     if repeated := sorted({*output_names} & {*model.input_names}):
         rule = f"{', '.join(repeated)} is an input and an output; rename the column"
         raise HybridError(f"--format onnx: {rule}")
-    with _export_errors("onnx"), _quiet_exporter():
-        onnx_program = torch.onnx.export(
-            program,
-            input_names=list(model.input_names),
-            output_names=output_names,
-            dynamo=True,
-            verbose=False,
-        )
+    log = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = log.level
+    log.setLevel(logging.ERROR)  # no messages about optional packages
+    try:
+        with _export_errors("onnx"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            onnx_program = torch.onnx.export(
+                program,
+                input_names=list(model.input_names),
+                output_names=output_names,
+                dynamo=True,
+                verbose=False,
+            )
+    finally:
+        log.setLevel(level)
     assert onnx_program is not None
-    _rename_inner_values(onnx_program.model.graph, {*model.input_names, *output_names})
-    onnx_program.save(folder / ONNX_FILE)  # more than 2 GiB go to a second file
-    return [ONNX_FILE, *(path.name for path in folder.glob(f"{ONNX_FILE}.*"))]
-
-
-def _rename_inner_values(graph: Any, reserved: Collection[str]) -> None:
-    """Rename inner values of a graph that have the name of an input or output, such as a column "cat"."""
+    # An inner value may have the name of an input or output, such as a column "cat".
+    graph: Any = onnx_program.model.graph
     outer = {id(value) for value in (*graph.inputs, *graph.outputs)}
     inner = [value for node in graph.all_nodes() for value in node.outputs]
     for value in (*inner, *graph.initializers.values()):
-        if value.name in reserved and id(value) not in outer:
+        if value.name in {*model.input_names, *output_names} and id(value) not in outer:
             value.name = f"{value.name} within"
+    onnx_program.save(folder / ONNX_FILE)  # more than 2 GiB go to a second file
+    return [ONNX_FILE, *(path.name for path in folder.glob(f"{ONNX_FILE}.*"))]
 
 
 @contextmanager
@@ -140,31 +137,6 @@ def _export_errors(export_format: str) -> Iterator[None]:
         reason = next((f"; {line[2:]}" for line in below if line.startswith("- ")), "")
         rule = f"torch cannot export the net: {describe_error(cause)}{reason}"
         raise HybridError(f"--format {export_format}: {rule}") from error
-
-
-@contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    """Suppress the exporter's messages about optional packages and deprecated calls."""
-    log = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        log.setLevel(level)
-
-
-def write_tables(model: TrainedModule, names: Mapping[str, str], folder: Path) -> list[str]:
-    """Write tables as safetensors; return the names of the files.
-
-    Args:
-        names: the name of each table in the file.
-    """
-    tensors = {names[table]: model.rows(table).detach() for table in model.table_names}
-    write_tensors(folder, TABLES_FILE, tensors)
-    return [TABLES_FILE]
 
 
 def write_preprocessing(model: TrainedModule, folder: Path) -> list[str]:

@@ -64,6 +64,7 @@ def load(
 
 
 def _load_module(stored: Checkpoint, module: nn.Module) -> nn.Module:
+    """Load a module of a custom loop; the result is a copy without this package's tables."""
     names = {id(each): name for name, each in module.named_modules() if isinstance(each, TableModule)}
     if set(names.values()) != stored.manifest.tables.keys():
         expected = ", ".join(sorted(names.values())) or "no tables"
@@ -89,16 +90,6 @@ class Input(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[Any, ...]
-
-
-def _feature_inputs(feature: FeatureSpec) -> list[Input]:
-    """Return the tensors of a categorical column in a batch."""
-    if not feature.multi_hot:
-        return [Input(feature.name, torch.int64, (SAMPLES,))]
-    ids = (f"ids of {feature.name}",)
-    weights = [Input(feature.name + WEIGHTS, torch.float32, ids)] if feature.weighted else []
-    starts = Input(feature.name + OFFSETS, torch.int64, (STARTS,))
-    return [Input(feature.name, torch.int64, ids), *weights, starts]
 
 
 class TrainedModule(nn.Module):
@@ -138,7 +129,6 @@ class TrainedModule(nn.Module):
         for net in (self.net, self.remote_net):
             if net is not None:
                 use_torch(net)  # so that what is exported runs without this package
-        names = [table.name for table in blueprint.tables]
         self.tables = nn.ModuleList()
         for table in blueprint.tables:
             shape = table.num_rows, table.dim
@@ -148,7 +138,7 @@ class TrainedModule(nn.Module):
             else:
                 shards = trained.stored.map_rows(table.name, *shape)
                 self.tables.append(MappedTable(shards, blueprint.dtype))
-        self.table_names = tuple(names)
+        self.table_names = tuple(table.name for table in blueprint.tables)
         spec = blueprint.input_spec
         self.num_dense = len(spec.dense_features)
         self._features = list(zip(spec.sparse_features, tables_of(spec, blueprint.tables), strict=True))
@@ -163,7 +153,13 @@ class TrainedModule(nn.Module):
 
     def _inputs(self) -> tuple[Input, ...]:
         inputs = [Input(DENSE, torch.float32, (SAMPLES, self.num_dense))] if self.num_dense else []
-        inputs += [each for feature, _ in self._features for each in _feature_inputs(feature)]
+        for feature, _ in self._features:
+            ids = (f"ids of {feature.name}",) if feature.multi_hot else (SAMPLES,)
+            inputs.append(Input(feature.name, torch.int64, ids))
+            if feature.weighted:
+                inputs.append(Input(feature.name + WEIGHTS, torch.float32, ids))
+            if feature.multi_hot:
+                inputs.append(Input(feature.name + OFFSETS, torch.int64, (STARTS,)))
         names = [each.name for each in inputs]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError("data.sparse", "makes several inputs of one name; rename a column", repeated)

@@ -69,7 +69,13 @@ class TrainedRun:
             raise CheckpointError(f"{stored.folder}: was saved by a custom training loop; {rule}")
         config = load_run_config(stored.parts / CONFIG_FILE, trust_code=trust_code, uses_paths=uses_paths)
         encoder = FeatureEncoder.load(stored.parts)
-        return cls(stored, _with_weighted_columns(config, encoder), encoder)
+        # Features that had weighted ids in batches of a custom loop have no section of their own.
+        weighted = {
+            each.name: dataclasses.replace(config.columns.get(each.name, ColumnSection()), kind="weighted")
+            for each in encoder.sparse
+            if each.weighted
+        }
+        return cls(stored, config.replace(columns={**config.columns, **weighted}), encoder)
 
     @property
     def origin(self) -> str:
@@ -121,13 +127,3 @@ class TrainedRun:
         if expected != [{name: tensor.shape for name, tensor in state.items()} for state in files.values()]:
             rule = "is of another model: its configuration describes nets of other shapes than its files hold"
             raise CheckpointError(f"{self.stored.folder}: {rule}")
-
-
-def _with_weighted_columns(config: RunConfig, encoder: FeatureEncoder) -> RunConfig:
-    """Add a section [columns.NAME] for each feature that had weighted ids in batches of a custom loop."""
-    weighted = {
-        each.name: dataclasses.replace(config.columns.get(each.name, ColumnSection()), kind="weighted")
-        for each in encoder.sparse
-        if each.weighted
-    }
-    return config.replace(columns={**config.columns, **weighted}) if weighted else config

@@ -118,11 +118,6 @@ def require_file(path: StoragePath) -> Entry:
     return entry
 
 
-def file_size(path: StoragePath) -> int:
-    """Return the size of a file in bytes; FileNotFoundError if there is none."""
-    return require_file(path).size
-
-
 def list_entries(folder: StoragePath, *, is_deep: bool = False) -> list[Entry]:
     """Return the entries of a folder, sorted by name; none if there is no such folder.
 
@@ -239,7 +234,7 @@ def read_ranges(path: StoragePath, ranges: Iterable[tuple[int, int]]) -> Iterato
 
 def read_blocks(path: StoragePath) -> Iterator[bytes]:
     """Yield the content of a file in blocks of some MiB."""
-    num_bytes = file_size(path)
+    num_bytes = require_file(path).size
     starts = range(0, num_bytes, _BLOCK_BYTES)
     return read_ranges(path, ((start, min(_BLOCK_BYTES, num_bytes - start)) for start in starts))
 

@@ -113,14 +113,7 @@ def parse_path(text: str | StoragePath) -> StoragePath:
     authority, _, key = rest.partition("/")
     if not authority and scheme != "hdfs":
         raise StorageError(f"{scheme}://: names no bucket; write {scheme}://BUCKET/FOLDER")
-    _check_url(scheme, authority, query)
-    return RemotePath(
-        f"{_SCHEMES[scheme]}://{authority}", "/".join(filter(None, unquote(key).split("/"))), query
-    )
-
-
-def _check_url(scheme: str, authority: str, query: str) -> None:
-    """Refuse unknown options, and credentials: URLs are printed, logged and kept in configurations."""
+    # URLs are printed, logged and kept in configurations.
     user, _, host = authority.rpartition("@")
     bare = f"{scheme}://{host}"
     if ":" in user or (user and scheme in ("s3", "gs", "gcs")):
@@ -128,9 +121,12 @@ def _check_url(scheme: str, authority: str, query: str) -> None:
     for name in parse_options(query):
         if _SECRET.search(name):
             raise StorageError(f"{bare}: contains {name}, and URLs are printed; {_REMEDY}")
-        known = _OPTIONS.get(_SCHEMES[scheme])
-        if known is not None and name not in known:
-            raise StorageError(f"{bare}: has an unknown option {name}; the options are {', '.join(known)}")
+        options = _OPTIONS.get(_SCHEMES[scheme])
+        if options is not None and name not in options:
+            raise StorageError(f"{bare}: has an unknown option {name}; the options are {', '.join(options)}")
+    return RemotePath(
+        f"{_SCHEMES[scheme]}://{authority}", "/".join(filter(None, unquote(key).split("/"))), query
+    )
 
 
 def parse_options(query: str) -> dict[str, str]:

@@ -47,21 +47,13 @@ def load_function(key: str, name: str, parameters: Sequence[str] = ()) -> Callab
         reason = f"cannot be imported: {location}{type(error).__name__}: {' '.join(str(error).split())}"
         missing = _missing_module_hint() if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(key, reason + missing, name) from error
-    if parameters:
-        _check_parameters(key, name, function, parameters)
-    return function
-
-
-def _missing_module_hint() -> str:
-    return f" on host {socket.gethostname()}; install it there, or put it into {os.getcwd()}, where this runs"
-
-
-def _check_parameters(key: str, name: str, function: Any, parameters: Sequence[str]) -> None:
+    if not parameters:
+        return function
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # not a function, or one without a signature
         if callable(function):
-            return
+            return function
         raise ConfigError(key, "is not a function", name) from None
     try:
         signature.bind(*parameters)
@@ -71,6 +63,11 @@ def _check_parameters(key: str, name: str, function: Any, parameters: Sequence[s
         arguments = ", ".join(parameters)
         rule = f"is called as {function.__name__}({arguments}), and takes {signature}{location}: {error}"
         raise ConfigError(key, rule, name) from error
+    return function
+
+
+def _missing_module_hint() -> str:
+    return f" on host {socket.gethostname()}; install it there, or put it into {os.getcwd()}, where this runs"
 
 
 @dataclass(frozen=True, slots=True)

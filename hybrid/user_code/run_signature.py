@@ -16,7 +16,6 @@ import stat
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from hybrid.config import ClusterSection, RunConfig
 from hybrid.config.loading import load_config, to_toml
@@ -149,8 +148,15 @@ def _key() -> bytes | None:
         return None
     file = folder / "key"
     try:
-        if not file.exists():
-            _make_key(file)
+        if not file.exists():  # make it atomically; of several concurrent runs, one wins
+            descriptor, temporary = tempfile.mkstemp(dir=folder)  # only its owner can read it
+            try:
+                with open(descriptor, "wb") as opened:
+                    opened.write(secrets.token_bytes(_KEY_BYTES))
+                with suppress(FileExistsError):  # another run has made one
+                    os.link(temporary, file)
+            finally:
+                os.unlink(temporary)
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
         with open(descriptor, "rb") as opened:
             status = os.fstat(descriptor)
@@ -159,15 +165,3 @@ def _key() -> bytes | None:
         return None
     is_private = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     return key if is_private and len(key) == _KEY_BYTES else None
-
-
-def _make_key(file: Path) -> None:
-    """Write a new key atomically; of several concurrent runs, one wins."""
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent)  # only its owner can read it
-    try:
-        with open(descriptor, "wb") as opened:
-            opened.write(secrets.token_bytes(_KEY_BYTES))
-        with suppress(FileExistsError):  # another run has made one
-            os.link(temporary, file)
-    finally:
-        os.unlink(temporary)

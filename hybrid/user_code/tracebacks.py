@@ -68,20 +68,20 @@ def needs_traceback(error: BaseException) -> bool:
 
 def log_traceback(error: BaseException) -> None:
     """Log the traceback of an exception: first the frames in the user's code, then all frames."""
-    lines = [*_user_frames(error), *traceback.format_exception(error)]
-    _LOG.error("%s\n%s", kind_and_text(error), "".join(lines).rstrip("\n"))
-
-
-def _user_frames(error: BaseException) -> Iterator[str]:
+    lines = traceback.format_exception(error)
     for each in _causes(error):
         frames = traceback.extract_tb(each.__traceback__)
-        first = next((i for i, frame in enumerate(frames) if is_user_file(frame.filename)), None)
-        if first is not None and first > 0:
-            yield "Traceback of your code (most recent call last):\n"
-            yield from traceback.StackSummary.from_list(frames[first:]).format()
-            yield from traceback.format_exception_only(each)
-            yield "\nAll frames:\n"
-            return
+        first = next((i for i, frame in enumerate(frames) if is_user_file(frame.filename)), 0)
+        if first > 0:
+            lines = [
+                "Traceback of your code (most recent call last):\n",
+                *traceback.StackSummary.from_list(frames[first:]).format(),
+                *traceback.format_exception_only(each),
+                "\nAll frames:\n",
+                *lines,
+            ]
+            break
+    _LOG.error("%s\n%s", kind_and_text(error), "".join(lines).rstrip("\n"))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

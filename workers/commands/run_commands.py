@@ -66,20 +66,13 @@ def compare(options: argparse.Namespace, started_at: float) -> None:
         else:
             config = config.replace(train=dataclasses.replace(config.train, max_steps=options.steps))
             task = script_task(options.script, options.arguments)
-            _compare_script(config, dataclasses.replace(task, snapshot=folder / "cluster"), folder, lock)
+            print_line("on a cluster")
+            launch(config, folder, dataclasses.replace(task, snapshot=folder / "cluster"), lock)
+            print_line("in one process")
+            with importing_torch():
+                from workers.jobs.comparison import compare_script
 
-
-def _compare_script(config: RunConfig, task: ScriptTask, folder: Path, lock: int) -> None:
-    """Run a script on a cluster, then in this process, and print the differences."""
-    from workers.launching.launcher import launch
-
-    print_line("on a cluster")
-    launch(config, folder, task, lock)
-    print_line("in one process")
-    with importing_torch():
-        from workers.jobs.comparison import compare_script
-
-    compare_script(config, task.path, task.arguments, folder / "cluster")
+            compare_script(config, task.path, task.arguments, folder / "cluster")
 
 
 def run(options: argparse.Namespace, started_at: float) -> None:

@@ -6,10 +6,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.checkpoint.checkpoint_manifest import MANIFEST_FILE, write_errors
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.errors import HybridError
 from hybrid.export import program_export
@@ -61,7 +63,8 @@ def export_run(
     with _new_folder(output) as partial, passing_status() as tell:
         files = program_export.write_preprocessing(model, partial)
         if "tables" in formats:
-            files += program_export.write_tables(model, new_names, partial)
+            tensors = {new_names[table]: model.rows(table).detach() for table in model.table_names}
+            files += write_tensors(partial, program_export.TABLES_FILE, tensors)
         if {"program", "onnx"} & {*formats}:
             tell("exporting the program")
             program = program_export.export_program(model)
@@ -85,7 +88,10 @@ def _narrow(model: TrainedModule, dtype: str) -> list[str]:
         before = measure(model, rows)
     except HybridError as error:
         notes = [f"{'on test rows':<20}not measured: {error}"]
-    program_export.narrow_tables(model, getattr(torch, dtype))
+    for index, name in enumerate(model.table_names):
+        model.tables[index] = nn.Embedding.from_pretrained(
+            model.rows(name).detach().to(getattr(torch, dtype))
+        )
     if before:
         after = measure(model, rows)
         notes = [
@@ -112,23 +118,20 @@ def _new_folder(output: StoragePath) -> Iterator[Path]:
             folder = Path(scratch, "export")
             make_folder(folder)
             yield folder
-            if is_remote:
-                _upload(folder, output)
-            else:
+            if not is_remote:
                 folder.rename(str(output))
+                return
+            # The file that the others need comes last.
+            paths = sorted(folder.iterdir(), key=lambda path: path.name == program_export.PREPROCESSING_FILE)
+            try:
+                for path in paths:
+                    storage.copy(path, output / path.name)
+            except BaseException:
+                with suppress(OSError):
+                    storage.remove(output)
+                raise
     except OSError as error:
         raise HybridError(f"{output}: cannot be written: {error.strerror or error}") from error
-
-
-def _upload(folder: Path, output: StoragePath) -> None:
-    """Upload files; the file that the others need comes last."""
-    try:
-        for path in sorted(folder.iterdir(), key=lambda path: path.name == program_export.PREPROCESSING_FILE):
-            storage.copy(path, output / path.name)
-    except BaseException:
-        with suppress(OSError):
-            storage.remove(output)
-        raise
 
 
 def import_tables(source: StoragePath, base: StoragePath, output: StoragePath, names: NameMap) -> None:

@@ -1,8 +1,8 @@
 """``hybrid evaluate`` and ``hybrid predict``: use a trained model in one process."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import pyarrow as pa
 
@@ -80,8 +80,18 @@ def predict(
             raise ConfigError(_KEEP, "is the name of another column of the output", name)
         if name in keep[:index]:
             raise ConfigError(_KEEP, "names a column twice", name)
-    with _status(output, inputs) as tell:
-        rows = _input_rows(model.trained, inputs, output, [(_KEEP, name) for name in keep], tell)
+    passthrough = [(_KEEP, name) for name in keep]
+    # No progress while rows go to standard output or come from standard input.
+    is_quiet = output == STDOUT or _STREAM in inputs
+    with nullcontext(lambda text: None) if is_quiet else passing_status() as report_progress:
+        if not inputs:
+            rows = held_out_rows(model.trained, passthrough=passthrough, report=report_progress)
+        elif list(inputs) == [_STREAM]:
+            rows = _standard_input(model.trained, passthrough, at_once=output == STDOUT)
+        else:
+            rows = file_rows(
+                model.trained, inputs, with_labels=False, passthrough=passthrough, report=report_progress
+            )
         with prediction_file(output) as file:
             for block in rows.blocks():
                 columns = prediction_columns(tasks, model.predict(block.batch).tied().outputs)
@@ -94,36 +104,16 @@ def predict(
         print_line(line, to_stderr=output == STDOUT)
 
 
-def _input_rows(
-    trained: TrainedRun,
-    inputs: Sequence[str],
-    output: StoragePath,
-    passthrough: Sequence[tuple[str, str]],
-    tell: Callable[[str], None],
-) -> Rows:
-    if not inputs:
-        return held_out_rows(trained, passthrough=passthrough, report=tell)
-    if list(inputs) != [_STREAM]:
-        return file_rows(trained, inputs, with_labels=False, passthrough=passthrough, report=tell)
+def _standard_input(trained: TrainedRun, passthrough: Sequence[tuple[str, str]], *, at_once: bool) -> Rows:
+    """Return the rows of standard input; ``at_once``: each as it arrives, since somebody may wait for it."""
     descriptor = 0
-    # Rows that arrive one by one are answered one by one, if somebody can read the answers.
-    text = read_descriptor(descriptor, BLOCK_BYTES, at_once=output == STDOUT)
+    text = read_descriptor(descriptor, BLOCK_BYTES, at_once=at_once)
     rows, layout = stream_rows(trained, STDIN, text, passthrough)
     if os.isatty(descriptor):
         names = ", ".join(layout.required)
         header = "" if layout.data.columns else ", after a line with their names"
         print_line(f"waiting for rows with {names}{header}; Ctrl-D ends them", to_stderr=True)
     return rows
-
-
-@contextmanager
-def _status(output: StoragePath, inputs: Sequence[str]) -> Iterator[Callable[[str], None]]:
-    """Show progress, unless rows go to standard output or come from standard input."""
-    if output == STDOUT or _STREAM in inputs:
-        yield lambda text: None
-    else:
-        with passing_status() as tell:
-            yield tell
 
 
 def check_new(output: StoragePath) -> None:

@@ -6,7 +6,7 @@ import csv
 import io
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -59,33 +59,27 @@ def _standard_output() -> Iterator[PredictionWriter]:
 @contextmanager
 def _file(output: StoragePath) -> Iterator[PredictionWriter]:
     try:
-        with _uploaded(output) if isinstance(output, RemotePath) else _renamed(output) as file:
+        with ExitStack() as stack:
+            file: IO[bytes]
+            if isinstance(output, RemotePath):
+                upload = _UploadFile(stack.enter_context(open_writer(output)))
+                file = cast(IO[bytes], stack.enter_context(upload))
+            else:
+                partial = output.with_name(f".{output.name}.partial")
+                stack.callback(partial.unlink, missing_ok=True)
+                file = stack.enter_context(open(partial, "wb", opener=open_file))
             if output.suffix == ".parquet":
                 with _ParquetWriter(file) as writer:
                     yield writer
             else:
                 with io.TextIOWrapper(file, newline="", encoding="utf-8") as text:
                     yield _CsvWriter(text)
+            if not isinstance(output, RemotePath):
+                file.close()
+                partial.rename(output)
     except (OSError, ValueError, pa.ArrowException) as error:  # or a column that changes its type
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise HybridError(f"{output}: cannot be written: {reason}") from error
-
-
-@contextmanager
-def _renamed(output: Path) -> Iterator[IO[bytes]]:
-    partial = output.with_name(f".{output.name}.partial")
-    try:
-        with open(partial, "wb", opener=open_file) as file:
-            yield file
-        partial.rename(output)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-@contextmanager
-def _uploaded(output: RemotePath) -> Iterator[IO[bytes]]:
-    with open_writer(output) as writer, _UploadFile(writer) as file:
-        yield cast(IO[bytes], file)
 
 
 class _UploadFile(io.RawIOBase):
@@ -118,16 +112,14 @@ class _CsvWriter:
 
 
 def _fields(column: Any) -> list[Any]:
-    """Return the fields of a column; the items of a list are joined."""
-    values: list[Any] = column.to_pylist()
+    """Return the fields of a column; the items of a list, and an id and its weight, are joined."""
     if not is_list(column):
-        return values
-    return [None if each is None else _ITEM_SEPARATOR.join(map(_item, each)) for each in values]
+        return list(column.to_pylist())
 
+    def text(item: Any) -> str:
+        return _PAIR_SEPARATOR.join(map(str, item.values())) if isinstance(item, dict) else str(item)
 
-def _item(item: Any) -> str:
-    """Return the text of an item of a list; an id and its weight are a pair."""
-    return _PAIR_SEPARATOR.join(map(str, item.values())) if isinstance(item, dict) else str(item)
+    return [None if each is None else _ITEM_SEPARATOR.join(map(text, each)) for each in column.to_pylist()]
 
 
 class _ParquetWriter:

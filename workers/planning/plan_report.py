@@ -39,6 +39,18 @@ def print_plan(config: RunConfig, cache: StoragePath, hosts: Hosts, ids_per_samp
     links = _table("link", "messages a step", "MiB a step")
     for name, link in plan.links.items():
         links.add_row(name, f"{link.messages:,}", _mib(link.num_bytes))
+    batch = config.train.batch_size
+    speed = [f"samples/s   unknown: no costs were measured where {plan.unknown}"]
+    if not plan.unknown:
+        step = f"{batch:,} samples in {plan.step_seconds * 1e3:,.1f} ms"
+        largest = sorted(plan.fractions.items(), key=lambda item: -item[1])[:_MAX_OPERATIONS]
+        operations = ", ".join(f"{name} {fraction:.0%}" for name, fraction in largest)
+        alone = ", ".join(f"{name} {seconds * 1e3:,.1f} ms" for name, seconds in plan.seconds.items())
+        speed = [
+            f"samples/s   {batch / plan.step_seconds:,.0f} ({step}), by the costs of one AMD EPYC core",
+            f"limited by  {plan.limit}{f' ({operations})' if operations else ''}",
+            f"            alone, a step would take: {alone}",
+        ]
     needed = f"a host needs {_gib(plan.host_bytes)} of its {_gib(hosts.memory_bytes)}"
     verdict = "DOES NOT SUFFICE" if plan.host_bytes > hosts.memory_bytes else "suffices"
     parts += [
@@ -48,7 +60,7 @@ def print_plan(config: RunConfig, cache: StoragePath, hosts: Hosts, ids_per_samp
         "",
         f"memory      {_gib(plan.worker_bytes)} a worker, {_gib(plan.trainer_bytes)} a trainer",
         f"            {verdict}: {needed}",
-        *_speed_lines(config, plan),
+        *speed,
     ]
     for each in parts:  # the terminal wraps long lines
         console.print(each, soft_wrap=True, highlight=False, markup=False)
@@ -113,21 +125,6 @@ def _workers(config: RunConfig, plan: Plan) -> Table:
     for equal, run in groupby(range(len(cells)), lambda w: cells[w]):
         workers.add_row(_ranges(list(run)), *equal)
     return workers
-
-
-def _speed_lines(config: RunConfig, plan: Plan) -> list[str]:
-    if plan.unknown:
-        return [f"samples/s   unknown: no costs were measured where {plan.unknown}"]
-    batch = config.train.batch_size
-    step = f"{batch:,} samples in {plan.step_seconds * 1e3:,.1f} ms"
-    largest = sorted(plan.fractions.items(), key=lambda item: -item[1])[:_MAX_OPERATIONS]
-    operations = ", ".join(f"{name} {fraction:.0%}" for name, fraction in largest)
-    each = ", ".join(f"{name} {seconds * 1e3:,.1f} ms" for name, seconds in plan.seconds.items())
-    return [
-        f"samples/s   {batch / plan.step_seconds:,.0f} ({step}), by the costs of one AMD EPYC core",
-        f"limited by  {plan.limit}{f' ({operations})' if operations else ''}",
-        f"            alone, a step would take: {each}",
-    ]
 
 
 def _mib(num_bytes: float) -> str:

@@ -117,7 +117,10 @@ def make_plan(
     samples, wire_bytes = samples_of_lookup(config), wire_bytes_per_value(config)
     moved = traffic(tables, placement, ids_per_sample, samples, trainers, wire_bytes)
     up_W, down_W = lookups * moved.up_bytes_W, lookups * moved.down_bytes_W
-    unknown = _unknown_costs(config)
+    unknown = "dense.remote_mlp is set" if config.dense.remote_mlp else ""
+    for key, known in (("parallel", ("none",)), ("device", ("auto", "cpu"))):
+        if not unknown and (value := getattr(config.dense, key)) not in known:
+            unknown = f"dense.{key} is {value}"
     flops, parameters = 0.0, 0
     if not unknown:
         flops, parameters = _dense_work(config, input_spec, [t.width for t in tables_of(input_spec, tables)])
@@ -219,14 +222,6 @@ def make_plan(
         max(shared, alone) / _BUSY,
         unknown,
     )
-
-
-def _unknown_costs(config: RunConfig) -> str:
-    dense = config.dense
-    if dense.remote_mlp:
-        return "dense.remote_mlp is set"
-    known = {"parallel": ("none",), "device": ("auto", "cpu")}
-    return next((f"dense.{k} is {getattr(dense, k)}" for k in known if getattr(dense, k) not in known[k]), "")
 
 
 def _dense_work(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> tuple[float, int]:

@@ -225,23 +225,19 @@ def _finite(value: Any) -> Any:
 
 
 def _versions() -> dict[str, Any]:
+    try:
+        command = ["git", "rev-parse", "--verify", "HEAD"]
+        git = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        commit = git.stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # outside a repository, or without git
+        commit = None
     return {
         "hybrid": hybrid.__version__,
         "python": platform.python_version(),
         **{package: metadata.version(package) for package in ("torch", "numpy")},
-        "git_commit": _git_commit(),
+        "git_commit": commit,
         "platform": platform.platform(),
         "host": socket.gethostname(),
         "cpu_count": os.cpu_count(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def _git_commit() -> str | None:
-    """Return the commit of the current folder; None outside a repository, or without git."""
-    command = ["git", "rev-parse", "--verify", "HEAD"]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return run.stdout.strip()

@@ -68,7 +68,7 @@ def _split_file(path: StoragePath, number: int, layout: Layout, block_bytes: int
     # Of each segment, the start and the nominal start (Parquet: the number of rows); then the end.
     cuts = [(0, 0)]
     try:
-        size = storage.file_size(path)
+        size = storage.require_file(path).size
         if kind == "parquet":
             cuts = _cut_row_groups(path)
         else:

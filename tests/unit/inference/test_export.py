@@ -325,7 +325,7 @@ def test_a_failed_export_leaves_no_files(run: Path, tmp_path: Path, monkeypatch:
     def fails(*_: object) -> list[str]:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(program_export, "write_tables", fails)
+    monkeypatch.setattr(program_export, "write_preprocessing", fails)
     with pytest.raises(HybridError, match="served: cannot be written: No space left on device"):
         export_run(run, tmp_path / "served", ["tables"], None, NO_NAMES)
     assert not list(tmp_path.iterdir())

@@ -47,7 +47,7 @@ def test_a_large_file_is_uploaded_while_it_is_written(store: Store, tmp_path: Pa
         with prediction_file(folder / name) as file:
             file.write(columns)
             file.write(columns)
-    assert files.file_size(there / name) > 10 << 20
+    assert files.require_file(there / name).size > 10 << 20
     assert files.read_bytes(there / name) == (tmp_path / name).read_bytes()
 
 

@@ -43,7 +43,7 @@ def check_read(file: StoragePath, num_bytes: int) -> None:
     with files.open_writer(file) as writer:
         for start in range(0, num_bytes, 4 * MIB):
             writer.write(memoryview(content)[start : start + 4 * MIB])
-    assert files.file_size(file) == num_bytes
+    assert files.require_file(file).size == num_bytes
     assert files.read_bytes(file) == content
     assert b"".join(files.read_blocks(file)) == content
     with files.local_copy(file, files.compute_checksum(file)) as here:
@@ -56,7 +56,7 @@ def check_read(file: StoragePath, num_bytes: int) -> None:
 )
 def test_a_path_that_cannot_be_used_is_one_line(name: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
-    for use in (files.exists, files.list_entries, files.file_size):
+    for use in (files.exists, files.list_entries, files.require_file):
         with pytest.raises(StorageError, match=rf"^{tmp_path / name}: .*{reason}"):
             use(tmp_path / name)
 
@@ -121,7 +121,7 @@ def test_folders_are_listed_and_removed(folder: StoragePath) -> None:
 def test_a_missing_file_is_a_file_not_found_error(folder: StoragePath) -> None:
     reads: list[Callable[[StoragePath], object]] = [
         files.read_bytes,
-        files.file_size,
+        files.require_file,
         files.require_file,
         files.compute_checksum,
     ]

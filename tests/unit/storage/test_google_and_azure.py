@@ -37,7 +37,7 @@ def test_a_file_is_replaced_atomically(other_store: RemotePath) -> None:
     with files.open_writer(folder / "a") as file:
         file.write(bytes(65 << 20))
         assert files.read_bytes(folder / "a") == b"old"
-    assert files.file_size(folder / "a") == 65 << 20
+    assert files.require_file(folder / "a").size == 65 << 20
     assert [each.path for each in files.list_entries(folder, is_deep=True)] == [folder / "a"]
 
 
