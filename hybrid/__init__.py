@@ -1,22 +1,22 @@
 """Train recommenders whose embedding tables are larger than one machine's memory.
 
-The tables lie on worker processes; the rest of the model is replicated over trainer processes. One step of
-all trainers computes what one step of a single process computes on the whole batch.
+Worker processes hold the tables. Trainer processes hold replicas of the rest of the model. One step of all
+trainers computes what one step of a single process computes on the whole batch.
 
 A custom training loop needs these names::
 
     import torch
     import hybrid
 
-    cluster = hybrid.connect()                                     # this process, or a cluster's trainer
-    model = cluster.distribute(Net())                              # Net holds hybrid.Embedding modules
-    optimizer = torch.optim.Adam(model.parameters())               # of the dense part; tables have their own
-    for batch in cluster.batches(loader):                          # this trainer's slice of each batch
+    cluster = hybrid.connect()  # this process, or a trainer of a cluster
+    model = cluster.distribute(Net())  # Net has hybrid.Embedding modules
+    optimizer = torch.optim.Adam(model.parameters())  # without tables
+    for batch in cluster.batches(loader):  # the slice of this trainer
         optimizer.zero_grad()
-        cluster.backward(loss(model(batch), batch["label"]))       # one loss value per sample
+        cluster.backward(loss(model(batch), batch["label"]))  # per sample
         optimizer.step()
 
-Run it by ``python script.py`` in one process, or by ``hybrid run script.py --trainers 2 --workers 2`` on a
+Run it with ``python script.py`` in one process, or with ``hybrid run script.py --trainers 2 --workers 2`` on a
 cluster. ``hybrid.load`` opens a trained model for inference. ``python -m hybrid`` is the command line.
 """
 
