@@ -16,8 +16,8 @@ A custom training loop needs these names::
         cluster.backward(loss(model(batch), batch["label"]))  # per sample
         optimizer.step()
 
-Run it with ``python script.py`` in one process, or with ``hybrid run script.py --trainers 2 --workers 2`` on a
-cluster. ``hybrid.load`` opens a trained model for inference. ``python -m hybrid`` is the command line.
+Run it with ``python script.py`` in one process, or with ``hybrid run script.py --trainers 2 --workers 2`` on
+a cluster. ``hybrid.load`` opens a trained model for inference. ``python -m hybrid`` is the command line.
 """
 
 from importlib import import_module
