@@ -14,7 +14,7 @@ from typing import Self
 import psutil
 
 from hybrid.errors import HybridError
-from workers.launching.forked_roles import end_with_parent
+from workers.launching.fork_server import end_with_parent
 
 NODES = ("n1", "n2", "n3")  # each component of a job gets separate nodes
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")

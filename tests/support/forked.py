@@ -8,8 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from workers.launching.fork_server import ForkServer
-from workers.launching.forked_roles import Ended, Started
+from workers.launching.fork_server import Ended, ForkServer, Started
 
 SECONDS = 10.0
 

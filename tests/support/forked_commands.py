@@ -19,8 +19,7 @@ from support.fork_context import fork_context
 
 from workers.cli import main
 from workers.launching import launcher
-from workers.launching.fork_server import ForkServer
-from workers.launching.forked_roles import serve
+from workers.launching.fork_server import ForkServer, serve
 
 _POLL_SECONDS = 0.005
 _FIRST_FILE = 3  # after those of input and output

@@ -25,7 +25,7 @@ from hybrid.protocol.update_rules import Staleness
 from hybrid.storage.remote_path import StoragePath
 from workers.cluster_task import TrainTask
 from workers.console.terminal import TerminalView, TrainingProgress
-from workers.controller.distributed_checkpoint import Saving
+from workers.controller.deployment import Saving
 from workers.controller.remote_trainer import TrainerReport
 from workers.controller.session import DatasetSession
 from workers.controller.shared_folders import SharedFolders

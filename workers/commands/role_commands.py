@@ -25,7 +25,7 @@ from workers.commands.run_commands import (
 )
 from workers.console.messages import print_line
 from workers.exit_codes import ExitCode, ReportedError, exit_code
-from workers.launching.forked_roles import end_with_parent
+from workers.launching.fork_server import end_with_parent
 from workers.launching.scheduler_rank import ends_with_starter, index_of, master_host, role_of
 from workers.rendezvous.host_requirements import allow_open_files
 from workers.rendezvous.master_address import MasterAddress

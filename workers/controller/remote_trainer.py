@@ -112,7 +112,11 @@ class Trainer:
         model = blueprint.model(net, job.remote_net)
         self._placement = apply_backend(model, blueprint, devices)
         self._optimizer = DenseOptimizer(blueprint.optimizer(model.net), job.rules.schedule)
-        self._model = DdpModel(model, DdpMode(dense.ddp), self._placement, self._clock, self._share_memory())
+        reduce = None
+        if dist.get_backend(self._group) == "gloo":
+            seconds = config.cluster.timeout_seconds
+            reduce = SharedMemoryReduce.join(self._placement.group, index, self._device, seconds)
+        self._model = DdpModel(model, DdpMode(dense.ddp), self._placement, self._clock, reduce)
         decided: list[RemoteHosted[Any]] = [
             *job.remote_tables.values(),
             *([job.remote_net] if job.remote_net else []),
@@ -129,7 +133,18 @@ class Trainer:
         self._weighted: set[int] = set()  # features with id weights in batches of the caller
         self._loaders: dict[str, BatchLoader] = {}
         if job.data_source is not None:
-            self._loaders = {split: self._loader(job.data_source, split) for split in ("train", "test")}
+            for split in ("train", "test"):
+                is_training = split == "train"
+                self._loaders[split] = BatchLoader(
+                    open_split(job.data_source, split, config.data),
+                    batch_size=config.train.batch_size,
+                    trainer_index=index,
+                    num_trainers=config.cluster.trainers,
+                    seed=config.run.seed,
+                    shuffle=is_training and config.data.is_shuffled,
+                    lanes=config.data.shuffle_lanes,
+                    by_group=is_training and config.has_ranking_loss,
+                )
 
     def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> TrainerReport:
         """Train on this trainer's slice of some steps of an epoch of the prepared data set.
@@ -289,13 +304,6 @@ class Trainer:
             self._stream.close()
             self._stream = None
 
-    def _share_memory(self) -> SharedMemoryReduce | None:
-        """Return the all-reduce of trainers that share memory; None if the process group does it."""
-        if dist.get_backend(self._group) != "gloo":
-            return None
-        timeout_seconds = self._config.cluster.timeout_seconds
-        return SharedMemoryReduce.join(self._placement.group, self._index, self._device, timeout_seconds)
-
     def _sources(self, job: TrainerJob) -> Mapping[int, TableSource]:
         """Return the source of each worker's rows: the worker, or the aggregated requests of this host."""
         config, tables = self._config, list(job.remote_tables.values())
@@ -311,17 +319,3 @@ class Trainer:
     def _reducing_device(self) -> torch.device:
         """The device of tensors for the trainers' process group."""
         return self._device if dist.get_backend(self._group) == "nccl" else torch.device("cpu")
-
-    def _loader(self, source: str, split: str) -> BatchLoader:
-        config = self._config
-        is_training = split == "train"
-        return BatchLoader(
-            open_split(source, split, config.data),
-            batch_size=config.train.batch_size,
-            trainer_index=self._index,
-            num_trainers=config.cluster.trainers,
-            seed=config.run.seed,
-            shuffle=is_training and config.data.is_shuffled,
-            lanes=config.data.shuffle_lanes,
-            by_group=is_training and config.has_ranking_loss,
-        )

@@ -34,11 +34,15 @@ from hybrid.topology import Role, Topology
 from hybrid.user_code.run_signature import signed_toml
 from workers.controller.deployment import (
     BULK_TIMEOUT_SECONDS,
+    NOTHING_COUNTED,
     Called,
+    Counted,
+    Saving,
     deploy,
     has_memory_for_copies,
+    hold,
+    load,
 )
-from workers.controller.distributed_checkpoint import NOTHING_COUNTED, Counted, Saving, hold, load
 from workers.controller.remote_trainer import Trainer, TrainerReport
 from workers.step_profile import Profile
 
@@ -205,26 +209,26 @@ class Session:
         holders = [each.role for each in deployed.tables.values()]
         is_copied = in_background and has_memory_for_copies(placement, holders)
         writers = hold(deployed, self.config.dense, is_copied, self._meanwhile)
+        texts, vocabularies = {CONFIG_FILE: signed_toml(self.config)}, {}
+        if (data := self._data_folder) is None:
+            encoder = FeatureEncoder.of_rows(self.blueprint.input_spec, self._weighted)
+            texts[feature_encoder.FILE_NAME] = encoder.text
+        else:
+            texts[feature_encoder.FILE_NAME] = (data / feature_encoder.FILE_NAME).read_text(encoding="utf-8")
+            manifest = data / dataset_manifest.FILE_NAME
+            texts[dataset_manifest.COPY_NAME] = manifest.read_text(encoding="utf-8")
+            vocabularies = feature_encoder.vocabularies_of(data)
         return Saving(
             folder,
             Manifest(step, epoch, placement.shapes, {}, values, dict(progress.values)),
-            self._texts(),
+            texts,
             progress.reports,
             lambda partial: [
                 w.call(Called.write, partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers
             ],
             is_copied,
-            {} if self._data_folder is None else feature_encoder.vocabularies_of(self._data_folder),
+            vocabularies,
         )
-
-    def _texts(self) -> dict[str, str]:
-        """Return the text files of a checkpoint, by name."""
-        folder = self._data_folder
-        if folder is None:
-            features = FeatureEncoder.of_rows(self.blueprint.input_spec, self._weighted).text
-        else:
-            features = (folder / feature_encoder.FILE_NAME).read_text(encoding="utf-8")
-        return {CONFIG_FILE: signed_toml(self.config), feature_encoder.FILE_NAME: features}
 
     def load(self, stored: Checkpoint) -> None:
         """Load a checkpoint; CheckpointError if it is of another model."""
@@ -273,7 +277,6 @@ class DatasetSession(Session):
 
     def __init__(self, topology: Topology, config: RunConfig, data_folder: Path) -> None:
         check_custom_metrics(config.all_tasks)
-        self._prepared = data_folder
         train = open_split(data_folder, "train", config.data)
         test = open_split(data_folder, "test", config.data)
         if not test.num_samples and config.data.test_fraction:
@@ -326,13 +329,10 @@ class DatasetSession(Session):
         """
         rule = "continue with that version, or start a new run"
         trained_on = DataManifest.read(stored.parts / dataset_manifest.COPY_NAME, rule)
-        now = DataManifest.read(self._prepared / dataset_manifest.FILE_NAME)
+        assert self._data_folder is not None
+        now = DataManifest.read(self._data_folder / dataset_manifest.FILE_NAME)
         trained_on.check_same(now, "resume with the same files, or start a new run")
         super().load(stored)
-
-    def _texts(self) -> dict[str, str]:
-        data = (self._prepared / dataset_manifest.FILE_NAME).read_text(encoding="utf-8")
-        return {**super()._texts(), dataset_manifest.COPY_NAME: data}
 
     def _timeout_seconds(self, num_steps: int) -> float:
         cluster = self.config.cluster

@@ -16,7 +16,7 @@ from hybrid.config import CheckpointSection
 from hybrid.config.task_sections import is_lower_better
 from hybrid.errors import CheckpointError, StorageError
 from hybrid.metrics import Metrics
-from workers.controller.distributed_checkpoint import Saving
+from workers.controller.deployment import Saving
 from workers.controller.session import Session
 from workers.jobs.run_counters import Tally
 from workers.run_folder.run_files import RunFolder
@@ -42,20 +42,6 @@ class Moment(NamedTuple):
     owes_evaluation: bool = False
 
 
-class _WrittenCheckpoint(NamedTuple):
-    """A complete checkpoint.
-
-    Attributes:
-        seconds: time to write it.
-        num_bytes: its size.
-        trouble: why old checkpoints could not be removed, or an empty text.
-    """
-
-    seconds: float
-    num_bytes: int
-    trouble: str
-
-
 @dataclass(frozen=True, slots=True)
 class _PendingCheckpoint:
     """A checkpoint that is being written.
@@ -63,12 +49,13 @@ class _PendingCheckpoint:
     Attributes:
         best: the best evaluation, once this checkpoint is complete.
         seconds_stopped: how long training has waited for it.
+        written: the seconds and the bytes that were written, and why old checkpoints could not be removed.
     """
 
     step: int
     best: Best | None
     seconds_stopped: float
-    written: Future[_WrittenCheckpoint]
+    written: Future[tuple[float, int, str]]
 
 
 class Checkpoints:
@@ -126,7 +113,10 @@ class Checkpoints:
         """
         expected = self.expected_best
         is_best = is_evaluated and self._better(now, expected) != expected
-        if is_best or self._is_due(now.step):
+        steps, minutes = self._section.every_steps, self._section.every_minutes
+        is_due = steps and now.step % steps == 0
+        is_due = is_due or (minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes)
+        if is_best or is_due:
             start = time.perf_counter()
             self.finish()
             self._begun_at = time.monotonic()
@@ -148,21 +138,14 @@ class Checkpoints:
             with self._warning_of_failure(self._pending.step):
                 self._end()
 
-    def write_last(self, now: Moment) -> None:
-        """Write the checkpoint of the end of the run, unless it exists.
+    def write_last(self, now: Moment, is_stopped: bool = False) -> None:
+        """Write the last checkpoint of a run that ends, or was asked to stop, unless it exists.
 
         Raises:
             CheckpointError: it cannot be written; the message names the run's last checkpoint.
         """
-        self._write_now(now, True, "the run is at its end")
-
-    def write_stop(self, now: Moment) -> None:
-        """Write the checkpoint of a run that was asked to stop."""
-        self._write_now(now, False, "the run was asked to stop")
-
-    def _write_now(self, now: Moment, is_evaluated: bool, why: str) -> None:
         self.finish()
-        best = self._better(now, self.best) if is_evaluated else self.best
+        best = self.best if is_stopped else self._better(now, self.best)
         try:
             if self._exists(now):  # it was due at this step, or the run was stopped here before
                 self._add_evaluation(now, best)
@@ -170,14 +153,13 @@ class Checkpoints:
                 self._begin(now, best, time.perf_counter(), in_background=False)
                 self._end()
         except _WRITE_ERRORS as error:
-            raise CheckpointError(f"{error}; {why}, and {self._saved_state()}") from error
-
-    def _saved_state(self) -> str:
-        try:
-            before = checkpoint_folders.list_checkpoints(self._run.checkpoint_root)
-        except StorageError:  # as in the error that is raised
-            return "its saved checkpoints cannot be listed now"
-        return f"only its state at {before[0].name} is saved" if before else "nothing of it is saved"
+            why = "the run was asked to stop" if is_stopped else "the run is at its end"
+            try:
+                before = checkpoint_folders.list_checkpoints(self._run.checkpoint_root)
+                state = f"only its state at {before[0].name} is saved" if before else "nothing of it is saved"
+            except StorageError:  # as in the error that is raised
+                state = "its saved checkpoints cannot be listed now"
+            raise CheckpointError(f"{error}; {why}, and {state}") from error
 
     @contextmanager
     def _warning_of_failure(self, step: int) -> Iterator[None]:
@@ -212,7 +194,7 @@ class Checkpoints:
         progress = packed._replace(values={**packed.values, **more})
         folder = checkpoint_folders.step_folder(self._run.checkpoint_root, now.step)
         saving = self._session.begin_save(folder, now.step, now.epoch, now.metrics, progress, in_background)
-        written: Future[_WrittenCheckpoint] = Future()
+        written: Future[tuple[float, int, str]] = Future()
         # A daemon thread does not keep a failed process alive.
         threading.Thread(
             target=self._write, args=(saving, best, written), name="checkpoint", daemon=True
@@ -224,7 +206,7 @@ class Checkpoints:
                 self._warn("no memory for copies of the tables: training waits while checkpoints are written")
         self._pending = _PendingCheckpoint(now.step, best, time.perf_counter() - start, written)
 
-    def _write(self, saving: Saving, best: Best | None, written: Future[_WrittenCheckpoint]) -> None:
+    def _write(self, saving: Saving, best: Best | None, written: Future[tuple[float, int, str]]) -> None:
         start = time.perf_counter()
         try:
             self._run.sync()
@@ -232,7 +214,7 @@ class Checkpoints:
             seconds = time.perf_counter() - start
             trouble = self._prune(best)
             num_bytes = sum(size for size, _ in sealed.files.values())
-            written.set_result(_WrittenCheckpoint(seconds, num_bytes, trouble))
+            written.set_result((seconds, num_bytes, trouble))
         except BaseException as error:  # raised by finish
             written.set_exception(error)
 
@@ -247,14 +229,13 @@ class Checkpoints:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         self._await(pending.written)
-        written = pending.written.result()
+        seconds, num_bytes, trouble = pending.written.result()
         self.best = pending.best
-        stopped = pending.seconds_stopped
-        self._run.log_checkpoint(pending.step, stopped, written.seconds, written.num_bytes)
-        if written.trouble:
-            self._warn(written.trouble)
+        self._run.log_checkpoint(pending.step, pending.seconds_stopped, seconds, num_bytes)
+        if trouble:
+            self._warn(trouble)
 
-    def _await(self, written: Future[_WrittenCheckpoint]) -> None:
+    def _await(self, written: Future[tuple[float, int, str]]) -> None:
         while not wait([written], _POLL_SECONDS).done:
             self._session.meanwhile()
 
@@ -267,12 +248,6 @@ class Checkpoints:
         was_pending = self._pending is not None
         self.finish()
         return was_pending
-
-    def _is_due(self, step: int) -> bool:
-        steps, minutes = self._section.every_steps, self._section.every_minutes
-        if steps and step % steps == 0:
-            return True
-        return minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes
 
     def _better(self, now: Moment, best: Best | None) -> Best | None:
         """Return the better one of the current evaluation and ``best``."""

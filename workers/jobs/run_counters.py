@@ -14,7 +14,7 @@ from hybrid.errors import CheckpointError
 from hybrid.metrics import score
 from hybrid.primitives.step_timings import PHASES
 from hybrid.protocol.update_rules import Staleness
-from workers.controller.distributed_checkpoint import Counted
+from workers.controller.deployment import Counted
 from workers.controller.remote_trainer import TrainerReport
 from workers.controller.session import Session
 

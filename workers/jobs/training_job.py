@@ -5,7 +5,6 @@ import math
 import shlex
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid.checkpoint import checkpoint_folders
@@ -36,24 +35,17 @@ _PATIENCE = "train.patience"  # ends a run before its last step
 _AGAIN = "; again to stop at once"
 
 
-@dataclass(frozen=True)
-class Patience:
-    """The end of a run after evaluations without a better one.
+def is_patience_over(patience: int, every: int, best: Best | None, step: int) -> bool:
+    """Whether a run ends after ``step``, since its last evaluations were not better than the best.
 
     Evaluations are counted by the steps at which they are due, so that a resumed run counts the same.
 
-    Attributes:
-        evaluations: number of evaluations without a better one; 0 never ends the run.
+    Args:
+        patience: number of evaluations without a better one; 0 never ends the run.
         every: steps between two evaluations.
     """
-
-    evaluations: int
-    every: int
-
-    def is_lost(self, best: Best | None, step: int) -> bool:
-        """Whether the run ends after ``step``, given the best evaluation."""
-        best_step = 0 if best is None or math.isnan(best.value) else best.step
-        return 0 < self.evaluations <= step // self.every - best_step // self.every
+    best_step = 0 if best is None or math.isnan(best.value) else best.step
+    return 0 < patience <= step // every - best_step // every
 
 
 class Training:
@@ -113,7 +105,11 @@ class Training:
             self._checkpoints = Checkpoints(session, self._folder, section, view.warn, progress)
             self._train(session, view)
             if not self._is_over(session):
-                self._save_stopped(session, view)
+                self.doing = "while writing the checkpoint"
+                session.meanwhile = lambda: None  # the next line announces the stop
+                view.status(f"saving step {self._step}{_AGAIN}")
+                self._checkpoints.write_last(self._moment(session), is_stopped=True)
+                session.close()
                 return self._stop.code
             # A run that was killed between its last checkpoint and its end takes no step.
             if self._metrics is None and session.has_test_rows:
@@ -142,7 +138,7 @@ class Training:
             rule = f"the run has taken all {total} steps; raise it to continue"
             raise ConfigError(session.limit, rule)
         best = Best(*progress[BEST]) if progress.get(BEST) else None
-        if (self._task.folder / RESULT_FILE).exists() and self._patience(session).is_lost(best, step):
+        if (self._task.folder / RESULT_FILE).exists() and self._is_patience_over(session, best, step):
             by = metric_title(self._config.best_by)
             rule = f"the run ended without a better {by}; raise it to continue"
             raise ConfigError(_PATIENCE, rule, self._config.train.patience)
@@ -176,12 +172,13 @@ class Training:
         """Whether the run has finished."""
         if self._owes_evaluation:
             return False
-        is_lost = self._patience(session).is_lost(self._checkpoints.expected_best, self._step)
-        return self._step >= session.total_steps or is_lost
+        best = self._checkpoints.expected_best
+        return self._step >= session.total_steps or self._is_patience_over(session, best, self._step)
 
-    def _patience(self, session: DatasetSession) -> Patience:
+    def _is_patience_over(self, session: DatasetSession, best: Best | None, step: int) -> bool:
         train = self._config.train
-        return Patience(train.patience, train.eval_every_steps or session.steps_per_epoch)
+        every = train.eval_every_steps or session.steps_per_epoch
+        return is_patience_over(train.patience, every, best, step)
 
     def _take_steps(self, session: DatasetSession, view: TerminalView) -> None:
         per_epoch, total = session.steps_per_epoch, session.total_steps
@@ -208,7 +205,22 @@ class Training:
         is_line_due = self._step == 1 or self._step % self._config.train.log_every_steps == 0
         if self._owes_evaluation or epoch_ends or is_line_due:
             self._tally.count_staleness(session, self._step)
-            self._log(epoch, total, view)
+            interval, self._tally.interval = self._tally.interval, Interval()
+            progress = TrainingProgress(
+                step=self._step,
+                total_steps=total,
+                epoch=epoch + 1,
+                epochs=self._config.train.epochs,
+                loss=interval.loss,
+                score_name=leading_score(self._tasks),
+                score=interval.score(next(iter(self._tasks.values()))),
+                samples_per_second=interval.num_samples / interval.seconds,
+                seconds_left=(total - self._step) * interval.seconds / interval.num_steps,
+                phase_seconds=interval.phase_seconds,
+                staleness=interval.staleness,
+            )
+            self._folder.log_progress(progress)
+            view.progress(progress)
         if self._profile is None and session.recorded and self._step >= session.recorded.stop:
             profile = session.take_profile()
             folder, top = self._folder.write_profile(profile), dict(profile.top(_NUM_PROFILE_SPANS))
@@ -223,14 +235,6 @@ class Training:
                 session.meanwhile = lambda: None
 
         session.meanwhile = announce
-
-    def _save_stopped(self, session: DatasetSession, view: TerminalView) -> None:
-        """Write the checkpoint from which a stopped run is resumed."""
-        self.doing = "while writing the checkpoint"
-        session.meanwhile = lambda: None  # the next line announces the stop
-        view.status(f"saving step {self._step}{_AGAIN}")
-        self._checkpoints.write_stop(self._moment(session))
-        session.close()
 
     def _moment(self, session: DatasetSession) -> Moment:
         epochs_done = self._step // session.steps_per_epoch
@@ -251,24 +255,6 @@ class Training:
         if train.eval_every_steps:
             stops.append(train.eval_every_steps - self._step % train.eval_every_steps)
         return int(min(stops))
-
-    def _log(self, epoch: int, total: int, view: TerminalView) -> None:
-        interval, self._tally.interval = self._tally.interval, Interval()
-        progress = TrainingProgress(
-            step=self._step,
-            total_steps=total,
-            epoch=epoch + 1,
-            epochs=self._config.train.epochs,
-            loss=interval.loss,
-            score_name=leading_score(self._tasks),
-            score=interval.score(next(iter(self._tasks.values()))),
-            samples_per_second=interval.num_samples / interval.seconds,
-            seconds_left=(total - self._step) * interval.seconds / interval.num_steps,
-            phase_seconds=interval.phase_seconds,
-            staleness=interval.staleness,
-        )
-        self._folder.log_progress(progress)
-        view.progress(progress)
 
     def _evaluate(self, session: DatasetSession, view: TerminalView) -> bool:
         """Evaluate unless the run is asked to stop meanwhile; return whether it is done."""

@@ -11,7 +11,6 @@ from hybrid.config.loading import CONFIG_FILE
 from hybrid.custom_loop.backend import update_rules
 from hybrid.data.prepare.dataset_location import source_of
 from hybrid.embedding.placement import Placement, place
-from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import HybridError
 from hybrid.server.hosted_module import Hosted
 from hybrid.storage.remote_path import StoragePath
@@ -19,8 +18,7 @@ from hybrid.topology import Topology
 from hybrid.user_code.function_names import load_function
 from hybrid.user_code.run_signature import signed_toml
 from workers.console.terminal import TerminalView
-from workers.controller.deployment import BULK_TIMEOUT_SECONDS, deploy_tables
-from workers.controller.distributed_checkpoint import Saving
+from workers.controller.deployment import BULK_TIMEOUT_SECONDS, Saving, deploy_tables
 from workers.controller.shared_folders import SharedFolders
 from workers.controller.trainer_script import DeployedTables, Script, ScriptRequest, ScriptResponse
 from workers.exit_codes import ExitCode
@@ -81,7 +79,10 @@ class ScriptJob:
         while (request := _next_request(scripts)).action != "end":
             response: ScriptResponse = None
             if request.action == "deploy":
-                response = self._deploy(topology, request.tables)
+                self._placement = place(request.tables, topology.num_workers)
+                rules = update_rules(self._config, topology.num_trainers)
+                self._tables = deploy_tables(topology, self._config, self._placement, rules)
+                response = DeployedTables(self._placement, rules, self._tables)
             elif request.action == "prepare":
                 folder = data()
                 folders.check_data(folder)
@@ -89,16 +90,13 @@ class ScriptJob:
             elif request.action == "save":
                 self._save(request, scripts[0])
             else:
-                self._load(request)
+                assert request.folder is not None
+                where, bulk = (request.folder, request.step), BULK_TIMEOUT_SECONDS
+                tables = self._tables.values()
+                transport.gather([t.call(Hosted.load, *where, timeout_seconds=bulk) for t in tables])
             transport.gather([script.call(Script.respond, response) for script in scripts])
         transport.gather([tables.call(Hosted.close) for tables in self._tables.values()])
         return ExitCode.DONE
-
-    def _deploy(self, topology: Topology, tables: Sequence[TableSpec]) -> DeployedTables:
-        self._placement = placement = place(tables, topology.num_workers)
-        rules = update_rules(self._config, topology.num_trainers)
-        self._tables = deploy_tables(topology, self._config, placement, rules)
-        return DeployedTables(placement, rules, self._tables)
 
     def _save(self, request: ScriptRequest, first: transport.Remote[Script]) -> None:
         """Make every worker write its rows, and trainer 0 the module."""
@@ -113,12 +111,6 @@ class ScriptJob:
         manifest = Manifest(request.step, 0, self._placement.shapes)
         texts = {CONFIG_FILE: signed_toml(self._config)}
         Saving(request.folder, manifest, texts, {}, start, is_copied=False).write()
-
-    def _load(self, request: ScriptRequest) -> None:
-        folder, step, bulk = request.folder, request.step, BULK_TIMEOUT_SECONDS
-        assert folder is not None
-        tables = self._tables.values()
-        transport.gather([each.call(Hosted.load, folder, step, timeout_seconds=bulk) for each in tables])
 
 
 def _next_request(scripts: Sequence[transport.Remote[Script]]) -> ScriptRequest:

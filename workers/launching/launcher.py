@@ -23,8 +23,7 @@ from workers.console.messages import print_line
 from workers.console.terminal import TerminalView
 from workers.exit_codes import Cause, ExitCode, Interrupt, ReportedError, code_of
 from workers.launching import network_namespace
-from workers.launching.fork_server import ForkServer
-from workers.launching.forked_roles import BrokenServerError
+from workers.launching.fork_server import BrokenServerError, ForkServer
 from workers.launching.restarts import Restarts
 from workers.launching.role_failure import RoleFailure
 from workers.launching.role_processes import RoleProcesses

@@ -11,7 +11,6 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 from hybrid.config import RunConfig
@@ -66,7 +65,17 @@ def enter_network_namespace() -> None:
     Raises:
         OSError: the system does not allow it; the process is unchanged.
     """
-    if error := _error_in_child(_enter):  # a half-entered namespace cannot be left
+    child = os.fork()  # tries it first, since a half-entered namespace cannot be left
+    if not child:
+        error = 1
+        try:
+            _enter()
+            error = 0
+        except OSError as raised:
+            error = raised.errno or error
+        finally:
+            os._exit(error)
+    if error := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
         raise OSError(error, os.strerror(error))
     _enter()
 
@@ -92,18 +101,3 @@ def _unshare(flags: int) -> None:
     if libc.unshare(flags) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
-
-
-def _error_in_child(function: Callable[[], None]) -> int:
-    """Return the errno with which ``function`` fails in a child process, or 0."""
-    child = os.fork()
-    if not child:
-        error = 1
-        try:
-            function()
-            error = 0
-        except OSError as raised:
-            error = raised.errno or error
-        finally:
-            os._exit(error)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

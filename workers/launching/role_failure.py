@@ -126,7 +126,10 @@ class RoleProcess:
 
     def _observe(self, exit_code: int) -> RoleFailure:
         """Return the failure of a role that has not reported one."""
-        process, log = f"{self.role} (pid {self.pid})", self._end_of_log()
+        process, log = f"{self.role} (pid {self.pid})", ""
+        with suppress(FileNotFoundError), self.log.open("rb") as file:
+            file.seek(max(self._log_bytes_before, file.seek(0, os.SEEK_END) - _MAX_LOG_BYTES))
+            log = file.read().decode(errors="replace")
         if exit_code > 0:
             # A main thread that waits in torch cannot report; its last line may be in the log.
             before, _, text = log.rstrip("\n").rpartition("\n")[2].partition(f"hybrid {self.role}: ")
@@ -139,11 +142,3 @@ class RoleProcess:
         why = ", probably since memory ran out" if is_oom else ""
         cause = Cause.STARVED if is_oom else Cause.KILLED
         return RoleFailure(f"{process} was killed by {number.name}{why}; see {self.log}", cause)
-
-    def _end_of_log(self) -> str:
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(self._log_bytes_before, file.seek(0, os.SEEK_END) - _MAX_LOG_BYTES))
-                return file.read().decode(errors="replace")
-        except FileNotFoundError:
-            return ""

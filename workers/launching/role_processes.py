@@ -20,8 +20,7 @@ from workers.cluster_task import ScriptTask, Task, TrainTask
 from workers.console.messages import Verbosity, logging_to_stderr, verbosity
 from workers.console.output_stream import tolerate_lost_output
 from workers.exit_codes import Cause, ExitCode, Interrupt, exit_code
-from workers.launching.fork_server import ForkServer
-from workers.launching.forked_roles import Ended, Started
+from workers.launching.fork_server import Ended, ForkServer, Started
 from workers.launching.role_failure import RoleFailure, RoleProcess, describe
 from workers.rendezvous.interrupt import end_now
 from workers.rendezvous.master_address import MasterAddress
@@ -183,10 +182,16 @@ def _role_main(
     path, launchers_stderr = log_path(folder, role), os.dup(2)
     prints = role == (Role(RoleKind.TRAINER, 0) if isinstance(task, ScriptTask) else MASTER)
     try:
-        _redirect_output(path, keep_stdout=prints)
+        # The output of torch's C++ code goes there too.
+        with run_write_errors(path):
+            descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except HybridError as error:
         to_launcher.send(describe(role, error))
         end_now(ExitCode.FAILED)
+    os.dup2(descriptor, 2)
+    if not prints:
+        os.dup2(descriptor, 1)
+    os.close(descriptor)
     names = ("stdout" if prints else str(path), str(path))
     command = f"hybrid {task.command}"
     with (
@@ -198,7 +203,14 @@ def _role_main(
             if role == MASTER:
                 signal.signal(STOP_REQUEST, signal.default_int_handler)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_REQUEST])
-            _run_role(role, source, task, secret, listener)
+            from workers.roles import master
+            from workers.roles.role_main import serve
+
+            if isinstance(source, MasterAddress):
+                serve(role, source, secret)  # the launcher decides on the exit code
+            else:
+                bound = None if listener is None else socket.socket(fileno=listener)
+                master.run(source, task, secret, bound)
         except KeyboardInterrupt as interrupt:
             to_launcher.send(RoleFailure(str(interrupt), Cause.STOPPED))
             end_now(exit_code(interrupt))
@@ -206,25 +218,3 @@ def _role_main(
             to_launcher.send(describe(role, error))
             log_traceback(error)
             end_now(exit_code(error))  # threads of torch may wait for a lost role
-
-
-def _run_role(
-    role: Role, source: RunConfig | MasterAddress, task: Task, secret: Secret, listener: int | None
-) -> None:
-    from workers.roles import master
-    from workers.roles.role_main import serve
-
-    if isinstance(source, MasterAddress):
-        serve(role, source, secret)  # the launcher decides on the exit code
-    else:
-        master.run(source, task, secret, None if listener is None else socket.socket(fileno=listener))
-
-
-def _redirect_output(path: Path, keep_stdout: bool) -> None:
-    """Send the output of this process, also of torch's C++ code, to its log."""
-    with run_write_errors(path):
-        descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 2)
-    if not keep_stdout:
-        os.dup2(descriptor, 1)
-    os.close(descriptor)

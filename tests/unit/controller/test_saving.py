@@ -24,7 +24,7 @@ from hybrid.errors import CheckpointError
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, RoleKind
 from hybrid.transport import Failure, LostError, RemoteError
-from workers.controller.distributed_checkpoint import Saving, load
+from workers.controller.deployment import Saving, load
 
 WORKER = Role(RoleKind.WORKER, 0)
 
@@ -135,7 +135,7 @@ def test_what_a_failed_one_has_left_is_removed_once_nobody_writes_any_more(
             return [failed(remote(is_users=True)), late] if fails == "role" else [late]
 
         if fails == "master":
-            monkeypatch.setattr("workers.controller.distributed_checkpoint.write_text", fail)
+            monkeypatch.setattr("workers.controller.deployment.write_text", fail)
         writing = pool.submit(saving(tmp_path / "step-3", start).write)
         assert not wait([writing], 0.05).done
         monkeypatch.undo()

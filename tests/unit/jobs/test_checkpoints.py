@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from hybrid.config import CheckpointSection, RunConfig
 from hybrid.errors import CheckpointError, ClusterError, HybridError, OutageError, StorageError
 from hybrid.metrics import BinaryMetrics, Metrics
 from hybrid.storage.remote_path import StoragePath
-from workers.controller.distributed_checkpoint import Counted, Saving
+from workers.controller.deployment import Counted, Saving
 from workers.controller.session import Session
 from workers.jobs.checkpoint_schedule import Checkpoints, Moment
 from workers.jobs.run_counters import Tally
@@ -177,7 +178,7 @@ def test_what_is_logged_is_safe_before_the_checkpoint_that_counts_on_it(
     run.at(10)
     run.at(20)
     assert stored_then == [[], [10]]
-    run.checkpoints.write_stop(moment(25, owes=True))
+    run.checkpoints.write_last(moment(25, owes=True), is_stopped=True)
     owed: list[bool] = []
     monkeypatch.setattr(RunFolder, "sync", lambda _: owed.append(progress_of(run, 25)["owes_evaluation"]))
     run.checkpoints.write_last(moment(25, 0.5))
@@ -339,7 +340,7 @@ def test_an_old_one_that_cannot_be_removed_is_said(start: Start, monkeypatch: py
     ("write", "why"),
     [
         (Checkpoints.write_last, "the run is at its end"),
-        (Checkpoints.write_stop, "the run was asked to stop"),
+        (partial(Checkpoints.write_last, is_stopped=True), "the run was asked to stop"),
     ],
     ids=["last", "stop"],
 )
@@ -375,7 +376,7 @@ def progress_of(run: Run, step: int) -> dict[str, Any]:
 def test_that_of_a_stop_knows_the_best_so_far_and_what_is_owed(start: Start, owes: bool) -> None:
     run = start()
     run.at(2, 0.8)
-    run.checkpoints.write_stop(moment(15, 0.9, owes=owes))
+    run.checkpoints.write_last(moment(15, 0.9, owes=owes), is_stopped=True)
     assert run.stored == [2, 15]
     assert progress_of(run, 15)["best"] == ["auc", 0.8, 2]  # 0.9 is of some step before
     assert progress_of(run, 15)["owes_evaluation"] == owes
@@ -385,7 +386,7 @@ def test_that_of_a_stop_knows_the_best_so_far_and_what_is_owed(start: Start, owe
 def test_one_that_was_stopped_at_may_become_the_best(start: Start, is_last: bool) -> None:
     run = start(keep_last=1)
     run.at(2, 0.8)
-    run.checkpoints.write_stop(moment(20, owes=True))
+    run.checkpoints.write_last(moment(20, owes=True), is_stopped=True)
     again = start(progress_of(run, 20), keep_last=1)
     if is_last:
         again.checkpoints.write_last(moment(20, 0.9))
@@ -403,10 +404,10 @@ def test_one_that_was_stopped_at_may_become_the_best(start: Start, is_last: bool
 def test_an_evaluation_that_is_not_the_best_is_owed_no_more(start: Start) -> None:
     run = start()
     run.at(2, 0.8)
-    run.checkpoints.write_stop(moment(15, owes=True))
+    run.checkpoints.write_last(moment(15, owes=True), is_stopped=True)
     again = start(progress_of(run, 15))
     again.at(15, 0.7)
-    again.checkpoints.write_stop(moment(15, 0.7))
+    again.checkpoints.write_last(moment(15, 0.7), is_stopped=True)
     assert progress_of(again, 15)["best"] == ["auc", 0.8, 2]
     assert not progress_of(again, 15)["owes_evaluation"]
     assert again.logged == run.logged
@@ -416,7 +417,7 @@ def test_one_to_which_the_evaluation_cannot_be_added_stays(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start()
-    run.checkpoints.write_stop(moment(20, owes=True))
+    run.checkpoints.write_last(moment(20, owes=True), is_stopped=True)
     again = start(progress_of(run, 20))
 
     def refuse(source: Path, target: Path) -> None:

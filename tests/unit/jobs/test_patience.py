@@ -5,7 +5,7 @@ import math
 import pytest
 
 from hybrid.checkpoint.checkpoint_manifest import Best
-from workers.jobs.training_job import Patience
+from workers.jobs.training_job import is_patience_over
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ from workers.jobs.training_job import Patience
 def test_evaluations_are_counted_since_the_best(
     evaluations: int, best: Best | None, step: int, is_lost: bool
 ) -> None:
-    assert Patience(evaluations, every=10).is_lost(best, step) == is_lost
+    assert is_patience_over(evaluations, 10, best, step) == is_lost

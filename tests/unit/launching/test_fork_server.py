@@ -14,8 +14,7 @@ from support import forked
 from support.commands import eventually
 
 from hybrid.errors import ClusterError
-from workers.launching.fork_server import ForkServer
-from workers.launching.forked_roles import BrokenServerError, Ended, Started
+from workers.launching.fork_server import BrokenServerError, Ended, ForkServer, Started
 from workers.signals import STOP_SIGNALS
 
 SECONDS = forked.SECONDS

@@ -102,14 +102,14 @@ def test_without_one_it_listens_where_everybody_is() -> None:
         assert not server.is_isolated
 
 
-def test_what_could_not_be_entered_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried in another process first, since there is no way back."""
-    entered: list[bool] = []
-    monkeypatch.setattr(network_namespace, "_error_in_child", lambda function: errno.EPERM)
-    monkeypatch.setattr(network_namespace, "_enter", lambda: entered.append(True))
+def test_refused_namespace_leaves_process_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child process tries it first, since a namespace cannot be left."""
+    before = os.readlink("/proc/self/ns/net")
+    monkeypatch.setattr(os, "fork", lambda: 1 << 22)
+    monkeypatch.setattr(os, "waitpid", lambda pid, options: (pid, errno.EPERM << 8))
     with pytest.raises(PermissionError):
         network_namespace.enter_network_namespace()
-    assert not entered
+    assert os.readlink("/proc/self/ns/net") == before
 
 
 @pytest.mark.parametrize(
