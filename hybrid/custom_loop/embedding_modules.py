@@ -87,7 +87,8 @@ class TableModule(nn.Module):
     """Base of :class:`Embedding` and :class:`EmbeddingBag`.
 
     Args:
-        num_embeddings, embedding_dim: number of rows, and their width.
+        num_embeddings: number of rows.
+        embedding_dim: width of a row.
         optimizer: updates the rows; by default ``hybrid.Adagrad(lr=0.05)``.
         padding_idx: id of padding: its vector is zeros, and bags skip it.
         init_scale: scale of the initial rows; by default 1 / sqrt(rows).
