@@ -1,10 +1,7 @@
 """What torch asks of a store that is written in Python: the cluster's has that, and no more is needed."""
 
 import os
-from collections.abc import Callable
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.rendezvous import SECONDS, Meeting, meeting
@@ -47,22 +44,3 @@ def test_groups_and_rpc_ask_five_questions() -> None:
         store.close()
     assert store.asked <= {"set", "get", "wait", "add", "compare_set"}
     assert {"set", "get", "add"} <= store.asked
-
-
-@pytest.mark.parametrize(
-    ("ask", "answer"),
-    [
-        (lambda store: store.check(["key"]), True),
-        (lambda store: store.add("sum", 2), 2),
-        (lambda store: store.get("key"), b"value"),
-        (lambda store: store.compare_set("key", "value", "other"), b"other"),
-        (lambda store: store.delete_key("key"), True),
-        (lambda store: store.has_extended_api(), False),
-    ],
-    ids=["check", "add", "get", "compare_set", "delete_key", "has_extended_api"],
-)
-def test_questions_from_c_plus_plus_come_through(ask: Callable[[dist.Store], Any], answer: object) -> None:
-    with meeting() as opened, opened.store() as store:
-        within = dist.PrefixStore("within", store)
-        within.set("key", "value")
-        assert ask(within) == answer

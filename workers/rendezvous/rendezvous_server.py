@@ -44,7 +44,7 @@ LATE = b"late"
 _DONE = b"done"
 
 _LOG = logging.getLogger(__name__)
-_HANDSHAKE_SECONDS = 5.0
+HANDSHAKE_SECONDS = 5.0
 # As many as connect within a tenth of a second at most: a role needs no more time for the handshake.
 MAX_UNAUTHENTICATED = 512
 _BUFFER_BYTES = 4096
@@ -248,7 +248,7 @@ class _Acceptor:
             del crowd[oldest]
             oldest.cancel()
         try:
-            async with asyncio.timeout(_HANDSHAKE_SECONDS):
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
                 return await authenticate(connection, self._secret)
         except ChannelError as error:
             self._log(address, str(error))

@@ -236,7 +236,7 @@ def _accept_connection(listener: socket.socket, nonce_bytes: int) -> Peer | None
     peer = Peer(connection, secrets.token_bytes(nonce_bytes))
     with suppress(OSError):
         if connection.family != socket.AF_UNIX or is_same_user(connection):
-            if nonce_bytes:  # else a peer that has closed it already would count as one that never came
+            if nonce_bytes:  # an accepted peer may have left already, and nothing is sent to it
                 connection.send(peer.nonce)
             return peer
     connection.close()

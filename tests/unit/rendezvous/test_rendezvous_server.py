@@ -269,7 +269,7 @@ def test_many_may_wait_while_the_master_is_busy(opened: Meeting) -> None:
 
 
 def test_a_stranger_who_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch, opened: Meeting) -> None:
-    monkeypatch.setattr(rendezvous_server, "_HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous_server, "HANDSHAKE_SECONDS", 0.05)
     with opened.stranger() as connection:
         assert connection.recv(1) == b""
 

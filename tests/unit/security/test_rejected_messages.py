@@ -41,3 +41,29 @@ def test_what_comes_of_a_store_that_is_down_is_told_as_that() -> None:
 def test_a_refusal_is_read_as_it_was_told() -> None:
     text = f"RuntimeError: On WorkerInfo(id=3):\n{describe_rejection('it is not new: 7')}\nTraceback:"
     assert (parse_rejection(text), parse_exception(text)) == ("it is not new: 7", None)
+
+
+PEER = "[10.77.0.2]:4711"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_logged"),
+    [
+        (
+            "ECONNRESET: connection reset by peer (this error originated at tensorpipe/transport/uv/a.cc:1)",
+            False,
+        ),
+        ("EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:1)", False),
+        (f"[/gloo/transport/tcp/pair.cc:5] Connection closed by peer {PEER}", False),
+        (f"[/gloo/transport/tcp/pair.cc:5] Read error {PEER}: Connection reset by peer", False),
+        (f"[/gloo/transport/tcp/pair.cc:5] writev {PEER}: Broken pipe", False),
+        ("[enforce fail at /gloo/transport/tcp/pair.cc:5] op.preamble.length <= op.nbytes. 8 vs 4", True),
+        ("connection reset by peer", True),
+    ],
+)
+def test_a_peer_that_is_gone_leaves_no_stack(
+    text: str, is_logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    failure = failure_of(RuntimeError(text))
+    assert (failure.message, failure.is_logged) == (f"RuntimeError: {text}", is_logged)
+    assert bool(caplog.records) == is_logged

@@ -1,10 +1,6 @@
 """Numbers that have come already are not admitted again."""
 
-import itertools
 import random
-import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -40,20 +36,3 @@ def test_as_a_set_of_numbers_would_have_it(seed: int) -> None:
         assert window.accept(number) == (number not in seen)
         seen.add(number)
         highest = max(highest, number)
-
-
-class _Slow(bytearray):
-    """Lets other threads run between reading and writing."""
-
-    def __getitem__(self, index: Any) -> Any:
-        value = super().__getitem__(index)
-        time.sleep(0)
-        return value
-
-
-def test_of_many_threads_one_is_told_that_a_number_is_new() -> None:
-    window = ReplayWindow(NUM_BYTES)
-    window._bits = _Slow(NUM_BYTES)
-    with ThreadPoolExecutor(4) as threads:
-        admitted = threads.map(lambda _: [n for n in range(SIZE) if window.accept(n)], range(4))
-    assert sorted(itertools.chain(*admitted)) == list(range(SIZE))

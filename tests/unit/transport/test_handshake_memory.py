@@ -3,8 +3,10 @@
 import json
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -12,14 +14,15 @@ import torch
 import torch.distributed as dist
 from support.socket_ends import TRAINER, WORKER, identity
 
-from hybrid.errors import ClusterError
 from hybrid.transport.shared_memory import lent_blocks
+from hybrid.transport.shared_memory.lent_blocks import create_memory
 from hybrid.transport.socket import handshake
 from hybrid.transport.socket.frames import FrameKind, Message
 from hybrid.transport.socket.handshake import Connection, WorkerAddress, accept_trainers, connect_to_worker
 
 SECONDS = 10.0
 HELLO_BYTES = 36
+NONCE_BYTES = 16
 
 
 class LocalWorker:
@@ -66,32 +69,24 @@ def test_both_ends_have_memory_and_no_descriptor_is_left() -> None:
     assert psutil.Process().num_fds() == before
 
 
-@pytest.mark.parametrize("lent", ["nothing", "too little"])
-def test_who_lends_no_memory_is_not_let_in(
-    local_worker: LocalWorker, lent: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        if lent == "nothing":
-            patched.setattr(handshake, "_send", _send_alone)
-        else:
-            patched.setattr(lent_blocks.LentMemory, "__init__", _lend_little)
-        with pytest.raises((OSError, ClusterError)):
-            connect_to_worker(identity(TRAINER), WORKER, local_worker.address)
-        assert not local_worker.met.done()
+@pytest.mark.parametrize("num_bytes", [0, 4096], ids=["nothing", "too little"])
+def test_who_lends_no_memory_is_not_let_in(local_worker: LocalWorker, num_bytes: int) -> None:
+    with local_worker.address.connect() as connection, closing_descriptor(num_bytes) as memory:
+        nonce, random = connection.recv(NONCE_BYTES, socket.MSG_WAITALL), os.urandom(NONCE_BYTES)
+        sending, _ = identity(TRAINER).directions(WORKER, nonce + random)
+        hello = struct.pack("<I", TRAINER.index) + random + sending.seal(b"")
+        socket.send_fds(connection, [hello], [memory] if num_bytes else [])
+        assert connection.recv(1) == b""
+    assert not local_worker.met.done()
     close_all(*local_worker.let_in())
 
 
-_send = handshake._send
-
-
-def _send_alone(connection: socket.socket, said: bytes, lent: lent_blocks.LentMemory | None) -> None:
-    """What a trainer says, whose words are longer; the worker is of this process, too."""
-    _send(connection, said, lent if len(said) < HELLO_BYTES else None)
-
-
-def _lend_little(memory: lent_blocks.LentMemory) -> None:
-    memory.descriptor = os.memfd_create("little")
-    os.ftruncate(memory.descriptor, 4096)
+@contextmanager
+def closing_descriptor(num_bytes: int) -> Iterator[int]:
+    """The descriptor of new memory."""
+    descriptor = create_memory(num_bytes)
+    yield descriptor
+    os.close(descriptor)
 
 
 def test_what_a_stranger_has_sent_is_closed(local_worker: LocalWorker) -> None:

@@ -10,13 +10,11 @@ from support.socket_ends import frames, shared
 from torch import Tensor
 
 from hybrid.security.rejected_messages import RejectedMessage
-from hybrid.security.sealed_stream import Direction
 from hybrid.transport.shared_memory import lent_blocks
 from hybrid.transport.shared_memory.lent_blocks import (
     Block,
     BorrowedMemory,
     LentMemory,
-    MemoryPair,
     layout_of,
 )
 from hybrid.transport.socket.frames import FrameKind, Frames, Message
@@ -146,13 +144,6 @@ def test_frames_tell_each_other_what_is_free_again() -> None:
 
 
 def test_memory_that_is_not_there_is_refused() -> None:
-    own, _ = shared()
-    with_memory = Frames(*_directions(), FrameKind.CALL, memory=MemoryPair(own.lent, own.borrowed))
-    _, worker = frames()
+    (with_memory, _), (_, worker) = frames(is_one_host=True), frames()
     with pytest.raises(RejectedMessage, match="memory that does not exist"):
         passed(with_memory, worker, Message(FrameKind.CALL, 1, "f", [torch.zeros(MANY)]))
-
-
-def _directions() -> tuple[Direction, Direction]:
-    trainer, _ = frames()
-    return trainer._sending, trainer._receiving

@@ -22,8 +22,7 @@ from hybrid.errors import ConfigError
 from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.security.rejected_messages import parse_exception
 from hybrid.transport.rpc.pending_calls import LostError, PendingTensors, RejectedCallError
-from hybrid.transport.socket import socket_server as server_module
-from hybrid.transport.socket.frames import FrameKind, Message
+from hybrid.transport.socket.frames import FrameKind, Frames, Message
 from hybrid.transport.socket.handshake import Connection
 from hybrid.transport.socket.socket_client import SocketClient
 from hybrid.transport.socket.socket_server import SocketServer
@@ -191,9 +190,8 @@ def test_any_threads_may_answer(link: SocketClient) -> None:
         assert list(done)
 
 
-def test_a_trainer_that_does_not_read_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_MOST_THREADS", 1)
-    with connected_clients(trainers=2) as (slow, quick):
+def test_a_trainer_that_does_not_read_keeps_nobody_waiting() -> None:
+    with connected_clients(trainers=5) as (slow, *_, quick):  # four threads read, so one reads both
         answers = [slow.call(large, ()) for _ in range(3)]
         assert [doubled(quick, each) for each in range(100)] == [2 * each for each in range(100)]
         assert all(torch.equal(answer.wait()[0], torch.arange(LARGE)) for answer in answers)
@@ -218,9 +216,9 @@ def test_a_worker_that_is_gone_is_lost(ends: tuple[SocketClient, Connection]) ->
             answer_to(reply)
 
 
-def test_a_worker_that_says_nothing_is_lost_in_time(ends: tuple[SocketClient, Connection]) -> None:
-    link, theirs = ends
-    link._timeout_seconds = 0.05
+def test_a_worker_that_says_nothing_is_lost_in_time() -> None:
+    ours, theirs = connection()
+    link = SocketClient(ours, 0.05)
     late = link.call(double, 1)
     for is_there in (False, True):
         with pytest.raises(LostError, match=r"^worker 0 does not answer \(nothing came for 0.05 s\)$"):
@@ -230,6 +228,8 @@ def test_a_worker_that_says_nothing_is_lost_in_time(ends: tuple[SocketClient, Co
             link.call(double, 2).done()  # reads for all
     with pytest.raises(LostError, match="nothing came for"):  # it does not even read
         answer_to(link.call(double, 1, [torch.zeros(LARGE)]))
+    link.close()
+    theirs.socket.close()
 
 
 def test_what_is_altered_on_the_way_to_a_trainer_is_refused(ends: tuple[SocketClient, Connection]) -> None:
@@ -289,13 +289,14 @@ def test_nothing_is_left_behind() -> None:
     assert psutil.Process().num_fds() == files
 
 
-def test_an_error_of_a_reading_thread_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_reading_thread_is_told_at_the_end() -> None:
     ours, theirs = connection()
 
-    def fail(_: object) -> None:
-        raise MemoryError("no more")
+    class Failing(Frames):
+        def receive(self, connection: socket.socket) -> bool:
+            raise MemoryError("no more")
 
-    monkeypatch.setattr(server_module._Caller, "read", fail)
+    theirs.frames.__class__ = Failing
     server = SocketServer([theirs], FUNCTIONS)
     link = SocketClient(ours, SECONDS)
     with pytest.raises(LostError):
