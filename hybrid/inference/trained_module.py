@@ -52,7 +52,7 @@ def load(
         trust_code: whether user code of the run (``dense.net``) may be executed if you have not signed it.
 
     Returns:
-        A :class:`TrainedModule`, or the copy of ``module``, in evaluation mode.
+        The ``TrainedModule``, or the copy of ``module``, in evaluation mode.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, or of another module.
