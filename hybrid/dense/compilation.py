@@ -42,7 +42,12 @@ def compiled(module: nn.Module, how: str, example: Sequence[Tensor]) -> nn.Modul
     try:
         with restore_afterwards(module, inputs):
             result = _compile(module, how, inputs)
-            _run(result, inputs)
+            # torch.compile compiles at the first call. TorchScript profiles the first pass and rounds
+            # differently from the second on, so that a resumed run would have other bits.
+            output: Tensor = result(*inputs)
+            if output.requires_grad:
+                sources = [tensor for tensor in (*result.parameters(), *inputs) if tensor.requires_grad]
+                torch.autograd.grad(output.sum(), sources, allow_unused=True)
     except Exception as error:  # user code may raise anything
         reason = f"{how} cannot compile {type(module).__name__}: {_reason(error)}"
         raise ConfigError("dense.compile", reason, how) from error
@@ -86,18 +91,6 @@ def _graph(module: nn.Module, example: tuple[Tensor, ...], training: bool) -> st
     """Return the operations of a forward pass in one mode."""
     traced = torch.jit.trace(module.train(training), example, check_trace=False)
     return _NUMBER_OF_CLASS.sub("", str(traced.inlined_graph))
-
-
-def _run(result: nn.Module, example: tuple[Tensor, ...]) -> None:
-    """Run one forward and backward pass.
-
-    ``torch.compile`` compiles at the first call. TorchScript profiles the first pass and rounds differently
-    from the second on, so that a resumed run would have other bits.
-    """
-    output: Tensor = result(*example)
-    if output.requires_grad:
-        sources = [tensor for tensor in (*result.parameters(), *example) if tensor.requires_grad]
-        torch.autograd.grad(output.sum(), sources, allow_unused=True)
 
 
 @contextmanager

@@ -41,22 +41,18 @@ def check_custom_net(
     with restore_afterwards(net, ()), torch.no_grad():
         net.eval()
         for size in _NUMBERS_OF_SAMPLES:
-            inputs = [torch.zeros(size, width, dtype=dtype) for width in widths]
-            _check_passes(net, name, inputs, num_outputs)
-
-
-def _check_passes(net: DenseNet, name: str, inputs: Sequence[Tensor], num_outputs: int) -> None:
-    dense_BF, pooled_BE, *remote_BH = inputs
-    bottom_BH = _output(net, "bottom", name, dense_BF)
-    hidden_BH = _output(net, "interaction", name, bottom_BH, pooled_BE)
-    given_BH = remote_BH[0] if remote_BH else hidden_BH
-    outputs_BO = _output(net, "head", name, given_BH)
-    size = len(dense_BF)
-    shapes = [[size, num_outputs]] if num_outputs > 1 else [[size], [size, 1]]
-    if list(outputs_BO.shape) not in shapes:
-        found = f"returns {list(outputs_BO.shape)} for {size} samples, not {' or '.join(map(str, shapes))}"
-        wanted = "one logit per sample" if num_outputs == 1 else f"{num_outputs} outputs per sample, by task"
-        raise ConfigError("dense.net", f"the head {found}: {wanted}", name)
+            dense_BF, pooled_BE, *remote_BH = (torch.zeros(size, width, dtype=dtype) for width in widths)
+            bottom_BH = _output(net, "bottom", name, dense_BF)
+            hidden_BH = _output(net, "interaction", name, bottom_BH, pooled_BE)
+            outputs_BO = _output(net, "head", name, *(remote_BH or [hidden_BH]))
+            shape = list(outputs_BO.shape)
+            shapes = [[size, num_outputs]] if num_outputs > 1 else [[size], [size, 1]]
+            if shape not in shapes:
+                found = f"returns {shape} for {size} samples, not {' or '.join(map(str, shapes))}"
+                per_sample = "one logit" if num_outputs == 1 else f"{num_outputs} outputs"
+                order = "" if num_outputs == 1 else ", by task"
+                reason = f"the head {found}: {per_sample} per sample{order}"
+                raise ConfigError("dense.net", reason, name)
 
 
 def _output(net: DenseNet, stage: str, name: str, *inputs: Tensor) -> Tensor:

@@ -111,10 +111,14 @@ def make_optimizer(
         _try(cls, name, {**arguments, **own}, like, group.options, group.key)
         rate = learning_rate if group.learning_rate is None else group.learning_rate
         settings.append({**own, "lr": rate})
+    # torch's groups are in the order of the parameters, by which state is stored.
+    number_of = {id(each): number for number, group in enumerate(groups) for each in group.parameters}
+    runs = groupby(parameters, key=lambda each: number_of.get(id(each)))
+    torch_groups = [
+        {"params": list(run), **({} if number is None else settings[number])} for number, run in runs
+    ]
     try:
-        return cls(
-            _runs(parameters, groups, settings) if groups else parameters, lr=learning_rate, **arguments
-        )
+        return cls(torch_groups if groups else parameters, lr=learning_rate, **arguments)
     except (ValueError, RuntimeError) as error:
         rule = f"cannot train this net; take another class ({first_line(error)})"
         raise ConfigError("dense.optimizer", rule, name) from error
@@ -139,15 +143,6 @@ def _try(
         raise ConfigError(
             key, f"torch.optim.{name} refuses this: {first_line(error)}", list(options)
         ) from error
-
-
-def _runs(
-    parameters: Sequence[nn.Parameter], groups: Sequence[ParameterGroup], settings: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return torch's parameter groups in the order of the parameters, by which state is stored."""
-    number_of = {id(each): number for number, group in enumerate(groups) for each in group.parameters}
-    runs = groupby(parameters, key=lambda each: number_of.get(id(each)))
-    return [{"params": list(run), **({} if number is None else settings[number])} for number, run in runs]
 
 
 def _optimizer_class(name: str) -> _OptimizerClass:
@@ -238,18 +233,18 @@ class DenseOptimizer:
         """
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         for index, values in state.items():
-            if index >= len(parameters) or not all(_fits(parameters[index], v) for v in values.values()):
+            # State is a scalar, or has the elements, rows or columns of its parameter.
+            if index >= len(parameters) or not all(
+                value.dim() == 0
+                or (
+                    value.dim() == parameters[index].dim()
+                    and all(n in (1, m) for n, m in zip(value.shape, parameters[index].shape, strict=True))
+                )
+                for value in values.values()
+            ):
                 raise CheckpointError(f"{folder}: is of another model: optimizer state {index} does not fit")
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _fits(parameter: Tensor, state: Tensor) -> bool:
-    """Return whether state has a shape that optimizers keep: scalar, elements, rows or columns."""
-    sizes = zip(state.shape, parameter.shape, strict=False)
-    return state.dim() == 0 or (
-        state.dim() == parameter.dim() and all(mine in (1, its) for mine, its in sizes)
-    )
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> float:

@@ -98,6 +98,7 @@ def _takes_onednn(input: Tensor, weight: Tensor) -> bool:
     )
 
 
+@torch.library.impl(_library, "linear", "CPU")
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (
         multiply_by_onednn(input, weight, bias)
@@ -106,6 +107,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     )
 
 
+@torch.library.impl(_library, "weight_gradient", "CPU")
 def _weight_gradient(grad_BH: Tensor, x_BF: Tensor) -> Tensor:
     if not _takes_onednn(grad_BH.t(), x_BF.t()):
         return grad_BH.t() @ x_BF
@@ -116,6 +118,7 @@ def _weight_gradient(grad_BH: Tensor, x_BF: Tensor) -> Tensor:
     return total_HF
 
 
+@torch.library.impl(_library, "linear", "AutogradCPU")
 def _recorded_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The operator under autograd; small products have torch's derivative."""
     if not _takes_onednn(input, weight):
@@ -153,16 +156,14 @@ class _Linear(torch.autograd.Function):
         return input_grad, weight_grad, grad_BH.sum(0) if needs_bias else None
 
 
-def _linear_without_values(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return input.new_empty((input.size(0), weight.size(0)))
-
-
-def _weight_gradient_without_values(grad_BH: Tensor, x_BF: Tensor) -> Tensor:
-    return x_BF.new_empty((grad_BH.size(1), x_BF.size(1)))
-
-
-_library.impl("linear", _linear, "CPU")
-_library.impl("linear", _recorded_linear, "AutogradCPU")
-_library.impl("weight_gradient", _weight_gradient, "CPU")
-torch.library.register_fake("hybrid::linear", _linear_without_values, lib=_library)
-torch.library.register_fake("hybrid::weight_gradient", _weight_gradient_without_values, lib=_library)
+# The shapes of the results, for torch.compile.
+torch.library.register_fake(
+    "hybrid::linear",
+    lambda input, weight, bias: input.new_empty((input.size(0), weight.size(0))),
+    lib=_library,
+)
+torch.library.register_fake(
+    "hybrid::weight_gradient",
+    lambda grad, input: input.new_empty((grad.size(1), input.size(1))),
+    lib=_library,
+)

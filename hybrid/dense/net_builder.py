@@ -46,7 +46,9 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
     """
     with _seeded(config.run.seed, "dense net"):
         if config.dense.net_call.name in NETS:
-            net = _built_in_net(config, input_spec, widths)
+            layout = ColumnLayout(config, input_spec, widths)
+            net = _built_in_net(config, len(input_spec.dense_features), layout.widths)
+            net.interaction = layout.without_lengths(net.interaction)
         else:
             net = _custom_net(config, input_spec, widths)
     if _takes_onednn(config):
@@ -57,7 +59,11 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
 def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> nn.Sequential:
     """Build the remote net of ``dense.remote_mlp``, between interaction and head."""
     net = build_dense_net(config, input_spec, widths)
-    width = _hidden_width(net, input_spec, widths)
+    parameters = (*net.bottom.parameters(), *net.interaction.parameters())
+    dtype = next((parameter.dtype for parameter in parameters), torch.float32)
+    with torch.no_grad():
+        bottom_BH = net.bottom(torch.zeros(0, len(input_spec.dense_features), dtype=dtype))
+        width = net.interaction(bottom_BH, torch.zeros(0, sum(widths), dtype=dtype)).size(1)
     with _seeded(config.run.seed, "remote dense net"):
         remote_net = mlp((width, *config.dense.remote_mlp))
     if _takes_onednn(config):
@@ -72,14 +78,7 @@ def _takes_onednn(config: RunConfig) -> bool:
     return is_plain and config.train.dtype == "float32" and prefers_onednn()
 
 
-def _built_in_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    layout = ColumnLayout(config, input_spec, widths)
-    net = _model(config, len(input_spec.dense_features), layout.widths)
-    net.interaction = layout.without_lengths(net.interaction)
-    return net
-
-
-def _model(config: RunConfig, num_dense: int, widths: Sequence[int]) -> DenseNet:
+def _built_in_net(config: RunConfig, num_dense: int, widths: Sequence[int]) -> DenseNet:
     """Build one of ``hybrid.models`` over vectors of these widths."""
     dense, num_sparse = config.dense, len(widths)
     ends = {"num_outputs": config.num_outputs, "remote_width": sum(dense.remote_mlp[-1:])}
@@ -104,15 +103,6 @@ def _model(config: RunConfig, num_dense: int, widths: Sequence[int]) -> DenseNet
             tasks = [task.num_outputs for task in config.all_tasks.values()]
             head = model(width, tasks, call["experts"], call["expert_mlp"], dense.top_mlp)
             return DenseNet(nn.Identity(), Concatenation(), head)
-
-
-def _hidden_width(net: DenseNet, input_spec: InputSpec, widths: Sequence[int]) -> int:
-    """Return the output width of the interaction."""
-    parameters = (*net.bottom.parameters(), *net.interaction.parameters())
-    dtype = next((parameter.dtype for parameter in parameters), torch.float32)
-    with torch.no_grad():
-        bottom_BH = net.bottom(torch.zeros(0, len(input_spec.dense_features), dtype=dtype))
-        return int(net.interaction(bottom_BH, torch.zeros(0, sum(widths), dtype=dtype)).size(1))
 
 
 def _common_width(config: RunConfig, widths: Sequence[int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
@@ -88,14 +88,12 @@ def _shadow_compiled(
     # the parameters of the original. So this creates the replica as unpickling does.
     replica = type(module).__new__(type(module))
     replica.__setstate__(module.__getstate__() | {"_modules": {"_orig_mod": inside}})
-    replica.forward = _one_at_a_time(replica.forward)
-    return replica
+    forward = replica.forward
 
-
-def _one_at_a_time(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
-    def locked(*args: Any, **kwargs: Any) -> Any:
+    def locked_forward(*args: Any, **kwargs: Any) -> Any:
         with _compiled_calls:
             return forward(*args, **kwargs)
 
-    return locked
+    replica.forward = locked_forward
+    return replica

@@ -110,10 +110,6 @@ def name_layer(error: BaseException, *nets: nn.Module) -> None:
         if isinstance(module, nn.Module) and module in names:
             found = module
     if found is not None:
-        error.add_note(f"in {names[found]} of the net, {_kind(found)}")
-
-
-def _kind(module: nn.Module) -> str:
-    """Return text such as ``Linear(48, 64)``, without inner layers."""
-    extra = module.extra_repr()
-    return f"{type(module).__name__}({extra})" if extra else type(module).__name__
+        settings = found.extra_repr()
+        kind = f"{type(found).__name__}({settings})" if settings else type(found).__name__
+        error.add_note(f"in {names[found]} of the net, {kind}")

@@ -63,12 +63,10 @@ class DensePlacement:
         for index, values in state.items():
             layout = layout_of.get(index)  # None as well if the state is of another net
             optimizer_state[index] = {
-                key: convert(value, layout) if layout is not None and _is_split(value) else value
+                # The step count does not have the shape of the parameter.
+                key: convert(value, layout)
+                if layout is not None and isinstance(value, Tensor) and value.dim() > 0
+                else value
                 for key, value in values.items()
             }
         return converted, optimizer_state
-
-
-def _is_split(value: Any) -> bool:
-    """Whether state of an optimizer has the shape of the parameter; its step count has not."""
-    return isinstance(value, Tensor) and value.dim() > 0

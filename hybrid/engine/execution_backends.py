@@ -18,7 +18,7 @@ from hybrid.config import DenseSection
 from hybrid.dense.compilation import compiled
 from hybrid.dense.data_parallel.replicas import DataParallel
 from hybrid.dense.tensor_parallel.sharded_module import Layout, TensorParallel, trainer_mesh
-from hybrid.dense.tensor_parallel.sharding_plan import Plan, automatic_plan, parse_plan
+from hybrid.dense.tensor_parallel.sharding_plan import automatic_plan, parse_plan
 from hybrid.dense.tensor_parallel.shared_stage import SharedStage
 from hybrid.engine.dense_placement import DensePlacement
 from hybrid.engine.hybrid_model import HybridModel
@@ -59,8 +59,16 @@ def apply_backend(
             setattr(model.stages, name, DataParallel(stage, devices))
     elif dense.parallel == "tensor":
         placement = _split(model, dense, devices[0])
-    if dense.parallel != "none":  # compilation has already run the stages
-        _try(model, dense, inputs)
+    if dense.parallel == "none":  # compilation has already run the stages
+        return placement
+    for name, stage in model.stages.named_children():
+        try:
+            with _evaluating(model):
+                stage(*inputs[name])
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            reason = f"{name} of the net fails with this backend: {type(error).__name__}: {first_line(error)}"
+            key = {"replicas": "dense.device", "tensor": "dense.tensor_size"}[dense.parallel]
+            raise ConfigError(key, reason) from error
     return placement
 
 
@@ -104,44 +112,23 @@ def _split(model: HybridModel, dense: DenseSection, device: torch.device) -> Den
     must see the samples of the whole group, as shards do.
     """
     mesh = trainer_mesh(dense.tensor_size, device.type)
-    plans = _plans(model, dense)
+    if dense.tensor_plan:
+        plans = parse_plan(dense.tensor_plan, model.net)
+    else:
+        plans = {name: automatic_plan(stage) for name, stage in _stages(model)}
+        if not any(plans.values()):
+            raise ConfigError("dense.tensor_size", f"{dense.net} of these sizes has no layer to split")
     layouts: dict[Tensor, Layout] = {}
     for name, stage in _stages(model):
         if not any(True for _ in stage.parameters()):
             continue
-        _refuse_dropout(name, stage)
-        part: nn.Module = stage
+        for path, module in stage.named_modules():
+            if isinstance(module, _DROPOUTS):
+                rule = f"takes no dropout ({name}.{path}): each trainer would draw a different mask"
+                raise ConfigError("dense.tensor_size", rule)
+        shard: nn.Module = stage
         if plan := plans.get(name):
-            part = split = TensorParallel(stage, mesh["tensor"], plan)
+            shard = split = TensorParallel(stage, mesh["tensor"], plan)
             layouts |= split.layouts
-        setattr(model.stages, name, SharedStage(part, mesh.get_group("tensor")))
+        setattr(model.stages, name, SharedStage(shard, mesh.get_group("tensor")))
     return DensePlacement(mesh.get_group("data"), dense.tensor_size, layouts)
-
-
-def _plans(model: HybridModel, dense: DenseSection) -> dict[str, Plan]:
-    if dense.tensor_plan:
-        return parse_plan(dense.tensor_plan, model.net)
-    plans = {name: automatic_plan(stage) for name, stage in _stages(model)}
-    if not any(plans.values()):
-        raise ConfigError("dense.tensor_size", f"{dense.net} of these sizes has no layer to split")
-    return plans
-
-
-def _refuse_dropout(name: str, stage: nn.Module) -> None:
-    """Raise ConfigError if a stage has dropout, whose masks would differ between trainers."""
-    for path, module in stage.named_modules():
-        if isinstance(module, _DROPOUTS):
-            rule = f"takes no dropout ({name}.{path}): each trainer would draw a different mask"
-            raise ConfigError("dense.tensor_size", rule)
-
-
-def _try(model: HybridModel, dense: DenseSection, inputs: StageInputs) -> None:
-    """Raise ConfigError before training starts if a stage fails in its new backend."""
-    for name, stage in model.stages.named_children():
-        try:
-            with _evaluating(model):
-                stage(*inputs[name])
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            reason = f"{name} of the net fails with this backend: {type(error).__name__}: {first_line(error)}"
-            key = {"replicas": "dense.device", "tensor": "dense.tensor_size"}[dense.parallel]
-            raise ConfigError(key, reason) from error

@@ -108,33 +108,32 @@ class HybridModel(LocalModel):
 
         Under ``torch.no_grad``, the purpose of the ticket must be to predict.
         """
-        try:
-            return self._outputs(micro, clock)
-        except Exception as error:
-            name_layer(error, self.net, self.stages)
-            raise
-
-    def _outputs(self, micro: MicroBatch[Batch], clock: StepClock) -> Tensor:
         (remote_net,) = self._remote
         device = self.device
         self._inputs = None
-        with clock.phase("lookup"):
-            lookup = micro.start()
-        with clock.phase("dense"), clock.span("bottom"), self._precision(device):
-            dense_BF = to_device(micro.batch.dense_features.to(self._dtype), device)
-            bottom_BH = self.stages.bottom(dense_BF)
-        with clock.phase("lookup"), clock.span("wait"):
-            pooled_BE = to_device(lookup.wait().to(self._dtype), device)
-        inputs = NetInputs(dense_BF, pooled_BE.detach(), None)
-        with clock.phase("dense"):
-            with clock.span("interaction"), self._precision(device):
-                hidden_BH = self.stages.interaction(bottom_BH, pooled_BE)
-            if remote_net is not None:
-                with clock.span("remote net"):
-                    hidden_BH = to_device(remote_net(micro.ticket, hidden_BH.to(self._dtype).cpu()), device)
-                inputs = inputs._replace(remote_BH=hidden_BH.detach())
-            with clock.span("head"), self._precision(device):
-                outputs_BO: Tensor = self.stages.head(hidden_BH).view(self._shape)
+        try:
+            with clock.phase("lookup"):
+                lookup = micro.start()
+            with clock.phase("dense"), clock.span("bottom"), self._precision(device):
+                dense_BF = to_device(micro.batch.dense_features.to(self._dtype), device)
+                bottom_BH = self.stages.bottom(dense_BF)
+            with clock.phase("lookup"), clock.span("wait"):
+                pooled_BE = to_device(lookup.wait().to(self._dtype), device)
+            inputs = NetInputs(dense_BF, pooled_BE.detach(), None)
+            with clock.phase("dense"):
+                with clock.span("interaction"), self._precision(device):
+                    hidden_BH = self.stages.interaction(bottom_BH, pooled_BE)
+                if remote_net is not None:
+                    with clock.span("remote net"):
+                        hidden_BH = to_device(
+                            remote_net(micro.ticket, hidden_BH.to(self._dtype).cpu()), device
+                        )
+                    inputs = inputs._replace(remote_BH=hidden_BH.detach())
+                with clock.span("head"), self._precision(device):
+                    outputs_BO: Tensor = self.stages.head(hidden_BH).view(self._shape)
+        except Exception as error:
+            name_layer(error, self.net, self.stages)
+            raise
         self._inputs = inputs
         return outputs_BO.to(self._dtype)
 

@@ -10,10 +10,10 @@ that the losses of the trainers add up. A task whose weights are all 0 contribut
 With a ranking loss (:mod:`hybrid.engine.ranking_losses`), the loss of a task is a mixture of both.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 from operator import add
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,19 @@ from hybrid.errors import ConfigError
 from hybrid.user_code.function_names import load_function
 from hybrid.user_code.tracebacks import describe_error
 
-# Takes outputs_B (outputs_BC of C classes), labels_B, and the reduction "none" or "mean".
-Loss: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
+
+class Loss(Protocol):
+    """A loss of one task."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor, /, *, reduction: str) -> Tensor:
+        """Return the loss of each sample, or its mean.
+
+        Args:
+            outputs: ``outputs_B``, or ``outputs_BC`` of C classes.
+            labels: ``labels_B``.
+            reduction: "none" or "mean".
+        """
+        ...
 
 
 class Objective:
@@ -84,9 +95,11 @@ class Objective:
         if weights_B is None:
             # A mean times a fraction, not a sum over a size: with one trainer the fraction is 1, and every
             # gradient has the bits of torch's mean.
-            return self._losses[t](outputs_B, labels_B, "mean") * (len(labels_B) / batch.global_size)
+            return self._losses[t](outputs_B, labels_B, reduction="mean") * (
+                len(labels_B) / batch.global_size
+            )
         assert batch.total_weights is not None, "batches with weights have their totals"
-        values_B = self._losses[t](outputs_B, labels_B, "none")
+        values_B = self._losses[t](outputs_B, labels_B, reduction="none")
         return weighted_summand(values_B, weights_B, batch.total_weights[t].item())
 
     def _ranking_loss(self, t: int, outputs_B: Tensor, batch: Batch) -> Tensor:
@@ -113,47 +126,33 @@ def weighted_summand(values_B: Tensor, weights_B: Tensor, total: float) -> Tenso
 def _loss(name: str, task: TaskSection) -> Loss:
     match task.loss_name:
         case "log_loss":
-            return _log_loss
+            return F.binary_cross_entropy_with_logits
         case "focal":
             return partial(_focal_loss, task.loss_call["gamma"])
         case "squared":
-            return _squared_loss
+            return F.mse_loss
         case "huber":
-            return partial(_huber_loss, task.loss_call["delta"])
+            return partial(F.huber_loss, delta=task.loss_call["delta"])
         case "softmax":
-            return _softmax_loss
+            return lambda outputs_BC, labels_B, *, reduction: F.cross_entropy(
+                outputs_BC, labels_B.long(), reduction=reduction
+            )
     return _custom_loss(name, task)
 
 
-def _log_loss(outputs_B: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
-    return F.binary_cross_entropy_with_logits(outputs_B, labels_B, reduction=reduction)
-
-
-def _focal_loss(gamma: float, outputs_B: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
+def _focal_loss(gamma: float, outputs_B: Tensor, labels_B: Tensor, /, *, reduction: str) -> Tensor:
     """Return the log loss times (1 - p)^gamma; p is the probability of the label (Lin et al. 2017, eq. 4)."""
-    log_loss_B = _log_loss(outputs_B, labels_B, "none")
+    log_loss_B = F.binary_cross_entropy_with_logits(outputs_B, labels_B, reduction="none")
     # Not below tiny, since the derivative of a power of zero is infinite for gamma < 1.
     wrong_B = -torch.expm1(-log_loss_B).clamp_max(-torch.finfo(log_loss_B.dtype).tiny)
     return _reduced(wrong_B.pow(gamma) * log_loss_B, reduction)
-
-
-def _squared_loss(outputs_B: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
-    return F.mse_loss(outputs_B, labels_B, reduction=reduction)
-
-
-def _huber_loss(delta: float, outputs_B: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
-    return F.huber_loss(outputs_B, labels_B, reduction=reduction, delta=delta)
-
-
-def _softmax_loss(outputs_BC: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
-    return F.cross_entropy(outputs_BC, labels_B.long(), reduction=reduction)
 
 
 def _custom_loss(name: str, task: TaskSection) -> Loss:
     key = f"tasks.{name}.loss"
     function = load_function(key, task.loss, ("outputs", "labels"))
 
-    def loss(outputs_B: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
+    def loss(outputs_B: Tensor, labels_B: Tensor, /, *, reduction: str) -> Tensor:
         labels_B = labels_B.long() if task.kind == "classes" else labels_B
         values_B = function(outputs_B, labels_B)
         found = list(values_B.shape) if isinstance(values_B, Tensor) else type(values_B).__name__
@@ -165,7 +164,7 @@ def _custom_loss(name: str, task: TaskSection) -> Loss:
     outputs_BC = torch.zeros(2, task.num_outputs, requires_grad=True)
     outputs = outputs_BC if task.kind == "classes" else outputs_BC.squeeze(1)
     try:
-        loss(outputs, torch.zeros(2), "mean").backward()
+        loss(outputs, torch.zeros(2), reduction="mean").backward()
     except ConfigError:
         raise
     except Exception as error:  # user code may raise anything

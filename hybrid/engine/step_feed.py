@@ -13,7 +13,7 @@ s+1 reads the same, since the checkpoint has the pre-update rows of that step.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
@@ -144,18 +144,10 @@ class Feed(Generic[AnySamples]):
 
     def __next__(self) -> StepInput[AnySamples]:
         self._clock.begin_step(self._step)
-        if self._should_prefetch:
-            current = self._next_prefetched()
-        elif (batch := self._read()) is not None:
-            current = self._step_of(batch, self._step)
-        else:
-            raise StopIteration
-        self._step += 1
-        return current.input
-
-    def _next_prefetched(self) -> _Step[AnySamples]:
-        """Return the current step, whose gradients will carry the lookup of the step after the next."""
-        while len(self._ahead) < _LOOK_AHEAD and (batch := self._read()) is not None:
+        while (
+            len(self._ahead) < (_LOOK_AHEAD if self._should_prefetch else 1)
+            and (batch := self._read()) is not None
+        ):
             self._ahead.append(self._step_of(batch, self._step + len(self._ahead)))
         if not self._ahead:
             raise StopIteration
@@ -163,9 +155,11 @@ class Feed(Generic[AnySamples]):
         for lookup in current.lookups:
             lookup.is_followed = bool(self._ahead and not self._ahead[0].input.batch.ended)
             lookup.is_closing = self._mode is UpdateMode.PIPELINED and self._step == self._last_step
+        # The gradients of the current step carry the lookup of the step after the next.
         if self._ahead and (batch := self._read()) is not None:
             self._ahead.append(self._step_of(batch, self._step + _LOOK_AHEAD, current.lookups))
-        return current
+        self._step += 1
+        return current.input
 
     def _read(self) -> AnySamples | None:
         with self._clock.phase("data"):
@@ -181,24 +175,17 @@ class Feed(Generic[AnySamples]):
         micro_batches = []
         for part, samples in enumerate(batch.split(self._parts)):
             ticket = Ticket(self._trainer, step, step, part)
-            start = partial(self._start, samples, ticket)
+            start: Callable[[], Lookup] = partial(self._start, samples, ticket)
             if self._should_prefetch:
-                lookups.append(self._prefetch(samples, ticket, after[part] if after else None))
-                start = partial(_identity, lookups[part])
+                version = max(self._first_version, step - 1)
+                prefetch = ticket._replace(version=version, purpose=Purpose.PREFETCH)
+                with self._clock.phase("lookup"):
+                    lookups.append(self._start(samples, prefetch, after[part] if after else None))
+                start = partial(lookups.__getitem__, part)
             micro_batches.append(MicroBatch(samples, ticket, start))
         return _Step(StepInput(batch, micro_batches), lookups)
-
-    def _prefetch(self, samples: AnySamples, ticket: Ticket, after: Lookup | None) -> Lookup:
-        version = max(self._first_version, ticket.step - 1)
-        ticket = ticket._replace(version=version, purpose=Purpose.PREFETCH)
-        with self._clock.phase("lookup"):
-            return self._start(samples, ticket, after)
 
     def _start(self, samples: AnySamples, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         if samples.ended:
             return self._embeddings.empty_lookup(ticket, after)
         return self._embeddings.lookup(samples.sparse_features, ticket, after)
-
-
-def _identity(lookup: Lookup) -> Lookup:
-    return lookup

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hybrid.config import ColumnSection, EmbeddingSection, RunConfig, TableSection
+from hybrid.config import ColumnSection, RunConfig, TableSection
 from hybrid.config.data_sections import UNPOOLED
 from hybrid.config.resolved_columns import sequence_length
 from hybrid.config.table_sections import table_optimizer, table_placement
@@ -53,13 +53,18 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
     pooling = Pooling(shared.pooling)
     poolings = tuple(_pooling(config, feature, pooling) for feature in features)
     sequences = tuple(_sequence(config, feature) for feature in features)
+    optimizer = OptimizerSpec("frozen", 0.0)
+    if not section.frozen:
+        call = table_optimizer(shared, section)
+        arguments = {_SPEC_FIELDS.get(name, name): value for name, value in call.arguments.items()}
+        optimizer = OptimizerSpec(call.name, section.learning_rate or shared.learning_rate, **arguments)
     return TableSpec(
         name=name,
         num_rows=num_rows,
         dim=(section.dim or shared.dim) + extra_columns,
         pooling=pooling,
         features=tuple(f.name for f in features),
-        optimizer=_optimizer(shared, section),
+        optimizer=optimizer,
         # The scale of DLRM (Naumov et al. 2019).
         init_scale=section.initializer.arguments.get("scale") or num_rows**-0.5,
         placement=placement.name,
@@ -94,14 +99,6 @@ def _sequence(config: RunConfig, feature: FeatureSpec) -> int:
         rule = "needs a column of several ids: set its multi_hot_separator, or leave pooling out"
         raise ConfigError(f"columns.{feature.name}.pooling", rule, UNPOOLED)
     return length
-
-
-def _optimizer(shared: EmbeddingSection, section: TableSection) -> OptimizerSpec:
-    if section.frozen:
-        return OptimizerSpec("frozen", 0.0)
-    call = table_optimizer(shared, section)
-    arguments = {_SPEC_FIELDS.get(name, name): value for name, value in call.arguments.items()}
-    return OptimizerSpec(call.name, section.learning_rate or shared.learning_rate, **arguments)
 
 
 def _with_rows(table: TableSpec, data_source: str | None) -> TableSpec:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.engine.backward import Graph, record_graph
+from hybrid.engine.backward import record_graph
 from hybrid.engine.ddp import DdpModel
 from hybrid.engine.hybrid_model import MicroBatch
 from hybrid.engine.losses import Objective
@@ -76,7 +76,11 @@ def train_step(
             with clock.phase("dense"), clock.span("loss"):
                 loss = objective(outputs_BO, micro.batch)
             with clock.phase("backward"):
-                _backward(model, graph, loss)
+                try:
+                    graph.backward(loss)
+                except RuntimeError:
+                    model.raise_of_backward()
+                    raise
                 model.collect(graph.gradients(), is_last)
         losses.append(loss.item())
         outputs.append(outputs_BO.detach().cpu())
@@ -88,14 +92,6 @@ def train_step(
             with clock.span("optimizer"):
                 optimizer.step(step, model.gradients, scale)
     return StepResult(sum(losses), torch.cat(outputs), scale is None)
-
-
-def _backward(model: DdpModel, graph: Graph, loss: Tensor) -> None:
-    try:
-        graph.backward(loss)
-    except RuntimeError:
-        model.raise_of_backward()
-        raise
 
 
 def predict_step(

@@ -97,28 +97,20 @@ class Guard:
                 raise NonFiniteError(f"step {step}: the {what} is not finite; {_REMEDY}")
             return 1.0
         norms = [each.norm(step) for each in self._hosted]
-        mine = squared_norm if math.isfinite(loss) else math.nan
-        total = self._sum(mine) + sum(norm.wait() for norm in norms)
-        scale = self._scale(step, total)
+        summand = squared_norm if math.isfinite(loss) else math.nan
+        of_trainers = torch.tensor(summand, dtype=torch.float64, device=self._device)
+        if self._group.size() > 1:
+            dist.all_reduce(of_trainers, group=self._group)
+        total = of_trainers.item() + sum(norm.wait() for norm in norms)
+        scale: float | None = 1.0
+        if not math.isfinite(total):
+            if self._rules.check_finite:
+                raise NonFiniteError(f"step {step}: the norm of the gradients is {math.sqrt(total)}")
+            scale = None
+        elif self._rules.clip_norm is not None:
+            scale = min(1.0, self._rules.clip_norm / (math.sqrt(total) + _CLIP_EPS))
         if self._group.rank() == 0:
             for sent in self._sent:
                 sent.wait()  # has its response: the norms came later
             self._sent = [each.call_barrier(UpdateBarrier.decide, step, scale) for each in self._hosted]
         return scale
-
-    def _sum(self, value: float) -> float:
-        """Return the sum over trainers."""
-        if self._group.size() == 1:
-            return value
-        total = torch.tensor(value, dtype=torch.float64, device=self._device)
-        dist.all_reduce(total, group=self._group)
-        return total.item()
-
-    def _scale(self, step: int, squared_norm: float) -> float | None:
-        if not math.isfinite(squared_norm):
-            if self._rules.check_finite:
-                raise NonFiniteError(f"step {step}: the norm of the gradients is {math.sqrt(squared_norm)}")
-            return None
-        if self._rules.clip_norm is None:
-            return 1.0
-        return min(1.0, self._rules.clip_norm / (math.sqrt(squared_norm) + _CLIP_EPS))

@@ -45,14 +45,28 @@ def task_metrics(
     ranking = None
     for metric in task.metrics:
         if ":" in metric:
-            found[metric.rpartition(":")[2]] = _custom_metric(name, metric, predicted_N, labels_N)
+            function = _load_metric(name, metric)
+            try:
+                found[metric.rpartition(":")[2]] = float(function(predicted_N, labels_N))
+            except Exception as error:  # user code may raise anything
+                reason = f"fails, or returns no number: {describe_error(error)}"
+                raise ConfigError(f"tasks.{name}.metrics", " ".join(reason.split()), metric) from error
             continue
         assert groups_N is not None, "data.group is set where metrics want groups"
         if predicted_N.isnan().any():
             found[metric] = float("nan")
             continue
         ranking = ranking or Ranking.of(predicted_N.numpy(), labels_N.double().numpy(), groups_N.numpy())
-        found[metric] = _group_metric(ranking, metric)
+        kind, _, k = metric.partition("@")
+        match kind:
+            case "gauc":
+                found[metric] = ranking.gauc()
+            case "mrr":
+                found[metric] = ranking.mrr()
+            case "ndcg":
+                found[metric] = ranking.ndcg(int(k))
+            case _:
+                found[metric] = ranking.recall(int(k))
     return found
 
 
@@ -97,29 +111,6 @@ def _common_metrics(
             values = (is_right, mean(losses_N, weights_N))
     numbers = [value.item() for value in values]
     return dict(zip(METRICS[task.kind], [*numbers, len(labels_N)], strict=True))
-
-
-def _group_metric(ranking: Ranking, metric: str) -> float:
-    kind, _, k = metric.partition("@")
-    match kind:
-        case "gauc":
-            return ranking.gauc()
-        case "mrr":
-            return ranking.mrr()
-        case "ndcg":
-            return ranking.ndcg(int(k))
-    return ranking.recall(int(k))
-
-
-def _custom_metric(name: str, metric: str, predicted_N: Tensor, labels_N: Tensor) -> float:
-    key = f"tasks.{name}.metrics"
-    function = _load_metric(name, metric)
-    try:
-        value = function(predicted_N, labels_N)
-        return float(value)
-    except Exception as error:  # user code may raise anything
-        reason = f"fails, or returns no number: {describe_error(error)}"
-        raise ConfigError(key, " ".join(reason.split()), metric) from error
 
 
 def _load_metric(name: str, metric: str) -> Callable[..., Any]:

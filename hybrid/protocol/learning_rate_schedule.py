@@ -57,7 +57,12 @@ class Schedule:
         """The factor at ``step``, counted from 0; past the end the last one stays."""
         section, call = self.section, self.section.call
         if call.name == "one_cycle":
-            return self._one_cycle(min(step, self.end - 1))
+            # As in torch, the peak may lie between two steps, or before the first.
+            peak, last = call["peak_fraction"] * self.end - 1, self.end - 1
+            step = min(step, last)
+            if step < peak:
+                return _half_cosine(call["initial_factor"], 1.0, step / peak)
+            return _half_cosine(1.0, call["final_factor"], (step - peak) / (last - peak))
         since = step - section.warmup_steps
         if since < 0:
             initial: float = call["initial_factor"]
@@ -70,14 +75,6 @@ class Schedule:
         if call.name == "cosine":
             return _half_cosine(1.0, call["final_factor"], done)
         return float(call["final_factor"] + (1 - call["final_factor"]) * (1 - done) ** call["power"])
-
-    def _one_cycle(self, step: int) -> float:
-        call = self.section.call
-        # As in torch, the peak may lie between two steps, or before the first.
-        peak, last = call["peak_fraction"] * self.end - 1, self.end - 1
-        if step < peak:
-            return _half_cosine(call["initial_factor"], 1.0, step / peak)
-        return _half_cosine(1.0, call["final_factor"], (step - peak) / (last - peak))
 
 
 def _half_cosine(start: float, stop: float, done: float) -> float:

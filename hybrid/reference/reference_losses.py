@@ -44,10 +44,16 @@ class ReferenceLoss:
                 parts.append(outputs_BO.sum())
                 continue
             columns = outputs_BO.split(num_outputs, dim=1)
-            of_tasks = [
-                self._part(t, columns[t], batch, totals[t], has_weights) * _weight(task)
-                for t, task in enumerate(self._tasks)
-            ]
+            of_tasks = []
+            for t, task in enumerate(self._tasks):
+                labels_B = _column(batch.labels, t).to(outputs_BO.dtype)
+                if has_weights:
+                    values_B = self._loss(t, columns[t], labels_B, "none")
+                    value = torch.dot(_weights(batch, t).to(values_B), values_B) / totals[t]
+                else:
+                    value = self._loss(t, columns[t], labels_B, "mean") * (len(labels_B) / totals[t])
+                fraction = 1 - task.ranking_fraction if task.ranking_loss else 1.0
+                of_tasks.append(value * (task.weight * fraction))
             parts.append(torch.stack(of_tasks).sum())
         whole_BO, first = torch.cat(list(outputs)), 0
         for t, (task, number) in enumerate(zip(self._tasks, num_outputs, strict=True)):
@@ -56,13 +62,6 @@ class ReferenceLoss:
                 parts.append(order * task.weight * task.ranking_fraction)
             first += number
         return parts
-
-    def _part(self, t: int, outputs_BO: Tensor, batch: Batch, total: float, has_weights: bool) -> Tensor:
-        labels_B = _column(batch.labels, t).to(outputs_BO.dtype)
-        if not has_weights:
-            return self._loss(t, outputs_BO, labels_B, "mean") * (len(labels_B) / total)
-        values_B = self._loss(t, outputs_BO, labels_B, "none")
-        return torch.dot(_weights(batch, t).to(values_B), values_B) / total
 
     def _loss(self, t: int, outputs_BO: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
         task = self._tasks[t]
@@ -86,11 +85,6 @@ class ReferenceLoss:
                 return F.huber_loss(outputs_B, labels_B, reduction=reduction, delta=task.loss_call["delta"])
 
 
-def _weight(task: TaskSection) -> float:
-    """Return the weight of the sample loss of a task."""
-    return task.weight * (1 - task.ranking_fraction if task.ranking_loss else 1.0)
-
-
 def _ranking_loss(loss: str, scores_N: Tensor, slices: Sequence[Batch], t: int) -> Tensor:
     """Return the mean over all groups of the batch with different labels, weighted by their mean weights."""
     labels_N = torch.cat([_column(batch.labels, t) for batch in slices]).to(scores_N)
@@ -102,22 +96,14 @@ def _ranking_loss(loss: str, scores_N: Tensor, slices: Sequence[Batch], t: int) 
         mine_N = (groups_N == group) & (weights_N > 0)
         s, y, w = scores_N[mine_N], labels_N[mine_N], weights_N[mine_N]
         if len(set(y.tolist())) > 1:
-            value = _pairwise(s, y, w) if loss == "pairwise" else _listwise(s, y, w)
+            if loss == "pairwise":  # RankNet, from the matrix of all pairs
+                weights = (y[:, None] > y[None, :]).to(s) * w[:, None] * w[None, :]
+                behind = s[None, :] - s[:, None]
+                value = (weights * torch.logaddexp(torch.zeros_like(behind), behind)).sum() / weights.sum()
+            else:  # the cross-entropy of the labels and the softmax of the scores
+                value = -(w * y * s.log_softmax(0)).sum() / (w * y).sum()
             weighted, total = weighted + w.mean() * value, total + w.mean().item()
     return weighted / (total or 1.0)
-
-
-def _pairwise(s: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    """Return RankNet's loss of the pairs of a group, from the matrix of all pairs."""
-    is_pair = (y[:, None] > y[None, :]).to(s)
-    weights = is_pair * w[:, None] * w[None, :]
-    behind = s[None, :] - s[:, None]
-    return (weights * torch.logaddexp(torch.zeros_like(behind), behind)).sum() / weights.sum()
-
-
-def _listwise(s: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    """Return the cross-entropy of a group's labels and the softmax of its scores."""
-    return -(w * y * s.log_softmax(0)).sum() / (w * y).sum()
 
 
 def _reduced(values_B: Tensor, reduction: str) -> Tensor:

@@ -5,17 +5,12 @@ repeats the operations of its class, so that a step of all rows has the bits of 
 step, ``torch.optim`` itself is used (:class:`WholeTable`).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from hybrid.embedding.table_spec import OptimizerSpec
 
 State = dict[str, Tensor]
-
-# Updates rows in place: (rows_UD, grad_UD, their state, settings, learning rate).
-_Rule = Callable[[Tensor, Tensor, State, OptimizerSpec, float], None]
 
 # Below this rate, rows would not change, and its inverse may overflow float32.
 _SMALLEST_FTRL_RATE = 1e-20
@@ -46,31 +41,34 @@ def update_rows(
     if spec.weight_decay and spec.name not in ("adamw", "ftrl"):
         grad_UD = grad_UD.add(rows_UD, alpha=spec.weight_decay)
     state_U = {name: whole[ids_U] for name, whole in state.items()}
-    _RULES[spec.name](rows_UD, grad_UD, state_U, spec, learning_rate)
+    _step(rows_UD, grad_UD, state_U, spec, learning_rate)
     table_RD[ids_U] = rows_UD
     for name, whole in state.items():
         whole[ids_U] = state_U[name]
 
 
-def _sgd(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    rows_UD.add_(grad_UD, alpha=-rate)
-
-
-def _momentum(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    state["buffer"].mul_(spec.momentum).add_(grad_UD)
-    rows_UD.add_(state["buffer"], alpha=-rate)
-
-
-def _adagrad(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    state["sum"].addcmul_(grad_UD, grad_UD)
-    rows_UD.addcdiv_(grad_UD, state["sum"].sqrt().add_(spec.eps), value=-rate)
-
-
-def _rowwise_adagrad(
-    rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float
-) -> None:
-    state["sum"] += grad_UD.square().mean(dim=1)
-    rows_UD.addcdiv_(grad_UD, state["sum"].sqrt().add_(spec.eps).unsqueeze(1), value=-rate)
+def _step(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
+    """Update rows and their state in place."""
+    match spec.name:
+        case "sgd":
+            rows_UD.add_(grad_UD, alpha=-rate)
+        case "momentum":
+            state["buffer"].mul_(spec.momentum).add_(grad_UD)
+            rows_UD.add_(state["buffer"], alpha=-rate)
+        case "adagrad":
+            state["sum"].addcmul_(grad_UD, grad_UD)
+            rows_UD.addcdiv_(grad_UD, state["sum"].sqrt().add_(spec.eps), value=-rate)
+        case "rowwise_adagrad":
+            state["sum"] += grad_UD.square().mean(dim=1)
+            rows_UD.addcdiv_(grad_UD, state["sum"].sqrt().add_(spec.eps).unsqueeze(1), value=-rate)
+        case "adam":
+            _adam(rows_UD, grad_UD, state, spec, rate)
+        case "adamw":
+            rows_UD.mul_(1 - rate * spec.weight_decay)
+            _adam(rows_UD, grad_UD, state, spec, rate)
+        case name:
+            assert name == "ftrl", name
+            _ftrl(rows_UD, grad_UD, state, spec, rate)
 
 
 def _adam(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
@@ -89,11 +87,6 @@ def _adam(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, r
     rows_UD.add_(-step_size_U1 * state["mean"] / denominator_UD)
 
 
-def _adamw(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    rows_UD.mul_(1 - rate * spec.weight_decay)
-    _adam(rows_UD, grad_UD, state, spec, rate)
-
-
 def _ftrl(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
     """FTRL-Proximal (McMahan et al. 2013), from any initial values and at rates that may change."""
     if rate < _SMALLEST_FTRL_RATE:
@@ -107,17 +100,6 @@ def _ftrl(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, r
     n_UD += grad_UD.square()
     solution_UD = -(z_UD - z_UD.sign() * l1) / ((spec.ftrl_beta + n_UD.sqrt()) / rate + l2)
     rows_UD.copy_(torch.where(z_UD.abs() <= l1, 0.0, solution_UD))
-
-
-_RULES: dict[str, _Rule] = {
-    "sgd": _sgd,
-    "momentum": _momentum,
-    "adagrad": _adagrad,
-    "rowwise_adagrad": _rowwise_adagrad,
-    "adam": _adam,
-    "adamw": _adamw,
-    "ftrl": _ftrl,
-}
 
 
 class WholeTable:

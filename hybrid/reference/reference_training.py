@@ -1,6 +1,6 @@
 """Training in one process of plain torch, which the cluster is compared with.
 
-It slices no arithmetic with the rest of the system: it uses autograd, ``F.embedding``, ``F.embedding_bag``,
+It shares no arithmetic with the rest of the system: it uses autograd, ``F.embedding``, ``F.embedding_bag``,
 ``torch.optim``, its schedulers and ``clip_grad_norm_``. Only the nets are the same, with the matrix products
 of their layers (``hybrid.dense.matmul``). A step computes the slices of all trainers one after another, and
 takes one backward pass through all of them. The rows that a step reads are leaf tensors, so that a table of
@@ -123,7 +123,8 @@ class Reference:
         loss = torch.stack(self._loss.parts(outputs, slices)).sum()
         loss.backward()
         self.see_all_updates()  # of earlier steps
-        if self._is_finite(loss, rows):
+        gradients = [leaf.grad for leaf in self._leaves(rows) if leaf.grad is not None]
+        if all(bool(tensor.isfinite().all()) for tensor in (loss, *gradients)):
             self._update(rows, factor)
         elif self._config.train.non_finite == "stop":
             raise NonFiniteError("the loss or a gradient of the reference is not finite")
@@ -217,10 +218,6 @@ class Reference:
         vectors_BND = F.embedding(index_BN, rows_VD, padding_idx=padding) * weights_BN.unsqueeze(2)
         lengths_B1 = (index_BN != padding).sum(dim=1, keepdim=True).to(self._dtype)
         return torch.cat([vectors_BND.flatten(1), lengths_B1], dim=1)
-
-    def _is_finite(self, loss: Tensor, rows: Mapping[str, _StepRows]) -> bool:
-        gradients = [leaf.grad for leaf in self._leaves(rows) if leaf.grad is not None]
-        return all(bool(tensor.isfinite().all()) for tensor in (loss, *gradients))
 
     def _leaves(self, rows: Mapping[str, _StepRows]) -> list[Tensor]:
         return [*(t.rows_UD for t in rows.values()), *self._dense.parameters()]

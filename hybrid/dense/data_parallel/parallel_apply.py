@@ -39,7 +39,11 @@ def parallel_apply(
             calls have ended; a RuntimeError if its type cannot be constructed from a message.
     """
     kwargs_tup = [{} for _ in modules] if kwargs_tup is None else kwargs_tup
-    targets = _find_devices(inputs) if devices is None else [resolve_device(device) for device in devices]
+    if devices is None:
+        default = resolve_device("cuda" if torch.cuda.is_available() else "cpu")
+        first_tensors = [next(find_tensors(each), None) for each in inputs]
+        devices = [default if tensor is None else tensor.device for tensor in first_tensors]
+    targets = [resolve_device(device) for device in devices]
     for name, sequence in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", targets)):
         if len(sequence) != len(modules):
             raise ValueError(
@@ -58,12 +62,6 @@ def parallel_apply(
         if isinstance(result, ExceptionWrapper):
             result.reraise()
     return results
-
-
-def _find_devices(inputs: Sequence[Any]) -> list[torch.device]:
-    default = resolve_device("cuda" if torch.cuda.is_available() else "cpu")
-    first_tensors = (next(find_tensors(each), None) for each in inputs)
-    return [default if tensor is None else tensor.device for tensor in first_tensors]
 
 
 def _settings_of_caller(device: torch.device) -> list[AbstractContextManager[object]]:

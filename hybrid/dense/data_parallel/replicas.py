@@ -11,6 +11,7 @@ contain a device twice.
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -66,19 +67,19 @@ def replicate(module: M, devices: Sequence[Device], detach: bool = False) -> lis
     return [
         shadow(
             module,
-            dict(zip(tracked, copies[place :: len(targets)], strict=True))
-            | dict(zip(constant, constant_copies[place :: len(targets)], strict=True)),
+            dict(zip(tracked, copies[index :: len(targets)], strict=True))
+            | dict(zip(constant, constant_copies[index :: len(targets)], strict=True)),
         )
-        for place in range(len(targets))
+        for index in range(len(targets))
     ]
 
 
 def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
     """Return copies of the first tensor for all devices, then of the next; the first may be an alias."""
     return tuple(
-        tensor.detach().to(device, copy=place > 0)
+        tensor.detach().to(device, copy=index > 0)
         for tensor in tensors
-        for place, device in enumerate(devices)
+        for index, device in enumerate(devices)
     )
 
 
@@ -96,19 +97,16 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         num_copies = len(grads) // len(ctx.originals)
         of_tensors = [grads[start : start + num_copies] for start in range(0, len(grads), num_copies)]
-        return None, *(_sum(*each) for each in zip(ctx.originals, of_tensors, strict=True))
+        sums = []
+        for original, of_tensor in zip(ctx.originals, of_tensors, strict=True):
+            received = [grad.to(original.device) for grad in of_tensor if grad is not None]
+            sums.append(reduce(_add, received) if received else torch.zeros_like(original))
+        return None, *sums
 
 
-def _sum(original: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
-    """Return the sum in order, differentiable again; zeros without gradients."""
-    arrived = [grad.to(original.device) for grad in grads if grad is not None]
-    if not arrived:
-        return torch.zeros_like(original)
-    total = arrived[0]
-    for grad in arrived[1:]:
-        # torch can add a sparse tensor to a dense one, but not the other way round.
-        total = grad + total if total.is_sparse and not grad.is_sparse else total + grad
-    return total
+def _add(total: Tensor, grad: Tensor) -> Tensor:
+    # torch can add a sparse tensor to a dense one, but not the other way round.
+    return grad + total if total.is_sparse and not grad.is_sparse else total + grad
 
 
 class DataParallel(nn.Module):
@@ -155,7 +153,12 @@ class DataParallel(nn.Module):
         Raises:
             RuntimeError: a parameter or buffer is not on ``devices[0]``.
         """
-        _check_device(self.module, self.devices[0])
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
+            if tensor.device != self.devices[0]:
+                raise RuntimeError(
+                    f"module must have its parameters and buffers on device {self.devices[0]} (devices[0]) "
+                    f"but found one of them on device: {tensor.device}"
+                )
         args, keywords = scatter_kwargs(inputs, kwargs, self.devices, self.dim)
         if not args:
             args, keywords = ((),), ({},)
@@ -186,12 +189,3 @@ def data_parallel(
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     return DataParallel(module, devices, output_device, dim)(*inputs, **(module_kwargs or {}))
-
-
-def _check_device(module: nn.Module, device: torch.device) -> None:
-    for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.device != device:
-            raise RuntimeError(
-                f"module must have its parameters and buffers on device {device} (devices[0]) "
-                f"but found one of them on device: {tensor.device}"
-            )

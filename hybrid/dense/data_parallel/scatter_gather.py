@@ -131,7 +131,15 @@ def _gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
     if first is None:
         return None
     if isinstance(first, Tensor):
-        return _concatenate([output.to(device) for output in outputs], dim)
+        tensors = [output.to(device) for output in outputs]
+        if dim == 0 and all(tensor.dim() == 0 for tensor in tensors):
+            warnings.warn(
+                "Was asked to gather along dimension 0, but all input tensors were scalars; "
+                "will instead unsqueeze and return a vector.",
+                stacklevel=2,
+            )
+            return torch.stack(tensors)
+        return torch.cat(tensors, dim)
     if isinstance(first, dict):
         if any(len(output) != len(first) for output in outputs):
             raise ValueError("All dicts must have the same number of keys")
@@ -139,17 +147,6 @@ def _gather(outputs: Sequence[Any], device: torch.device, dim: int) -> Any:
     if isinstance(first, (list, tuple)):
         return _rebuild(first, [_gather(parts, device, dim) for parts in zip(*outputs, strict=True)])
     raise TypeError(f"cannot gather a {type(first).__name__}; replicas must return tensors")
-
-
-def _concatenate(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    if dim == 0 and all(tensor.dim() == 0 for tensor in tensors):
-        warnings.warn(
-            "Was asked to gather along dimension 0, but all input tensors were scalars; "
-            "will instead unsqueeze and return a vector.",
-            stacklevel=2,
-        )
-        return torch.stack(list(tensors))
-    return torch.cat(list(tensors), dim)
 
 
 def _rebuild(container: Any, values: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ each of them at every pass. This module does neither.
 import ctypes
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -131,12 +131,23 @@ class TensorParallel(nn.Module):
             raise ValueError(
                 f"the plan names {', '.join(missing)}, but there are only {', '.join(filter(None, paths))}"
             )
-        _refuse_tied(module, plan)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        counts = Counter(parameters.values())
+        split = {parameter for path in plan for parameter in paths[path].parameters()}
+        if tied := [name for name, p in parameters.items() if p in split and counts[p] > 1]:
+            raise ValueError(f"a parameter used in several places cannot be split: {', '.join(tied)}")
         for path, style in plan.items():
             # Without a source rank, each rank copies its shards from the weights that it has.
             parallelize_module(paths[path], mesh, style, src_data_rank=None)
         self.module = module
-        self._layouts = _localize(module)
+        self._layouts: dict[str, Layout] = {}
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            shard, layout = flatten_tensor(parameter)
+            if layout is not None:
+                path, _, own_name = name.rpartition(".")
+                local = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+                module.get_submodule(path).register_parameter(own_name, local)
+                self._layouts[name] = layout
 
     @property
     def layouts(self) -> dict[Tensor, Layout]:
@@ -186,26 +197,3 @@ def _keep_thread_state() -> None:
         # Without a release, so that the reference count of the state never reaches zero.
         ctypes.pythonapi.PyGILState_Ensure()
         _kept.is_kept = True
-
-
-def _refuse_tied(module: nn.Module, paths: Iterable[str]) -> None:
-    """Raise ValueError if a parameter of a submodule at ``paths`` has a second name in ``module``."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    counts = Counter(parameters.values())
-    split = {parameter for path in paths for parameter in module.get_submodule(path).parameters()}
-    if tied := [name for name, p in parameters.items() if p in split and counts[p] > 1]:
-        raise ValueError(f"a parameter used in several places cannot be split: {', '.join(tied)}")
-
-
-def _localize(module: nn.Module) -> dict[str, Layout]:
-    """Replace parameters that are DTensors by their local shards; return the layouts by name."""
-    layouts = {}
-    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        shard, layout = flatten_tensor(parameter)
-        if layout is None:
-            continue
-        path, _, own_name = name.rpartition(".")
-        local = nn.Parameter(shard, requires_grad=parameter.requires_grad)
-        module.get_submodule(path).register_parameter(own_name, local)
-        layouts[name] = layout
-    return layouts

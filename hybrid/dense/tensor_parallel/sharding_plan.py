@@ -98,12 +98,19 @@ def parse_plan(texts: Sequence[str], net: nn.Module) -> dict[str, Plan]:
     modules = {path: module for path, module in net.named_modules() if path}
     chosen: dict[str, tuple[TensorStyle, str]] = {}
     for text in texts:
-        pattern, style = _parse(text)
+        pattern, equals, name = (side.strip() for side in text.partition("="))
+        if not (pattern and equals and name):
+            raise ConfigError(_KEY, 'must hold texts such as "head.0 = colwise"', text)
+        styles = [style.value for style in TensorStyle]
+        if name not in styles:
+            close = difflib.get_close_matches(name, styles, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(styles)}"
+            raise ConfigError(_KEY, f"{name!r} is not a style; {hint}", text)
         for path in _matches(pattern, modules, text):
             if path in chosen:
                 raise ConfigError(_KEY, f"{path} is matched by {chosen[path][1]!r} too", text)
-            chosen[path] = style, text
-    plan: dict[str, Plan] = {name: {} for name, _ in net.named_children()}
+            chosen[path] = TensorStyle(name), text
+    plan: dict[str, Plan] = {stage: {} for stage, _ in net.named_children()}
     for path, (style, text) in chosen.items():
         if style is TensorStyle.COLWISE and _needs_full_output(path, net, chosen):
             rule = f"the output of {path} stays split; split the layer after it, or take colwise_gathered"
@@ -121,19 +128,6 @@ def _needs_full_output(path: str, net: nn.Module, split: Container[str]) -> bool
         return False
     follower = _follower(layers, name)
     return follower is None or _joined(parent, follower) not in split
-
-
-def _parse(text: str) -> tuple[str, TensorStyle]:
-    """Return pattern and style of one text."""
-    pattern, equals, name = (part.strip() for part in text.partition("="))
-    if not (pattern and equals and name):
-        raise ConfigError(_KEY, 'must hold texts such as "head.0 = colwise"', text)
-    styles = [style.value for style in TensorStyle]
-    if name not in styles:
-        close = difflib.get_close_matches(name, styles, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(styles)}"
-        raise ConfigError(_KEY, f"{name!r} is not a style; {hint}", text)
-    return pattern, TensorStyle(name)
 
 
 def _matches(pattern: str, modules: Mapping[str, nn.Module], text: str) -> list[str]:
