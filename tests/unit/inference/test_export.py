@@ -288,19 +288,6 @@ def test_an_error_of_the_exporter_has_its_reason(tmp_path: Path, monkeypatch: py
         export_run(run, tmp_path / "served", ["program"], None, NO_NAMES)
 
 
-def test_tables_are_named_by_a_map(run: Path, tmp_path: Path) -> None:
-    names = NameMap.parse(["embedding_bags.*.weight=*"])
-    export_run(run, tmp_path / "served", ["tables"], None, names)
-    tables = load_file(tmp_path / "served/tables.safetensors")
-    assert sorted(tables) == [f"embedding_bags.{table}.weight" for table in ("item", "tags", "user")]
-    model = load(run)
-    assert torch.equal(tables["embedding_bags.user.weight"], model.rows("user"))
-    assert sorted(path.name for path in (tmp_path / "served").iterdir()) == [
-        "preprocessing.json",
-        "tables.safetensors",
-    ]
-
-
 def test_the_preprocessing_describes_inputs_and_columns(run: Path, tmp_path: Path) -> None:
     export_run(run, tmp_path / "served", ["tables"], None, NO_NAMES)
     content = json.loads((tmp_path / "served/preprocessing.json").read_text())

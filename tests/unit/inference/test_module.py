@@ -5,9 +5,12 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from support.commands import code_block
 from support.trained import (
     clicks_config,
@@ -21,14 +24,17 @@ from support.trained import (
     write_trained,
 )
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import hybrid
 from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, MANIFEST_FILE, Manifest, write_text
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.sections import NETS
+from hybrid.embedding.table_spec import Pooling
 from hybrid.errors import CheckpointError, ConfigError, DataError
-from hybrid.inference.trained_module import TrainedModule, load
+from hybrid.inference.pooling import pad_sequences, pool_bags
+from hybrid.inference.trained_module import MappedTable, TrainedModule, load
 
 
 def raw(inputs: Path) -> dict[str, list[object]]:
@@ -319,3 +325,44 @@ def test_a_net_of_other_shapes_than_its_file_is_not_built(
     dataclasses.replace(manifest, files=manifest.files | changed).write(folder)
     with pytest.raises(CheckpointError, match=rf"^{folder}: is of another model"):
         load(run)
+
+
+def test_a_table_larger_than_memory_is_read_row_by_row(tmp_path: Path) -> None:
+    """The files have holes except for one row; the system would not map them for writing."""
+    num_bytes = psutil.virtual_memory().total + psutil.swap_memory().total
+    num_rows, shards = num_bytes // 256, []
+    for shard in range(2):
+        path = tmp_path / f"shard-{shard}"
+        with path.open("wb") as file:
+            file.seek((num_rows - 3) * 256)
+            file.write(np.full(64, 10.0 + shard, np.float32).tobytes())
+            file.truncate(num_rows * 256)
+        shards.append(np.memmap(path, np.float32, "r", shape=(num_rows, 64)))
+    ids_L = torch.tensor([2 * num_rows - 5, 0, 2 * num_rows - 6, 2 * num_rows - 5])
+    assert MappedTable(shards, torch.float32)(ids_L)[:, 7].tolist() == [11.0, 0.0, 10.0, 11.0]
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(0, 4), max_size=12))
+def test_pooling_equals_embedding_bag(pooling: Pooling, lengths: list[int]) -> None:
+    rows_LD = torch.randn(sum(lengths), 3, generator=torch.Generator().manual_seed(len(lengths)))
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    expected = torch.zeros(len(lengths), 3)
+    if len(rows_LD):
+        positions = torch.arange(len(rows_LD))
+        expected = F.embedding_bag(positions, rows_LD, offsets, mode=pooling.value, include_last_offset=True)
+    assert torch.equal(pool_bags(rows_LD, offsets, pooling), expected)
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(0, 4), max_size=12), most=st.integers(1, 5))
+def test_sequences_are_padded_and_have_their_length(lengths: list[int], most: int) -> None:
+    rows_LD = torch.randn(sum(lengths), 3, generator=torch.Generator().manual_seed(len(lengths)))
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    found = pad_sequences(rows_LD, offsets, most)
+    assert found.shape == (len(lengths), 3 * most + 1)
+    for row, bag in zip(found, rows_LD.split(lengths), strict=True):
+        kept = bag[:most].flatten()
+        expected = torch.cat([F.pad(kept, (0, 3 * most - len(kept))), torch.tensor([float(len(bag[:most]))])])
+        assert torch.equal(row, expected)

@@ -68,14 +68,6 @@ def test_trainers_of_a_host_reduce_in_shared_memory(trainers: int, hosts: int, i
     assert ("trainer -> trainer" in plan(hosts, cluster={"trainers": trainers}).links) is is_ring
 
 
-def test_workers_divide_rows_and_bytes() -> None:
-    one, four = (plan(cluster={"workers": workers}) for workers in (1, 4))
-    for link in ("trainer -> worker", "worker -> trainer"):
-        assert four.links[link].num_bytes == pytest.approx(one.links[link].num_bytes)
-        assert four.links[link].messages == 4 * one.links[link].messages
-    assert four.worker_bytes < one.worker_bytes
-
-
 @pytest.mark.parametrize(
     ("trainers", "workers", "bytes_per_second", "limit"),
     [(1, 8, math.inf, TRAINERS), (64, 1, math.inf, WORKERS), (2, 2, 1e6, NETWORK)],
@@ -120,27 +112,6 @@ def test_memory_of_optimizers_that_step_all_rows(update: str, copies: int) -> No
         for each in ("false", "true")
     )
     assert all_rows.host_bytes - touched.host_bytes == pytest.approx(copies * 4 * 1000 * 16 * 4)
-
-
-def test_host_memory_is_that_of_its_roles() -> None:
-    found = plan(cluster={"trainers": 2, "workers": 3})
-    rows = sum(shard.num_bytes for shard in found.placement.shards)
-    assert rows / 3 < found.worker_bytes
-    assert (
-        2 * found.trainer_bytes + rows
-        < found.host_bytes
-        < 2 * found.trainer_bytes + 3 * found.worker_bytes + 1
-    )
-
-
-def test_sequences_move_rows() -> None:
-    spec = InputSpec((), (FeatureSpec("item", 1000), FeatureSpec("seen", 1000, multi_hot=True)))
-    pooled = plan(spec=spec, dense={"net": "dcn_v2"}, embedding={"placement": 'auto(pooled_by = "workers")'})
-    by_trainers = plan(
-        spec=spec, dense={"net": "dcn_v2"}, embedding={"placement": 'auto(pooled_by = "trainers")'}
-    )
-    assert pooled.placement.pooled_by_trainers != by_trainers.placement.pooled_by_trainers
-    assert pooled.links["worker -> trainer"].num_bytes != by_trainers.links["worker -> trainer"].num_bytes
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,18 @@
 """The files of a run: their content, protection from overwriting, and a full disk."""
 
 import dataclasses
+import errno
 import json
 import math
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import ROOT
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
@@ -19,6 +23,7 @@ from hybrid.errors import ConfigError, HybridError
 from hybrid.metrics import BinaryMetrics
 from hybrid.protocol.update_rules import Staleness
 from workers.console.terminal import TrainingProgress
+from workers.run_folder.append_only_file import AppendOnlyFile
 from workers.run_folder.run_files import RunFolder
 from workers.run_folder.run_state import RunState
 
@@ -129,12 +134,6 @@ def test_a_folder_with_a_run_is_refused_untouched(tmp_path: Path, name: str) -> 
     assert (tmp_path / name).read_text() == "precious"
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(HybridError, match=r"file/run: cannot be written: Not a directory; "):
-        RunFolder.create(tmp_path / "file" / "run", CONFIG)
-
-
 def test_a_resumed_run_drops_later_records(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunFolder.create(path, CONFIG) as folder:
@@ -228,3 +227,61 @@ def test_a_full_disk_while_logging(tmp_path: Path, pattern: str) -> None:
     what_to_do = "free space there, or set run.folder to another folder"
     assert str(caught.value) == f"{path}: cannot be written: No space left on device; {what_to_do}"
     folder.close()
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The free bytes of a disk, which writes as many bytes as are free."""
+    left = [1 << 20]
+    write = os.write
+
+    def limited(descriptor: int, content: memoryview) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(descriptor, content[: left[0]])
+        left[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", limited)
+    return left
+
+
+def opened(path: Path, make_room: Callable[[], bool]) -> AppendOnlyFile:
+    file = AppendOnlyFile(path, make_room)
+    file.write(b"first\n")
+    return file
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_a_record_that_does_not_fit_leaves_nothing(tmp_path: Path, room: list[int], left: int) -> None:
+    file = opened(tmp_path / "f", lambda: False)
+    room[0] = left
+    with pytest.raises(OSError, match="No space left on device"):
+        file.write(b"second\n")
+    room[0] = 100
+    file.write(b"third\n")
+    file.close()
+    assert (tmp_path / "f").read_text() == "first\nthird\n"
+
+
+def test_a_record_is_written_once_there_is_room(tmp_path: Path, room: list[int]) -> None:
+    def make_room() -> bool:
+        room[0] = 100
+        return True
+
+    file = opened(tmp_path / "f", make_room)
+    room[0] = 3
+    file.write(b"second\n")
+    file.sync()
+    file.close()
+    assert (tmp_path / "f").read_text() == "first\nsecond\n"
+
+
+def test_no_file_is_left_in_the_home_folder(tmp_path: Path) -> None:
+    code = "import sys, pathlib, workers.run_folder.curves as c; c.draw_curves([], pathlib.Path(sys.argv[1]))"
+    hidden = ("MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {"HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    curves = tmp_path / "curves.png"
+    subprocess.run([sys.executable, "-c", code, curves], cwd=ROOT, env=environment, check=True)
+    assert list(tmp_path.rglob("*")) == [curves]

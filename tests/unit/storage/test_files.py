@@ -141,12 +141,6 @@ def test_the_tag_of_a_file_depends_on_its_content(store: Store) -> None:
     assert files.content_tag(folder / "a") == b
 
 
-def test_concurrent_results_and_errors_keep_their_order() -> None:
-    assert files.map_concurrently(lambda number: 2 * number, range(50)) == [*range(0, 100, 2)]
-    with pytest.raises(ZeroDivisionError):
-        files.map_concurrently(lambda number: 1 // number, [1, 0, 2])
-
-
 def test_only_the_requested_bytes_are_fetched(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     file, content = parse_path(f"s3://{BUCKET}/files-{next(_numbers)}"), some_bytes(3 * MIB)
     files.write_bytes(file, content)

@@ -1,12 +1,18 @@
-"""Failures of a store: transient ones are retried, others are one line."""
+"""Failures of a store: transient ones are retried, others, and unknown certificates, are one line."""
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from threading import Thread
+from time import monotonic
 
 import numpy as np
 import pytest
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from support.certificates import Certificates, made_in
 from support.stores import BUCKET, Proxy, Store
+from werkzeug.serving import make_server
 
 from hybrid.errors import OutageError, StorageError
 from hybrid.storage import files, store_clients
@@ -132,3 +138,42 @@ def test_a_refused_request_is_not_retried(proxy: Proxy) -> None:
     assert "\n" not in text
     assert "Request ID" not in text
     assert "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in text
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return made_in(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def address(certificates: Certificates) -> Iterator[str]:
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # of clients that hang up, too
+    application = DomainDispatcherApplication(create_backend_app)
+    signed = str(certificates.server), str(certificates.key)
+    server = make_server("127.0.0.1", 0, application, threaded=True, ssl_context=signed)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join(20)
+    server.server_close()
+
+
+def test_an_authority_of_the_environment_is_trusted(
+    address: str, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificates.authority))
+    bucket = RemotePath("s3://none", "", f"region=trusted&endpoint_override={address}")
+    with pytest.raises(StorageError, match="there is no such bucket"):
+        files.write_bytes(bucket / "a", b"1")
+
+
+def test_an_unknown_certificate_is_refused_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
+    bucket = RemotePath("s3://none", "", f"region=refused&endpoint_override={address}")
+    begun = monotonic()
+    with pytest.raises(StorageError, match="certificate is not trusted; set AWS_CA_BUNDLE") as caught:
+        files.write_bytes(bucket / "a", b"1")
+    assert "\n" not in str(caught.value)
+    assert not isinstance(caught.value, OutageError)
+    assert monotonic() - begun < 10

@@ -13,7 +13,7 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
 from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import HybridError
-from hybrid.storage.private_files import make_folder, open_file, private_user_folder
+from hybrid.storage.private_files import make_folder, private_user_folder
 from workers.exit_codes import Cause
 from workers.launching.network_namespace import enter_network_namespace
 from workers.launching.restarts import Restarts
@@ -91,13 +91,6 @@ def test_a_record_of_restarts_that_is_a_link_does_not_stop_the_run(tmp_path: Pat
     line = Restarts(tmp_path, 3).after(RoleFailure("killed", Cause.KILLED))
     assert f"{tmp_path / 'restarts.jsonl'}: is a symbolic link" in line
     assert (tmp_path / "mine").read_text() == "kept"
-
-
-def test_other_files_are_opened_as_usual(tmp_path: Path) -> None:
-    for _ in range(2):
-        with open(tmp_path / "f", "a", opener=open_file) as file:
-            file.write("a")
-    assert (tmp_path / "f").read_text() == "aa"
 
 
 @pytest.mark.usefixtures("open_umask")
