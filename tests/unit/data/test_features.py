@@ -32,7 +32,7 @@ def encoded(
     return encoder, result.ids_BK.T.tolist(), list(result.bags)
 
 
-def test_numbers_in_buckets(tmp_path: Path) -> None:
+def test_bucket_columns(tmp_path: Path) -> None:
     rows = [f"{i % 2},{x}\n" for i, x in enumerate(["17", "18", "64.5", "-3", "?", "1e3"])]
     path = write(tmp_path / "a.csv", "label,age\n" + "".join(rows))
     columns = {
@@ -46,7 +46,7 @@ def test_numbers_in_buckets(tmp_path: Path) -> None:
     assert [feature.num_rows for feature in encoder.input_spec.sparse_features] == [4, 3]
 
 
-def test_dates_to_hours_and_weekdays(tmp_path: Path) -> None:
+def test_hour_and_weekday_columns(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "label,time\n1,2024-01-31 09:30\n0,2024-02-04 23:00:01\n0,?\n")
     columns = {
         "hour": ColumnSection(kind="hour", source=("time",)),
@@ -57,7 +57,7 @@ def test_dates_to_hours_and_weekdays(tmp_path: Path) -> None:
     assert [feature.num_rows for feature in encoder.input_spec.sparse_features] == [25, 8]
 
 
-def test_a_cross_is_a_value_of_its_own(tmp_path: Path) -> None:
+def test_cross_columns(tmp_path: Path) -> None:
     rows = ["a,1.0,x", "a,2,x", "b,1,x", "b,?,x", "a,1,x", ",2,x", "ab,,x"]
     path = write(tmp_path / "a.csv", "label,city,user,c\n" + "".join(f"1,{row}\n" for row in rows))
     columns = {"both": ColumnSection(kind="cross", source=("city", "user", "c"), vocabulary="hash(1000)")}
@@ -70,7 +70,7 @@ def test_a_cross_is_a_value_of_its_own(tmp_path: Path) -> None:
     assert encoder.encode(block).ids_BK[:, 0].tolist() == both
 
 
-def test_ids_with_weights(tmp_path: Path) -> None:
+def test_weighted_ids_of_text(tmp_path: Path) -> None:
     rows = ["a:0.5|b:2", "", "?", "b:0", " c:1:1e-1 | |a:3", "a:1"]
     path = write(tmp_path / "a.csv", "label,tags\n" + "".join(f"1,{row}\n" for row in rows))
     columns = {"tags": ColumnSection(kind="weighted", multi_hot_separator="|")}
@@ -86,7 +86,7 @@ def test_ids_with_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_map", [True, False])
-def test_maps_and_lists_of_pairs(tmp_path: Path, is_map: bool) -> None:
+def test_weighted_ids_of_parquet(tmp_path: Path, is_map: bool) -> None:
     pairs: list[Any] = [[("a", 0.5), ("b", 2.0)], [], None, [("b", 1.0)], [("c", 0.25), ("a", 3.0)]] * 20
     kind: Any = pa.map_(pa.string(), pa.float64())
     if not is_map:
@@ -106,7 +106,7 @@ def test_maps_and_lists_of_pairs(tmp_path: Path, is_map: bool) -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("too_many", "kept"), [("keep_first", "abc"), ("keep_last", "cde")])
-def test_a_history_may_be_cut(tmp_path: Path, too_many: str, kept: str, weighted: bool) -> None:
+def test_long_lists_are_truncated(tmp_path: Path, too_many: str, kept: str, weighted: bool) -> None:
     weight = {letter: i + 1 for i, letter in enumerate("abcde")}
     rows = [*("abcde", "ab", "", "cab")]
     write_row = [":{0}".format, "".format][not weighted]
@@ -123,7 +123,7 @@ def test_a_history_may_be_cut(tmp_path: Path, too_many: str, kept: str, weighted
         assert seen.weights_L.tolist() == [weight[letter] for letter in letters]
 
 
-def test_scales_by_column(tmp_path: Path) -> None:
+def test_scaling_by_column(tmp_path: Path) -> None:
     rows = "1,0,3,5,a\n0,10,?,7,a\n1,?,1,9,a\n"
     path = write(tmp_path / "a.csv", f"label,x,y,z,city\n{rows}")
     data = data_of("city", dense=("x", "y", "z", "again"))
@@ -175,7 +175,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_rows_are_told_by_key_and_place(tmp_path: Path, name: str) -> None:
+def test_invalid_values_name_their_line_and_column(tmp_path: Path, name: str) -> None:
     section, texts, expected = BAD[name]
     rows = "".join(f"1,{text},k\n" for text in texts)
     path = write(tmp_path / "a.csv", f"label,{name},label2\n{rows}0,?,k\n")
@@ -184,7 +184,7 @@ def test_bad_rows_are_told_by_key_and_place(tmp_path: Path, name: str) -> None:
     assert block.source_rows_B.tolist() == [len(texts)]
 
 
-def test_columns_that_cannot_be_made(tmp_path: Path) -> None:
+def test_unsuitable_source_columns_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     lists = pa.array([["a"], ["b"]])
     pq.write_table(pa.table({"label": [0, 1], "tags": lists, "n": [1, 2]}), path)
@@ -203,7 +203,7 @@ def test_columns_that_cannot_be_made(tmp_path: Path) -> None:
         read(data, path, columns={"x": ColumnSection(source=("tag",))})
 
 
-def test_columns_that_share_a_table_share_its_vocabulary(tmp_path: Path) -> None:
+def test_columns_of_one_table_share_its_vocabulary(tmp_path: Path) -> None:
     """Also where one is a history, and the other asks for values that are frequent."""
     rows = ["b,a|b|c,b", "b,c,x", "d,c|b,d", ",,b"]
     path = write(tmp_path / "a.csv", "label,item,seen,shop\n" + "".join(f"1,{row}\n" for row in rows))

@@ -17,12 +17,11 @@ from hybrid.data.parse import segments as parts_module
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.segments import Segment, split_files
 from hybrid.data.parse.sources import Source
-from hybrid.data.prepare import file_preparation, preparation, stages, vocabulary_order
+from hybrid.data.prepare import file_preparation, preparation, stages
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.memory_limit import MemoryLimit
 from hybrid.data.prepare.preparation import prepare
-from hybrid.data.prepare.vocabulary_order import RankJob
-from hybrid.errors import DataError, HybridError
+from hybrid.errors import HybridError
 from hybrid.primitives.progress import ignore_progress
 
 ENOUGH = 1 << 40
@@ -105,7 +104,9 @@ def in_parts(monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_parts_give_the_rows_of_the_whole(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_give_the_bytes_of_whole_files(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends = "\r\n" if kind == "column" else "\n"
     monkeypatch.setattr("hybrid.data.values.invalid_rows.MAX_EXAMPLES", 10_000)  # the lines of all
     paths = tuple(write(tmp_path / f"{i}.csv", text(4000, i, ends)) for i in range(2))
@@ -120,37 +121,20 @@ def test_parts_give_the_rows_of_the_whole(tmp_path: Path, kind: str, monkeypatch
     assert parts == whole
 
 
-def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.csv", text(6000, 1).replace(b'"', b""))
-    found = []
-    for count in (1, 3):
-        in_parts(monkeypatch, count)
-        found.append(outcome(config_of(path, "bags"), tmp_path / str(count), (path,), 20_000))
-    assert not isinstance(found[0], str)
-    assert found[0] == found[1]
-
-
-def test_any_memory_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With vocabularies that are merged out of many runs, and with fewer processes than there are cores."""
+def test_threads_and_memory_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little memory, vocabularies are merged from many runs, and fewer threads run."""
     paths = tuple(write(tmp_path / f"{i}.csv", text(4000, i).replace(b'"', b"")) for i in range(2))
     config = config_of(paths[0], "bags")
+    in_parts(monkeypatch, 1)
+    alone = outcome(config, tmp_path / "alone", paths, 20_000)
+    assert not isinstance(alone, str)
     in_parts(monkeypatch, 3)
-    enough = outcome(config, tmp_path / "enough", paths, 20_000)
-    merges, merge = list[int](), vocabulary_order._merge
-
-    def merged(job: RankJob, *more: Any) -> None:
-        merges.append(len(job.columns))
-        merge(job, *more)
-
-    monkeypatch.setattr(vocabulary_order, "_merge", merged)
+    assert outcome(config, tmp_path / "enough", paths, 20_000) == alone
     monkeypatch.setattr(MemoryLimit, "job_bytes", lambda limit, count: 60_000)
-    little = outcome(config, tmp_path / "little", paths, 20_000, 300 << 20)
-    assert merges == [2]
-    assert not isinstance(enough, str)
-    assert little == enough
+    assert outcome(config, tmp_path / "little", paths, 20_000, 300 << 20) == alone
 
 
-def test_parquet_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_give_the_bytes_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(1)
     rows = {"label": [i % 2 for i in range(3000)], "x": [draw.random() for _ in range(3000)]}
     rows["user"] = [int(2 ** (8 * draw.random())) for _ in range(3000)]
@@ -165,7 +149,7 @@ def test_parquet_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert outcome(config, tmp_path / "parts", (tmp_path / "a.parquet",), 16 << 20) == whole
 
 
-def test_the_first_fault_is_told_whoever_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_error_in_file_order_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = text(3000, 2).replace(b'"', b"").splitlines()
     good = [line for line in lines if line.count(b",") == 7 and line[:1] in b"01" and b"much" not in line]
     late = len(good) - 5
@@ -178,34 +162,7 @@ def test_the_first_fault_is_told_whoever_finds_it(tmp_path: Path, monkeypatch: p
     assert found.startswith(f"ConfigError: data.sparse = 'nobody': {path} has no such column")
 
 
-def test_what_asks_to_stop_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.csv", text(3000, 2))
-    in_parts(monkeypatch, 2)
-    config = config_of(path, "plain")
-
-    def check() -> None:
-        raise DataError("stopped")
-
-    preparation = FilesPreparation(
-        config, tmp_path / "new", tmp_path / "parts", ignore_progress, check, ENOUGH, 5000
-    )
-    with pytest.raises(DataError, match="stopped"):
-        preparation.write([path], [])
-
-
-def test_a_test_file_without_rows_is_refused(tmp_path: Path) -> None:
-    path, empty = write(tmp_path / "a.csv", text(50, 2)), write(tmp_path / "b.csv", HEAD)
-    config = config_of(path, "plain")
-    preparation = FilesPreparation(
-        config, tmp_path / "new", tmp_path / "parts", ignore_progress, lambda: None, ENOUGH
-    )
-    with pytest.raises(DataError, match=rf"{empty}: no rows; check data.test_path"):
-        preparation.write([path], [empty])
-
-
-def test_one_that_was_interrupted_goes_on_with_its_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_preparation_reuses_its_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And ends with the bytes of one that was not; parts of other samples are removed."""
     path, cache = write(tmp_path / "a.csv", text(4000, 2)), tmp_path / "cache"
     monkeypatch.setattr(preparation, "FilesPreparation", partial(FilesPreparation, block_bytes=4000))
@@ -235,7 +192,7 @@ def test_one_that_was_interrupted_goes_on_with_its_parts(
     assert [*cache.iterdir()] == [found]
 
 
-def test_blocks_are_those_of_files_read_at_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_have_the_blocks_of_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit of means and deviations, which are summed up by block."""
     path = write(tmp_path / "a.csv", text(4000, 1).replace(b'"', b""))
     config = config_of(path, "plain", test_fraction=0.0)

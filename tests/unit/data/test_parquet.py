@@ -62,7 +62,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
         (long_items, "expected at most 4,096 bytes"),
     ],
 )
-def test_a_small_file_takes_little_memory(
+def test_small_parquet_file_takes_little_memory(
     tmp_path: Path, column: Callable[[], pa.Array], message: str
 ) -> None:
     path = tmp_path / "a.parquet"
@@ -77,9 +77,7 @@ def test_a_small_file_takes_little_memory(
     assert line.startswith(f"DataError: {path}: ")
 
 
-def test_blocks_are_cut_to_what_their_texts_take_and_rows_stay_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_limited_by_decoded_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_DECODED_BYTES", 100)
     cities = [f"{i:02}" * (1 + i % 5) for i in range(80)]
     tags = [[city, "x" * (i % 3)] if i % 4 else None for i, city in enumerate(cities)]
@@ -99,7 +97,7 @@ def test_blocks_are_cut_to_what_their_texts_take_and_rows_stay_in_order(
 
 
 @pytest.mark.parametrize("is_map", [True, False])
-def test_texts_of_pairs_are_unfolded_no_further_than_others(
+def test_blocks_are_limited_by_texts_in_pairs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_map: bool
 ) -> None:
     monkeypatch.setattr(module, "MAX_DECODED_BYTES", 100)
@@ -121,7 +119,7 @@ def test_texts_of_pairs_are_unfolded_no_further_than_others(
         read(data, path, columns=columns)
 
 
-def test_pages_packed_beyond_belief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implausible_compression_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.parquet"
     table = pa.table({"label": labels(MANY), "city": np.zeros(MANY, np.int64)})
     pq.write_table(table, path, compression="zstd", use_dictionary=False)
@@ -137,7 +135,7 @@ def test_pages_packed_beyond_belief(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read(DATA, path)
 
 
-def test_two_columns_of_one_name(tmp_path: Path) -> None:
+def test_duplicate_column_names_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     columns = [labels(4), pa.array(["a"] * 4), pa.array(["b"] * 4)]
     pq.write_table(pa.Table.from_arrays(columns, ["label", "city", "city"]), path)
@@ -153,7 +151,7 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
         read(DataSection(format="csv", sparse=("city",)), text)
 
 
-def test_more_values_than_a_dictionary_page_holds(tmp_path: Path) -> None:
+def test_partly_dictionary_encoded_columns_are_read(tmp_path: Path) -> None:
     """Writers then go on without one, within a row group."""
     path = tmp_path / "a.parquet"
     cities = [f"city-{i % 700:05}" for i in range(2000)]

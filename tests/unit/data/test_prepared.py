@@ -28,7 +28,7 @@ def table(tmp_path: Path) -> Path:
     return write_cities(tmp_path / "train.csv", NUM_ROWS)
 
 
-def test_prepared_rows_are_those_of_the_file(tmp_path: Path, table: Path) -> None:
+def test_prepared_rows_equal_those_of_the_file(tmp_path: Path, table: Path) -> None:
     other = write(tmp_path / "test.csv", f"{table.read_text()}\n")
     config = config_of(table, numeric_scaling="none", test_path=(str(other),))
     for dataset in prepared(config, tmp_path / "cache"):
@@ -69,7 +69,7 @@ def test_bags_gather_as_jagged_features(tmp_path: Path, table: Path) -> None:
     assert empty.sparse_features.offsets.tolist() == [0]
 
 
-def test_hold_out_splits_every_row_once_and_by_seed(tmp_path: Path, table: Path) -> None:
+def test_holdout_depends_on_the_seed(tmp_path: Path, table: Path) -> None:
     config = config_of(table, test_fraction=0.2, numeric_scaling="none")
     splits = {}
     for seed in (1, 2):
@@ -83,7 +83,7 @@ def test_hold_out_splits_every_row_once_and_by_seed(tmp_path: Path, table: Path)
     assert splits[1] != splits[2]
 
 
-def test_only_training_rows_are_learnt_from(tmp_path: Path) -> None:
+def test_encoder_is_fitted_on_training_rows_only(tmp_path: Path) -> None:
     rows = "".join(f"{i % 2},{i},v{i}\n" for i in range(200))
     path = write(tmp_path / "train.csv", f"label,x,city\n{rows}")
     train, test = prepared(config_of(path, sparse=("city",), test_fraction=0.3), tmp_path / "cache")
@@ -94,7 +94,7 @@ def test_only_training_rows_are_learnt_from(tmp_path: Path) -> None:
     assert dense.std(correction=0).item() == pytest.approx(1, abs=1e-6)
 
 
-def test_prepared_data_is_reused_until_something_changes(
+def test_prepared_data_are_reused_until_something_changes(
     tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
@@ -123,7 +123,7 @@ def test_prepared_data_is_reused_until_something_changes(
     assert prepare(config, cache) != first
 
 
-def test_the_synthetic_log_depends_on_its_own_keys_alone(tmp_path: Path) -> None:
+def test_synthetic_log_depends_only_on_its_keys(tmp_path: Path) -> None:
     first, same, *others = (
         prepare(RunConfig(data=DataSection(label=label, synthetic_rows=rows)), tmp_path)
         for label, rows in [("label", 50), ("clicked", 50), ("label", 51)]
@@ -131,7 +131,7 @@ def test_the_synthetic_log_depends_on_its_own_keys_alone(tmp_path: Path) -> None
     assert [same, *others].count(first) == 1
 
 
-def test_runs_that_prepare_at_the_same_time_agree(tmp_path: Path, table: Path) -> None:
+def test_concurrent_preparations_agree(tmp_path: Path, table: Path) -> None:
     config = config_of(table)
     with ThreadPoolExecutor(4) as pool:
         folders = list(pool.map(lambda _: prepare(config, tmp_path / "cache"), range(4)))
@@ -140,7 +140,7 @@ def test_runs_that_prepare_at_the_same_time_agree(tmp_path: Path, table: Path) -
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [folders[0].name]
 
 
-def test_bad_rows_are_reported_once(tmp_path: Path, table: Path) -> None:
+def test_invalid_rows_are_reported_once(tmp_path: Path, table: Path) -> None:
     table.write_text(table.read_text().replace("\n1,7,", "\n1,seven,"))
     train, test = prepared(config_of(table), tmp_path / "cache")
     assert train.report.bad_rows.total == 1
@@ -179,7 +179,7 @@ def test_empty_files(tmp_path: Path, table: Path, text: str) -> None:
         prepare(config, tmp_path / "cache")
 
 
-def test_folders_that_are_no_data_set(tmp_path: Path, table: Path) -> None:
+def test_invalid_data_sets_are_refused(tmp_path: Path, table: Path) -> None:
     with pytest.raises(DataError, match=r"manifest\.json: cannot be read .*delete"):
         PreparedDataset.open(tmp_path, "train")
     folder = prepare(config_of(table), tmp_path / "cache")
@@ -218,7 +218,7 @@ NO_MEMORY = r"^out of memory while preparing the data: give it more, set data\.p
         (MemoryError("no"), NO_MEMORY),
     ],
 )
-def test_a_preparation_that_fails_leaves_nothing(
+def test_failed_preparation_leaves_nothing(
     error: Exception, message: str, tmp_path: Path, table: Path
 ) -> None:
     cache = tmp_path / "cache"

@@ -27,7 +27,7 @@ CSV = DataSection(
 edit = partial(dataclasses.replace, CSV)
 
 
-def test_csv_strips_blanks_and_knows_missing_values(tmp_path: Path) -> None:
+def test_csv_strips_blanks_and_recognizes_missing_values(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "1, 2.5, ?, Rome \r\n\r\n         \r\n0, -1e3,, ?\n0, +4, .5, Oslo")
     block, report = read(CSV, path)
     np.testing.assert_array_equal(block.dense_BF, [[2.5, np.nan], [-1e3, np.nan], [4.0, 0.5]])
@@ -46,7 +46,7 @@ def test_header_quotes_byte_order_mark_and_column_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 64, 1 << 20])
-def test_blocks_do_not_show_in_the_result(tmp_path: Path, block_bytes: int) -> None:
+def test_result_does_not_depend_on_block_size(tmp_path: Path, block_bytes: int) -> None:
     rows = [f"{i % 2},{i},{-i},v{i % 3}" for i in range(50)]
     rows[3:3] = ["", "0,1"]
     rows.append("2,1,1,z")
@@ -60,7 +60,7 @@ def test_blocks_do_not_show_in_the_result(tmp_path: Path, block_bytes: int) -> N
     )
 
 
-def test_every_kind_of_bad_row_is_skipped_counted_and_located(
+def test_every_kind_of_invalid_row_is_counted_and_located(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(invalid_rows, "MAX_EXAMPLES", 12)
@@ -118,7 +118,7 @@ def test_every_kind_of_bad_row_is_skipped_counted_and_located(
     ]
 
 
-def test_bad_rows_fail_at_the_first(tmp_path: Path) -> None:
+def test_first_invalid_row_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "1,1,1,a\n7,1,1,a\n1,1\n")
     with pytest.raises(DataError) as caught:
         read(edit(max_invalid_fraction=0.0), path)
@@ -128,14 +128,14 @@ def test_bad_rows_fail_at_the_first(tmp_path: Path) -> None:
     )
 
 
-def test_too_many_bad_rows(tmp_path: Path) -> None:
+def test_too_many_invalid_rows_are_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "1,1,1,a\n" * 8 + "1\n2\n")
     read(edit(max_invalid_fraction=0.2), path)
     with pytest.raises(DataError, match=r"2 of 10 .*max_invalid_fraction = 0\.1;.*a\.csv:9: 1 col"):
         read(edit(max_invalid_fraction=0.1), path)
 
 
-def test_a_file_of_nothing_but_bad_rows_says_what_is_wrong(tmp_path: Path) -> None:
+def test_file_without_valid_rows_is_an_error(tmp_path: Path) -> None:
     narrow = write(tmp_path / "narrow.csv", "1;1;1;a\n0;1;1;b\n")
     with pytest.raises(DataError) as caught:
         read(CSV, narrow)
@@ -146,7 +146,7 @@ def test_a_file_of_nothing_but_bad_rows_says_what_is_wrong(tmp_path: Path) -> No
         read(CSV, income, block_bytes=1000)
 
 
-def test_labels_may_be_absent_only_for_prediction(tmp_path: Path) -> None:
+def test_labels_are_optional_only_for_prediction(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "1,2,Rome\n3,4,Oslo\n")
     block, _ = read(CSV, path, with_labels=False)
     assert block.targets is None
@@ -168,7 +168,7 @@ def test_criteo_reads_gzip_negative_huge_and_empty_fields(tmp_path: Path) -> Non
     assert report.total == 0
 
 
-def test_several_files_and_folders_in_order(tmp_path: Path) -> None:
+def test_files_and_folders_are_read_in_order(tmp_path: Path) -> None:
     for name, value in [("b.csv", 2), ("a.csv", 1), (".hidden", 9), ("_SUCCESS", 9)]:
         write(tmp_path / name, f"1,{value},0,a\n\nbad\n")
     block, report = read(CSV, tmp_path, tmp_path / "a.csv")
@@ -205,7 +205,7 @@ def test_parquet_of_many_types(tmp_path: Path) -> None:
     ]
 
 
-def test_parquet_column_of_the_wrong_type(tmp_path: Path) -> None:
+def test_parquet_column_of_a_wrong_type_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": [1], "x": [[1.0]], "y": [1], "city": ["a"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet: .*check the types"):
         read(edit(format="parquet"), tmp_path / "a.parquet")
@@ -233,14 +233,14 @@ NO_SUCH = "{path} has no such column; did you mean"
         ({"dense": (), "sparse": ()}, "data.sparse: must name at least one column (or data.dense must)"),
     ],
 )
-def test_keys_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_contradictory_keys_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = write(tmp_path / "a.csv", "1,1,1,a\n")
     with pytest.raises(ConfigError) as caught:
         read(edit(**changes), path)
     assert str(caught.value).startswith(message.format(path=path))
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.path: must name"):
         list_files((), "data.path")
     with pytest.raises(DataError, match=r"gone\.csv: no such file or folder; check data\.test_path$"):

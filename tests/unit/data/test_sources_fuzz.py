@@ -23,7 +23,7 @@ MANY = settings(
 @MANY
 @given(raw=FILES, data=st.sampled_from(LAYOUTS), with_labels=st.booleans())
 @example(raw=b'\n\xef\xbb\xbf"\nc\n', data=LAYOUTS[1], with_labels=True)
-def test_a_hostile_file_is_read_or_refused_in_one_line(
+def test_hostile_file_is_read_or_refused(
     raw: bytes, data: DataSection, with_labels: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "file"
@@ -36,9 +36,7 @@ def test_a_hostile_file_is_read_or_refused_in_one_line(
 
 @MANY
 @given(raw=FILES, cut=st.integers(0, 200), flipped=st.integers(0, 200))
-def test_a_broken_archive_is_read_or_refused_in_one_line(
-    raw: bytes, cut: int, flipped: int, tmp_path: Path
-) -> None:
+def test_broken_archive_is_read_or_refused(raw: bytes, cut: int, flipped: int, tmp_path: Path) -> None:
     packed = bytearray(gzip.compress(raw)[: cut or None])
     if flipped < len(packed):
         packed[flipped] ^= 0x40
@@ -48,7 +46,7 @@ def test_a_broken_archive_is_read_or_refused_in_one_line(
 
 
 @pytest.mark.parametrize("data", LAYOUTS, ids=["header", "columns", "criteo"])
-def test_a_mark_of_byte_order_within_a_file_is_part_of_its_line(data: DataSection, tmp_path: Path) -> None:
+def test_byte_order_mark_within_a_file_belongs_to_its_line(data: DataSection, tmp_path: Path) -> None:
     path = tmp_path / "file"
     mark, good = b"\xef\xbb\xbf", {"csv": b"1,2,a,b\n", "criteo": TOKENS[-1]}[data.format]
     header = b"" if data.columns or data.format == "criteo" else b"label,x,city,tags\n"
@@ -107,7 +105,7 @@ COLUMNS = {
     rows=st.lists(st.tuples(FIELDS, FIELDS), max_size=8),
     kinds=st.sets(st.sampled_from([*COLUMNS]), min_size=1),
 )
-def test_columns_of_every_kind_take_hostile_fields(
+def test_hostile_fields_of_every_column_kind(
     rows: list[tuple[str, str]], kinds: set[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "file"

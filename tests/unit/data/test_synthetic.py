@@ -19,7 +19,7 @@ def only_block(log: ClickLog, split: str, rows: int) -> synthetic_log.SyntheticB
     return block
 
 
-def test_same_seed_same_log() -> None:
+def test_log_depends_only_on_the_seed() -> None:
     one, two = only_block(ClickLog(1), "train", 500), only_block(ClickLog(1), "train", 500)
     np.testing.assert_array_equal(one.samples.ids_BK, two.samples.ids_BK)
     np.testing.assert_array_equal(one.samples.dense_BF, two.samples.dense_BF)
@@ -29,7 +29,7 @@ def test_same_seed_same_log() -> None:
         assert (one.samples.dense_BF != other.samples.dense_BF).any()
 
 
-def test_the_shape_is_criteos(tmp_path: Path) -> None:
+def test_log_has_the_columns_of_criteo(tmp_path: Path) -> None:
     config = RunConfig(data=DataSection(synthetic_rows=70_000))
     train, test = prepared(config, tmp_path)
     assert (train.num_samples, test.num_samples) == (70_000, 11_666)
@@ -49,7 +49,7 @@ def test_the_shape_is_criteos(tmp_path: Path) -> None:
     assert FeatureEncoder.load(train.folder).input_spec == train.input_spec
 
 
-def test_the_truth_is_calibrated_and_products_matter() -> None:
+def test_true_probabilities_are_calibrated() -> None:
     block = only_block(ClickLog(3), "train", 60_000)
     probabilities = synthetic_log.sigmoid(block.logits_B)
     for part in np.array_split(np.argsort(probabilities), 10):

@@ -42,7 +42,7 @@ def table(path: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_every_kind_of_label_is_read_with_its_mask_weight_and_group(tmp_path: Path, kind: str) -> None:
+def test_labels_masks_weights_and_groups_are_read(tmp_path: Path, kind: str) -> None:
     data = DataSection(**{**vars(DATA), "format": kind})
     block, report = read(data, table(tmp_path / "a", kind), tasks=TASKS)
     assert report.total == 0
@@ -61,7 +61,7 @@ def test_every_kind_of_label_is_read_with_its_mask_weight_and_group(tmp_path: Pa
     assert len({first, second, fourth}) == 3
 
 
-def test_what_cannot_be_used_is_a_bad_row_that_says_why(tmp_path: Path) -> None:
+def test_invalid_targets_are_located(tmp_path: Path) -> None:
     rows = [
         "1,1,2,1,0,ann",
         "2,1,2,1,1,ann",
@@ -102,7 +102,7 @@ def config_of(path: Path, tasks: dict[str, TaskSection], **keys: Any) -> RunConf
     return csv_config(path, sparse=("user",), test_fraction=0.0, **keys).replace(tasks=tasks)
 
 
-def test_batches_have_what_was_prepared(tmp_path: Path) -> None:
+def test_batches_have_the_prepared_targets(tmp_path: Path) -> None:
     config = config_of(write(tmp_path / "a.csv", TABLE), TASKS, weight="w", group="user")
     train, _ = prepared(config, tmp_path / "cache")
     assert train.report.labels == (
@@ -122,7 +122,7 @@ def test_batches_have_what_was_prepared(tmp_path: Path) -> None:
     batch.check(0, 1, config.task_specs)
 
 
-def test_trainers_know_the_weights_of_the_whole_step(tmp_path: Path) -> None:
+def test_batches_have_the_total_weights_of_the_step(tmp_path: Path) -> None:
     rows = [f"{i % 2},{1 + i / 8},u{i % 3}\n" for i in range(23)]
     path = write(tmp_path / "a.csv", "label,w,user\n" + "".join(rows))
     train, _ = prepared(config_of(path, {}, weight="w"), tmp_path / "cache")
@@ -136,7 +136,7 @@ def test_trainers_know_the_weights_of_the_whole_step(tmp_path: Path) -> None:
             assert share.total_weights.tolist() == [weights.double().sum().item()]
 
 
-def test_other_tasks_are_prepared_anew_and_other_losses_are_not(tmp_path: Path) -> None:
+def test_only_relevant_task_keys_change_the_data_set(tmp_path: Path) -> None:
     path, cache = write(tmp_path / "a.csv", TABLE), tmp_path / "cache"
     folders = [
         prepared(config_of(path, {"click": task}, max_invalid_fraction=1.0, **keys), cache)[0].folder
@@ -165,9 +165,7 @@ def test_other_tasks_are_prepared_anew_and_other_losses_are_not(tmp_path: Path) 
         ),
     ],
 )
-def test_a_task_with_nothing_to_learn_is_refused(
-    tmp_path: Path, tasks: dict[str, TaskSection], message: str
-) -> None:
+def test_task_with_one_label_is_refused(tmp_path: Path, tasks: dict[str, TaskSection], message: str) -> None:
     path = write(tmp_path / "a.csv", "click,bought,w,user\n1,0,0,a\n0,1,0,b\n")
     with pytest.raises(DataError, match=message):
         prepared(config_of(path, tasks), tmp_path / "cache")
@@ -176,7 +174,7 @@ def test_a_task_with_nothing_to_learn_is_refused(
 SYNTHETIC = RunConfig(data=DataSection(synthetic_rows=3000))
 
 
-def test_the_click_log_has_more_labels_and_the_same_clicks(tmp_path: Path) -> None:
+def test_tasks_of_the_click_log(tmp_path: Path) -> None:
     tasks = {
         "click": TaskSection(label="label"),
         "buy": TaskSection(label="converted", mask="label"),
@@ -224,7 +222,7 @@ def test_the_click_log_has_more_labels_and_the_same_clicks(tmp_path: Path) -> No
         ),
     ],
 )
-def test_the_click_log_has_no_other_columns(
+def test_unknown_columns_of_the_click_log_are_refused(
     tmp_path: Path, tasks: dict[str, TaskSection], data: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):

@@ -29,7 +29,7 @@ def words(count: int, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("bits", [64, 5, 0])
-def test_places_are_those_of_a_dict(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_indices_equal_those_of_a_dict(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many texts have the same hash."""
     hashes = vocabulary._hash
     monkeypatch.setattr(vocabulary, "_hash", lambda texts: hashes(texts) & np.uint64(2**bits - 1))
@@ -43,7 +43,7 @@ def test_places_are_those_of_a_dict(bits: int, monkeypatch: pytest.MonkeyPatch) 
     assert found[100:].indices(texts).tolist() == [max(place - 100, -1) for place in expected]
 
 
-def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+def test_read_vocabularies_equal_written_ones(tmp_path: Path) -> None:
     vocabularies = [Vocabulary.of(words(50, 1)), Vocabulary.of([]), Vocabulary.of(words(70, 2))]
     path = tmp_path / VOCABULARIES_FILE
     write_vocabularies(path, vocabularies)
@@ -59,7 +59,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
-def test_a_small_file_cannot_claim_a_large_vocabulary(tmp_path: Path, encoding: str) -> None:
+def test_small_file_that_claims_a_large_vocabulary_is_refused(tmp_path: Path, encoding: str) -> None:
     path, size = tmp_path / VOCABULARIES_FILE, 2 << 20
     schema = pa.schema([pa.field("value", pa.large_string(), False)], {b"sizes": str([size]).encode()})
     text = "" if encoding == "DELTA_LENGTH_BYTE_ARRAY" else 300 * "x"
@@ -79,7 +79,7 @@ def test_a_small_file_cannot_claim_a_large_vocabulary(tmp_path: Path, encoding: 
         read_vocabularies(path, compute_checksum(path))
 
 
-def test_columns_that_share_a_vocabulary_write_it_once(tmp_path: Path) -> None:
+def test_shared_vocabulary_is_written_once(tmp_path: Path) -> None:
     values = Vocabulary.of(words(40, 1))
     sparse = [SparseEncoding(name, "build", 41, values=Vocabulary(values.texts)) for name in ("item", "seen")]
     encoder = FeatureEncoder((), (*sparse, SparseEncoding("user", "hash", 9)))
@@ -88,14 +88,14 @@ def test_columns_that_share_a_vocabulary_write_it_once(tmp_path: Path) -> None:
     assert FeatureEncoder.load(tmp_path) == encoder
 
 
-def test_what_was_written_with_values_still_loads(tmp_path: Path) -> None:
+def test_encoder_file_with_values_loads(tmp_path: Path) -> None:
     encoder = FeatureEncoder((), (SparseEncoding("item", "build", 3, values=Vocabulary.of(["b", "a"])),))
     (tmp_path / "features.json").write_text(encoder.text)
     assert '"values": ["b", "a"]' in encoder.text
     assert FeatureEncoder.load(tmp_path) == encoder
 
 
-def test_a_checkpoint_finds_those_of_its_run(tmp_path: Path) -> None:
+def test_checkpoint_finds_the_vocabularies_of_its_run(tmp_path: Path) -> None:
     prepared, checkpoint = tmp_path / "prepared", tmp_path / "run/checkpoints/step-00000001"
     encoder = FeatureEncoder((), (SparseEncoding("item", "build", 3, values=Vocabulary.of(["b", "a"])),))
     prepared.mkdir()
@@ -121,7 +121,7 @@ def test_a_checkpoint_finds_those_of_its_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sha256", [1, "../../secret", 64 * "g"])
-def test_what_names_another_file_is_refused(tmp_path: Path, sha256: object) -> None:
+def test_invalid_vocabulary_name_is_refused(tmp_path: Path, sha256: object) -> None:
     content = {"format": 4, "dense": [], "sparse": [], "vocabularies": sha256}
     (tmp_path / "features.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match="does not define the encoding of columns"):

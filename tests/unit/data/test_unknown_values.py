@@ -29,7 +29,7 @@ def report_of(tmp_path: Path, rows: list[tuple[int, str, str]], minimum: int = 1
     return prepared(config, tmp_path / "cache")[1].report
 
 
-def test_unknown_values_are_counted_by_column_and_missing_ones_are_none(tmp_path: Path) -> None:
+def test_unknown_values_are_counted_by_column(tmp_path: Path) -> None:
     rows = [(1, "c0", ""), (0, "nowhere", "a|new|newer"), (0, "", "a"), (1, "?", "|")]
     city, tags = report_of(tmp_path, rows).unknown
     assert (city.name, city.count, city.num_values, city.fraction) == ("city", 1, 2, 0.5)
@@ -37,16 +37,14 @@ def test_unknown_values_are_counted_by_column_and_missing_ones_are_none(tmp_path
 
 
 @pytest.mark.parametrize(("minimum", "expected"), [(1, 20 / 60), (2, 20 / 60), (40, 1.0)])
-def test_as_many_are_expected_as_training_rows_would_have_without_themselves(
-    tmp_path: Path, minimum: int, expected: float
-) -> None:
+def test_expected_unknown_fraction(tmp_path: Path, minimum: int, expected: float) -> None:
     """20 rows have the tag "a" alone, 20 have it with a tag of their own."""
     city, tags = report_of(tmp_path, ROWS[1:], minimum).unknown
     assert city.expected == (minimum > 15)
     assert tags.expected == pytest.approx(expected)
 
 
-def test_a_warning_where_far_more_than_expected_are_unknown(tmp_path: Path) -> None:
+def test_excess_of_unknown_values_is_a_warning(tmp_path: Path) -> None:
     report = report_of(tmp_path, [(label, f"city-{city}", tags) for label, city, tags in ROWS])
     (note,) = data_notes(report)
     assert note.startswith("warning: ")
@@ -55,7 +53,7 @@ def test_a_warning_where_far_more_than_expected_are_unknown(tmp_path: Path) -> N
     assert report.unknown[1].count == 0
 
 
-def test_later_rows_of_a_split_by_time_give_no_warning(tmp_path: Path) -> None:
+def test_split_by_time_gives_no_warning(tmp_path: Path) -> None:
     rows = "".join(f"{i % 2},{'new' if i > 90 else 'old'}{i % 3},{i}\n" for i in range(120))
     (tmp_path / "a.csv").write_text(f"label,item,day\n{rows}")
     config = csv_config(tmp_path / "a.csv", sparse=("item",), test_fraction=0.25)
@@ -66,7 +64,7 @@ def test_later_rows_of_a_split_by_time_give_no_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", [0, 1])
-def test_labels_of_one_class_leave_auc_undefined(label: int) -> None:
+def test_undefined_auc_is_reported(label: int) -> None:
     labels = (LabelReport("label", "binary", 1234, label, label, label),)
     report = DatasetReport(1234, labels, InvalidRowReport({}, ()))
     assert list(data_notes(report)) == [f"all 1,234 test rows have label {label}: AUC is undefined for them"]

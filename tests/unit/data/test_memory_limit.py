@@ -26,7 +26,7 @@ def limit(limit_bytes: int, *parts: Segment, separator: str = "") -> MemoryLimit
     return MemoryLimit.of(limit_bytes, parts, Layout.of(data, {}, {}), 16 * MIB)
 
 
-def test_processes_and_what_each_may_take_are_within_the_limit() -> None:
+def test_threads_stay_within_the_limit() -> None:
     found = limit(4 << 30, part("text", 10 * MIB), part("text", 64 * MIB))
     assert found.parse_bytes == 512 * MIB
     assert [found.count_threads(wanted) for wanted in (1, 2, 100)] == [1, 2, 6]
@@ -36,7 +36,7 @@ def test_processes_and_what_each_may_take_are_within_the_limit() -> None:
     assert found.line(1, 6).startswith("preparing with 1 thread, not 6: 4 GiB of memory (data.prepare_memory")
 
 
-def test_too_little_is_refused_with_what_is_enough() -> None:
+def test_too_little_memory_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         limit(500 * MIB, part("text", 64 * MIB))
     assert str(caught.value) == (
@@ -76,7 +76,7 @@ def anonymous_bytes(pid: int) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mib", [707, 1352])
-def test_a_preparation_keeps_the_limit(mib: int, tmp_path: Path) -> None:
+def test_preparation_stays_within_the_limit(mib: int, tmp_path: Path) -> None:
     """Of the input that takes most for each byte: numbers of one digit, in two parts."""
     digits = np.random.default_rng(0).integers(48, 50, ((100 * MIB) // (2 * WIDTH), WIDTH), dtype=np.uint8)
     text = np.full((len(digits), 2 * WIDTH), ord(","), np.uint8)

@@ -44,14 +44,14 @@ def replace(path: Path, old: bytes, new: bytes, at: int = 0) -> None:
     assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-def test_a_file_replaced_with_the_same_size_and_time_is_prepared_anew(tmp_path: Path) -> None:
+def test_replaced_file_of_equal_size_and_time_is_prepared_again(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv")
     first = prepare(config_of(path), tmp_path / "cache")
     replace(path, b"\n1,", b"\n0,")
     assert prepare(config_of(path), tmp_path / "cache") != first
 
 
-def test_altered_arrays_are_found_when_they_are_opened(tmp_path: Path) -> None:
+def test_altered_arrays_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", LARGE)
     folder = prepare(config_of(path, test_fraction=0.0), tmp_path / "cache")
     labels = folder / "train" / "labels.npy"
@@ -60,7 +60,7 @@ def test_altered_arrays_are_found_when_they_are_opened(tmp_path: Path) -> None:
         PreparedDataset.open(folder, "train")
 
 
-def test_a_run_that_goes_on_is_told_what_has_changed(tmp_path: Path) -> None:
+def test_resumed_run_names_the_changed_input(tmp_path: Path) -> None:
     def manifest_of(config: RunConfig) -> DataManifest:
         return DataManifest.read(prepare(config, tmp_path / "cache") / dataset_manifest.FILE_NAME)
 
@@ -82,7 +82,7 @@ def test_a_run_that_goes_on_is_told_what_has_changed(tmp_path: Path) -> None:
     assert refused(config_of(moved, second)) == f"{second}: has changed since the run began; resume"
 
 
-def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
+def test_file_that_changes_during_preparation_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv")
 
     def append() -> None:
@@ -93,7 +93,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_a_test_file_must_not_be_a_training_file(tmp_path: Path) -> None:
+def test_training_file_as_test_file_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv")
     copy, link = tmp_path / "copy.csv", tmp_path / "link.csv"
     copy.write_bytes(path.read_bytes())
@@ -109,7 +109,7 @@ def test_a_test_file_must_not_be_a_training_file(tmp_path: Path) -> None:
     input_files(config_of(empty[0], test_path=(str(empty[1]),)).data)
 
 
-def test_a_folder_in_a_folder_is_not_passed_over(tmp_path: Path) -> None:
+def test_nested_folder_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.csv")
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "_temporary").mkdir()
@@ -122,7 +122,7 @@ def test_a_folder_in_a_folder_is_not_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", [0, 1])
-def test_training_rows_of_one_label_are_refused(tmp_path: Path, label: int) -> None:
+def test_training_rows_with_one_label_are_refused(tmp_path: Path, label: int) -> None:
     path = write(tmp_path / "a.csv", label=lambda i: label)
     with pytest.raises(
         DataError, match=rf"a\.csv: every training row has label {label}.*data\.positive_labels"
@@ -130,9 +130,7 @@ def test_training_rows_of_one_label_are_refused(tmp_path: Path, label: int) -> N
         prepare(config_of(path), tmp_path / "cache")
 
 
-def test_the_fingerprint_does_not_depend_on_the_spelling_of_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fingerprint_ignores_the_spelling_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
     write(tmp_path / "a/c.csv")
     write(tmp_path / "a/t.csv", label=lambda i: (i + 1) % 2)
@@ -147,7 +145,7 @@ def test_the_fingerprint_does_not_depend_on_the_spelling_of_paths(
 
 
 @pytest.mark.parametrize("is_in_folder", [False, True])
-def test_a_pipe_is_refused(tmp_path: Path, is_in_folder: bool) -> None:
+def test_pipe_is_refused(tmp_path: Path, is_in_folder: bool) -> None:
     (tmp_path / "data").mkdir()
     pipe = tmp_path / "data/a.csv"
     os.mkfifo(pipe)
@@ -156,7 +154,7 @@ def test_a_pipe_is_refused(tmp_path: Path, is_in_folder: bool) -> None:
 
 
 @pytest.mark.parametrize("file_format", ["csv", "parquet"])
-def test_columns_are_checked_without_preparing(tmp_path: Path, file_format: str) -> None:
+def test_columns_are_checked_before_preparation(tmp_path: Path, file_format: str) -> None:
     path = tmp_path / f"a.{file_format}"
     if file_format == "csv":
         write(path)

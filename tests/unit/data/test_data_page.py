@@ -20,7 +20,7 @@ def block(language: str) -> str:
     return str(found)
 
 
-def test_rows_become_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_of_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("clicks.csv").write_text(block("csv"))
     Path("clicks.toml").write_text(block("toml"))

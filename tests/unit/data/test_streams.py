@@ -1,7 +1,9 @@
-"""Text that comes bit by bit gives the rows of a file with the same content."""
+"""Text that is read while it is written gives the rows of a file with the same content."""
 
 import gzip
+import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from support.samples import read, write
 
 from hybrid.config import DataSection
 from hybrid.data.parse.sources import Source
-from hybrid.data.parse.text_lines import STDIN
+from hybrid.data.parse.text_lines import STDIN, read_descriptor
 from hybrid.errors import ConfigError, DataError
 
 CSV = DataSection(format="csv", dense=("x",), sparse=("city",), max_invalid_fraction=1.0)
@@ -39,7 +41,7 @@ def streamed(text: Iterator[bytes], data: DataSection = CSV) -> Source:
 
 
 @pytest.mark.parametrize("size", [3, 4, 17, 1 << 20])
-def test_however_it_is_cut(tmp_path: Path, size: int) -> None:
+def test_stream_equals_file_for_any_chunk_size(tmp_path: Path, size: int) -> None:
     expected, of_file = read(CSV, write(tmp_path / "a.csv", ROWS), with_labels=False)
     source = streamed(pieces(ROWS.encode(), size))
     log = source.new_log()
@@ -56,7 +58,7 @@ def test_however_it_is_cut(tmp_path: Path, size: int) -> None:
     assert [e.replace(str(STDIN), str(tmp_path / "a.csv")) for e in of_stream.examples] == [*of_file.examples]
 
 
-def test_a_row_is_given_before_the_next_one_is_asked_for() -> None:
+def test_rows_are_yielded_as_they_arrive() -> None:
     asked = []
 
     def lines() -> Iterator[bytes]:
@@ -69,7 +71,7 @@ def test_a_row_is_given_before_the_next_one_is_asked_for() -> None:
     assert [next(given).dense_BF.item(), list(asked)] == [2.0, [0, 1, 2]]
 
 
-def test_without_a_header_the_first_rows_say_whether_labels_are_among_them() -> None:
+def test_label_column_without_a_header_is_detected() -> None:
     data = DataSection(format="csv", columns=("label", "x", "city", "note"), dense=("x",), sparse=("city",))
     for text in (b"1,7,Rome,a\n0,8,Oslo,b\n", b"7,Rome,a\n8,Oslo,b\n"):
         found = list(streamed(pieces(text, 12), data).blocks())
@@ -86,11 +88,39 @@ def test_without_a_header_the_first_rows_say_whether_labels_are_among_them() -> 
     ],
     ids=["empty", "blank", "gzip", "parquet"],
 )
-def test_what_is_no_plain_text_is_one_line(text: bytes, said: str) -> None:
+def test_stream_without_plain_text_is_refused(text: bytes, said: str) -> None:
     with pytest.raises(DataError, match=f"^standard input: {said}"):
         list(streamed(pieces(text, 7)).blocks())
 
 
-def test_a_column_that_it_lacks_is_named() -> None:
+def test_missing_column_of_a_stream_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^--keep = 'note': standard input has no such column; did you"):
         list(streamed(pieces(b"x,city,notes\n1,Rome,a\n", 99)).blocks())
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """A pipe; its reading end, and its writing one, which a test may close."""
+    reading, writing = os.pipe()
+    writer = os.fdopen(writing, "wb", buffering=0)
+    yield reading, writing
+    writer.close()
+    os.close(reading)
+
+
+def test_descriptor_yields_available_bytes(pipe: tuple[int, int]) -> None:
+    reading, writing = pipe
+    given = read_descriptor(reading, 1 << 20, at_once=True)
+    for text in (b"a\nb", b"\n", b"c\n"):
+        os.write(writing, text)
+        assert next(given) == text
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_terminal_is_not_read_after_its_end(at_once: bool) -> None:
+    keys, terminal = os.openpty()
+    os.write(keys, b"a\n\x04b\n\x04")
+    found = list(islice(read_descriptor(terminal, 100, at_once=at_once), 2))
+    os.close(terminal)
+    os.close(keys)
+    assert b"".join(found) == b"a\n"

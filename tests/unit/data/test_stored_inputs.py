@@ -77,7 +77,7 @@ def samples_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("write_files", "threads"), [(write_csv, 2), (write_gzip, 1), (write_parquet, 1)])
-def test_samples_are_those_of_the_same_files_on_the_disk(
+def test_samples_of_stored_files_equal_those_of_local_files(
     write_files: Callable[[Path], None],
     threads: int,
     tmp_path: Path,
@@ -99,7 +99,7 @@ def test_samples_are_those_of_the_same_files_on_the_disk(
     assert samples_of(found) == samples_of(expected)
 
 
-def test_a_part_of_a_file_is_read_by_itself(
+def test_segments_of_stored_files_are_read_once(
     tmp_path: Path, there: RemotePath, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Text is fetched once, but for the beginnings of parts; of Parquet, the columns that are wanted."""
@@ -122,7 +122,7 @@ def test_a_part_of_a_file_is_read_by_itself(
         assert least < proxy.num_bytes / (here / name).stat().st_size < most
 
 
-def test_a_file_written_anew_is_another_one(tmp_path: Path, there: RemotePath) -> None:
+def test_rewritten_stored_file_has_another_fingerprint(tmp_path: Path, there: RemotePath) -> None:
     file = there / "a.csv"
     files.write_bytes(file, text(200, 1).encode())
     config = config_of(file)
@@ -141,7 +141,7 @@ def test_a_file_written_anew_is_another_one(tmp_path: Path, there: RemotePath) -
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_a_folder_stands_for_its_files(there: RemotePath) -> None:
+def test_stored_folder_lists_its_files(there: RemotePath) -> None:
     for name in ("b", "a b", "_SUCCESS", ".hidden"):
         files.write_bytes(there / "days" / name, b"1")
     assert list_files([str(there / "days")], "data.path") == (there / "days" / "a b", there / "days" / "b")

@@ -33,7 +33,7 @@ def build_and_hang(parent: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_what_a_killed_process_left_is_removed_at_once_and_a_live_one_keeps_its_own(tmp_path: Path) -> None:
+def test_only_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     with build_and_hang(tmp_path) as killed, build_and_hang(tmp_path) as alive:
         killed.kill()
         killed.wait()
@@ -48,7 +48,7 @@ def test_what_a_killed_process_left_is_removed_at_once_and_a_live_one_keeps_its_
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+def test_failure_leaves_no_folder(tmp_path: Path) -> None:
     def fail() -> None:
         with build_directory(tmp_path / "x", "whole") as folder:
             (folder / "part").touch()
@@ -59,7 +59,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_nobody_holds_is_removed(tmp_path: Path) -> None:
+def test_folders_without_a_lock_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".building-old" / "train").mkdir(parents=True)
     (tmp_path / ".building-gone.lock").touch()
     (tmp_path / "whole").mkdir()
@@ -67,9 +67,7 @@ def test_what_nobody_holds_is_removed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
-def test_parts_whose_lock_was_made_anew_meanwhile_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_with_a_new_lock_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the opening of the file and its lock, one process ends and another begins."""
     flock, others = fcntl.flock, list[int]()
     folder, lock = tmp_path / ".parts-x", tmp_path / ".parts-x.lock"
@@ -90,9 +88,7 @@ def test_parts_whose_lock_was_made_anew_meanwhile_are_kept(
     os.close(others[0])
 
 
-def test_everything_is_on_the_disk_before_it_can_be_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
     rename = os.rename
 
@@ -125,7 +121,7 @@ ENDINGS = pytest.mark.parametrize(
 
 
 @ENDINGS
-def test_parts_are_kept_where_another_start_may_use_them(
+def test_segments_are_kept_after_an_interrupt(
     error: BaseException | None, is_kept: bool, tmp_path: Path
 ) -> None:
     with suppress(BaseException), keep_segments(tmp_path / "x", tmp_path / "other") as folder:

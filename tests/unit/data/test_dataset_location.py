@@ -50,7 +50,7 @@ def rows_of(dataset: PreparedDataset) -> list[float]:
     return rows
 
 
-def test_they_are_sent_once_and_read_as_from_the_disk(tmp_path: Path, cache: RemotePath) -> None:
+def test_data_are_sent_once_and_equal_those_on_disk(tmp_path: Path, cache: RemotePath) -> None:
     config = config_of(tmp_path, str(cache))
     assert cache_folder(config) == cache
     said: list[str] = []
@@ -74,7 +74,7 @@ def test_they_are_sent_once_and_read_as_from_the_disk(tmp_path: Path, cache: Rem
     assert list_entries(cache, is_deep=True) == before
 
 
-def test_what_another_host_has_sent_is_found(tmp_path: Path, cache: RemotePath) -> None:
+def test_data_of_another_host_are_found(tmp_path: Path, cache: RemotePath) -> None:
     config = config_of(tmp_path, str(cache))
     first = ensure_prepared(config, cache)
     elsewhere = dataclasses.replace(config.data, local_cache_folder=str(tmp_path / "other"))
@@ -85,7 +85,7 @@ def test_what_another_host_has_sent_is_found(tmp_path: Path, cache: RemotePath) 
     assert source_of(second) == source_of(first)
 
 
-def test_an_attempt_that_fails_leaves_nothing_that_counts(
+def test_failed_attempt_leaves_nothing_in_the_store(
     tmp_path: Path, cache: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, write_file = config_of(tmp_path, str(cache)), StoreFolder.write
@@ -104,7 +104,7 @@ def test_an_attempt_that_fails_leaves_nothing_that_counts(
     assert rows_of(open_split(ensure_prepared(config, cache), "train", config.data))
 
 
-def test_a_run_that_has_ended_sends_no_further_chunk(tmp_path: Path, cache: RemotePath) -> None:
+def test_ended_run_stops_sending(tmp_path: Path, cache: RemotePath) -> None:
     config, said = config_of(tmp_path, str(cache)), list[str]()
 
     def check() -> None:
@@ -117,7 +117,7 @@ def test_a_run_that_has_ended_sends_no_further_chunk(tmp_path: Path, cache: Remo
     assert said[-1].startswith("sending")
 
 
-def test_a_split_without_rows_is_sent_too(tmp_path: Path, cache: RemotePath) -> None:
+def test_empty_split_is_sent(tmp_path: Path, cache: RemotePath) -> None:
     config = config_of(tmp_path, str(cache))
     config = config.replace(data=dataclasses.replace(config.data, test_fraction=0.0))
     folder = ensure_prepared(config, cache)
@@ -125,7 +125,7 @@ def test_a_split_without_rows_is_sent_too(tmp_path: Path, cache: RemotePath) -> 
     assert len(rows_of(open_split(folder, "train", config.data))) == 6000
 
 
-def test_data_that_were_removed_are_told_in_a_line(tmp_path: Path, cache: RemotePath) -> None:
+def test_removed_data_are_a_one_line_error(tmp_path: Path, cache: RemotePath) -> None:
     config = config_of(tmp_path, str(cache))
     folder = ensure_prepared(config, cache)
     target = parse_path(source_of(folder))
@@ -146,7 +146,7 @@ def test_data_that_were_removed_are_told_in_a_line(tmp_path: Path, cache: Remote
     assert rows_of(open_split(ensure_prepared(config, cache), "train", config.data))
 
 
-def test_a_run_that_has_ended_does_not_wait_for_another_that_sends(tmp_path: Path, cache: RemotePath) -> None:
+def test_ended_run_does_not_wait_for_the_lock(tmp_path: Path, cache: RemotePath) -> None:
     config = config_of(tmp_path, str(cache))
     folder = ensure_prepared(config, cache)
     descriptor = os.open(folder.with_suffix(".lock"), os.O_RDWR)
@@ -162,7 +162,7 @@ def test_a_run_that_has_ended_does_not_wait_for_another_that_sends(tmp_path: Pat
         os.close(descriptor)
 
 
-def test_losses_of_the_order_in_groups_want_a_folder(tmp_path: Path) -> None:
+def test_ranking_losses_need_a_local_cache_folder(tmp_path: Path) -> None:
     config = config_of(tmp_path, "s3://bucket/prepared")
     data = dataclasses.replace(config.data, group="c")
     ranked = {"click": TaskSection(label="label", ranking_loss="pairwise")}

@@ -29,7 +29,7 @@ def raw(x: list[float], city: Sequence[str | list[str] | None]) -> RawBlock:
     return RawBlock(dense_BF, (values(pa.array(city, kind), ()).coded,), None, np.arange(len(x)))
 
 
-def test_vocabulary_goes_by_falling_frequency_then_value() -> None:
+def test_vocabulary_is_ordered_by_frequency_then_text() -> None:
     blocks = [raw([0, 0, 0], ["b", "c", "a"]), raw([0, 0, 0], ["c", None, "d"])]
     encoder = fit(blocks, DATA)
     assert encoder.sparse[0].values == ("c", "a", "b", "d")
@@ -53,7 +53,7 @@ def test_hashing_keeps_row_zero_for_missing_values() -> None:
     assert ids[-1] == 0
 
 
-def test_the_hash_of_a_text_never_changes() -> None:
+def test_hashes_are_stable() -> None:
     texts = pa.array(["x", "68fd1e64", None, "ü", "", "a" * 300])[1:]
     known = [
         16152645408540456209,
@@ -67,7 +67,7 @@ def test_the_hash_of_a_text_never_changes() -> None:
     assert encoding.rows(texts).tolist() == [0 if i == 1 else 1 + each % 1000 for i, each in enumerate(known)]
 
 
-def test_numbers_are_scaled_over_all_blocks_and_missing_ones_are_the_mean() -> None:
+def test_scaling_is_fitted_on_all_blocks() -> None:
     rng = np.random.default_rng(0)
     x = 1e6 + rng.standard_normal(1000)
     x[::7] = np.nan
@@ -93,7 +93,7 @@ def test_a_constant_column_becomes_zero(value: float) -> None:
     assert encoder.encode(raw([value], ["a"])).dense_BF.item() == pytest.approx(0, abs=1e-9)
 
 
-def test_bags_of_ids() -> None:
+def test_multi_hot_features_are_encoded_as_bags() -> None:
     encoder = fit([raw([0, 0], [["a", "b"], ["a"]])], DATA)
     assert encoder.input_spec.sparse_features == (FeatureSpec("city", 3, multi_hot=True),)
     encoded = encoder.encode(raw([0, 0, 0], [["b", "new"], [], ["a"]]))
@@ -111,7 +111,7 @@ def test_lists_of_one_value_are_one_id_and_several_are_unknown() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", ["build", "hash"])
-def test_save_and_load_encode_alike(tmp_path: Path, vocabulary: str) -> None:
+def test_loaded_encoder_equals_saved_encoder(tmp_path: Path, vocabulary: str) -> None:
     scaling = "standardize(log = true)"
     data = DataSection(dense=("x",), sparse=("city",), numeric_scaling=scaling, vocabulary=vocabulary)
     block = raw([0.1, 1 / 3, np.nan], ["Zürich", 'a"\\\n', "東京"])
@@ -157,9 +157,7 @@ WRONG: list[dict[str, Any]] = [
     ],
     ids=lambda value: str(value)[-60:],
 )
-def test_a_file_that_is_no_encoder_is_an_error_of_one_line(
-    tmp_path: Path, text: str | None, reason: str
-) -> None:
+def test_invalid_encoder_file_is_a_one_line_error(tmp_path: Path, text: str | None, reason: str) -> None:
     path = tmp_path / "features.json"
     if text is not None:
         path.write_text(text)

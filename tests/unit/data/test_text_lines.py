@@ -42,7 +42,7 @@ RETURN = "a carriage return within the line"
         ("1,1,a\n\r1,2,b \n0,3,d\n", {0: "a", 2: "d"}, {2: RETURN}),
     ],
 )
-def test_quotes_and_carriage_returns_spoil_no_other_row(
+def test_stray_quotes_and_returns_invalidate_only_their_rows(
     tmp_path: Path, text: str, cities: dict[int, str], said: dict[int, str], block_bytes: int
 ) -> None:
     path = write(tmp_path / "a.csv", text)
@@ -52,7 +52,7 @@ def test_quotes_and_carriage_returns_spoil_no_other_row(
     assert report.counts["broken_text"] == report.total == len(said)
 
 
-def test_a_file_of_carriage_returns_is_refused(tmp_path: Path) -> None:
+def test_carriage_returns_as_line_ends_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "label,x,city\r1,1,a\r0,2,b\r")
     with pytest.raises(DataError, match=r"a\.csv:1: a carriage return within the header; lines must end in"):
         read(DataSection(format="csv", sparse=("city",)), path)
@@ -75,7 +75,7 @@ def test_a_file_of_carriage_returns_is_refused(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("columns", [(), ("label", "x", "city")])
-def test_what_is_no_text_is_said_to_be_so(
+def test_binary_formats_are_named(
     tmp_path: Path, content: bytes, what: str, columns: tuple[str, ...]
 ) -> None:
     path = write(tmp_path / "a.csv", content)
@@ -84,9 +84,7 @@ def test_what_is_no_text_is_said_to_be_so(
     assert str(raised.value).isprintable()
 
 
-def test_a_line_without_end_is_refused_before_it_is_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_long_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_LINE_BYTES", 1 << 20)
     path = write(tmp_path / "a.csv.gz", gzip.compress(b"1" * (4 << 20)))
     with pytest.raises(DataError, match="a line is longer than 1 MiB; is it a text file"):

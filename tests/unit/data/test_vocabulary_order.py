@@ -75,7 +75,7 @@ def expected(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_order_is_the_same_within_any_memory(tmp_path: Path, seed: int) -> None:
+def test_order_does_not_depend_on_memory(tmp_path: Path, seed: int) -> None:
     num_pieces, columns = [(1, 1), (2, 3), (9, 2)][seed % 3]
     pieces = drawn(seed, num_pieces, columns)
     folders = written(tmp_path, pieces)
@@ -105,7 +105,7 @@ def peak_bytes(job: RankJob) -> int:
         pa.set_memory_pool(usual)
 
 
-def test_memory_is_kept_to(tmp_path: Path) -> None:
+def test_ordering_stays_within_its_memory(tmp_path: Path) -> None:
     """By 100,000 words, none of which comes twice."""
     folders = written(tmp_path, [[{f"{5_000 * i + j:x}": 1 for j in range(5_000)}] for i in range(20)])
     enough, little = (

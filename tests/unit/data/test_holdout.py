@@ -32,7 +32,7 @@ def log(path: Path, when: list[str], seed: int = 0) -> Path:
     return write(path, "label,item,user,when\n" + "".join(rows))
 
 
-def test_no_user_is_on_both_sides(tmp_path: Path) -> None:
+def test_split_by_column_separates_users(tmp_path: Path) -> None:
     path = log(tmp_path / "a.csv", ["0"] * NUM_ROWS)
     train, test = rows_of(path, split="column(user)", test_fraction=0.3)
     users = [line.split(",")[2] for line in path.read_text().splitlines()[1:]]
@@ -42,7 +42,9 @@ def test_no_user_is_on_both_sides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["numbers", "dates", "times"])
-def test_the_latest_rows_are_held_out(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_by_time_holds_out_the_latest_rows(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order = np.random.default_rng(1).permutation(NUM_ROWS)
     when = {
         "numbers": [f"{1.5e9 + number}" for number in order],
@@ -59,13 +61,13 @@ def test_the_latest_rows_are_held_out(tmp_path: Path, kind: str, monkeypatch: py
     assert 0.1 < len(sampled) / NUM_ROWS < 0.3
 
 
-def test_a_row_without_a_time_is_bad(tmp_path: Path) -> None:
+def test_row_without_a_time_is_invalid(tmp_path: Path) -> None:
     path = log(tmp_path / "a.csv", ["2024-01-01"] * 10 + ["soon"])
     with pytest.raises(DataError, match="12: when is 'soon', expected a number, or a date such as"):
         rows_of(path, split="time(when)", max_invalid_fraction=0.0)
 
 
-def test_lists_split_nothing(tmp_path: Path) -> None:
+def test_split_by_a_list_column_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"label": [0, 1], "item": ["a", "b"], "user": [["a"], ["b"]]}), path)
     config = csv_config(path, sparse=("item",), split="column(user)")
@@ -89,6 +91,6 @@ def test_lists_split_nothing(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+def test_contradictory_split_keys_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{message}"):
         rows_of(log(tmp_path / "a.csv", ["0"] * 20), **keys)

@@ -1,15 +1,16 @@
-"""Prepared data that lie elsewhere: sent, opened, and read chunk by chunk as from the disk."""
+"""Prepared data in a store: rows are fetched by chunks into a cache, and are those of the disk."""
 
 import dataclasses
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
 from support.far import FakeFolder
 from support.samples import csv_config, write
 
@@ -17,12 +18,14 @@ from hybrid.batch import Batch
 from hybrid.config import RunConfig, TaskSection
 from hybrid.config.data_sections import ColumnSection
 from hybrid.data.batches.batch_loader import BatchLoader
+from hybrid.data.dataset.chunk_cache import ChunkCache
+from hybrid.data.dataset.chunk_index import ChunkArray, ChunkIndex, ChunkLayout
 from hybrid.data.dataset.fetched_split import FetchedDataset
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.dataset.remote_dataset import FILE_NAME, RemoteDataset, send
 from hybrid.data.dataset.sample_order import CHUNK_ROWS
 from hybrid.data.prepare.preparation import prepare
-from hybrid.errors import ConfigError, DataError, HybridError
+from hybrid.errors import ConfigError, DataError, HybridError, OutageError
 
 NUM_ROWS = 5 * CHUNK_ROWS + 100
 PLENTY = 1 << 30
@@ -91,7 +94,7 @@ def assert_same(ours: Batch, expected: Batch) -> None:
 
 
 @pytest.mark.parametrize(("shuffle", "lanes"), [(False, 0), (True, 0), (True, 16)])
-def test_batches_are_those_of_the_disk(
+def test_fetched_batches_equal_batches_on_disk(
     folder: Path, far: FakeFolder, tmp_path: Path, shuffle: bool, lanes: int
 ) -> None:
     dataset = opened(far, tmp_path)
@@ -120,7 +123,7 @@ def room_for_four(far: FakeFolder, tmp_path: Path) -> int:
     return int(4.3 * opened(far, tmp_path)._samples.slot_bytes * 8 / 7 * 8 / 7)
 
 
-def test_what_does_not_fit_is_let_go_and_fetched_again(folder: Path, far: FakeFolder, tmp_path: Path) -> None:
+def test_evicted_chunks_are_fetched_again(folder: Path, far: FakeFolder, tmp_path: Path) -> None:
     bound = room_for_four(far, tmp_path)
     dataset = opened(far, tmp_path, num_bytes=bound)
     assert (dataset._samples.num_slots, dataset._samples.num_chunks) == (4, 5)
@@ -141,7 +144,7 @@ def os_bytes(dataset: FetchedDataset) -> int:
     return sum(os.fstat(each._local.fileno()).st_blocks * 512 for each in residences)
 
 
-def test_a_spoilt_range_is_fetched_again_once(far: FakeFolder, tmp_path: Path) -> None:
+def test_corrupt_range_is_fetched_once_more(far: FakeFolder, tmp_path: Path) -> None:
     spoilt = iter([True])
     far.spoil = lambda name, data: data[:-1] + bytes([data[-1] ^ 1]) if next(spoilt, False) else data
     dataset = opened(far, tmp_path)
@@ -151,7 +154,9 @@ def test_a_spoilt_range_is_fetched_again_once(far: FakeFolder, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("spoil", [lambda data: data[:-1], lambda data: bytes(len(data))])
-def test_one_that_stays_spoilt_is_told_in_a_line(far: FakeFolder, tmp_path: Path, spoil: object) -> None:
+def test_permanently_corrupt_range_is_a_one_line_error(
+    far: FakeFolder, tmp_path: Path, spoil: object
+) -> None:
     far.spoil = lambda name, data: spoil(data) if name == "train/samples" else data  # type: ignore[operator]
     dataset = opened(far, tmp_path)
     message = r"^fake://data/train/samples: altered since it was prepared, bytes [\d,]+ to [\d,]+; delete its"
@@ -160,9 +165,7 @@ def test_one_that_stays_spoilt_is_told_in_a_line(far: FakeFolder, tmp_path: Path
     dataset.close()
 
 
-def test_a_store_that_fails_in_the_middle_is_told_where_its_batch_is_taken(
-    far: FakeFolder, tmp_path: Path
-) -> None:
+def test_store_failure_is_raised_with_its_batch(far: FakeFolder, tmp_path: Path) -> None:
     def fail(name: str, data: bytes) -> bytes:
         if len(far.ranges) > 3:
             raise HybridError("fake://data: no answer")
@@ -180,7 +183,7 @@ def test_a_store_that_fails_in_the_middle_is_told_where_its_batch_is_taken(
     dataset.close()
 
 
-def test_closing_ends_a_wait_for_a_slow_store(far: FakeFolder, tmp_path: Path) -> None:
+def test_close_ends_a_wait_for_a_slow_store(far: FakeFolder, tmp_path: Path) -> None:
     asked, release = threading.Event(), threading.Event()
 
     def hang(name: str, data: bytes) -> bytes:
@@ -198,7 +201,7 @@ def test_closing_ends_a_wait_for_a_slow_store(far: FakeFolder, tmp_path: Path) -
     dataset.close()
 
 
-def test_too_little_room_is_refused_before_the_first_step(far: FakeFolder, tmp_path: Path) -> None:
+def test_too_small_a_cache_is_refused_before_the_first_step(far: FakeFolder, tmp_path: Path) -> None:
     dataset = opened(far, tmp_path, num_bytes=room_for_four(far, tmp_path))
     with pytest.raises(ConfigError, match=r"^data\.local_cache_gb: must be at least 0\.01, for the rows"):
         BatchLoader(dataset, batch_size=500, shuffle=True).batches(0)
@@ -220,11 +223,118 @@ def test_altered_files_are_refused(far: FakeFolder, tmp_path: Path) -> None:
         opened(FakeFolder(), tmp_path)
 
 
-def test_whole_groups_are_of_the_disk_alone(far: FakeFolder, tmp_path: Path) -> None:
+def test_fetched_data_have_no_complete_groups(far: FakeFolder, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a folder as data"):
         BatchLoader(opened(far, tmp_path), batch_size=5000, by_group=True)
 
 
-def test_a_folder_that_cannot_hold_the_rows_is_told(far: FakeFolder, tmp_path: Path) -> None:
+def test_unusable_cache_folder_is_reported(far: FakeFolder, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere: cannot hold prepared data \(No such.*local_cache_folder"):
         opened(far, tmp_path / "nowhere")
+
+
+NUM_CHUNKS, NUM_SLOTS = 9, 4
+CACHED_ROWS = (NUM_CHUNKS - 1) * CHUNK_ROWS + 5
+SECONDS = 20.0
+LAYOUT = ChunkLayout((ChunkArray("labels", np.dtype(np.uint8), (1,)),), ())
+LABELS = np.random.default_rng(1).integers(0, 255, (CACHED_ROWS, 1), np.uint8)
+
+
+class CountedFile:
+    """A file of chunks in memory; counts its ranges."""
+
+    def __init__(self) -> None:
+        index = ChunkIndex.of({"labels": LABELS}, LAYOUT, CACHED_ROWS)
+        parts = [LAYOUT.pack({"labels": LABELS}, chunk, CACHED_ROWS) for chunk in range(NUM_CHUNKS)]
+        for chunk, part in enumerate(parts):
+            index.add(chunk, part)
+        self.index = ChunkIndex.read(index.table.tobytes(), LAYOUT, CACHED_ROWS, "index")
+        self.content = b"".join(parts)
+        self.ranges: list[tuple[int, int]] = []
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        self.ranges.append((start, stop))
+        return self.content[start:stop]
+
+
+def cache_of(file: CountedFile, folder: Path) -> ChunkCache:
+    room = NUM_SLOTS * (CHUNK_ROWS + 1)
+    cache = ChunkCache(file.read_range, "fake://data", LAYOUT, file.index, CACHED_ROWS, folder, room)
+    assert cache.num_slots == NUM_SLOTS
+    return cache
+
+
+def assert_here(cache: ChunkCache, chunks: Sequence[int]) -> None:
+    assert cache.wait(chunks, SECONDS, threading.Event())
+    for chunk in chunks:
+        rows = np.arange(chunk * CHUNK_ROWS, min((chunk + 1) * CHUNK_ROWS, CACHED_ROWS))
+        np.testing.assert_array_equal(cache.arrays["labels"][cache.local(rows)], LABELS[rows])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sets=st.lists(st.sets(st.integers(0, NUM_CHUNKS - 1), max_size=NUM_SLOTS), max_size=25))
+def test_pinned_chunks_stay_in_the_cache(tmp_path: Path, sets: list[set[int]]) -> None:
+    cache = cache_of(CountedFile(), tmp_path)
+    held: list[set[int]] = []
+    for chunks in sets:
+        while not cache.fits(chunks):
+            cache.unpin(held.pop(0))
+        cache.pin(chunks)
+        held.append(chunks)
+        for each in held:
+            assert_here(cache, sorted(each))
+    cache.close()
+
+
+def test_unreferenced_cache_ends_its_threads(tmp_path: Path) -> None:
+    cache = cache_of(CountedFile(), tmp_path)
+    cache.pin([1])
+    assert_here(cache, [1])
+    threads = [thread for thread in threading.enumerate() if thread.name == "chunk fetcher"]
+    assert threads
+    del cache
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+
+def test_late_chunk_is_an_outage(tmp_path: Path) -> None:
+    file, is_let_go = CountedFile(), threading.Event()
+    read = file.read_range
+
+    def stall(start: int, stop: int) -> bytes:
+        assert is_let_go.wait(SECONDS)
+        return read(start, stop)
+
+    file.read_range = stall  # type: ignore[method-assign]
+    cache = cache_of(file, tmp_path)
+    cache.pin([0])
+    with pytest.raises(OutageError, match=r": nothing came in 0 s$"):
+        cache.wait([0], 0.01, threading.Event())
+    is_let_go.set()
+    assert_here(cache, [0])
+    cache.close()
+
+
+def test_unpinned_chunks_are_evicted_while_their_fetch_hangs(tmp_path: Path) -> None:
+    file, may_read = CountedFile(), threading.Event()
+    read = file.read_range
+
+    def hang(start: int, stop: int) -> bytes:
+        if start < NUM_SLOTS * CHUNK_ROWS:
+            assert may_read.wait(SECONDS)
+        return read(start, stop)
+
+    file.read_range = hang  # type: ignore[method-assign]
+    cache = cache_of(file, tmp_path)
+    cache.pin(range(NUM_SLOTS))
+    cache.unpin(range(NUM_SLOTS))
+    pinning = threading.Thread(target=cache.pin, args=([NUM_SLOTS + 1],), daemon=True)
+    pinning.start()
+    pinning.join(SECONDS / 4)
+    assert not pinning.is_alive(), "the thread holds the lock that close() needs"
+    assert_here(cache, [NUM_SLOTS + 1])
+    cache.pin([0])
+    may_read.set()
+    assert_here(cache, [0, NUM_SLOTS + 1])
+    cache.close()

@@ -1,0 +1,353 @@
+"""Batches of an epoch: the order of rows and of groups, the slices of trainers, and reading ahead."""
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from support.samples import csv_config, prepared, write
+
+from hybrid.batch import Batch, SparseFeatures, slice_bounds
+from hybrid.config import DataSection, RunConfig, TaskSection
+from hybrid.data.batches.batch_loader import BatchLoader, BatchStream
+from hybrid.data.dataset.group_order import GroupedOrder, check_ranking_losses
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.dataset.sample_order import LaneOrder, Order, ShuffledOrder
+from hybrid.errors import ConfigError, DataError
+
+NUM_ROWS = 1003
+SECONDS = 5.0
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
+    """1003 rows; the numeric column of row i is i."""
+    folder = tmp_path_factory.mktemp("loader")
+    rows = "".join(f"{i % 2},{i},c{i % 7}\n" for i in range(NUM_ROWS))
+    path = write(folder / "train.csv", f"label,x,c\n{rows}")
+    config = csv_config(path, dense=("x",), sparse=("c",), numeric_scaling="none", test_fraction=0.0)
+    return prepared(config, folder)[0]
+
+
+def rows_of(loader: BatchLoader, epoch: int, first_step: int = 0) -> list[list[int]]:
+    with loader.batches(epoch, first_step) as stream:
+        return [batch.dense_features[:, 0].int().tolist() for batch in stream]
+
+
+@pytest.mark.parametrize(("shuffle", "lanes"), [(True, 0), (True, 16), (False, 0)])
+@pytest.mark.parametrize("num_trainers", [2, 3, 5])
+def test_steps_are_equal_for_any_number_of_trainers(
+    dataset: PreparedDataset, shuffle: bool, lanes: int, num_trainers: int
+) -> None:
+    loader = BatchLoader(dataset, batch_size=100, seed=4, shuffle=shuffle, lanes=lanes)
+    alone = rows_of(loader, epoch=2)
+    assert [len(step) for step in alone] == [100] * 10 + [3]
+    assert sorted(itertools.chain(*alone)) == list(range(NUM_ROWS))
+    shares = [
+        rows_of(dataclasses.replace(loader, trainer_index=t, num_trainers=num_trainers), epoch=2)
+        for t in range(num_trainers)
+    ]
+    assert [list(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == alone
+
+
+def test_last_batch_may_have_empty_slices(dataset: PreparedDataset) -> None:
+    loader = BatchLoader(dataset, batch_size=100, trainer_index=4, num_trainers=5)
+    with loader.batches(0) as stream:
+        *_, before, last = stream
+    assert (len(before.labels), before.global_size) == (20, 100)
+    assert (len(last.labels), last.global_size) == (0, 3)
+    assert last.dense_features.shape == (0, 1)
+    assert last.sparse_features.num_features == 1
+
+
+def test_epoch_can_start_at_any_step(dataset: PreparedDataset) -> None:
+    loader = BatchLoader(dataset, batch_size=64, seed=1, shuffle=True)
+    whole = rows_of(loader, epoch=1)
+    assert rows_of(loader, epoch=1, first_step=9) == whole[9:]
+    by_lanes = dataclasses.replace(loader, lanes=8)
+    assert rows_of(by_lanes, epoch=1) != whole
+    assert rows_of(by_lanes, epoch=1, first_step=9) == rows_of(by_lanes, epoch=1)[9:]
+    assert rows_of(loader, epoch=1, first_step=loader.steps_per_epoch) == []
+    assert rows_of(loader, epoch=0) != whole
+    as_they_are = BatchLoader(dataset, batch_size=64)
+    assert rows_of(as_they_are, epoch=0) == rows_of(as_they_are, epoch=1)
+
+
+def reader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "batch reader"]
+
+
+def test_close_ends_the_reading_thread(dataset: PreparedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_no_room = threading.Event()
+
+    class Room(threading.Semaphore):
+        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+            if super().acquire(blocking=False):
+                return True
+            has_no_room.set()
+            return super().acquire(blocking, timeout)
+
+    monkeypatch.setattr(threading, "Semaphore", Room)
+    stream = BatchLoader(dataset, batch_size=10).batches(0)
+    assert has_no_room.wait(SECONDS), "the reader waits until a batch is taken"
+    assert reader_threads()
+    stream.close()
+    assert not reader_threads()
+    assert list(stream) == []
+    stream.close()
+
+
+def some_batch(step: int) -> Batch:
+    sparse = SparseFeatures(torch.tensor([step]), None, None, 1)
+    return Batch(torch.zeros(1, 0), sparse, torch.zeros(1), 1)
+
+
+def test_reading_error_is_raised_with_its_batch() -> None:
+    def read(step: int) -> Batch:
+        if step == 2:
+            raise OSError("the disk is gone")
+        return some_batch(step)
+
+    stream = BatchStream(read, range(10), depth=5)
+    assert [next(stream).sparse_features.ids_L.item() for _ in range(2)] == [0, 1]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(stream)
+    assert list(stream) == []
+    assert not reader_threads()
+
+
+def test_prefetch_is_bounded() -> None:
+    depth, taken, ahead = 3, 0, []
+    full = threading.Event()
+
+    def read(step: int) -> Batch:
+        ahead.append(step - taken)
+        if step == depth - 1:
+            full.set()
+        return some_batch(step)
+
+    with BatchStream(read, range(50), depth) as stream:
+        assert full.wait(10)
+        for _ in range(50):
+            taken += 1
+            next(stream)
+    assert max(ahead) == depth - 1
+
+
+def test_hanging_reader_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("hybrid.data.batches.batch_loader.READ_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("hybrid.data.batches.batch_loader.JOIN_TIMEOUT_SECONDS", 0.05)
+    release = threading.Event()
+
+    def read(step: int) -> Batch:
+        release.wait(10)
+        return some_batch(step)
+
+    stream = BatchStream(read, range(1), depth=1)
+    with pytest.raises(Exception, match=r"no batch in .*check the disk, or the store, of data\.cache_folder"):
+        next(stream)
+    release.set()
+
+
+WINDOWS = {"chunk_rows": 8, "window_chunks": 6}
+
+
+def steps_of(order: Order, num_rows: int, batch_size: int) -> list[list[int]]:
+    bounds = itertools.pairwise([*range(0, num_rows, batch_size), num_rows])
+    return [order.indices(start, stop).tolist() for start, stop in bounds]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    num_rows=st.integers(1, 400),
+    num_lanes=st.integers(1, 20),
+    batch_size=st.integers(1, 70),
+    seed=st.integers(0, 2**32),
+    first=st.integers(0, 400),
+)
+def test_lane_order_has_every_row_once(
+    num_rows: int, num_lanes: int, batch_size: int, seed: int, first: int
+) -> None:
+    def order() -> LaneOrder:
+        return LaneOrder(num_lanes, num_rows, seed, 3, **WINDOWS)
+
+    steps = steps_of(order(), num_rows, batch_size)
+    assert all(len(step) == batch_size for step in steps[:-1])
+    assert sorted(itertools.chain(*steps)) == list(range(num_rows))
+    first = min(first // batch_size, len(steps) - 1)
+    start = first * batch_size
+    assert order().indices(start, min(start + batch_size, num_rows)).tolist() == steps[first]
+
+
+def read_by(order: Order, num_rows: int, batch_size: int, num_shares: int) -> list[set[int]]:
+    """The chunks of WINDOWS that each share of an epoch has rows of."""
+    read: list[set[int]] = [set() for _ in range(num_shares)]
+    for rows in steps_of(order, num_rows, batch_size):
+        for index, chunks in enumerate(read):
+            start, stop = slice_bounds(len(rows), index, num_shares)
+            chunks.update(row // WINDOWS["chunk_rows"] for row in rows[start:stop])
+    return read
+
+
+@pytest.mark.parametrize("batch_size", [12, 64, 100])
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 4])
+def test_lane_order_limits_the_chunks_of_a_slice(num_shares: int, batch_size: int) -> None:
+    num_rows, windows = 48 * 8 * 20, {"chunk_rows": 8, "window_chunks": 48}
+    lanes = read_by(LaneOrder(24, num_rows, 1, 0, **windows), num_rows, batch_size, num_shares)
+    assert max(map(len, lanes)) <= (1 / num_shares + 2 / 24) * num_rows / 8
+    plain = read_by(ShuffledOrder(num_rows, 1, 0, **windows), num_rows, 100, num_shares)
+    assert min(map(len, plain)) > 0.85 * num_rows / 8
+
+
+def test_lanes_are_shuffled_in_each_epoch() -> None:
+    num_rows = 6 * 4096
+    first, second = (LaneOrder(2, num_rows, 1, epoch).indices(0, num_rows) for epoch in (0, 1))
+    half = num_rows // 2
+    assert set(first[:half] // 4096) != set(second[:half] // 4096)
+    assert abs(np.corrcoef(first[:half], np.arange(half))[0, 1]) < 0.1
+    assert len(np.unique(first[:64] // 4096)) == 3, "a few rows come from all chunks of a lane"
+
+
+USERS = "aabcabddddae"
+TASKS = {"click": TaskSection(), "spent": TaskSection(type="regression")}
+
+
+def config_of(folder: Path, users: Sequence[str] = USERS) -> RunConfig:
+    """Rows of these users; x of row i is i."""
+    rows = "".join(f"{i % 2},{i},{i - 3},{user}\n" for i, user in enumerate(users))
+    path = write(folder / "train.csv", f"click,x,spent,user\n{rows}")
+    config = csv_config(
+        path, dense=("x",), sparse=("user",), group="user", numeric_scaling="none", test_fraction=0.0
+    )
+    return config.replace(tasks=TASKS)
+
+
+def test_only_training_rows_are_ordered_by_group(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    train, test = prepared(config, tmp_path / "cache")
+    assert train.group_rows is not None
+    assert train.group_starts is not None
+    in_order = [USERS[row] for row in train.group_rows]
+    assert "".join(in_order) == "aaaa" + "bb" + "c" + "dddd" + "e"
+    assert train.group_starts.tolist() == [0, 4, 6, 7, 11, 12]
+    assert test.group_rows is None
+    synthetic = RunConfig(data=DataSection(synthetic_rows=300, group="C9"))
+    log, _ = prepared(synthetic, tmp_path / "cache")
+    assert log.group_rows is not None
+    assert sorted(log.group_rows.tolist()) == list(range(300))
+    without, _ = prepared(RunConfig(data=DataSection(synthetic_rows=300)), tmp_path)
+    assert without.group_rows is None
+
+
+def ordered(sizes: Sequence[int]) -> PreparedDataset:
+    """A split of groups of these sizes, whose rows are interleaved."""
+    starts = np.concatenate([[0], np.cumsum(np.array(sizes, np.int64))])
+    rows = np.random.default_rng(1).permutation(int(starts[-1]))
+    return cast(PreparedDataset, SimpleNamespace(group_rows=rows, group_starts=starts))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(0, 4), st.integers(0, 9))
+def test_epoch_has_every_complete_group_once(sizes: list[int], epoch: int, more: int) -> None:
+    dataset, batch_size = ordered(sizes), max(sizes) + more
+    assert dataset.group_rows is not None
+    group_of = dict(
+        zip(dataset.group_rows.tolist(), np.repeat(np.arange(len(sizes)), sizes).tolist(), strict=True)
+    )
+    order = GroupedOrder(dataset, ShuffledOrder(len(sizes), 1, epoch).indices(0, len(sizes)))
+    steps = [order.indices(start, start + batch_size) for start in range(0, sum(sizes), batch_size)]
+    assert sorted(itertools.chain(*(rows.tolist() for rows, _ in steps))) == list(range(sum(sizes)))
+    position = 0
+    for step, (rows, ends) in enumerate(steps):
+        assert len(rows) > 0
+        groups = [group_of[row] for row in rows.tolist()]
+        runs = [number for number, _ in itertools.groupby(groups)]
+        assert len(runs) == len(set(runs)) == len(ends)
+        assert [groups.count(number) for number in runs] == [sizes[number] for number in runs]
+        assert np.diff(ends, prepend=0).tolist() == [sizes[number] for number in runs]
+        for end in ends.tolist():
+            assert step * batch_size <= position + end - 1 < (step + 1) * batch_size
+        position += len(rows)
+
+
+def test_steps_by_group_are_equal_for_any_number_of_trainers(tmp_path: Path) -> None:
+    users = [f"u{i * i % 37 % 19}" for i in range(200)]
+    dataset, _ = prepared(config_of(tmp_path, users), tmp_path / "cache")
+    whole = BatchLoader(dataset, batch_size=32, seed=5, shuffle=True, by_group=True)
+    alone = rows_of(whole, epoch=1)
+    assert len(alone) == whole.steps_per_epoch == 7
+    assert sorted(itertools.chain(*alone)) == list(range(200))
+    assert rows_of(whole, epoch=1, first_step=3) == alone[3:]
+    assert rows_of(whole, epoch=0) != alone
+    in_order = rows_of(BatchLoader(dataset, batch_size=32, by_group=True), epoch=1)
+    assert dataset.group_rows is not None
+    assert list(itertools.chain(*in_order)) == dataset.group_rows.tolist()
+    for num_trainers in (2, 3, 7):
+        loaders = [
+            dataclasses.replace(whole, trainer_index=t, num_trainers=num_trainers)
+            for t in range(num_trainers)
+        ]
+        shares = [rows_of(loader, epoch=1) for loader in loaders]
+        assert [list(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == alone
+        for parts in zip(*shares, strict=True):
+            held = [{users[row] for row in part} for part in parts]
+            assert sum(map(len, held)) == len(set().union(*held))
+
+
+def test_batches_have_the_group_totals_of_the_step(tmp_path: Path) -> None:
+    dataset, _ = prepared(config_of(tmp_path), tmp_path / "cache")
+    loaders = [
+        BatchLoader(dataset, batch_size=6, trainer_index=t, num_trainers=2, by_group=True) for t in range(2)
+    ]
+    steps = list(zip(*(list(loader.batches(0)) for loader in loaders), strict=True))
+    assert [[len(share.labels) for share in step] for step in steps] == [[0, 6], [1, 5]]
+    assert [share.global_size for step in steps for share in step] == [6] * 4
+    # Of a, b, d: both labels; spent differs in every group of several rows.
+    totals = [share.total_groups for step in steps for share in step]
+    expected = [[2.0, 2.0], [2.0, 2.0], [1.0, 1.0], [1.0, 1.0]]
+    for total, wanted in zip(totals, expected, strict=True):
+        assert total is not None
+        assert total.tolist() == pytest.approx(wanted)
+    plain = BatchLoader(dataset, batch_size=6)
+    with plain.batches(0) as stream:
+        assert next(stream).total_groups is None
+
+
+def test_group_larger_than_a_batch_is_refused(tmp_path: Path) -> None:
+    dataset, test = prepared(config_of(tmp_path), tmp_path / "cache")
+    BatchLoader(dataset, batch_size=4, by_group=True)
+    message = r"^the largest group of data\.group has 4 training rows, more than a batch of 3, .*batch_size$"
+    with pytest.raises(DataError, match=message):
+        BatchLoader(dataset, batch_size=3, by_group=True)
+    with pytest.raises(DataError, match="complete groups need"):
+        BatchLoader(test, batch_size=3, by_group=True)
+    with pytest.raises(
+        DataError, match=r"^complete groups are not shuffled by lanes: set data\.shuffle to rows$"
+    ):
+        BatchLoader(dataset, batch_size=4, by_group=True, shuffle=True, lanes=8)
+    ranked = {**TASKS, "click": TaskSection(ranking_loss="pairwise")}
+    with pytest.raises(DataError, match=message):
+        check_ranking_losses(ranked, dataset, batch_size=3)
+    check_ranking_losses(TASKS, dataset, batch_size=3)
+
+
+def test_negative_labels_of_a_listwise_loss_are_refused(tmp_path: Path) -> None:
+    dataset, _ = prepared(config_of(tmp_path), tmp_path / "cache")
+    for kind in ("pairwise", "listwise"):
+        tasks = {**TASKS, "spent": TaskSection(type="regression", ranking_loss=kind)}
+        if kind == "pairwise":
+            check_ranking_losses(tasks, dataset, batch_size=9)
+            continue
+        with pytest.raises(ConfigError) as refused:
+            check_ranking_losses(tasks, dataset, batch_size=9)
+    assert str(refused.value) == (
+        "tasks.spent.ranking_loss = 'listwise': takes labels of at least 0, and a training row has -3; "
+        "try pairwise"
+    )
