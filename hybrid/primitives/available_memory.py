@@ -1,4 +1,4 @@
-"""How much memory a process may still take. Free of torch."""
+"""The memory that a process may still allocate. This module does not import torch."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes(cgroup: Path = _CGROUP) -> int:
-    """Free memory of the host, or of the container where that has less left (cgroup v2)."""
+    """Return the free bytes of the host, or of its container (cgroup v2) if those are fewer."""
     available = int(psutil.virtual_memory().available)
     limit = cgroup / "memory.max"
     if limit.exists() and (text := limit.read_text().strip()) != "max":

@@ -46,7 +46,7 @@ _thread = threading.local()
 
 
 class serve_caller:  # a generator would cost twice as much
-    """While it is entered, responses that this thread creates are for this caller, or for none."""
+    """A context in which responses that this thread creates are for one caller, or for none."""
 
     __slots__ = ("_caller",)
 

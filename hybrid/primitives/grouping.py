@@ -1,11 +1,10 @@
-"""Samples in groups: cuts that keep groups whole, and how much each counts where samples are put in order.
+"""Samples in groups: slices of complete groups, and the weights of samples in ranking losses.
 
-The samples of a group stand together. A group belongs to the part, of whatever is cut, in whose range its
-last sample lies::
+The samples of a group are adjacent. A group belongs to the slice in whose range its last sample lies::
 
     groups       7 7 7 2 5 5 5 5 3      ends  3 4 8 9
     ranges      |     |     |     |
-    parts        7 7 7|2    |5 5 5 5 3
+    slices       7 7 7|2    |5 5 5 5 3
 """
 
 import numpy as np
@@ -15,35 +14,35 @@ from torch import Tensor
 
 
 def group_ends(groups_B: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
-    """Where each run of equal groups ends, after its last sample, (G,)."""
+    """Return the end of each run of equal groups, after its last sample, (G,)."""
     if not len(groups_B):
         return np.empty(0, np.int64)
     return np.append(np.flatnonzero(groups_B[1:] != groups_B[:-1]) + 1, len(groups_B))
 
 
 def split_group(groups_B: npt.NDArray[np.generic]) -> object | None:
-    """A group whose samples do not stand together, if there is one."""
+    """Return a group whose samples are not adjacent, if there is one."""
     runs_G = groups_B[group_ends(groups_B) - 1]
     found_U, counts_U = np.unique(runs_G, return_counts=True)
     return found_U[counts_U > 1][0].item() if len(found_U) < len(runs_G) else None
 
 
 def last_end(ends_G: npt.NDArray[np.int64], stop: int) -> int:
-    """The last of some ends that is not after ``stop``; 0 where there is none."""
+    """Return the last of some ends that is not after ``stop``; 0 if there is none."""
     number = int(np.searchsorted(ends_G, stop, side="right"))
     return int(ends_G[number - 1]) if number else 0
 
 
 def whole_bounds(ends_G: npt.NDArray[np.int64], start: int, stop: int) -> tuple[int, int]:
-    """Start and stop of the groups whose last samples lie from ``start`` to ``stop``."""
+    """Return the start and stop of the groups whose last samples lie from ``start`` to ``stop``."""
     return last_end(ends_G, start), last_end(ends_G, stop)
 
 
 def order_weights(labels_B: Tensor, weights_B: Tensor | None, groups_B: Tensor) -> Tensor:
-    """How much each sample counts in a loss of the order within groups, float64.
+    """Return the weight of each sample in a ranking loss, float64.
 
-    A sample counts where its weight is above 0. The mean weight of a group's samples that count is shared
-    among them equally, where two of them have different labels; other groups have nothing to put in order.
+    A sample counts if its weight is above 0. The mean weight of a group's samples that count is divided
+    equally among them, if two of them have different labels. Other groups have nothing to rank.
 
     Args:
         weights_B: None for all ones.
@@ -62,7 +61,7 @@ def order_weights(labels_B: Tensor, weights_B: Tensor | None, groups_B: Tensor) 
 
 
 def order_totals(labels_BT: Tensor, weights_BT: Tensor | None, groups_B: Tensor) -> Tensor:
-    """The sums of :func:`order_weights` by task, (T,)."""
+    """Return the sums of :func:`order_weights` by task, (T,)."""
     columns = labels_BT.unbind(1)
     weights = [None] * len(columns) if weights_BT is None else weights_BT.unbind(1)
     return torch.stack(

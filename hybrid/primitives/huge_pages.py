@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros of ``shape``, in pages of 2 MiB where the system has them to give.
+    """Return zeros of ``shape``, in pages of 2 MiB if the system provides them.
 
-    Rows are read and written at random, and with pages of 4 KiB nearly each costs a walk through page
-    tables. Memory is taken as it is first written to.
+    Rows are read and written at random. With pages of 4 KiB, nearly every access misses the TLB. Memory is
+    allocated when it is first written to.
     """
     size = math.prod(shape)
     if not size:
@@ -22,7 +22,7 @@ def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def large_pages(num_bytes: int) -> mmap.mmap:
-    """Memory full of zeros, as :func:`zeros_in_large_pages` has it."""
+    """Return memory full of zeros; see :func:`zeros_in_large_pages`."""
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without them

@@ -8,7 +8,7 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 1.0, 10.0
 
 
 def ignore_progress(line: str) -> None:
-    """A progress callback that does nothing."""
+    """Do nothing; the default progress callback."""
 
 
 class Progress:
@@ -18,7 +18,7 @@ class Progress:
 
     Args:
         report: receives one line at a time.
-        phase: what the task does at first.
+        phase: the first phase of the task.
     """
 
     def __init__(self, report: Callable[[str], None], phase: str = "") -> None:
@@ -39,7 +39,7 @@ class Progress:
         """Count further rows of the phase.
 
         Args:
-            fraction: of the whole task that is done, if that is known.
+            fraction: of the whole task that is done, if it is known.
         """
         now = time.monotonic()
         with self._lock:

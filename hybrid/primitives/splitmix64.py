@@ -1,4 +1,4 @@
-"""SplitMix64 (Steele et al. 2014): from numbers that are alike to numbers that look random."""
+"""SplitMix64 (Steele et al. 2014): a bijection that spreads similar numbers over 64 bits."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,12 +7,12 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A number for each of ``x``, other ones for other ones; every bit depends on every bit."""
+    """Return a distinct number for each distinct number of ``x``; every bit depends on every bit."""
     return next_of(x * _STEP)
 
 
 def next_of(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The number that follows in each of the generator's states ``x``."""
+    """Return the next number of the generator in each of the states ``x``."""
     x = x + _STEP
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: seconds by phase in every step, and spans in those that are recorded."""
+"""Timings of a step: seconds by phase in every step, and trace events in recorded steps."""
 
 import threading
 import time
@@ -18,16 +18,16 @@ _OFFSET_READINGS = 5
 
 
 class Span(NamedTuple):
-    """Something that took time in a recorded step.
+    """An event of a recorded step.
 
     Attributes:
-        name: what it was.
-        step: the step that it was part of.
+        name: of the event.
+        step: that the event is part of.
         start_ns, end_ns: wall-clock time.
-        thread: the thread that did it; None where it may end in another than it began in.
-        cpu_ns: processor time of the thread meanwhile; None where ``thread`` is.
-        flow: the same for all spans, on any role, that serve one call; None for most spans.
-        num_bytes: that it moved; 0 where nobody counts.
+        thread: of the event; None if the event may end in another thread.
+        cpu_ns: processor time of the thread during the event; None if ``thread`` is None.
+        flow: equal for all events, on any role, that serve one call; None for most events.
+        num_bytes: transferred bytes; 0 if they are not counted.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Span(NamedTuple):
 
 
 class OpenSpan:
-    """A span under way. Those of one thread end with their ``with`` block, others by :meth:`close`.
+    """A span that has not ended. It ends with its ``with`` block, or by :meth:`close`.
 
     Attributes:
-        num_bytes: see :class:`Span`; may be set until it ends.
+        num_bytes: see :class:`Span`; may be set until the span ends.
     """
 
     __slots__ = ("_begun", "_spans", "num_bytes")
@@ -65,7 +65,7 @@ class OpenSpan:
         self.close()
 
     def close(self) -> None:
-        """End it, once; in any thread where it was begun by :meth:`StepClock.begin`."""
+        """End the span, once; in any thread if :meth:`StepClock.begin` began it."""
         end_ns = time.perf_counter_ns()
         begun = self._begun
         cpu_ns = None if begun.cpu_ns is None else time.thread_time_ns() - begun.cpu_ns
@@ -73,18 +73,18 @@ class OpenSpan:
 
 
 class StepClock:
-    """Adds up the seconds spent in each phase of a step, and records spans of the steps it is told to.
+    """Sums the seconds of each phase of a step, and records the spans of selected steps.
 
     ======== ================================================================
     data     waiting for the next batch
-    lookup   building and sending lookups, and waiting for their answers
+    lookup   building and sending lookups, and waiting for their responses
     dense    the forward pass of the dense net and the loss
     backward the distributed backward pass, with the all-reduce of DDP
     update   the optimizer of the dense net
     ======== ================================================================
 
-    Phases follow one another in one thread. Spans have any names, lie within each other and within
-    phases, and come from any thread; outside a recorded step they cost a comparison.
+    Phases follow one another in one thread. Spans have any names, may be nested, and come from any thread.
+    Outside a recorded step, a span costs a comparison.
     """
 
     def __init__(self) -> None:
@@ -96,29 +96,29 @@ class StepClock:
         self._thread_names: dict[int, str] = {}
 
     def record(self, steps: range) -> None:
-        """Record the spans of ``steps`` from now on; forget those recorded before."""
+        """Record the spans of ``steps`` from now on; drop all recorded spans."""
         self._recorded = steps
         self._spans = []
 
     def begin_step(self, step: int) -> None:
-        """What follows is part of ``step``; this thread takes it."""
+        """Begin ``step``, which this thread takes."""
         self._step = step
         if step in self._recorded:
             self._thread_names[threading.get_native_id()] = STEPS_THREAD
             self._step_span = self._open(STEP, step)
 
     def end_step(self) -> None:
-        """The step that has begun is done; what follows is part of none."""
+        """End the step."""
         self._step = _NO_STEP
         if self._step_span is not None:
             self._step_span.close()
             self._step_span = None
-            # Steps may be taken by another thread of RPC each time, and this one do other work.
+            # Another thread of RPC may take the next step, and this thread may do other work.
             del self._thread_names[threading.get_native_id()]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time of a ``with`` block under ``name``, one of :data:`PHASES`; it is a span, too."""
+        """Count the time of a ``with`` block under ``name``, one of :data:`PHASES`, and record a span."""
         start = time.perf_counter()
         try:
             with self.span(name):
@@ -129,10 +129,10 @@ class StepClock:
     def span(
         self, name: str, step: int | None = None, *, flow: Flow | None = None
     ) -> AbstractContextManager[OpenSpan | None]:
-        """Record a ``with`` block, which gets None where its step is not recorded.
+        """Record a ``with`` block, which receives None if its step is not recorded.
 
         Args:
-            step: of which it is part; None for the one that has begun on this clock.
+            step: of the span; None for the step that this clock has begun.
             flow: see :class:`Span`.
         """
         of_step = self._step if step is None else step
@@ -141,19 +141,19 @@ class StepClock:
     def begin(
         self, name: str, step: int | None = None, *, flow: Flow | None = None, num_bytes: int = 0
     ) -> OpenSpan | None:
-        """Begin a span that is closed later, by whoever sees its end; None where it is not recorded."""
+        """Begin a span that any thread may close; return None if its step is not recorded."""
         of_step = self._step if step is None else step
         if of_step not in self._recorded:
             return None
         return OpenSpan(self._spans, name, of_step, None, flow, num_bytes)
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call, by phase."""
+        """Return the seconds since the last call, by phase."""
         seconds, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
         return seconds
 
     def take_spans(self) -> list[Span]:
-        """The spans that have ended since the last call."""
+        """Return the spans that ended since the last call."""
         spans, self._spans = self._spans, []
         offset_ns = _wall_clock_offset_ns()
         return [s._replace(start_ns=s.start_ns + offset_ns, end_ns=s.end_ns + offset_ns) for s in spans]
@@ -164,16 +164,16 @@ class StepClock:
     def _thread_name(self) -> str:
         number = threading.get_native_id()
         if number not in self._thread_names:
-            # RPC and autograd run threads of their own making, of which Python has no name.
+            # Python has no name for the threads that RPC and autograd create.
             names = {thread.native_id: thread.name for thread in threading.enumerate()}
             self._thread_names[number] = f"{names.get(number, 'torch')} {number}"
         return self._thread_names[number]
 
 
 def _wall_clock_offset_ns() -> int:
-    """What to add to ``perf_counter_ns`` for the time of day, which processes and machines share.
+    """Return the difference of the time of day, which machines share, and ``perf_counter_ns``.
 
-    The quickest of some readings is taken: between the clocks of a slow one, others have run.
+    The fastest of several readings counts, since other threads may run during a slow one.
     """
     readings = []
     for _ in range(_OFFSET_READINGS):

@@ -47,7 +47,7 @@ def bad_row_lines(report: InvalidRowReport) -> Iterator[str]:
         yield f"  {example}"
 
 
-def unknown_shares(unknown: Sequence[UnknownValues]) -> str:
+def unknown_fractions(unknown: Sequence[UnknownValues]) -> str:
     """Return the fraction of unknown values by column, the largest first; "none" if all are known."""
     columns = sorted((u for u in unknown if u.count), key=lambda u: -u.fraction)
     shown = [f"{u.name} {u.fraction:.2%}" for u in columns[:_MAX_COLUMNS]]

@@ -21,7 +21,7 @@ from rich.text import Text
 from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.config.task_sections import metric_title
 from hybrid.storage.remote_path import StoragePath
-from workers.console.data_notes import unknown_shares
+from workers.console.data_notes import unknown_fractions
 from workers.console.messages import Verbosity, verbosity, visible
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
             f"bold {DONE_STYLE}",
         )
     if summary.unknown:
-        yield "unknown values", unknown_shares(summary.unknown), ""
+        yield "unknown values", unknown_fractions(summary.unknown), ""
     yield "throughput", f"{summary.samples_per_second:,.0f} samples/s", ""
     yield "run folder", str(summary.run_folder), ""
     yield "curves", str(summary.curves), ""

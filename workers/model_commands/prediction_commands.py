@@ -16,7 +16,7 @@ from hybrid.inference.trained_run import TrainedRun
 from hybrid.metrics import Predictions
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
-from workers.console.data_notes import data_notes, unknown_shares
+from workers.console.data_notes import data_notes, unknown_fractions
 from workers.console.messages import print_line
 from workers.console.terminal import passing_status
 from workers.model_commands.prediction_file import ROW, STDOUT, prediction_file
@@ -137,5 +137,5 @@ def _read_model(folder: StoragePath, trust_code: bool, *, uses_paths: bool) -> T
 
 def _row_notes(report: DatasetReport) -> Iterator[str]:
     if report.unknown:
-        yield f"{'unknown values':<{_LABEL_WIDTH}}{unknown_shares(report.unknown)}"
+        yield f"{'unknown values':<{_LABEL_WIDTH}}{unknown_fractions(report.unknown)}"
     yield from data_notes(report)

@@ -70,8 +70,26 @@ class BatchLoader:
     def batches(self, epoch: int, first_step: int = 0) -> BatchStream:
         """Return the batches of an epoch from ``first_step`` on; close them, or use a ``with``."""
         steps = range(first_step, self.steps_per_epoch)
-        step_plan = self._plan_groups(epoch) if self.by_group else self._plan_rows(epoch, steps)
-        dataset = self.dataset
+        dataset, batch_size, slices = self.dataset, self.batch_size, (self.trainer_index, self.num_trainers)
+        if self.by_group:
+            assert dataset.group_starts is not None, "check_group_sizes comes first"
+            num_groups = len(dataset.group_starts) - 1
+            groups = GroupedOrder(dataset, self._order(num_groups, epoch).indices(0, num_groups))
+
+            def plan_groups(step: int) -> StepRows:
+                rows, ends = groups.indices(step * batch_size, (step + 1) * batch_size)
+                return StepRows(rows, *whole_bounds(ends, *slice_bounds(len(rows), *slices)))
+
+            step_plan = StepPlan(plan_groups)
+        else:
+            order = self._order(dataset.num_samples, epoch)
+
+            def plan_rows(step: int) -> StepRows:
+                rows = order.indices(step * batch_size, min((step + 1) * batch_size, dataset.num_samples))
+                return StepRows(rows, *slice_bounds(len(rows), *slices))
+
+            chunks_at_once = order.chunks_at_once(batch_size, self.num_trainers)
+            step_plan = dataset.plan_steps(plan_rows, steps, chunks_at_once)
 
         def read(step: int) -> Batch:
             planned = step_plan(step)
@@ -80,31 +98,6 @@ class BatchLoader:
             return dataset.gather(planned.own, len(planned.rows), weights, total_groups)
 
         return BatchStream(read, steps, self.prefetch_batches, step_plan.close)
-
-    def _plan_rows(self, epoch: int, steps: range) -> StepPlan:
-        order = self._order(self.dataset.num_samples, epoch)
-
-        def plan(step: int) -> StepRows:
-            first = step * self.batch_size
-            size = min(self.batch_size, self.dataset.num_samples - first)
-            rows = order.indices(first, first + size)
-            return StepRows(rows, *slice_bounds(size, self.trainer_index, self.num_trainers))
-
-        chunks_at_once = order.chunks_at_once(self.batch_size, self.num_trainers)
-        return self.dataset.plan_steps(plan, steps, chunks_at_once)
-
-    def _plan_groups(self, epoch: int) -> StepPlan:
-        dataset = self.dataset
-        assert dataset.group_starts is not None, "check_group_sizes comes first"
-        num_groups = len(dataset.group_starts) - 1
-        order = GroupedOrder(dataset, self._order(num_groups, epoch).indices(0, num_groups))
-
-        def plan(step: int) -> StepRows:
-            rows, ends = order.indices(step * self.batch_size, (step + 1) * self.batch_size)
-            even = slice_bounds(len(rows), self.trainer_index, self.num_trainers)
-            return StepRows(rows, *whole_bounds(ends, *even))
-
-        return StepPlan(plan)
 
     def _order(self, number: int, epoch: int) -> Order:
         """Return the order of the numbers below ``number`` in an epoch."""

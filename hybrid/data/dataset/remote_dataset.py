@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,13 @@ class StoreFolder:
 
     def __init__(self, folder: RemotePath) -> None:
         self._folder = folder
-        # A file is opened once, since opening it requests its size.
-        self._opened = lru_cache(maxsize=None)(self._open)
+
+        @cache  # opening a file requests its size
+        def open_file(name: str) -> pa.NativeFile:
+            with store_request(folder / name, "read") as (filesystem, path):
+                return filesystem.open_input_file(path)
+
+        self._open = open_file
 
     def __str__(self) -> str:
         return str(self._folder)
@@ -77,7 +82,7 @@ class StoreFolder:
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         """Return some bytes of a file."""
         with store_request(self._folder / name, "read"):
-            data: bytes = self._opened(name).read_at(stop - start, start)
+            data: bytes = self._open(name).read_at(stop - start, start)
             return data
 
     def write(self, name: str, blocks: Iterator[bytes]) -> None:
@@ -85,10 +90,6 @@ class StoreFolder:
         with open_writer(self._folder / name) as file:
             for block in blocks:
                 file.write(block)
-
-    def _open(self, name: str) -> pa.NativeFile:
-        with store_request(self._folder / name, "read") as (filesystem, path):
-            return filesystem.open_input_file(path)
 
 
 def send(

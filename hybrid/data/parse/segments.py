@@ -70,7 +70,16 @@ def _split_file(path: StoragePath, number: int, layout: Layout, block_bytes: int
     try:
         size = storage.require_file(path).size
         if kind == "parquet":
-            cuts = _cut_row_groups(path)
+            with open_parquet(path) as source:
+                metadata = pq.read_metadata(source)
+            rows = 0
+            for group in range(metadata.num_row_groups):
+                if rows >= SEGMENT_ROWS:
+                    cuts.append((group, 0))
+                    rows = 0
+                rows += metadata.row_group(group).num_rows
+                cuts[-1] = cuts[-1][0], rows
+            cuts.append((metadata.num_row_groups, 0))
         else:
             with storage.open_reader(path, ahead=0) as file:
                 if file.read(2) == GZIP_MAGIC:
@@ -90,20 +99,6 @@ def _split_file(path: StoragePath, number: int, layout: Layout, block_bytes: int
         (start, nominal), (stop, _) = cuts[i], cuts[i + 1]
         segment_size = size * (stop - start) // total
         yield Segment(path, number, kind, start, stop, nominal, segment_size, i == 0, i == last)
-
-
-def _cut_row_groups(path: StoragePath) -> list[tuple[int, int]]:
-    """Return the first row group and the rows of each segment of a Parquet file, and the end."""
-    with open_parquet(path) as source:
-        metadata = pq.read_metadata(source)
-    cuts, rows = [(0, 0)], 0
-    for group in range(metadata.num_row_groups):
-        if rows >= SEGMENT_ROWS:
-            cuts.append((group, 0))
-            rows = 0
-        rows += metadata.row_group(group).num_rows
-        cuts[-1] = cuts[-1][0], rows
-    return [*cuts, (metadata.num_row_groups, 0)]
 
 
 def read_segment(

@@ -20,7 +20,7 @@ from hybrid.data.parse.text_lines import BLOCK_BYTES, open_text
 from hybrid.data.values import column_values
 from hybrid.data.values.dates import seconds
 from hybrid.data.values.features import feature
-from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason, Reject, shown_cell
+from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason, shown_cell
 from hybrid.data.values.targets import Targets, TargetSpec
 from hybrid.errors import ConfigError, DataError
 from hybrid.primitives.progress import Progress, ignore_progress
@@ -187,13 +187,24 @@ def parse(
             dense_BF[:, f], wrong = column_values.numbers(table.columns[column.source], data.missing)
             reject(wrong, Reason.NUMBER, column.source, "a finite number")
         features = [feature(column, table.columns, data.missing, reject) for column in layout.sparse]
+        split_B: npt.NDArray[np.int64] | npt.NDArray[np.float64] | None = None
+        if name := data.split_column:
+            if column_values.is_list(table.columns[name]):
+                raise ConfigError("data.split", "must be a column of one value a row, and holds lists", name)
+            if data.split_call.name == "time":
+                split_B, wrong = seconds(table.columns[name], data.missing)
+                expected = "a number, or a date such as 2024-01-31 09:30:00"
+                reject(wrong | np.isnan(split_B), Reason.SPLIT, name, expected)
+            else:
+                split_B, wrong = column_values.hashes(table.columns[name], data.missing)
+                reject(wrong, Reason.SPLIT, name, "a value to split rows by")
         block = RawBlock(
             dense_BF,
             tuple(each.values for each in features),
             targets,
             first_row + table.rows,
             tuple(each.weights for each in features if each.weights is not None),
-            _split_values(table.columns[data.split_column], data, reject) if data.split_column else None,
+            split_B,
             {name: table.columns[name] for _, name in layout.beside},
         )
         return (block if valid.all() else block.select(valid)), invalid
@@ -202,19 +213,3 @@ def parse(
     except pa.ArrowException as error:
         advice = "check the types of the columns of data.sparse, data.dense and of labels"
         raise DataError(f"{path}: {error}; {advice}") from error
-
-
-def _split_values(
-    column: pa.Array, data: DataSection, reject: Reject
-) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
-    name = data.split_column
-    if column_values.is_list(column):
-        raise ConfigError("data.split", "must be a column of one value a row, and holds lists", name)
-    if data.split_call.name == "time":
-        times_B, wrong_B = seconds(column, data.missing)
-        expected = "a number, or a date such as 2024-01-31 09:30:00"
-        reject(wrong_B | np.isnan(times_B), Reason.SPLIT, name, expected)
-        return times_B
-    hashes_B, wrong_B = column_values.hashes(column, data.missing)
-    reject(wrong_B, Reason.SPLIT, name, "a value to split rows by")
-    return hashes_B

@@ -119,7 +119,17 @@ class FilesPreparation:
         try:
             pieces, invalid_rows = self._parse(segments)
             statistics, starts = self._fit(pieces)
-            encoder = self._rank(ordering, pieces, statistics, limit.job_bytes(count))
+            groups = vocabularies(self._layout.sparse, self._config.tables)
+            paths = {name: self._spill / f"vocabulary-{i}" for i, name in enumerate(groups)}
+            folders = [piece.folder for piece in pieces]
+            jobs = []
+            for name, group in groups.items():
+                columns = {k: self._layout.sparse[k] for k in group}
+                jobs.append(RankJob(columns, folders, paths[name], limit.job_bytes(count)))
+            for _ in self._map("ordering values", ordering, rank_values, jobs):
+                pass
+            ranked = {name: spill.read_ranked(path) for name, path in paths.items()}
+            encoder = FeatureEncoder.of_statistics(self._layout, self._config.tables, statistics, ranked)
             reports = self._encode(0.3 - ordering, pieces, encoder, starts, invalid_rows)
         finally:
             self._should_stop.set()
@@ -191,22 +201,6 @@ class FilesPreparation:
                 last = starts[split][-1]
                 starts[split].append(SplitPosition(last.row + num_rows, last.values_K + values_K))
         return statistics, starts
-
-    def _rank(
-        self, weight: float, pieces: Sequence[Piece], statistics: FittedStatistics, memory_bytes: int
-    ) -> FeatureEncoder:
-        """Return the encoder; write the table rows of the values of each piece."""
-        groups = vocabularies(self._layout.sparse, self._config.tables)
-        folders = [piece.folder for piece in pieces]
-        paths = {name: self._spill / f"vocabulary-{i}" for i, name in enumerate(groups)}
-        jobs = [
-            RankJob({k: self._layout.sparse[k] for k in group}, folders, paths[name], memory_bytes)
-            for name, group in groups.items()
-        ]
-        for _ in self._map("ordering values", weight, rank_values, jobs):
-            pass
-        ranked = {name: spill.read_ranked(path) for name, path in paths.items()}
-        return FeatureEncoder.of_statistics(self._layout, self._config.tables, statistics, ranked)
 
     def _encode(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,8 @@ class Split:
         by: ``data.split``.
         seed: of the run.
         fraction: of the rows that are held out.
-        latest: with ``by = "time"``, the time of the last training row.
+        latest: with ``by = "time"``, the time of the last training row; that of a sample if there are more
+            than ``MAX_SAMPLED`` rows.
     """
 
     by: str
@@ -44,9 +45,20 @@ class Split:
         data = config.data
         fraction = 0.0 if data.test_path else data.test_fraction
         split = cls(data.split_call.name, config.run.seed, fraction)
-        if split.is_by_time:
-            return cls(data.split_call.name, config.run.seed, fraction, split._quantile(blocks))
-        return split
+        if not split.is_by_time:
+            return split
+        times, hashes, limit = np.empty(0), np.empty(0, np.uint64), 2**64 - 1
+        for rows_B, times_B in blocks:
+            assert times_B is not None
+            times = np.append(times, times_B)
+            hashes = np.append(hashes, split._hash(rows_B))
+            keep = hashes <= np.uint64(limit)
+            while keep.sum() > MAX_SAMPLED:
+                limit //= 2
+                keep = hashes <= np.uint64(limit)
+            times, hashes = times[keep], hashes[keep]
+        latest = float(np.quantile(times, 1 - fraction, method="inverted_cdf")) if len(times) else 0.0
+        return replace(split, latest=latest)
 
     @property
     def is_by_time(self) -> bool:
@@ -68,22 +80,6 @@ class Split:
             rows_B if values_B is None or self.by == "random" else values_B
         ) < np.uint64(self.fraction * 2**64)
         return is_below
-
-    def _quantile(self, blocks: Iterable[tuple[npt.NDArray[np.int64], SplitValues | None]]) -> float:
-        """Return the time of the last training row, of a sample where there are more than MAX_SAMPLED."""
-        times, hashes, limit = np.empty(0), np.empty(0, np.uint64), 2**64 - 1
-        for rows_B, times_B in blocks:
-            assert times_B is not None
-            times = np.append(times, times_B)
-            hashes = np.append(hashes, self._hash(rows_B))
-            keep = hashes <= np.uint64(limit)
-            while keep.sum() > MAX_SAMPLED:
-                limit //= 2
-                keep = hashes <= np.uint64(limit)
-            times, hashes = times[keep], hashes[keep]
-        if not len(times):
-            return 0.0
-        return float(np.quantile(times, 1 - self.fraction, method="inverted_cdf"))
 
     def _hash(self, values_B: SplitValues) -> npt.NDArray[np.uint64]:
         key = next_of(np.array([self.seed % 2**64], np.uint64))

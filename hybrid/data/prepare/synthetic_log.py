@@ -123,11 +123,17 @@ class ClickLog:
                 u_B = rng.random(size, np.float32)
                 # u < 1, yet rows * u**3 may round up to rows.
                 ids_KB[k] = np.minimum((rows * u_B * u_B * u_B).astype(np.int32), rows - 1)
-            logits_B = self._logits(dense_BF, ids_KB)
+            x = dense_BF.T
+            logits_B: npt.NDArray[np.float32] = BIAS + 0.5 * x[0] - 0.4 * x[1] + 0.4 * np.tanh(x[2])
+            for effect, ids_B in zip(self._effects, ids_KB, strict=False):
+                logits_B += effect[ids_B]
+            # The sum of the products of all pairs, as in Rendle's factorization machines (2010, equation 5).
+            factors = [factor[ids_B] for factor, ids_B in zip(self._factors, ids_KB, strict=False)]
+            factors_KB = np.stack(factors)
+            logits_B += 0.5 * (factors_KB.sum(0) ** 2 - (factors_KB**2).sum(0))
             labels_B = (rng.random(size, np.float32) < sigmoid(logits_B)).astype(np.uint8)
             rows_B = np.arange(start, start + size)
             # Further columns are drawn last, so that the clicks do not depend on them.
-            x = dense_BF.T
             converts_B = rng.random(size, np.float32) < sigmoid(
                 np.float32(0.8) * x[3] + np.float32(0.6) * x[0]
             )
@@ -140,18 +146,6 @@ class ClickLog:
                 WEIGHT: np.float32(0.5) + rng.random(size, np.float32),
             }
             yield SyntheticBlock(EncodedBlock(dense_BF, ids_KB.T), rows_B, labels_B, logits_B, others)
-
-    def _logits(
-        self, dense_BF: npt.NDArray[np.float32], ids_KB: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.float32]:
-        x = dense_BF.T
-        logits_B: npt.NDArray[np.float32] = BIAS + 0.5 * x[0] - 0.4 * x[1] + 0.4 * np.tanh(x[2])
-        for effect, ids_B in zip(self._effects, ids_KB, strict=False):
-            logits_B += effect[ids_B]
-        # The sum of the products of all pairs, as in Rendle's factorisation machines (2010, equation 5).
-        factors_KB = np.stack([factor[ids_B] for factor, ids_B in zip(self._factors, ids_KB, strict=False)])
-        logits_B += 0.5 * (factors_KB.sum(0) ** 2 - (factors_KB**2).sum(0))
-        return logits_B
 
 
 def sigmoid(logits_B: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -72,25 +72,21 @@ def seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
     is_time_B = np.asarray(pc.fill_null(pc.match_substring_regex(texts, _TIME), False))
     times = pa.array(is_time_B)
     seconds_B, wrong_B = numbers(pc.if_else(times, None, texts), missing)
-    seconds_B[is_time_B] = _seconds_of_texts(texts.filter(times))
-    return seconds_B, wrong_B | (is_time_B & np.isnan(seconds_B))
-
-
-def _seconds_of_texts(texts: pa.Array) -> Numbers:
-    """Return the seconds of texts that look like dates, none null; NaN for days that do not exist."""
-    days = pc.utf8_slice_codeunits(texts, 0, 10).dictionary_encode()
+    dated = texts.filter(times)
+    days = pc.utf8_slice_codeunits(dated, 0, 10).dictionary_encode()
     day_D = np.full(len(days.dictionary), np.nan)
     for i, text in enumerate(days.dictionary.to_pylist()):
         with suppress(ValueError):  # such as the 30th of February
             day_D[i] = date.fromisoformat(text).toordinal() - _FIRST_DAY
-    past_minute = pc.replace_substring_regex(pc.utf8_slice_codeunits(texts, 16), _ZONE, "")
+    past_minute = pc.replace_substring_regex(pc.utf8_slice_codeunits(dated, 16), _ZONE, "")
     parts = (
-        (3600, pc.utf8_slice_codeunits(texts, 11, 13)),
-        (60, pc.utf8_slice_codeunits(texts, 14, 16)),
+        (3600, pc.utf8_slice_codeunits(dated, 11, 13)),
+        (60, pc.utf8_slice_codeunits(dated, 14, 16)),
         (1, pc.utf8_slice_codeunits(past_minute, 1)),
     )
-    seconds_B: Numbers = day_D[np.asarray(days.indices)] * _DAY
+    of_times: Numbers = day_D[np.asarray(days.indices)] * _DAY
     for unit, digits in parts:
         numbers_B = pc.if_else(pc.equal(digits, ""), "0", digits).cast(pa.float64())
-        seconds_B = seconds_B + unit * numbers_B.to_numpy(zero_copy_only=False)
-    return seconds_B
+        of_times = of_times + unit * numbers_B.to_numpy(zero_copy_only=False)
+    seconds_B[is_time_B] = of_times
+    return seconds_B, wrong_B | (is_time_B & np.isnan(seconds_B))

@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all, and what is removed of dead processes."""
+"""Directories that appear atomically, and the removal of those of dead processes."""
 
 import fcntl
 import os
@@ -26,7 +26,7 @@ with build_directory(Path(sys.argv[1]) / "x", "whole") as folder:
 
 
 def build_and_hang(parent: Path) -> subprocess.Popen[bytes]:
-    """A process that has begun to build, and waits to be killed."""
+    """Start a process that builds a folder and waits to be killed."""
     process = subprocess.Popen([sys.executable, "-c", HANGING, parent], stdout=subprocess.PIPE, cwd=ROOT)
     assert process.stdout is not None
     assert process.stdout.readline() == b"\n"
@@ -68,7 +68,7 @@ def test_folders_without_a_lock_are_removed(tmp_path: Path) -> None:
 
 
 def test_segments_with_a_new_lock_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the opening of the file and its lock, one process ends and another begins."""
+    """One process ends and another begins between the opening of the file and its lock."""
     flock, others = fcntl.flock, list[int]()
     folder, lock = tmp_path / ".parts-x", tmp_path / ".parts-x.lock"
     folder.mkdir()

@@ -50,11 +50,11 @@ def test_steps_are_equal_for_any_number_of_trainers(
     alone = rows_of(loader, epoch=2)
     assert [len(step) for step in alone] == [100] * 10 + [3]
     assert sorted(itertools.chain(*alone)) == list(range(NUM_ROWS))
-    shares = [
+    slices = [
         rows_of(dataclasses.replace(loader, trainer_index=t, num_trainers=num_trainers), epoch=2)
         for t in range(num_trainers)
     ]
-    assert [list(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == alone
+    assert [list(itertools.chain(*parts)) for parts in zip(*slices, strict=True)] == alone
 
 
 def test_last_batch_may_have_empty_slices(dataset: PreparedDataset) -> None:
@@ -186,23 +186,23 @@ def test_lane_order_has_every_row_once(
     assert order().indices(start, min(start + batch_size, num_rows)).tolist() == steps[first]
 
 
-def read_by(order: Order, num_rows: int, batch_size: int, num_shares: int) -> list[set[int]]:
-    """The chunks of WINDOWS that each share of an epoch has rows of."""
-    read: list[set[int]] = [set() for _ in range(num_shares)]
+def read_by(order: Order, num_rows: int, batch_size: int, num_slices: int) -> list[set[int]]:
+    """Return the chunks that each slice of an epoch reads."""
+    read: list[set[int]] = [set() for _ in range(num_slices)]
     for rows in steps_of(order, num_rows, batch_size):
         for index, chunks in enumerate(read):
-            start, stop = slice_bounds(len(rows), index, num_shares)
+            start, stop = slice_bounds(len(rows), index, num_slices)
             chunks.update(row // WINDOWS["chunk_rows"] for row in rows[start:stop])
     return read
 
 
 @pytest.mark.parametrize("batch_size", [12, 64, 100])
-@pytest.mark.parametrize("num_shares", [1, 2, 3, 4])
-def test_lane_order_limits_the_chunks_of_a_slice(num_shares: int, batch_size: int) -> None:
+@pytest.mark.parametrize("num_slices", [1, 2, 3, 4])
+def test_lane_order_limits_the_chunks_of_a_slice(num_slices: int, batch_size: int) -> None:
     num_rows, windows = 48 * 8 * 20, {"chunk_rows": 8, "window_chunks": 48}
-    lanes = read_by(LaneOrder(24, num_rows, 1, 0, **windows), num_rows, batch_size, num_shares)
-    assert max(map(len, lanes)) <= (1 / num_shares + 2 / 24) * num_rows / 8
-    plain = read_by(ShuffledOrder(num_rows, 1, 0, **windows), num_rows, 100, num_shares)
+    lanes = read_by(LaneOrder(24, num_rows, 1, 0, **windows), num_rows, batch_size, num_slices)
+    assert max(map(len, lanes)) <= (1 / num_slices + 2 / 24) * num_rows / 8
+    plain = read_by(ShuffledOrder(num_rows, 1, 0, **windows), num_rows, 100, num_slices)
     assert min(map(len, plain)) > 0.85 * num_rows / 8
 
 
@@ -294,9 +294,9 @@ def test_steps_by_group_are_equal_for_any_number_of_trainers(tmp_path: Path) -> 
             dataclasses.replace(whole, trainer_index=t, num_trainers=num_trainers)
             for t in range(num_trainers)
         ]
-        shares = [rows_of(loader, epoch=1) for loader in loaders]
-        assert [list(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == alone
-        for parts in zip(*shares, strict=True):
+        slices = [rows_of(loader, epoch=1) for loader in loaders]
+        assert [list(itertools.chain(*parts)) for parts in zip(*slices, strict=True)] == alone
+        for parts in zip(*slices, strict=True):
             held = [{users[row] for row in part} for part in parts]
             assert sum(map(len, held)) == len(set().union(*held))
 

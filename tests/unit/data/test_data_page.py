@@ -1,4 +1,4 @@
-"""docs/data.md is right: its configuration makes of its file what its table says."""
+"""The example in docs/data.md is true."""
 
 import re
 from itertools import pairwise

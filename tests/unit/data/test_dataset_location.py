@@ -1,4 +1,4 @@
-"""Prepared data in a store: sent once, found again, opened by their URL."""
+"""Prepared data in a store: they are sent once, found again, and opened by their URL."""
 
 import dataclasses
 import fcntl

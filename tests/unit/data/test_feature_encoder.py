@@ -1,4 +1,4 @@
-"""Values to numbers: vocabularies, hashing, scaling, and the file that keeps them."""
+"""Values to numbers: vocabularies, hashing, scaling, and the file of an encoder."""
 
 import json
 import math

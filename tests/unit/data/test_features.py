@@ -1,4 +1,4 @@
-"""Columns of data.sparse by their kind, from text and from Parquet; and their bad rows."""
+"""Columns of data.sparse of every kind, from text and from Parquet, and their invalid rows."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ def data_of(sparse: str, **keys: Any) -> DataSection:
 def encoded(
     path: Path, data: DataSection, columns: Mapping[str, ColumnSection]
 ) -> tuple[FeatureEncoder, list[list[int]], list[Bags]]:
-    """What the rows of a file come to, with an encoder that is fitted on them."""
+    """Fit an encoder on the rows of a file, and encode them."""
     block, report = read(data, path, columns=columns)
     assert report.total == 0
     encoder = fit([block], data, columns)
@@ -204,7 +204,7 @@ def test_unsuitable_source_columns_are_refused(tmp_path: Path) -> None:
 
 
 def test_columns_of_one_table_share_its_vocabulary(tmp_path: Path) -> None:
-    """Also where one is a history, and the other asks for values that are frequent."""
+    """One column is a list, and the other requires frequent values."""
     rows = ["b,a|b|c,b", "b,c,x", "d,c|b,d", ",,b"]
     path = write(tmp_path / "a.csv", "label,item,seen,shop\n" + "".join(f"1,{row}\n" for row in rows))
     data = data_of("item seen shop", multi_hot_separator="|")

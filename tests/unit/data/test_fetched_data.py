@@ -119,7 +119,7 @@ def test_fetched_batches_equal_batches_on_disk(
 
 
 def room_for_four(far: FakeFolder, tmp_path: Path) -> int:
-    """Bytes in which four of the five chunks find room: a share of it is for test rows, one for weights."""
+    """Return a cache size for four of the five chunks, besides the fractions for test rows and weights."""
     return int(4.3 * opened(far, tmp_path)._samples.slot_bytes * 8 / 7 * 8 / 7)
 
 
@@ -139,7 +139,7 @@ def test_evicted_chunks_are_fetched_again(folder: Path, far: FakeFolder, tmp_pat
 
 
 def os_bytes(dataset: FetchedDataset) -> int:
-    """What the local files take on the disk."""
+    """Return the size of the local files on the disk."""
     residences = [dataset._samples, *([dataset._all_weights] if dataset._all_weights else [])]
     return sum(os.fstat(each._local.fileno()).st_blocks * 512 for each in residences)
 

@@ -1,4 +1,4 @@
-"""Files that are parsed in parts, by several processes, give the bytes that they give in one."""
+"""Files that are parsed in segments, by several threads, give the bytes of whole files."""
 
 import dataclasses
 import random
@@ -13,7 +13,7 @@ import pytest
 from support.samples import csv_config, fit, write
 
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
-from hybrid.data.parse import segments as parts_module
+from hybrid.data.parse import segments as segments_module
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.segments import Segment, split_files
 from hybrid.data.parse.sources import Source
@@ -26,7 +26,7 @@ from hybrid.primitives.progress import ignore_progress
 
 ENOUGH = 1 << 40
 HEAD = "label,x,user,tags,seen,when,score,w"
-# Rows, blank lines, and every kind of bad row that spans lines or shares one.
+# Rows, blank lines, and every kind of invalid row.
 ODD = ["", "1,2", '1,1,"two\nlines",,,5,0,1', '0,1,"open,,,5,0,1', "?,1,u,,,5,0,1", "1,much,u,,,5,0,1", " "]
 SECTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -82,7 +82,7 @@ def outcome(
     block_bytes: int,
     memory_bytes: int = ENOUGH,
 ) -> Any:
-    """All that is made of some files, or what is wrong with them."""
+    """Return all prepared content of some files, or the error."""
     parts = folder.with_suffix(".parts")
     preparation = FilesPreparation(
         config, folder, parts, ignore_progress, lambda: None, memory_bytes, block_bytes
@@ -97,10 +97,10 @@ def outcome(
     return arrays, [asdict(each) for each in encoder.sparse], {k: asdict(v) for k, v in reports.items()}
 
 
-def in_parts(monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
-    """Let files be cut into small parts, and so many processes read them."""
+def in_segments(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """Cut files into small segments, and read them in ``threads`` threads."""
     monkeypatch.setattr(file_preparation, "_BYTES_PER_THREAD", 1)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(processes))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(threads))
 
 
 @pytest.mark.parametrize("kind", DATA)
@@ -112,7 +112,7 @@ def test_segments_give_the_bytes_of_whole_files(
     paths = tuple(write(tmp_path / f"{i}.csv", text(4000, i, ends)) for i in range(2))
     config = config_of(paths[0], kind, numeric_scaling="min_max")
     whole = outcome(config, tmp_path / "whole", paths, 16 << 20)
-    in_parts(monkeypatch, 1)
+    in_segments(monkeypatch, 1)
     # Some records have line breaks, and must not be cut.
     monkeypatch.setattr("hybrid.data.parse.delimited_text.MAX_RECORD_BYTES", 2000)
     monkeypatch.setattr("hybrid.data.parse.text_lines.MAX_RECORD_BYTES", 2000)
@@ -125,10 +125,10 @@ def test_threads_and_memory_change_no_bit(tmp_path: Path, monkeypatch: pytest.Mo
     """With little memory, vocabularies are merged from many runs, and fewer threads run."""
     paths = tuple(write(tmp_path / f"{i}.csv", text(4000, i).replace(b'"', b"")) for i in range(2))
     config = config_of(paths[0], "bags")
-    in_parts(monkeypatch, 1)
+    in_segments(monkeypatch, 1)
     alone = outcome(config, tmp_path / "alone", paths, 20_000)
     assert not isinstance(alone, str)
-    in_parts(monkeypatch, 3)
+    in_segments(monkeypatch, 3)
     assert outcome(config, tmp_path / "enough", paths, 20_000) == alone
     monkeypatch.setattr(MemoryLimit, "job_bytes", lambda limit, count: 60_000)
     assert outcome(config, tmp_path / "little", paths, 20_000, 300 << 20) == alone
@@ -145,7 +145,7 @@ def test_row_groups_give_the_bytes_of_the_whole_file(tmp_path: Path, monkeypatch
     whole = outcome(config, tmp_path / "whole", (tmp_path / "a.parquet",), 16 << 20)
     monkeypatch.setattr("hybrid.data.parse.segments.SEGMENT_ROWS", 1000)
     monkeypatch.setattr(stages, "SEGMENT_ROWS", 1000)
-    in_parts(monkeypatch, 2)
+    in_segments(monkeypatch, 2)
     assert outcome(config, tmp_path / "parts", (tmp_path / "a.parquet",), 16 << 20) == whole
 
 
@@ -155,7 +155,7 @@ def test_first_error_in_file_order_is_raised(tmp_path: Path, monkeypatch: pytest
     late = len(good) - 5
     good[late] = b"1,nothing,u,,,5,0,1"
     path = write(tmp_path / "a.csv", b"\n".join([HEAD.encode(), *good]))
-    in_parts(monkeypatch, 2)
+    in_segments(monkeypatch, 2)
     found = outcome(config_of(path, "plain", max_invalid_fraction=0.0), tmp_path / "new", (path,), 5000)
     assert found.startswith(f"DataError: {path}:{late + 2}: x is 'nothing', expected a finite number; ")
     found = outcome(config_of(path, "plain", sparse=("nobody",)), tmp_path / "other", (path,), 5000)
@@ -163,12 +163,12 @@ def test_first_error_in_file_order_is_raised(tmp_path: Path, monkeypatch: pytest
 
 
 def test_interrupted_preparation_reuses_its_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And ends with the bytes of one that was not; parts of other samples are removed."""
+    """The result has the bytes of an undisturbed preparation; segments of other samples are removed."""
     path, cache = write(tmp_path / "a.csv", text(4000, 2)), tmp_path / "cache"
     monkeypatch.setattr(preparation, "FilesPreparation", partial(FilesPreparation, block_bytes=4000))
     config = config_of(path, "plain")
     undisturbed = prepare(config, tmp_path / "other")
-    read, parsed = parts_module.read_segment, list[int]()
+    read, parsed = segments_module.read_segment, list[int]()
     left = 5
 
     def read_segment(part: Segment, *args: Any) -> Any:
@@ -193,12 +193,12 @@ def test_interrupted_preparation_reuses_its_segments(tmp_path: Path, monkeypatch
 
 
 def test_segments_have_the_blocks_of_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit of means and deviations, which are summed up by block."""
+    """Means and deviations, which are summed by block, have the same bits."""
     path = write(tmp_path / "a.csv", text(4000, 1).replace(b'"', b""))
     config = config_of(path, "plain", test_fraction=0.0)
     source = Source((path,), config.data, block_bytes=3000)
     expected = fit(source.blocks(), config.data).dense
-    in_parts(monkeypatch, 1)
+    in_segments(monkeypatch, 1)
     preparation = FilesPreparation(
         config, tmp_path / "new", tmp_path / "parts", ignore_progress, lambda: None, ENOUGH, 3000
     )

@@ -1,4 +1,4 @@
-"""What is held out for testing: whole users, or the latest rows."""
+"""The held-out rows: complete users, or the latest rows."""
 
 import dataclasses
 import random
@@ -19,7 +19,7 @@ NUM_ROWS = 600
 
 
 def rows_of(path: Path, **keys: Any) -> tuple[list[int], list[int]]:
-    """The rows of the file that are for training and for testing."""
+    """Return the training rows and the test rows of a file."""
     config = csv_config(path, sparse=("item",), **keys)
     validate(config)
     train, test = prepared(config, path.parent / "cache")

@@ -1,4 +1,4 @@
-"""Whether input files are what they were, and what is refused of them."""
+"""Input files: changes are detected, and unsuitable files are refused."""
 
 import dataclasses
 import os
@@ -33,7 +33,7 @@ def write(path: Path, num_rows: int = 200, label: Callable[[int], int] = lambda 
 
 
 def replace(path: Path, old: bytes, new: bytes, at: int = 0) -> None:
-    """Put ``new`` for ``old`` and leave size and time as they are, as rsync does."""
+    """Replace ``old`` by ``new``; size and modification time stay the same."""
     assert len(old) == len(new)
     before = path.stat()
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""What preparing may take, and how many processes share it."""
+"""The memory limit of a preparation, and the number of threads that fit."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def test_too_little_memory_is_refused() -> None:
 
 
 WIDTH = 40
-# Arguments: a file of digits, a folder, the limit in bytes. It waits for a line before it prepares.
+# Arguments: a file of digits, a folder, the limit in bytes. The script waits for a line before it prepares.
 PREPARING = """
 import sys
 from pathlib import Path
@@ -66,7 +66,7 @@ preparation.write([Path(path)], [])
 
 
 def anonymous_bytes(pid: int) -> int:
-    """The memory that a process alone has, and no file stands for; 0 where it has ended."""
+    """Return the anonymous memory of a process; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -77,7 +77,7 @@ def anonymous_bytes(pid: int) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("mib", [707, 1352])
 def test_preparation_stays_within_the_limit(mib: int, tmp_path: Path) -> None:
-    """Of the input that takes most for each byte: numbers of one digit, in two parts."""
+    """The input needs the most memory for each byte: numbers of one digit, in two segments."""
     digits = np.random.default_rng(0).integers(48, 50, ((100 * MIB) // (2 * WIDTH), WIDTH), dtype=np.uint8)
     text = np.full((len(digits), 2 * WIDTH), ord(","), np.uint8)
     text[:, ::2], text[:, -1] = digits, ord("\n")

@@ -152,7 +152,7 @@ def test_duplicate_column_names_are_refused(tmp_path: Path) -> None:
 
 
 def test_partly_dictionary_encoded_columns_are_read(tmp_path: Path) -> None:
-    """Writers then go on without one, within a row group."""
+    """Writers then continue without a dictionary, within a row group."""
     path = tmp_path / "a.parquet"
     cities = [f"city-{i % 700:05}" for i in range(2000)]
     table = pa.table({"label": labels(2000), "city": cities, "tags": [[city] for city in cities]})

@@ -1,4 +1,4 @@
-"""Prepared data sets: made once, whole or not at all, and gathered from at random."""
+"""Prepared data sets: prepared once, atomically, and gathered at random."""
 
 import itertools
 import os

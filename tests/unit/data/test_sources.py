@@ -1,4 +1,4 @@
-"""Raw files to parsed rows: formats, missing values, bad rows and what is said about them."""
+"""Files to parsed rows: formats, missing values, invalid rows and their messages."""
 
 import dataclasses
 import gzip

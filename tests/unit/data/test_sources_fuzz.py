@@ -1,4 +1,4 @@
-"""Readers before thousands of hostile files: rows or one clear error, whatever the size of blocks."""
+"""Hostile files give rows or one clear error, for any block size."""
 
 import gzip
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Input files in a store: the samples of files on the disk, and one line for what a store refuses."""
+"""Input files in a store give the samples of local files; errors of the store are one line."""
 
 import gzip
 import random
@@ -70,7 +70,7 @@ def config_of(*paths: StoragePath, **keys: Any) -> RunConfig:
 
 
 def samples_of(folder: Path) -> dict[str, bytes]:
-    """What there is of prepared data, but the names of the files that they are of."""
+    """Return the files of prepared data that do not hold the names of input files."""
     names = [*folder.rglob("*.npy"), folder / "features.json", *folder.glob("*.parquet")]
     assert len(names) > 4
     return {str(path.relative_to(folder)): path.read_bytes() for path in names}
@@ -84,7 +84,7 @@ def test_samples_of_stored_files_equal_those_of_local_files(
     there: RemotePath,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of many segments, read by several threads too."""
+    """The files have many segments, which several threads read."""
     (here := tmp_path / "here").mkdir()
     write_files(here)
     sent(here, there)
@@ -102,7 +102,7 @@ def test_samples_of_stored_files_equal_those_of_local_files(
 def test_segments_of_stored_files_are_read_once(
     tmp_path: Path, there: RemotePath, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Text is fetched once, but for the beginnings of parts; of Parquet, the columns that are wanted."""
+    """Text is fetched once, except for the starts of segments; of Parquet, only required columns are."""
     (here := tmp_path / "here").mkdir()
     write(here / "a.csv", text(15_000, 1))
     rows = columns(9_000, 1)

@@ -31,12 +31,12 @@ break",d
 
 
 def pieces(text: bytes, size: int) -> Iterator[bytes]:
-    """``text`` in parts of ``size`` bytes."""
+    """Return ``text`` in chunks of ``size`` bytes."""
     return (text[i : i + size] for i in range(0, len(text), size))
 
 
 def streamed(text: Iterator[bytes], data: DataSection = CSV) -> Source:
-    """What reads it, and gives the column "note" as it is."""
+    """Return a source that also passes the column "note" on."""
     return Source((STDIN,), data, with_labels=False, text=text, beside=(("--keep", "note"),))
 
 
@@ -100,7 +100,7 @@ def test_missing_column_of_a_stream_is_named() -> None:
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """A pipe; its reading end, and its writing one, which a test may close."""
+    """Yield the reading end and the writing end of a pipe."""
     reading, writing = os.pipe()
     writer = os.fdopen(writing, "wb", buffering=0)
     yield reading, writing

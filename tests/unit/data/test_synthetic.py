@@ -1,4 +1,4 @@
-"""The built-in click log: deterministic, in shape, and with a truth that scores as told."""
+"""The synthetic click log: its seed, its columns, and its true probabilities."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Labels of several tasks, weights and groups: out of files, into prepared data, and into batches."""
+"""Labels of several tasks, weights and groups: in files, in prepared data, and in batches."""
 
 from pathlib import Path
 from typing import Any
@@ -129,9 +129,9 @@ def test_batches_have_the_total_weights_of_the_step(tmp_path: Path) -> None:
     loaders = [
         BatchLoader(train, batch_size=10, trainer_index=i, num_trainers=4, shuffle=True) for i in range(4)
     ]
-    for shares in zip(*(list(loader.batches(0)) for loader in loaders), strict=True):
-        weights = torch.cat([share.weights for share in shares if share.weights is not None])
-        for share in shares:
+    for slices in zip(*(list(loader.batches(0)) for loader in loaders), strict=True):
+        weights = torch.cat([share.weights for share in slices if share.weights is not None])
+        for share in slices:
             assert share.total_weights is not None
             assert share.total_weights.tolist() == [weights.double().sum().item()]
 

@@ -1,4 +1,4 @@
-"""Lines of text files: what belongs together, what is no text, and how much is held of it."""
+"""Lines of text files: quotes, line ends, binary files, and long lines."""
 
 import gzip
 from pathlib import Path

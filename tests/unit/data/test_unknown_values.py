@@ -1,4 +1,4 @@
-"""Values unknown to the model: counted, expected, and told."""
+"""Values unknown to the model: their counts, expected counts, and warnings."""
 
 import dataclasses
 from pathlib import Path
@@ -8,7 +8,7 @@ from support.samples import csv_config, prepared
 
 from hybrid.data.dataset.dataset_manifest import DatasetReport, LabelReport
 from hybrid.data.values.invalid_rows import InvalidRowReport
-from workers.console.data_notes import data_notes, unknown_shares
+from workers.console.data_notes import data_notes, unknown_fractions
 
 ROWS = [(i % 2, f"c{i % 4}", "|".join(["a", f"t{i}"][: i % 3])) for i in range(60)]
 
@@ -38,7 +38,7 @@ def test_unknown_values_are_counted_by_column(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("minimum", "expected"), [(1, 20 / 60), (2, 20 / 60), (40, 1.0)])
 def test_expected_unknown_fraction(tmp_path: Path, minimum: int, expected: float) -> None:
-    """20 rows have the tag "a" alone, 20 have it with a tag of their own."""
+    """20 rows have only the tag "a", and 20 rows have "a" and a distinct tag."""
     city, tags = report_of(tmp_path, ROWS[1:], minimum).unknown
     assert city.expected == (minimum > 15)
     assert tags.expected == pytest.approx(expected)
@@ -49,7 +49,7 @@ def test_excess_of_unknown_values_is_a_warning(tmp_path: Path) -> None:
     (note,) = data_notes(report)
     assert note.startswith("warning: ")
     assert "100% of city (0% expected)" in note
-    assert unknown_shares(report.unknown) == "city 100.00%"
+    assert unknown_fractions(report.unknown) == "city 100.00%"
     assert report.unknown[1].count == 0
 
 

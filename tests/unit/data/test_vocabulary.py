@@ -1,4 +1,4 @@
-"""Vocabularies: which place a value has, exactly; and what they are in files."""
+"""Vocabularies: the index of each value, and the files that hold them."""
 
 import json
 import random
@@ -20,7 +20,7 @@ from hybrid.storage.files import compute_checksum
 
 
 def words(count: int, seed: int) -> list[str]:
-    """Short and long ones, of which many begin or end alike; the empty one and some beyond ASCII, too."""
+    """Return short and long texts with common prefixes and suffixes, some of them empty or not ASCII."""
     draw = random.Random(seed)
     found = {"", "\0", "\0\0", "é", "e\u0301", "x" * 4096, "x" * 4095 + "y", "y" + "x" * 4096}
     while len(found) < count:
@@ -30,7 +30,7 @@ def words(count: int, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("bits", [64, 5, 0])
 def test_indices_equal_those_of_a_dict(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many texts have the same hash."""
+    """Texts may have equal hashes."""
     hashes = vocabulary._hash
     monkeypatch.setattr(vocabulary, "_hash", lambda texts: hashes(texts) & np.uint64(2**bits - 1))
     known, asked = words(300, 1), words(500, 2)

@@ -1,4 +1,4 @@
-"""Vocabularies that are ordered in memory, and those that are merged, are the same."""
+"""Vocabularies are the same, whether they are ordered in memory or merged."""
 
 import random
 import shutil
@@ -26,7 +26,7 @@ def column(min_count: int) -> Column:
 
 
 def drawn(seed: int, num_pieces: int, num_columns: int) -> list[list[Words]]:
-    """For each piece and column the words, and how often each comes: some never, many equally often."""
+    """Return the counts of the values of each piece and column; some are 0, many are equal."""
     draw = random.Random(seed)
     pool = ODD + [f"{i:x}" for i in range(draw.choice([3, 300]))]
     return [
@@ -42,7 +42,7 @@ def drawn(seed: int, num_pieces: int, num_columns: int) -> list[list[Words]]:
 
 
 def written(folder: Path, pieces: list[list[Words]]) -> list[Path]:
-    """The pieces as files, as parsing and counting leave them."""
+    """Write pieces as parsing and counting leave them."""
     folders = []
     for i, columns in enumerate(pieces):
         coded = (pa.array([*words], pa.large_string()).dictionary_encode() for words in columns)
@@ -92,7 +92,7 @@ def test_order_does_not_depend_on_memory(tmp_path: Path, seed: int) -> None:
 
 
 def peak_bytes(job: RankJob) -> int:
-    """What ordering takes at most, of Arrow's memory and of Python's and NumPy's."""
+    """Return the peak memory of ordering, of Arrow, Python and NumPy."""
     usual = pa.default_memory_pool()
     pool = pa.proxy_memory_pool(usual)
     pa.set_memory_pool(pool)
@@ -106,7 +106,7 @@ def peak_bytes(job: RankJob) -> int:
 
 
 def test_ordering_stays_within_its_memory(tmp_path: Path) -> None:
-    """By 100,000 words, none of which comes twice."""
+    """The vocabulary has 100,000 distinct values."""
     folders = written(tmp_path, [[{f"{5_000 * i + j:x}": 1 for j in range(5_000)}] for i in range(20)])
     enough, little = (
         RankJob({0: column(1)}, folders, tmp_path / str(memory_bytes), memory_bytes)
