@@ -5,9 +5,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from support import other_stores
 from support.cluster import Clusters
-from support.stores import CREDENTIALS, Store, named_by_environment
+from support.stores import AZURITE, CREDENTIALS, Store, azure_container, google_bucket, named_by_environment
 
 from hybrid.storage.remote_path import RemotePath
 from workers.module_imports import importing_much
@@ -55,14 +54,14 @@ def store() -> Iterator[Store]:
 @pytest.fixture(scope="session")
 def google() -> Iterator[RemotePath]:
     """A bucket of a server that speaks as Google's store does."""
-    with other_stores.google() as bucket:
+    with google_bucket() as bucket:
         yield bucket
 
 
 @pytest.fixture(scope="session")
 def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemotePath]:
     """A container of Azurite's, whose key this process and those that it starts find in the environment."""
-    if other_stores.AZURITE is None:
+    if AZURITE is None:
         pytest.skip("needs azurite-blob, which npm install --global azurite puts on the path")
-    with other_stores.azure(tmp_path_factory.mktemp("azurite")) as container:
+    with azure_container(tmp_path_factory.mktemp("azurite")) as container:
         yield container

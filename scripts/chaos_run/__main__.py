@@ -119,7 +119,7 @@ def _run_class(options: argparse.Namespace) -> Callable[[Path, Sequence[str]], R
     """Return the class of the runs that are disturbed."""
     if not options.hosts:
         return Run
-    from support.first_process import hosts_refused
+    from support.namespaces import hosts_refused
 
     from chaos_run.on_hosts import HostsRun
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.commands import TrainedRun, output_of, settings
-from support.failure_runs import JOB, shared_server
+from support.failures import JOB, shared_server
 
 
 @pytest.fixture(scope="session")

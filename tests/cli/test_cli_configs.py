@@ -23,12 +23,6 @@ def launch(name: str, tmp_path: Path, **sections: dict[str, Any]) -> tuple[str, 
     return said, result_of(tmp_path / "run")
 
 
-def test_every_configuration_is_run_here() -> None:
-    """But the one to be planned alone (test_cli_help.py), and those of models (test_cli_models.py)."""
-    names = {path.stem for path in (ROOT / "configs").glob("*.toml")}
-    assert names == {"default", "adult", "criteo", "trillion"}
-
-
 @pytest.mark.long
 def test_default(tmp_path: Path) -> None:
     rows = {"synthetic_rows": 20_000}

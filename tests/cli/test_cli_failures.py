@@ -160,11 +160,11 @@ def test_nothing_outlives_a_launcher_that_was_killed(endless: list[str], tmp_pat
 
 
 def test_the_master_names_who_is_missing_and_who_came_twice(tiny: list[str], tmp_path: Path) -> None:
-    master = ["master", *settings(cluster={"start_timeout_seconds": 6}, run={"folder": "run"})]
+    master = ["master", *settings(cluster={"start_timeout_seconds": 4}, run={"folder": "run"})]
     with by_hand([master, TRAINER, TRAINER], [*tiny, *ONE_EACH], tmp_path) as commands:
         endings = [command.wait() for command in commands]
     assert [ended.code for ended in endings] == [75, 75, 75]
-    reason = "missing after 6 s (cluster.start_timeout_seconds): worker 0; started twice: trainer 0\n"
+    reason = "missing after 4 s (cluster.start_timeout_seconds): worker 0; started twice: trainer 0\n"
     assert endings[0].stderr == f"hybrid master: {reason}"
     assert sorted(ended.stderr for ended in endings[1:]) == [
         f"hybrid trainer 0: stopped by the master: {reason}",

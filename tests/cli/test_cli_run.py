@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.commands import ONE_EACH, code_block, output_of, run, settings
+from support.commands import code_block, output_of, run, settings
 
 SCRIPT = """
 import sys
@@ -61,9 +61,11 @@ def script(tmp_path: Path) -> Path:
     return file
 
 
-def test_trainer_0_prints_and_arguments_arrive(script: Path, tmp_path: Path) -> None:
-    said = output_of(["run", script.name, "--trainers", "3", "--workers", "1", "--", "trains"], tmp_path)
-    assert said.endswith("\ntrainers: 3 trains\nsteps: 2\n")
+def test_trainer_0_prints_and_the_script_gets_data_and_arguments(script: Path, tmp_path: Path) -> None:
+    sizes = ["--trainers", "3", "--workers", "1", *settings(data={"synthetic_rows": 300})]
+    said = output_of(["run", script.name, *sizes, "--", "prepares"], tmp_path)
+    assert "\n300 ['" in said
+    assert said.endswith("\ntrainers: 3 prepares\nsteps: 2\n")
 
 
 def test_habits_of_a_plain_loop_are_warned_of_on_the_screen(script: Path, tmp_path: Path) -> None:
@@ -71,13 +73,6 @@ def test_habits_of_a_plain_loop_are_warned_of_on_the_screen(script: Path, tmp_pa
     shown = output_of(["run", script.name, *pair, "--", "clips and pairs"], tmp_path)
     assert shown.count("train.clip_norm") == 1
     assert shown.count("cluster.gather") == 1
-
-
-def test_the_master_prepares_the_data_of_the_configuration(script: Path, tmp_path: Path) -> None:
-    data = settings(data={"synthetic_rows": 300})
-    said = output_of(["run", script.name, *ONE_EACH, *data, "--", "prepares"], tmp_path)
-    assert "\n300 ['" in said
-    assert said.endswith("\nsteps: 2\n")
 
 
 @pytest.mark.parametrize(

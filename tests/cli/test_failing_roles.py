@@ -7,8 +7,18 @@ from typing import Any
 
 import pytest
 from support.commands import ROOT
-from support.failure_plans import HOWS, PHASES, PLANS, ROLES, SHORT_PLANS, STARVED_PLANS, Plan, Row
-from support.failure_runs import live_through, shared_server
+from support.failures import (
+    HOWS,
+    PHASES,
+    PLANS,
+    ROLES,
+    SHORT_PLANS,
+    STARVED_PLANS,
+    Plan,
+    Row,
+    live_through,
+    shared_server,
+)
 from support.memory_group import child_group, own_group
 
 

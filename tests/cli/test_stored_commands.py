@@ -155,17 +155,6 @@ def test_a_loaded_model(twins: Twins) -> None:
     assert found[1] == found[0]
 
 
-@pytest.mark.long
-def test_a_plan(twins: Twins, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = []
-    for folder in twins.both():
-        data = {"path": folder / "clicks.csv", "format": "csv", "label": "clicked", "cache_folder": tmp_path}
-        main(["plan", *settings(data={**data, "sparse": '["user", "item"]'})])
-        found.append(said(capsys, folder))
-    assert re.search(r"^item +\d", found[0], re.MULTILINE)
-    assert found[1] == found[0]
-
-
 NEW = THERE / "new.csv"
 NO_BUCKET = RemotePath("s3://no-such-bucket", "x")
 NO_SUCH = "there is no such bucket; make it, or correct the URL"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import settings
-from support.failure_runs import JOB
+from support.failures import JOB
 from support.hosts import Host, Switch
 
 

@@ -11,9 +11,9 @@ import psutil
 import pytest
 from chaos_run.run_comparison import differences
 from support.commands import HYBRID, ROOT, Command, eventually, output_of, settings
+from support.host_roles import Progress, process_on
 from support.hosts import HOME, Host, Switch
 from support.namespaces import needs_hosts
-from support.started_again import Progress, process_on
 
 pytestmark = [needs_hosts, pytest.mark.long, pytest.mark.timeout(1000)]
 

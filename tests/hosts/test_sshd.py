@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from support.commands import HYBRID, ROOT, Command, eventually, settings
+from support.host_roles import Progress
 from support.hosts import Host
 from support.namespaces import needs_hosts
-from support.started_again import Progress
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 pytestmark = [

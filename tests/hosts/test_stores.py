@@ -1,18 +1,19 @@
 """Hosts without a common disk, but with a store: a run there is killed, goes on, and is evaluated."""
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from support.commands import output_of, settings
-from support.failure_runs import JOB
+from support.commands import eventually, output_of, settings
+from support.failures import JOB
 from support.host_roles import placed, started_at, started_on
-from support.host_stores import serving
 from support.hosts import Host, Switch
 from support.namespaces import needs_hosts
-from support.stores import BUCKET
+from support.stores import BUCKET, CREDENTIALS
 
 pytestmark = needs_hosts
 
@@ -58,3 +59,34 @@ def test_without_a_common_disk_a_run_goes_on_where_a_host_was_killed(tmp_path: P
     assert output_of(["evaluate", "one"], tmp_path).splitlines()[-1] == evaluated.splitlines()[-1]
     output_of(["predict", "one", "--output", "p.csv"], tmp_path)
     assert predicted == (tmp_path / "p.csv").read_text()
+
+
+_PORT = 5000  # of a host that has nothing else
+_START_SECONDS = 60.0
+_SERVE = "import sys; from moto.server import main; main(sys.argv[1:])"
+_ASK = """
+import sys
+from http.client import HTTPConnection
+connection = HTTPConnection(sys.argv[1], timeout=20)
+connection.request(sys.argv[2], sys.argv[3])
+sys.exit(connection.getresponse().status != 200)
+"""
+
+
+@contextmanager
+def serving(host: Host) -> Iterator[dict[str, str]]:
+    """A store with one bucket on a host; what its clients have in their environment."""
+    command = [*host.entering, sys.executable, "-c", _SERVE, "-H", host.address, "-p", str(_PORT)]
+    with subprocess.Popen(command, env=host.environment({}), stderr=subprocess.DEVNULL) as server:
+        try:
+            assert eventually(lambda: _has_bucket(host), _START_SECONDS)
+            yield {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://{host.address}:{_PORT}"}
+        finally:
+            server.kill()
+
+
+def _has_bucket(host: Host) -> bool:
+    """Whether the server makes it, or has it."""
+    asked = f"{host.address}:{_PORT}", "PUT", f"/{BUCKET}"
+    command = [*host.entering, sys.executable, "-c", _ASK, *asked]
+    return subprocess.run(command, env=host.environment({}), stderr=subprocess.DEVNULL).returncode == 0

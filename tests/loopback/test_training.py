@@ -1,10 +1,6 @@
-"""Training over RPC of a process with itself: in parts, with errors, and predictions.
-
-That all else equals one process too is shown with several, in comparison/test_matrix.py.
-"""
+"""Training over RPC of a process with itself: where exceptions come from, and predictions."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +15,7 @@ from torch import Tensor, nn
 
 from hybrid import transport
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.config import DenseSection, RunConfig, TrainSection
+from hybrid.config import RunConfig
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.placement import place
@@ -33,21 +29,19 @@ from hybrid.engine.losses import Objective
 from hybrid.engine.step_feed import Feed
 from hybrid.engine.train_step import StepResult, predict_step, train_step
 from hybrid.engine.update_guard import Guard
-from hybrid.errors import NonFiniteError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import Concatenation, DenseNet
-from hybrid.primitives.step_timings import PHASES, StepClock
+from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.learning_rate_schedule import Schedule
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
-from hybrid.reference.reference_training import Reference
 from hybrid.server.hosted_module import Hosted
 from hybrid.topology import MASTER
 from hybrid.user_code.tracebacks import describe_error
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
-STEPS = 8
+STEPS = 3
 DTYPE = torch.float64
 SIZE = 6
 RATE = 0.1
@@ -79,12 +73,12 @@ class RemoteLayer(HostedNet):
 class Job:
     """All that a run consists of, in this process: tables and perhaps a net across RPC, and one trainer."""
 
-    def __init__(self, rules: UpdateRules, multi_hot: bool, remote: bool) -> None:
+    def __init__(self, rules: UpdateRules, remote: bool) -> None:
         self._placement = place(TABLES, 1)
         shards = transport.create_module(MASTER, TableShards, self._placement, 0, rules, DTYPE)
         self.tables = transport.RemoteTables(MASTER, shards)
         self.tables.call(TableShards.initialise, 5).wait()
-        self.spec = InputSpec((), tuple(FeatureSpec(t.name, t.num_rows, multi_hot) for t in TABLES))
+        self.spec = InputSpec((), tuple(FeatureSpec(t.name, t.num_rows) for t in TABLES))
         self.embeddings = Embeddings(TABLES, self.spec, self._placement, {0: self.tables})
         self.hosts: list[transport.RemoteHosted[Any]] = [self.tables]
         self.remote_net: transport.RemoteNet | None = None
@@ -135,8 +129,8 @@ class Job:
 
 
 @contextmanager
-def running(rules: UpdateRules, *, multi_hot: bool = False, remote: bool = False) -> Iterator[Job]:
-    job = Job(dataclasses.replace(rules, timeout_seconds=PATIENCE_SECONDS), multi_hot, remote)
+def running(rules: UpdateRules, *, remote: bool = False) -> Iterator[Job]:
+    job = Job(dataclasses.replace(rules, timeout_seconds=PATIENCE_SECONDS), remote)
     try:
         yield job
     finally:
@@ -144,60 +138,15 @@ def running(rules: UpdateRules, *, multi_hot: bool = False, remote: bool = False
             host.call(Hosted.close).wait()
 
 
-def make_batches(multi_hot: bool) -> list[Batch]:
+def make_batches() -> list[Batch]:
     generator = torch.Generator().manual_seed(11)
-    made = []
+    batches = []
     for _ in range(STEPS):
-        lengths = [1] * SIZE if not multi_hot else [0, 1, 2, 3, 1, 0]
-        bags = [[torch.randint(0, r, (n,), generator=generator).tolist() for n in lengths] for r in ROWS]
-        sparse = SparseFeatures.from_bags(bags)
-        if not multi_hot:
-            sparse = sparse._replace(offsets=None)
+        ids_KB = [torch.randint(rows, (SIZE,), generator=generator) for rows in ROWS]
         labels = torch.randint(0, 2, (SIZE,), generator=generator).float()
-        made.append(Batch(torch.randn(SIZE, 2, generator=generator), sparse, labels, SIZE))
-    return made
-
-
-@pytest.mark.parametrize("mode", list(UpdateMode))
-@pytest.mark.parametrize("multi_hot", [False, True], ids=["one id a sample", "bags"])
-@pytest.mark.parametrize("parts", [1, SIZE + 1])
-@pytest.mark.parametrize("remote", [False, True], ids=["local", "with a remote net"])
-def test_micro_batches_add_up_to_the_whole_batch(
-    mode: UpdateMode, multi_hot: bool, parts: int, remote: bool
-) -> None:
-    """Of different sizes, and one of them empty, where a batch has fewer samples than parts.
-
-    A single trainer's asynchronous updates come as late as pipelined ones.
-    """
-    made = make_batches(multi_hot)
-    with running(UpdateRules(1, mode, parts), multi_hot=multi_hot, remote=remote) as job:
-        update = "sync" if mode is UpdateMode.SYNC else "pipelined"
-        config = RunConfig(
-            dense=DenseSection(optimizer="SGD", learning_rate=RATE),
-            train=TrainSection(dtype="float64", update=update),
-        )
-        rows = {table.name: rows_RD for table, rows_RD in zip(TABLES, job.rows(), strict=True)}
-        remote_net = make_layer() if remote else None
-        reference = Reference(config, job.spec, TABLES, rows, dense_net(), remote_net, STEPS)
-        results = job.train(made)
-        losses = [reference.step([batch]) for batch in made]
-        assert [result.loss for result in results] == pytest.approx(losses, rel=1e-12)
-        nets = [*reference.nets[0].parameters()]
-        if reference.remote_net is not None:
-            nets += reference.remote_net.parameters()
-        for ours, theirs in zip(job.parameters(), (*reference.tables.values(), *nets), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
-        assert {len(result.outputs) for result in results} == {SIZE}
-        seconds = job.clock.take()
-        assert all(seconds[phase] > 0 for phase in PHASES)
-
-
-def test_a_loss_that_is_not_finite_stops_training() -> None:
-    batches = make_batches(multi_hot=False)
-    batches[5].dense_features[2, 1] = math.nan
-    with running(UpdateRules(1)) as job:
-        with pytest.raises(NonFiniteError, match=r"^step 5: the loss of trainer 0 is nan: the num"):
-            job.train(batches)
+        sparse = SparseFeatures(torch.cat(ids_KB), None, None, len(ROWS))
+        batches.append(Batch(torch.randn(SIZE, 2, generator=generator), sparse, labels, SIZE))
+    return batches
 
 
 class _Refusing(torch.autograd.Function):
@@ -224,7 +173,7 @@ def test_an_exception_of_the_backward_pass_keeps_its_place(mode: UpdateMode, rem
     with running(UpdateRules(1, mode), remote=remote) as job:
         job.model.stages.head = job.net.head = nn.Sequential(job.net.head, Backwards())
         with pytest.raises(KeyError) as caught:
-            job.train(make_batches(multi_hot=False)[:1])
+            job.train(make_batches()[:1])
         assert re.search(
             r"test_training.py:\d+, in backward: KeyError: 'mine'$", describe_error(caught.value)
         )
@@ -235,14 +184,14 @@ def test_an_exception_of_the_forward_pass_names_its_layer() -> None:
         head = nn.Sequential(job.net.head, nn.Linear(5, 1, dtype=DTYPE))
         job.model.stages.head = job.net.head = head
         with pytest.raises(RuntimeError, match="shapes") as caught:
-            job.train(make_batches(multi_hot=False)[:1])
+            job.train(make_batches()[:1])
         assert "; in head.1 of the net, Linear(in_features=5," in describe_error(caught.value)
 
 
 def test_prediction_needs_no_labels_and_changes_nothing() -> None:
-    made = make_batches(multi_hot=False)
+    made = make_batches()
     with running(UpdateRules(1), remote=True) as job:
-        job.train(made[:3])
+        job.train(made)
         before = [parameter.detach().clone() for parameter in job.parameters()]
         first, unlabelled = made[0], made[0]._replace(labels=torch.empty(0))
         predicted_B = job.predict(first, 3)

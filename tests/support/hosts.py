@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Self
 
 import psutil
-from support.first_process import SECONDS, first_process, processes_in
+from support.namespaces import SECONDS, first_process, processes_in
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = Path("/tmp/home")  # of a host, in which its commands run

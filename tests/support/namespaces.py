@@ -1,10 +1,113 @@
-"""Namespaces of the system, for tests that need one."""
+"""Namespaces of tests' own: their first process, which others may join, and with which all of them end."""
 
+import ctypes
+import os
+import shlex
+import signal
 import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 
+import psutil
 import pytest
-from support.first_process import hosts_refused
+
+SECONDS = 20.0
+_KINDS = ("ipc", "uts", "net", "pid", "mnt")  # the last, since the files of /proc are another's then
+_FIRST_OF_ALL = """
+import signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what is left to it is no zombie
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@cache
+def hosts_refused() -> str:
+    """Why this system has no hosts for this process; empty where it has."""
+    if os.geteuid() != 0:
+        return "hosts are namespaces, which take root to make"
+    if missing := [tool for tool in ("setpriv", "unshare", "nsenter", "ip", "mount") if not _has(tool)]:
+        return f"hosts are namespaces, which take {', '.join(missing)} to make"
+    flags = [f"--{kind}" for kind in ("net", "pid", "mount", "uts", "ipc", "fork", "mount-proc")]
+    attempt = "mount -t tmpfs tmpfs /dev/shm && ip link add name a type veth peer name b"
+    tried = subprocess.run(["unshare", *flags, "sh", "-c", attempt], capture_output=True, text=True)
+    return f"hosts are namespaces, not allowed here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def _has(tool: str) -> bool:
+    found = subprocess.run(["sh", "-c", f"PATH=$PATH:/usr/sbin:/sbin command -v {tool}"], capture_output=True)
+    return found.returncode == 0
+
+
+@contextmanager
+def first_process(flags: Sequence[str], script: str, *arguments: str) -> Iterator[int]:
+    """The first process of new namespaces, by its number out here; ends with the block, or with this process.
+
+    Args:
+        flags: of ``unshare``, which namespaces.
+        script: of bash, for which ``arguments`` are, run before it is ready.
+    """
+    command = ["setpriv", "--pdeathsig", "KILL", "unshare", *flags, "--fork", "--kill-child"]
+    be_first = shlex.join([sys.executable, "-S", "-E", "-c", _FIRST_OF_ALL])
+    command += ["bash", "-ec", f"{script}\nexec {be_first}", "bash", *arguments]
+    with subprocess.Popen(  # with its complaints, since it has some where its child is killed
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == "ready\n", process.stderr.read()
+            (first,) = psutil.Process(process.pid).children()
+            try:
+                yield first.pid
+            finally:
+                first.kill()  # the system reports its end once all that is in there has ended
+                process.wait(SECONDS)
+        finally:
+            process.kill()
+
+
+def processes_in(first: int) -> list[psutil.Process]:
+    """Those of a pid namespace, zombies left out."""
+    with suppress(OSError):
+        return list(_sharing(os.readlink(f"/proc/{first}/ns/pid")))
+    return []
+
+
+def _sharing(namespace: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.NoSuchProcess):
+            is_here = os.readlink(f"/proc/{process.pid}/ns/pid") == namespace
+            if is_here and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+
+
+def enter(first: int) -> None:
+    """Have this process go on in the namespaces of another; what is left outside ends as it does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    files = [os.open(f"/proc/{first}/ns/{kind}", os.O_RDONLY) for kind in _KINDS]
+    for file in files:
+        if libc.setns(file, 0) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        os.close(file)
+    if child := os.fork():  # a process keeps its number: only children get one in there
+        _end_as(child)
+
+
+def _end_as(child: int) -> None:
+    def pass_on(number: int, frame: object) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == -signal.SIGKILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 @cache
