@@ -118,7 +118,7 @@ def started(store: dist.Store) -> Iterator[None]:
     try:
         yield
     finally:
-        transport.stop(SECONDS, graceful=False)
+        transport.stop(SECONDS)
 
 
 def address_in(store: dist.HashStore) -> str:

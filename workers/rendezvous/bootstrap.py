@@ -10,7 +10,7 @@
     waits for every role, names those        writes: host, pid, mounts
       that are missing after the timeout
     writes "go"                          ──► waits for it
-                     all: join the RPC group
+                     all: connect once to each role of another host, join the RPC group
 
 Every connection begins with a handshake (:mod:`workers.rendezvous.secure_channel`). The registration of a
 role (:mod:`workers.rendezvous.heartbeat`) is its first heartbeat (:mod:`workers.rendezvous.heartbeat`).
@@ -43,6 +43,7 @@ from hybrid.security.closed_listeners import close_listeners_after
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.transport.shared_memory.lent_blocks import own_network
+from hybrid.transport.socket.handshake import address_of
 from workers.controller.deployment import local_constructors
 from workers.controller.shared_folders import filesystem_id
 from workers.exit_codes import WARNING, ExitCode, StopMessage, exit_code
@@ -57,7 +58,6 @@ from workers.rendezvous.heartbeat import (
 from workers.rendezvous.host_requirements import allow_open_files, check_reachable, choose_interface
 from workers.rendezvous.interrupt import Interrupter, StoppedError, last_words, run_interruptibly
 from workers.rendezvous.master_address import MasterAddress
-from workers.rendezvous.reachability import check_connections, publish_hosts
 from workers.rendezvous.rendezvous_server import STOP, TWICE, VERDICT, RendezvousServer
 from workers.rendezvous.rendezvous_store import RendezvousStore
 from workers.rendezvous.secure_channel import Channel, connect
@@ -68,6 +68,9 @@ _FAREWELL_SECONDS = 5.0
 _LONGEST_WAIT = timedelta(minutes=1)
 _RUN_ID_BYTES = 16
 _GO = "go"
+_HOSTS, _FAILURE = "hosts", "failure"
+_BACKLOG = 1024
+_LONGEST_ATTEMPT_SECONDS = 10.0  # in which the system sends four packets
 _DONE = StopMessage()
 # Until a role has the configuration.
 _FIRST_INTERVAL = HeartbeatInterval(RunConfig().cluster.heartbeat_timeout_seconds)
@@ -270,6 +273,53 @@ def _start_torch(
     )
 
 
+def check_connections(role: Role, store: dist.Store, interface: str, timeout_seconds: float) -> None:
+    """Return once every role has connected to those of other hosts; at once if all are on one host.
+
+    Process groups and RPC connect every pair of roles, on ports that the system chooses. If a firewall blocks
+    them, torch waits long and names nobody. So the master collects the results of these attempts, and starts
+    the cluster or names a pair that is blocked.
+
+    Args:
+        interface: on which others reach this role.
+        timeout_seconds: of an attempt, up to ten seconds.
+
+    Raises:
+        ClusterError: two roles cannot connect.
+    """
+    hosts = json.loads(store.get(_HOSTS))
+    if len({network for _, network in hosts.values()}) == 1:
+        return
+    family, address = address_of(interface)
+    with socket.create_server((address, 0), family=family, backlog=_BACKLOG) as listener:
+        store.set(f"address/{role}", json.dumps(listener.getsockname()[:2]))
+        failure = ""
+        here, network = hosts[str(role)]
+        for other, (there, others_network) in hosts.items():
+            if failure or others_network == network:
+                continue
+            others_address = tuple(json.loads(store.get(f"address/{other}")))
+            seconds = min(timeout_seconds, _LONGEST_ATTEMPT_SECONDS)
+            try:
+                socket.create_connection(others_address, seconds, source_address=(address, 0)).close()
+            except OSError as error:
+                host, port = others_address
+                failure = (
+                    f"{role} on host {here} cannot reach {other} on host {there} at {host}:{port} "
+                    f"({error.strerror or first_line(error)}); is there a firewall between them? "
+                    "Roles connect to each other on any port"
+                )
+        store.set(f"failure/{role}", failure)
+        if role == MASTER:
+            all_failures = [store.get(f"failure/{each}").decode() for each in hosts]
+            store.set(_FAILURE, next(filter(None, all_failures), ""))
+        first_failure = store.get(_FAILURE).decode()
+    if first_failure and role == MASTER:
+        raise ClusterError(first_failure)
+    if first_failure:  # the master reports it
+        raise StoppedError(failure or f"stopped by the master: {first_failure}")
+
+
 def _signal_main_thread(number: int) -> None:
     """Stop the master, since a signal asked another role to stop."""
     ours = number if number == WARNING else STOP_REQUEST
@@ -312,7 +362,7 @@ def _gather(store: dist.Store, topology: Topology, timeout_seconds: float) -> di
             raise ClusterError(f"missing after {limit}: {missing}{hint}")
     members = {role: Member(*json.loads(store.get(f"member/{role}"))) for role in roles}
     hosts = {str(role): (each.host, each.network) for role, each in members.items()}
-    publish_hosts(store, {str(MASTER): (socket.gethostname(), own_network())} | hosts)
+    store.set(_HOSTS, json.dumps({str(MASTER): (socket.gethostname(), own_network())} | hosts))
     store.set("run", secrets.token_hex(_RUN_ID_BYTES))
     store.set(VERDICT, _GO)
     return members

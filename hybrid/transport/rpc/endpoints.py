@@ -184,28 +184,17 @@ def await_module(rref: rpc.RRef[nn.Module]) -> int | Failure:
     return number
 
 
-def invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...]) -> Any:
-    """Call a public method of an object that lives here."""
+def invoke(target: rpc.RRef[Any] | int, method: str, args: tuple[Any, ...]) -> Any:
+    """Call a public method of an object that lives here, or of the update barrier of a module's number."""
     try:
-        return _invoke(rref.local_value(), method, args)
+        if method.startswith("_"):
+            raise ClusterError(f"{method} cannot be called by RPC: it is not public")
+        owned = _modules[target].barrier if isinstance(target, int) else target.local_value()
+        return getattr(owned, method)(*map(from_reference, args))
     except Exception as error:  # returned as a value
         return failure_of(error)
-
-
-def invoke_barrier(number: int, method: str, args: tuple[Any, ...]) -> Any:
-    """Call a public method of the update barrier of a module that lives here."""
-    try:
-        return _invoke(_modules[number].barrier, method, args)
-    except Exception as error:  # returned as a value
-        return failure_of(error)
-
-
-def _invoke(owned: Any, method: str, args: tuple[Any, ...]) -> Any:
-    if method.startswith("_"):
-        raise ClusterError(f"{method} cannot be called by RPC: it is not public")
-    return getattr(owned, method)(*map(from_reference, args))
 
 
 # Calls outside of distributed autograd, by the socket transport; a lookup within it is a call by RPC.
 SOCKET_CALLS = (lookup, exchange)
-CALLS = (lookup, greet, vitals, call_net, norm, create, await_module, invoke, invoke_barrier)
+CALLS = (lookup, greet, vitals, call_net, norm, create, await_module, invoke)

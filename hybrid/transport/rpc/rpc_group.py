@@ -83,15 +83,10 @@ def start(
         _servers.append(SocketServer(accept_trainers(identity, sockets, interface), SOCKET_CALLS))
 
 
-def stop(timeout_seconds: float, graceful: bool = True) -> None:
-    """Leave the RPC group.
-
-    Args:
-        timeout_seconds: how long to wait for the other roles.
-        graceful: whether to wait until every role leaves; False if one may be gone.
-    """
+def stop(timeout_seconds: float) -> None:
+    """Leave the RPC group; wait up to ``timeout_seconds`` until every role leaves."""
     try:
-        rpc.shutdown(graceful=graceful, timeout=timeout_seconds)
+        rpc.shutdown(timeout=timeout_seconds)
     finally:
         install(None)
         local_constructors.clear()

@@ -97,9 +97,7 @@ class RemoteHosted(Remote[Kind]):
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Pending[Result]:
         """Start a method of the module's update barrier; see :meth:`call`."""
-        return Pending(
-            self.role, _send(self.role, endpoints.invoke_barrier, self._number, method.__name__, args)
-        )
+        return Pending(self.role, _send(self.role, endpoints.invoke, self._number, method.__name__, args))
 
     def norm(self, step: int) -> Pending[float]:
         """See :meth:`UpdateBarrier.norm`."""

@@ -14,8 +14,8 @@ from torch.distributed import HashStore
 
 from hybrid.errors import ClusterError
 from hybrid.topology import MASTER, Role, RoleKind
+from workers.rendezvous.bootstrap import check_connections
 from workers.rendezvous.interrupt import StoppedError
-from workers.rendezvous.reachability import check_connections, publish_hosts
 
 TRAINER, WORKER = Role(RoleKind.TRAINER), Role(RoleKind.WORKER)
 ROLES = (MASTER, TRAINER, WORKER)
@@ -37,12 +37,13 @@ def outcomes(
         error: what comes of those.
     """
     store, own, tries = HashStore(), threading.local(), list[Role]()
-    publish_hosts(store, {str(role): (f"host {n}", n) for role, n in zip(ROLES, networks, strict=True)})
+    hosts = {str(role): (f"host {n}", n) for role, n in zip(ROLES, networks, strict=True)}
+    store.set("hosts", json.dumps(hosts))
 
     def connect(there: tuple[str, int], *args: Any, **kwargs: Any) -> socket.socket:
         tries.append(own.role)
         for role, other in closed:
-            if role == own.role and json.loads(store.get(f"way/{other}"))[1] == there[1]:
+            if role == own.role and json.loads(store.get(f"address/{other}"))[1] == there[1]:
                 assert error is not None
                 raise error
         time.sleep(0.05)  # so that another one's failure comes first
@@ -52,7 +53,7 @@ def outcomes(
         own.role = role
         check_connections(role, store, "lo", SECONDS)
 
-    monkeypatch.setattr("workers.rendezvous.reachability.socket.create_connection", connect)
+    monkeypatch.setattr(socket, "create_connection", connect)
     with ThreadPoolExecutor(len(ROLES)) as threads:
         ended = {role: threads.submit(run, role) for role in ROLES}
         return {role: each.exception(SECONDS) for role, each in ended.items()}, len(tries)
