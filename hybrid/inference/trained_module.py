@@ -58,13 +58,9 @@ def load(
         CheckpointError: there is no checkpoint, or it is damaged, or of another module.
         ConfigError: the run names code that may not be executed.
     """
-    if module is not None:
-        return _load_module(Checkpoint.best_valid(parse_path(folder), warnings.warn), module)
-    return TrainedModule(TrainedRun.read(parse_path(folder), warnings.warn, trust_code))
-
-
-def _load_module(stored: Checkpoint, module: nn.Module) -> nn.Module:
-    """Load a module of a custom loop; the result is a copy without this package's tables."""
+    if module is None:
+        return TrainedModule(TrainedRun.read(parse_path(folder), warnings.warn, trust_code))
+    stored = Checkpoint.best_valid(parse_path(folder), warnings.warn)
     names = {id(each): name for name, each in module.named_modules() if isinstance(each, TableModule)}
     if set(names.values()) != stored.manifest.tables.keys():
         expected = ", ".join(sorted(names.values())) or "no tables"
@@ -142,16 +138,6 @@ class TrainedModule(nn.Module):
         spec = blueprint.input_spec
         self.num_dense = len(spec.dense_features)
         self._features = list(zip(spec.sparse_features, tables_of(spec, blueprint.tables), strict=True))
-        self.inputs = self._inputs()
-        self._tasks = trained.config.all_tasks
-        num_outputs = trained.config.num_outputs
-        self._shape = (-1,) if num_outputs == 1 else (-1, num_outputs)
-        self.dtype = blueprint.dtype
-        precision = trained.config.dense.autocast
-        self.autocast: torch.dtype | None = None if precision == "none" else getattr(torch, precision)
-        self.eval()
-
-    def _inputs(self) -> tuple[Input, ...]:
         inputs = [Input(DENSE, torch.float32, (SAMPLES, self.num_dense))] if self.num_dense else []
         for feature, _ in self._features:
             ids = (f"ids of {feature.name}",) if feature.multi_hot else (SAMPLES,)
@@ -163,7 +149,14 @@ class TrainedModule(nn.Module):
         names = [each.name for each in inputs]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError("data.sparse", "makes several inputs of one name; rename a column", repeated)
-        return tuple(inputs)
+        self.inputs = tuple(inputs)
+        self._tasks = trained.config.all_tasks
+        num_outputs = trained.config.num_outputs
+        self._shape = (-1,) if num_outputs == 1 else (-1, num_outputs)
+        self.dtype = blueprint.dtype
+        precision = trained.config.dense.autocast
+        self.autocast: torch.dtype | None = None if precision == "none" else getattr(torch, precision)
+        self.eval()
 
     @property
     def input_names(self) -> tuple[str, ...]:

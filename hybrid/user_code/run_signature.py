@@ -14,7 +14,7 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from hybrid.config import ClusterSection, RunConfig
@@ -28,7 +28,7 @@ from hybrid.storage.remote_path import StoragePath
 _PREFIX = "# signed by the user of this run: "
 _PREFIXES = (_PREFIX, "# own code signed by the user of this run: ")  # the second is of older runs
 _KEY_BYTES = 32
-_ALLOW = "look at it, and then allow it with --trust-code"
+_ALLOW = "and you have not signed it; look at it, and then allow it with --trust-code"
 
 
 def signed_toml(config: RunConfig) -> str:
@@ -54,14 +54,9 @@ def load_run_config(
         ConfigError: it names code, or a path, that this user has not signed; or see :func:`load_config`.
     """
     config = load_config(path, overrides, is_stored=True)
-    if trust_code:
-        return config
-    is_signed = _signature_check(path)
-    for dotted, code in _code_entries(config):
-        if not is_signed(dotted, code):
-            rule = f"{path} names this code, which would be imported and run, and you have not signed it"
-            raise ConfigError(dotted, f"{rule}; {_ALLOW}", code)
-    _check_paths(path, _path_entries(config) if uses_paths else [], overrides)
+    if not trust_code:
+        _refuse_unsigned(path, _code_entries(config), f"this code, which would be imported and run, {_ALLOW}")
+        _refuse_paths(path, _path_entries(config) if uses_paths else [], overrides)
     return config
 
 
@@ -79,21 +74,17 @@ def load_cluster_section(
     config = load_config(path, overrides, is_stored=True)
     if not trust_code:
         entries = [each for each in _path_entries(config) if each[0] == "cluster.secret_file"]
-        _check_paths(path, entries, overrides)
+        _refuse_paths(path, entries, overrides)
     return config.cluster
 
 
-def _check_paths(path: StoragePath, entries: Sequence[tuple[str, str]], overrides: Sequence[str]) -> None:
+def _refuse_paths(path: StoragePath, entries: Sequence[tuple[str, str]], overrides: Sequence[str]) -> None:
     """Raise ConfigError for a path in the file ``path`` that is neither signed nor overridden."""
     chosen = {text.partition("=")[0].strip() for text in overrides}
-    is_signed = _signature_check(path)
-    for dotted, value in entries:
-        if dotted not in chosen and not is_signed(dotted, value):
-            rule = (
-                f"{path} names this, which would be used, and you have not signed it; {_ALLOW}, or choose "
-                f"another (--resume: --set {dotted}=...; evaluate and predict: --input)"
-            )
-            raise ConfigError(dotted, rule, value)
+    for each in entries:
+        if each[0] not in chosen:
+            remedy = f"or choose another (--resume: --set {each[0]}=...; evaluate and predict: --input)"
+            _refuse_unsigned(path, [each], f"this, which would be used, {_ALLOW}, {remedy}")
 
 
 def _code_entries(config: RunConfig) -> list[tuple[str, str]]:
@@ -120,21 +111,17 @@ def _path_entries(config: RunConfig) -> list[tuple[str, str]]:
     return [(dotted, value) for dotted, value in entries if value]
 
 
-def _signature_check(path: StoragePath) -> Callable[[str, str], bool]:
-    """Return a function that tells whether the file at ``path`` has the user's signature of a value."""
-    lines = read_text(path).splitlines()
+def _refuse_unsigned(path: StoragePath, entries: Sequence[tuple[str, str]], rule: str) -> None:
+    """Raise ConfigError for a value that the file ``path`` names without this user's signature."""
+    lines = read_text(path).splitlines() if entries else []
     signatures = [
         line.removeprefix(p).strip().encode() for line in lines for p in _PREFIXES if line.startswith(p)
     ]
     key = _key() if signatures else None
-
-    def is_signed(dotted: str, value: str) -> bool:
-        if key is None:
-            return False
-        expected = _signature(key, dotted, value).encode()
-        return any(hmac.compare_digest(each, expected) for each in signatures)
-
-    return is_signed
+    for dotted, value in entries:
+        expected = b"" if key is None else _signature(key, dotted, value).encode()
+        if key is None or not any(hmac.compare_digest(each, expected) for each in signatures):
+            raise ConfigError(dotted, f"{path} names {rule}", value)
 
 
 def _signature(key: bytes, dotted: str, value: str) -> str:

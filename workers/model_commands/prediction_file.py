@@ -6,7 +6,7 @@ import csv
 import io
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -33,7 +33,8 @@ class PredictionWriter(Protocol):
         ...
 
 
-def prediction_file(output: StoragePath) -> AbstractContextManager[PredictionWriter]:
+@contextmanager
+def prediction_file(output: StoragePath) -> Iterator[PredictionWriter]:
     """Open a file that exists only once it is complete.
 
     Rows for :data:`STDOUT` are written at once; the process ends if nobody reads them any more.
@@ -41,11 +42,10 @@ def prediction_file(output: StoragePath) -> AbstractContextManager[PredictionWri
     Raises:
         HybridError: the file cannot be written.
     """
-    return _standard_output() if output == STDOUT else _file(output)
-
-
-@contextmanager
-def _standard_output() -> Iterator[PredictionWriter]:
+    if output != STDOUT:
+        with _file(output) as writer:
+            yield writer
+        return
     try:
         # sys.stdout would ignore errors at the end of the process.
         with open(1, "w", newline="", encoding="utf-8", closefd=False) as text:

@@ -1,7 +1,6 @@
 """The paths of a run's files. Free of torch, so that the launcher can refuse a run at once."""
 
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -32,13 +31,6 @@ def run_path(config: RunConfig) -> StoragePath:
         path = first.with_name(f"{first.name}.{number}")
         number += 1
     return path
-
-
-def runs_named(name: str) -> list[Path]:
-    """Return the folders of the runs of a name, as :func:`run_path` names them, newest first."""
-    pattern = re.compile(rf"{re.escape(name)}-(\d{{8}}-\d{{6}})(?:\.(\d+))?")
-    matches = {path: match for path in RUNS.glob("*") if (match := pattern.fullmatch(path.name))}
-    return sorted(matches, key=lambda path: (matches[path][1], int(matches[path][2] or 1)), reverse=True)
 
 
 def refuse_existing(path: StoragePath) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from hybrid.storage import files
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.user_code.run_signature import load_run_config
 from workers.run_folder.run_access import checkpoint_root
-from workers.run_folder.run_paths import METRICS_FILE, RESULT_FILE, command_name, runs_named
+from workers.run_folder.run_paths import METRICS_FILE, RESULT_FILE, RUNS, command_name
 
 # A line of metrics.jsonl.
 Record: TypeAlias = dict[str, Any]
@@ -135,8 +136,16 @@ def check_same_model(run: StoragePath, config: RunConfig) -> None:
 def newest_run(config: RunConfig) -> StoragePath | None:
     """Return run.folder, or the newest run of this name; None if there is no run."""
     folder = config.run.folder
-    runs: list[StoragePath] = [parse_path(folder)] if folder else [*runs_named(config.run.name)]
-    return next((run for run in runs if files.is_file(run / CONFIG_FILE)), None)
+    if folder:
+        return parse_path(folder) if files.is_file(parse_path(folder) / CONFIG_FILE) else None
+    # As run_path names them.
+    pattern = re.compile(rf"{re.escape(config.run.name)}-(\d{{8}}-\d{{6}})(?:\.(\d+))?")
+    runs = [
+        (match[1], int(match[2] or 1), path)
+        for path in RUNS.glob("*")
+        if (match := pattern.fullmatch(path.name)) and files.is_file(path / CONFIG_FILE)
+    ]
+    return max(runs)[2] if runs else None
 
 
 def is_finished(run: StoragePath, config: RunConfig) -> bool:
