@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -211,38 +212,30 @@ def _array(column: pa.Array) -> npt.NDArray[Any]:
     return np.asarray(column)
 
 
-class RankedWriter:
-    """Writes a vocabulary into a folder, some values at a time; close it.
+def write_ranked(folder: Path, blocks: Iterable[RankedValues]) -> None:
+    """Write a vocabulary into a new folder, block by block.
 
     The files have pyarrow's memory layout, so that they can be mapped: the texts end to end, the end of each
     text, and the count of each value.
     """
-
-    def __init__(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        self._files = [(folder / name).open("wb") for name in _RANKED]
-        self._end = 0
-        self._files[1].write(bytes(8))
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
-
-    def add(self, ranked: RankedValues) -> None:
-        """Write further values."""
-        bounds = text_bounds(ranked.values)
-        data = ranked.values.buffers()[2]
-        texts, ends, counts = self._files
-        if data is not None:
-            texts.write(memoryview(data)[bounds[0] : bounds[-1]])
-        ends.write((bounds[1:] + (self._end - bounds[0])).tobytes())
-        counts.write(ranked.counts_V.tobytes())
-        self._end += int(bounds[-1] - bounds[0])
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    with ExitStack() as files:
+        texts, ends, counts = (files.enter_context((folder / name).open("wb")) for name in _RANKED)
+        end = 0
+        ends.write(bytes(8))
+        for values, counts_V in blocks:
+            bounds = text_bounds(values)
+            data = values.buffers()[2]
+            if data is not None:
+                texts.write(memoryview(data)[bounds[0] : bounds[-1]])
+            ends.write((bounds[1:] + (end - bounds[0])).tobytes())
+            counts.write(counts_V.tobytes())
+            end += int(bounds[-1] - bounds[0])
 
 
 def read_ranked(folder: Path) -> RankedValues:
-    """Return what a :class:`RankedWriter` wrote, mapped into memory."""
+    """Return what :func:`write_ranked` wrote, mapped into memory."""
     buffers = []
     for name in _RANKED:
         if not (folder / name).stat().st_size:  # an empty file cannot be mapped

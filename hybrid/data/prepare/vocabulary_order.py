@@ -18,7 +18,6 @@ from __future__ import annotations
 import shutil
 from bisect import bisect_left
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ from hybrid.config.resolved_columns import Column
 from hybrid.data.encode.fitting import RankedValues, ValueCounts, rank
 from hybrid.data.encode.vocabulary import text_bounds
 from hybrid.data.prepare import spill
-from hybrid.data.prepare.spill import RankedWriter, read_ranked
+from hybrid.data.prepare.spill import read_ranked, write_ranked
 from hybrid.data.prepare.stages import ReportRows
 
 # What ordering takes for each value of a piece, and for each byte of it, if all values differ.
@@ -83,14 +82,9 @@ def rank_values(job: RankJob, report: ReportRows) -> None:
         _merge(job, sources, report)
     else:
         ranked, ranks = rank([source.read() for source in sources])
-        _write(job.folder, ranked)
+        write_ranked(job.folder, [ranked])
         for source, rank_D in zip(sources, ranks, strict=True):
             source.write_rows(rank_D, ranked)
-
-
-def _write(folder: Path, ranked: RankedValues) -> None:
-    with closing(RankedWriter(folder)) as writer:
-        writer.add(ranked)
 
 
 def _memory_costs(values: pa.Array) -> npt.NDArray[np.int64]:
@@ -130,17 +124,19 @@ def _merge(job: RankJob, sources: Sequence[_PieceColumn], report: ReportRows) ->
             batch = _read_sorted(path).slice(start, stop - start)
             counts.append(ValueCounts(batch["value"], np.asarray(batch["count"])))
         of_run, ranks = rank(counts)
-        _write(run, of_run)
+        write_ranked(run, [of_run])
         np.concatenate(ranks).astype(np.int32).tofile(run / "ranks.bin")
         report(0, 0.4 + 0.4 * (r + 1) / (len(cuts) + 1))
     shifts = _write_levels(job.folder, [read_ranked(run) for run in folders])
     ranked, sizes_IR = read_ranked(job.folder), np.diff(bounds_IR)
     ends_IR = sizes_IR.cumsum(axis=0)
     for source, path, sizes_R, ends_R in zip(sources, paths, sizes_IR, ends_IR, strict=True):
-        ranks = [
-            shift.ranks(np.fromfile(run / "ranks.bin", np.int32, size, offset=4 * (end - size)))
-            for run, shift, size, end in zip(folders, shifts, sizes_R.tolist(), ends_R.tolist(), strict=True)
-        ]
+        ranks = []
+        for run, (first_L, shift_L), size, end in zip(
+            folders, shifts, sizes_R.tolist(), ends_R.tolist(), strict=True
+        ):
+            in_run_D = np.fromfile(run / "ranks.bin", np.int32, size, offset=4 * (end - size))
+            ranks.append(in_run_D + shift_L[np.searchsorted(first_L, in_run_D, side="right") - 1])
         rank_D = np.empty(int(sizes_R.sum()), np.int64)
         rank_D[np.asarray(_read_sorted(path)["index"])] = np.concatenate(ranks)
         source.write_rows(rank_D, ranked)
@@ -165,38 +161,34 @@ def _read_sorted(path: Path) -> pa.RecordBatch:
         return pa.ipc.open_file(file).get_batch(0)
 
 
-class _Shift(NamedTuple):
-    """The difference between ranks in a run and ranks in the vocabulary.
+def _write_levels(
+    folder: Path, runs: Sequence[RankedValues]
+) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """Write the vocabulary of some runs, which follow each other by text.
 
-    Attributes:
-        first_L: the first rank in the run of each level, rising; before them 0, of values that never occur.
-        shift_L: of all ranks of the level.
+    Returns:
+        For each run, the first rank of each level, rising (before them 0, of values that never occur), and
+        the difference between ranks of that level in the vocabulary and in the run.
     """
-
-    first_L: npt.NDArray[np.int64]
-    shift_L: npt.NDArray[np.int64]
-
-    def ranks(self, rank_D: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Return ranks in the vocabulary."""
-        return rank_D + self.shift_L[np.searchsorted(self.first_L, rank_D, side="right") - 1]
-
-
-def _write_levels(folder: Path, runs: Sequence[RankedValues]) -> list[_Shift]:
-    """Write the vocabulary of some runs, which follow each other by text; return the shift of each run."""
     firsts = [np.flatnonzero(np.diff(run.counts_V, prepend=0)) for run in runs]
     first_S = np.concatenate(firsts)
     stop_S = np.concatenate([np.append(f, len(run.values))[1:] for f, run in zip(firsts, runs, strict=True)])
     run_S = np.repeat(np.arange(len(runs)), [*map(len, firsts)])
     count_S = np.concatenate([run.counts_V[f] for f, run in zip(firsts, runs, strict=True)])
     order = np.lexsort((run_S, -count_S))
-    with closing(RankedWriter(folder)) as writer:
-        for r, first, stop in zip(*(each[order].tolist() for each in (run_S, first_S, stop_S)), strict=True):
-            writer.add(RankedValues(runs[r].values[first:stop], runs[r].counts_V[first:stop]))
+    segments = zip(*(each[order].tolist() for each in (run_S, first_S, stop_S)), strict=True)
+    write_ranked(
+        folder,
+        (
+            RankedValues(runs[r].values[first:stop], runs[r].counts_V[first:stop])
+            for r, first, stop in segments
+        ),
+    )
     size_S = (stop_S - first_S)[order]
     position_S = np.empty_like(first_S)
     position_S[order] = size_S.cumsum() - size_S
     ends = np.cumsum([*map(len, firsts)])[:-1]
     return [
-        _Shift(np.append(0, first + 1), np.append(0, position - first))
+        (np.append(0, first + 1), np.append(0, position - first))
         for first, position in zip(firsts, np.split(position_S, ends), strict=True)
     ]
