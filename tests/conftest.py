@@ -11,20 +11,20 @@ from support.stores import AZURITE, CREDENTIALS, Store, azure_container, google_
 from hybrid.storage.remote_path import RemotePath
 from workers.module_imports import importing_much
 
-# As commands set it before they import torch; processes that are forked here have imported it.
+# Commands set this before they import torch; forked processes have imported torch already.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Of what is collected nothing is garbage: to look for it takes a quarter of the time."""
+    """Collect without garbage collection, which takes a quarter of the time."""
     with importing_much():
         return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Where the runs of these tests find the key with which they sign, and credentials; not the user's."""
+    """Give the tests their own folder of state, with the key that signs runs, and their own credentials."""
     os.environ.update(CREDENTIALS)
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
@@ -38,13 +38,13 @@ def clusters() -> Iterator[Clusters]:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where these tests keep prepared data."""
+    """The folder of prepared data."""
     return tmp_path_factory.mktemp("prepared")
 
 
 @pytest.fixture(scope="session")
 def store() -> Iterator[Store]:
-    """An S3 server that this process, and those that it starts, find by the environment."""
+    """An S3 server; the environment of this process and its children names it."""
     server = Store()
     with named_by_environment(server.environment):
         yield server
@@ -53,14 +53,14 @@ def store() -> Iterator[Store]:
 
 @pytest.fixture(scope="session")
 def google() -> Iterator[RemotePath]:
-    """A bucket of a server that speaks as Google's store does."""
+    """A bucket of an emulator of Google Cloud Storage."""
     with google_bucket() as bucket:
         yield bucket
 
 
 @pytest.fixture(scope="session")
 def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemotePath]:
-    """A container of Azurite's, whose key this process and those that it starts find in the environment."""
+    """A container of Azurite; the environment of this process and its children has the key."""
     if AZURITE is None:
         pytest.skip("needs azurite-blob, which npm install --global azurite puts on the path")
     with azure_container(tmp_path_factory.mktemp("azurite")) as container:

@@ -47,17 +47,17 @@ def small_config(**sections: dict[str, Any]) -> RunConfig:
 
 
 class CaseError(Exception):
-    """A case raised an exception in the master's process; the text begins with its type."""
+    """An exception that a case raised in the master's process; the text begins with its type."""
 
 
 @dataclass(frozen=True)
 class RunningCluster:
-    """A cluster whose master runs what it is sent."""
+    """A cluster whose master runs the functions that it receives."""
 
     master: Connection
 
     def run(self, case: Callable[Concatenate[Cluster, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``case(cluster, *args)`` in the master's process; its result."""
+        """Run ``case(cluster, *args)`` in the master's process; return its result."""
         self.master.send((case, args, kwargs))
         assert self.master.poll(CASE_SECONDS), f"{case.__name__} did not end within {CASE_SECONDS} s"
         raised, result = self.master.recv()
@@ -97,10 +97,10 @@ def _run(cluster: Cluster, case: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 @contextmanager
 def running_cluster(config: RunConfig, has_many_hosts: bool = False) -> Iterator[RunningCluster]:
-    """A cluster for the length of a ``with`` block; at its end every role must stop in peace.
+    """Run a cluster for the length of a ``with`` block; at its end, every role must stop without an error.
 
     Args:
-        has_many_hosts: whether each trainer believes to be on a host of its own, and shares no memory.
+        has_many_hosts: whether trainers act as if each had its own host, so that they share no memory.
     """
     context = fork_context()
     ours, theirs = context.Pipe()

@@ -1,4 +1,4 @@
-"""The real commands as processes: run them, signal them, and see that nothing of them is left."""
+"""Run the commands as processes, signal them, and check that no process of theirs is left."""
 
 import json
 import os
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HYBRID = (sys.executable, "-m", "workers")
 COMMAND_SECONDS = 60.0
 LEFT_SECONDS = 0.5
-# What a run that goes on and on was doing when it was stopped, as a regular expression.
+# A regular expression of the moment at which an endless run was stopped.
 DOING = r"(at step \d+|while evaluating after step \d+)"
 NOTHING: Mapping[str, str] = {}
 _POLL_SECONDS = 0.02
@@ -34,7 +34,7 @@ _MARK = "HYBRID_TEST_MARK"
 
 
 def settings(**sections: Mapping[str, object]) -> list[str]:
-    """``--set`` arguments: ``settings(train={"epochs": 2})``; values are written as TOML reads them."""
+    """Return ``--set`` arguments: ``settings(train={"epochs": 2})``; values are written as in TOML."""
     return [
         text
         for name, keys in sections.items()
@@ -48,9 +48,9 @@ TRAINER, WORKER = ["trainer", "--index", "0"], ["worker", "--index", "0"]
 
 
 def free_port() -> int:
-    """A port that is free now, to tell roles that are started by hand beforehand.
+    """Return a free port for roles that are started by hand.
 
-    It is none of those that the system hands out, which another process could have by the time it is used.
+    The system does not assign this port to any other process in the meantime.
     """
     while True:
         port = random.randrange(*_PORTS_NOT_HANDED_OUT)
@@ -60,7 +60,7 @@ def free_port() -> int:
 
 
 def eventually(condition: Callable[[], object], seconds: float) -> bool:
-    """Whether ``condition`` comes true within ``seconds``."""
+    """Return whether ``condition`` becomes true within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -80,7 +80,7 @@ class Ended:
 
 @dataclass
 class Command:
-    """A command that is running, in a session of its own; its output goes to files."""
+    """A running command in its own session; its output goes to files."""
 
     process: subprocess.Popen[bytes] | ForkedCommand
     output: Path
@@ -95,12 +95,12 @@ class Command:
         return self.output.with_suffix(".err").read_text()
 
     def await_step(self, step: int = 5) -> None:
-        """Wait until a run is in the middle of training."""
+        """Wait until a run reports this step."""
         text = f"\nstep {step}/"
         assert eventually(lambda: text in self.stdout, COMMAND_SECONDS), self.stdout + self.stderr
 
     def wait(self, seconds: float = COMMAND_SECONDS, left_seconds: float = LEFT_SECONDS) -> Ended:
-        """Wait for the end, and see that no process of the command outlives it by ``left_seconds``."""
+        """Wait for the end; fail if a process of the command outlives it by ``left_seconds``."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -110,7 +110,7 @@ class Command:
         return Ended(code, self.stdout, self.stderr)
 
     def processes(self) -> list[psutil.Process]:
-        """All living processes that the command started, itself included, whoever their parent is now."""
+        """Return the command and all living processes that it started."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -128,7 +128,7 @@ class Command:
         raise AssertionError(f"no {name} among {self.processes()}")
 
     def kill(self) -> None:
-        """End everything of the command, whatever state it is in."""
+        """Kill the command and all its processes."""
         self.process.kill()
         for process in self.processes():
             with suppress(psutil.NoSuchProcess):  # it has ended with the command
@@ -143,7 +143,7 @@ def _standard_errors(process: psutil.Process) -> Iterator[Path]:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """All living processes that carry ``mark`` in their environment."""
+    """Return all living processes that have ``mark`` in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -155,12 +155,12 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def marked_environment(mark: str) -> dict[str, str]:
-    """The environment of a command whose processes are to be found again."""
+    """Return an environment by which :func:`marked` finds the processes of a command."""
     return {**os.environ, _MARK: mark, "PYTHONPATH": str(ROOT)}
 
 
 def fresh_secret(folder: Path) -> list[str]:
-    """The setting that names a new secret in ``folder``, as roles by hand need it."""
+    """Write a new secret to ``folder``; return the setting that names it."""
     file = folder / "secret"
     Secret.fresh().write(file)
     return settings(cluster={"secret_file": file})
@@ -170,12 +170,12 @@ def fresh_secret(folder: Path) -> list[str]:
 def by_hand(
     roles: Sequence[Sequence[object]], arguments: Sequence[object], folder: Path, *, afresh: bool = False
 ) -> Iterator[list[Command]]:
-    """Roles such as ``["trainer", "--index", 0]``, each started by its own command, on one free port.
+    """Start roles such as ``["trainer", "--index", 0]``, each by its own command, on one free port.
 
-    The master is in ``folder``, the others in an empty one.
+    The master runs in ``folder``, the others in an empty folder.
 
     Args:
-        arguments: of the master; the others have all from it.
+        arguments: of the master; the others receive the configuration from it.
     """
     port, secret = free_port(), fresh_secret(folder)
     masters = [*arguments, *settings(cluster={"master": f"127.0.0.1:{port}"}), *secret]
@@ -193,11 +193,11 @@ def by_hand(
 def started(
     arguments: Sequence[object], folder: Path, *, afresh: bool = False, variables: Mapping[str, str] = NOTHING
 ) -> Iterator[Command]:
-    """A command started in ``folder``; whatever is left of it at the end of the block is killed.
+    """Start a command in ``folder``; kill it and its processes at the end of the block.
 
     Args:
-        variables: of its environment, beside those of this one.
-        afresh: by a new interpreter, as a user starts it; else see :mod:`support.forked_commands`.
+        afresh: start a new interpreter, as a user does; else fork, see :mod:`support.forked_commands`.
+        variables: environment variables to add.
     """
     output = folder / f"output-{uuid.uuid4().hex[:8]}"
     text = [str(argument) for argument in arguments]
@@ -234,20 +234,20 @@ def run(
 
 
 def output_of(arguments: Sequence[object], folder: Path, *, afresh: bool = False) -> str:
-    """What a command prints that is to come to its end, and complains of nothing; see :func:`started`."""
+    """Return the output of a command that must succeed without warnings; see :func:`started`."""
     ended = run(arguments, folder, afresh=afresh)
     assert (ended.code, ended.stderr) == (0, "")
     return ended.stdout
 
 
 def result_of(run_folder: Path) -> dict[str, Any]:
-    """The outcome that a run has left."""
+    """Return the content of a run's result.json."""
     values: dict[str, Any] = json.loads((run_folder / "result.json").read_text())
     return values
 
 
 def code_block(page: str, language: str, having: str = "") -> str:
-    """The one block of ``language`` in a page of the project that has some words."""
+    """Return the only code block of ``language`` on a page that contains some words."""
     text = (ROOT / page).read_text(encoding="utf-8")
     blocks = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     (code,) = (str(block) for block in blocks if having in block)
@@ -256,12 +256,12 @@ def code_block(page: str, language: str, having: str = "") -> str:
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished run: its folder, what its command has printed, and the settings that made it."""
+    """A finished run: its folder, the output of its command, and its settings."""
 
     folder: Path
     said: str
     settings: list[str]
 
     def copy(self, folder: Path) -> Path:
-        """A copy to go on from."""
+        """Copy the run, to resume the copy."""
         return Path(shutil.copytree(self.folder, folder / "run"))

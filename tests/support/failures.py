@@ -42,8 +42,8 @@ class Row:
     """One failure under ``launch``.
 
     Attributes:
-        role: who fails.
-        how: a signal, an exception, or that the kernel ends it for want of memory.
+        role: the role that fails.
+        how: a signal, an exception, or a kill by the kernel because memory ran out.
         phase: of the run.
     """
 
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def fault(self) -> tuple[str, str, str]:
-        """What support/faulty_net.py is told."""
+        """The fault as support/faulty_net.py reads it."""
         return self.role, self.how, self.phase
 
     @property
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def line(self) -> str:
-        """What ``launch`` says, as a regular expression."""
+        """The line of ``launch``, as a regular expression."""
         if self.ends_launch:
             return f"hybrid launch: {self._failure}"
         return f"hybrid launch: {self._failure}; {self._lost}"
@@ -104,7 +104,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run, which lives through its rows one after the other.
+    """One run in which the failures of its rows happen one after the other.
 
     Attributes:
         kind: of the role that fails.
@@ -119,7 +119,7 @@ class Plan:
 
     @property
     def update(self) -> str:
-        """How the run trains: one way or the other, in turn."""
+        """The mode of updates, by turns."""
         if self.how == STARVED:
             return "pipelined"
         return ("sync", "pipelined")[(ROLES.index(self.kind) + HOWS.index(self.how)) % 2]
@@ -170,7 +170,7 @@ JOB = settings(
 def shared_server() -> Iterator[None]:
     """Have every ``launch`` of this process fork its roles from one server, which imports torch once.
 
-    What it forks raises what support/faulty_net.py asks it to.
+    Its processes raise the exceptions that support/faulty_net.py requests by signals.
     """
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         servers: list[ForkServer] = []
@@ -187,7 +187,7 @@ def shared_server() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What ``launch`` has said, and when: in seconds since the epoch."""
+    """A line of ``launch``, and its time in seconds since the epoch."""
 
     text: str
     at: float
@@ -267,7 +267,7 @@ def live_through(plan: Plan, job: Sequence[str], folder: Path) -> None:
 
 
 def _check_end(run: Path) -> None:
-    """See that all steps are taken, and logged once."""
+    """Check that all steps are taken, and that each is logged once."""
     result = json.loads((run / "result.json").read_text())
     assert (result["steps"], result["num_samples"]) == (STEPS, TEST_SAMPLES), result
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -6,9 +6,9 @@
       ├── host-0   own network, process numbers, mounts, name and shared memory; 10.77.0.1 on eth0
       └── host-1   the same; 10.77.0.2
 
-Process numbers of its own, since TensorPipe takes another channel between processes that see each other. What
-hosts share is the project, its Python, and the folders that they are given; ``/tmp``, the home, ``/dev/shm``
-are each one's own. All of it is gone when the process that made it ends, however it does.
+Each host has its own process numbers, because TensorPipe takes another channel between processes that see each
+other. Hosts share the project, its Python, and the folders that they are given. Each has its own ``/tmp``, home
+and ``/dev/shm``. All hosts end with the process that made them.
 """
 
 from __future__ import annotations
@@ -101,20 +101,20 @@ class Switch:
         return host
 
     def down(self, host: Host) -> None:
-        """Pull the host's cable: nothing goes there, nor comes from there, and nobody is told."""
+        """Disconnect a host; no message reports it."""
         self.configure(f"link set {host.port} down")
 
     def up(self, host: Host) -> None:
-        """Put it back."""
+        """Connect a host again."""
         self.configure(f"link set {host.port} up")
 
     def unplug(self, host: Host) -> None:
-        """Take away the port of a host that is gone."""
+        """Remove the port of a host that was killed."""
         with suppress(subprocess.CalledProcessError):  # the system may have, with the host
             self.configure(f"link delete {host.port}")
 
     def configure(self, *lines: str) -> None:
-        """What ``ip`` is to do in the switch."""
+        """Run lines of ``ip`` in the switch."""
         _ip(self._pid, lines)
 
 
@@ -153,11 +153,11 @@ class Host:
         self._stack.close()
 
     def configure(self, *lines: str) -> None:
-        """What ``ip`` is to do on this host."""
+        """Run lines of ``ip`` on this host."""
         _ip(self.pid, lines)
 
     def run(self, *command: object) -> str:
-        """What a command prints that comes to its end here."""
+        """Run a command on this host to its end; return its output."""
         ended = subprocess.run(
             [*self.entering, *map(str, command)], env=self.environment({}), capture_output=True, text=True,
             timeout=SECONDS,
@@ -167,7 +167,7 @@ class Host:
 
     @property
     def entering(self) -> list[str]:
-        """What comes before a command that is to run here."""
+        """The words before a command that runs on this host."""
         kinds = ("--net", "--pid", "--mount", "--uts", "--ipc")
         change_folder = 'cd "$0" && exec "$@"'
         return ["nsenter", "--target", str(self.pid), *kinds, "sh", "-c", change_folder, str(HOME)]
@@ -178,21 +178,21 @@ class Host:
         return {**own, "HOME": str(HOME), "PYTHONPATH": str(ROOT), **given}
 
     def processes(self) -> list[psutil.Process]:
-        """All that live here but the first, frozen ones too."""
+        """Return all processes but the first, frozen ones too."""
         return [each for each in processes_in(self.pid) if each.pid != self.pid]
 
     def freeze(self) -> None:
-        """Stop all processes; the network goes on to answer for them, as a machine's does that swaps."""
+        """Stop all processes; the kernel still answers on their connections."""
         for each in processes_in(self.pid):
             each.send_signal(signal.SIGSTOP)
 
     def wake(self) -> None:
-        """Have them go on."""
+        """Continue all processes."""
         for each in processes_in(self.pid):
             each.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End the host, and all that runs there, at once."""
+        """Kill the host and all its processes."""
         self._stack.close()
         self._switch.unplug(self)
         self.is_alive = False
