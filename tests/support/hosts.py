@@ -6,9 +6,9 @@
       ├── host-0   own network, process numbers, mounts, name and shared memory; 10.77.0.1 on eth0
       └── host-1   the same; 10.77.0.2
 
-Each host has its own process numbers, because TensorPipe takes another channel between processes that see each
-other. Hosts share the project, its Python, and the folders that they are given. Each has its own ``/tmp``, home
-and ``/dev/shm``. All hosts end with the process that made them.
+Each host has its own process numbers, because TensorPipe takes another channel between processes that see
+each other. Hosts share the project, its Python, and the folders that they are given. Each has its own
+``/tmp``, home and ``/dev/shm``. All hosts end with the process that made them.
 """
 
 from __future__ import annotations
