@@ -98,7 +98,15 @@ class Profile:
         self.step_seconds = fmean(map(_seconds, whole)) if whole else 0.0
         self._starts = {s: min(span.start_ns for span in whole if span.step == s) for s in self.steps}
         kept = {role: [span for span in of if span.step in self._starts] for role, of in spans.items()}
-        self.calls = _calls(kept)
+        serving: dict[Flow, list[Span]] = defaultdict(list)
+        for role, of_role in kept.items():
+            for span in sorted(of_role, key=lambda s: s.start_ns):
+                if role.kind is RoleKind.WORKER and span.flow is not None:
+                    serving[span.flow].append(span)
+        of_trainers = (s for role, of in kept.items() if role.kind is RoleKind.TRAINER for s in of)
+        self.calls: dict[Flow | None, TracedCall] = {
+            s.flow: TracedCall(s, serving[s.flow]) for s in of_trainers if s.flow in serving
+        }
         wire = {
             role: [
                 each
@@ -120,7 +128,23 @@ class Profile:
         for path, spans in by_path.items():
             inner[path[:-1]] += sum(map(_seconds, spans))
         ordered = sorted(by_path, key=lambda p: [(starts[p[: i + 1]], p[i]) for i in range(len(p))])
-        return [self._row(path, by_path[path], inner[path]) for path in ordered]
+        num_steps, rows = len(self.steps), []
+        for path in ordered:
+            spans = by_path[path]
+            seconds = sum(map(_seconds, spans)) / num_steps
+            cpu = [span.cpu_ns for span in spans if span.cpu_ns is not None]
+            rows.append(
+                ProfileRow(
+                    path=path,
+                    count=len(spans) / num_steps,
+                    seconds=seconds,
+                    own_seconds=seconds - inner[path] / num_steps,
+                    cpu_seconds=1e-9 * sum(cpu) / num_steps if cpu else None,
+                    num_bytes=sum(span.num_bytes for span in spans) / num_steps,
+                    fraction=seconds / self.step_seconds,
+                )
+            )
+        return rows
 
     def top(self, count: int) -> list[tuple[str, float]]:
         """Return the ``count`` spans with the largest fractions of a trainer's step, without nested spans.
@@ -162,20 +186,6 @@ class Profile:
             with open(folder / name, "w", encoding="utf-8", opener=open_file) as file:
                 file.write(text)
 
-    def _row(self, path: SpanPath, spans: list[Span], inner_seconds: float) -> ProfileRow:
-        num_steps = len(self.steps)
-        seconds = sum(map(_seconds, spans)) / num_steps
-        cpu = [span.cpu_ns for span in spans if span.cpu_ns is not None]
-        return ProfileRow(
-            path=path,
-            count=len(spans) / num_steps,
-            seconds=seconds,
-            own_seconds=seconds - inner_seconds / num_steps,
-            cpu_seconds=1e-9 * sum(cpu) / num_steps if cpu else None,
-            num_bytes=sum(span.num_bytes for span in spans) / num_steps,
-            fraction=seconds / self.step_seconds,
-        )
-
     def _events(self, role: Role, pid: int, origin_ns: int) -> Iterator[Event]:
         # The thread of the steps comes first.
         placed = sorted(self.placed[role], key=lambda p: (p.track != STEPS_THREAD, p.span.start_ns))
@@ -185,30 +195,23 @@ class Profile:
             yield from _named("thread", track, tid, {"pid": pid, "tid": tid})
         for span, track, _ in placed:
             where: Event = {"pid": pid, "tid": tids[track], "ts": (span.start_ns - origin_ns) / 1e3}
-            yield where | _slice(span, role)
-            yield from (where | arrow for arrow in self._arrow(span))
-
-    def _arrow(self, span: Span) -> Iterator[Event]:
-        """Yield the end, at ``span``, of the arrow from a call to the worker's first span."""
-        call = self.calls.get(span.flow)
-        if call is not None and span in (call.span, call.serving[0]):
-            number = list(self.calls).index(span.flow)
-            end = {"ph": "s"} if span == call.span else {"ph": "f", "bp": "e"}
-            yield {"name": call.span.name, "cat": "call", "id": number, **end}
+            args: dict[str, float] = {"step": span.step}
+            if span.cpu_ns is not None:
+                args["cpu_ms"] = span.cpu_ns / 1e6
+            if span.num_bytes:
+                args["bytes"] = span.num_bytes
+            duration = (span.end_ns - span.start_ns) / 1e3
+            yield where | {"ph": "X", "name": span.name, "cat": role.kind, "dur": duration, "args": args}
+            # One end of the arrow from a call to the worker's first span.
+            call = self.calls.get(span.flow)
+            if call is not None and span in (call.span, call.serving[0]):
+                number = list(self.calls).index(span.flow)
+                end = {"ph": "s"} if span == call.span else {"ph": "f", "bp": "e"}
+                yield where | {"name": call.span.name, "cat": "call", "id": number, **end}
 
 
 def _seconds(span: Span) -> float:
     return 1e-9 * (span.end_ns - span.start_ns)
-
-
-def _calls(spans: Mapping[Role, Sequence[Span]]) -> dict[Flow | None, TracedCall]:
-    serving: dict[Flow, list[Span]] = defaultdict(list)
-    for role, of_role in spans.items():
-        for span in sorted(of_role, key=lambda s: s.start_ns):
-            if role.kind is RoleKind.WORKER and span.flow is not None:
-                serving[span.flow].append(span)
-    of_trainers = (s for role, of in spans.items() if role.kind is RoleKind.TRAINER for s in of)
-    return {s.flow: TracedCall(s, serving[s.flow]) for s in of_trainers if s.flow in serving}
 
 
 def _place(spans: Iterable[Span]) -> Iterator[PlacedSpan]:
@@ -234,16 +237,6 @@ def _named(kind: str, name: str, order: int, where: Event) -> Iterator[Event]:
     """Yield the name of a process or thread and its position in the viewer."""
     yield where | {"ph": "M", "name": f"{kind}_name", "args": {"name": name}}
     yield where | {"ph": "M", "name": f"{kind}_sort_index", "args": {"sort_index": order}}
-
-
-def _slice(span: Span, role: Role) -> Event:
-    args: dict[str, float] = {"step": span.step}
-    if span.cpu_ns is not None:
-        args["cpu_ms"] = span.cpu_ns / 1e6
-    if span.num_bytes:
-        args["bytes"] = span.num_bytes
-    duration = (span.end_ns - span.start_ns) / 1e3
-    return {"ph": "X", "name": span.name, "cat": role.kind, "dur": duration, "args": args}
 
 
 def _markdown(rows: Sequence[ProfileRow]) -> Iterator[str]:

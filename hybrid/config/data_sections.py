@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid.config.key import Call, Signatures, argument, by_host, fixed, option
+from hybrid.config.key import Call, CallSignatures, argument, by_host, fixed, option
 
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
 TRANSFORMS = ("none", "log")
 _LOG = argument("log", bool, False)
-SCALING_CALLS = Signatures({"standardize": (_LOG,), "min_max": (_LOG,), "none": (_LOG,)})
+SCALING_CALLS = CallSignatures({"standardize": (_LOG,), "min_max": (_LOG,), "none": (_LOG,)})
 DEFAULT_HASH_ROWS = 100_000
-VOCABULARY_CALLS = Signatures(
+VOCABULARY_CALLS = CallSignatures(
     {
         "build": (argument("min_count", int, 1, minimum=1),),
         "hash": (argument("rows", int, DEFAULT_HASH_ROWS, minimum=2, maximum=2_000_000_000),),
     }
 )
 _COLUMN = argument("column", str, None)
-SPLIT_CALLS = Signatures({"random": (), "column": (_COLUMN,), "time": (_COLUMN,)})
-SHUFFLE_CALLS = Signatures(
+SPLIT_CALLS = CallSignatures({"random": (), "column": (_COLUMN,), "time": (_COLUMN,)})
+SHUFFLE_CALLS = CallSignatures(
     {"rows": (), "lanes": (argument("lanes", int, 64, minimum=1, maximum=4096),), "none": ()}
 )
-KIND_CALLS = Signatures(
+KIND_CALLS = CallSignatures(
     {
         "value": (),
         "buckets": (argument("bounds", float, None, is_list=True),),

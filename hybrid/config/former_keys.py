@@ -12,7 +12,7 @@ from hybrid.config.data_sections import (
     SPLIT_CALLS,
     VOCABULARY_CALLS,
 )
-from hybrid.config.key import Signatures
+from hybrid.config.key import CallSignatures
 from hybrid.config.sections import NET_CALLS, SCHEDULE_CALLS
 from hybrid.config.table_sections import INITIALIZERS, PLACEMENT_CALLS, TABLE_OPTIMIZERS
 from hybrid.config.task_sections import LOSS_CALLS, RANKING_CALLS, TYPE_CALLS
@@ -74,7 +74,7 @@ _OF_OPTIMIZERS = {
     "ftrl_l1": "l1",
 }
 # By section: a key with its default and its signatures, and the former keys that are its arguments now.
-_ARGUMENTS: dict[str, dict[str, tuple[str, Signatures, dict[str, str]]]] = {
+_ARGUMENTS: dict[str, dict[str, tuple[str, CallSignatures, dict[str, str]]]] = {
     "schedule": {
         "kind": ("constant", SCHEDULE_CALLS, {name: name for name in SCHEDULE_CALLS.argument_names})
     },
@@ -225,7 +225,7 @@ def _pop(values: Values, *names: str) -> Values:
     return {name: values.pop(name) for name in names if name in values}
 
 
-def _call(signatures: Signatures, name: object, arguments: Mapping[str, Any]) -> Any:
+def _call(signatures: CallSignatures, name: object, arguments: Mapping[str, Any]) -> Any:
     """A name with its arguments; what is already a call, or no name, as it is."""
     if name not in signatures.names:
         return name

@@ -78,7 +78,7 @@ class Key:
     above: float | None = None
     choices: tuple[str, ...] = ()
     size: int | None = None
-    signatures: Signatures | None = None
+    signatures: CallSignatures | None = None
     is_fixed: bool = False
     is_name_fixed: bool = False
     is_by_host: bool = False
@@ -201,7 +201,7 @@ class Call:
         return self.arguments[argument]
 
 
-class Signatures:
+class CallSignatures:
     """The names that a key accepts, each with the arguments that may follow it in parentheses.
 
     Arguments are named, as in ``adam(eps = 1e-6)``. The first may be given without its name.

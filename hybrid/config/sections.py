@@ -12,8 +12,8 @@ from hybrid.config.data_sections import ColumnSection, DataSection
 from hybrid.config.key import (
     USER_FUNCTION,
     Call,
+    CallSignatures,
     Key,
-    Signatures,
     argument,
     by_host,
     fixed,
@@ -28,7 +28,7 @@ from hybrid.topology import Topology
 
 _EXPERTS = argument("experts", int, 4, minimum=1)
 _EXPERT_MLP = argument("expert_mlp", int, (64, 32), is_list=True, minimum=1)
-NET_CALLS = Signatures(
+NET_CALLS = CallSignatures(
     {
         "dlrm": (),
         "dcn_v2": (argument("cross_layers", int, 2, minimum=1),),
@@ -48,7 +48,7 @@ _INITIAL = argument("initial_factor", float, 0.04, above=0, maximum=1)
 _FINAL = argument("final_factor", float, 0.0, minimum=0, maximum=1)
 _STEPS = argument("steps", int, 0, minimum=0)
 _WARMUP = argument("warmup_steps", int, 0, minimum=0)
-SCHEDULE_CALLS = Signatures(
+SCHEDULE_CALLS = CallSignatures(
     {
         "constant": (_WARMUP, _INITIAL),
         "step": (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybrid.config.data_sections import POOLINGS
-from hybrid.config.key import Call, Signatures, argument, fixed, option
+from hybrid.config.key import Call, CallSignatures, argument, fixed, option
 from hybrid.errors import ConfigError
 
 _EPS = argument("eps", float, 1e-8, minimum=1e-30)
@@ -16,7 +16,7 @@ _MOMENTUM = argument("momentum", float, 0.9, minimum=0, maximum=0.999999)
 _BETAS = argument("betas", float, (0.9, 0.999), is_list=True, size=2, minimum=0, maximum=0.999999)
 _BETA = argument("beta", float, 1.0, above=0)
 _L1 = argument("l1", float, 0.0, minimum=0)
-TABLE_OPTIMIZERS = Signatures(
+TABLE_OPTIMIZERS = CallSignatures(
     {
         "sgd": (_DECAY, _ALL_ROWS),
         "momentum": (_MOMENTUM, _DECAY, _ALL_ROWS),
@@ -29,13 +29,13 @@ TABLE_OPTIMIZERS = Signatures(
     hint="dense.optimizer takes classes of torch.optim",
 )
 _SCALE = argument("scale", float, 0.0, minimum=0)
-INITIALIZERS = Signatures({"uniform": (_SCALE,), "normal": (_SCALE,), "zeros": ()})
+INITIALIZERS = CallSignatures({"uniform": (_SCALE,), "normal": (_SCALE,), "zeros": ()})
 POOLERS = ("workers", "trainers")
 _PLACEMENT = (
     argument("workers", int, (), is_list=True, minimum=0),
     argument("pooled_by", str, "auto", choices=("auto", *POOLERS)),
 )
-PLACEMENT_CALLS = Signatures(dict.fromkeys(("auto", "table", "row"), _PLACEMENT))
+PLACEMENT_CALLS = CallSignatures(dict.fromkeys(("auto", "table", "row"), _PLACEMENT))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,17 +10,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybrid.config.key import USER_FUNCTION, Call, Signatures, argument, fixed, option
+from hybrid.config.key import USER_FUNCTION, Call, CallSignatures, argument, fixed, option
 from hybrid.errors import ConfigError
 from hybrid.input_spec import TaskSpec
 
-TYPE_CALLS = Signatures(
+TYPE_CALLS = CallSignatures(
     {"binary": (), "regression": (), "classes": (argument("count", int, None, minimum=2),)}
 )
 LABEL = "label"  # the task of a run without a section [tasks.NAME]
 # The first of a kind is its default.
 LOSSES = {"binary": ("log_loss", "focal"), "regression": ("squared", "huber"), "classes": ("softmax",)}
-LOSS_CALLS = Signatures(
+LOSS_CALLS = CallSignatures(
     {
         "log_loss": (),
         "focal": (argument("gamma", float, 2.0, minimum=0),),
@@ -32,7 +32,9 @@ LOSS_CALLS = Signatures(
     others_rule="module:function",
 )
 _FRACTION = argument("fraction", float, 0.5, above=0, maximum=1)
-RANKING_CALLS = Signatures({"pairwise": (_FRACTION,), "listwise": (_FRACTION,)}, others="", others_rule='""')
+RANKING_CALLS = CallSignatures(
+    {"pairwise": (_FRACTION,), "listwise": (_FRACTION,)}, others="", others_rule='""'
+)
 # The metrics of each kind; the first is the main metric.
 METRICS = {
     "binary": (

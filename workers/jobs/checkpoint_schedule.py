@@ -93,7 +93,7 @@ class Checkpoints:
         self._pending: _PendingCheckpoint | None = None
         self._has_warned_of_wait = False
         self._begun_at = time.monotonic()
-        run.make_room = self._make_room
+        run.make_room = self.finish
 
     @property
     def expected_best(self) -> Best | None:
@@ -132,11 +132,13 @@ class Checkpoints:
         if self._pending is not None and self._pending.written.done():
             self.finish()
 
-    def finish(self) -> None:
-        """Wait for the pending checkpoint, if there is one."""
-        if self._pending is not None:
-            with self._warning_of_failure(self._pending.step):
-                self._end()
+    def finish(self) -> bool:
+        """Wait for the pending checkpoint, which is removed if it fails; return whether there was one."""
+        if self._pending is None:
+            return False
+        with self._warning_of_failure(self._pending.step):
+            self._end()
+        return True
 
     def write_last(self, now: Moment, is_stopped: bool = False) -> None:
         """Write the last checkpoint of a run that ends, or was asked to stop, unless it exists.
@@ -238,16 +240,6 @@ class Checkpoints:
     def _await(self, written: Future[tuple[float, int, str]]) -> None:
         while not wait([written], _POLL_SECONDS).done:
             self._session.meanwhile()
-
-    def _make_room(self) -> bool:
-        """Wait for the pending checkpoint, which is removed if the disk is full for it too.
-
-        Returns:
-            whether there was one.
-        """
-        was_pending = self._pending is not None
-        self.finish()
-        return was_pending
 
     def _better(self, now: Moment, best: Best | None) -> Best | None:
         """Return the better one of the current evaluation and ``best``."""

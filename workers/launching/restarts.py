@@ -58,7 +58,19 @@ class Restarts:
         lost = f"steps {start} to {step - 1} are lost" if step > start else "nothing is lost"
         has_checkpoint = now.checkpoint_step is not None
         next_start = f"resuming from step {start}" if has_checkpoint else "starting from the beginning"
-        trouble = self._log(failure, step, now.resumed_step)
+        record = {
+            "time": round(time.time(), 3),
+            "cause": failure.cause.value,
+            "message": failure.message,
+            "step": step,
+            "resumed_step": now.resumed_step,
+        }
+        path, trouble = self._folder / FILE_NAME, ""
+        try:
+            with run_write_errors(path), closing(AppendOnlyFile(path, lambda: False)) as file:
+                file.write(f"{json.dumps(record)}\n".encode())
+        except HybridError as error:  # the run can continue without the record
+            trouble = f"; {error}"
         return f"{failure.message}; {lost}, {next_start}{trouble}"
 
     def code_of(self, failure: RoleFailure) -> ExitCode:
@@ -69,20 +81,3 @@ class Restarts:
         """Whether the run has come to its end since the last start."""
         result = RunState.of(self._folder).result
         return result is not None and result != self._at_start.result
-
-    def _log(self, failure: RoleFailure, step: int, resumed_step: int) -> str:
-        """Append a restart to the record; if that fails, return why."""
-        record = {
-            "time": round(time.time(), 3),
-            "cause": failure.cause.value,
-            "message": failure.message,
-            "step": step,
-            "resumed_step": resumed_step,
-        }
-        path = self._folder / FILE_NAME
-        try:
-            with run_write_errors(path), closing(AppendOnlyFile(path, lambda: False)) as file:
-                file.write(f"{json.dumps(record)}\n".encode())
-        except HybridError as error:  # the run can continue without the record
-            return f"; {error}"
-        return ""

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -63,30 +62,24 @@ def oom_kills(root: Path = Path("/")) -> int:
     Args:
         root: folder with proc and sys.
     """
-    for path in _counter_files(root):
+    # Files that may have a line ``oom_kill N``; see cgroups(7), and proc(5) for the last.
+    groups, paths = root / "sys/fs/cgroup", list[Path]()
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:  # version 2
+                paths.append(groups / group.lstrip("/") / "memory.events")
+            elif "memory" in controllers.split(","):
+                paths.append(groups / "memory" / group.lstrip("/") / "memory.oom_control")
+    # A container may see its own group as the root.
+    paths += [groups / "memory.events", groups / "memory/memory.oom_control", root / "proc/vmstat"]
+    for path in paths:
         with suppress(OSError):  # another version of control groups, or invisible inside a container
             for line in path.read_text().splitlines():
                 name, _, value = line.partition(" ")
                 if name == "oom_kill":
                     return int(value)
     return 0
-
-
-def _counter_files(root: Path) -> Iterator[Path]:
-    """Yield files that may have a line ``oom_kill N``; see cgroups(7), and proc(5) for the last."""
-    groups = root / "sys/fs/cgroup"
-    lines: list[str] = []
-    with suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2
-            yield groups / path.lstrip("/") / "memory.events"
-        elif "memory" in controllers.split(","):
-            yield groups / "memory" / path.lstrip("/") / "memory.oom_control"
-    yield groups / "memory.events"  # a container may see its own group as the root
-    yield groups / "memory/memory.oom_control"
-    yield root / "proc/vmstat"
 
 
 @dataclass(slots=True)

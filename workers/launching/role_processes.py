@@ -81,7 +81,14 @@ class RoleProcesses:
 
     def wait(self) -> RoleFailure | None:
         """Wait until all roles have ended; return the first failure, or None if none failed."""
-        while self._running and (left := self._seconds_left()) > 0:
+        while self._running:
+            left = _WAIT_SECONDS
+            if self._ended_at is not None:  # how long the other roles may take to end by themselves
+                graces = [_GRACE_SECONDS.get(each.cause, _DEFAULT_GRACE_SECONDS) for each in self._failures]
+                grace = min([2 * self._config.cluster.stop_timeout_seconds, *graces])
+                left = self._ended_at + grace - time.monotonic()
+            if left <= 0:
+                break
             try:
                 self._handle_event(left)
             except ClusterError as error:  # with the server, all roles have ended
@@ -141,15 +148,6 @@ class RoleProcesses:
             _LOG.info("%s ended with exit code %d", event.name, event.exit_code)
             if self._ended_at is None and (event.exit_code or event.name == str(MASTER)):
                 self._ended_at = time.monotonic()
-
-    def _seconds_left(self) -> float:
-        """Return how long the other roles may take to end by themselves."""
-        if self._ended_at is None:
-            return _WAIT_SECONDS
-        grace = 2 * self._config.cluster.stop_timeout_seconds
-        for failure in self._failures:
-            grace = min(grace, _GRACE_SECONDS.get(failure.cause, _DEFAULT_GRACE_SECONDS))
-        return self._ended_at + grace - time.monotonic()
 
     def _first_failure(self) -> RoleFailure | None:
         first = min(self._failures, key=lambda failure: failure.order, default=None)

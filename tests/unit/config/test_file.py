@@ -1,4 +1,4 @@
-"""Configuration files: what is read, what is refused and in which words, and what is written back."""
+"""Configuration files and overrides: accepted and refused ones, and the TOML that is written."""
 
 import dataclasses
 import math
@@ -30,11 +30,11 @@ def _load(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
     return load_config(path, overrides)
 
 
-def test_without_a_file_every_key_has_its_default() -> None:
+def test_defaults_without_file() -> None:
     assert load_config(None) == RunConfig()
 
 
-def test_a_file_sets_keys_and_tables(tmp_path: Path) -> None:
+def test_file_sets_keys_and_tables(tmp_path: Path) -> None:
     config = _load(
         tmp_path,
         """
@@ -63,7 +63,7 @@ def test_a_file_sets_keys_and_tables(tmp_path: Path) -> None:
     assert type(config.cluster.timeout_seconds) is float
 
 
-def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     assert _load(tmp_path, "\ufeff[train]\r\nepochs = 3\r\n").train.epochs == 3
 
 
@@ -94,83 +94,79 @@ def test_overrides(override: str, section: str, key: str, value: object) -> None
     assert type(found) is type(value)
 
 
-def test_overrides_of_tables_may_name_tables_with_dots() -> None:
+def test_overrides_of_tables_with_dots() -> None:
     config = load_config(None, ["tables.user.dim=8", "tables.item.id.dim=4"])
     assert config.tables == {"user": TableSection(dim=8), "item.id": TableSection(dim=4)}
 
 
-def test_the_last_override_wins_over_the_file(tmp_path: Path) -> None:
+def test_last_override_wins(tmp_path: Path) -> None:
     config = _load(tmp_path, "[train]\nepochs = 2\n", "train.epochs=3", "train.epochs=4")
     assert config.train.epochs == 4
 
 
-ALL = "hybrid config --describe lists all keys"
-NO_KEY = f"is not supported: there is no such key; {ALL}"
-NO_SECTION = (
-    f"is not supported: there is no such section [metrics], and no such key in another section; {ALL}"
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("train.batch_size=big", "train.batch_size"),
+        ("train.batch_size=0", "train.batch_size"),
+        ("train.batch_size=true", "train.batch_size"),
+        ("train.batch_size=2.0", "train.batch_size"),
+        ("train.batch_size=[2]", "train.batch_size"),
+        ("train.batch_size=4\nepochs=2", "train.batch_size"),
+        ("dense.learning_rate=0", "dense.learning_rate"),
+        ("dense.learning_rate=nan", "dense.learning_rate"),
+        ("dense.learning_rate=inf", "dense.learning_rate"),
+        ("dense.learning_rate=true", "dense.learning_rate"),
+        ("dense.net=[1]", "dense.net"),
+        ("dense.net=dlmr", "dense.net"),
+        ("dense.net=ple(expert_mlp=[0])", "dense.net"),
+        ("dense.net=ple(expert_mlp=[])", "dense.net"),
+        ("data.format=tsv", "data.format"),
+        ("data.path=a,b", "data.path"),
+        ("data.path=[1]", "data.path"),
+        ("dense.top_mlp=wide", "dense.top_mlp"),
+        ("dense.top_mlp=[1.5]", "dense.top_mlp"),
+        ("dense.top_mlp=[64, 0]", "dense.top_mlp"),
+        ("tables.user.dim=0", "tables.user.dim"),
+        ("embedding.optimizer=RMSprop", "embedding.optimizer"),
+        ("tables.user.optimizer=Adam", "tables.user.optimizer"),
+        ("embedding.optimizer=adam(eps=0)", "embedding.optimizer"),
+        ("train.batch_size", "--set train.batch_size"),
+        ("train=3", "--set train=3"),
+        ("data.priority=w", "data.priority"),
+    ],
 )
-ROW_OPTIMIZER = (
-    "must be one of sgd, momentum, adagrad, rowwise_adagrad, adam, adamw, ftrl; "
-    "dense.optimizer takes classes of torch.optim"
-)
+def test_invalid_override_is_refused(override: str, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert caught.value.key == key
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("name", "nearest"),
     [
-        ("train.batch_size=big", "train.batch_size = 'big': must be an integer, at least 1"),
-        ("train.batch_size=0", "train.batch_size = 0: must be an integer, at least 1"),
-        ("train.batch_size=true", "train.batch_size = True: must be an integer, at least 1"),
-        ("train.batch_size=2.0", "train.batch_size = 2.0: must be an integer, at least 1"),
-        ("train.batch_size=[2]", "train.batch_size = [2]: must be an integer, at least 1"),
-        (
-            "cluster.threads=0",
-            "cluster.threads = 0: must be an integer, at least 1",
-        ),
-        ("dense.learning_rate=0", "dense.learning_rate = 0.0: must be a finite number, above 0"),
-        ("dense.learning_rate=nan", "dense.learning_rate = nan: must be a finite number, above 0"),
-        ("dense.learning_rate=inf", "dense.learning_rate = inf: must be a finite number, above 0"),
-        ("dense.learning_rate=true", "dense.learning_rate = True: must be a finite number, above 0"),
-        (
-            "dense.net=[1]",
-            "dense.net = [1]: must be one of dlrm, dcn_v2, deepfm, wide_deep, mmoe, ple, or module:function",
-        ),
-        ("data.format=tsv", "data.format = 'tsv': must be one of synthetic, criteo, csv, parquet"),
-        ("data.path=a,b", "data.path = 'a,b': must be a list of text"),
-        ("data.path=[1]", "data.path = (1,): must be a list of text"),
-        ("dense.top_mlp=wide", "dense.top_mlp = 'wide': must be a list of integers"),
-        ("dense.top_mlp=[1.5]", "dense.top_mlp = (1.5,): must be a list of integers"),
-        ("dense.top_mlp=[64, 0]", "dense.top_mlp = (64, 0): must hold integers of at least 1"),
-        (
-            "dense.net=ple(expert_mlp=[0])",
-            "dense.net = 'ple(expert_mlp=[0])': expert_mlp must be a list of integers, at least 1",
-        ),
-        ("dense.net=ple(expert_mlp=[])", "dense.net = 'ple(expert_mlp=[])': expert_mlp must not be empty"),
-        (
-            "dense.net=dlmr",
-            "dense.net = 'dlmr': must be one of dlrm, dcn_v2, deepfm, wide_deep, mmoe, ple, or "
-            "module:function",
-        ),
-        ("tables.user.dim=0", "tables.user.dim = 0: must be an integer, at least 1"),
-        ("embedding.optimizer=RMSprop", f"embedding.optimizer = 'RMSprop': {ROW_OPTIMIZER}"),
-        ("tables.user.optimizer=Adam", f"tables.user.optimizer = 'Adam': {ROW_OPTIMIZER}"),
-        (
-            "embedding.optimizer=adam(eps=0)",
-            "embedding.optimizer = 'adam(eps=0)': eps must be a finite number, at least 1e-30",
-        ),
-        ("train.batch_size=4\nepochs=2", "train.batch_size = '4\\nepochs=2': must be an integer, at least 1"),
-        ("train.batch_size", "--set train.batch_size: must be section.key=value"),
-        ("train=3", "--set train=3: must be section.key=value"),
-        ("data.priority=w", f"data.priority: {NO_KEY}"),
-        ("dense.nett=x", "dense.nett: no such key; did you mean dense.net?"),
-        ("batch_size=8", "batch_size: no such key; did you mean train.batch_size?"),
-        ("tables.dim=x", "tables.dim: no such key; did you mean tables.NAME.dim?"),
+        ("dense.nett", "dense.net"),
+        ("batch_size", "train.batch_size"),
+        ("tables.dim", "tables.NAME.dim"),
+        ("train.batchsize", "train.batch_size"),
+        ("data.batch_size", "train.batch_size"),
+        ("data.batchsize", "train.batch_size"),
+        ("cluster.net", "dense.net"),
+        ("trian.epochs", "train.epochs"),
+        ("trian.epocs", "train.epochs"),
+        ("tables.user.dims", "tables.user.dim"),
+        ("tables.frozen", "tables.NAME.frozen"),
     ],
 )
-def test_an_override_that_is_refused(override: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [override])
-    assert str(caught.value) == message
+def test_unknown_key_has_nearest_key(name: str, nearest: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"did you mean {nearest}\?$") as caught:
+        load_config(None, [f"{name}=1"])
+    assert caught.value.key == name
+    section, _, key = name.rpartition(".")
+    with pytest.raises(ConfigError, match=rf"did you mean {nearest}\?$") as caught:
+        _load(tmp_path, f"[{section}]\n{key} = 1" if section else f"{key} = 1")
+    assert caught.value.key == f"{tmp_path}/run.toml: {name}"
 
 
 @pytest.mark.parametrize(
@@ -180,18 +176,18 @@ def test_an_override_that_is_refused(override: str, message: str) -> None:
         ("data.max_invalid_fraction", 1.0, math.nextafter(1.0, 2.0)),
     ],
 )
-def test_a_limit_may_be_reached_but_not_passed(key: str, limit: float, beyond: float) -> None:
+def test_limits_are_inclusive(key: str, limit: float, beyond: float) -> None:
     section, _, name = key.partition(".")
     assert getattr(getattr(load_config(None, [f"{key}={limit}"]), section), name) == limit
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)} = .*: must be "):
         load_config(None, [f"{key}={beyond}"])
 
 
-def test_a_number_that_must_be_above_zero_may_be_as_small_as_a_number_can_be() -> None:
+def test_smallest_positive_number_is_accepted() -> None:
     assert load_config(None, ["dense.learning_rate=5e-324"]).dense.learning_rate == 5e-324
 
 
-def test_a_float_key_refuses_an_integer_no_float_can_hold() -> None:
+def test_integer_beyond_floats_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be a finite number, above 0"):
         load_config(None, ["dense.learning_rate=1" + "0" * 400])
 
@@ -199,40 +195,28 @@ def test_a_float_key_refuses_an_integer_no_float_can_hold() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[train]\nbatchsize = 1", "{path}: train.batchsize: no such key; did you mean train.batch_size?"),
-        ("[data]\nbatch_size = 1", "{path}: data.batch_size: no such key; did you mean train.batch_size?"),
-        ("[data]\nbatchsize = 1", "{path}: data.batchsize: no such key; did you mean train.batch_size?"),
-        ("[cluster]\nnet = 1", "{path}: cluster.net: no such key; did you mean dense.net?"),
-        ("[trian]\nepochs = 1", "{path}: trian.epochs: no such key; did you mean train.epochs?"),
-        ("[trian]\nepocs = 1", "{path}: trian.epocs: no such key; did you mean train.epochs?"),
-        ("batch_size = 1", "{path}: batch_size: no such key; did you mean train.batch_size?"),
-        ("[tables.user]\ndims = 1", "{path}: tables.user.dims: no such key; did you mean tables.user.dim?"),
-        (
-            "[tables]\nfrozen = true",
-            "{path}: tables.frozen: no such key; did you mean tables.NAME.frozen?",
-        ),
         ("[trian]", "{path}: [trian]: no such section; did you mean [train]?"),
-        ("[metrics]", f"{{path}}: [metrics]: no such section; {ALL}"),
-        ("[data]\npriority = 'w'", f"{{path}}: data.priority: {NO_KEY}"),
-        ("[tables.user]\nweight = 1", f"{{path}}: tables.user.weight: {NO_KEY}"),
-        ("[train]\n'' = 1", f"{{path}}: train: {NO_KEY}"),
-        ("[metrics]\nrecall_at = 5", f"{{path}}: metrics.recall_at: {NO_SECTION}"),
-        ("train = 3", "train = 3: must be a section: a line [train] with its keys below"),
+        ("[metrics]", "{path}: [metrics]: "),
+        ("[data]\npriority = 'w'", "{path}: data.priority: "),
+        ("[tables.user]\nweight = 1", "{path}: tables.user.weight: "),
+        ("[train]\n'' = 1", "{path}: train: "),
+        ("[metrics]\nrecall_at = 5", "{path}: metrics.recall_at: "),
+        ("train = 3", "train = 3: "),
         ("[train]\nepochs = \n", "{path}: is not valid TOML: Invalid value (at line 2, column 10)"),
         (b"# \xe9", "{path}: is not UTF-8 text (byte 2)"),
         (None, "{path}: cannot read the configuration: No such file or directory"),
     ],
 )
-def test_a_file_that_is_refused(tmp_path: Path, text: str | bytes | None, message: str) -> None:
+def test_invalid_file_is_refused(tmp_path: Path, text: str | bytes | None, message: str) -> None:
     path = tmp_path / "run.toml"
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as caught:
         load_config(path)
-    assert str(caught.value) == message.format(path=path)
+    assert str(caught.value).startswith(message.format(path=path))
 
 
-def test_a_folder_is_no_file(tmp_path: Path) -> None:
+def test_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration: Is a directory"):
         load_config(tmp_path)
 
@@ -271,14 +255,14 @@ CSV = DataSection(format="csv", path=("x.csv",), sparse=("user",), dense=("age",
          "dense_groups.g.optimizer_options"),
     ],
 )  # fmt: skip
-def test_rules_hold_for_configurations_built_in_code(config: RunConfig, key: str) -> None:
+def test_rules_hold_for_configurations_of_code(config: RunConfig, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(config)
     assert caught.value.key == key
     assert "\n" not in str(caught.value)
 
 
-def test_valid_configurations_built_in_code_pass() -> None:
+def test_valid_configurations_of_code_pass() -> None:
     validate(RunConfig())
     validate(RunConfig(schedule=ScheduleSection(kind="cosine(warmup_steps = 9)")))
     validate(RunConfig(data=CSV, dense=DenseSection(net="pkg.nets:mine", device="cuda:1")))
@@ -301,13 +285,13 @@ INTEGER = RunConfig(cluster=ClusterSection(timeout_seconds=5))
 
 
 @pytest.mark.parametrize("config", [RunConfig(), FULL, INTEGER], ids=["defaults", "full", "5 in a float key"])
-def test_toml_is_read_back_equal(tmp_path: Path, config: RunConfig) -> None:
+def test_written_toml_is_read_equal(tmp_path: Path, config: RunConfig) -> None:
     again = _load(tmp_path, to_toml(config))
     assert again == config
     assert read_toml_text(to_toml(config)) == config
 
 
-def test_a_role_has_the_masters_values_but_for_those_that_it_was_given() -> None:
+def test_role_overrides_keys_by_host_only() -> None:
     given = {
         "dense.device": "cuda:1",
         "cluster.threads": 3,
@@ -332,29 +316,28 @@ def test_a_role_has_the_masters_values_but_for_those_that_it_was_given() -> None
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    "setting",
     [
-        ("cluster.trainers=3", "cluster.trainers: is decided by the master; set it there"),
-        ("dense.net=own:build", "dense.net: is decided by the master; set it there"),
-        ("tables.user.dim=3", "tables.user.dim: is decided by the master; set it there"),
-        ("cluster.thread=3", "cluster.thread: no such key; did you mean cluster.threads?"),
-        ("cluster.threads=0", "cluster.threads = 0: must be an integer, at least 1"),
-        ("cluster.threads", "--set cluster.threads: must be section.key=value"),
-        ("dense.device=gpu", "dense.device = 'gpu': must be auto, cpu, cuda or cuda:N"),
+        "cluster.trainers=3",  # the master decides these three
+        "dense.net=own:build",
+        "tables.user.dim=3",
+        "cluster.thread=3",
+        "cluster.threads=0",
+        "dense.device=gpu",
     ],
 )
-def test_what_a_role_is_not_to_be_given(setting: str, message: str) -> None:
+def test_invalid_setting_of_role_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError) as caught:
         with_own(RunConfig(), [setting])
-    assert str(caught.value) == message
+    assert caught.value.key == setting.partition("=")[0]
 
 
-def test_the_reference_page_is_up_to_date() -> None:
+def test_reference_page_is_current() -> None:
     page = (ROOT / "docs/config.md").read_text(encoding="utf-8")
     assert page == describe(), "run hybrid config --describe > docs/config.md"
 
 
-def test_the_reference_names_every_key() -> None:
+def test_reference_page_has_every_key() -> None:
     page = describe()
     named = {f"{kind}.NAME": keys for kind, keys in NAMED_KEYS.items()}
     for section, keys in (SECTION_KEYS | named).items():
@@ -373,19 +356,19 @@ def test_the_reference_names_every_key() -> None:
     ],
     ids=lambda text: text[:10],
 )
-def test_deep_nesting_is_an_error_of_one_line(text: str, tmp_path: Path) -> None:
+def test_deep_nesting_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{tmp_path}/run.toml: is nested too deeply for a configuration$"):
         _load(tmp_path, text)
 
 
-def test_names_with_many_dots_are_no_nesting(tmp_path: Path) -> None:
+def test_names_with_many_dots_are_accepted(tmp_path: Path) -> None:
     name = ".".join("abcdefgh")
     columns = ", ".join(f'"{name}.{i}"' for i in range(500))
     config = _load(tmp_path, f'[data]\nsparse = [{columns}]\n[tables."{name}.3"]\ndim = 4\n')
     assert len(config.data.sparse) == 500
 
 
-def test_every_key_is_read_somewhere() -> None:
+def test_every_key_is_read() -> None:
     """A key that nothing reads would be accepted, documented, and change nothing."""
     files = [path for package in ("hybrid", "workers") for path in (ROOT / package).rglob("*.py")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in files)
@@ -398,5 +381,5 @@ TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("text", re.findall(r"^```toml\n(.*?)^```$", TRAINING, re.MULTILINE | re.DOTALL))
-def test_configurations_of_the_page_on_training_are_right(tmp_path: Path, text: str) -> None:
+def test_configurations_of_training_page_are_valid(tmp_path: Path, text: str) -> None:
     assert _load(tmp_path, text) != RunConfig()

@@ -22,7 +22,7 @@ def config(trainers: int = 4, **dense: Any) -> RunConfig:
     return RunConfig(cluster=ClusterSection(trainers=trainers), dense=DenseSection(**dense))
 
 
-def test_forms_that_go_together_pass() -> None:
+def test_compatible_keys_of_dense_nets_pass() -> None:
     validate(config(device="cpu,cpu", compile="script"))
     validate(config(device="cuda:0, cpu", optimizer="Adafactor"))
     validate(config(tensor_size=4))
@@ -31,31 +31,31 @@ def test_forms_that_go_together_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dense", "message"),
+    ("dense", "key"),
     [
-        ({"tensor_size": 3}, "dense.tensor_size = 3: must divide cluster.trainers, which is 4"),
-        ({"tensor_size": 2, "net": "mine:net"}, "dense.tensor_plan = (): must say how the layers"),
-        ({"tensor_size": 2, "compile": "script"}, "dense.compile = 'script': must be none"),
-        ({"tensor_size": 2, "optimizer": "Muon"}, "dense.optimizer = 'Muon': needs whole matrices"),
-        ({"tensor_size": 2, "device": "cpu,cpu"}, "dense.device = 'cpu,cpu': must be one device"),
-        ({"tensor_plan": ("head = rowwise",)}, "dense.tensor_plan = ('head = rowwise',): needs dense.tensor"),
-        ({"device": "cpu,cuda"}, "dense.device = 'cpu,cuda': must hold cpu and cuda:N"),
-        ({"compile": "jit"}, "dense.compile = 'jit': must be one of none, script, trace"),
+        ({"tensor_size": 3}, "tensor_size"),
+        ({"tensor_size": 2, "net": "mine:net"}, "tensor_plan"),
+        ({"tensor_size": 2, "compile": "script"}, "compile"),
+        ({"tensor_size": 2, "optimizer": "Muon"}, "optimizer"),
+        ({"tensor_size": 2, "device": "cpu,cpu"}, "device"),
+        ({"tensor_plan": ("head = rowwise",)}, "tensor_plan"),
+        ({"device": "cpu,cuda"}, "device"),
+        ({"compile": "jit"}, "compile"),
     ],
-)  # fmt: skip
-def test_forms_that_do_not_are_refused(dense: dict[str, Any], message: str) -> None:
+)
+def test_contradicting_keys_of_dense_nets_are_refused(dense: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(config(**dense))
-    assert str(caught.value).startswith(message)
+    assert caught.value.key == f"dense.{key}"
 
 
-def test_metrics_are_weighted_by_a_column_only() -> None:
+def test_weighted_metrics_need_weight_column() -> None:
     validate(RunConfig(data=DataSection(weight="weight", weighted_metrics=True)))
     with pytest.raises(ConfigError, match=r"^data\.weighted_metrics = True: needs data\.weight, the column"):
         validate(RunConfig(data=DataSection(weighted_metrics=True)))
 
 
-def test_lanes_shuffle_rows_and_not_groups() -> None:
+def test_lanes_are_refused_with_ranking_loss() -> None:
     validate(RunConfig(data=DataSection(shuffle="lanes(64)")))
     ranked = {"click": TaskSection(label="label", ranking_loss="pairwise")}
     with pytest.raises(ConfigError, match=r"^data\.shuffle = 'lanes': must not have lanes"):
@@ -71,17 +71,17 @@ def test_lanes_shuffle_rows_and_not_groups() -> None:
         ((), 0, 1, range(10, 10)),
     ],
 )
-def test_the_recorded_steps(steps: tuple[int, ...], before: int, total: int, expected: range) -> None:
+def test_recorded_steps(steps: tuple[int, ...], before: int, total: int, expected: range) -> None:
     assert recorded_steps(ProfileSection(steps=steps), before, total) == expected
 
 
 @pytest.mark.parametrize(("before", "total"), [(0, 12), (16, 28)])
-def test_a_run_too_short_for_its_profile_is_refused(before: int, total: int) -> None:
+def test_profile_beyond_end_of_run_is_refused(before: int, total: int) -> None:
     with pytest.raises(ConfigError, match=r"^profile\.steps = \(3,\): must be within the 12 steps"):
         recorded_steps(ProfileSection(steps=(3,)), before, total)
 
 
-def test_a_profile_is_checked_at_once_if_steps_are_limited() -> None:
+def test_profile_is_checked_early_if_steps_are_limited() -> None:
     validate(RunConfig(train=TrainSection(max_steps=13), profile=ProfileSection(steps=(3,))))
     with pytest.raises(ConfigError, match=r"^profile\.steps = "):
         validate(RunConfig(train=TrainSection(max_steps=12), profile=ProfileSection(steps=(3,))))

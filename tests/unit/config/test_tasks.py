@@ -1,6 +1,7 @@
-"""Sections [tasks.NAME]: what they mean, what is refused, and how their metrics are called."""
+"""Sections [tasks.NAME]: defaults, refused keys, and names of metrics."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,14 +23,14 @@ SPENT = TaskSection(type="regression")
 GROUPED = DataSection(group="user")
 
 
-def test_without_sections_the_label_column_is_the_one_task() -> None:
+def test_label_column_is_only_task_without_sections() -> None:
     config = RunConfig(data=DataSection(label="clicked"))
     assert config.all_tasks == {"label": TaskSection(label="clicked")}
     assert config.task_specs == (TaskSpec(),)
     assert (config.num_outputs, config.best_by) == (1, "auc")
 
 
-def test_sections_are_tasks_in_their_order_and_named_after_their_columns(tmp_path: Path) -> None:
+def test_sections_are_tasks_in_file_order(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[tasks.spent]\ntype = "regression"\n[tasks.click]\nlabel = "clicked"\nweight = 2\n')
     config = load_config(path, ["tasks.spent.loss=huber"])
@@ -40,11 +41,11 @@ def test_sections_are_tasks_in_their_order_and_named_after_their_columns(tmp_pat
     assert load_config(path) == config
 
 
-def test_a_task_has_an_output_for_each_of_its_classes() -> None:
+def test_class_task_has_one_output_per_class() -> None:
     assert RunConfig(tasks={"click": CLICK, "stars": STARS, "spent": SPENT}).num_outputs == 5
 
 
-def test_names_of_metrics_begin_with_the_task_where_there_are_several() -> None:
+def test_metric_names_begin_with_task_if_several() -> None:
     one, several = {"spent": SPENT}, {"spent": SPENT, "click": TaskSection(metrics=("ndcg@5", "my.mod:lift"))}
     assert (leading_score(one), leading_score(several)) == ("rmse", "spent.rmse")
     assert metric_name(several, "click", "auc") == "click.auc"
@@ -62,89 +63,61 @@ def test_names_of_metrics_begin_with_the_task_where_there_are_several() -> None:
         ("click.lift", "click lift"),
     ],
 )
-def test_a_metric_is_shown_in_words(name: str, title: str) -> None:
+def test_metric_title(name: str, title: str) -> None:
     assert metric_title(name) == title
 
 
-def test_errors_are_better_where_they_are_lower() -> None:
+def test_lower_errors_are_better() -> None:
     assert [is_lower_better(name) for name in ("auc", "click.gauc", "lift")] == [False] * 3
     assert all(is_lower_better(name) for name in ("rmse", "spent.mae", "log_loss", "click.log_loss"))
 
 
+def tasks(**keys: Any) -> dict[str, TaskSection]:
+    return {"s": TaskSection(**keys)}
+
+
+CSV = DataSection(format="csv", path=("x",), sparse=("u",), dense=("s",))
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "key"),
     [
-        (RunConfig(tasks={"a b": CLICK}), "tasks.a b: must be named by letters, digits"),
+        (RunConfig(tasks={"a b": CLICK}), "tasks.a b"),
+        (RunConfig(tasks=tasks(type="classes")), "tasks.s.type"),
+        (RunConfig(tasks=tasks(type="ordinal")), "tasks.s.type"),
+        (RunConfig(tasks=tasks(weight=-1.0)), "tasks.s.weight"),
+        (RunConfig(tasks=tasks(mask="s")), "tasks.s.mask"),
+        (RunConfig(tasks=tasks(loss="huber")), "tasks.s.loss"),
+        (RunConfig(data=GROUPED, tasks=tasks(type="regression", metrics=("mrr",))), "tasks.s.metrics"),
+        (RunConfig(data=GROUPED, tasks=tasks(metrics=("ndcg@0",))), "tasks.s.metrics"),
+        (RunConfig(tasks=tasks(metrics=("gauc",))), "tasks.s.metrics"),
+        (RunConfig(tasks=tasks(metrics=("m:auc",))), "tasks.s.metrics"),
+        (RunConfig(data=GROUPED, tasks=tasks(ranking_loss="lambda")), "tasks.s.ranking_loss"),
+        (RunConfig(tasks=tasks(ranking_loss="pairwise")), "tasks.s.ranking_loss"),
         (
-            RunConfig(tasks={"s": TaskSection(type="classes")}),
-            "tasks.s.type = 'classes': must name its count",
+            RunConfig(data=GROUPED, tasks=tasks(type="classes(3)", ranking_loss="listwise")),
+            "tasks.s.ranking_loss",
         ),
-        (RunConfig(tasks={"s": TaskSection(type="ordinal")}), "tasks.s.type = 'ordinal': must be one of bin"),
-        (RunConfig(tasks={"s": TaskSection(weight=-1.0)}), "tasks.s.weight = -1.0: must be a finite number"),
-        (RunConfig(tasks={"s": TaskSection(mask="s")}), "tasks.s.mask = 's': must be another column"),
-        (
-            RunConfig(tasks={"s": TaskSection(loss="huber")}),
-            "tasks.s.loss = 'huber': must be log_loss or focal where type is binary, or module:function",
-        ),
-        (
-            RunConfig(data=GROUPED, tasks={"s": TaskSection(type="regression", metrics=("mrr",))}),
-            "tasks.s.metrics = 'mrr': must hold ndcg@K, module:function where type is regression",
-        ),
-        (
-            RunConfig(tasks={"s": TaskSection(metrics=("ndcg@0",))}),
-            "tasks.s.metrics = 'ndcg@0': must hold gauc, mrr, ndcg@K, recall@K, module:function where type",
-        ),
-        (
-            RunConfig(tasks={"s": TaskSection(metrics=("gauc",))}),
-            "tasks.s.metrics = 'gauc': needs data.group",
-        ),
-        (
-            RunConfig(tasks={"s": TaskSection(metrics=("m:auc",))}),
-            "tasks.s.metrics = ('m:auc',): must name each metric once",
-        ),
-        (
-            RunConfig(data=GROUPED, tasks={"s": TaskSection(ranking_loss="lambda")}),
-            "tasks.s.ranking_loss = 'lambda': must be one of pairwise, listwise",
-        ),
-        (
-            RunConfig(tasks={"s": TaskSection(ranking_loss="pairwise")}),
-            "tasks.s.ranking_loss = 'pairwise': needs data.group, the column whose values make groups",
-        ),
-        (
-            RunConfig(data=GROUPED, tasks={"s": TaskSection(type="classes(3)", ranking_loss="listwise")}),
-            "tasks.s.ranking_loss = 'listwise': is of type binary or regression: classes have no order",
-        ),
-        (
-            RunConfig(data=GROUPED, tasks={"s": TaskSection(ranking_loss="pairwise(0)")}),
-            "tasks.s.ranking_loss = 'pairwise(0)': fraction must be a finite number, above 0, at most 1",
-        ),
+        (RunConfig(data=GROUPED, tasks=tasks(ranking_loss="pairwise(0)")), "tasks.s.ranking_loss"),
         (
             RunConfig(tasks={"s": SPENT}, checkpoint=CheckpointSection(keep_best="auc")),
-            "checkpoint.keep_best = 'auc': must be auto, none, or one of rmse, mae",
+            "checkpoint.keep_best",
         ),
-        (
-            RunConfig(
-                data=DataSection(format="csv", path=("x",), sparse=("u",), dense=("s",)), tasks={"s": SPENT}
-            ),
-            "data.dense = 's': must not hold the label column",
-        ),
+        (RunConfig(data=CSV, tasks={"s": SPENT}), "data.dense"),
         (
             RunConfig(train=TrainSection(patience=2), checkpoint=CheckpointSection(keep_best="none")),
-            "checkpoint.keep_best = 'none': must name a metric where train.patience ends the run by it",
+            "checkpoint.keep_best",
         ),
-        (
-            RunConfig(train=TrainSection(patience=2), data=DataSection(test_fraction=0.0)),
-            "train.patience = 2: needs test rows",
-        ),
+        (RunConfig(train=TrainSection(patience=2), data=DataSection(test_fraction=0.0)), "train.patience"),
     ],
 )
-def test_what_does_not_go_together_is_refused(config: RunConfig, message: str) -> None:
+def test_contradicting_keys_are_refused(config: RunConfig, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(config)
-    assert str(caught.value).startswith(message)
+    assert caught.value.key == key
 
 
-def test_a_run_that_ranks_says_so() -> None:
+def test_ranking_loss_is_known_and_fixed() -> None:
     ranked = TaskSection(type="regression", ranking_loss="listwise")
     assert not RunConfig(tasks={"a": CLICK, "b": SPENT}).has_ranking_loss
     assert RunConfig(tasks={"a": CLICK, "b": ranked}).has_ranking_loss
@@ -155,6 +128,6 @@ def test_a_run_that_ranks_says_so() -> None:
     assert "tasks.b.ranking_share" not in kept
 
 
-def test_what_goes_together_passes() -> None:
-    tasks = {"click": TaskSection(metrics=("gauc", "mrr", "ndcg@10", "recall@1", "m:f")), "spent": SPENT}
-    validate(RunConfig(data=GROUPED, tasks=tasks, checkpoint=CheckpointSection(keep_best="click.ndcg@10")))
+def test_metrics_within_groups_are_accepted() -> None:
+    both = {"click": TaskSection(metrics=("gauc", "mrr", "ndcg@10", "recall@1", "m:f")), "spent": SPENT}
+    validate(RunConfig(data=GROUPED, tasks=both, checkpoint=CheckpointSection(keep_best="click.ndcg@10")))
