@@ -30,7 +30,7 @@ def addresses(cluster: Cluster) -> dict[str, tuple[set[str], int]]:
     return found
 
 
-def test_every_role_is_on_loopback_only_and_only_the_rendezvous_listens(clusters: Clusters) -> None:
+def test_roles_use_loopback_and_only_the_rendezvous_listens(clusters: Clusters) -> None:
     """Left to itself, torch would listen on a dozen ports a role, and on every interface for its store."""
     found = clusters.get(2, 2).run(addresses)
     assert {name: listening for name, (_, listening) in found.items()} == {
@@ -70,7 +70,7 @@ def vitals(cluster: Cluster) -> list[Vitals]:
     return transport.gather([transport.ping(role, 10.0) for role in cluster.topology.roles])
 
 
-def test_a_role_has_as_few_files_and_threads_as_a_wide_cluster_asks_for() -> None:
+def test_a_role_has_few_open_files_and_threads() -> None:
     """With the channels that torch would take by itself, it is two or three times as many."""
     config = small_config(cluster={"trainers": 3, "workers": 3})
     with running_cluster(config) as cluster:

@@ -136,7 +136,7 @@ def recorded_call() -> bytes:
     return payload
 
 
-def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
+def test_calls_of_an_unauthenticated_peer_are_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not a pickle that runs code, nor a call that was heard, nor one changed, nor nonsense."""
@@ -183,7 +183,7 @@ def test_the_caller_gets_the_exception_of_a_call_with_a_deferred_response() -> N
         rpc.rpc_sync("master", endpoints.norm, (99, 0))
 
 
-def test_who_has_connected_during_the_start_is_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_connected_during_the_start_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     with ExitStack() as stack:
         strangers: list[Connection] = []

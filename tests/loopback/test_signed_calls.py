@@ -117,11 +117,13 @@ def test_a_call_of_this_run_for_this_process_is_loaded(worker: Process, trainer:
     ],
     ids=["another secret", "another run", "for another"],
 )
-def test_a_call_of_another_or_for_another_is_refused(worker: Process, caller: Process, to: str) -> None:
+def test_a_call_of_another_run_or_for_another_role_is_rejected(
+    worker: Process, caller: Process, to: str
+) -> None:
     assert "not signed" in worker.refuses(*caller.call(to))
 
 
-def test_a_call_that_has_come_before_is_refused(worker: Process, trainer: Process) -> None:
+def test_a_repeated_call_is_rejected(worker: Process, trainer: Process) -> None:
     first, second = trainer.call("worker0"), trainer.call("worker0")
     assert not worker.refuses(*second)
     assert not worker.refuses(*first)
@@ -144,7 +146,7 @@ def test_a_call_that_has_come_before_is_refused(worker: Process, trainer: Proces
     ],
     ids=["bytes", "dtype", "dims", "shape", "kind", "length", "strides", "sparse", "larger than memory"],
 )
-def test_a_tensor_that_was_changed_on_the_way_is_refused(
+def test_a_changed_tensor_is_rejected(
     worker: Process, trainer: Process, shape: tuple[int, int], tamper: Any
 ) -> None:
     udf = internal.PythonUDF(endpoints.greet, (torch.rand(shape),), {})
@@ -153,7 +155,7 @@ def test_a_tensor_that_was_changed_on_the_way_is_refused(
     assert not worker.refuses(*trainer.call("worker0", udf))
 
 
-def test_tensors_that_were_swapped_dropped_or_added_are_refused(worker: Process, trainer: Process) -> None:
+def test_swapped_dropped_or_added_tensors_are_rejected(worker: Process, trainer: Process) -> None:
     udf = internal.PythonUDF(endpoints.greet, (torch.zeros(9000), torch.ones(9000)), {})
     payload, (zeros, ones) = trainer.call("worker0", udf)
     for wrong in ([ones, zeros], [zeros], [zeros, ones, ones], [torch.zeros(18000)], []):
@@ -172,7 +174,7 @@ def test_every_byte_is_signed(worker: Process, trainer: Process) -> None:
     assert not worker.refuses(payload, sent)
 
 
-def test_random_bytes_and_half_a_payload_are_refused(worker: Process, trainer: Process) -> None:
+def test_random_bytes_and_truncated_payloads_are_rejected(worker: Process, trainer: Process) -> None:
     payload, _ = trainer.call("worker0")
     halves = (payload[:length] for length in range(len(payload)))
     for wrong in itertools.chain(halves, (os.urandom(size) for size in (1, 29, 45, 200, 5000))):
@@ -258,7 +260,9 @@ def test_values_arrive_as_they_were_sent(worker: Process, trainer: Process) -> N
 
 
 @pytest.mark.parametrize("sizes", [(5, 9000), (3, 4, 5)], ids=len)
-def test_the_tag_of_a_tensor_is_no_payload(sizes: tuple[int, ...], worker: Process, trainer: Process) -> None:
+def test_the_tag_of_a_tensor_is_rejected_as_payload(
+    sizes: tuple[int, ...], worker: Process, trainer: Process
+) -> None:
     """Cut out of a message, with the tensor that it is of, it would be the tag of an empty pickle."""
     payload, sent = trainer.call("worker0", internal.PythonUDF(endpoints.greet, tuple(tensors(*sizes)), {}))
     header, tags = payload[:25], payload[25:]
@@ -286,7 +290,7 @@ def test_the_tag_of_a_tensor_is_no_payload(sizes: tuple[int, ...], worker: Proce
         (b"chybrid.security.signed_pickler\nreceived_tensor\n(I3\nVfloat32\n(ttR.", "IndexError"),
     ],
 )
-def test_whatever_a_signed_pickle_raises_is_a_refusal(
+def test_an_error_of_unpickling_is_a_rejection(
     pickled: bytes, raised: str, worker: Process, trainer: Process
 ) -> None:
     payload = trainer.signatures.sign(PayloadKind.CALL, b"worker0", pickled, [])
@@ -304,21 +308,21 @@ class Interrupting:
         return interrupt, ()
 
 
-def test_an_interrupt_while_a_message_is_loaded_is_no_refusal(worker: Process, trainer: Process) -> None:
+def test_an_interrupt_while_a_message_is_loaded_is_raised(worker: Process, trainer: Process) -> None:
     udf = internal.PythonUDF(endpoints.greet, (Interrupting(),), {})
     with pytest.raises(ClusterError, match="worker 1 is gone"):
         worker.pickler.deserialize(*trainer.call("worker0", udf))
     assert worker.refusals.count == 0
 
 
-def test_what_is_for_one_process_cannot_be_signed_for_all(worker: Process, trainer: Process) -> None:
+def test_a_call_signed_for_all_roles_is_rejected(worker: Process, trainer: Process) -> None:
     """Only what torch tells all roles at start and end is."""
     pickled = pickle.dumps(("hybrid.transport.rpc.endpoints:norm", (7, 3), {}))
     payload = trainer.signatures.sign(PayloadKind.GATHER, b"", pickled, [])
     assert "cannot be signed for all roles" in worker.refuses(payload, [])
 
 
-def test_only_functions_of_the_wire_are_called(trainer: Process) -> None:
+def test_only_listed_functions_are_called(trainer: Process) -> None:
     with pytest.raises(ClusterError, match=r"posix:system cannot be called by RPC"):
         trainer.call("worker0", internal.PythonUDF(os.system, ("true",), {}))
 
@@ -335,7 +339,7 @@ def answer_to(caller: Process, served: Process) -> tuple[bytes, list[Tensor]]:
     return served.pickler.serialize(internal._run_function(udf))
 
 
-def test_an_answer_is_for_the_caller_only_and_only_once(worker: Process, trainer: Process) -> None:
+def test_a_response_is_valid_for_its_caller_once(worker: Process, trainer: Process) -> None:
     other = Process("trainer0")
     payload, sent = answer_to(trainer, worker)
     assert "not signed" in other.refuses(payload, sent)
@@ -343,7 +347,7 @@ def test_an_answer_is_for_the_caller_only_and_only_once(worker: Process, trainer
     assert trainer.refuses(payload, sent) == "it has come before"
 
 
-def test_an_answer_cannot_pass_for_an_error(worker: Process, trainer: Process) -> None:
+def test_a_response_is_not_accepted_as_an_error(worker: Process, trainer: Process) -> None:
     payload, sent = answer_to(trainer, worker)
     assert payload[16] == PayloadKind.RESPONSE
     forged = payload[:16] + bytes([PayloadKind.ERROR]) + payload[17:]
@@ -366,16 +370,14 @@ def test_a_caller_gets_an_error_as_it_was_raised(later: bool, worker: Process, t
     assert (f"ValueError: {text}" if later else repr(text)) in str(told.value)
 
 
-def test_to_one_that_is_refused_nothing_is_told(worker: Process) -> None:
+def test_a_rejected_caller_gets_an_empty_response(worker: Process) -> None:
     stranger = Process("trainer0", Secret.fresh())
     refused = worker.pickler.deserialize(*stranger.call("worker0"))
     assert worker.pickler.serialize(internal._run_function(refused)) == (b"", [])
     assert "not signed" in stranger.refuses(b"", [])
 
 
-def test_many_refusals_are_counted_and_told_in_one_line(
-    worker: Process, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_many_rejections_are_logged_in_one_line(worker: Process, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(1000):
             worker.refuses(b"", [])
@@ -385,7 +387,7 @@ def test_many_refusals_are_counted_and_told_in_one_line(
     assert "\n" not in record.getMessage()
 
 
-def test_strangers_take_no_memory(worker: Process) -> None:
+def test_rejected_senders_take_no_memory(worker: Process) -> None:
     for _ in range(100):
         worker.refuses(*Process("trainer0", Secret.fresh()).call("worker0"))
     assert not worker.signatures._receiving
@@ -399,7 +401,7 @@ def test_two_processes_never_sign_with_one_key(worker: Process, trainer: Process
     trainer.call("worker1")
 
 
-def test_within_a_message_no_number_comes_twice(
+def test_nonces_of_a_message_are_unique(
     worker: Process, trainer: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor within one of many parts."""
@@ -421,7 +423,7 @@ def test_within_a_message_no_number_comes_twice(
     assert len(set(nonces)) == len(nonces) == 4 + 1 + 1 + 4
 
 
-def test_at_the_start_of_rpc_torch_loads_plain_values_only() -> None:
+def test_collectives_load_plain_values_at_the_start() -> None:
     plain = pickle.dumps(("worker0", 0, {}, []))
     with plain_collectives():
         buffer = torch.frombuffer(bytearray(plain), dtype=torch.uint8)
@@ -457,7 +459,7 @@ class TestWithinTorch:
         yield instead
         install(before)
 
-    def test_torch_pickles_with_ours_in_both_directions(self) -> None:
+    def test_torch_uses_the_signed_pickler_in_both_directions(self) -> None:
         """Where it keeps its pickler; a new release of torch that has it elsewhere fails here."""
         ours = internal._internal_rpc_pickler
         assert isinstance(ours, SignedPickler)
@@ -466,7 +468,7 @@ class TestWithinTorch:
         with pytest.raises(ClusterError, match="cannot be called by RPC"):
             rpc.rpc_sync(MASTER.rpc_name, os.getpid)
 
-    def test_a_call_that_is_refused_is_an_error_of_the_caller(self, tampered: list[bytes]) -> None:
+    def test_a_rejected_call_is_an_error_of_the_caller(self, tampered: list[bytes]) -> None:
         tampered.append(os.urandom(300))
         with pytest.raises(
             transport.RejectedCallError, match=r"^a call to master failed: a message was rejected: it"
@@ -475,14 +477,14 @@ class TestWithinTorch:
         assert transport.ping(MASTER, 5.0).wait().pid == os.getpid()
 
     @pytest.mark.parametrize("cls", [Path, torch.nn.Linear])
-    def test_a_class_of_others_is_not_constructed(self, cls: type) -> None:
+    def test_a_class_of_another_package_is_not_constructed(self, cls: type) -> None:
         with pytest.raises(transport.RemoteError, match="is not in a module of your own"):
             transport.create(MASTER, cls, timeout_seconds=5.0).wait()
         with pytest.raises(transport.RemoteError, match="is not in a module of your own"):
             transport.create_module(MASTER, cls)
 
     @pytest.mark.parametrize("method", ["_reset", "__init__", "__setattr__"])
-    def test_what_is_not_public_is_not_called(self, method: str, counter: transport.Remote[Counter]) -> None:
+    def test_private_methods_are_not_called(self, method: str, counter: transport.Remote[Counter]) -> None:
         assert counter.call(Counter.add, 2).wait() == 2
         with pytest.raises(
             transport.RemoteError, match=f"{method} cannot be called by RPC: it is not public"
@@ -490,7 +492,7 @@ class TestWithinTorch:
             counter.call(cast(Any, SimpleNamespace(__name__=method))).wait()
         assert counter.call(Counter.add, 2).wait() == 4
 
-    def test_functions_travel_by_name(self, counter: transport.Remote[Counter]) -> None:
+    def test_functions_are_sent_by_name(self, counter: transport.Remote[Counter]) -> None:
         assert counter.call(Counter.apply, partial(times, 3), 4).wait() == 12
         with pytest.raises(ConfigError, match="under a name"):
             counter.call(Counter.apply, lambda value: value, 4)

@@ -23,7 +23,7 @@ class Noted(RendezvousStore):
         return super()._request(*question, seconds=seconds)
 
 
-def test_groups_and_rpc_ask_five_questions() -> None:
+def test_torch_uses_five_operations_of_the_store() -> None:
     """A release of torch that asks others, such as for the extended calls, shows here."""
     with meeting() as opened:
         store = Noted(opened)

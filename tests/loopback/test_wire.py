@@ -59,13 +59,13 @@ def test_a_call_returns_its_value(service: transport.Remote[Service]) -> None:
     assert service.call(Service.double, 21).wait() == 42
 
 
-def test_an_error_of_the_users_keeps_its_words(service: transport.Remote[Service]) -> None:
+def test_an_error_of_the_user_keeps_its_message(service: transport.Remote[Service]) -> None:
     with pytest.raises(transport.RemoteError, match=r"^dense\.net = 'mlp': is not to my taste$") as caught:
         service.call(Service.refuse).wait()
     assert caught.value.role == MASTER
 
 
-def test_any_other_error_names_role_place_and_type(
+def test_any_other_error_names_role_line_and_type(
     service: transport.Remote[Service], caplog: pytest.LogCaptureFixture
 ) -> None:
     said = r"^master on \S+: \S*test_wire.py:\d+, in break_down: KeyError: 'no such thing'$"
@@ -91,7 +91,7 @@ class Choosy(nn.Module):
         {"dlrm": built}[name].set()
 
 
-def test_a_module_is_there_once_it_is_created() -> None:
+def test_create_module_returns_after_construction() -> None:
     release.clear()
     transport.create_module(MASTER, Choosy, "dlrm")
     assert built.is_set()
@@ -118,7 +118,7 @@ def test_a_role_that_does_not_answer_is_lost(service: transport.Remote[Service])
         release.set()
 
 
-def test_answers_are_let_go(service: transport.Remote[Service]) -> None:
+def test_responses_are_released(service: transport.Remote[Service]) -> None:
     """A call that held itself through its future's callback would keep every answer for ever."""
     call = service.call(Service.double, 1)
     call.wait()
@@ -202,7 +202,7 @@ def caller() -> Iterator[transport.Remote[Caller]]:
         (Caller.train_net, [Caller.net_norm], [Caller.train_net, Caller.net_norm], "the remote net's weight"),
     ],
 )
-def test_a_gradient_that_is_not_finite_is_told_in_one_line_to_all_who_call_after_it(
+def test_a_gradient_that_is_not_finite_fails_all_later_calls(
     caller: transport.Remote[Caller], cause: Method, waiting: list[Method], later: list[Method], what: str
 ) -> None:
     """Whether they were waiting for the next step already, or ask when this one has failed."""
@@ -216,9 +216,7 @@ def test_a_gradient_that_is_not_finite_is_told_in_one_line_to_all_who_call_after
 
 
 @pytest.mark.parametrize("method", [Caller.lookup, Caller.norm, Caller.train_net])
-def test_who_gets_no_answer_says_who_it_is_and_whose_is_missing(
-    caller: transport.Remote[Caller], method: Method
-) -> None:
+def test_a_missing_response_names_both_roles(caller: transport.Remote[Caller], method: Method) -> None:
     """Those between two roles that others may reach; here they wait for gradients that do not come."""
     seconds = rpc.get_rpc_timeout()
     rpc._set_rpc_timeout(0.2)
@@ -264,7 +262,7 @@ def ahead() -> Iterator[transport.Remote[AheadTrainer]]:
         yield transport.create(MASTER, AheadTrainer, tables, timeout_seconds=5.0).wait()
 
 
-def test_gradients_and_the_lookup_two_steps_on_travel_together(ahead: transport.Remote[AheadTrainer]) -> None:
+def test_gradients_are_sent_with_the_lookup_two_steps_ahead(ahead: transport.Remote[AheadTrainer]) -> None:
     values = ahead.call(AheadTrainer.train, 6).wait()
     assert [values[0] - value for value in values] == pytest.approx([0.0, 0.0, 0.25, 0.5, 0.75, 1.0])
 
@@ -277,7 +275,7 @@ def test_gradients_and_the_lookup_two_steps_on_travel_together(ahead: transport.
     ],
     ids=["sent twice", "not finite"],
 )
-def test_what_goes_wrong_with_gradients_is_told_to_the_lookup_that_came_with_them(
+def test_a_failure_of_gradients_fails_the_lookup_sent_with_them(
     ahead: transport.Remote[AheadTrainer], settings: tuple[Any, ...], message: str
 ) -> None:
     with pytest.raises(transport.RemoteError) as caught:
@@ -307,7 +305,7 @@ class AsyncCaller:
         self._tables.exchange(ticket, [torch.ones(1, 2)], following, [ONE_ROW]).wait()
 
 
-def test_gradients_that_come_after_a_failure_are_told_of_it_in_its_own_words() -> None:
+def test_gradients_after_a_failure_get_its_message() -> None:
     message = r"^step 0: the gradient of table t, row 1, is not finite$"
     with hosted_table(UpdateRules(2, UpdateMode.ASYNC, timeout_seconds=5.0)) as tables:
         caller: transport.Remote[AsyncCaller] = transport.create(

@@ -52,7 +52,7 @@ def _join(
     ],
     ids=["no such interface", "loopback between hosts", "too few files", "a key of the master's"],
 )
-def test_what_its_host_lacks_is_told_on_both_sides(
+def test_a_requirement_of_the_host_is_reported_on_both_sides(
     settings: list[str], network: str, files: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = fork_context()

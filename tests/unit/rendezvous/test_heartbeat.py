@@ -61,7 +61,7 @@ def await_beats(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return wait
 
 
-def test_a_role_that_lives_and_leaves_is_never_lost(await_beats: Callable[[], None]) -> None:
+def test_a_role_that_leaves_is_not_lost(await_beats: Callable[[], None]) -> None:
     """Nor does it hear of anything, when the master says that all is done."""
     with meeting() as opened, opened.store() as store:
         with opened.pulse():
@@ -72,7 +72,7 @@ def test_a_role_that_lives_and_leaves_is_never_lost(await_beats: Callable[[], No
     assert (opened.lost, opened.heard) == ([], [])
 
 
-def test_a_role_that_arrives_as_the_run_fails_is_told_why() -> None:
+def test_a_role_that_registers_as_the_run_fails_gets_the_reason() -> None:
     """The master stays for whoever has proved the secret and has not said yet who it is."""
     failure = StopMessage(ExitCode.FAILED, "out of luck")
     with meeting() as opened, closing(opened.channel()) as arriving, opened.store() as store:
@@ -89,7 +89,7 @@ def test_a_role_that_arrives_as_the_run_fails_is_told_why() -> None:
     assert [str(each) for each in opened.heard] == ["stopped by the master: out of luck"]
 
 
-def test_a_role_that_says_nothing_is_frozen() -> None:
+def test_a_silent_role_is_frozen() -> None:
     with meeting(TIMEOUT) as opened:
         channel = introduced(opened)
         assert eventually(lambda: opened.lost, SECONDS)
@@ -99,14 +99,14 @@ def test_a_role_that_says_nothing_is_frozen() -> None:
         channel.close()
 
 
-def test_a_role_that_is_gone_is_lost_at_once() -> None:
+def test_a_closed_connection_is_a_lost_role() -> None:
     with meeting() as opened:
         introduced(opened).close()
         assert eventually(lambda: opened.lost, SECONDS)
         assert [str(error) for error in opened.lost] == ["lost worker 0 (host here, pid 7)"]
 
 
-def test_a_role_that_fails_says_why() -> None:
+def test_a_failed_role_reports_its_error() -> None:
     with meeting() as opened:
         for index, (error, words) in enumerate(
             (
@@ -126,7 +126,7 @@ def test_a_role_that_fails_says_why() -> None:
         assert opened.lost == []
 
 
-def test_all_others_hear_who_was_lost_and_a_role_that_is_told_only_repeats_it() -> None:
+def test_other_roles_get_the_name_of_a_lost_role() -> None:
     with meeting() as opened, opened.store() as store:
         with opened.pulse(TRAINER):
             introduced(opened).close()
@@ -140,7 +140,7 @@ def test_all_others_hear_who_was_lost_and_a_role_that_is_told_only_repeats_it() 
         ] * 2
 
 
-def test_a_master_that_is_gone_is_noticed() -> None:
+def test_a_lost_master_is_reported() -> None:
     with meeting() as opened, opened.pulse():
         opened.rendezvous.__exit__(None, None, None)
         assert eventually(lambda: opened.heard, SECONDS)
@@ -148,7 +148,7 @@ def test_a_master_that_is_gone_is_noticed() -> None:
     assert isinstance(opened.heard[0], StoppedError)
 
 
-def test_a_master_that_is_frozen_is_noticed() -> None:
+def test_a_frozen_master_is_reported() -> None:
     with meeting() as opened, opened.pulse(patience_seconds=TIMEOUT), opened.frozen():
         assert eventually(lambda: opened.heard, SECONDS)
     rule = f"no heartbeat for {TIMEOUT} s (cluster.heartbeat_timeout_seconds)"
@@ -156,7 +156,7 @@ def test_a_master_that_is_frozen_is_noticed() -> None:
     assert not isinstance(opened.heard[0], StoppedError)
 
 
-def test_a_master_that_is_gone_or_frozen_before_a_role_has_claimed_its_place_is_noticed() -> None:
+def test_a_lost_or_frozen_master_is_reported_during_registration() -> None:
     with meeting() as opened:
         channel = opened.channel(patience_seconds=TIMEOUT)
         with opened.frozen(), pytest.raises(ClusterError, match=r"^the master is frozen: no heartbeat"):
@@ -283,7 +283,7 @@ async def what_is_told(roles: dict[ConnectedRole, str]) -> list[LostRoleError]:
         ),
     ],
 )
-def test_who_is_said_to_be_gone(roles: dict[ConnectedRole, str], told: list[str]) -> None:
+def test_lost_roles_and_hosts_are_named(roles: dict[ConnectedRole, str], told: list[str]) -> None:
     lost = asyncio.run(what_is_told(roles))
     assert [str(error) for error in lost] == told
     assert [isinstance(error, LostHostError) for error in lost] == [
@@ -291,7 +291,7 @@ def test_who_is_said_to_be_gone(roles: dict[ConnectedRole, str], told: list[str]
     ]
 
 
-def test_a_role_that_hears_nothing_of_the_master_tells_it_so() -> None:
+def test_a_stopped_master_learns_why_a_role_ended() -> None:
     """A master that was stopped hears it when it goes on, and knows that it was no failure of the role's."""
     with meeting() as opened, opened.pulse(patience_seconds=TIMEOUT):
         with opened.frozen():
@@ -303,7 +303,7 @@ def test_a_role_that_hears_nothing_of_the_master_tells_it_so() -> None:
     )
 
 
-def test_a_master_that_was_stopped_itself_takes_nobody_for_frozen() -> None:
+def test_a_stopped_master_considers_no_role_frozen() -> None:
     """A time in which its process did nothing is one turn at most."""
 
     rhythm, lost = HeartbeatInterval(0.1), list[ClusterError]()

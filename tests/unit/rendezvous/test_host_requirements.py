@@ -42,7 +42,7 @@ def addresses() -> list[tuple[str, str]]:
     return [(name, each.address) for name, of_it in found for each in of_it if each.family in families]
 
 
-def test_the_one_that_has_the_address_is_taken() -> None:
+def test_the_interface_with_the_address_is_chosen() -> None:
     for name, address in addresses():
         assert choose_interface("auto", address) == name
         assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == name
@@ -58,12 +58,12 @@ def test_the_one_that_has_the_address_is_taken() -> None:
         ("auto", "::", " = 'auto': must be named where the master listens on all addresses$"),
     ],
 )
-def test_one_that_there_is_not(wanted: str, address: str, rule: str) -> None:
+def test_a_missing_interface_is_rejected(wanted: str, address: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=f"^cluster.interface{rule}"):
         choose_interface(wanted, address)
 
 
-def test_between_hosts_neither_side_is_reached_by_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_is_rejected_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"eth0": "up,running", "lo": "up,loopback,running", "dummy0": "up,loopback"}
     stats = {name: psutil._ntuples.snicstats(True, 0, 0, 0, text) for name, text in flags.items()}
     monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
@@ -93,14 +93,14 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def test_the_soft_limit_becomes_the_hard_one(limits: list[tuple[int, int]]) -> None:
+def test_the_soft_limit_is_raised_to_the_hard_limit(limits: list[tuple[int, int]]) -> None:
     allow_open_files(CLUSTER)
     assert limits == [(256, 4096), (4096, 4096)]
     allow_open_files(CLUSTER)
     assert len(limits) == 2
 
 
-def test_too_low_a_hard_limit_is_refused(limits: list[tuple[int, int]]) -> None:
+def test_a_low_hard_limit_is_rejected(limits: list[tuple[int, int]]) -> None:
     limits.append((64, 100))
     with pytest.raises(HybridError) as caught:
         allow_open_files(CLUSTER)
@@ -110,7 +110,7 @@ def test_too_low_a_hard_limit_is_refused(limits: list[tuple[int, int]]) -> None:
     )
 
 
-def test_what_is_needed_grows_with_the_roles_and_how_they_connect(
+def test_needed_files_grow_with_roles_and_transports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
@@ -122,7 +122,7 @@ def test_what_is_needed_grows_with_the_roles_and_how_they_connect(
 
 
 @pytest.mark.parametrize("command", ["launch", "run own:main", "master"])
-def test_every_command_that_starts_roles_says_so_before_it_starts_any(command: str, tmp_path: Path) -> None:
+def test_commands_report_a_low_limit_before_they_start_roles(command: str, tmp_path: Path) -> None:
     line = f"ulimit -n 60; exec {sys.executable} -m workers {command}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HYBRID_SECRET": secrets.token_hex(32)}
     ran = subprocess.run(

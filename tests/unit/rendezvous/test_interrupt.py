@@ -24,7 +24,7 @@ def run(program: str, seconds: float = 0.3) -> tuple[int, str, str]:
     return ended.returncode, ended.stdout, ended.stderr
 
 
-def test_it_ends_a_wait_of_the_main_thread_with_the_error() -> None:
+def test_an_interrupt_raises_the_error_in_the_main_thread() -> None:
     # In a process of its own, since a process that was interrupted is to end.
     program = """
 began = time.monotonic()
@@ -39,7 +39,7 @@ sys.exit("told")
     assert run(program, seconds=SECONDS) == (ExitCode.AGAIN, "the master is frozen True\n", "told\n")
 
 
-def test_it_ends_the_wait_for_a_call_that_hears_nothing() -> None:
+def test_an_interrupt_ends_the_wait_for_a_blocked_call() -> None:
     program = """
 from workers.rendezvous.interrupt import run_interruptibly
 def deaf():
@@ -56,7 +56,7 @@ sys.exit("told")
     assert run(program, seconds=SECONDS) == (ExitCode.AGAIN, "the master is frozen\n", "told\n")
 
 
-def test_where_the_main_thread_hears_nothing_the_process_says_it_and_ends() -> None:
+def test_a_process_with_a_blocked_main_thread_reports_and_ends() -> None:
     program = """
 with interrupter.enabled():
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as deaf as in a call into torch
@@ -66,7 +66,7 @@ with interrupter.enabled():
     assert run(program) == (ExitCode.AGAIN, "", "hybrid worker 0: the master is frozen\n")
 
 
-def test_a_process_that_has_failed_ends_though_a_thread_is_left() -> None:
+def test_a_failed_process_ends_with_threads_running() -> None:
     program = """
 threading.Thread(target=time.sleep, args=(20,)).start()
 with interrupter.enabled():
@@ -77,7 +77,7 @@ with interrupter.enabled():
     assert told.endswith("ValueError: own\nhybrid worker 0: own\n")
 
 
-def test_it_ends_though_the_log_is_full() -> None:
+def test_a_process_ends_with_a_full_log() -> None:
     program = """
 sys.stdout, sys.stderr = open("/dev/full", "w"), open("/dev/full", "w", buffering=1)
 print("not written yet", end="")
@@ -89,7 +89,7 @@ with interrupter.enabled():
     assert run(program) == (ExitCode.AGAIN, "", "")
 
 
-def test_pythons_own_end_is_left_out_after_an_error() -> None:
+def test_exit_handlers_are_skipped_after_an_error() -> None:
     program = """
 import atexit
 atexit.register(print, "the end of Python")
@@ -112,7 +112,7 @@ except BaseException:
     assert run(in_peace) == (0, "the end of Python\n", "")
 
 
-def test_only_the_first_error_counts_and_it_is_raised_once() -> None:
+def test_only_the_first_error_is_raised() -> None:
     program = """
 with interrupter.enabled():
     try:

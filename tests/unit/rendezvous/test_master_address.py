@@ -21,7 +21,7 @@ from workers.rendezvous.master_address import DEFAULT_PORT, MasterAddress, is_lo
         ("[fe80::1%eth0]:65535", "fe80::1%eth0", 65535),
     ],
 )
-def test_what_is_an_address(text: str, host: str, port: int) -> None:
+def test_valid_addresses_are_parsed(text: str, host: str, port: int) -> None:
     address = MasterAddress.parse(text)
     assert address == MasterAddress(host, port)
     assert MasterAddress.parse(str(address)) == address
@@ -30,7 +30,7 @@ def test_what_is_an_address(text: str, host: str, port: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", ":29400", "node0:", "node0:port", "node0:0", "node0:65536", "a b", "a:1:2"]
 )
-def test_what_is_none(text: str) -> None:
+def test_invalid_addresses_are_rejected(text: str) -> None:
     with pytest.raises(
         ConfigError, match=r"^--master = '.*': must be HOST or HOST:PORT, an IPv6 address in \["
     ):
@@ -54,7 +54,7 @@ def test_what_is_none(text: str) -> None:
         ("notlocalhost", False),
     ],
 )
-def test_what_means_the_host_that_asks(host: str, expected: bool) -> None:
+def test_loopback_names_are_recognized(host: str, expected: bool) -> None:
     assert is_loopback(host) == expected
 
 
@@ -78,12 +78,12 @@ class TestListener:
                 listen("127.0.0.1", port)
 
     @pytest.mark.parametrize("address", ["192.0.2.1", "2001:db8::1", "not an address"])
-    def test_an_address_that_is_not_here_names_the_address(self, address: str) -> None:
+    def test_an_address_of_another_host_is_named(self, address: str) -> None:
         with pytest.raises(ConfigError, match=rf"^cluster\.master = '{address}': cannot listen on it: \w"):
             listen(address, 0)
 
 
-def test_a_name_that_others_do_not_know_as_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_resolves_to_loopback_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(*_: object, **__: object) -> list[tuple[object, ...]]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
 

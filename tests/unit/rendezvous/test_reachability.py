@@ -59,7 +59,7 @@ def outcomes(
         return {role: each.exception(SECONDS) for role, each in ended.items()}, len(tries)
 
 
-def test_all_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pairs_of_hosts_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcomes(monkeypatch, "abc") == (dict.fromkeys(ROLES), 6)
 
 
@@ -67,7 +67,7 @@ def test_roles_of_one_host_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> Non
     assert outcomes(monkeypatch, "aab") == (dict.fromkeys(ROLES), 4)
 
 
-def test_nobody_tries_where_all_are_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_tried_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcomes(monkeypatch, "aaa") == (dict.fromkeys(ROLES), 0)
 
 
@@ -75,7 +75,7 @@ def test_nobody_tries_where_all_are_on_one_host(monkeypatch: pytest.MonkeyPatch)
     ("error", "words"),
     [(TimeoutError("timed out"), "timed out"), (OSError(113, "No route to host"), "No route to host")],
 )
-def test_two_who_do_not_reach_each_other_are_named_with_the_port(
+def test_a_blocked_pair_is_named_with_its_port(
     error: OSError, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nobody else is: until all have tried, those who have failed can be reached."""
@@ -88,7 +88,7 @@ def test_two_who_do_not_reach_each_other_are_named_with_the_port(
     assert str(found[WORKER]) == f"stopped by the master: {found[MASTER]}"
 
 
-def test_each_end_of_a_closed_way_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ends_of_a_blocked_pair_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
     both = {(TRAINER, WORKER), (WORKER, TRAINER)}
     found, _ = outcomes(monkeypatch, "abc", both, TimeoutError("timed out"))
     assert re.match("worker 0 on host host c cannot reach trainer 0 on host host b at ", str(found[WORKER]))

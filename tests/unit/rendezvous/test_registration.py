@@ -37,9 +37,7 @@ def test_the_configuration_of_many_columns_fits_into_a_message() -> None:
 
 
 @pytest.mark.parametrize("name", ["trainer 2", "worker 02", "master", "bystander 0", ""])
-def test_others_have_none_and_the_master_waits_on(
-    name: str, policy: RegistrationPolicy, failed: list[HybridError]
-) -> None:
+def test_unknown_roles_are_rejected(name: str, policy: RegistrationPolicy, failed: list[HybridError]) -> None:
     registration = dataclasses.replace(REGISTRATION, role=name)
     rule = f"there is no {name} in a cluster of 1 master, 2 trainer(s), 2 worker(s)"
     assert policy.rejection_reason(registration) == rule
@@ -47,7 +45,7 @@ def test_others_have_none_and_the_master_waits_on(
 
 
 @pytest.mark.parametrize("name", ["hybrid-parallel", "torch", "Python"])
-def test_another_version_is_told_with_both_on_both_sides(
+def test_another_version_is_reported_on_both_sides(
     name: str, policy: RegistrationPolicy, failed: list[HybridError]
 ) -> None:
     registration = dataclasses.replace(REGISTRATION, host="b", versions={**own_versions(), name: "1.0"})
@@ -59,7 +57,7 @@ def test_another_version_is_told_with_both_on_both_sides(
     assert [str(error) for error in failed] == [why]
 
 
-def test_builds_of_one_version_for_other_devices_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builds_for_other_devices_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = own_versions()
     assert versions["Python"] == ".".join(map(str, sys.version_info[:2]))
     for build in ("", "+cpu", "+cu128"):
@@ -67,7 +65,7 @@ def test_builds_of_one_version_for_other_devices_are_the_same(monkeypatch: pytes
         assert own_versions()["torch"] == "2.13.0"
 
 
-def test_one_that_comes_twice_ends_nothing_though_its_versions_are_others() -> None:
+def test_a_second_registration_does_not_end_the_run() -> None:
     with meeting() as opened, opened.pulse(), opened.store() as store:
         late = opened.channel()
         with pytest.raises(ClusterError, match=r"^worker 0 is already taken in this cluster"):
@@ -77,7 +75,7 @@ def test_one_that_comes_twice_ends_nothing_though_its_versions_are_others() -> N
         assert (opened.lost, opened.heard) == ([], [])
 
 
-def test_a_role_is_told_all_or_why_it_is_refused() -> None:
+def test_a_role_gets_an_acceptance_or_a_reason() -> None:
     with meeting() as opened:
         channel = opened.channel()
         assert register(channel, REGISTRATION) == ACCEPTANCE

@@ -74,13 +74,13 @@ def check_that_roles_are_served(opened: Meeting) -> None:
 
 
 @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
-def test_what_a_stranger_sends_is_answered_with_zeros_at_most(payload: bytes, opened: Meeting) -> None:
+def test_an_unauthenticated_peer_gets_zeros_at_most(payload: bytes, opened: Meeting) -> None:
     with opened.stranger() as connection:
         assert heard_after(connection, payload) in (b"", bytes(PROOF_BYTES))
     check_that_roles_are_served(opened)
 
 
-def test_a_role_with_another_secret_is_told_so(opened: Meeting) -> None:
+def test_another_secret_is_reported_to_the_role(opened: Meeting) -> None:
     with pytest.raises(
         ConfigError, match=r"^cluster.secret_file: the master at \S+ has another .* HYBRID_SECRET"
     ):
@@ -126,7 +126,7 @@ def ask_through(line: Line, secret: Secret, *question: bytes) -> list[bytes]:
         return asking.receive()
 
 
-def test_what_the_system_refuses_for_a_moment_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporary_errors_of_accept_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED]
     accept = asyncio.SelectorEventLoop.sock_accept
 
@@ -144,7 +144,7 @@ def test_what_the_system_refuses_for_a_moment_is_tried_again(monkeypatch: pytest
     assert errors == []
 
 
-def test_what_was_overheard_tells_nothing_and_opens_nothing(opened: Meeting) -> None:
+def test_a_recorded_connection_reveals_and_opens_nothing(opened: Meeting) -> None:
     line = Line(opened)
     assert ask_through(line, opened.secret, b"get", b"1", b"secret") == [b"done", b"kept"]
     for said in line.said:
@@ -156,7 +156,7 @@ def test_what_was_overheard_tells_nothing_and_opens_nothing(opened: Meeting) -> 
     check_that_roles_are_served(opened)
 
 
-def test_who_has_heard_everything_and_learns_the_secret_reads_nothing(
+def test_recorded_frames_stay_secret_if_the_secret_leaks(
     opened: Meeting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs: list[KeyPair] = []
@@ -181,7 +181,7 @@ def test_who_has_heard_everything_and_learns_the_secret_reads_nothing(
 
 
 @pytest.mark.parametrize("own", [os.urandom(KEY_BYTES), bytes(KEY_BYTES)], ids=["a key", "zeros"])
-def test_nobody_in_between_puts_in_a_public_key(own: bytes, opened: Meeting) -> None:
+def test_a_replaced_public_key_is_rejected(own: bytes, opened: Meeting) -> None:
     changed: list[bytes] = []
 
     def put_in(chunk: bytes) -> bytes:
@@ -195,7 +195,7 @@ def test_nobody_in_between_puts_in_a_public_key(own: bytes, opened: Meeting) -> 
     check_that_roles_are_served(opened)
 
 
-def test_what_is_changed_on_the_way_ends_the_connection(opened: Meeting) -> None:
+def test_an_altered_frame_ends_the_connection(opened: Meeting) -> None:
     seen = bytearray()
 
     def flip(chunk: bytes) -> bytes:
@@ -216,9 +216,7 @@ def test_what_is_changed_on_the_way_ends_the_connection(opened: Meeting) -> None
     ],
     ids=["another service", "another version", "no proof"],
 )
-def test_a_role_does_not_take_a_stranger_for_its_master(
-    said: bytes, error: type[Exception], words: str
-) -> None:
+def test_a_listener_that_is_no_master_is_rejected(said: bytes, error: type[Exception], words: str) -> None:
     with listen(ADDRESS, 0) as listener, ThreadPoolExecutor(1) as pool:
         listener.settimeout(SECONDS)
         role = pool.submit(Channel, ADDRESS, listener.getsockname()[1], Secret.fresh(), RHYTHM)
@@ -235,7 +233,7 @@ def small(opened: Meeting, monkeypatch: pytest.MonkeyPatch) -> Meeting:
     return opened
 
 
-def test_many_strangers_who_stay_keep_nobody_out(small: Meeting) -> None:
+def test_roles_are_served_among_many_unauthenticated_peers(small: Meeting) -> None:
     with ExitStack() as stack:
         crowd = [stack.enter_context(small.stranger()) for _ in range(3 * MOST_STRANGERS)]
         check_that_roles_are_served(small)
@@ -251,7 +249,7 @@ def test_many_strangers_who_stay_keep_nobody_out(small: Meeting) -> None:
         assert gone >= 2 * MOST_STRANGERS, "the oldest had to go"
 
 
-def test_a_crowd_pushes_out_nobody_who_comes_from_elsewhere(small: Meeting) -> None:
+def test_a_crowd_does_not_displace_peers_of_other_addresses(small: Meeting) -> None:
     with ExitStack() as stack:
         alone = stack.enter_context(small.stranger())
         for _ in range(2 * MOST_STRANGERS):
@@ -261,20 +259,20 @@ def test_a_crowd_pushes_out_nobody_who_comes_from_elsewhere(small: Meeting) -> N
             alone.recv(1)
 
 
-def test_many_may_wait_while_the_master_is_busy(opened: Meeting) -> None:
+def test_many_connections_wait_for_a_busy_master(opened: Meeting) -> None:
     """As the roles of a large cluster do, which come at once."""
     with ExitStack() as stack, opened.frozen():
         for _ in range(500):
             stack.enter_context(socket.create_connection((ADDRESS, opened.port), timeout=SECONDS))
 
 
-def test_a_stranger_who_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch, opened: Meeting) -> None:
+def test_a_silent_peer_is_disconnected(monkeypatch: pytest.MonkeyPatch, opened: Meeting) -> None:
     monkeypatch.setattr(rendezvous_server, "HANDSHAKE_SECONDS", 0.05)
     with opened.stranger() as connection:
         assert connection.recv(1) == b""
 
 
-def test_strangers_are_not_remembered(opened: Meeting) -> None:
+def test_unauthenticated_peers_take_no_memory(opened: Meeting) -> None:
     def visit(times: int) -> None:
         for _ in range(times):
             with opened.stranger() as connection:
@@ -290,7 +288,7 @@ def test_strangers_are_not_remembered(opened: Meeting) -> None:
         tracemalloc.stop()
 
 
-def test_refusals_are_said_in_a_line_every_so_often(caplog: pytest.LogCaptureFixture) -> None:
+def test_rejected_peers_are_logged_at_a_limited_rate(caplog: pytest.LogCaptureFixture) -> None:
     with meeting() as opened:
         for _ in range(5):
             with opened.stranger() as connection:

@@ -56,7 +56,7 @@ def history(store: dist.Store) -> list[object]:
     ]
 
 
-def test_it_answers_as_torchs_own_store_does(store: RendezvousStore) -> None:
+def test_the_store_equals_a_store_of_torch(store: RendezvousStore) -> None:
     assert history(store) == history(dist.HashStore())
     assert history(dist.PrefixStore("within", store)) == history(dist.HashStore())
     assert store.clone().get("text") == b"a"
@@ -76,7 +76,7 @@ def test_a_wait_ends_when_the_last_key_comes(
         assert asked.result(SECONDS) == (b"word" if question == "get" else None)
 
 
-def test_a_wait_in_vain_ends_in_time(store: RendezvousStore, open_meeting: Meeting) -> None:
+def test_a_wait_ends_at_the_timeout(store: RendezvousStore, open_meeting: Meeting) -> None:
     began = time.monotonic()
     with pytest.raises(dist.DistStoreError, match=r"'wait' of \('no', 'such'\) timed out after 0.02 s"):
         store.wait(["no", "such"], MOMENT)
@@ -93,7 +93,7 @@ class Interrupted(Exception):
     """What the handler of a signal raises."""
 
 
-def test_an_interrupted_wait_leaves_the_store_as_it_was(store: RendezvousStore) -> None:
+def test_an_interrupted_wait_leaves_the_store_usable(store: RendezvousStore) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise Interrupted
 
@@ -109,7 +109,7 @@ def test_an_interrupted_wait_leaves_the_store_as_it_was(store: RendezvousStore) 
     assert store.get("after") == b"the answer to this question"
 
 
-def test_a_value_of_any_size_comes_whole_or_is_refused(store: RendezvousStore) -> None:
+def test_large_values_are_stored_or_rejected(store: RendezvousStore) -> None:
     text = "x" * (LARGEST_FRAME - 100)
     store.set("large", text)
     assert store.get("large") == text.encode()
@@ -119,7 +119,7 @@ def test_a_value_of_any_size_comes_whole_or_is_refused(store: RendezvousStore) -
 
 
 @pytest.mark.parametrize("through", ["Python", "C++"])
-def test_a_master_that_is_frozen_is_said_to_be(through: str) -> None:
+def test_a_frozen_master_is_named(through: str) -> None:
     with meeting(FROZEN_SECONDS) as opened, opened.store() as store:
         asked = store if through == "Python" else dist.PrefixStore("within", store)
         assert asked.add("number", 1) == 1

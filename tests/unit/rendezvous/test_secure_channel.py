@@ -41,7 +41,7 @@ def pair(
 
 
 @pytest.mark.parametrize("parts", [[b"set", b"key", b"\0\xff" * 9], [b""], [], [bytes(100_000)]], ids=len)
-def test_a_message_comes_as_it_was_sent_in_both_directions(parts: list[bytes]) -> None:
+def test_messages_arrive_unchanged_in_both_directions(parts: list[bytes]) -> None:
     role, master = pair()
     for sender, receiver in ((role, master), (master, role)):
         for _ in range(3):
@@ -50,7 +50,7 @@ def test_a_message_comes_as_it_was_sent_in_both_directions(parts: list[bytes]) -
             assert receiver.open(frame[HEADER:]) == parts
 
 
-def test_a_message_is_good_on_its_own_connection_and_in_its_own_direction_only() -> None:
+def test_a_message_is_valid_on_one_connection_and_direction() -> None:
     secret = Secret.fresh()
     role, master = pair(secret)
     frame = role.seal([b"set"])[HEADER:]
@@ -61,7 +61,7 @@ def test_a_message_is_good_on_its_own_connection_and_in_its_own_direction_only()
     assert master.open(frame) == [b"set"]
 
 
-def test_no_length_is_believed_beyond_the_largest_frame() -> None:
+def test_lengths_beyond_the_largest_frame_are_rejected() -> None:
     role, _ = pair()
     with pytest.raises(ValueError, match=f"at most {LARGEST_FRAME}"):
         role.seal([bytes(LARGEST_FRAME)])
@@ -72,7 +72,7 @@ def test_no_length_is_believed_beyond_the_largest_frame() -> None:
 
 
 @pytest.mark.parametrize("public", [bytes(32), b"\1" + bytes(31), b""], ids=["zeros", "one", "nothing"])
-def test_what_is_no_public_key_is_not_agreed_with(public: bytes) -> None:
+def test_invalid_public_keys_are_rejected(public: bytes) -> None:
     """With points of small order everybody comes to zeros, which everybody knows."""
     with pytest.raises(ChannelError, match="no public key"):
         KeyPair().agree(public)
@@ -105,7 +105,7 @@ def stopped_after(said: bytes) -> Iterator[int]:
     [b"", GREETING[:3], GREETING, GREETING + os.urandom(KEY_BYTES)],
     ids=["nothing", "half a greeting", "no nonce", "no proof"],
 )
-def test_one_who_is_there_and_silent_is_frozen_after_the_timeout(said: bytes) -> None:
+def test_a_silent_listener_is_frozen_after_the_timeout(said: bytes) -> None:
     with stopped_after(said) as port:
         with pytest.raises(ClusterError, match=FROZEN):
             connect(MasterAddress(ADDRESS, port), Secret.fresh(), HeartbeatInterval(TIMEOUT), SECONDS)
@@ -121,7 +121,7 @@ def words_for(address: MasterAddress) -> str:
 HERE = socket.gethostname()
 
 
-def test_one_who_is_not_there_yet_is_waited_for_however_short_the_timeout() -> None:
+def test_connect_waits_for_a_missing_master() -> None:
     port = free_port()
     why = "so nobody listens on that port there; start it, or check the port and its cluster.master"
     assert words_for(MasterAddress(ADDRESS, port)) == (
@@ -153,7 +153,7 @@ def test_one_who_is_not_there_yet_is_waited_for_however_short_the_timeout() -> N
     ],
     ids=["name", "route", "silence", "refused by a name", "anything else"],
 )
-def test_it_says_what_is_wrong(error: OSError, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_errors_are_explained(error: OSError, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise error
 

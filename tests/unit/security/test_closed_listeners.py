@@ -63,7 +63,7 @@ def check_talking(one: socket.socket, other: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
-def test_a_member_stays_a_stranger_is_gone_and_nobody_else_comes(family: socket.AddressFamily) -> None:
+def test_only_connections_of_members_stay(family: socket.AddressFamily) -> None:
     """Also where the listener takes IPv4 as IPv6 writes it, as torch's do."""
     host = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::"}[family]
     with ExitStack() as stack:
@@ -80,7 +80,7 @@ def test_a_member_stays_a_stranger_is_gone_and_nobody_else_comes(family: socket.
         assert not is_open(("127.0.0.1", port))
 
 
-def test_who_was_not_accepted_yet_is_gone_too() -> None:
+def test_connections_in_the_backlog_are_closed() -> None:
     with ExitStack() as stack:
         with closed():
             listener = stack.enter_context(listening())
@@ -89,7 +89,7 @@ def test_who_was_not_accepted_yet_is_gone_too() -> None:
         assert other.wait(SECONDS) is not None
 
 
-def test_connections_to_others_than_these_sockets_stay() -> None:
+def test_connections_to_other_listeners_stay() -> None:
     with listening() as before:
         with stranger(before.getsockname()[1]) as other, accept(before) as served:
             with closed(), listening():
@@ -98,7 +98,7 @@ def test_connections_to_others_than_these_sockets_stay() -> None:
             assert other.poll() is None
 
 
-def test_sockets_of_before_and_after_stay_open() -> None:
+def test_listeners_outside_of_the_block_stay_open() -> None:
     with listening() as before:
         with closed():
             pass
@@ -107,7 +107,7 @@ def test_sockets_of_before_and_after_stay_open() -> None:
             assert is_open(after.getsockname())
 
 
-def test_a_socket_with_a_name_instead_of_a_port_is_closed(tmp_path: Path) -> None:
+def test_a_unix_listener_is_closed(tmp_path: Path) -> None:
     name = str(tmp_path / "socket")
     with ExitStack() as stack:
         member, late = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(2))
@@ -122,7 +122,7 @@ def test_a_socket_with_a_name_instead_of_a_port_is_closed(tmp_path: Path) -> Non
 
 
 @needs_root
-def test_another_user_at_a_socket_with_a_name_is_gone() -> None:
+def test_a_unix_connection_of_another_user_is_closed() -> None:
     name = b"\0hybrid test " + os.urandom(8).hex().encode()
     with ExitStack() as stack:
         with closed():
@@ -133,7 +133,7 @@ def test_another_user_at_a_socket_with_a_name_is_gone() -> None:
         assert other.wait(SECONDS) == 0
 
 
-def test_who_waits_for_the_socket_is_never_woken_and_may_stop_waiting() -> None:
+def test_epoll_of_a_closed_listener_reports_nothing() -> None:
     """As torch does, whose threads would be busy if it were, and which ends the process if it may not."""
     with select.epoll() as epoll:
         with closed():
@@ -148,7 +148,7 @@ def test_who_waits_for_the_socket_is_never_woken_and_may_stop_waiting() -> None:
         listener.close()
 
 
-def test_where_the_start_has_failed_nothing_is_closed() -> None:
+def test_after_an_error_nothing_is_closed() -> None:
     started: list[socket.socket] = []
 
     def fail_to_start() -> None:

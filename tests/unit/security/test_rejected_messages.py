@@ -18,7 +18,7 @@ TREE = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e
 
 @pytest.mark.parametrize("kind", [*TREE, KeyError, RuntimeError], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("words", ["step 3: it's not finite", ""])
-def test_an_exception_that_is_raised_later_is_read_as_it_was_told(kind: type[Exception], words: str) -> None:
+def test_a_deferred_exception_is_parsed(kind: type[Exception], words: str) -> None:
     error = ConfigError("train.epochs", words, 0) if kind is ConfigError else kind(words)
     text = describe_exception(error)
     assert parse_exception(text) == (kind.__name__, str(error))
@@ -30,7 +30,7 @@ def test_an_exception_that_is_raised_later_is_read_as_it_was_told(kind: type[Exc
     assert failure.message == (str(error).strip() if kind in TREE else kind_and_text(error))
 
 
-def test_what_comes_of_a_store_that_is_down_is_told_as_that() -> None:
+def test_an_outage_is_reported_by_its_class() -> None:
     error = CheckpointError("cannot write rows")
     error.__cause__ = OutageError("s3: is down")
     assert parse_exception(describe_exception(error)) == ("OutageError", "cannot write rows")
@@ -38,7 +38,7 @@ def test_what_comes_of_a_store_that_is_down_is_told_as_that() -> None:
     assert (failure.kind, failure.message, failure.is_users) == ("OutageError", "cannot write rows", True)
 
 
-def test_a_refusal_is_read_as_it_was_told() -> None:
+def test_a_rejection_is_parsed() -> None:
     text = f"RuntimeError: On WorkerInfo(id=3):\n{describe_rejection('it is not new: 7')}\nTraceback:"
     assert (parse_rejection(text), parse_exception(text)) == ("it is not new: 7", None)
 
@@ -61,9 +61,7 @@ PEER = "[10.77.0.2]:4711"
         ("connection reset by peer", True),
     ],
 )
-def test_a_peer_that_is_gone_leaves_no_stack(
-    text: str, is_logged: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lost_peer_logs_no_stack(text: str, is_logged: bool, caplog: pytest.LogCaptureFixture) -> None:
     failure = failure_of(RuntimeError(text))
     assert (failure.message, failure.is_logged) == (f"RuntimeError: {text}", is_logged)
     assert bool(caplog.records) == is_logged

@@ -11,7 +11,7 @@ SIZE = 8 * NUM_BYTES
 
 
 @pytest.mark.parametrize("jump", [1, 7, 8, SIZE - 8, SIZE, SIZE + 1, 5 * SIZE + 3, 1 << 63])
-def test_after_a_jump_old_numbers_stay_refused_and_new_ones_are_new(jump: int) -> None:
+def test_old_numbers_stay_rejected_after_a_jump(jump: int) -> None:
     window = ReplayWindow(NUM_BYTES)
     old = range(20)
     assert all(window.accept(number) for number in old)
@@ -21,7 +21,7 @@ def test_after_a_jump_old_numbers_stay_refused_and_new_ones_are_new(jump: int) -
     assert all(window.accept(number) for number in between)
 
 
-def test_what_is_too_far_behind_is_refused_though_it_is_new() -> None:
+def test_numbers_far_behind_are_rejected() -> None:
     """It cannot be told from what has come."""
     window = ReplayWindow(NUM_BYTES)
     assert window.accept(10 * SIZE)
@@ -29,7 +29,7 @@ def test_what_is_too_far_behind_is_refused_though_it_is_new() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_as_a_set_of_numbers_would_have_it(seed: int) -> None:
+def test_the_window_equals_a_set_of_numbers(seed: int) -> None:
     generator, window, seen, highest = random.Random(seed), ReplayWindow(NUM_BYTES), set[int](), 0
     for _ in range(3000):
         number = max(0, highest + generator.randint(-SIZE + 8, 30))

@@ -25,14 +25,14 @@ def found_key(file: str | Path) -> bytes:
     return found.key("calls")
 
 
-def test_a_file_that_was_written_gives_the_same_keys(tmp_path: Path) -> None:
+def test_a_written_file_gives_the_same_keys(tmp_path: Path) -> None:
     secret, file = Secret.fresh(), tmp_path / "secret"
     secret.write(file)
     assert file.stat().st_mode & 0o777 == 0o600
     assert found_key(file) == secret.key("calls")
 
 
-def test_the_environment_gives_one_where_no_file_is_named(
+def test_the_environment_gives_the_secret_without_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Secret.find("") is None
@@ -43,14 +43,14 @@ def test_the_environment_gives_one_where_no_file_is_named(
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
-def test_a_file_of_others_is_refused(mode: int, tmp_path: Path) -> None:
+def test_a_file_that_others_may_access_is_rejected(mode: int, tmp_path: Path) -> None:
     Secret.fresh().write(tmp_path / "secret")
     (tmp_path / "secret").chmod(mode)
     with pytest.raises(ConfigError, match=r"cluster.secret_file .* must be its owner's alone"):
         Secret.find(str(tmp_path / "secret"))
 
 
-def test_a_missing_file_and_a_short_secret_are_refused(
+def test_a_missing_file_and_a_short_secret_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
@@ -75,7 +75,7 @@ def test_a_missing_file_and_a_short_secret_are_refused(
         "11111111-1111-1111-1111-111111111111",
     ],
 )
-def test_a_secret_that_can_be_guessed_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_that_can_be_guessed_is_rejected(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, value)
     rule = f"{VARIABLE}: can be guessed: it repeats itself, or counts up; hybrid secret FILE makes a good one"
     with pytest.raises(ConfigError) as raised:
@@ -83,7 +83,7 @@ def test_a_secret_that_can_be_guessed_is_refused(value: str, monkeypatch: pytest
     assert str(raised.value) == rule
 
 
-def test_what_was_drawn_is_taken() -> None:
+def test_random_secrets_are_accepted() -> None:
     """Hexadecimal digits, base64, digits: of any of these 32 are enough."""
     draw = random.Random(1)
     for _ in range(500):
@@ -116,7 +116,7 @@ def test_keys_differ_by_secret_purpose_and_context() -> None:
     assert one.key("calls", b"1") == Secret(LONG).key("calls", b"1")
 
 
-def test_it_shows_nothing_of_itself_and_survives_the_way_to_a_child() -> None:
+def test_a_secret_is_hidden_in_text_and_can_be_pickled() -> None:
     secret = Secret(LONG)
     assert LONG not in f"{secret} {secret!r}"
     assert pickle.loads(pickle.dumps(secret)).key("calls") == secret.key("calls")

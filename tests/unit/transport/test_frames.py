@@ -69,7 +69,7 @@ def travelled(*tensors: Tensor) -> Sequence[Tensor]:
     ],
     ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
 )
-def test_a_tensor_comes_bit_for_bit(tensor: Tensor) -> None:
+def test_a_received_tensor_has_the_same_bits(tensor: Tensor) -> None:
     there = travelled(tensor)[0]
     assert (there.dtype, there.shape) == (tensor.dtype, tensor.shape)
     assert b"".join(message_signature.memory_of(there)) == b"".join(
@@ -78,7 +78,7 @@ def test_a_tensor_comes_bit_for_bit(tensor: Tensor) -> None:
     there.fill_(1)  # it is the receiver's to write
 
 
-def test_a_call_comes_with_all_it_holds() -> None:
+def test_a_received_call_equals_the_sent_one() -> None:
     value = ("a function", (7, (0, 1.5, True, None), [("text", -1)], {"key": 2}))
     trainer, worker = frames()
     (came,) = received(worker, bytes(trainer.seal(call(value, torch.ones(2), torch.zeros(3)))))
@@ -87,7 +87,7 @@ def test_a_call_comes_with_all_it_holds() -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1000, WHOLE])
-def test_messages_come_in_whatever_pieces(piece: int) -> None:
+def test_messages_are_read_from_chunks_of_any_size(piece: int) -> None:
     trainer, worker = frames()
     sizes = [0, 1, 3000, 2, 20_000, 10]  # larger than the buffers begin, and smaller
     data = b"".join(bytes(worker.seal(answer(i, torch.full((size,), i)))) for i, size in enumerate(sizes))
@@ -96,13 +96,13 @@ def test_messages_come_in_whatever_pieces(piece: int) -> None:
     assert [each.tensors[0].tolist() for each in came] == [[i] * size for i, size in enumerate(sizes)]
 
 
-def test_huge_tensors_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_tensors_are_sent_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_signature, "LARGEST_SEGMENT", 1000)
     tensor = torch.rand(1234)
     assert torch.equal(travelled(tensor, torch.ones(2))[0], tensor)
 
 
-def test_nothing_can_be_read_on_the_way() -> None:
+def test_a_frame_is_encrypted() -> None:
     trainer, _ = frames()
     ids = torch.full((100,), 0x4142434445464748)
     frame = bytes(trainer.seal(call(("hybrid.transport.rpc.endpoints:lookup", "a word"), ids)))
@@ -111,7 +111,7 @@ def test_nothing_can_be_read_on_the_way() -> None:
     assert b"a word" not in frame
 
 
-def test_every_altered_byte_is_noticed() -> None:
+def test_every_altered_byte_is_rejected() -> None:
     sealed = bytes(frames()[0].seal(call("f", torch.ones(3))))
     for at in range(len(sealed)):
         altered = bytearray(sealed)
@@ -126,21 +126,21 @@ def test_every_altered_byte_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 0), (1,)], ids=["repeated", "left out"])
-def test_a_frame_out_of_order_is_refused(order: tuple[int, ...]) -> None:
+def test_a_frame_out_of_order_is_rejected(order: tuple[int, ...]) -> None:
     trainer, worker = frames()
     sealed = [bytes(trainer.seal(call(name))) for name in "fg"]
     with pytest.raises(RejectedMessage, match="altered, repeated or left out"):
         list(received(worker, b"".join(sealed[each] for each in order)))
 
 
-def test_a_claimed_length_takes_no_memory() -> None:
+def test_a_claimed_length_allocates_no_memory() -> None:
     _, worker = frames()
     claimed = b"\xff" * 4 + (1 << 60).to_bytes(8, "little")
     assert list(received(worker, claimed + os.urandom(200_000))) == []
     assert len(worker._received) < 1 << 20
 
 
-def test_what_may_not_come_this_way_is_refused() -> None:
+def test_a_message_of_the_wrong_kind_is_rejected() -> None:
     trainer, worker = frames()
     with pytest.raises(RejectedMessage, match="unexpected"):
         list(received(worker, bytes(trainer.seal(Message(FrameKind.FAILURE, 1, "no")))))
@@ -149,7 +149,7 @@ def test_what_may_not_come_this_way_is_refused() -> None:
         list(received(trainer, bytes(worker.seal(call("f")))))
 
 
-def test_what_comes_with_a_message_and_is_not_of_it_is_refused() -> None:
+def test_extra_bytes_after_a_message_are_rejected() -> None:
     trainer, worker = frames()
     sealed = bytes(worker.seal(answer(1, torch.ones(3))))
     longer = sealed[:4] + (len(sealed) - 12 + 5).to_bytes(8, "little") + sealed[12:] + b"extra"
@@ -158,7 +158,7 @@ def test_what_comes_with_a_message_and_is_not_of_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize("head", [b"", b"\x80", pickle.dumps(7), pickle.dumps((0, 1, None, [(99, (1,))]))])
-def test_what_is_sealed_and_is_no_message_is_refused(head: bytes) -> None:
+def test_a_sealed_head_without_a_message_is_rejected(head: bytes) -> None:
     trainer, worker = frames()
     sealed = trainer._sending.seal(head)
     lengths = len(sealed).to_bytes(4, "little") + len(sealed).to_bytes(8, "little")
@@ -166,7 +166,7 @@ def test_what_is_sealed_and_is_no_message_is_refused(head: bytes) -> None:
         list(received(worker, lengths + sealed))
 
 
-def test_a_tensor_larger_than_its_message_is_refused() -> None:
+def test_a_tensor_larger_than_its_message_is_rejected() -> None:
     trainer, worker = frames()
     sealed = bytes(worker.seal(answer(1, torch.ones(3))))
     head = int.from_bytes(sealed[:4], "little")

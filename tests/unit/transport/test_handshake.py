@@ -77,7 +77,9 @@ def close(*met: dict[Role, Connection]) -> None:
             connection.socket.close()
 
 
-def test_every_trainer_meets_every_worker(pool: ThreadPoolExecutor, family: socket.AddressFamily) -> None:
+def test_every_trainer_connects_to_every_worker(
+    pool: ThreadPoolExecutor, family: socket.AddressFamily
+) -> None:
     store = dist.HashStore()
     at_workers = [pool.submit(accept_trainers, worker(i), store, "lo") for i in range(2)]
     at_trainers = [pool.submit(connect_to_workers, trainer(i), store).result(SECONDS) for i in (1, 0)]
@@ -97,7 +99,7 @@ def test_every_trainer_meets_every_worker(pool: ThreadPoolExecutor, family: sock
     close(*at_trainers)
 
 
-def test_strangers_are_not_let_in_and_do_no_harm(
+def test_unauthenticated_peers_are_rejected_and_trainers_connect(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "MAX_UNAUTHENTICATED", 20)
@@ -150,7 +152,7 @@ def answer_to(address: WorkerAddress, said: bytes) -> bytes:
     return answer
 
 
-def test_a_hello_that_was_heard_is_good_for_nothing_else(pool: ThreadPoolExecutor) -> None:
+def test_a_recorded_hello_is_rejected(pool: ThreadPoolExecutor) -> None:
     """Neither again, nor by another trainer."""
     store = dist.HashStore()
     heard: list[bytes] = []
@@ -198,7 +200,7 @@ def test_a_recorded_hello_whose_original_never_arrives_is_rejected(pool: ThreadP
         assert len(met.result(SECONDS)) == 2
 
 
-def test_a_trainer_comes_once(pool: ThreadPoolExecutor) -> None:
+def test_a_trainer_is_accepted_once(pool: ThreadPoolExecutor) -> None:
     store = dist.HashStore()
     with listening(store, pool, worker(0)) as (_, met), contextlib.ExitStack() as stack:
         stack.callback(close, connect_to_workers(only_worker_0(trainer(0)), store))
@@ -208,7 +210,7 @@ def test_a_trainer_comes_once(pool: ThreadPoolExecutor) -> None:
         stack.callback(close, connect_to_workers(only_worker_0(trainer(1)), store))
 
 
-def test_a_crowd_does_not_keep_trainers_out(
+def test_trainers_connect_among_many_unauthenticated_peers(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "MAX_UNAUTHENTICATED", 20)
@@ -230,7 +232,7 @@ def test_a_crowd_does_not_keep_trainers_out(
             each.result(SECONDS)
 
 
-def test_a_worker_of_another_run_is_noticed(pool: ThreadPoolExecutor) -> None:
+def test_a_worker_of_another_run_is_rejected(pool: ThreadPoolExecutor) -> None:
     """What listens could be anything: the trainer asks for a proof, too."""
     store = dist.HashStore()
     with socket.create_server(("127.0.0.1", 0)) as impostor:
@@ -249,7 +251,7 @@ def test_a_worker_of_another_run_is_noticed(pool: ThreadPoolExecutor) -> None:
         answering.result(SECONDS)
 
 
-def test_who_does_not_come_is_named(pool: ThreadPoolExecutor) -> None:
+def test_a_missing_trainer_is_named(pool: ThreadPoolExecutor) -> None:
     store = dist.HashStore()
     late = dataclasses.replace(worker(0), timeout_seconds=0.5)
     waiting = pool.submit(accept_trainers, late, store, "lo")

@@ -70,7 +70,7 @@ def test_both_ends_have_memory_and_no_descriptor_is_left() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 4096], ids=["nothing", "too little"])
-def test_who_lends_no_memory_is_not_let_in(local_worker: LocalWorker, num_bytes: int) -> None:
+def test_a_trainer_without_valid_memory_is_rejected(local_worker: LocalWorker, num_bytes: int) -> None:
     with local_worker.address.connect() as connection, closing_descriptor(num_bytes) as memory:
         nonce, random = connection.recv(NONCE_BYTES, socket.MSG_WAITALL), os.urandom(NONCE_BYTES)
         sending, _ = identity(TRAINER).directions(WORKER, nonce + random)
@@ -89,7 +89,7 @@ def closing_descriptor(num_bytes: int) -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_what_a_stranger_has_sent_is_closed(local_worker: LocalWorker) -> None:
+def test_descriptors_of_unauthenticated_peers_are_closed(local_worker: LocalWorker) -> None:
     opened = set()
     for _ in range(5):
         with local_worker.address.connect() as connection, open(os.devnull) as file:
@@ -102,7 +102,7 @@ def test_what_a_stranger_has_sent_is_closed(local_worker: LocalWorker) -> None:
     close_all(*local_worker.let_in())
 
 
-def test_another_user_is_not_let_in(local_worker: LocalWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_rejected(local_worker: LocalWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(handshake, "is_same_user", lambda _: False)
         with pytest.raises(ConnectionError):
@@ -110,7 +110,7 @@ def test_another_user_is_not_let_in(local_worker: LocalWorker, monkeypatch: pyte
     close_all(*local_worker.let_in())
 
 
-def test_hosts_are_told_apart_by_user_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_host_differs_by_user(monkeypatch: pytest.MonkeyPatch) -> None:
     own = lent_blocks.own_host()
     assert own == lent_blocks.own_host()
     monkeypatch.setattr(os, "geteuid", lambda: 4711)

@@ -97,7 +97,7 @@ def messages(members: list[Trainer], worker: int) -> list[Message]:
     return [message for each in members for message in each.workers[worker].came]
 
 
-def test_a_worker_gets_one_message_with_the_parts_of_all_in_their_order() -> None:
+def test_a_worker_gets_one_message_with_all_segments_in_order() -> None:
     members = trainers()
     at_once(lambda each: each.check(0, each.look_up(0)), members)
     for worker in range(WORKERS):
@@ -108,7 +108,7 @@ def test_a_worker_gets_one_message_with_the_parts_of_all_in_their_order() -> Non
     assert not any(worker.came for other in members[1:] for worker in other.workers)
 
 
-def test_gradients_and_the_next_lookup_leave_together() -> None:
+def test_gradients_and_the_next_lookup_are_one_segment() -> None:
     def train(each: Trainer) -> None:
         answers = {step: each.look_up(step) for step in (0, 1)}
         for step in range(6):
@@ -137,7 +137,7 @@ def test_gradients_and_the_next_lookup_leave_together() -> None:
     assert [tensor[0, 0].item() for tensor in tensors[:: 1 + 3]] == [0.0, 10.0, 20.0]
 
 
-def test_who_has_nothing_takes_part_and_nobody_is_asked_for_nothing() -> None:
+def test_a_trainer_without_segments_takes_part_in_a_round() -> None:
     def take_part(each: Trainer) -> None:
         for step in (0, 1):
             if each.index == 1 and step == 0:
@@ -152,7 +152,7 @@ def test_who_has_nothing_takes_part_and_nobody_is_asked_for_nothing() -> None:
     assert [[ticket[0] for _, _, ticket, _ in parts if ticket] for parts, _ in came] == [[1]]
 
 
-def test_what_comes_in_the_place_of_an_answer_comes_to_each() -> None:
+def test_a_failed_request_fails_for_every_trainer() -> None:
     members = trainers(describe_exception(ClusterError("trainer 1 sent gradients of step 0 twice")))
 
     def fail(each: Trainer) -> None:
@@ -163,7 +163,7 @@ def test_what_comes_in_the_place_of_an_answer_comes_to_each() -> None:
     at_once(fail, members)
 
 
-def test_answers_of_others_are_no_part_of_memory_that_is_written_again() -> None:
+def test_responses_are_copied_from_reused_memory() -> None:
     def keep(each: Trainer) -> None:
         kept = [answer.wait() for answer in each.look_up(0)]
         for step in range(1, 5):
@@ -175,7 +175,7 @@ def test_answers_of_others_are_no_part_of_memory_that_is_written_again() -> None
     at_once(keep, trainers())
 
 
-def test_who_waits_for_one_that_is_gone_learns_it() -> None:
+def test_a_lost_trainer_is_named() -> None:
     first, *others = joined(TRAINERS)
     for peer in (peer for other in others for peer in other._peers.values()):
         peer.close()
@@ -192,7 +192,7 @@ def test_who_waits_for_one_that_is_gone_learns_it() -> None:
         (small_config(train={"update": "pipelined"}, dense={"ddp": "none"}), False),
     ],
 )
-def test_trainers_that_are_in_step_may(config: RunConfig, expected: bool) -> None:
+def test_aggregation_requires_trainers_in_step(config: RunConfig, expected: bool) -> None:
     assert can_aggregate(config) is expected
 
 
@@ -208,7 +208,7 @@ def tensors(*pair: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_each_has_what_the_others_had_for_it(size: int) -> None:
+def test_all_to_all_exchanges_packets(size: int) -> None:
     def exchange(memory: SharedMemory) -> None:
         rank = memory.rank
         outgoing = {to: Packet([rank, to, ("for", to)], tensors(rank, to)) for to in range(size)}

@@ -35,7 +35,7 @@ def lent(lender: LentMemory, *tensors: Tensor) -> Block:
     return block
 
 
-def test_tensors_come_bit_for_bit(ends: tuple[LentMemory, BorrowedMemory]) -> None:
+def test_borrowed_tensors_have_the_same_bits(ends: tuple[LentMemory, BorrowedMemory]) -> None:
     lender, borrower = ends
     sent = [
         torch.rand(MANY),
@@ -54,7 +54,7 @@ def test_tensors_come_bit_for_bit(ends: tuple[LentMemory, BorrowedMemory]) -> No
         assert tensor.is_contiguous()
 
 
-def test_what_is_borrowed_is_not_taken_again_while_somebody_has_it(
+def test_a_block_in_use_is_not_reused(
     ends: tuple[LentMemory, BorrowedMemory],
 ) -> None:
     lender, borrower = ends
@@ -75,7 +75,7 @@ def test_what_is_borrowed_is_not_taken_again_while_somebody_has_it(
     assert kept.tolist() == [0, 0]
 
 
-def test_a_gap_is_taken_that_is_large_enough(ends: tuple[LentMemory, BorrowedMemory]) -> None:
+def test_the_first_large_enough_gap_is_reused(ends: tuple[LentMemory, BorrowedMemory]) -> None:
     lender, _ = ends
     blocks = [lent(lender, torch.zeros(size)) for size in (MANY, MANY, 5 * MANY, MANY)]
     lender.free([blocks[0].number, blocks[2].number])
@@ -84,7 +84,7 @@ def test_a_gap_is_taken_that_is_large_enough(ends: tuple[LentMemory, BorrowedMem
     assert lent(lender, torch.zeros(MANY)).start == blocks[2].start + 12 * MANY
 
 
-def test_what_does_not_fit_is_not_lent(
+def test_tensors_that_do_not_fit_are_not_lent(
     ends: tuple[LentMemory, BorrowedMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lender, _ = ends
@@ -96,14 +96,14 @@ def test_what_does_not_fit_is_not_lent(
     assert lent(lender, large).start == 0
 
 
-def test_a_block_beyond_the_memory_is_refused(ends: tuple[LentMemory, BorrowedMemory]) -> None:
+def test_a_block_beyond_the_memory_is_rejected(ends: tuple[LentMemory, BorrowedMemory]) -> None:
     shapes = layout_of([torch.zeros(MANY)])
     for start in (-64, lent_blocks.NUM_BYTES - MANY):
         with pytest.raises(ValueError, match="buffer length"):
             ends[1].tensors(Block(1, start), shapes)
 
 
-def test_memory_that_its_owner_could_truncate_is_refused() -> None:
+def test_unsealed_memory_is_rejected() -> None:
     """A role that reads such memory would end by SIGBUS."""
     descriptor = os.memfd_create("hybrid")
     os.ftruncate(descriptor, lent_blocks.NUM_BYTES)
@@ -130,7 +130,7 @@ def passed(sender: Frames, receiver: Frames, message: Message) -> Message:
     raise AssertionError("it has not come")
 
 
-def test_frames_tell_each_other_what_is_free_again() -> None:
+def test_frames_return_blocks_for_reuse() -> None:
     """However many large messages go back and forth, they lie in the same few places."""
     trainer, worker = frames(is_one_host=True)
     places = set()
@@ -143,7 +143,7 @@ def test_frames_tell_each_other_what_is_free_again() -> None:
     assert len(places) <= 4
 
 
-def test_memory_that_is_not_there_is_refused() -> None:
+def test_a_block_without_memory_is_rejected() -> None:
     (with_memory, _), (_, worker) = frames(is_one_host=True), frames()
     with pytest.raises(RejectedMessage, match="memory that does not exist"):
         passed(with_memory, worker, Message(FrameKind.CALL, 1, "f", [torch.zeros(MANY)]))

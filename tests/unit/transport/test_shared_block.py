@@ -32,14 +32,14 @@ def shown(part: SharedMemory, words: bytes) -> list[bytes]:
 
 
 @pytest.mark.parametrize("size", [2, 3, MOST_MEMBERS])
-def test_each_reads_what_all_have_written(size: int) -> None:
+def test_each_member_reads_all_slots(size: int) -> None:
     parts = joined(size)
     for length in (1, 1000, 7, 100_000, 5000, 1_000_000):  # slots grow, and are used again
         words = [bytes([65 + place]) * length for place in range(size)]
         assert at_once(shown, parts, words) == [words] * size
 
 
-def test_slots_that_grow_at_different_times_are_read_in_their_turns() -> None:
+def test_slots_may_grow_at_different_turns() -> None:
     parts = joined(3)
 
     def take_turns(part: SharedMemory) -> None:
@@ -58,7 +58,7 @@ def test_members_are_the_trainers_in_the_order_of_their_ranks() -> None:
         assert [str(each) for each in part.members] == ["trainer 0", "trainer 1", "trainer 2"]
 
 
-def test_one_that_is_gone_is_named_at_once() -> None:
+def test_a_lost_member_is_named_at_once() -> None:
     first, second = joined(2)
     for peer in second._peers.values():
         peer.close()
@@ -66,7 +66,7 @@ def test_one_that_is_gone_is_named_at_once() -> None:
         first.publish()
 
 
-def test_one_that_does_not_come_is_named_in_time() -> None:
+def test_a_late_member_is_named_after_the_timeout() -> None:
     first, second = joined(2, timeout_seconds=0.2)
     late = r"of this host, did not come in cluster\.timeout_seconds$"
     with pytest.raises(ClusterError, match=rf"^trainer 1, {late}"):
@@ -76,14 +76,14 @@ def test_one_that_does_not_come_is_named_in_time() -> None:
         second.publish()
 
 
-def test_who_has_no_use_for_it_is_left_alone() -> None:
+def test_trainers_that_may_not_share_are_left_out() -> None:
     assert together(1, join) == [None]
     parts = together(4, lambda rank, group: SharedMemory.join(group, rank, rank % 2 == 0, SECONDS))
     assert parts[1] is parts[3] is None
     assert [[m.index for m in part.members] for part in parts if part] == [[0, 2], [0, 2]]
 
 
-def test_of_many_on_a_host_so_many_share_with_each_other() -> None:
+def test_many_trainers_of_a_host_form_several_groups() -> None:
     parts = together(MOST_MEMBERS + 3, join)
     sizes = [len(part.members) for part in parts if part]
     assert sizes == [MOST_MEMBERS] * MOST_MEMBERS + [3] * 3
@@ -145,7 +145,7 @@ def joined_after(connect: Callable[[bytes, bytes], object]) -> list[SharedMemory
     ],
     ids=["silent, wrong, closed", "places that are not expected"],
 )
-def test_strangers_are_sent_away(hellos: Callable[[bytes], list[bytes | None]]) -> None:
+def test_unauthenticated_peers_are_rejected(hellos: Callable[[bytes], list[bytes | None]]) -> None:
     """They come before the trainers' own connections."""
     with ExitStack() as stack:
 
@@ -161,7 +161,7 @@ def test_strangers_are_sent_away(hellos: Callable[[bytes], list[bytes | None]]) 
         assert at_once(shown, joined_after(connect), [b"a", b"b"]) == [[b"a", b"b"]] * 2
 
 
-def test_a_member_whose_greeting_comes_in_pieces_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_greeting_in_chunks_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(socket.socket):
         def sendall(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override]
             for byte in data:
@@ -174,7 +174,7 @@ def test_a_member_whose_greeting_comes_in_pieces_is_let_in(monkeypatch: pytest.M
     assert at_once(shown, parts, [b"a", b"b"]) == [[b"a", b"b"]] * 2
 
 
-def test_memory_that_its_owner_could_truncate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsealed_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def create_unsealed(num_bytes: int) -> int:
         descriptor = os.memfd_create("hybrid")
         os.ftruncate(descriptor, num_bytes)
@@ -186,13 +186,13 @@ def test_memory_that_its_owner_could_truncate_is_refused(monkeypatch: pytest.Mon
 
 
 @needs_root
-def test_a_stranger_of_another_user_is_not_waited_for() -> None:
+def test_a_peer_of_another_user_does_not_block_members() -> None:
     with ExitStack() as stack:
         parts = joined_after(lambda address, _: stack.enter_context(connected_as_another_user(address)))
         assert at_once(shown, parts, [b"a", b"b"]) == [[b"a", b"b"]] * 2
 
 
-def test_nothing_is_left_open() -> None:
+def test_all_descriptors_are_closed() -> None:
     def descriptors() -> set[str]:
         return {name for name in os.listdir("/proc/self/fd") if "memfd:hybrid" in _target(name)}
 

@@ -117,12 +117,12 @@ def doubled(link: SocketClient, number: int) -> int:
     return int(link.call(double, number).wait()[0])
 
 
-def test_a_call_is_answered(link: SocketClient) -> None:
+def test_a_call_returns_its_response(link: SocketClient) -> None:
     assert [doubled(link, each) for each in range(3)] == [0, 2, 4]
     assert [each.tolist() for each in link.call(double, 3, [torch.ones(2)]).wait()] == [6, [1, 1]]
 
 
-def test_answers_come_when_they_are_there(link: SocketClient) -> None:
+def test_responses_arrive_in_any_order(link: SocketClient) -> None:
     first, second = link.call(promise, 1), link.call(promise, 2)
     called: list[Any] = []
     first.add_done_callback(called.append)
@@ -140,7 +140,7 @@ def test_answers_come_when_they_are_there(link: SocketClient) -> None:
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
-def test_an_exception_comes_with_its_words(when: str, link: SocketClient) -> None:
+def test_a_remote_exception_keeps_its_message(when: str, link: SocketClient) -> None:
     if when == "at once":
         reply = link.call(refuse, ())
     else:
@@ -153,7 +153,7 @@ def test_an_exception_comes_with_its_words(when: str, link: SocketClient) -> Non
     assert parse_exception(str(caught.value)) == ("ConfigError", "dense.net = 'mlp': is not to my taste")
 
 
-def test_an_unknown_function_and_a_value_that_cannot_travel_are_errors(link: SocketClient) -> None:
+def test_unknown_functions_and_unsendable_results_are_errors(link: SocketClient) -> None:
     with pytest.raises(RuntimeError, match=r"KeyError: .*:known"):
         answer_to(link.call(known, ()))
     with pytest.raises(RuntimeError, match=r"ClusterError: tensors on a GPU cannot be sent"):
@@ -176,12 +176,12 @@ def test_a_call_that_is_malformed_is_rejected_and_the_next_is_served(value: obje
     server.close(SECONDS)
 
 
-def test_any_threads_may_call(link: SocketClient) -> None:
+def test_calls_of_several_threads_are_served(link: SocketClient) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda n: doubled(link, n), range(400))) == list(range(0, 800, 2))
 
 
-def test_any_threads_may_answer(link: SocketClient) -> None:
+def test_responses_of_several_threads_are_received(link: SocketClient) -> None:
     replies = [link.call(promise, number) for number in range(400)]
     until(lambda: len(promises) == len(replies))
     with ThreadPoolExecutor(8) as pool:
@@ -190,7 +190,7 @@ def test_any_threads_may_answer(link: SocketClient) -> None:
         assert list(done)
 
 
-def test_a_trainer_that_does_not_read_keeps_nobody_waiting() -> None:
+def test_a_trainer_that_does_not_read_blocks_no_other() -> None:
     with connected_clients(trainers=5) as (slow, *_, quick):  # four threads read, so one reads both
         answers = [slow.call(large, ()) for _ in range(3)]
         assert [doubled(quick, each) for each in range(100)] == [2 * each for each in range(100)]
@@ -216,7 +216,7 @@ def test_a_worker_that_is_gone_is_lost(ends: tuple[SocketClient, Connection]) ->
             answer_to(reply)
 
 
-def test_a_worker_that_says_nothing_is_lost_in_time() -> None:
+def test_a_silent_worker_is_lost_after_the_timeout() -> None:
     ours, theirs = connection()
     link = SocketClient(ours, 0.05)
     late = link.call(double, 1)
@@ -232,7 +232,7 @@ def test_a_worker_that_says_nothing_is_lost_in_time() -> None:
     theirs.socket.close()
 
 
-def test_what_is_altered_on_the_way_to_a_trainer_is_refused(ends: tuple[SocketClient, Connection]) -> None:
+def test_an_altered_response_is_rejected(ends: tuple[SocketClient, Connection]) -> None:
     link, theirs = ends
     reply = link.call(double, 1)
     frame = bytearray(theirs.frames.seal(Message(FrameKind.FAILURE, 1, "no")))
@@ -244,7 +244,7 @@ def test_what_is_altered_on_the_way_to_a_trainer_is_refused(ends: tuple[SocketCl
     until(lambda: _is_closed(theirs.socket))
 
 
-def test_what_is_altered_on_the_way_to_a_worker_ends_that_connection_alone(
+def test_an_altered_call_ends_only_its_connection(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (bad, behind), (good, beside) = connection(), connection()
@@ -271,7 +271,7 @@ def _is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def test_who_waits_when_its_process_leaves_is_told(link: SocketClient) -> None:
+def test_open_calls_fail_when_the_client_closes(link: SocketClient) -> None:
     reply = link.call(promise, 1)
     link.close()
     with pytest.raises(LostError, match="this process is leaving"):
@@ -280,7 +280,7 @@ def test_who_waits_when_its_process_leaves_is_told(link: SocketClient) -> None:
     promises.pop(1).set_result([])
 
 
-def test_nothing_is_left_behind() -> None:
+def test_threads_and_descriptors_end_with_the_server() -> None:
     threads, files = set(threading.enumerate()), psutil.Process().num_fds()
     with connected_clients(trainers=6) as links:
         assert [doubled(link, 1) for link in links] == [2] * 6
@@ -289,7 +289,7 @@ def test_nothing_is_left_behind() -> None:
     assert psutil.Process().num_fds() == files
 
 
-def test_an_error_of_a_reading_thread_is_told_at_the_end() -> None:
+def test_close_raises_the_error_of_a_reader_thread() -> None:
     ours, theirs = connection()
 
     class Failing(Frames):
