@@ -181,7 +181,9 @@ def metric_title(name: str) -> str:
     """Return the title of a metric: "click NDCG@10" for ``click.ndcg@10``."""
     task, _, metric = name.rpartition(".")
     kind, at, k = metric.partition("@")
-    title = kind.upper() if kind in _ACRONYMS else kind.replace("_", " ")
+    # The stored name keeps its British spelling, since runs and configurations have it.
+    words = kind.replace("_", " ").replace("normalised", "normalized")
+    title = kind.upper() if kind in _ACRONYMS else words
     return f"{task} {title}{at}{k}".lstrip()
 
 

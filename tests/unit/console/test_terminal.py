@@ -111,7 +111,7 @@ def test_plain_lines() -> None:
         "waiting for 2 trainers",
         "step 1200/5860  epoch 1/2  loss 0.4532  AUC 0.7712  31,234 samples/s  left 1:02:03"
         "  data 0% lookup 25% dense 25% backward 50% update 0%",
-        "test at step 1,200  AUC 0.7712  log loss 0.4532  normalised entropy 0.8123  calibration 1.0100",
+        "test at step 1,200  AUC 0.7712  log loss 0.4532  normalized entropy 0.8123  calibration 1.0100",
     ]
 
 
@@ -120,7 +120,7 @@ def test_plain_summary() -> None:
         "",
         "test AUC            0.7712 at step 5,860 (best reachable 0.8012)",
         "log loss            0.4532",
-        "normalised entropy  0.8123",
+        "normalized entropy  0.8123",
         "calibration         1.0100",
         "throughput          30,123 samples/s",
         f"run folder          {SUMMARY.run_folder}",
@@ -144,7 +144,7 @@ def test_a_summary_names_the_best_checkpoint_where_it_is_not_the_last(best: Best
     assert said[1:7] == [
         "test AUC            0.7712 at step 5,860 (best reachable 0.8012)",
         "log loss            0.4532",
-        "normalised entropy  0.8123",
+        "normalized entropy  0.8123",
         "calibration         1.0100",
         line,
         "throughput          30,123 samples/s",
@@ -249,7 +249,7 @@ def test_a_narrow_terminal_cuts_no_word(width: int, variables: dict[str, str]) -
     for part in ("step 1,200/5,860", "samples/s 31,234", "staleness 1.25 (at most 3)", "backward 50%"):
         assert any(part in line for line in lines), part
     assert "a line that is said and stays, of words, longer than some terminals" in said
-    assert "normalised entropy 0.8123 calibration 1.0100" in said
+    assert "normalized entropy 0.8123 calibration 1.0100" in said
     assert status.replace(" ", "") in "".join(lines).replace(" ", "")
 
 

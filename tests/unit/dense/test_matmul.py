@@ -62,25 +62,21 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 class TestTorchsOwnOperator:
     """What is relied on of an operator that torch does not promise; a release that changes it fails here."""
 
-    def test_takes_what_it_takes(self) -> None:
+    def test_schema_of_the_operator(self) -> None:
         assert str(torch.ops.mkldnn._linear_pointwise.default._schema) == (
             "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, "
             "str? algorithm) -> Tensor Y"
         )
 
     @pytest.mark.parametrize("layout", [lambda x: x, lambda x: x.t().contiguous().t(), lambda x: x[:, ::2]])
-    def test_computes_products_of_tensors_of_any_strides(self, layout: Callable[[Tensor], Tensor]) -> None:
+    def test_operator_takes_any_strides(self, layout: Callable[[Tensor], Tensor]) -> None:
         x_BF, weight_HF, bias_H = layout(random(64, 32)), layout(random(16, 32, seed=1)), random(16, seed=2)
         found = matmul.multiply_by_onednn(x_BF, weight_HF, bias_H)
         assert type(found) is Tensor
         assert found.is_contiguous()
         assert_rounded(found, F.linear(x_BF, weight_HF, bias_H))
 
-    def test_has_no_float64(self) -> None:
-        with pytest.raises(RuntimeError, match="expects float"):
-            matmul.multiply_by_onednn(random(4, 4).double(), random(4, 4).double(), None)
-
-    def test_fused_with_a_relu_hides_what_is_not_a_number(self) -> None:
+    def test_fused_relu_hides_nan(self) -> None:
         """The reason why it is not; once this fails, it may be."""
         x_BF = torch.full((64, 32), math.nan)
         fused = torch.ops.mkldnn._linear_pointwise(x_BF, random(16, 32), None, "relu", [], "")
@@ -88,7 +84,7 @@ class TestTorchsOwnOperator:
 
 
 class TestNumbers:
-    def test_are_torchs_but_for_rounding(self, products: list[tuple[int, ...]]) -> None:
+    def test_products_equal_torch_but_for_rounding(self, products: list[tuple[int, ...]]) -> None:
         plain = layers()
         expected = [plain(rows()), *gradients(plain, rows(), [*plain.parameters()])]
         assert products == []
@@ -106,7 +102,7 @@ class TestNumbers:
         assert_rounded([output, *found], expected)
 
     @pytest.mark.parametrize("take", [lambda x: x[:, ::2], lambda x: x[:1, ::2].expand(SIZE, INPUTS)])
-    def test_of_inputs_of_any_strides_are_torchs(
+    def test_inputs_of_any_strides_equal_torch(
         self, take: Callable[[Tensor], Tensor], products: list[tuple[int, ...]]
     ) -> None:
         plain = layers()
@@ -118,7 +114,7 @@ class TestNumbers:
         assert_rounded(found, expected)
 
     @pytest.mark.parametrize(("size", "blocks"), [(512, [512]), (513, [512, 1]), (1300, [512, 512, 276])])
-    def test_of_a_weights_gradient_are_sums_over_blocks_of_samples(
+    def test_weight_gradient_is_a_sum_over_blocks(
         self, size: int, blocks: list[int], products: list[tuple[int, ...]]
     ) -> None:
         plain = layers()[:1]
@@ -130,7 +126,7 @@ class TestNumbers:
         assert of_weight == [(HIDDEN, block, INPUTS) for block in blocks]
         assert_rounded(found, expected)
 
-    def test_have_a_second_derivative(self, products: list[tuple[int, ...]]) -> None:
+    def test_second_derivative(self, products: list[tuple[int, ...]]) -> None:
         def penalties(net: nn.Module) -> list[Tensor]:
             x = rows()
             (of_x,) = torch.autograd.grad(net(x).square().mean(), [x], create_graph=True)
@@ -142,7 +138,7 @@ class TestNumbers:
         assert products
         assert_rounded(found, expected)
 
-    def test_that_are_not_numbers_reach_the_output(self) -> None:
+    def test_nan_reaches_the_output(self) -> None:
         net = by_onednn(layers())
         with torch.no_grad():
             net.get_parameter("0.weight").fill_(math.nan)
@@ -151,20 +147,20 @@ class TestNumbers:
 
 class TestTorchsProductsStay:
     @pytest.mark.parametrize("size", [0, 1, 2, 50])
-    def test_where_they_are_small(self, size: int, products: list[tuple[int, ...]]) -> None:
+    def test_small_products_use_torch(self, size: int, products: list[tuple[int, ...]]) -> None:
         plain = layers()
         expected = [plain(rows(size)), *gradients(plain, rows(size), [*plain.parameters()])]
         net = by_onednn(plain)
         assert same_bits([net(rows(size)), *gradients(net, rows(size), [*net.parameters()])], expected)
         assert products == []
 
-    def test_in_float64(self, products: list[tuple[int, ...]]) -> None:
+    def test_float64_uses_torch(self, products: list[tuple[int, ...]]) -> None:
         plain = layers().double()
         expected = plain(rows().double())
         assert torch.equal(by_onednn(plain)(rows().double()), expected)
         assert products == []
 
-    def test_in_lower_precision(self, products: list[tuple[int, ...]]) -> None:
+    def test_autocast_uses_torch(self, products: list[tuple[int, ...]]) -> None:
         plain = layers()
         with torch.autocast("cpu", torch.bfloat16):
             expected = plain(rows())
@@ -174,13 +170,13 @@ class TestTorchsProductsStay:
         assert products == []
 
     @pytest.mark.parametrize("sizes", [(4096, 1), (1, 4096)])
-    def test_in_layers_of_one_output_or_input(self, sizes: tuple[int, int]) -> None:
+    def test_layers_of_one_output_or_input_use_torch(self, sizes: tuple[int, int]) -> None:
         net = by_onednn(nn.Sequential(nn.Linear(*sizes)))
         assert type(net[0]) is nn.Linear
 
 
 class TestLayers:
-    def test_keep_their_tensors_and_names(self) -> None:
+    def test_layers_keep_tensors_and_names(self) -> None:
         net = layers()
         before = dict(net.named_parameters())
         assert "0.weight" in by_onednn(net).state_dict()
@@ -190,7 +186,7 @@ class TestLayers:
 
 
 @pytest.mark.parametrize("how", FORMS)
-def test_a_compiled_form_takes_the_products_of_the_net(how: str, products: list[tuple[int, ...]]) -> None:
+def test_compiled_net_computes_the_same_products(how: str, products: list[tuple[int, ...]]) -> None:
     net = by_onednn(layers())
     parameters = [*net.parameters()]
     form = compiled(net, how, [rows(2)])
@@ -208,7 +204,7 @@ def test_a_compiled_form_takes_the_products_of_the_net(how: str, products: list[
             assert same_bits(found, expected)
 
 
-def test_replicas_and_shadows_have_the_bits_of_the_net(products: list[tuple[int, ...]]) -> None:
+def test_replicas_have_the_bits_of_the_net(products: list[tuple[int, ...]]) -> None:
     net = by_onednn(layers())
     tensors: dict[Tensor, Tensor] = {p: p.detach().clone() for p in net.parameters()}
     assert torch.equal(shadow(net, tensors)(rows()), net(rows()))
@@ -219,7 +215,7 @@ def test_replicas_and_shadows_have_the_bits_of_the_net(products: list[tuple[int,
     assert sorted(products) == [(SIZE, INPUTS, HIDDEN)] * 2 + [(SIZE, HIDDEN, OUTPUTS)] * 2
 
 
-def test_undoing_leaves_torchs_own_layers() -> None:
+def test_use_torch_restores_the_layers() -> None:
     net = by_onednn(layers())
     assert any(type(layer) is Linear for layer in net)
     use_torch(net)

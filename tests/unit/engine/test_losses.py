@@ -81,7 +81,7 @@ def by_hand(outputs: Tensor, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
-def test_it_is_the_sum_of_the_tasks_weighted_means(has_weights: bool) -> None:
+def test_loss_is_the_sum_of_weighted_means(has_weights: bool) -> None:
     outputs, batch = samples(has_weights)
     expected = by_hand(outputs, batch)
     for loss in (Objective(TASKS)(outputs, batch), *ReferenceLoss(TASKS).parts([outputs], [batch])):
@@ -94,7 +94,7 @@ def test_it_is_the_sum_of_the_tasks_weighted_means(has_weights: bool) -> None:
 
 @pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize("cuts", [(SIZE,), (10, 20, SIZE), (0, 5, 5, SIZE)])
-def test_parts_of_uneven_and_empty_shares_add_up(cuts: tuple[int, ...], has_weights: bool) -> None:
+def test_losses_of_uneven_slices_add_up(cuts: tuple[int, ...], has_weights: bool) -> None:
     outputs, batch = samples(has_weights)
     whole = Objective(TASKS)(outputs, batch)
     starts = (0, *cuts[:-1])
@@ -119,7 +119,7 @@ def ranked(has_weights: bool) -> tuple[Tensor, Batch]:
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
-def test_losses_of_the_order_in_groups_are_those_of_plain_loops(has_weights: bool) -> None:
+def test_ranking_losses_equal_the_reference(has_weights: bool) -> None:
     outputs, batch = ranked(has_weights)
     found = Objective(RANKED)(outputs, batch)
     expected = torch.stack(ReferenceLoss(RANKED).parts([outputs], [batch])).sum()
@@ -137,7 +137,7 @@ def test_losses_of_the_order_in_groups_are_those_of_plain_loops(has_weights: boo
 
 @pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
-def test_parts_of_whole_groups_add_up(parts: int, has_weights: bool) -> None:
+def test_ranking_losses_of_slices_add_up(parts: int, has_weights: bool) -> None:
     outputs, batch = ranked(has_weights)
     whole = Objective(RANKED)(outputs, batch)
     shares = batch.split(parts)
@@ -149,18 +149,8 @@ def test_parts_of_whole_groups_add_up(parts: int, has_weights: bool) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
 
 
-def test_groups_with_nothing_to_put_in_order_add_nothing() -> None:
-    outputs, batch = ranked(has_weights=True)
-    none = torch.zeros_like(batch.labels)
-    batch = batch._replace(weights=none, total_weights=none.double().sum(0))
-    batch = batch._replace(total_groups=batch.order_totals(len(RANKED)))
-    loss = Objective(RANKED)(outputs, batch)
-    assert loss.item() == 0
-    assert not torch.autograd.grad(loss, outputs)[0].any()
-
-
 @pytest.mark.parametrize("size", [7, 8, 1000])
-def test_one_unweighted_label_has_the_bits_of_torchs_mean(size: int) -> None:
+def test_unweighted_loss_has_the_bits_of_torch(size: int) -> None:
     labels = torch.randint(0, 2, (size,)).float()
     outputs = torch.randn(size, requires_grad=True)
     ours = Objective(RunConfig().all_tasks)(outputs, batch_of(labels))
@@ -171,7 +161,7 @@ def test_one_unweighted_label_has_the_bits_of_torchs_mean(size: int) -> None:
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
-def test_focal_loss_of_what_is_surely_right_is_finite(gamma: float) -> None:
+def test_focal_loss_of_certain_predictions_is_finite(gamma: float) -> None:
     outputs = torch.tensor([200.0, -200.0, 1.0], requires_grad=True)
     task = {"skip": TaskSection(loss=f"focal({gamma})")}
     loss = Objective(task)(outputs, batch_of(torch.tensor([1.0, 0.0, 1.0])))
@@ -200,7 +190,7 @@ def own_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_losses")
-def test_a_loss_of_the_users_own_is_called_by_task() -> None:
+def test_custom_loss_is_called() -> None:
     task = {"click": TaskSection(loss="own_losses:hinge")}
     outputs, labels = torch.tensor([0.5, -3.0]), torch.tensor([1.0, 1.0])
     assert Objective(task)(outputs, batch_of(labels)).item() == 2.25
@@ -220,6 +210,6 @@ def test_a_loss_of_the_users_own_is_called_by_task() -> None:
         ("absent", r"'own_losses:absent': cannot be imported: AttributeError"),
     ],
 )
-def test_one_that_is_none_is_refused_before_training(name: str, message: str) -> None:
+def test_invalid_custom_loss_raises_an_error(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^tasks\.click\.loss = {message}"):
         Objective({"click": TaskSection(loss=f"own_losses:{name}")})

@@ -71,7 +71,7 @@ def mean_of(
 @pytest.mark.parametrize("kind", RANKING)
 @pytest.mark.parametrize("graded", [False, True])
 @pytest.mark.parametrize("has_weights", [False, True])
-def test_it_is_its_definition(kind: str, graded: bool, has_weights: bool) -> None:
+def test_loss_equals_its_definition(kind: str, graded: bool, has_weights: bool) -> None:
     scores, labels, groups, weights = samples(graded, has_weights)
     weighed = [1.0] * len(labels) if weights is None else weights.tolist()
     expected = naive(kind, scores.tolist(), labels.tolist(), groups.tolist(), weighed)
@@ -83,14 +83,14 @@ def test_it_is_its_definition(kind: str, graded: bool, has_weights: bool) -> Non
 
 @pytest.mark.parametrize("kind", RANKING)
 @pytest.mark.parametrize("has_weights", [False, True])
-def test_its_gradients_are_right(kind: str, has_weights: bool) -> None:
+def test_gradients_equal_finite_differences(kind: str, has_weights: bool) -> None:
     scores, labels, groups, weights = samples(True, has_weights)
     scores.requires_grad_()
     torch.autograd.gradcheck(lambda s: mean_of(kind, s, labels, groups, weights), scores)
 
 
 @pytest.mark.parametrize("kind", RANKING)
-def test_what_has_nothing_to_put_in_order_adds_nothing(kind: str) -> None:
+def test_groups_without_pairs_add_nothing(kind: str) -> None:
     groups = torch.tensor([1, 1, 2, 3, 3])
     labels, weights = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])
     for size in (5, 0):
@@ -104,7 +104,7 @@ def test_what_has_nothing_to_put_in_order_adds_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", RANKING)
-def test_scores_that_are_far_apart_have_finite_losses_and_gradients(kind: str) -> None:
+def test_distant_scores_have_finite_losses(kind: str) -> None:
     scores = torch.tensor([-900.0, 900.0, 0.0, 30.0, -0.5], dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
     loss = mean_of(kind, scores, labels, torch.tensor([1, 1, 1, 2, 2]))
@@ -116,7 +116,7 @@ def test_scores_that_are_far_apart_have_finite_losses_and_gradients(kind: str) -
 
 
 @pytest.mark.parametrize("gap", [20.5, 30.0])
-def test_scores_far_apart_keep_their_digits(gap: float) -> None:
+def test_distant_scores_keep_their_digits(gap: float) -> None:
     """Where log(1 + exp(-gap)) would be rounded to 0, or cut off beside the gap."""
     scores = torch.tensor([gap, 0.0], dtype=torch.float64)
     rest = math.log1p(math.exp(-gap))
@@ -125,7 +125,7 @@ def test_scores_far_apart_keep_their_digits(gap: float) -> None:
         assert loss.item() == pytest.approx(expected, rel=1e-14, abs=0)
 
 
-def test_a_listwise_loss_of_negative_labels_is_refused() -> None:
+def test_negative_label_of_a_listwise_loss_raises_an_error() -> None:
     message = "^a sample has the label -2; a listwise loss takes labels of at least 0$"
     with pytest.raises(DataError, match=message):
         hybrid.listwise_loss(torch.zeros(2), torch.tensor([1.0, -2.0]), torch.tensor([1, 1]))
@@ -136,7 +136,7 @@ def test_a_listwise_loss_of_negative_labels_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", RANKING)
-def test_a_gpu_has_the_same_bits(kind: str) -> None:
+def test_gpu_scores_give_the_same_bits(kind: str) -> None:
     scores, labels, groups, weights = samples(True, True)
     losses = []
     for device in ("cpu", "cuda"):

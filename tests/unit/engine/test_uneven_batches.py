@@ -12,7 +12,7 @@ SIZES = ([3, 1], [2, 4, 5])
 
 
 @pytest.mark.parametrize("is_list", [False, True])
-def test_a_trainer_without_further_batches_gets_empty_ones_marked_as_ended(is_list: bool) -> None:
+def test_missing_batches_become_empty_ended_batches(is_list: bool) -> None:
     empty = Batch.empty(1, 1)
 
     def align(rank: int, group: dist.ProcessGroup) -> list[tuple[int, int, bool]]:

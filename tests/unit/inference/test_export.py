@@ -31,7 +31,7 @@ from workers.model_commands.model_exchange import export_run
 from workers.model_commands.prediction_commands import evaluate
 
 NO_NAMES = NameMap(())
-BINARY = ("auc", "log loss", "normalised entropy", "calibration", "accuracy")
+BINARY = ("auc", "log loss", "normalized entropy", "calibration", "accuracy")
 # Runs a program in a process that cannot import this project.
 ALONE = """
 import sys

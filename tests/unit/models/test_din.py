@@ -37,16 +37,16 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     return vectors(size, DIM, seed=1), vectors(size, longest, DIM, seed=2), is_item
 
 
-def test_it_is_the_equation() -> None:
+def test_model_equals_its_equation() -> None:
     check_model(DIN(DIM, attention=(5, 4), hidden=(6,)), plain, *inputs())
 
 
-def test_it_takes_other_inputs_too() -> None:
+def test_other_inputs() -> None:
     other = vectors(len(LENGTHS), OTHER, seed=3)
     check_model(DIN(DIM, OTHER, attention=(5,), hidden=(6, 4)), plain, *inputs(), other)
 
 
-def test_histories_of_any_length_give_the_same() -> None:
+def test_output_is_independent_of_padding() -> None:
     candidates, history, is_item = inputs()
     model = DIN(DIM).double()
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0)

@@ -29,11 +29,11 @@ def plain_loss(click: Tensor, conversion: Tensor, clicked: Tensor, converted: Te
     return torch.stack(losses)
 
 
-def test_its_towers_are_nets_over_the_same_inputs() -> None:
+def test_towers_take_the_same_inputs() -> None:
     check_model(ESMM(4, hidden=(5, 3)), plain, vectors(6, 4, seed=1))
 
 
-def test_its_loss_is_that_of_clicks_and_of_conversions_among_all() -> None:
+def test_loss_covers_clicks_and_conversions() -> None:
     check_model(
         torch.nn.Module(),
         lambda _, *given: plain_loss(*given),

@@ -30,7 +30,7 @@ def plain(parameters: Parameters, inputs: Tensor, first: Tensor, second: Tensor)
     return torch.stack(logits)
 
 
-def test_it_is_the_equations() -> None:
+def test_model_equals_its_equations() -> None:
     model = FinalMLP(5, contexts=(3, 2), first=(7, 6), second=(4,), gate=3, num_heads=NUM_HEADS)
     check_model(model, plain, vectors(6, 5, seed=1), vectors(6, 3, seed=2), vectors(6, 2, seed=3))
 

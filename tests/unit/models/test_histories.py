@@ -6,7 +6,7 @@ from support.models import vectors
 from hybrid.models.padding import padded
 
 
-def test_each_sample_has_its_values_and_then_zeros() -> None:
+def test_values_are_padded_with_zeros() -> None:
     values_LD = vectors(5, 2, seed=1)
     values_BTD, is_item_BT = padded(values_LD, torch.tensor([0, 2, 2, 5]))
     assert is_item_BT.tolist() == [[True, True, False], [False] * 3, [True] * 3]
@@ -17,7 +17,7 @@ def test_each_sample_has_its_values_and_then_zeros() -> None:
     assert (gradient == 3).all()
 
 
-def test_samples_without_values_and_no_samples_have_no_columns() -> None:
+def test_padding_without_values() -> None:
     for offsets, size in (([0, 0, 0], 2), ([0], 0)):
         values_BTD, is_item_BT = padded(vectors(0, 2, seed=1), torch.tensor(offsets))
         assert (values_BTD.shape, is_item_BT.shape) == ((size, 0, 2), (size, 0))

@@ -27,6 +27,6 @@ def plain(parameters: Parameters, inputs: Tensor) -> Tensor:
     return torch.stack(samples)
 
 
-def test_it_is_the_equations() -> None:
+def test_model_equals_its_equations() -> None:
     model = MMoE(5, TASK_OUTPUTS, NUM_EXPERTS, expert=(6, 3), tower=(4,))
     check_model(model, plain, vectors(7, 5, seed=1))

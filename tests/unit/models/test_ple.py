@@ -47,6 +47,6 @@ def plain(parameters: Parameters, inputs: Tensor, num_layers: int) -> Tensor:
 
 
 @pytest.mark.parametrize("layers", [(4,), (4, 3), (4, 6, 3)])
-def test_it_is_the_equations(layers: tuple[int, ...]) -> None:
+def test_model_equals_its_equations(layers: tuple[int, ...]) -> None:
     model = PLE(5, TASK_OUTPUTS, NUM_EXPERTS, layers=layers, tower=(4,))
     check_model(model, lambda p, x: plain(p, x, len(layers)), vectors(6, 5, seed=1))

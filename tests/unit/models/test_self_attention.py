@@ -14,8 +14,8 @@ IS_ITEM = torch.arange(5) < torch.tensor(LENGTHS).unsqueeze(1)
 
 
 def normed(parameters: Parameters, name: str, x: Tensor) -> Tensor:
-    centred = x - x.mean()
-    scaled = centred / torch.sqrt(centred.square().mean() + 1e-5)
+    centered = x - x.mean()
+    scaled = centered / torch.sqrt(centered.square().mean() + 1e-5)
     return scaled * parameters[f"{name}.weight"] + parameters[f"{name}.bias"]
 
 
@@ -58,7 +58,7 @@ def plain(
 
 
 @pytest.mark.parametrize(("num_blocks", "num_heads"), [(1, 1), (2, 2)])
-def test_it_is_the_equations_of_each_history_by_itself(num_blocks: int, num_heads: int) -> None:
+def test_model_equals_its_equations(num_blocks: int, num_heads: int) -> None:
     model = SelfAttention(DIM, LONGEST, num_blocks, num_heads)
     check_model(
         model,
@@ -73,13 +73,13 @@ def test_heads_divide_the_vectors() -> None:
         Block(DIM, 3)
 
 
-def test_the_last_is_that_after_the_last_item() -> None:
+def test_last_output_follows_the_last_item() -> None:
     wanted = vectors(4, 5, DIM, seed=1)
     expected = torch.stack([wanted[0, 4], wanted[1, 0], torch.zeros(DIM).double(), wanted[3, 2]])
     torch.testing.assert_close(last_of(wanted, IS_ITEM), expected, rtol=0, atol=0)
 
 
-def test_the_weighted_mean_of_the_losses_is_that_over_all_positions() -> None:
+def test_next_item_loss_is_the_mean_over_positions() -> None:
     given = [vectors(4, 5, DIM, seed=seed) for seed in (1, 2, 3)]
 
     def plain_losses(
@@ -105,7 +105,7 @@ def test_the_weighted_mean_of_the_losses_is_that_over_all_positions() -> None:
     )
 
 
-def test_a_history_without_items_has_numbers_all_the_same() -> None:
+def test_empty_history_gives_finite_outputs() -> None:
     """Padding looks at itself; a softmax over nothing would have no value."""
     model, history = SelfAttention(DIM, LONGEST).double(), vectors(2, 1, DIM, seed=1)
     found, expected = (model(history, torch.full((2, 1), is_item)) for is_item in (False, True))

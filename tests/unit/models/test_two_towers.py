@@ -34,7 +34,7 @@ def plain_losses(users: Tensor, items: Tensor, ids: Tensor, log_q: Tensor, tempe
     return torch.stack(losses)
 
 
-def test_the_towers_are_nets_whose_vectors_have_length_1() -> None:
+def test_tower_outputs_have_unit_length() -> None:
     model = TwoTowers(user_width=4, item_width=3, hidden=(6, 5), dim=2)
     check_model(model, plain_towers, vectors(5, 4, seed=1), vectors(5, 3, seed=2))
 
@@ -56,7 +56,7 @@ def wholes(items: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda _: next(whole)
 
 
-def test_the_losses_of_two_shares_with_all_items_are_those_of_the_whole() -> None:
+def test_losses_of_two_slices_add_up() -> None:
     """Each trainer's part of the gradients, of its own samples and of all items, adds up to the whole."""
     users, items = vectors(6, 3, seed=1), vectors(6, 3, seed=2)
     whole = in_batch_softmax(users, items, IDS, LOG_Q)
@@ -80,6 +80,6 @@ def test_a_batch_of_one_item_has_nothing_to_tell_apart() -> None:
     assert not users.grad.any()
 
 
-def test_popularity_is_the_share_of_the_data() -> None:
+def test_popularity_is_the_fraction_of_the_data() -> None:
     found = log_popularity(torch.tensor([[2, 0], [2, 2]]), 4)
     assert found.exp().tolist() == pytest.approx([0.25, 0.25, 0.75, 0.25])  # never seen: as if once

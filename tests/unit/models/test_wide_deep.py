@@ -23,7 +23,7 @@ def plain(parameters: Parameters, dense: Tensor, pooled: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("num_dense", "num_outputs"), [(2, 1), (0, 1), (2, 3)])
-def test_it_is_the_equation(num_dense: int, num_outputs: int) -> None:
+def test_model_equals_its_equation(num_dense: int, num_outputs: int) -> None:
     model = WideAndDeep(num_dense, DIMS, deep=(6, 3), num_outputs=num_outputs)
     inputs = vectors(5, num_dense, seed=1), vectors(5, sum(DIMS) + len(DIMS), seed=2)
     check_model(model, plain, *inputs)

@@ -41,7 +41,7 @@ def test_each_module_gets_its_own_input(devices: list[str]) -> None:
         pytest.param(["cuda:0", "cpu"], torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_CUDA]),
     ],
 )
-def test_autocast_of_the_caller_holds_in_the_threads(devices: list[str], cpu_dtype: torch.dtype) -> None:
+def test_threads_inherit_autocast(devices: list[str], cpu_dtype: torch.dtype) -> None:
     on_gpu = torch.autocast("cuda", torch.half, enabled="cuda:0" in devices)
     with on_gpu, torch.autocast("cpu", cpu_dtype):
         check(*linears(devices), devices)
@@ -73,9 +73,7 @@ def settings() -> list[Any]:
     ],
 )
 @pytest.mark.parametrize("num_modules", [1, 2])
-def test_the_threads_take_over_what_torch_keeps_for_each_thread(
-    setting: AbstractContextManager[None], num_modules: int
-) -> None:
+def test_threads_inherit_settings(setting: AbstractContextManager[None], num_modules: int) -> None:
     modules = [Calls(settings)] * num_modules
     with setting:
         assert parallel_apply(modules, [()] * num_modules) == [settings()] * num_modules
@@ -84,27 +82,25 @@ def test_the_threads_take_over_what_torch_keeps_for_each_thread(
 
 @pytest.mark.gpu
 @NEEDS_CUDA
-def test_each_thread_is_on_its_device_and_on_the_stream_of_the_caller() -> None:
+def test_threads_inherit_device_and_stream() -> None:
     stream = torch.cuda.Stream("cuda:0")
     modules = [Calls(lambda: (torch.cuda.current_device(), torch.cuda.current_stream()))] * 2
     with torch.cuda.stream(stream):
         assert parallel_apply(modules, [(), ()], devices=["cuda:0", 0]) == [(0, stream)] * 2
 
 
-def test_modules_run_at_the_same_time() -> None:
+def test_modules_run_concurrently() -> None:
     both = threading.Barrier(2, timeout=10.0)
     parallel_apply([Calls(both.wait)] * 2, [(), ()])
 
 
-def test_a_single_module_runs_in_the_callers_thread() -> None:
+def test_single_module_runs_in_the_thread_of_the_caller() -> None:
     assert parallel_apply([Calls(threading.current_thread)], [()]) == [threading.current_thread()]
 
 
 class TestFailures:
     @pytest.mark.parametrize("devices", DEVICES)
-    def test_an_exception_is_raised_in_the_caller_and_says_where_it_comes_from(
-        self, devices: list[str]
-    ) -> None:
+    def test_exception_names_the_replica_and_its_device(self, devices: list[str]) -> None:
         *others, device = devices
         where = rf"replica {len(others)} on device {'cpu' if device == 'cpu' else '0'}"
         modules = [*[Calls(lambda _: None)] * len(others), FAILING]
@@ -119,14 +115,12 @@ class TestFailures:
             ([None, None], "0" if torch.cuda.is_available() else "cpu"),
         ],
     )
-    def test_without_devices_that_of_the_first_tensor_or_else_the_current_one_is_taken(
-        self, inputs: list[Any], name: str
-    ) -> None:
+    def test_default_device_is_that_of_the_first_tensor(self, inputs: list[Any], name: str) -> None:
         with pytest.raises(KeyError) as raised:
             parallel_apply([FAILING] * len(inputs), inputs)
         assert raised.match(rf"^Caught KeyError in replica 0 on device {name}\.")
 
-    def test_all_modules_have_ended_before_an_exception_is_raised(self) -> None:
+    def test_exception_is_raised_after_all_modules_end(self) -> None:
         failed, returned = threading.Event(), threading.Event()
         returned_first: list[bool] = []
 
@@ -144,7 +138,7 @@ class TestFailures:
         assert returned_first == [False]
 
     @pytest.mark.parametrize("name", ["inputs", "kwargs_tup", "devices"])
-    def test_there_must_be_as_many_of_everything(self, name: str) -> None:
+    def test_sequences_of_different_length_raise_an_error(self, name: str) -> None:
         arguments: dict[str, Any] = {"inputs": [1], "kwargs_tup": [{}], "devices": ["cpu"]} | {name: []}
         with pytest.raises(
             ValueError, match=f"The number of modules 1 is not equal to the number of {name} 0"

@@ -40,9 +40,7 @@ def leaf(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
 class TestScatter:
     @pytest.mark.parametrize("devices", PAIRS)
     @pytest.mark.parametrize("source", SOURCES)
-    def test_deals_out_contiguous_pieces_and_takes_their_gradients_back(
-        self, source: str, devices: list[str]
-    ) -> None:
+    def test_scatter_and_its_gradients(self, source: str, devices: list[str]) -> None:
         x = leaf(4, 4, device=source)
         pieces = scatter(x, devices)
         assert isinstance(pieces, tuple)
@@ -55,7 +53,7 @@ class TestScatter:
         assert gradcheck(lambda x: scatter(x, devices), (x,))
         assert gradgradcheck(lambda x: scatter(x, devices), (x,))
 
-    def test_a_piece_that_stays_on_its_device_is_no_copy(self) -> None:
+    def test_chunk_on_the_same_device_is_a_view(self) -> None:
         x = random(5, 2)
         first, second = scatter(x, CPUS)
         assert (first.data_ptr(), second.data_ptr()) == (x.data_ptr(), x[3:].data_ptr())
@@ -64,9 +62,7 @@ class TestScatter:
         ("size", "num_devices", "sizes"),
         [(5, 2, [3, 2]), (10, 3, [4, 4, 2]), (9, 4, [3, 3, 3]), (2, 3, [1, 1]), (1, 2, [1]), (0, 2, [0])],
     )
-    def test_pieces_are_as_of_torch_chunk_but_an_empty_batch_makes_one(
-        self, size: int, num_devices: int, sizes: list[int]
-    ) -> None:
+    def test_chunk_sizes(self, size: int, num_devices: int, sizes: list[int]) -> None:
         pieces = scatter(random(size, 3), ["cpu"] * num_devices)
         assert [len(piece) for piece in pieces] == sizes
 
@@ -78,7 +74,7 @@ class TestScatter:
         x = torch.complex(random(4), random(4, seed=1))
         assert torch.equal(torch.cat(list(scatter(x, CPUS))), x)
 
-    def test_a_nesting_of_containers_keeps_its_types(self) -> None:
+    def test_nested_containers_keep_their_types(self) -> None:
         x: Any = torch.arange(4)
         inputs = [Sample(x, (x, "a")), Named(b={"c": x}, d=[x]), defaultdict(list, {"e": x})]
         first, second = scatter(inputs, CPUS)
@@ -88,49 +84,49 @@ class TestScatter:
         assert [type(part) for part in second] == [Sample, Named, defaultdict]
         assert second[0].features.tolist() == second[1]["b"]["c"].tolist() == [2, 3]
 
-    def test_what_is_no_tensor_and_an_empty_container_go_to_every_device(self) -> None:
+    def test_other_values_are_sent_to_every_device(self) -> None:
         marker = object()
         inputs: tuple[Any, ...] = ((), [], {}, torch.arange(2))
         assert scatter((marker, 3), CPUS) == [(marker, 3), (marker, 3)]
         assert scatter("text", CPUS) == ["text", "text"]
         assert [piece[:3] for piece in scatter(inputs, CPUS)] == [((), [], {})] * 2
 
-    def test_what_is_no_tensor_goes_only_where_there_are_samples(self) -> None:
+    def test_other_values_are_sent_only_to_devices_with_samples(self) -> None:
         assert scatter((torch.ones(1), "text"), CPUS) == [(torch.ones(1), "text")]
 
-    def test_no_sample_is_dropped_where_tensors_disagree(self) -> None:
+    def test_tensors_of_different_sizes_raise_an_error(self) -> None:
         with pytest.raises(ValueError, match=r"tensors of \[1, 4\] samples have different numbers of chunks"):
             scatter((torch.ones(1), torch.ones(4)), CPUS)
 
-    def test_a_device_that_is_not_there_is_named(self) -> None:
+    def test_missing_device_is_named_by_scatter(self) -> None:
         with pytest.raises(ValueError, match=r"^there is no device cuda:64: this machine has \d+ CUDA"):
             scatter(torch.ones(2), ["cpu", 64])
 
 
 class TestScatterKwargs:
-    def test_positional_and_keyword_arguments_are_split_alike(self) -> None:
+    def test_positional_and_keyword_arguments(self) -> None:
         args, kwargs = scatter_kwargs((torch.arange(4), 1), {"y": torch.arange(4, 8)}, CPUS)
         assert [(x.tolist(), one) for x, one in args] == [([0, 1], 1), ([2, 3], 1)]
         assert [each["y"].tolist() for each in kwargs] == [[4, 5], [6, 7]]
 
     @pytest.mark.parametrize("kwargs", [None, {}])
-    def test_without_arguments_there_is_nothing(self, kwargs: dict[str, Any] | None) -> None:
+    def test_no_arguments_give_no_chunks(self, kwargs: dict[str, Any] | None) -> None:
         assert scatter_kwargs((), kwargs, CPUS) == ((), ())
 
-    def test_missing_ones_are_empty(self) -> None:
+    def test_missing_arguments_are_empty(self) -> None:
         args, kwargs = scatter_kwargs((torch.arange(2),), None, CPUS)
         assert (len(args), kwargs) == (2, ({}, {}))
         args, kwargs = scatter_kwargs((), {"x": torch.arange(2)}, CPUS)
         assert (args, len(kwargs)) == (((), ()), 2)
 
-    def test_shorter_ones_are_padded(self) -> None:
+    def test_shorter_arguments_are_padded(self) -> None:
         # torch compares with the number of arguments, and would leave one piece of kwargs for two of args.
         args, kwargs = scatter_kwargs((torch.arange(2),), {"x": torch.ones(1)}, CPUS)
         assert (len(args), kwargs) == (2, ({"x": torch.ones(1)}, {}))
         args, kwargs = scatter_kwargs((torch.ones(1),), {"x": torch.arange(2)}, CPUS)
         assert (args, len(kwargs)) == (((torch.ones(1),), ()), 2)
 
-    def test_arguments_without_tensors_follow_the_others(self) -> None:
+    def test_arguments_without_tensors_are_repeated(self) -> None:
         assert scatter_kwargs(("text",), {"x": torch.ones(1)}, CPUS)[0] == (("text",),)
         assert scatter_kwargs((torch.ones(1),), {"x": "text"}, CPUS)[1] == ({"x": "text"},)
 
@@ -140,7 +136,7 @@ class TestGather:
     @pytest.mark.parametrize("device", TARGETS)
     @pytest.mark.parametrize("devices", PAIRS)
     @pytest.mark.parametrize(("shape", "joined"), [((2, 4), torch.cat), ((), torch.stack)])
-    def test_puts_rows_or_scalars_together_and_deals_out_their_gradients(
+    def test_gather_and_its_gradients(
         self, shape: tuple[int, ...], joined: Callable[..., Tensor], devices: list[str], device: Device
     ) -> None:
         parts = tuple(leaf(*shape, seed=seed, device=device) for seed, device in enumerate(devices))
@@ -172,7 +168,7 @@ class TestGather:
         x = torch.complex(random(4), random(4, seed=1))
         assert torch.equal(gather([x[:1], x[1:]], "cpu"), x)
 
-    def test_a_nesting_of_containers_keeps_its_types(self) -> None:
+    def test_nested_containers_keep_their_types(self) -> None:
         outputs = [Named(a=[Sample(torch.full((1,), place), None)]) for place in range(2)]
         gathered = gather(outputs, "cpu")
         assert type(gathered) is Named
@@ -180,24 +176,24 @@ class TestGather:
         assert type(sample) is Sample
         assert (sample.features.tolist(), sample.label) == ([0, 1], None)
 
-    def test_none_stays_none_and_empty_stays_empty(self) -> None:
+    def test_none_and_empty_containers(self) -> None:
         assert gather([None, None], "cpu") is None
         assert gather([[], []], "cpu") == []
 
-    def test_dicts_of_different_length_are_refused(self) -> None:
+    def test_dicts_of_different_length_raise_an_error(self) -> None:
         one = torch.ones(1, 2)
         with pytest.raises(ValueError, match=r"^All dicts must have the same number of keys$"):
             gather([{"a": one}, {"a": one, "b": one}], "cpu")
 
-    def test_lists_of_different_length_are_refused(self) -> None:
+    def test_lists_of_different_length_raise_an_error(self) -> None:
         with pytest.raises(ValueError, match="shorter"):
             gather([[torch.ones(1)] * 2, [torch.ones(1)]], "cpu")
 
-    def test_what_cannot_be_concatenated_is_named(self) -> None:
+    def test_gather_of_another_type_raises_an_error(self) -> None:
         with pytest.raises(TypeError, match=r"^cannot gather a str; replicas must return tensors$"):
             gather(["text", "text"], "cpu")
 
 
-def test_nothing_is_left_in_cycles_of_references() -> None:
+def test_scatter_and_gather_leave_no_reference_cycles() -> None:
     inputs = [{"a": torch.ones(2)}, (torch.ones(2, requires_grad=True),)]
     assert count_cycles(lambda: gather(scatter(inputs, CPUS), "cpu")) == 0

@@ -1,4 +1,4 @@
-"""Row optimizers against those of the reference, which unit/reference/test_rows.py compares with torch."""
+"""Row optimizers against those of the reference (see unit/reference/test_reference_rows.py)."""
 
 from collections.abc import Iterator
 from itertools import pairwise

@@ -28,7 +28,7 @@ def groups_of(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_gauc_is_the_mean_of_scikit_learns_by_samples(seed: int) -> None:
+def test_gauc_equals_scikit_learn_by_group(seed: int) -> None:
     drawn = samples(seed)
     groups = [(s, y) for s, y in groups_of(*drawn) if 0 < y.sum() < len(y)]
     expected = np.average([roc_auc_score(y, s) for s, y in groups], weights=[len(y) for _, y in groups])
@@ -37,7 +37,7 @@ def test_gauc_is_the_mean_of_scikit_learns_by_samples(seed: int) -> None:
 
 @pytest.mark.parametrize("binary", [True, False])
 @pytest.mark.parametrize("k", [1, 3, 100])
-def test_ndcg_is_the_mean_of_scikit_learns(k: int, binary: bool) -> None:
+def test_ndcg_equals_scikit_learn(k: int, binary: bool) -> None:
     drawn = samples(7, binary)
     groups = [(s, y) for s, y in groups_of(*drawn) if y.sum()]
     # It refuses groups of one sample, of which there is but one order.
@@ -73,7 +73,7 @@ def test_mrr_is_the_mean_over_all_orders_of_ties() -> None:
     assert two.mrr() == pytest.approx(0.75)
 
 
-def test_the_order_in_which_samples_come_is_no_matter() -> None:
+def test_metrics_are_independent_of_the_sample_order() -> None:
     drawn = samples(3)
     order = np.random.default_rng(0).permutation(len(drawn[0]))
     scores_N, labels_N, groups_N = drawn
@@ -87,7 +87,7 @@ def test_the_order_in_which_samples_come_is_no_matter() -> None:
         assert first == pytest.approx(second, abs=1e-13)
 
 
-def test_without_anything_to_put_in_order_there_is_no_metric() -> None:
+def test_groups_without_order_have_no_metric() -> None:
     none = Ranking.of(np.array([1.0, 2.0]), np.zeros(2), np.zeros(2, np.int64))
     assert all(math.isnan(value) for value in (none.gauc(), none.ndcg(1), none.recall(1), none.mrr()))
     negative = Ranking.of(np.array([1.0, 2.0]), np.array([-1.0, 2.0]), np.zeros(2, np.int64))

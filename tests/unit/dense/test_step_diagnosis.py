@@ -26,7 +26,7 @@ def found(net: DenseNet, inputs: NetInputs | None = None, *, is_whole: bool = Tr
     return first_not_finite(net, inputs, nullcontext(), is_whole=is_whole)
 
 
-def test_where_all_is_finite_it_says_nothing() -> None:
+def test_finite_step_gives_no_text() -> None:
     assert found(net()) == ""
 
 
@@ -48,11 +48,11 @@ def test_where_all_is_finite_it_says_nothing() -> None:
     ],
     ids=["batch", "tables", "remote net"],
 )
-def test_what_the_net_is_given_comes_first(inputs: NetInputs, said: str) -> None:
+def test_inputs_are_checked_first(inputs: NetInputs, said: str) -> None:
     assert found(net(), inputs).startswith(said)
 
 
-def test_a_parameter_is_named_with_its_layer() -> None:
+def test_non_finite_parameter_is_named_with_its_layer() -> None:
     bad = net()
     with torch.no_grad():
         bad.get_parameter("head.2.bias").fill_(math.nan)
@@ -62,7 +62,7 @@ def test_a_parameter_is_named_with_its_layer() -> None:
     assert found(bad, is_whole=False) == "the parameter head.2.bias is not finite"
 
 
-def test_of_an_activation_the_innermost_layer_is_named() -> None:
+def test_innermost_layer_is_named() -> None:
     bad = net()
     bad.interaction = _Rooted()
     with torch.no_grad():

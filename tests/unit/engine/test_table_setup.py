@@ -28,7 +28,7 @@ def config(**tables: TableSection) -> RunConfig:
     return RunConfig(tables=tables)
 
 
-def test_by_default_each_column_has_a_table_of_the_defaults() -> None:
+def test_each_column_has_a_table_by_default() -> None:
     specs = table_specs(RunConfig(embedding=EmbeddingSection(dim=8, optimizer="adagrad(eps = 0.5)")), COLUMNS)
     assert [(t.name, t.num_rows, t.dim, t.features) for t in specs] == [
         ("user", 100, 8, ("user",)),
@@ -51,12 +51,12 @@ def test_by_default_each_column_has_a_table_of_the_defaults() -> None:
         ("momentum(0.5)", OptimizerSpec("momentum", 0.1, momentum=0.5)),
     ],
 )  # fmt: skip
-def test_the_arguments_of_an_optimizer_reach_its_tables(optimizer: str, expected: OptimizerSpec) -> None:
+def test_optimizer_arguments_reach_the_tables(optimizer: str, expected: OptimizerSpec) -> None:
     embedding = EmbeddingSection(optimizer=optimizer, learning_rate=0.1)
     assert {t.optimizer for t in table_specs(RunConfig(embedding=embedding), COLUMNS)} == {expected}
 
 
-def test_a_section_overrides_one_table() -> None:
+def test_table_section_overrides_one_table() -> None:
     section = TableSection(dim=4, optimizer="adam", learning_rate=0.5, placement="row(workers = [1])")
     user, item, _ = table_specs(config(item=section), COLUMNS)
     assert (item.dim, item.placement, item.workers) == (4, "row", (1,))
@@ -64,14 +64,14 @@ def test_a_section_overrides_one_table() -> None:
     assert (user.dim, user.optimizer.name) == (16, "adagrad")
 
 
-def test_columns_share_a_table_as_large_as_the_largest_needs() -> None:
+def test_shared_table_has_the_most_rows() -> None:
     people, item = table_specs(config(people=TableSection(features=("friend", "user"))), COLUMNS)
     assert (people.name, people.num_rows, people.features) == ("people", 400, ("user", "friend"))
     assert people.init_scale == pytest.approx(1 / 20)
     assert item.name == "item"
 
 
-def test_a_shared_table_may_have_the_name_of_one_of_its_columns() -> None:
+def test_shared_table_may_have_the_name_of_a_column() -> None:
     specs = table_specs(config(user=TableSection(features=("user", "friend"))), COLUMNS)
     assert [(t.name, t.features) for t in specs] == [("user", ("user", "friend")), ("item", ("item",))]
 
@@ -89,7 +89,7 @@ def test_a_shared_table_may_have_the_name_of_one_of_its_columns() -> None:
         ({"item": TableSection(features=("user", "friend"))}, r"^tables\.item\.features: must list .*'item'"),
     ],
 )
-def test_sections_that_fit_no_column_are_refused(tables: dict[str, TableSection], message: str) -> None:
+def test_invalid_table_section_raises_an_error(tables: dict[str, TableSection], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         table_specs(config(**tables), COLUMNS)
 
@@ -102,7 +102,7 @@ def test_nets_with_first_order_weights_widen_every_table(net: str, dim: int) -> 
     assert placement.num_workers == 3
 
 
-def test_who_pools_is_decided_by_what_a_trainer_looks_up_at_once() -> None:
+def test_pooling_side_depends_on_the_traffic() -> None:
     """Of 20 rows, 64 samples of 4 ids name all; 8 samples name 16, which are more bytes than 8 vectors."""
     bags = FeatureSpec("tags", 20, True), FeatureSpec("shops", 4000, True)
     tags = InputSpec((), (*bags, FeatureSpec("age", 9)))
@@ -128,7 +128,7 @@ def test_who_pools_is_decided_by_what_a_trainer_looks_up_at_once() -> None:
     assert by_trainers(tables=sections) == ("shops",)
 
 
-def test_first_rows_and_frozen_ones() -> None:
+def test_initializers_and_frozen_tables() -> None:
     sections = {
         "user": TableSection(init="normal(0.01)"),
         "item": TableSection(frozen=True, initial="rows.parquet", init="zeros"),
@@ -140,7 +140,7 @@ def test_first_rows_and_frozen_ones() -> None:
     assert (friend.init, friend.init_scale, friend.optimizer.name) == ("uniform", 1 / 20, "adagrad")
 
 
-def test_a_file_of_first_rows_has_those_of_the_table(tmp_path: Path) -> None:
+def test_shape_of_pretrained_rows_is_checked(tmp_path: Path) -> None:
     file = tmp_path / "rows.npy"
     np.save(file, np.zeros((25, 16), np.float32))
     tables, _ = place_tables(config(item=TableSection(initial=str(file))), COLUMNS, {})
@@ -159,7 +159,7 @@ def test_a_file_of_first_rows_has_those_of_the_table(tmp_path: Path) -> None:
         place_tables(config(item=TableSection(initial="nowhere.npy")), COLUMNS, {})
 
 
-def test_a_file_of_first_rows_may_lie_in_a_store(store: Store, tmp_path: Path) -> None:
+def test_pretrained_rows_in_an_object_store(store: Store, tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.zeros((25, 16), np.float32))
     url = str(sent(tmp_path, RemotePath(f"s3://{BUCKET}", tmp_path.name)) / "rows.npy")
     tables, _ = place_tables(config(item=TableSection(initial=url)), COLUMNS, {})
@@ -168,13 +168,13 @@ def test_a_file_of_first_rows_may_lie_in_a_store(store: Store, tmp_path: Path) -
         place_tables(config(item=TableSection(initial=url, dim=8)), COLUMNS, {})
 
 
-def test_weighted_ids_have_no_max_pooling() -> None:
+def test_max_pooling_of_weighted_ids_raises_an_error() -> None:
     columns = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True, weighted=True),))
     with pytest.raises(ConfigError, match=r"^embedding\.pooling = 'max': must be sum or mean"):
         table_specs(RunConfig(embedding=EmbeddingSection(pooling="max")), columns)
 
 
-def test_a_column_may_pool_otherwise_than_its_table() -> None:
+def test_column_overrides_the_pooling_of_its_table() -> None:
     columns = {"user": ColumnSection(pooling="mean")}
     tables = {"people": TableSection(features=("user", "friend"))}
     embedding = EmbeddingSection(pooling="max")
@@ -189,7 +189,7 @@ def test_a_column_may_pool_otherwise_than_its_table() -> None:
         table_specs(max_of_user, weighted)
 
 
-def test_a_column_that_is_not_pooled_is_a_sequence_of_its_table() -> None:
+def test_unpooled_column_is_a_sequence() -> None:
     spec = InputSpec((), (FeatureSpec("item", 9), FeatureSpec("seen", 7, multi_hot=True)))
     columns = {"seen": ColumnSection(pooling="none", max_ids=3)}
     tables = {"item": TableSection(features=("item", "seen"), dim=4)}
@@ -202,14 +202,14 @@ def test_a_column_that_is_not_pooled_is_a_sequence_of_its_table() -> None:
     assert (item.sequences, seen.sequences) == ((), (3,))
 
 
-def test_ids_with_weights_may_be_a_sequence_of_a_table_that_takes_the_largest() -> None:
+def test_weighted_sequence_of_a_table_with_max_pooling() -> None:
     spec = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True, weighted=True),))
     columns = {"tags": ColumnSection(kind="weighted", pooling="none", max_ids=3)}
     (tags,) = table_specs(RunConfig(embedding=EmbeddingSection(pooling="max"), columns=columns), spec)
     assert tags.sequences == (3,)
 
 
-def test_a_column_of_one_id_is_no_sequence() -> None:
+def test_sequence_of_a_single_id_column_raises_an_error() -> None:
     columns = {"user": ColumnSection(pooling="none", max_ids=3)}
     with pytest.raises(
         ConfigError, match=r"^columns\.user\.pooling = 'none': needs a column of several ids: "

@@ -28,14 +28,6 @@ CLICKS = torch.randint(0, 2, (200,), generator=DRAW).float()
 ONE_GROUP = torch.zeros(200, dtype=torch.int64)
 
 
-def test_binary_metrics_are_those_of_scikit_learn() -> None:
-    found = task_metrics("click", TaskSection(), NUMBERS, CLICKS, None)
-    probabilities = NUMBERS.double().sigmoid().numpy()
-    assert found["auc"] == pytest.approx(roc_auc_score(CLICKS, probabilities), abs=1e-12)
-    assert found["log_loss"] == pytest.approx(log_loss(CLICKS, probabilities), rel=1e-12)
-    assert found["accuracy"] == accuracy_score(CLICKS, probabilities > 0.5)
-
-
 def test_regression_metrics_are_those_of_scikit_learn() -> None:
     task = TaskSection(type="regression", metrics=("ndcg@7",))
     gains = TRUE_NUMBERS.abs()
@@ -51,7 +43,7 @@ def test_regression_metrics_are_those_of_scikit_learn() -> None:
 
 @given(st.integers(0, 2**32), st.sampled_from([0.1, 1.0, 4.0]))
 @settings(max_examples=10, deadline=None)
-def test_by_weights_they_are_those_of_scikit_learn_too(seed: int, spread: float) -> None:
+def test_weighted_metrics_equal_scikit_learn(seed: int, spread: float) -> None:
     """With scores that tie, of every kind of task."""
     weights_N = (spread * torch.randn(200, generator=torch.Generator().manual_seed(seed))).exp()
     by = {"sample_weight": weights_N.double().numpy()}
@@ -88,7 +80,7 @@ def test_by_weights_they_are_those_of_scikit_learn_too(seed: int, spread: float)
     ],
     ids=["binary", "regression", "classes"],
 )
-def test_a_weight_is_how_often_a_sample_is_there(task: TaskSection, outputs: Tensor, labels: Tensor) -> None:
+def test_integer_weights_equal_repeated_samples(task: TaskSection, outputs: Tensor, labels: Tensor) -> None:
     times = torch.randint(1, 5, (200,), generator=torch.Generator().manual_seed(4))
     once = task_metrics("t", task, outputs, labels, None, times.float())
     outputs, labels = (each.repeat_interleave(times, 0) for each in (outputs, labels))
@@ -97,7 +89,7 @@ def test_a_weight_is_how_often_a_sample_is_there(task: TaskSection, outputs: Ten
     assert once == pytest.approx(repeated, rel=1e-12)
 
 
-def test_metrics_of_groups_have_each_sample_once() -> None:
+def test_ranking_metrics_ignore_weights() -> None:
     task = TaskSection(metrics=("gauc", "ndcg@5", "mrr"))
     groups = torch.arange(200) // 10
     plain = task_metrics("click", task, NUMBERS, CLICKS, groups)
@@ -105,20 +97,11 @@ def test_metrics_of_groups_have_each_sample_once() -> None:
     assert [found[name] == plain[name] for name in ("gauc", "ndcg@5", "mrr", "auc")] == [True] * 3 + [False]
 
 
-def test_metrics_of_classes_are_those_of_scikit_learn() -> None:
-    task = TaskSection(type="classes(4)")
-    found = task_metrics("stars", task, LOGITS, CLASSES, None)
-    probabilities = predicted(task, LOGITS)
-    assert found["accuracy"] == accuracy_score(CLASSES, LOGITS.argmax(1))
-    assert found["log_loss"] == pytest.approx(log_loss(CLASSES, probabilities), rel=1e-12)
-    torch.testing.assert_close(probabilities.sum(1), torch.ones(200, dtype=torch.float64))
-
-
 @pytest.mark.parametrize(
     "task",
     [TaskSection(metrics=("gauc",)), TaskSection(type="regression"), TaskSection(type="classes(4)")],
 )
-def test_no_samples_have_no_metrics(task: TaskSection) -> None:
+def test_metrics_without_samples_are_nan(task: TaskSection) -> None:
     outputs = LOGITS[:0] if task.kind == "classes" else NUMBERS[:0]
     found = task_metrics("t", task, outputs, CLICKS[:0], None)
     assert set(found) == set(task.metric_names)
@@ -127,7 +110,7 @@ def test_no_samples_have_no_metrics(task: TaskSection) -> None:
     assert math.isnan(score(task, outputs, CLICKS[:0]))
 
 
-def test_a_diverged_model_has_no_order() -> None:
+def test_nan_output_gives_nan_ranking_metrics() -> None:
     task = TaskSection(metrics=("gauc", "mrr"))
     outputs = NUMBERS.clone()
     outputs[5] = math.nan
@@ -145,9 +128,7 @@ def told(predictions, labels):
 """
 
 
-def test_a_metric_of_the_users_own_sees_what_is_predicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_custom_metric_gets_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_metrics.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     found = task_metrics("click", TaskSection(metrics=("own_metrics:lift",)), NUMBERS, CLICKS, None)

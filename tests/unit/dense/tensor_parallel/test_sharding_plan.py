@@ -87,7 +87,7 @@ PAIR = {"0": "colwise", "2": "rowwise"}
         (nn.Embedding(5, 4), {}),
     ],
 )
-def test_pairs_of_layers_exchange_once(stage: nn.Module, expected: dict[str, str]) -> None:
+def test_pairs_of_layers_communicate_once(stage: nn.Module, expected: dict[str, str]) -> None:
     plan = automatic_plan(stage)
     assert named(plan) == expected
 
@@ -119,7 +119,7 @@ def dense_net() -> DenseNet:
         ),
     ],
 )
-def test_a_plan_goes_by_patterns_of_paths(texts: list[str], expected: dict[str, dict[str, str]]) -> None:
+def test_plan_matches_patterns_of_paths(texts: list[str], expected: dict[str, dict[str, str]]) -> None:
     plan = parse_plan(texts, dense_net())
     assert list(plan) == ["bottom", "interaction", "head"]
     assert {stage: named(styles) for stage, styles in plan.items() if styles} == expected
@@ -159,7 +159,7 @@ FORM = 'must hold texts such as "head.0 = colwise"'
         ),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(texts: list[str], rule: str) -> None:
+def test_invalid_plan_raises_an_error(texts: list[str], rule: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(rule)) as caught:
         parse_plan(texts, dense_net())
     assert (caught.value.key, caught.value.rule, caught.value.value) == ("dense.tensor_plan", rule, texts[-1])
@@ -172,13 +172,13 @@ def test_a_plan_that_cannot_be_is_refused(texts: list[str], rule: str) -> None:
         (nn.Identity(), "it has no Linear or Embedding"),
     ],
 )
-def test_a_hint_names_the_first_layers(head: nn.Module, hint: str) -> None:
+def test_message_lists_the_first_layers(head: nn.Module, hint: str) -> None:
     with pytest.raises(ConfigError, match="matches nothing") as caught:
         parse_plan(["x = rowwise"], DenseNet(nn.Identity(), nn.Identity(), head))
     assert caught.value.rule.endswith(hint)
 
 
-def test_a_user_of_layers_outside_a_sequential_knows_best() -> None:
+def test_layers_outside_a_sequential_are_not_checked() -> None:
     """Nothing says there what follows what."""
     net = DenseNet(nn.Identity(), nn.Identity(), nn.ModuleDict({"a": nn.Linear(2, 4), "b": nn.Linear(4, 1)}))
     assert named(parse_plan(["head.a = colwise"], net)["head"]) == {"a": "colwise"}

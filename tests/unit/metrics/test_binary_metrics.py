@@ -53,7 +53,7 @@ def test_large_logits_do_not_overflow() -> None:
     assert found.auc == 0.5
 
 
-def test_probabilities_are_ranked_as_they_are_written() -> None:
+def test_auc_ranks_rounded_probabilities() -> None:
     wrong = binary_metrics(torch.tensor([20.0, 20.0 + 2**-18]), torch.tensor([1.0, 0.0]))
     assert wrong.auc == 0.0
     one = binary_metrics(torch.tensor([100.0, 200.0]), torch.tensor([1.0, 0.0]))  # both are 1.0
@@ -61,12 +61,12 @@ def test_probabilities_are_ranked_as_they_are_written() -> None:
 
 
 @given(st.integers(1, 70), st.floats(-30, 30, width=32))
-def test_a_logit_has_one_probability_wherever_it_stands(size: int, logit: float) -> None:
+def test_probability_is_independent_of_the_position(size: int, logit: float) -> None:
     assert len(probabilities(torch.full((size,), logit)).unique()) == 1
 
 
 @pytest.mark.parametrize("label", [0.0, 1.0])
-def test_one_class_only_has_no_auc(label: float) -> None:
+def test_single_class_has_no_auc(label: float) -> None:
     found = binary_metrics(torch.tensor([0.0, 2.0]), torch.full((2,), label))
     assert math.isnan(found.auc)
     assert math.isnan(found.normalised_entropy)
@@ -75,13 +75,13 @@ def test_one_class_only_has_no_auc(label: float) -> None:
     assert math.isfinite(found.log_loss)
 
 
-def test_a_diverged_model_has_nan_not_a_number_that_looks_good() -> None:
+def test_nan_logit_gives_nan_metrics() -> None:
     found = binary_metrics(torch.tensor([math.nan, 1.0]), torch.tensor([0.0, 1.0]))
     assert math.isnan(found.auc)
     assert math.isnan(found.log_loss)
 
 
-def test_samples_must_be_there_and_match() -> None:
+def test_invalid_shapes_raise_an_error() -> None:
     with pytest.raises(ValueError, match="no samples"):
         binary_metrics(torch.empty(0), torch.empty(0))
     with pytest.raises(ValueError, match="one length"):

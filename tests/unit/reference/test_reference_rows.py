@@ -64,7 +64,7 @@ def train(spec: OptimizerSpec, dtype: torch.dtype = torch.float64) -> tuple[Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("decay", [0.0, DECAY])
 @pytest.mark.parametrize("name", TORCH)
-def test_each_row_has_the_bits_of_a_torch_optimizer_of_its_own(
+def test_each_row_has_the_bits_of_a_separate_torch_optimizer(
     name: str, decay: float, dtype: torch.dtype
 ) -> None:
     table_RD, state = train(make_spec(name, decay), dtype)
@@ -86,7 +86,7 @@ def test_each_row_has_the_bits_of_a_torch_optimizer_of_its_own(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("decay", [0.0, DECAY])
 @pytest.mark.parametrize("name", TORCH)
-def test_a_whole_table_is_an_embedding_of_torchs(name: str, decay: float, dtype: torch.dtype) -> None:
+def test_whole_table_equals_nn_embedding(name: str, decay: float, dtype: torch.dtype) -> None:
     spec = dataclasses.replace(make_spec(name, decay), all_rows=True)
     table_RD, state = begin(spec, dtype)
     whole = WholeTable(spec, table_RD, state)
@@ -120,7 +120,7 @@ def test_rowwise_adagrad_follows_its_formula(decay: float) -> None:
 
 
 @pytest.mark.parametrize("rate_change", [1.0, 0.8])
-def test_ftrl_without_penalties_is_adagrad_with_its_beta_as_eps(rate_change: float) -> None:
+def test_ftrl_without_penalties_equals_adagrad(rate_change: float) -> None:
     """McMahan et al. 2013: without a penalty, FTRL-Proximal is gradient descent with these rates."""
     spec, parameter = make_spec("ftrl"), nn.Parameter(initial())
     table_RD, state = begin(spec)
@@ -134,10 +134,10 @@ def test_ftrl_without_penalties_is_adagrad_with_its_beta_as_eps(rate_change: flo
     torch.testing.assert_close(state["n"], adagrad.state[parameter]["sum"], rtol=1e-12, atol=0)
 
 
-def test_ftrl_minimises_its_penalised_objective() -> None:
+def test_ftrl_minimizes_its_penalized_objective() -> None:
     """Of gradients g_s at rows w_s: sum(g_s) w + l1 |w| + l2/2 w^2 + sum over s of sigma_s/2 (w - w_s)^2.
 
-    The first sigma is beta/alpha, centred where the penalties' own pull keeps the initial row.
+    The first sigma is beta/alpha, centered where the penalties' own pull keeps the initial row.
     """
     beta, l1, l2 = 0.5, 1.0, 0.3
     spec = make_spec("ftrl", l2, beta, l1)
@@ -161,14 +161,14 @@ def test_ftrl_minimises_its_penalised_objective() -> None:
 
 
 @pytest.mark.parametrize("l1", [0.0, 0.5])
-def test_ftrl_starts_from_the_row_as_it_is(l1: float) -> None:
+def test_ftrl_keeps_the_initial_row_without_gradients(l1: float) -> None:
     spec = make_spec("ftrl", DECAY, ftrl_l1=l1)
     table_RD, state = begin(spec)
     update_rows(spec, RATE, table_RD, state, torch.arange(ROWS), torch.zeros(ROWS, DIM))
     torch.testing.assert_close(table_RD, initial(), rtol=1e-14, atol=0)
 
 
-def test_ftrl_leaves_all_alone_at_a_rate_of_zero() -> None:
+def test_ftrl_at_rate_zero_changes_nothing() -> None:
     spec = make_spec("ftrl", DECAY)
     table_RD, state = begin(spec)
     update_rows(spec, 0.0, table_RD, state, torch.arange(ROWS), torch.ones(ROWS, DIM))

@@ -69,25 +69,25 @@ def test_one_cycle_equals_torch(steps: int, peak: float, initial: float, final: 
     assert_equal(factors(section, steps), rates)
 
 
-def test_one_cycle_may_have_its_peak_at_the_very_first_step() -> None:
+def test_one_cycle_with_its_peak_at_the_first_step() -> None:
     """There torch divides by zero."""
     section = ScheduleSection(kind="one_cycle(0.25)")
     assert factors(section, 4) == pytest.approx([1.0, 0.75, 0.25, 0.0], abs=1e-12)
 
 
-def test_without_arguments_it_is_one() -> None:
+def test_default_schedule_is_constant() -> None:
     assert [Schedule().factor(step) for step in (0, 1, 10**9)] == [1.0] * 3
     assert Schedule() == Schedule.of(ScheduleSection(), 0)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "polynomial", "one_cycle"])
-def test_the_last_factor_stays_past_the_end(kind: str) -> None:
+def test_last_factor_stays_after_the_end(kind: str) -> None:
     schedule = Schedule.of(ScheduleSection(kind=f"{kind}(final_factor = 0.25)"), STEPS)
     assert schedule.factor(STEPS) == schedule.factor(10 * STEPS) == pytest.approx(0.25, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "polynomial", "one_cycle"])
-def test_a_run_longer_than_its_schedule_is_refused(kind: str) -> None:
+def test_run_longer_than_its_schedule_raises_an_error(kind: str) -> None:
     section = ScheduleSection(kind=f"{kind}(steps = 100)")
     assert Schedule.of(section, 100).end == 100
     with pytest.raises(ConfigError) as caught:
@@ -104,7 +104,7 @@ def test_schedules_without_an_end_outlast_every_run(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["cosine", "polynomial"])
 @pytest.mark.parametrize(("steps", "end"), [(0, 20), (30, 30)])
-def test_a_warm_up_that_takes_the_whole_schedule_is_refused(kind: str, steps: int, end: int) -> None:
+def test_warm_up_as_long_as_the_schedule_raises_an_error(kind: str, steps: int, end: int) -> None:
     section, shorter = (
         ScheduleSection(kind=f"{kind}(steps = {steps}, warmup_steps = {warmup})") for warmup in (end, end - 1)
     )

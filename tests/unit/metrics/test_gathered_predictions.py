@@ -42,7 +42,7 @@ class TestPredictions:
         assert abs(binary_metrics(noisy.outputs, noisy.labels).auc - expected) > 1e-4
         assert torch.allclose(noisy.tied().outputs.double(), clean_N, rtol=0, atol=5e-6)
 
-    def test_their_order_and_how_they_were_cut_are_no_matter(self, noisy: Predictions) -> None:
+    def test_metrics_are_independent_of_order_and_batches(self, noisy: Predictions) -> None:
         order_N = torch.randperm(400)
         parts = [Predictions(*(t[order_N][i : i + 37] for t in noisy[:3])) for i in range(0, 400, 37)]
         joined = Predictions.concatenate(parts)
@@ -50,14 +50,14 @@ class TestPredictions:
         assert joined.metrics(CLICKS) == pytest.approx(noisy.metrics(CLICKS), rel=1e-9)
         assert joined.metrics(CLICKS)["auc"] == noisy.metrics(CLICKS)["auc"]
 
-    def test_logits_that_are_equal_keep_their_bits(self, noisy: Predictions) -> None:
+    def test_equal_logits_keep_their_bits(self, noisy: Predictions) -> None:
         alone = noisy._replace(rows=torch.arange(400))
         assert torch.equal(alone.tied().outputs, alone.outputs)
         tied = noisy.tied()
         assert torch.equal(tied.tied().outputs, tied.outputs)
         assert tied.outputs.dtype == torch.float32
 
-    def test_one_that_is_not_finite_does_not_spread(self, noisy: Predictions) -> None:
+    def test_nan_output_affects_only_equal_samples(self, noisy: Predictions) -> None:
         noisy.outputs[0] = math.nan
         wrong_N = noisy.tied().outputs.isnan()
         assert torch.equal(wrong_N, noisy.rows == noisy.rows[0])
@@ -83,7 +83,7 @@ class TestTasks:
         weights_NT = torch.rand(60, 3, generator=generator) * (torch.rand(60, 3, generator=generator) < 0.7)
         return Predictions(outputs_NO, labels_NT, torch.arange(60), weights_NT, torch.arange(60) // 6)
 
-    def test_each_has_its_own_outputs_and_samples(self, of_all: Predictions) -> None:
+    def test_each_task_has_its_own_outputs_and_samples(self, of_all: Predictions) -> None:
         found = of_all.metrics(TASKS)
         assert of_all.weights is not None
         click, stars, spent = (of_all.weights[:, t] > 0 for t in range(3))
@@ -98,17 +98,7 @@ class TestTasks:
             int(spent.sum()),
         )
 
-    def test_how_they_were_cut_is_no_matter(self, of_all: Predictions) -> None:
-        order = torch.randperm(60)
-        parts = [
-            Predictions(*(t[order][i : i + 7] for t in of_all if t is not None)) for i in range(0, 60, 7)
-        ]
-        joined = Predictions.concatenate(parts)
-        for by_weight in (False, True):
-            expected = of_all.metrics(TASKS, is_weighted=by_weight)
-            assert joined.metrics(TASKS, is_weighted=by_weight) == pytest.approx(expected, rel=1e-12)
-
-    def test_by_weights_each_has_those_of_its_own(self, of_all: Predictions) -> None:
+    def test_weighted_metrics_use_the_weights_of_the_task(self, of_all: Predictions) -> None:
         assert of_all.weights is not None
         found = of_all.metrics(TASKS, is_weighted=True)
         weights_N = of_all.weights[:, 2].double()
@@ -120,7 +110,7 @@ class TestTasks:
         different = {name for name in found if found[name] != plain[name]}
         assert different == {*plain} - {f"{task}.num_samples" for task in TASKS}
 
-    def test_a_task_of_which_no_sample_counts_has_no_metrics(self, of_all: Predictions) -> None:
+    def test_task_without_weighted_samples_has_nan_metrics(self, of_all: Predictions) -> None:
         assert of_all.weights is not None
         of_all.weights[:, 0] = 0
         for by_weight in (False, True):
@@ -141,7 +131,7 @@ def test_samples_of_weight_zero_do_not_count() -> None:
     assert (found["auc"], found["num_samples"], found["base_rate"]) == (1.0, 2, 0.8)
 
 
-def test_without_weights_each_sample_counts_once() -> None:
+def test_samples_without_weights_count_once() -> None:
     logits_N, labels_N = _samples()
     predictions = Predictions(logits_N, labels_N, torch.arange(300))
     assert predictions.metrics(CLICKS, is_weighted=True) == predictions.metrics(CLICKS)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from hybrid.dense.data_parallel.replicas import shadow
 
 
-def test_other_tensors_are_the_modules_own() -> None:
+def test_other_tensors_are_shared() -> None:
     module = nn.BatchNorm1d(3)
     weight = torch.full((3,), 2.0)
     other = shadow(module, {module.weight: weight})
@@ -24,7 +24,7 @@ def test_other_tensors_are_the_modules_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["parametrized", "traced by torch.fx", "recurrent"])
-def test_modules_that_compute_or_keep_their_weights_elsewhere_use_the_new_ones(kind: str) -> None:
+def test_modules_with_derived_weights_use_the_substitutes(kind: str) -> None:
     make: dict[str, Callable[[], nn.Module]] = {
         "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
         "traced by torch.fx": lambda: torch.fx.symbolic_trace(Weighted(torch.ones(3))),

@@ -28,7 +28,7 @@ from hybrid.reference.reference_schedule import learning_rate_factors
     ],
     ids=["warm-up", "step", "cosine", "cosine-ends", "polynomial", "one_cycle", "no-rise"],
 )
-def test_every_step_has_the_rate_of_its_schedule(keys: dict[str, Any], expected: list[float]) -> None:
+def test_factors_of_each_schedule(keys: dict[str, Any], expected: list[float]) -> None:
     """In a run of three steps, and past its end."""
     factors = list(islice(learning_rate_factors(ScheduleSection(**keys), 3), len(expected)))
     assert factors == pytest.approx(expected, rel=1e-12, abs=1e-15)

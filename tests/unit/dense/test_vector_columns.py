@@ -44,7 +44,7 @@ def side_by_side(user_BD: Tensor, seen_BND: Tensor, item_BD: Tensor) -> Tensor:
     return torch.cat([user_BD, seen_BND.flatten(1), lengths_B1, item_BD], dim=1)
 
 
-def test_a_net_finds_each_column() -> None:
+def test_layout_selects_each_column() -> None:
     user_BD, seen_BND, item_BD = samples(5)
     pooled_BE = side_by_side(user_BD, seen_BND, item_BD)
     places = ColumnLayout(config(), SPEC, [5, MOST * 5 + 1, 5])
@@ -71,7 +71,7 @@ def test_a_net_finds_each_column() -> None:
         ("shop", True, "data.sparse = ('user', 'seen', 'item'): must name shop, which the net takes"),
     ],
 )
-def test_a_column_that_is_not_what_the_net_takes(name: str, is_sequence: bool, message: str) -> None:
+def test_column_of_another_kind_raises_an_error(name: str, is_sequence: bool, message: str) -> None:
     places = ColumnLayout(config(), SPEC, [DIM, MOST * DIM + 1, DIM])
     with pytest.raises(ConfigError) as caught:
         places.sequence(name) if is_sequence else places.vector(name)
@@ -87,9 +87,7 @@ def as_columns(net: str, **dense: Any) -> tuple[RunConfig, InputSpec]:
 
 @pytest.mark.parametrize("net_name", NETS)
 @pytest.mark.parametrize("remote", [False, True])
-def test_built_in_nets_take_a_sequence_as_columns_and_leave_its_length_out(
-    net_name: str, remote: bool
-) -> None:
+def test_built_in_nets_take_sequences_as_columns(net_name: str, remote: bool) -> None:
     dense = {"remote_mlp": (7, 5)} if remote else {}
     dim = DIM + extra_columns(net_name)
     user_BD, seen_BND, item_BD = samples(dim)
@@ -112,7 +110,7 @@ def test_built_in_nets_take_a_sequence_as_columns_and_leave_its_length_out(
 
 @pytest.mark.parametrize("mode", ["script", "trace"])
 @pytest.mark.parametrize("net_name", ["dlrm", "deepfm"])
-def test_their_compiled_forms_do_the_same(net_name: str, mode: str) -> None:
+def test_compiled_nets_over_sequences(net_name: str, mode: str) -> None:
     dim = DIM + extra_columns(net_name)
     net = build_dense_net(config(net_name), SPEC, [dim, MOST * dim + 1, dim]).double()
     pooled_BE = side_by_side(*samples(dim)).requires_grad_()
@@ -135,7 +133,7 @@ class Mean(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["script", "trace"])
-def test_a_net_of_ones_own_may_be_compiled(mode: str) -> None:
+def test_custom_net_over_a_sequence_can_be_compiled(mode: str) -> None:
     net = Mean(ColumnLayout(config(), SPEC, [DIM, MOST * DIM + 1, DIM]))
     pooled_BE = side_by_side(*samples()).requires_grad_()
     bottom_BH = random(len(LENGTHS), 2, dtype=torch.float64).requires_grad_()
@@ -145,7 +143,7 @@ def test_a_net_of_ones_own_may_be_compiled(mode: str) -> None:
         torch.testing.assert_close(form(*inputs), net(*inputs))
 
 
-def test_a_sequence_of_unknown_length_is_refused() -> None:
+def test_sequence_without_a_length_raises_an_error() -> None:
     columns = {"seen": dataclasses.replace(COLUMNS["seen"], max_ids=0)}
     with pytest.raises(ConfigError, match=r"^columns\.seen\.max_ids = 0: must be the number of vectors"):
         ColumnLayout(config().replace(columns=columns), SPEC, [DIM, DIM, DIM])

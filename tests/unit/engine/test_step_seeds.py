@@ -17,11 +17,11 @@ def drawn(seed: int, trainer: int, step: int) -> Tensor:
         return torch.nn.functional.dropout(torch.ones(1000))
 
 
-def test_a_step_draws_the_same_again() -> None:
+def test_step_seed_is_deterministic() -> None:
     assert torch.equal(drawn(1, 0, 7), drawn(1, 0, 7))
 
 
-def test_other_seeds_trainers_and_steps_draw_other_numbers() -> None:
+def test_step_seeds_differ() -> None:
     masks = [drawn(*key) for key in itertools.product((0, 1, 2**40), (0, 1), (0, 1, 2, 10**9))]
     for first, second in itertools.combinations(masks, 2):
         apart = (first != second).float().mean()
@@ -37,7 +37,7 @@ class Generator:
         self.seed = seed
 
 
-def test_no_other_generators_are_seeded_than_those_of_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_generators_of_the_devices_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of every kind of device, as ``torch.manual_seed`` has them, take 70 times as long."""
     of_cuda = [Generator(), Generator(), Generator()]
     monkeypatch.setattr(torch.cuda, "default_generators", of_cuda)

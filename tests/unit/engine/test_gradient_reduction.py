@@ -19,7 +19,7 @@ def joined(size: int) -> list[SharedMemoryReduce]:
 
 
 @pytest.mark.parametrize("size", [2, 3, MOST_MEMBERS])
-def test_the_sum_is_that_of_the_ranks_in_their_order_on_each(size: int) -> None:
+def test_sum_is_in_rank_order(size: int) -> None:
     parts = joined(size)
     generator = torch.Generator().manual_seed(0)
     for num in (1, 1000, 7, 100_000, 1000):  # slots grow, and are used again
@@ -31,7 +31,7 @@ def test_the_sum_is_that_of_the_ranks_in_their_order_on_each(size: int) -> None:
         assert all(torch.equal(tensor, expected) for tensor in tensors)
 
 
-def test_many_sums_in_a_row_never_meet_a_slot_that_is_still_read() -> None:
+def test_successive_sums_do_not_overwrite_unread_slots() -> None:
     def train(rank: int, part: SharedMemoryReduce) -> None:
         for step in range(300):
             numbers = torch.full((500,), float((rank + 1) * step), dtype=torch.float64)
@@ -42,13 +42,13 @@ def test_many_sums_in_a_row_never_meet_a_slot_that_is_still_read() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_any_type_of_gradients(dtype: torch.dtype) -> None:
+def test_gradients_of_any_type(dtype: torch.dtype) -> None:
     tensors = [torch.ones(5, dtype=dtype), torch.full((5,), 2.0, dtype=dtype)]
     at_once(SharedMemoryReduce.sum_, joined(2), tensors)
     assert all(torch.equal(tensor, torch.full((5,), 3.0, dtype=dtype)) for tensor in tensors)
 
 
-def test_one_trainer_too_many_or_a_gpu_leave_it_to_the_group() -> None:
+def test_too_many_trainers_or_a_gpu_use_the_process_group() -> None:
     def join(rank: int, group: dist.ProcessGroup, *others: torch.device) -> SharedMemoryReduce | None:
         return SharedMemoryReduce.join(group, rank, (CPU, *others)[min(rank, len(others))], SECONDS)
 

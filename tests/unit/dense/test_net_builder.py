@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from hybrid.config import DenseSection, RunConfig, RunSection, TaskSection
 from hybrid.config.sections import NET_CALLS, NETS
 from hybrid.dense.compilation import compiled
-from hybrid.dense.matmul import Linear, use_torch
+from hybrid.dense.matmul import Linear
 from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -73,25 +73,12 @@ def _mlp_shapes(module: nn.Module) -> list[tuple[int, int]]:
     ]
 
 
-def test_dlrm_has_the_shape_of_the_kaggle_benchmark() -> None:
-    config = RunConfig(dense=DenseSection(net="dlrm", bottom_mlp=(512, 256, 64), top_mlp=(512, 256)))
-    net = build_dense_net(config, _input_spec(13, 26), [16] * 26)
-    use_torch(net)
-    assert _mlp_shapes(net.bottom) == [(13, 512), (512, 256), (256, 64), (64, 16)]
-    assert [type(layer) for layer in net.bottom.children()] == [nn.Linear, nn.ReLU] * 4
-    assert _mlp_shapes(net.head) == [(367, 512), (512, 256), (256, 1)]
-    in_head = [*[nn.Linear, nn.ReLU] * 2, nn.Linear, nn.Flatten]
-    assert [type(layer) for layer in net.head.children()] == in_head
-    assert list(net.interaction.parameters()) == []
-    assert all("interaction" not in name for name in net.state_dict())
-
-
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in module.named_parameters()}
 
 
 @pytest.mark.parametrize("net_name", NETS)
-def test_a_net_is_the_model_of_that_name_in_the_sizes_of_the_configuration(net_name: str) -> None:
+def test_net_has_the_configured_class_and_sizes(net_name: str) -> None:
     arguments = {"cross_layers": 3, "experts": 5, "expert_mlp": [7, 6]}
     config, model = _config(NET_CALLS.text(net_name, arguments)), MODELS[net_name]()
     net = build_dense_net(config, _input_spec(2), _widths(net_name))
@@ -104,7 +91,7 @@ def test_a_net_is_the_model_of_that_name_in_the_sizes_of_the_configuration(net_n
     ("is_preferred", "precision", "kind"),
     [(True, "none", Linear), (False, "none", nn.Linear), (True, "bfloat16", nn.Linear)],
 )
-def test_a_net_takes_the_products_that_are_faster_here(
+def test_net_uses_onednn_where_preferred(
     is_preferred: bool, precision: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hybrid.dense.net_builder.prefers_onednn", lambda: is_preferred)
@@ -150,7 +137,7 @@ def _assert_same(
 @pytest.mark.parametrize("how", ["script", "trace"])
 @pytest.mark.parametrize("net_name", NETS)
 @pytest.mark.parametrize("num_dense", [0, 2])
-def test_every_stage_has_a_torchscript_form(how: str, net_name: str, num_dense: int) -> None:
+def test_every_stage_compiles_to_torchscript(how: str, net_name: str, num_dense: int) -> None:
     widths = _widths(net_name)
     net = build_dense_net(_config(net_name), _input_spec(num_dense), widths).double()
 
@@ -172,7 +159,7 @@ def test_every_stage_has_a_torchscript_form(how: str, net_name: str, num_dense: 
 @pytest.mark.parametrize(
     "net_name", [pytest.param(n, marks=() if n in ("dlrm", "ple") else pytest.mark.long) for n in NETS]
 )
-def test_every_net_has_a_compiled_form_in_one_piece(net_name: str) -> None:
+def test_every_net_compiles_without_graph_breaks(net_name: str) -> None:
     widths = _widths(net_name)
     net = build_dense_net(_config(net_name), _input_spec(2), widths).double()
     before = sum(counters["graph_break"].values())
@@ -183,7 +170,7 @@ def test_every_net_has_a_compiled_form_in_one_piece(net_name: str) -> None:
 
 
 @pytest.mark.parametrize("net_name", NETS)
-def test_weights_are_a_function_of_the_seed_alone(net_name: str) -> None:
+def test_initial_weights_depend_only_on_the_seed(net_name: str) -> None:
     def weights(seed: int) -> Tensor:
         config = _config(net_name, seed=seed, remote_mlp=(7,))
         local = build_dense_net(config, _input_spec(2), _widths(net_name))
@@ -201,7 +188,7 @@ def test_weights_are_a_function_of_the_seed_alone(net_name: str) -> None:
 
 
 @pytest.mark.parametrize("net_name", NETS)
-def test_a_remote_net_fits_between_interaction_and_head(net_name: str) -> None:
+def test_remote_net_fits_between_interaction_and_head(net_name: str) -> None:
     config = _config(net_name, remote_mlp=(7, 9))
     widths = _widths(net_name)
     net = build_dense_net(config, _input_spec(2), widths).double()
@@ -225,7 +212,7 @@ def test_nets_of_pairs_need_equal_widths(net_name: str, dims: str) -> None:
     )
 
 
-def test_dlrm_of_one_vector_is_refused() -> None:
+def test_dlrm_of_one_vector_raises_an_error() -> None:
     with pytest.raises(ConfigError, match=r"^data.dense: must name a column"):
         build_dense_net(_config("dlrm"), _input_spec(0, 1), (DIM,))
     assert build_dense_net(_config("dlrm"), _input_spec(1, 1), (DIM,)) is not None
@@ -236,7 +223,7 @@ TASKS = {"click": TaskSection(), "stars": TaskSection(type="classes(3)")}
 
 @pytest.mark.parametrize("net_name", NETS)
 @pytest.mark.parametrize("batch_size", [0, 5])
-def test_every_net_gives_the_outputs_of_all_tasks(net_name: str, batch_size: int) -> None:
+def test_every_net_has_the_outputs_of_all_tasks(net_name: str, batch_size: int) -> None:
     config, widths = _config(net_name).replace(tasks=TASKS), _widths(net_name)
     net = build_dense_net(config, _input_spec(2), widths).double()
     dense_BF, pooled_BE = _inputs(batch_size, 2, sum(widths))

@@ -220,7 +220,7 @@ EPS, BETAS = 1e-4, (0.8, 0.95)
     [(False, "float32", "none"), (True, "float64", "none"), (True, "float32", "bfloat16")],
 )
 def test_one_trainer_has_the_bits_of_torch(remote: bool, dtype: str, autocast: str) -> None:
-    """Autocast holds for the local stages only; test_rows.py has each optimizer of rows."""
+    """Autocast holds for the local stages only; test_reference_rows.py has each optimizer of rows."""
     remote_net = make_remote_net() if remote else None
     plain = Plain(getattr(torch, dtype), "sum", copy.deepcopy(remote_net), autocast == "bfloat16")
     dense = {"optimizer": "Adam(betas = [0.5, 0.9])", "learning_rate": 0.02}
@@ -243,13 +243,13 @@ def test_one_trainer_has_the_bits_of_torch(remote: bool, dtype: str, autocast: s
 @pytest.mark.parametrize(
     ("pooling", "weighted"), [("sum", False), ("mean", False), ("max", False), ("sum", True)]
 )
-def test_bags_pool_as_torch_pools_them_and_untouched_rows_stay(pooling: str, weighted: bool) -> None:
+def test_bags_equal_torch_and_untouched_rows_stay(pooling: str, weighted: bool) -> None:
     plain, reference = Plain(mode=pooling), make_reference(pooling=pooling)
     train_both(plain, reference, samples(every_row=False, weighted=weighted), sgd(plain))
     assert torch.equal(reference.tables["users"][-1], initial_rows()["users"][-1])
 
 
-def test_where_all_rows_take_every_step_it_is_torch_over_whole_tables() -> None:
+def test_all_rows_equal_torch_over_whole_tables() -> None:
     plain = Plain()
     reference = make_reference(OptimizerSpec("adam", 0.3, EPS, BETAS, weight_decay=0.05, all_rows=True))
     rows = torch.optim.Adam(plain.tables(), 0.3, BETAS, EPS, weight_decay=0.05)
@@ -259,7 +259,7 @@ def test_where_all_rows_take_every_step_it_is_torch_over_whole_tables() -> None:
 
 
 @pytest.mark.parametrize("clip_norm", [0.01, 1e3])
-def test_clipping_is_that_of_torch_over_all_gradients(clip_norm: float) -> None:
+def test_clipping_equals_torch(clip_norm: float) -> None:
     plain = Plain(torch.float64, remote_net=make_remote_net())
     reference = make_reference(remote_net=make_remote_net(), dtype="float64", clip_norm=clip_norm)
     optimizer = sgd(plain)
@@ -274,7 +274,7 @@ def test_clipping_is_that_of_torch_over_all_gradients(clip_norm: float) -> None:
 
 @pytest.mark.parametrize("sizes", [(8, 8), (11, 5), (16, 0)])
 @pytest.mark.parametrize("ddp", ["outside", "inside", "none"])
-def test_two_trainers_share_what_ddp_wraps(ddp: str, sizes: tuple[int, int]) -> None:
+def test_two_trainers_in_each_ddp_mode(ddp: str, sizes: tuple[int, int]) -> None:
     """Two models, as on two trainers: gradients of shared parameters are summed by hand, others not."""
     plains = [Plain(torch.float64, remote_net=make_remote_net()) for _ in range(2)]
     adams = [torch.optim.Adam(plain.dense(), 0.02) for plain in plains]
@@ -342,7 +342,7 @@ def test_pipelined_reads_rows_that_lack_the_last_update(
     assert reference.skipped_steps == (broken_step is not None)
 
 
-def test_a_skipped_step_changes_nothing_but_the_schedule() -> None:
+def test_skipped_step_advances_only_the_schedule() -> None:
     plain = Plain()
     spec = OptimizerSpec("adam", 0.3, EPS, BETAS)
     schedule = ScheduleSection(kind="cosine(final_factor = 0.1)")
@@ -365,6 +365,6 @@ def test_a_skipped_step_changes_nothing_but_the_schedule() -> None:
     assert reference.skipped_steps == 2
 
 
-def test_async_has_no_reference() -> None:
+def test_async_update_raises_an_error() -> None:
     with pytest.raises(ConfigError, match=r"train\.update"):
         make_reference(update="async")

@@ -86,7 +86,7 @@ class Shifts(nn.Module):
         return hidden_BH + self.first + self.second
 
 
-def test_parameters_that_share_a_gradient_are_stepped_by_it_once() -> None:
+def test_parameters_with_a_shared_gradient() -> None:
     with hosting(UpdateRules(2), Shifts()) as host:
         for trainer in range(2):
             pass_through(host, train(0, trainer), hidden(0, trainer))
@@ -96,7 +96,6 @@ def test_parameters_that_share_a_gradient_are_stepped_by_it_once() -> None:
             torch.testing.assert_close(parameter.detach(), expected)
 
 
-# It looks at every tensor's gradient, those of a host's call too, and takes no notice of the warning.
 class Meeting(nn.Module):
     """A layer that waits a while for a second call of the net to be in it at the same time."""
 
@@ -125,7 +124,7 @@ def forward_at_once(host: HostedNet) -> list[Tensor]:
 
 @pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.ASYNC])
 @pytest.mark.parametrize("is_scripted", [False, True])
-def test_calls_at_the_same_time_do_not_mix(mode: UpdateMode, is_scripted: bool) -> None:
+def test_concurrent_calls_do_not_interfere(mode: UpdateMode, is_scripted: bool) -> None:
     """Each computes with parameters of its own in the place of the net's."""
     meeting, net, plain = Meeting(PATIENCE_SECONDS), make_net(), Plain()
     first, last = (torch.jit.script(layer) if is_scripted else layer for layer in (net[0], net[2]))
@@ -159,7 +158,7 @@ class Counts(nn.Module):
 
 
 class TestBuffers:
-    def test_calls_that_may_change_them_run_one_after_the_other(self) -> None:
+    def test_calls_of_a_net_with_buffers_run_one_by_one(self) -> None:
         meeting, norm = Meeting(patience_seconds=0.05), nn.BatchNorm1d(4)
         with hosting(UpdateRules(2), make_net(nn.Sequential(meeting, norm))) as host:
             forward_at_once(host)
@@ -168,9 +167,7 @@ class TestBuffers:
 
     @pytest.mark.parametrize("is_scripted", [False, True])
     @pytest.mark.parametrize("layer", [nn.BatchNorm1d, Counts])
-    def test_they_change_as_in_one_process_bit_for_bit(
-        self, layer: type[nn.Module], is_scripted: bool
-    ) -> None:
+    def test_buffers_have_the_bits_of_one_process(self, layer: type[nn.Module], is_scripted: bool) -> None:
         make = partial(layer, 4) if layer is nn.BatchNorm1d else layer
         net, plain = make_net(make()), make_net(make())
         form = torch.jit.script(net) if is_scripted else None
@@ -184,7 +181,7 @@ class TestBuffers:
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs, expected, strict=True))
 
 
-def test_out_of_step_a_pass_keeps_the_weights_it_began_with() -> None:
+def test_async_pass_keeps_its_initial_weights() -> None:
     plain = Plain()
     with hosting(UpdateRules(2, UpdateMode.ASYNC)) as host:
         hidden_BH = hidden(0)
@@ -202,7 +199,7 @@ def test_out_of_step_a_pass_keeps_the_weights_it_began_with() -> None:
 
 
 class TestPrediction:
-    def test_it_is_of_the_net_in_evaluation_and_records_nothing(self) -> None:
+    def test_prediction_uses_evaluation_mode_without_recording(self) -> None:
         norm = nn.BatchNorm1d(4)
         net = make_net(norm)
         with hosting(UpdateRules(1), net) as host:
@@ -231,15 +228,13 @@ class TestCheckpoints:
         host.begin_save(is_copied=True)
         return checkpoint_folders.commit(partial, Manifest(step, 0, {}, host.write(partial)))
 
-    def test_it_is_refused_where_it_is_of_another_net(self, tmp_path: Path) -> None:
+    def test_checkpoint_of_another_net_raises_an_error(self, tmp_path: Path) -> None:
         with hosting(UpdateRules(1)) as host, hosting(UpdateRules(1), nn.Linear(WIDTH, 1)) as other:
             folder = self.save(host, tmp_path / "step-0", 0)
             with pytest.raises(CheckpointError, match=f"^{folder}: is of another model"):
                 other.load(folder, 0)
 
-    def test_saving_waits_for_the_update_under_way(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_saving_waits_for_a_running_update(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with hosting(UpdateRules(1)) as host, ThreadPoolExecutor(1) as pool:
             under_way, may_end, step = threading.Event(), threading.Event(), host.optimizer.step
 
@@ -258,7 +253,7 @@ class TestCheckpoints:
 
 
 @pytest.mark.parametrize("is_checked", [True, False])
-def test_a_gradient_that_is_not_finite_names_its_parameter(is_checked: bool) -> None:
+def test_non_finite_gradient_names_its_parameter(is_checked: bool) -> None:
     with hosting(UpdateRules(1, check_finite=is_checked)) as host:
         output = host.call(train(0), hidden(0)).wait()
         (torch.nan * output).sum().backward()

@@ -31,12 +31,12 @@ class TestDevice:
         ],
         indirect=["num_gpus"],
     )
-    def test_settings_mean(self, num_gpus: int, setting: str, trainer: int, device: str) -> None:
+    def test_device_of_each_setting(self, num_gpus: int, setting: str, trainer: int, device: str) -> None:
         assert choose_devices(DenseSection(device=setting), trainer) == [torch.device(device)]
 
     @pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID"])
     @pytest.mark.parametrize("num_gpus", [4], indirect=True)
-    def test_the_place_among_those_of_a_host_decides(
+    def test_local_rank_selects_the_gpu(
         self, num_gpus: int, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv(name, "2")
@@ -54,7 +54,7 @@ class TestDevice:
         ],
         indirect=["num_gpus"],
     )
-    def test_other_settings_are_refused(self, num_gpus: int, setting: str, rule: str) -> None:
+    def test_invalid_device_raises_an_error(self, num_gpus: int, setting: str, rule: str) -> None:
         with pytest.raises(ConfigError, match=rf"^dense\.device = '{setting}': {rule}$"):
             choose_devices(DenseSection(device=setting), 0)
 
@@ -69,7 +69,5 @@ class TestDevice:
             (["cuda-host/cpu", "a/cpu"], "gloo"),
         ],
     )
-    def test_nccl_only_where_every_trainer_has_a_gpu_of_its_own(
-        self, devices: list[str], backend: str
-    ) -> None:
+    def test_nccl_needs_one_gpu_per_trainer(self, devices: list[str], backend: str) -> None:
         assert choose_backend(devices) == backend

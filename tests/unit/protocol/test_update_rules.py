@@ -17,7 +17,7 @@ def test_steps_that_may_be_clipped_or_skipped_are_decided(clip_norm: float | Non
 
 
 class TestStaleness:
-    def test_parts_add_up(self) -> None:
+    def test_losses_of_micro_batches_add_up(self) -> None:
         whole = Staleness(2, 3, 2) + Staleness(1, 4, 4) + Staleness()
         assert whole == Staleness(3, 7, 4)
         assert whole.mean == pytest.approx(7 / 3)

@@ -86,7 +86,7 @@ def _own(name: str, **dense: Any) -> tuple[RunConfig, InputSpec, Sequence[int]]:
 
 
 @pytest.mark.usefixtures("own_module")
-def test_a_net_of_the_users_own() -> None:
+def test_custom_net_is_built_by_its_function() -> None:
     arguments = _own("own_nets_of_a_test:linear")
     assert extra_columns("own_nets_of_a_test:linear") == 0
     net = build_dense_net(*arguments)
@@ -133,13 +133,13 @@ def test_a_net_of_the_users_own() -> None:
         ("own_nets_of_a_test:flat", "is not a function"),
     ],
 )
-def test_a_net_of_the_users_own_that_cannot_be_had(name: str, reason: str) -> None:
+def test_invalid_custom_net_raises_an_error(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
         build_dense_net(*_own(name))
     assert caught.value.key == "dense.net"
 
 
-def test_a_net_of_the_users_own_must_give_the_outputs_of_all_tasks() -> None:
+def test_custom_net_with_too_few_outputs_raises_an_error() -> None:
     net = DenseNet(nn.Identity(), CrossInteraction(4, 1), nn.Linear(4, 1))
     check_custom_net(net, "m:net", [2, 2], torch.float32, num_outputs=1)
     with pytest.raises(
