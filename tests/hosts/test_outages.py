@@ -95,10 +95,8 @@ def test_a_host_that_is_frozen(two: list[Host], roles: dict[str, Command]) -> No
 
 def test_a_role_that_is_frozen_while_its_host_is_not(two: list[Host], roles: dict[str, Command]) -> None:
     two[1].processes()[0].suspend()
-    check_said(
-        roles,
-        rf"(trainer 1|worker 0) \(host host-1, pid \d+\) is frozen: {SILENCE}{STEP}; its log may have the cause",
-    )
+    frozen = rf"(trainer 1|worker 0) \(host host-1, pid \d+\) is frozen: {SILENCE}{STEP}"
+    check_said(roles, f"{frozen}; its log may have the cause")
     two[1].wake()
     check_nothing_left(two)
 
