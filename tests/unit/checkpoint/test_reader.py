@@ -1,4 +1,4 @@
-"""Reading checkpoints, and the newest and the best good one of a run."""
+"""Reading checkpoints, and the newest and the best valid one of a run."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.errors import CheckpointError
 
 
-def test_a_file_that_is_no_safetensors_is_an_error_of_one_line(folder: Path) -> None:
+def test_a_file_of_another_format_is_an_error_of_one_line(folder: Path) -> None:
     size = (folder / DENSE_FILE).stat().st_size
     (folder / DENSE_FILE).write_bytes(b"x" * size)
     with pytest.raises(CheckpointError, match=f"^{folder / DENSE_FILE}: cannot be read: .*$"):
@@ -28,7 +28,7 @@ def test_a_file_that_is_no_safetensors_is_an_error_of_one_line(folder: Path) -> 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 13])
 @pytest.mark.parametrize("then", range(1, 7))
-def test_rows_written_in_any_number_of_shards_are_read_in_any_other(
+def test_rows_of_any_number_of_shards_load_into_any_other_number(
     tmp_path: Path, num_rows: int, then: int
 ) -> None:
     values_RD = torch.arange(2.0 * num_rows).view(num_rows, 2)
@@ -53,7 +53,7 @@ def test_rows_written_in_any_number_of_shards_are_read_in_any_other(
 
 
 @pytest.mark.parametrize("tensors", [{}, {"rows": torch.zeros(3, 2)}, {"weight": torch.tensor(1.0)}])
-def test_a_file_of_no_rows_is_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_a_file_without_rows_is_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     write_tensors(tmp_path, shard_file("t", 0, 1), tensors)
     stored = Checkpoint(tmp_path, Manifest(1, 1, {"t": (3, 2, 1)}, {}, {}, {}))
     into = {name: torch.zeros(3) for name in tensors}
@@ -62,7 +62,7 @@ def test_a_file_of_no_rows_is_refused(tmp_path: Path, tensors: dict[str, Tensor]
             read()
 
 
-def test_rows_that_are_split_otherwise_are_refused(tmp_path: Path) -> None:
+def test_shards_of_other_sizes_are_refused(tmp_path: Path) -> None:
     for shard, num_rows in enumerate((1, 4)):  # not 3 and 2
         write_tensors(tmp_path, shard_file("t", shard, 2), {"weight": torch.zeros(num_rows, 2)})
     stored = Checkpoint(tmp_path, Manifest(1, 1, {"t": (5, 2, 2)}, {}, {}, {}))
@@ -70,7 +70,7 @@ def test_rows_that_are_split_otherwise_are_refused(tmp_path: Path) -> None:
         stored.map_rows("t", 5, 2)
 
 
-class TestNewestGood:
+class TestNewestValid:
     @pytest.mark.parametrize(
         ("altered", "step"),
         [
@@ -81,7 +81,7 @@ class TestNewestGood:
         ],
         ids=["none altered", "the newest", "its manifest", "two"],
     )
-    def test_it_is_the_newest_that_is_as_it_was_and_those_altered_are_said(
+    def test_damaged_checkpoints_are_skipped_and_reported(
         self, tmp_path: Path, altered: list[tuple[int, str]], step: int
     ) -> None:
         said: list[str] = []
@@ -95,21 +95,21 @@ class TestNewestGood:
             damage = "; ".join(f"{path}: [^;]+" for path in paths)
             assert re.fullmatch(f"{damage}; step-{step:08d} is used instead", line)
 
-    def test_there_is_none_where_all_are_altered(self, tmp_path: Path) -> None:
+    def test_only_damaged_checkpoints_are_an_error(self, tmp_path: Path) -> None:
         write_run(tmp_path, 2, 30)
         for step in (2, 30):
             flip_a_bit(step_folder(tmp_path, step) / DENSE_FILE)
         with pytest.raises(CheckpointError, match=r"step-00000030/dense.* altered.*; .*step-00000002/dense"):
             Checkpoint.newest_valid(tmp_path, pytest.fail)
 
-    def test_one_that_is_named_must_be_good_itself(self, tmp_path: Path) -> None:
+    def test_a_named_checkpoint_must_be_valid(self, tmp_path: Path) -> None:
         write_run(tmp_path, 2, 30)
         assert Checkpoint.newest_valid(step_folder(tmp_path, 2), pytest.fail).manifest.step == 2
         flip_a_bit(step_folder(tmp_path, 30) / DENSE_FILE)
         with pytest.raises(CheckpointError, match="missing or altered"):
             Checkpoint.newest_valid(step_folder(tmp_path, 30), pytest.fail)
 
-    def test_without_a_manifest_there_is_none(self, tmp_path: Path) -> None:
+    def test_a_folder_without_a_manifest_is_no_checkpoint(self, tmp_path: Path) -> None:
         folder = step_folder(write_run(tmp_path, 1), 1)
         (folder / MANIFEST_FILE).unlink()
         for place in (folder, tmp_path, tmp_path / "absent"):
@@ -119,7 +119,7 @@ class TestNewestGood:
             Checkpoint.open(folder)
 
 
-class TestBestGood:
+class TestBestValid:
     """Of a run with checkpoints after steps 2, 30 and 110, of which 30 is the best."""
 
     @pytest.fixture
@@ -143,7 +143,9 @@ class TestBestGood:
             (None, 110, "the last"),
         ],
     )
-    def test_it_is_the_best_or_the_last(self, run: Path, best: int | None, step: int, standing: str) -> None:
+    def test_the_best_checkpoint_is_opened_or_else_the_last(
+        self, run: Path, best: int | None, step: int, standing: str
+    ) -> None:
         self.rank(run, best)
         found = Checkpoint.best_valid(run, pytest.fail)
         assert (found.manifest.step, found.folder) == (step, step_folder(run, step))
@@ -152,7 +154,7 @@ class TestBestGood:
         assert (named.manifest.step, named.standing) == (2, "")
 
     @pytest.mark.parametrize("is_there", [True, False])
-    def test_it_is_the_newest_where_the_best_is_altered_or_gone(self, run: Path, is_there: bool) -> None:
+    def test_the_newest_replaces_a_damaged_or_missing_best(self, run: Path, is_there: bool) -> None:
         said: list[str] = []
         best = step_folder(run, 30)
         if is_there:
@@ -165,7 +167,7 @@ class TestBestGood:
         gone = f"{best}: there is no checkpoint here"
         assert said == [f"{damage if is_there else gone}; step-00000110 is used instead"]
 
-    def test_the_one_before_says_which_is_the_best_where_the_newest_is_altered(self, run: Path) -> None:
+    def test_an_older_manifest_names_the_best_if_the_newest_is_damaged(self, run: Path) -> None:
         said: list[str] = []
         self.rank(run, 2, newest=30)
         flip_a_bit(step_folder(run, 110) / MANIFEST_FILE)
@@ -175,7 +177,7 @@ class TestBestGood:
         (line,) = said
         assert line.endswith("; step-00000002 is used instead")
 
-    def test_there_may_be_none(self, run: Path) -> None:
+    def test_a_run_without_valid_checkpoints_is_an_error(self, run: Path) -> None:
         for step in (2, 30, 110):
             flip_a_bit(step_folder(run, step) / MANIFEST_FILE)
         with pytest.raises(CheckpointError, match=r"step-00000110/manifest.*; .*step-00000002/manifest"):

@@ -61,7 +61,7 @@ def test_the_library_reads_tensors_of_every_type_and_shape(tmp_path: Path) -> No
     assert files == {"deep/all.safetensors": (len(content), hashlib.sha256(content).hexdigest())}
 
 
-def test_what_is_mapped_is_what_was_written_and_stays_so(tmp_path: Path) -> None:
+def test_mapped_arrays_equal_the_written_tensors_and_stay_valid(tmp_path: Path) -> None:
     tensors = {
         "rows": torch.randn(5, 3),
         "steps": torch.randn(5),
@@ -75,7 +75,7 @@ def test_what_is_mapped_is_what_was_written_and_stays_so(tmp_path: Path) -> None
         mapped["rows"][0] = 0.0
 
 
-def test_what_cannot_be_mapped_is_an_error_of_one_line(tmp_path: Path) -> None:
+def test_an_unmappable_file_is_an_error_of_one_line(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     write_tensors(tmp_path, path.name, {"weight": torch.ones(3, dtype=torch.bfloat16)})
     with pytest.raises(CheckpointError, match=f"^{path}: 'weight' is of type BF16; rows are F64 or F32$"):
@@ -100,7 +100,7 @@ def write_header(path: Path, header: object, length: int | None = None) -> Path:
     return path
 
 
-def test_what_another_tool_says_of_its_file_is_no_tensor(tmp_path: Path) -> None:
+def test_metadata_of_another_tool_is_no_tensor(tmp_path: Path) -> None:
     path = write_header(tmp_path / "t", {"__metadata__": {"format": "pt"}, "w": FOUR_BYTES})
     assert map_arrays(path)["w"].tolist() == read_tensors(path)["w"].tolist() == [0.0]
     assert map_arrays(path).keys() == read_tensors(path).keys() == {"w"}
@@ -120,7 +120,7 @@ def test_what_another_tool_says_of_its_file_is_no_tensor(tmp_path: Path) -> None
     ],
     ids=lambda header: str(header)[:60],
 )
-def test_a_header_that_is_wrong_is_an_error_of_one_line(tmp_path: Path, header: object) -> None:
+def test_an_invalid_header_is_an_error_of_one_line(tmp_path: Path, header: object) -> None:
     path = write_header(tmp_path / "t", header)
     for read in (map_arrays, read_tensors):
         with pytest.raises(CheckpointError) as caught:
@@ -147,14 +147,14 @@ def test_a_view_is_written_without_the_rest_of_its_storage(tmp_path: Path) -> No
     assert (tmp_path / "view").stat().st_size < 1000
 
 
-def test_a_type_that_the_format_has_not_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_type_is_refused(tmp_path: Path) -> None:
     tensor = torch.empty(1, dtype=torch.complex128)
     with pytest.raises(CheckpointError, match=r"cannot write \S+: odd is of torch.complex128, which safeten"):
         write_tensors(tmp_path, "f", {"odd": tensor})
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_that_takes_no_more_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     """The system itself refuses: no file of this process may pass 1 MiB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
@@ -165,7 +165,7 @@ def test_a_disk_that_takes_no_more_is_an_error_that_names_the_file(tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_says_how_much_is_missing(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_with_the_missing_bytes(tmp_path: Path) -> None:
     (tmp_path / "f").symlink_to("/dev/full")
     message = rf"^cannot write {tmp_path / 'f'}: No space left on device \([\d,]+ bytes of it are missing\)$"
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -175,7 +175,7 @@ def test_a_full_disk_says_how_much_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["optimizer.x.step", "optimizer.-1.step", "optimizer.", "optimizer.²"])
-def test_a_state_of_no_parameter_is_refused(name: str) -> None:
+def test_an_optimizer_state_without_a_parameter_is_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match=f"^'{name}' is not the state of an optimizer$"):
         unpack_dense({name: torch.zeros(1)})
 
@@ -200,7 +200,7 @@ def momentum(module: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     "name", ["SGD", "momentum", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"]
 )
-def test_training_goes_on_from_a_file_bit_for_bit(tmp_path: Path, name: str) -> None:
+def test_training_resumes_from_a_file_with_the_same_bits(tmp_path: Path, name: str) -> None:
     def make(module: nn.Module) -> torch.optim.Optimizer:
         return momentum(module) if name == "momentum" else make_optimizer(module.parameters(), name, 0.01)
 
