@@ -46,8 +46,7 @@ class SparseFeatures(NamedTuple):
 
     Attributes:
         ids_L: int64 row numbers within each feature's table.
-        offsets: int64 of shape (K * B + 1), where each bag starts; None if each bag has exactly one id, so
-        that
+        offsets: int64 of shape (K * B + 1), where each bag starts; None if each bag has exactly one id. Then
             ``ids_L`` has K * B elements.
         weights_L: float32 weight of each id within its bag, or None for all ones.
         num_features: K.
@@ -105,11 +104,9 @@ class Batch(NamedTuple):
         dense_features: ``dense_BF``, float32.
         sparse_features: ids of the K sparse features for the same B samples.
         labels: ``labels_B``, float32; for several tasks ``labels_BT``. Binary labels are 0, 1 or
-        probabilities;
-            classes are numbers.
+            probabilities; classes are numbers.
         global_size: number of samples of all trainers in the step. The loss is the mean over these, so slices
-        of
-            any sizes add up to the right gradient.
+            of any sizes add up to the right gradient.
         ended: whether this trainer has no more samples, and continues only for the other trainers.
         weights: float32 of the shape of ``labels``, weight of each sample for each task; None for ones.
         total_weights: ``totals_T``, float64, sums of the weights over all trainers; not read without weights.
@@ -156,24 +153,17 @@ class Batch(NamedTuple):
             raise DataError(
                 f"a batch has {self.sparse_features.num_features} sparse features, not {num_sparse}"
             )
-        self._check_weights()
+        if self.weights is not None:
+            if self.weights.shape != self.labels.shape:
+                shapes = f"{list(self.weights.shape)}, and labels of shape {list(shape)}"
+                raise DataError(f"a batch has weights of shape {shapes}; both must be the same")
+            is_wrong = ~(self.weights.isfinite() & (self.weights >= 0))
+            if is_wrong.any():
+                sample, wrong = int(is_wrong.nonzero()[0, 0]), self.weights[is_wrong][0].item()
+                rule = "weights must be finite and not negative"
+                raise DataError(f"sample {sample} has the weight {wrong}; {rule}")
         for task, labels_B in zip(tasks, by_task(self.labels, num_tasks).unbind(1), strict=True):
             _check_labels(task, labels_B)
-
-    def _check_weights(self) -> None:
-        weights = self.weights
-        if weights is None:
-            return
-        if weights.shape != self.labels.shape:
-            shapes = f"{list(weights.shape)}, and labels of shape {list(self.labels.shape)}"
-            raise DataError(f"a batch has weights of shape {shapes}; both must be the same")
-        is_wrong = ~(weights.isfinite() & (weights >= 0))
-        if is_wrong.any():
-            sample = int(is_wrong.nonzero()[0, 0])
-            raise DataError(
-                f"sample {sample} has the weight {weights[is_wrong][0].item()}; "
-                "weights must be finite and not negative"
-            )
 
     def check_groups(self) -> None:
         """Check that there are groups, and that the samples of each are adjacent.

@@ -105,17 +105,14 @@ class PreparedData:
         epoch, self.passes = self.passes, self.passes + 1
         with loader.batches(epoch) as stream:
             for batch in stream:
-                yield LocalBatch(self._values(batch), len(batch.labels), batch.global_size, sites)
-
-    def _values(self, batch: Batch) -> dict[str, Any]:
-        values = features_of(batch, self.dataset.input_spec)
-        for t, task in enumerate(self.tasks):
-            values[task] = by_task(batch.labels, len(self.tasks))[:, t]
-            if batch.weights is not None:
-                values[f"{task}.weights"] = by_task(batch.weights, len(self.tasks))[:, t]
-        if batch.groups is not None:
-            values[GROUP] = batch.groups
-        return values
+                values = features_of(batch, self.dataset.input_spec)
+                for t, task in enumerate(self.tasks):
+                    values[task] = by_task(batch.labels, len(self.tasks))[:, t]
+                    if batch.weights is not None:
+                        values[f"{task}.weights"] = by_task(batch.weights, len(self.tasks))[:, t]
+                if batch.groups is not None:
+                    values[GROUP] = batch.groups
+                yield LocalBatch(values, len(batch.labels), batch.global_size, sites)
 
 
 def features_of(batch: Batch, input_spec: InputSpec) -> dict[str, Any]:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import reduce
 from operator import add
@@ -153,7 +153,13 @@ class TrainingLoop:
             checked = self.trainers.check_batches(global_batches(data, size, whole))
             own = local_batches(checked, trainer, num_trainers, sites, whole)
         if not torch.is_grad_enabled():
-            yield from self._evaluate(own)
+            outer = self._passes.evaluation
+            try:
+                for batch in own:
+                    self._passes.evaluation = self._passes.evaluate(batch, self.step)
+                    yield batch.values
+            finally:
+                self._passes.evaluation = outer
             return
         self._feed.begin(own, self.step)
         max_steps = self._backend.config.train.max_steps
@@ -161,9 +167,18 @@ class TrainingLoop:
             while not max_steps or self.step < max_steps:
                 if (current := next(self._feed, None)) is None:
                     return
-                step = self.step
+                step, trainer = self.step, self._backend.trainer
                 (micro_batch,) = current.micro_batches
-                self._begin_step(current.batch, micro_batch.start)
+                self._end_step()
+                seed_step(self._backend.config.run.seed, trainer, step, self._devices)
+                is_sync = self._mode is UpdateMode.SYNC
+                spans_processes = is_sync and not self._backend.is_single_process
+                graph = record_graph(self.model.net, spans_processes)
+                self._graph = self._step_context.enter_context(graph)
+                purpose = Purpose.TRAIN if is_sync else Purpose.PREFETCH
+                ticket = Ticket(trainer, step, step, purpose=purpose)
+                lookup: Any = micro_batch.start()
+                self._passes.training = ForwardPass(current.batch, ticket, lookup)
                 yield current.batch.values
                 if self.step != step + 1:
                     missing = "cluster.backward(...)" if self._loss is None else "optimizer.step()"
@@ -176,25 +191,6 @@ class TrainingLoop:
                 self._backend.snapshot = None
         finally:
             self._end_step()
-
-    def _evaluate(self, own: Iterator[LocalBatch]) -> Iterator[Any]:
-        outer = self._passes.evaluation
-        try:
-            for batch in own:
-                self._passes.evaluation = self._passes.evaluate(batch, self.step)
-                yield batch.values
-        finally:
-            self._passes.evaluation = outer
-
-    def _begin_step(self, batch: LocalBatch, start_lookup: Callable[[], Any]) -> None:
-        self._end_step()
-        seed_step(self._backend.config.run.seed, self._backend.trainer, self.step, self._devices)
-        is_sync = self._mode is UpdateMode.SYNC
-        spans_processes = is_sync and not self._backend.is_single_process
-        self._graph = self._step_context.enter_context(record_graph(self.model.net, spans_processes))
-        purpose = Purpose.TRAIN if is_sync else Purpose.PREFETCH
-        ticket = Ticket(self._backend.trainer, self.step, self.step, purpose=purpose)
-        self._passes.training = ForwardPass(batch, ticket, start_lookup())
 
     def _end_step(self) -> None:
         """Close the graph of a step, and forget its state."""

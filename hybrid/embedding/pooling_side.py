@@ -79,7 +79,13 @@ def pooling_bytes(
     row_bytes = 2 * table.dim * (wire_bytes_per_value or table.bytes_per_value)
     means = [mean for of_pooling in bags.values() for mean in of_pooling]
     vector_bytes = num_shards * samples * len(means) * (row_bytes + BYTES_PER_ID)
-    rows = sum(_expected_distinct(table.num_rows, samples * sum(of_pooling)) for of_pooling in bags.values())
+    rows = 0.0
+    for of_pooling in bags.values():  # expected number of distinct rows among equally likely ids
+        draws = samples * sum(of_pooling)
+        if table.num_rows == 1:
+            rows += min(1.0, draws)
+        else:
+            rows += -table.num_rows * math.expm1(draws * math.log1p(-1 / table.num_rows))
     return PoolingBytes(vector_bytes + samples * sum(means) * BYTES_PER_ID, rows * (row_bytes + BYTES_PER_ID))
 
 
@@ -100,10 +106,3 @@ def trainers_pool(
         return table.pooled_by == "trainers"
     moved = pooling_bytes(table, num_shards, ids_per_sample, samples, wire_bytes_per_value)
     return moved is not None and moved.by_trainers < MOST_BYTES * moved.by_workers
-
-
-def _expected_distinct(num_rows: int, draws: float) -> float:
-    """Return the expected number of distinct rows among ``draws`` equally likely ids."""
-    if num_rows == 1:
-        return min(1.0, draws)
-    return -num_rows * math.expm1(draws * math.log1p(-1 / num_rows))

@@ -30,23 +30,18 @@ class RowGradients:
         self.rows_U = torch.from_numpy(rows_U)
         self._grad_BD = grad_BD.detach().contiguous()
         self._winners_BD = bags.winners_BD
-        self._sources_L, self._weights_L = order_L, None
+        self._sources_L = order_L
+        # Factor of each id's gradient, in the order of the sorted ids; None for ones.
+        self._weights_L: npt.NDArray[Any] | None = None
         if bags.offsets is not None:
             assert bags.pooling is not Pooling.MAX or bags.winners_BD is not None
             self._sources_L = kernels.bags_in_order(bags.offsets.numpy(), order_L)
-            self._weights_L = self._weights(bags, order_L)
+            if bags.weights_L is not None:
+                self._weights_L = bags.weights_L.to(grad_BD.dtype).numpy()[order_L]
+            elif bags.pooling is Pooling.MEAN:
+                factor_B = bags.offsets.diff().to(grad_BD.dtype).reciprocal_()
+                self._weights_L = factor_B.numpy()[self._sources_L]
         self._whole_UD: Tensor | None = None
-
-    def _weights(self, bags: Bags, order_L: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-        """Return the factor of each id's gradient, in the order of the sorted ids; None for ones."""
-        if bags.weights_L is not None:
-            weights_L = bags.weights_L.to(self._grad_BD.dtype).numpy()
-            return weights_L[order_L]  # type: ignore[no-any-return]
-        if bags.pooling is not Pooling.MEAN:
-            return None
-        assert bags.offsets is not None
-        factor_B = bags.offsets.diff().to(self._grad_BD.dtype).reciprocal_()
-        return factor_B.numpy()[self._sources_L]
 
     def block(self, first: int, last: int) -> tuple[Tensor, float]:
         """Return the gradients of the rows from ``first`` to ``last``, and their sum.

@@ -2,6 +2,5 @@
 
 ``barrier`` collects the gradients of all trainers, applies them as one update, and runs the lookups that wait
 for it. ``ledger`` decides which update is next, and which trainers are missing. ``hosted_module`` is the base
-of what a
-worker hosts: tables (``hybrid/embedding/worker``) and dense nets (``hybrid/dense/hosted_net.py``).
+of what a worker hosts: tables (``hybrid/embedding/worker``) and dense nets (``hybrid/dense/hosted_net.py``).
 """

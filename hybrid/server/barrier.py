@@ -50,8 +50,7 @@ class UpdateBarrier(Generic[Contribution]):
     Args:
         rules: which trainers contribute, and when a step is complete.
         merge: merges the contributions to a step, which come in the order of trainers and parts. The result
-        is
-            applied in the same thread, or dropped if the trainers decide so.
+            is applied in the same thread, or dropped if the trainers decide so.
         clock: records pending lookups and updates.
     """
 
@@ -107,8 +106,7 @@ class UpdateBarrier(Generic[Contribution]):
         Args:
             read_at: number of updates that the rows had seen when the gradients were computed.
             updates_here: whether to apply an update that these gradients complete in this thread. Waking
-            another
-                thread costs more than a small update, and the caller has to wait for it anyway.
+                another thread costs more than a small update, and the caller has to wait for it anyway.
 
         Raises:
             ClusterError: the barrier has failed, or the trainer has already sent this part of the step or its

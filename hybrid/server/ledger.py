@@ -13,7 +13,6 @@ only.
 """
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, takewhile
@@ -156,13 +155,13 @@ class Ledger(Generic[Contribution]):
     def _next_entries(self) -> list[tuple[int, int]]:
         """Return step and trainer of each entry of the next update; empty if it is incomplete."""
         if self._rules.mode is UpdateMode.ASYNC:
-            trainers = range(self._rules.num_trainers)
-            return [(step, t) for t in trainers for step in self._complete_steps(t)]
+            keys = []
+            for trainer in range(self._rules.num_trainers):
+                steps = takewhile(partial(self._is_complete, trainer), count(self._next_step(trainer)))
+                keys += [(step, trainer) for step in steps]
+            return keys
         keys = self._expected()
         return keys if all(self._is_complete(t, step) for step, t in keys) else []
-
-    def _complete_steps(self, trainer: int) -> Iterator[int]:
-        return takewhile(partial(self._is_complete, trainer), count(self._next_step(trainer)))
 
     def _next_step(self, trainer: int) -> int:
         """Return the first step of a trainer whose gradients are not applied."""

@@ -93,6 +93,7 @@ class Embeddings:
         self._outbox.flush()
 
     def _routes_for(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, Tensor | None]]:
+        """Return the routes, each with the first output column of each vector; None for all, in order."""
         every = range(len(self._features))
         weighted = ids.weighted
         bags = frozenset(
@@ -103,21 +104,19 @@ class Embeddings:
         )
         if (bags, weighted) not in self._routes:
             rows = [k for k in every if k not in bags]
-            routes = make_routes(rows, sorted(bags), self._tables, self._placement, weighted)
-            self._routes[bags, weighted] = [(route, self._columns(route)) for route in routes]
+            first_K = torch.tensor([0, *self.widths]).cumsum(0)
+            routes = self._routes[bags, weighted] = []
+            for route in make_routes(rows, sorted(bags), self._tables, self._placement, weighted):
+                columns_F = None
+                if route.features != tuple(every) or self._sequences:
+                    tables = [(k, self._tables[k]) for k in route.features]
+                    firsts = [first_K[k] + torch.arange(t.num_vectors) * t.dim for k, t in tables]
+                    columns_F = torch.cat(firsts)
+                routes.append((route, columns_F))
             if self._sequences:
-                lengths = LengthRoute(self._sequences)
-                last_K = torch.tensor(self.widths).cumsum(0) - 1
-                self._routes[bags, weighted].append((lengths, last_K[list(self._sequences)]))
+                last_K = first_K[1:] - 1
+                routes.append((LengthRoute(self._sequences), last_K[list(self._sequences)]))
         return self._routes[bags, weighted]
-
-    def _columns(self, route: Route) -> Tensor | None:
-        """Return the first output column of each vector of a route; None for all features, in order."""
-        if route.features == tuple(range(len(self._features))) and not self._sequences:
-            return None
-        first_K = torch.tensor([0, *self.widths]).cumsum(0)
-        tables = [(k, self._tables[k]) for k in route.features]
-        return torch.cat([first_K[k] + torch.arange(t.num_vectors) * t.dim for k, t in tables])
 
     def _check(self, sparse: SparseFeatures, ids: BatchIds) -> None:
         if sparse.num_features != len(self._features):

@@ -221,24 +221,21 @@ class SequenceRoute:
         parts = [slice(int(of_bags[0]), int(of_bags[-1])) for of_bags in bounds]
         addresses_L = torch.empty(sum(p.stop - p.start for p in parts), dtype=self._space.dtype)
         out = addresses_L.split([p.stop - p.start for p in parts])
+        positions = []  # of the ids of each feature among those of all samples
         for number, (part, out_L) in enumerate(zip(parts, out, strict=True)):
             self._space.write(ids.ids_L[part].view(1, -1), number, out_L.view(-1, 1))
+            starts_B, lengths_B = bounds[number][:-1] - part.start, bounds[number].diff()
+            shifts_B = torch.arange(len(starts_B)) * self._num_positions + self._first_F[number] - starts_B
+            positions.append(torch.arange(len(out_L)) + shifts_B.repeat_interleave(lengths_B))
         weights_L = None
         if ids.weights_L is not None and not ids.weighted.isdisjoint(self.features):
             weights_L = torch.cat([ids.weights_L[part] for part in parts])
         return _Sequences(
             self._space.request(addresses_L, items),
-            torch.cat([self._positions(*each) for each in zip(bounds, self._first_F, strict=True)]),
+            torch.cat(positions),
             weights_L,
             (ids.batch_size, self._num_positions, self._space.dim),
         )
-
-    def _positions(self, bounds: Tensor, first: int) -> Tensor:
-        """Return the position of each id of a feature among those of all samples, (L,)."""
-        starts_B = bounds[:-1] - bounds[0]
-        shifts_B = torch.arange(len(starts_B)) * self._num_positions + first - starts_B
-        lengths_B = bounds.diff()
-        return torch.arange(int(lengths_B.sum())) + shifts_B.repeat_interleave(lengths_B)
 
 
 class _Sequences(NamedTuple):
@@ -259,9 +256,8 @@ class _Sequences(NamedTuple):
         size, num_positions, dim = self.shape_BFD
         row_of_position = torch.full((size * num_positions,), len(rows_UD), dtype=torch.int32)
         row_of_position.index_copy_(0, self.positions_L, ranks_L)
-        rows_VD = torch.cat(
-            [rows_UD, rows_UD.new_zeros(1, dim)]
-        )  # the last row is for positions without an id
+        # The last row is for positions without an id.
+        rows_VD = torch.cat([rows_UD, rows_UD.new_zeros(1, dim)])
         vectors = rows_VD.index_select(0, row_of_position)
         if self.weights_L is not None:
             vectors[self.positions_L] *= self.weights_L.unsqueeze(1).to(vectors)
