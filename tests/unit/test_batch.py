@@ -51,7 +51,7 @@ def bags_of(sparse: SparseFeatures) -> list[list[Bag]]:
 
 
 @given(batches(), st.integers(1, 9))
-def test_the_parts_of_a_batch_are_the_whole(batch: Batch, num_parts: int) -> None:
+def test_micro_batches_hold_all_samples_in_order(batch: Batch, num_parts: int) -> None:
     parts = batch.split(num_parts)
     assert len(parts) == num_parts
     sizes = [len(part.labels) for part in parts]
@@ -77,9 +77,7 @@ def test_the_parts_of_a_batch_are_the_whole(batch: Batch, num_parts: int) -> Non
 
 
 @given(batches(), st.integers(1, 9), st.data())
-def test_parts_keep_groups_whole_where_a_loss_reads_them(
-    batch: Batch, num_parts: int, data: st.DataObject
-) -> None:
+def test_micro_batches_keep_groups_whole(batch: Batch, num_parts: int, data: st.DataObject) -> None:
     steps = [data.draw(st.integers(0, 1)) for _ in batch.labels]
     groups = torch.tensor(steps, dtype=torch.int64).cumsum(0)
     batch = batch._replace(groups=groups, total_groups=torch.ones(1, dtype=torch.float64))
@@ -102,7 +100,7 @@ def test_parts_keep_groups_whole_where_a_loss_reads_them(
         ([5, 5, 1, 5], "group 5"),
     ],
 )
-def test_groups_that_are_none_or_split_are_refused(groups: list[int] | None, message: str) -> None:
+def test_missing_or_split_groups_are_refused(groups: list[int] | None, message: str) -> None:
     batch = Batch.empty(0, 1)._replace(labels=torch.ones(4))
     batch._replace(groups=torch.tensor([5, 5, 5, 1])).check_groups()
     Batch.empty(0, 1).check_groups()
@@ -121,7 +119,7 @@ def described(batch: Batch) -> list[object]:
 
 
 @given(batches(), st.data())
-def test_samples_have_the_same_key_where_they_are_equal(batch: Batch, data: st.DataObject) -> None:
+def test_row_keys_are_equal_for_equal_samples(batch: Batch, data: st.DataObject) -> None:
     """Few values, so that many are; 0.0 and -0.0 are equal."""
     sparse = batch.sparse_features
     values = st.sampled_from([0.0, -0.0, 1.0])
@@ -140,7 +138,7 @@ def test_samples_have_the_same_key_where_they_are_equal(batch: Batch, data: st.D
     assert [key for part in batch.split(3) for key in part.row_keys().tolist()] == keys
 
 
-def test_of_a_sequence_the_order_counts() -> None:
+def test_row_keys_depend_on_the_order_of_sequences() -> None:
     bags = [[[1, 2], [2, 1], [1, 2], [1], [1, 1]], [[3, 4], [3, 4], [4, 3], [], []]]
     sparse = SparseFeatures.from_bags(bags)
     batch = Batch(torch.zeros(5, NUM_DENSE), sparse, torch.zeros(5), 5)
@@ -167,7 +165,7 @@ def test_of_a_sequence_the_order_counts() -> None:
 @pytest.mark.parametrize(
     "label", [-1.0, 2.0, -(2.0**-149), 1 + 2.0**-23, math.nan, math.inf, -math.inf, 3], ids=str
 )
-def test_a_label_that_is_no_probability_is_refused(label: float) -> None:
+def test_binary_label_outside_0_to_1_is_refused(label: float) -> None:
     batch = Batch.empty(0, 1)._replace(
         dense_features=torch.zeros(4, 0),
         sparse_features=SparseFeatures(torch.zeros(4, dtype=torch.int64), None, None, 1),
@@ -199,7 +197,7 @@ def test_a_label_that_is_no_probability_is_refused(label: float) -> None:
         ),
     ],
 )
-def test_a_batch_that_does_not_fit_says_how(batch: Batch, message: str) -> None:
+def test_wrong_shapes_of_a_batch_are_refused(batch: Batch, message: str) -> None:
     with pytest.raises(DataError, match=message):
         batch.check(NUM_DENSE, 1)
 
@@ -218,7 +216,7 @@ class TestBatch:
         assert sparse.weights_L.dtype == torch.float32
         assert sparse.weights_L.tolist() == [0.5, 2.0, 1.0, 3.0]
 
-    def test_batches_of_no_samples_and_of_no_features(self) -> None:
+    def test_batch_size_of_empty_features(self) -> None:
         assert SparseFeatures.from_bags([[], []]).batch_size == 0
         assert SparseFeatures.from_bags([]).batch_size == 0
         assert SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, 0).batch_size == 0
@@ -273,6 +271,6 @@ def test_labels_of_several_tasks_are_checked_each_by_its_kind() -> None:
     ],
     ids=lambda value: "" if isinstance(value, Batch) else value[:40],
 )
-def test_a_label_or_weight_that_is_none_of_its_task_is_refused(batch: Batch, message: str) -> None:
+def test_invalid_label_or_weight_of_a_task_is_refused(batch: Batch, message: str) -> None:
     with pytest.raises(DataError, match=f"^{message}"):
         batch.check(0, 1, TASKS)

@@ -63,21 +63,21 @@ def test_other_tensors_are_not_found(taken: Taken) -> None:
     assert view_of_next(lambda b: b["ids"], batch(0), batch(3)) is None
 
 
-def test_a_whole_tensor_may_change_its_width_and_a_part_may_not() -> None:
+def test_only_whole_tensors_may_change_their_width() -> None:
     found = view_of_next(lambda b: b["ids"], batch(3), batch(3, width=6))
     assert found is not None
     assert found.shape == (3, 6)
     assert view_of_next(lambda b: b["ids"][:, 1], batch(3), batch(3, width=6)) is None
 
 
-def test_a_call_of_several_tensors_needs_all_of_them() -> None:
+def test_call_site_needs_all_tensors_of_the_call() -> None:
     first = batch(3)
     tensors, tags = list(tensors_of(first)), first["tags"]
     assert CallSite.find(TableCall(TABLE, tags.values, tags.offsets), tensors) is not None
     assert CallSite.find(TableCall(TABLE, tags.values, tags.offsets + 0), tensors) is None
 
 
-def test_a_call_after_a_write_is_another() -> None:
+def test_key_of_a_call_changes_after_a_write() -> None:
     ids = torch.arange(4)
     before = call_key(TableCall(TABLE, ids))
     ids[0] = 3

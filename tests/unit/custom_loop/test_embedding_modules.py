@@ -37,7 +37,7 @@ IDS = torch.tensor([[1, 2, 0], [0, 0, 0], [8, 8, 3]])
 
 
 @pytest.mark.parametrize("padding", [None, 0])
-def test_an_embedding_is_torchs(padding: int | None) -> None:
+def test_embedding_equals_torch(padding: int | None) -> None:
     model, rows_RD = rows(hybrid.connect(), hybrid.Embedding(9, 4, padding_idx=padding))
     with torch.no_grad():
         assert torch.equal(model(IDS), torch.nn.functional.embedding(IDS, rows_RD, padding))
@@ -48,7 +48,7 @@ def test_an_embedding_is_torchs(padding: int | None) -> None:
 @pytest.mark.parametrize("pooled_by", ["workers", "trainers"])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding", [None, 0])
-def test_bags_are_torchs(mode: str, padding: int | None, pooled_by: str) -> None:
+def test_embedding_bag_equals_torch(mode: str, padding: int | None, pooled_by: str) -> None:
     table = hybrid.EmbeddingBag(9, 4, mode=mode, padding_idx=padding, pooled_by=pooled_by)
     plain, rows_RD = hybrid.EmbeddingBag(9, 4, mode=mode), None
     model = hybrid.connect().distribute(nn.ModuleDict({"padded": table, "plain": plain}))
@@ -64,7 +64,7 @@ def test_bags_are_torchs(mode: str, padding: int | None, pooled_by: str) -> None
 
 
 @pytest.mark.parametrize("padding", [None, 0])
-def test_weighted_bags_are_torchs(padding: int | None) -> None:
+def test_weighted_embedding_bag_equals_torch(padding: int | None) -> None:
     table = hybrid.EmbeddingBag(9, 4, mode="sum", padding_idx=padding)
     model, rows_RD = rows(hybrid.connect(), table)
     of_torch = torch.nn.EmbeddingBag.from_pretrained(rows_RD, mode="sum", padding_idx=padding)
@@ -73,7 +73,7 @@ def test_weighted_bags_are_torchs(padding: int | None) -> None:
         assert torch.allclose(model(IDS, None, weights), of_torch(IDS, per_sample_weights=weights))
 
 
-def test_a_module_has_no_parameters_and_says_what_it_is() -> None:
+def test_table_module_has_no_parameters() -> None:
     table = hybrid.Embedding(9, 4, optimizer=hybrid.SGD(lr=0.1))
     assert list(table.parameters()) == []
     assert repr(table) == "Embedding(9, 4, optimizer=sgd)"
@@ -100,13 +100,13 @@ def test_wrong_calls_are_refused(call: Any, error: type[Exception], message: str
         call(model)
 
 
-def test_a_table_that_is_nowhere_says_what_to_do() -> None:
+def test_call_of_a_table_before_distribute_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"model = hybrid\.connect\(\)\.distribute\(model\)"):
         hybrid.Embedding(9, 4)(IDS)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (-1, 3)])
-def test_no_table_is_empty(sizes: tuple[int, int]) -> None:
+def test_empty_tables_are_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="a table needs rows and columns"):
         hybrid.Embedding(*sizes)
 
@@ -122,14 +122,14 @@ def test_no_table_is_empty(sizes: tuple[int, int]) -> None:
         lambda: hybrid.AdamW(lr=float("nan")),
     ],
 )
-def test_wrong_settings_of_optimizers_are_refused(make: Any) -> None:
+def test_invalid_optimizer_settings_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="cannot be"):
         make()
 
 
 @pytest.mark.parametrize("name", ["SGD", "Momentum", "Adagrad", "Adam", "AdamW"])
 @pytest.mark.parametrize("all_rows", [False, True], ids=["touched", "all"])
-def test_rows_that_nobody_calls_for_decay_where_all_rows_take_every_step(name: str, all_rows: bool) -> None:
+def test_rows_without_a_call_decay_only_with_all_rows(name: str, all_rows: bool) -> None:
     """Also those of a table that no pass has called."""
 
     class Two(Of):
@@ -150,7 +150,7 @@ def test_rows_that_nobody_calls_for_decay_where_all_rows_take_every_step(name: s
 
 
 @pytest.mark.parametrize("freeze", [True, False])
-def test_rows_out_of_a_file_stay_where_they_are_frozen(freeze: bool, tmp_path: Path) -> None:
+def test_frozen_pretrained_rows_do_not_change(freeze: bool, tmp_path: Path) -> None:
     rows_RD = torch.rand(9, 4)
     np.save(tmp_path / "rows.npy", rows_RD.numpy())
     optimizer = None if freeze else hybrid.SGD(lr=0.1)
@@ -171,7 +171,7 @@ def test_frozen_rows_have_no_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [hybrid.Embedding, hybrid.EmbeddingBag])
-def test_first_rows_are_drawn_as_is_said(kind: Any) -> None:
+def test_init_sets_the_distribution_of_initial_rows(kind: Any) -> None:
     _, normal_RD = rows(hybrid.connect(), kind(9, 400, init="normal", init_scale=0.1))
     assert normal_RD.std() == pytest.approx(0.1, rel=0.1)
     assert normal_RD.abs().max() > 0.2
@@ -201,7 +201,7 @@ class Shared(nn.Module):
         return out.squeeze(1)
 
 
-def test_the_copy_is_plain_and_gives_what_the_module_gives() -> None:
+def test_plain_module_equals_the_module() -> None:
     cluster = hybrid.connect()
     model = cluster.distribute(Shared())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -32,7 +32,7 @@ def flat(batches: list[dict[str, Any]]) -> tuple[list[int], list[int], list[str]
     return ids, tags, [name for batch in batches for name in batch["name"]]
 
 
-def test_a_structure_is_cut_as_one() -> None:
+def test_cut_keeps_the_structure_of_a_batch() -> None:
     part = cut(whole(), 4, 6)
     assert size_of(part) == 2
     assert part["pair"].tags.offsets.tolist() == [0, 1, 3]
@@ -41,7 +41,7 @@ def test_a_structure_is_cut_as_one() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10, 99])
-def test_batches_of_any_sizes_become_batches_of_one(size: int) -> None:
+def test_rebatching_gives_batches_of_one_size(size: int) -> None:
     of_all = whole()
     pieces = [cut(of_all, 0, 4), cut(of_all, 4, 5), cut(of_all, 5, 10)]
     for data in (of_all, pieces):
@@ -51,7 +51,7 @@ def test_batches_of_any_sizes_become_batches_of_one(size: int) -> None:
     assert [size_of(each) for each in global_batches(pieces, None)] == [4, 1, 5]
 
 
-def test_trainers_take_contiguous_shares_which_may_be_empty() -> None:
+def test_trainers_take_contiguous_slices() -> None:
     batches = list(global_batches(whole(), 8))
     taken = [list(local_batches(batches, trainer, 3, [])) for trainer in range(3)]
     assert [[each.size for each in of] for of in taken] == [[3, 1], [3, 1], [2, 0]]
@@ -68,7 +68,7 @@ def of_groups(sizes: list[int]) -> dict[str, Any]:
 
 @settings(deadline=None)
 @given(sizes_of_groups, st.integers(5, 9), st.data())
-def test_batches_and_shares_are_cut_between_groups(sizes: list[int], size: int, data: st.DataObject) -> None:
+def test_batches_and_slices_keep_groups_whole(sizes: list[int], size: int, data: st.DataObject) -> None:
     of_all, total = of_groups(sizes), sum(sizes)
     cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=4))})
     pieces = [cut(of_all, start, stop) for start, stop in pairwise(cuts)]
@@ -88,7 +88,7 @@ def test_batches_and_shares_are_cut_between_groups(sizes: list[int], size: int, 
             assert {part.global_size for part in parts} == {size_of(batch)}
 
 
-def test_a_group_may_go_on_where_what_came_ends_with_a_batch() -> None:
+def test_group_may_continue_in_the_next_chunk() -> None:
     of_all = of_groups([5, 3, 4, 3])
     pieces = [cut(of_all, 0, 10), cut(of_all, 10, 15)]
     assert [size_of(each) for each in global_batches(pieces, 5, "user")] == [5, 3, 7]
@@ -103,7 +103,7 @@ def test_a_group_may_go_on_where_what_came_ends_with_a_batch() -> None:
         ({"user": torch.tensor([4, 5, 4])}, "group 4 of 'user'"),
     ],
 )
-def test_what_has_no_whole_groups_is_refused(batch: Any, message: str) -> None:
+def test_split_groups_are_refused(batch: Any, message: str) -> None:
     for num_trainers in (1, 2):
         with pytest.raises(DataError, match=message):
             list(local_batches([batch], 0, num_trainers, [], "user"))
@@ -126,22 +126,22 @@ def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
         ({"a": 7}, "a int at 'a'"),
     ],
 )
-def test_what_is_no_batch_is_refused(batch: dict[str, Any], message: str) -> None:
+def test_invalid_batches_are_refused(batch: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         list(local_batches([batch], 0, 2, []))
 
 
-def test_what_cannot_be_gone_through_is_refused() -> None:
+def test_data_that_is_not_iterable_is_refused() -> None:
     with pytest.raises(DataError, match="cannot take batches of int"):
         list(global_batches(3, None))
 
 
-def test_batches_of_another_structure_cannot_be_joined() -> None:
+def test_batches_of_different_structures_are_refused() -> None:
     with pytest.raises(DataError, match="structures"):
         list(global_batches([{"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)}], 2))
 
 
-def test_a_checksum_sees_every_tensor() -> None:
+def test_checksum_covers_every_tensor() -> None:
     first, second = whole(), whole()
     second["rest"] = first["rest"]
     assert checksum(first) == checksum(second)

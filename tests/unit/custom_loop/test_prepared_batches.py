@@ -29,7 +29,7 @@ def config_of(folder: Path, sparse: str = '["user", "tags"]', table: str = TABLE
     return file
 
 
-def test_each_trainer_reads_its_own_share_and_all_of_them_are_all_samples(tmp_path: Path) -> None:
+def test_slices_of_all_trainers_are_all_samples(tmp_path: Path) -> None:
     train, test = hybrid.connect(config_of(tmp_path)).prepare()
     assert len(train) + len(test) == 60
     assert set(train.num_rows) == {"user", "tags"}
@@ -50,7 +50,7 @@ def test_each_trainer_reads_its_own_share_and_all_of_them_are_all_samples(tmp_pa
     assert torch.equal(torch.cat([each.lengths for each in tags]), whole[0].values["tags"].lengths)
 
 
-def test_each_pass_has_an_order_of_its_own(tmp_path: Path) -> None:
+def test_each_pass_has_another_order(tmp_path: Path) -> None:
     train, _ = hybrid.connect(config_of(tmp_path)).prepare()
     passes = [
         torch.cat([each.values["dense"] for each in train.local_batches(0, 1, None, [])]) for _ in range(2)
@@ -59,7 +59,7 @@ def test_each_pass_has_an_order_of_its_own(tmp_path: Path) -> None:
     assert torch.equal(*(each.sort(dim=0).values for each in passes))
 
 
-def test_what_lies_in_a_store_gives_the_same_batches(tmp_path: Path, store: Store) -> None:
+def test_object_store_gives_the_same_batches(tmp_path: Path, store: Store) -> None:
     """The input and the prepared data."""
     file, there = config_of(tmp_path), f"s3://{BUCKET}/{tmp_path.name}"
     copy(tmp_path / "clicks.csv", parse_path(f"{there}/clicks.csv"))
@@ -83,7 +83,7 @@ def test_what_lies_in_a_store_gives_the_same_batches(tmp_path: Path, store: Stor
         assert torch.equal(here["tags"].lengths, far["tags"].lengths)
 
 
-def test_a_column_cannot_have_the_name_of_what_every_batch_has(tmp_path: Path) -> None:
+def test_reserved_column_name_is_refused(tmp_path: Path) -> None:
     file = config_of(tmp_path, '["dense"]', TABLE.replace("user", "dense"))
     with pytest.raises(ConfigError, match=r"data\.sparse"):
         hybrid.connect(file).prepare()
@@ -92,7 +92,7 @@ def test_a_column_cannot_have_the_name_of_what_every_batch_has(tmp_path: Path) -
 TASKS = '[tasks.click]\nlabel = "label"\n[tasks.cost]\nlabel = "price"\ntype = "regression"\nmask = "label"\n'
 
 
-def test_a_batch_has_the_label_and_the_weights_of_each_task_and_the_group(tmp_path: Path) -> None:
+def test_batch_has_labels_weights_and_groups(tmp_path: Path) -> None:
     file = config_of(tmp_path)
     text = file.read_text().replace('dense = ["price"]', 'group = "user"')
     file.write_text(text + TASKS)
@@ -110,12 +110,12 @@ def test_a_batch_has_the_label_and_the_weights_of_each_task_and_the_group(tmp_pa
         hybrid.connect(file).prepare()
 
 
-def test_a_batch_of_one_label_without_weights_has_no_more(tmp_path: Path) -> None:
+def test_batch_without_weights_has_only_its_columns(tmp_path: Path) -> None:
     train, _ = hybrid.connect(config_of(tmp_path)).prepare()
     assert set(next(train.local_batches(0, 1, None, [])).values) == {"label", "dense", "user", "tags"}
 
 
-def test_groups_stay_whole_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_groups_of_prepared_data_stay_whole(tmp_path: Path) -> None:
     file = config_of(tmp_path)
     file.write_text(file.read_text().replace('dense = ["price"]', 'group = "user"'))
     train, test = hybrid.connect(file).prepare()
@@ -145,7 +145,7 @@ class Tagged(nn.Module):
         return self.tags(batch["tags"], per_sample_weights=batch["tags.weights"]), self.tags(batch["tags"])
 
 
-def test_weights_of_ids_come_with_them(tmp_path: Path) -> None:
+def test_prepared_batches_have_weights_of_ids(tmp_path: Path) -> None:
     rows = [f"{i % 2},{i},u{i % 5},{'|'.join(f'{t}:{i}' for t in 'ab'[: i % 3])}\n" for i in range(60)]
     file = config_of(tmp_path, table="label,price,user,tags\n" + "".join(rows))
     with file.open("a") as more:

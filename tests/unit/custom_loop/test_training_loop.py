@@ -79,7 +79,7 @@ def test_each_step_lowers_the_loss_and_changes_the_table() -> None:
     assert means[0] > means[1] > means[2]
 
 
-def test_a_module_without_parameters_of_its_own_needs_no_optimizer() -> None:
+def test_module_without_parameters_needs_no_optimizer() -> None:
     cluster = hybrid.connect()
     model = cluster.distribute(Factors())
     means = []
@@ -92,7 +92,7 @@ def test_a_module_without_parameters_of_its_own_needs_no_optimizer() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the learning rate")
-def test_several_optimizers_and_a_schedule_of_torchs_share_a_step() -> None:
+def test_several_optimizers_with_schedules_share_a_step() -> None:
     cluster = hybrid.connect()
     model = cluster.distribute(Net())
     optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
@@ -110,7 +110,7 @@ def test_several_optimizers_and_a_schedule_of_torchs_share_a_step() -> None:
     assert all(map(torch.equal, after, model.parameters()))  # whose rates are zero by then
 
 
-def test_the_means_of_several_losses_are_added_each_by_its_own_weights() -> None:
+def test_backward_adds_weighted_means_of_several_losses() -> None:
     cluster, model, optimizer = started()
     weights = torch.tensor([0.0, 2.0, 1.0, 0.0, 1.0, 0.0, 0.5, 0.0])
     for batch in cluster.batches(DATA):
@@ -127,7 +127,7 @@ def test_the_means_of_several_losses_are_added_each_by_its_own_weights() -> None
         break
 
 
-def test_the_snippet_of_the_page_on_groups_trains() -> None:
+def test_documented_ranking_loop_trains() -> None:
     """Who sees items of his own liking ranks them better after than before."""
     draw = torch.Generator().manual_seed(2)
     user, item = torch.arange(60).repeat_interleave(5), torch.randint(40, (300,), generator=draw)
@@ -148,7 +148,7 @@ def test_the_snippet_of_the_page_on_groups_trains() -> None:
     assert loss() < 0.8 * before
 
 
-def test_an_evaluation_between_two_steps_sees_the_step_before() -> None:
+def test_evaluation_between_steps_sees_the_last_update() -> None:
     cluster, model, optimizer = started()
     seen = []
     for batch in cluster.batches(DATA, size=4):
@@ -205,7 +205,7 @@ def test_invalid_losses_and_weights_are_refused(
         cluster.backward(loss(errors(model, batch)), weights)
 
 
-def test_what_needs_a_distributed_module_says_so() -> None:
+def test_calls_before_distribute_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"cluster\.distribute"):
         hybrid.connect().backward(torch.zeros(1))
     with pytest.raises(DataError, match=r"Linear has no hybrid.Embedding"):
@@ -219,7 +219,7 @@ def test_what_needs_a_distributed_module_says_so() -> None:
         cluster.backward(torch.zeros(1))
 
 
-def test_a_step_that_is_skipped_changes_nothing(tmp_path: Path) -> None:
+def test_skipped_step_changes_nothing(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text('[train]\nnon_finite = "skip"\n')
     cluster, model, optimizer = started(config)
@@ -232,7 +232,7 @@ def test_a_step_that_is_skipped_changes_nothing(tmp_path: Path) -> None:
         assert torch.equal(model(DATA["id"]), before)
 
 
-def test_gradients_are_clipped_with_those_of_tables(tmp_path: Path) -> None:
+def test_clip_norm_covers_parameters_and_tables(tmp_path: Path) -> None:
     config = tmp_path / "config.toml"
     config.write_text("[train]\nclip_norm = 1e-3\n")
     cluster, model, optimizer = started(config)
@@ -255,13 +255,13 @@ def test_gradients_are_clipped_with_those_of_tables(tmp_path: Path) -> None:
         ('[schedule]\nkind = "cosine"\n', "schedule.kind = 'cosine': needs its steps"),
     ],
 )
-def test_what_is_not_for_loops_of_ones_own_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_keys_that_do_not_apply_to_custom_loops_are_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         started(tmp_path / "config.toml")
 
 
-def test_asynchronously_there_are_no_steps_for_all_rows_to_take(tmp_path: Path) -> None:
+def test_all_rows_is_refused_in_async_mode(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[train]\nupdate = "async"\n')
     cluster = hybrid.connect(tmp_path / "config.toml")
     net = nn.ModuleDict({"item": hybrid.Embedding(5, 2, optimizer=hybrid.SGD(lr=0.1, all_rows=True))})
@@ -269,7 +269,7 @@ def test_asynchronously_there_are_no_steps_for_all_rows_to_take(tmp_path: Path) 
         cluster.distribute(net)
 
 
-def test_ids_that_are_computed_are_told_once() -> None:
+def test_computed_ids_warn_once() -> None:
     cluster, model, optimizer = started()
 
     def train() -> None:
@@ -282,7 +282,7 @@ def test_ids_that_are_computed_are_told_once() -> None:
 
 
 @pytest.mark.parametrize("net", [Net, Factors])
-def test_a_backward_pass_of_plain_pytorch_names_what_to_call(net: type[nn.Module]) -> None:
+def test_loss_backward_names_cluster_backward(net: type[nn.Module]) -> None:
     cluster = hybrid.connect()
     model = cluster.distribute(net())
     for batch in cluster.batches(DATA):
@@ -292,7 +292,7 @@ def test_a_backward_pass_of_plain_pytorch_names_what_to_call(net: type[nn.Module
         break
 
 
-def test_a_state_dict_names_what_has_the_rows(tmp_path: Path) -> None:
+def test_state_dict_of_a_distributed_module_is_refused(tmp_path: Path) -> None:
     cluster, model, optimizer = started()
     for stated in (model, model.module):
         with pytest.raises(RuntimeError, match=r"cluster\.plain_module\(\)\.state_dict\(\)"):
@@ -327,7 +327,7 @@ def test_clipping_the_parameters_alone_warns_once() -> None:
     assert ["train.clip_norm" in str(each.message) for each in caught] == [True]
 
 
-def test_a_learning_rate_schedule_of_the_parameters_alone_warns_once(tmp_path: Path) -> None:
+def test_schedule_of_the_parameters_alone_warns_once(tmp_path: Path) -> None:
     (tmp_path / "scheduled.toml").write_text('[schedule]\nkind = "step(decay_every = 1)"\n')
     for config, num_warnings in ((None, 1), (tmp_path / "scheduled.toml", 0)):
         cluster, model, optimizer = started(config)
@@ -349,7 +349,7 @@ def test_a_cluster_has_the_rank_and_the_world_size_of_torch() -> None:
         getattr(cluster, "trainer")  # noqa: B009
 
 
-def test_optimizers_of_others_are_left_alone() -> None:
+def test_optimizers_of_other_modules_are_unaffected() -> None:
     cluster, model, optimizer = started()
     other = nn.Linear(1, 1)
     other(torch.ones(1)).sum().backward()

@@ -40,7 +40,7 @@ def test_concatenated_bags_pool_as_their_parts(parts: list[Bags]) -> None:
     torch.testing.assert_close(pool(weight_RD, concatenate(parts)), expected_BD, rtol=1e-14, atol=1e-14)
 
 
-def test_concatenated_bags_keep_which_rows_were_the_largest() -> None:
+def test_concatenated_bags_keep_winners() -> None:
     parts = [pool_and_record(some_rows(), bags_of(bags, Pooling.MAX))[1] for bags in (BAGS, BAGS[::-1][:4])]
     whole = pool_and_record(some_rows(), bags_of([*BAGS, *BAGS[::-1][:4]], Pooling.MAX))[1].winners_BD
     winners_BD = concatenate(parts).winners_BD
@@ -49,7 +49,7 @@ def test_concatenated_bags_keep_which_rows_were_the_largest() -> None:
     assert torch.equal(winners_BD, whole)
 
 
-def test_torch_still_has_the_private_function_as_used_here() -> None:
+def test_torch_has_the_private_embedding_bag() -> None:
     """A torch that changes it must fail here first, loudly."""
     assert str(torch.ops.aten._embedding_bag.default._schema) == (
         "aten::_embedding_bag(Tensor weight, Tensor indices, Tensor offsets, bool scale_grad_by_freq=False, "
@@ -58,7 +58,7 @@ def test_torch_still_has_the_private_function_as_used_here() -> None:
     )
 
 
-def test_torch_numbers_the_poolings_as_here_and_returns_the_largest_rows_last() -> None:
+def test_torch_numbers_poolings_as_here() -> None:
     weight_RD = some_rows()
     ids_L, starts = torch.tensor([1, 5, 2]), torch.tensor([0, 3])
     for mode, pooling in enumerate(Pooling):
@@ -67,7 +67,7 @@ def test_torch_numbers_the_poolings_as_here_and_returns_the_largest_rows_last() 
     assert torch.equal(result[3][0], ids_L[weight_RD[ids_L].argmax(0)])
 
 
-def test_items_are_the_same_again_put_together() -> None:
+def test_unpacked_items_equal_packed_ones() -> None:
     ids, offsets, weights = torch.tensor([3, 1, 2]), torch.tensor([0, 1, 3]), torch.tensor([0.5, 1.0, 2.0])
     items = [
         (0, Bags(ids)),

@@ -43,7 +43,7 @@ class TestGrouping:
     )
     @given(seed=seeds, size=st.integers(0, 300))
     @settings(max_examples=10, deadline=None, derandomize=True)
-    def test_it_is_unique_and_a_stable_sort(
+    def test_group_ids_is_a_stable_sort(
         self, dtype: type[np.signedinteger[Any]], num_rows: int, seed: int, size: int
     ) -> None:
         ids_L = some_ids(np.random.default_rng(seed), num_rows, size).astype(dtype)
@@ -79,7 +79,7 @@ class TestGrouping:
 )
 @id_types
 @examples
-def test_addresses_of_bags_are_those_of_their_ids_sample_by_sample(
+def test_bag_addresses_are_sample_by_sample(
     seed: int,
     id_dtype: type[np.signedinteger[Any]],
     counts: list[int],
@@ -146,7 +146,7 @@ class TestSums:
     @float_types
     @cases
     @examples
-    def test_equal_ids_add_up_in_their_order_bit_for_bit(
+    def test_sum_rows_adds_in_order_bit_for_bit(
         self, dtype: type[np.floating[Any]], seed: int, size: int, dim: int
     ) -> None:
         case = Sorted(seed, size, dim, dtype)
@@ -161,7 +161,7 @@ class TestSums:
     @float_types
     @cases
     @examples
-    def test_weighted_gradients_add_up_in_their_order(
+    def test_sum_weighted_rows_adds_in_order(
         self, dtype: type[np.floating[Any]], seed: int, size: int, dim: int
     ) -> None:
         """Each product rounds once together with its sum, or once more before it."""
@@ -186,7 +186,7 @@ class TestSums:
     @id_types
     @cases
     @examples
-    def test_the_largest_rows_get_their_columns_once_a_bag_bit_for_bit(
+    def test_sum_largest_rows_adds_winners_bit_for_bit(
         self,
         dtype: type[np.floating[Any]],
         id_dtype: type[np.signedinteger[Any]],
@@ -214,7 +214,7 @@ class TestSums:
 
     @float_types
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-    def test_the_total_tells_of_every_value_that_is_not_finite(
+    def test_total_of_non_finite_gradients_is_not_finite(
         self, dtype: type[np.floating[Any]], bad: float
     ) -> None:
         for u, d in itertools.product(range(4), range(5)):

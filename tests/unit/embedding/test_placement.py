@@ -122,7 +122,7 @@ def test_tables_with_long_bags_are_kept_apart() -> None:
     assert workers_of(by_traffic, "a") != workers_of(by_traffic, "c")
 
 
-def test_small_tables_are_spread_even_where_they_have_fewer_rows_than_there_are_workers() -> None:
+def test_small_tables_are_spread_over_all_workers() -> None:
     placement = place([table(f"t{i}", 2) for i in range(8)], 8)
     assert sorted(w for i in range(8) for w in workers_of(placement, f"t{i}")) == list(range(8))
 
@@ -140,7 +140,7 @@ def rows_of_bytes(num_bytes: int) -> int:
         (2 * MIN_SPLIT_BYTES, 2 * MIN_SPLIT_BYTES, False),  # a fair share exactly
     ],
 )
-def test_auto_splits_only_tables_above_a_fair_share_and_large(big: int, small: int, is_split: bool) -> None:
+def test_auto_splits_only_large_tables_above_the_mean(big: int, small: int, is_split: bool) -> None:
     placement = place([table("big", rows_of_bytes(big)), table("small", rows_of_bytes(small))], 2)
     assert (len(shards_of(placement, "big")) == 2) is is_split
     assert len(shards_of(placement, "small")) == 1
@@ -150,7 +150,7 @@ def test_auto_splits_nothing_on_one_worker() -> None:
     assert [s.count for s in place(criteo(), 1).shards] == [1] * 26
 
 
-def test_overrides_are_obeyed() -> None:
+def test_placement_and_workers_of_a_table_are_kept() -> None:
     huge = rows_of_bytes(4 * MIN_SPLIT_BYTES)
     placement = place(
         [
@@ -169,12 +169,12 @@ def test_overrides_are_obeyed() -> None:
     assert workers_of(placement, "twice") == [1]
 
 
-def test_a_split_has_no_empty_shard_where_workers_outnumber_rows() -> None:
+def test_split_has_no_empty_shard_with_more_workers_than_rows() -> None:
     placement = place([table("t", 3, placement="row")], 8)
     assert [(s.worker, s.num_rows, s.count) for s in placement.shards] == [(0, 1, 3), (1, 1, 3), (2, 1, 3)]
 
 
-def test_the_same_tables_give_the_same_placement_in_whatever_order() -> None:
+def test_placement_does_not_depend_on_the_order_of_tables() -> None:
     tables = criteo(1000)
     first = place(tables, 3)
     assert place(list(map(dataclasses.replace, tables)), 3) == first
@@ -186,6 +186,6 @@ def test_the_same_tables_give_the_same_placement_in_whatever_order() -> None:
 
 
 @pytest.mark.parametrize("worker", [2, -1])
-def test_a_worker_that_does_not_exist_is_an_error_that_names_the_key(worker: int) -> None:
+def test_unknown_worker_is_refused(worker: int) -> None:
     with pytest.raises(ConfigError, match=rf"^tables\.t\.placement = {worker}"):
         place([table("t", workers=(0, worker))], 2)

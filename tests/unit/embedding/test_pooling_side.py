@@ -54,7 +54,7 @@ TABLES = [
 
 
 @pytest.mark.parametrize("of", TABLES, ids=lambda t: f"{t.num_rows} {t.placement} {len(t.features)}")
-def test_bytes_are_those_of_a_batch_and_at_most_so_many_by_trainers(of: TableSpec) -> None:
+def test_pooling_bytes_equal_those_of_a_batch(of: TableSpec) -> None:
     shards = WORKERS if of.placement == "row" else 1
     known = dict.fromkeys(of.features, float(IDS))
     found = pooling_bytes(of, shards, known, SAMPLES)
@@ -68,7 +68,7 @@ def test_bytes_are_those_of_a_batch_and_at_most_so_many_by_trainers(of: TableSpe
     assert found.by_trainers / half.by_trainers == pytest.approx(68 / 36)
 
 
-def test_what_is_not_known_is_not_reckoned_with() -> None:
+def test_pooling_bytes_need_known_sizes() -> None:
     assert pooling_bytes(table(50), 1, {}, SAMPLES) is None
     assert pooling_bytes(table(50), 1, {"a": 3.0}, 0) is None
     assert pooling_bytes(table(1), 1, {"a": 0.001}, 100) == PoolingBytes(100 * 68 + 0.4, 0.1 * 68)
@@ -85,7 +85,7 @@ def test_what_is_not_known_is_not_reckoned_with() -> None:
         pytest.param(50, 1, 20, False, id="few samples"),
     ],
 )
-def test_by_default_trainers_pool_where_fewer_bytes_are_expected(
+def test_trainers_pool_by_default_if_that_moves_less(
     num_rows: int, shards: int, samples: float, expected: bool
 ) -> None:
     of = table(num_rows)

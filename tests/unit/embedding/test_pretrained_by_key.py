@@ -38,7 +38,7 @@ def rows(table: TableSpec, index: int = 0, count: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.list_(pa.float64(), 2)])
-def test_each_value_has_its_vector_and_others_keep_theirs(tmp_path: Path, kind: Any) -> None:
+def test_rows_by_key_fill_only_rows_of_known_values(tmp_path: Path, kind: Any) -> None:
     several_blocks = 5_000
     keys, vectors = list(VECTORS) * several_blocks, list(VECTORS.values()) * several_blocks
     table = table_of(tmp_path, pa.array(keys), pa.array(vectors, kind))
@@ -49,7 +49,7 @@ def test_each_value_has_its_vector_and_others_keep_theirs(tmp_path: Path, kind: 
             assert torch.equal(rows(table, index, count), whole[index::count])
 
 
-def test_those_of_a_store_are_read_there(
+def test_parquet_file_in_an_object_store_is_read(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = table_of(tmp_path, pa.array(VECTORS), pa.array(VECTORS.values()))
@@ -65,7 +65,7 @@ def test_those_of_a_store_are_read_there(
             rows(far)
 
 
-def test_keys_may_be_numbers_and_the_last_of_two_counts(tmp_path: Path) -> None:
+def test_keys_may_be_numbers_and_the_last_vector_counts(tmp_path: Path) -> None:
     table = table_of(tmp_path, pa.array([7, 8, 7, None]), pa.array([[1.0, 1], [2, 2], [3, 3], [4, 4]]))
     assert rows(table).tolist() == [[-1, -1], [3, 3], [-1, -1], [-1, -1], [-1, -1]]
 
@@ -82,13 +82,15 @@ def test_keys_may_be_numbers_and_the_last_of_two_counts(tmp_path: Path) -> None:
         (["b"], [["1", "x"]], "its second column holds list<.*string>"),
     ],
 )
-def test_files_that_are_refused(tmp_path: Path, keys: list[str], vectors: list[Any], message: str) -> None:
+def test_invalid_vectors_or_keys_are_refused(
+    tmp_path: Path, keys: list[str], vectors: list[Any], message: str
+) -> None:
     table = table_of(tmp_path, pa.array(keys), pa.array(vectors))
     with pytest.raises(DataError, match=f"^{table.initial}: {message}"):
         rows(table)
 
 
-def test_what_is_no_such_file(tmp_path: Path) -> None:
+def test_other_or_missing_files_are_refused(tmp_path: Path) -> None:
     table = table_of(tmp_path, pa.array(["b"]), pa.array([[1.0, 2.0]]))
     pq.write_table(pa.table({"a": [1]}), table.initial)
     with pytest.raises(DataError, match="has 1 columns"):

@@ -46,7 +46,7 @@ def test_a_file_of_several_blocks_is_read_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["npy", "safetensors", "safetensors#a"])
-def test_those_of_a_store_are_fetched(store: Store, kind: str, tmp_path: Path) -> None:
+def test_file_in_an_object_store_is_fetched(store: Store, kind: str, tmp_path: Path) -> None:
     there = RemotePath(f"s3://{BUCKET}", tmp_path.name)
     source = absolute(written(tmp_path, kind).replace(str(tmp_path), str(there)))
     sent(tmp_path, there)
@@ -78,14 +78,14 @@ def wrong(folder: Path, tensors: dict[str, Tensor]) -> str:
         ({"a": torch.zeros(2, 3)}, "#c", "no tensor 'c', but a"),
     ],
 )
-def test_what_is_no_table_is_refused(
+def test_tensors_that_are_no_matrix_are_refused(
     tensors: dict[str, Tensor], name: str, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError, match=message):
         shape_of(wrong(tmp_path, tensors) + name)
 
 
-def test_files_that_are_not_there_or_no_files_of_tensors_are_refused(tmp_path: Path) -> None:
+def test_missing_or_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.npy").write_text("x")
     (tmp_path / "text.safetensors").write_text("x")
     for name in ("none.npy", "none.safetensors", "text.npy", "text.safetensors"):

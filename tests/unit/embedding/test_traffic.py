@@ -32,7 +32,7 @@ def skewed(num_rows: int, size: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize(
     ("num_rows", "draws"), [(1, 7), (3, 1000), (500, 400), (20_000, 1024), (3_000_000, 50_000)]
 )
-def test_distinct_rows_are_as_many_as_in_a_drawing(num_rows: int, draws: int) -> None:
+def test_distinct_rows_equal_those_of_random_ids(num_rows: int, draws: int) -> None:
     drawn = [len(skewed(num_rows, draws, seed).unique()) for seed in range(10)]
     assert distinct_rows(num_rows, draws) == pytest.approx(np.mean(drawn), rel=0.02)
 
@@ -60,7 +60,7 @@ def _id_bytes(item: Item) -> int:
 
 @pytest.mark.parametrize("bags", [[], [0, 2], [0, 1, 2]], ids=str)
 @pytest.mark.parametrize("by_trainers", ["", "ab", "abc"])
-def test_bytes_are_those_of_a_batch(bags: list[int], by_trainers: str) -> None:
+def test_traffic_equals_bytes_of_a_batch(bags: list[int], by_trainers: str) -> None:
     tables = [table("a", 300, "row"), table("b", 5_000), table("c", 90_000, "row")]
     placement = dataclasses.replace(place(tables, 3), pooled_by_trainers=tuple(by_trainers))
     means = {tables[k].name: float(HOTNESS) for k in bags}
@@ -73,7 +73,7 @@ def test_bytes_are_those_of_a_batch(bags: list[int], by_trainers: str) -> None:
 
 
 @pytest.mark.parametrize("sequences", [[0], [0, 1, 2]], ids=str)
-def test_bytes_of_sequences_are_those_of_their_rows(sequences: list[int]) -> None:
+def test_traffic_of_sequences_equals_bytes_of_a_batch(sequences: list[int]) -> None:
     tables = [table("a", 300, "row"), table("b", 5_000), table("c", 90_000, "row")]
     for k in sequences:
         tables[k] = dataclasses.replace(tables[k], sequences=(HOTNESS + 2,))
@@ -90,7 +90,7 @@ def test_bytes_of_sequences_are_those_of_their_rows(sequences: list[int]) -> Non
     assert found.ids == SAMPLES * (len(sequences) * HOTNESS + 3 - len(sequences))
 
 
-def test_a_worker_reads_for_every_trainer_and_updates_a_row_once() -> None:
+def test_worker_reads_per_trainer_and_updates_once() -> None:
     tables = [table("a", 10, optimizer="adagrad")]
     one, four = (traffic(tables, place(tables, 1), {}, 10_000, trainers) for trainers in (1, 4))
     assert (one.rows_W[0], four.rows_W[0]) == pytest.approx((10, 40))
@@ -99,7 +99,7 @@ def test_a_worker_reads_for_every_trainer_and_updates_a_row_once() -> None:
 
 
 @pytest.mark.parametrize(("decay", "is_whole"), [(0.1, True), (0.0, False)])
-def test_a_worker_updates_every_row_that_takes_every_step(decay: float, is_whole: bool) -> None:
+def test_worker_updates_all_rows_with_weight_decay(decay: float, is_whole: bool) -> None:
     spec = OptimizerSpec("adagrad", 0.1, weight_decay=decay, all_rows=True)
     touched = table("a", 90_000, "row", "adagrad")
     whole = dataclasses.replace(touched, optimizer=spec)
@@ -109,7 +109,7 @@ def test_a_worker_updates_every_row_that_takes_every_step(decay: float, is_whole
     assert found.values_W == pytest.approx(few.values_W)
 
 
-def test_a_trainer_has_a_part_of_every_vector_from_every_shard_of_a_pooled_table() -> None:
+def test_each_shard_of_a_pooled_table_sends_partial_vectors() -> None:
     tables = [table("a", 10, "row")]
     one_id, pooled = (traffic(tables, place(tables, 5), means, 100, trainers=1) for means in ({}, {"a": 3.0}))
     assert (one_id.ids, one_id.values) == (100, 100 * 8)

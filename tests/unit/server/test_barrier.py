@@ -34,7 +34,7 @@ from hybrid.protocol.update_rules import Staleness, UpdateMode, UpdateRules
 
 
 class TestLookups:
-    def test_each_waits_for_the_version_that_it_asked_for(self) -> None:
+    def test_lookup_waits_for_its_version(self) -> None:
         gate = Gate()
         with barrier(1, gate) as each:
             assert when(each, 0, lambda: "at once").done()
@@ -49,7 +49,7 @@ class TestLookups:
             gate.let_through()
             assert answer(second) == 2
 
-    def test_while_they_wait_they_hold_no_thread(self) -> None:
+    def test_waiting_lookups_hold_no_thread(self) -> None:
         with barrier(1, ignore) as each:
             before = threading.active_count()
             futures = [when(each, 1, partial(int, i)) for i in range(500)]
@@ -58,7 +58,7 @@ class TestLookups:
             give(each, 0, 0)
             assert [answer(future) for future in futures] == list(range(500))
 
-    def test_one_that_fails_fails_alone(self) -> None:
+    def test_failing_lookup_does_not_affect_others(self) -> None:
         def fail() -> float:
             return 1 / 0
 
@@ -70,7 +70,7 @@ class TestLookups:
                 with pytest.raises(ZeroDivisionError):
                     answer(future)
 
-    def test_an_update_waits_until_one_ahead_has_read_its_rows(self) -> None:
+    def test_update_waits_for_the_read_of_a_prefetch(self) -> None:
         """Not only until it arrived: rows must not change under its hands."""
         gate, reading, may_end = Gate(), threading.Event(), threading.Event()
 
@@ -89,7 +89,7 @@ class TestLookups:
             assert answer(looking_up.result()) == 0
             gate.let_through()
 
-    def test_an_update_waits_for_none_of_another_purpose(self) -> None:
+    def test_update_does_not_wait_for_other_lookups(self) -> None:
         with barrier(1, ignore, UpdateMode.PIPELINED) as each:
             answer(each.run_when_ready(Ticket(0, 1, 0, purpose=Purpose.PREDICT), nothing))
             give(each, 0, 0, followed=True)
@@ -101,7 +101,7 @@ class TestLookups:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mode", list(UpdateMode))
-def test_trainers_in_threads_train_in_step_and_in_order(mode: UpdateMode, seed: int) -> None:
+def test_threads_of_trainers_train_in_order(mode: UpdateMode, seed: int) -> None:
     """Each step's gradients, and the lookups of the next step or the one after, arrive in any order."""
     num_trainers, num_steps, parts = 4, 30, 2
     distance = 1 if mode is UpdateMode.SYNC else 2
@@ -155,7 +155,7 @@ class TestUpdatesHere:
     """Where whoever completes an update makes it."""
 
     @pytest.mark.parametrize("mode", list(UpdateMode))
-    def test_the_last_part_is_followed_by_the_update_in_the_same_thread(self, mode: UpdateMode) -> None:
+    def test_last_part_runs_the_update_in_its_thread(self, mode: UpdateMode) -> None:
         threads = []
         with barrier(1, lambda _: threads.append(threading.get_ident()), mode, parts=2) as each:
             for step in range(3):
@@ -165,7 +165,7 @@ class TestUpdatesHere:
                 assert each.version == step + 1
         assert threads == [threading.get_ident()] * 3
 
-    def test_nobody_makes_one_while_another_is_under_way(self) -> None:
+    def test_one_update_runs_at_a_time(self) -> None:
         gate = Gate()
         with barrier(2, gate, UpdateMode.ASYNC) as each:
             give(each, 0, 0)
@@ -178,7 +178,7 @@ class TestUpdatesHere:
             each.drain()
         assert gate.applied == [["t0s0"], ["t1s0", "t1s1"]]
 
-    def test_what_waits_for_a_decision_is_left_to_the_updater(self) -> None:
+    def test_updater_applies_decided_steps(self) -> None:
         applied: Applied = []
         with barrier(1, applied.append, decided=True) as each:
             give(each, 0, 0, updates_here=True)  # returns, though nobody has decided
@@ -188,7 +188,7 @@ class TestUpdatesHere:
             answer(when(each, 1, nothing))
         assert applied == [["t0s0"]]
 
-    def test_its_lookups_are_answered_by_another_thread_though_the_barrier_closes(self) -> None:
+    def test_readers_answer_lookups_while_the_barrier_closes(self) -> None:
         gate = Gate()
         with barrier(1, gate) as each, ThreadPoolExecutor(2) as pool:
             waiting = when(each, 1, lambda: (len(gate.applied), threading.current_thread().name))
@@ -205,7 +205,7 @@ class TestUpdatesHere:
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
-def test_drain_returns_after_the_update_under_way(mode: UpdateMode) -> None:
+def test_drain_waits_for_the_running_update(mode: UpdateMode) -> None:
     gate = Gate()
     with barrier(1, gate, mode) as each, ThreadPoolExecutor(1) as pool:
         each.drain()  # nothing is under way
@@ -219,7 +219,7 @@ def test_drain_returns_after_the_update_under_way(mode: UpdateMode) -> None:
 
 
 @pytest.mark.parametrize("updates_here", [False, True])
-def test_staleness_is_of_all_updates_since_it_was_taken(updates_here: bool) -> None:
+def test_take_staleness_covers_updates_since_the_last_call(updates_here: bool) -> None:
     with barrier(2, ignore) as each:
         for step, trainer in itertools.product(range(3), range(2)):
             read_at = max(0, step - 1)
@@ -229,19 +229,7 @@ def test_staleness_is_of_all_updates_since_it_was_taken(updates_here: bool) -> N
         assert each.take_staleness() == Staleness()
 
 
-def test_staleness_is_awaited_of_as_many_updates_as_are_asked_for() -> None:
-    gate = Gate()
-    with barrier(1, gate) as each, ThreadPoolExecutor(1) as pool:
-        give(each, 0, 0)
-        gate.await_entry()
-        assert each.take_staleness() == Staleness()
-        taken = pool.submit(each.take_staleness, 1)
-        assert not wait([taken], timeout=0.02).done
-        gate.let_through()
-        assert taken.result(PATIENCE_SECONDS) == Staleness(1, 0, 0)
-
-
-def test_staleness_of_updates_that_do_not_come_is_an_error() -> None:
+def test_staleness_of_missing_updates_is_an_error() -> None:
     with (
         barrier(1, ignore, timeout_seconds=0.05) as each,
         pytest.raises(ClusterError, match=r"^step 2: updates before it are missing$"),
@@ -249,7 +237,7 @@ def test_staleness_of_updates_that_do_not_come_is_an_error() -> None:
         each.take_staleness(2)
 
 
-def test_who_has_finished_is_not_waited_for_until_it_is_back() -> None:
+def test_updates_do_not_wait_for_finished_trainers() -> None:
     applied: Applied = []
     with barrier(2, applied.append) as each:
         give(each, 0, 0)
@@ -267,7 +255,7 @@ def test_who_has_finished_is_not_waited_for_until_it_is_back() -> None:
 
 
 class TestRestart:
-    def test_it_counts_on_from_a_checkpoint(self) -> None:
+    def test_restart_continues_from_a_version(self) -> None:
         applied: Applied = []
         with barrier(1, applied.append) as each:
             each.restart(293)
@@ -279,7 +267,7 @@ class TestRestart:
             give(each, 0, 293)
             assert answer(later) == 1
 
-    def test_it_forgets_ends_and_what_was_looked_up_ahead(self) -> None:
+    def test_restart_forgets_finished_trainers_and_prefetches(self) -> None:
         with barrier(1, ignore, UpdateMode.PIPELINED) as each:
             answer(ahead(each, 0, 1, nothing))
             each.finish(0, 0)
@@ -290,7 +278,7 @@ class TestRestart:
             answer(ahead(each, 0, 1, nothing))
             answer(updated)
 
-    def test_it_may_go_back_to_steps_that_were_decided(self) -> None:
+    def test_restart_may_go_back_to_decided_steps(self) -> None:
         with barrier(1, ignore, decided=True) as each:
             for start in (7, 5):
                 each.restart(start)
@@ -302,7 +290,7 @@ class TestRestart:
                 each.drain()
 
 
-def test_gradients_that_are_refused_leave_nothing() -> None:
+def test_refused_gradients_change_nothing() -> None:
     applied: Applied = []
     with barrier(1, applied.append) as each:
         give(each, 0, 0)
@@ -332,7 +320,7 @@ def assert_told(
 class TestDecided:
     """Steps that wait for what the trainers make of their norm."""
 
-    def test_the_norm_is_answered_once_all_gradients_are_in(self) -> None:
+    def test_norm_is_known_once_all_gradients_arrived(self) -> None:
         applied: Applied = []
         with barrier(2, applied.append, decided=True) as each:
             give(each, 1, 0)
@@ -382,7 +370,7 @@ class TestDecided:
 
 
 class TestFailure:
-    def test_a_trainer_that_does_not_come_is_named(self) -> None:
+    def test_missing_trainers_are_named(self) -> None:
         with barrier(3, ignore, timeout_seconds=0.05) as each:
             waiting = when(each, 1, nothing)
             give(each, 1, 0)
@@ -402,7 +390,7 @@ class TestFailure:
             assert_told([*waiting, *norms], each, r"^bad row$", ArithmeticError)
             assert each.version == 0
 
-    def test_a_failure_elsewhere_reaches_waiting_and_later_callers(self) -> None:
+    def test_remote_failure_reaches_waiting_and_later_callers(self) -> None:
         with barrier(2, ignore, decided=True) as each, ThreadPoolExecutor(1) as pool:
             give(each, 0, 0)
             waiting = when(each, 1, nothing), each.norm(0)
@@ -413,7 +401,7 @@ class TestFailure:
             with pytest.raises(ClusterError, match=r"^trainer 1 is gone$"):
                 draining.result(PATIENCE_SECONDS)
 
-    def test_a_failure_elsewhere_ends_the_wait_for_a_decision(self) -> None:
+    def test_remote_failure_ends_the_wait_for_a_decision(self) -> None:
         with barrier(1, ignore, decided=True) as each:
             waiting, norm = when(each, 1, nothing), each.norm(0)
             give(each, 0, 0)
@@ -422,7 +410,7 @@ class TestFailure:
             with pytest.raises(ClusterError, match=r"^trainer 0 is gone$"):
                 answer(waiting)
 
-    def test_the_first_failure_is_the_one_that_is_told(self) -> None:
+    def test_first_failure_is_reported(self) -> None:
         with barrier(1, ignore) as each:
             each.fail("the cause")
             each.fail("what followed from it")
@@ -431,14 +419,14 @@ class TestFailure:
 
 
 class TestClose:
-    def test_it_fails_waiting_callers_and_may_be_called_twice(self) -> None:
+    def test_close_fails_waiting_callers_and_is_idempotent(self) -> None:
         with barrier(2, ignore) as each:
             waiting = when(each, 1, nothing), each.norm(0)
             give(each, 0, 0)
             each.close()
             assert_told(waiting, each, "the worker is stopping")
 
-    def test_it_answers_the_lookups_of_the_update_under_way(self) -> None:
+    def test_close_answers_lookups_of_the_running_update(self) -> None:
         gate = Gate()
         with barrier(1, gate) as each, ThreadPoolExecutor(1) as pool:
             futures = [when(each, 1, partial(int, i)) for i in range(200)]
@@ -452,7 +440,7 @@ class TestClose:
             with pytest.raises(ClusterError, match="the worker is stopping"):
                 answer(too_late)
 
-    def test_it_answers_lookups_that_an_update_of_another_thread_releases(self) -> None:
+    def test_close_answers_lookups_released_by_another_thread(self) -> None:
         """Though that thread is slow to release them, and no update is under way any more."""
 
         class SlowSpan(OpenSpan):

@@ -39,7 +39,7 @@ def is_ready(each: Ledger[str], version: int, trainer: int = 0) -> bool:
 
 class TestRefusals:
     @pytest.mark.parametrize("mode", list(UpdateMode))
-    def test_whatever_has_become_of_a_step_nobody_sends_it_twice(self, mode: UpdateMode) -> None:
+    def test_gradients_sent_twice_are_refused(self, mode: UpdateMode) -> None:
         each = ledger(2, mode)
         message = r"^trainer 0 sent gradients of step 0 twice$"
         give(each, 0, 0)
@@ -55,7 +55,7 @@ class TestRefusals:
         assert each.is_idle  # what was refused has left nothing
         give(each, 0, 1)
 
-    def test_nothing_comes_after_a_trainers_end(self) -> None:
+    def test_gradients_after_the_end_of_a_trainer_are_refused(self) -> None:
         each = ledger(2)
         each.finish(1, 2)
         give(each, 1, 1)
@@ -76,7 +76,7 @@ def steps_of(each: Ledger[str], trainer: int, until: int) -> list[int]:
 
 
 class TestAbsences:
-    def test_who_has_finished_takes_no_part_until_it_is_back(self) -> None:
+    def test_finished_trainer_takes_no_part_until_it_rejoins(self) -> None:
         each = ledger(2)
         for first, back in ((2, 4), (5, 7), (8, 8)):
             each.finish(1, first)
@@ -85,7 +85,7 @@ class TestAbsences:
         assert steps_of(each, 1, 12) == [0, 1, 4, 7, 8]
         assert steps_of(each, 0, 12) == list(range(12))
 
-    def test_an_update_is_of_those_who_take_part(self) -> None:
+    def test_update_needs_only_present_trainers(self) -> None:
         each = ledger(3)
         for trainer in (2, 1, 0):
             give(each, trainer, 0)
@@ -105,7 +105,7 @@ class TestAbsences:
         assert update(each) == "t0s3p0 t1s3p0 t2s3p0"
 
     @pytest.mark.parametrize("mode", list(UpdateMode))
-    def test_steps_under_way_stay_those_of_before_an_absence(self, mode: UpdateMode) -> None:
+    def test_pending_steps_survive_an_absence(self, mode: UpdateMode) -> None:
         """A trainer is back, and away again, before what it sent first is applied."""
         each = ledger(1, mode)
         each.finish(0, 1)
@@ -117,7 +117,7 @@ class TestAbsences:
 
 
 class TestTime:
-    def test_it_counts_from_the_first_gradients_of_the_present_step(self) -> None:
+    def test_timeout_counts_from_the_first_gradients_of_the_step(self) -> None:
         each = ledger(3)
         assert each.seconds_left(1000.0) is None
         give(each, 0, 1, now=1000.0)
@@ -126,7 +126,7 @@ class TestTime:
         give(each, 2, 0, now=2019.0)  # which gives the others no more of it
         assert each.seconds_left(2019.5) == 0.5
 
-    def test_who_is_missing_is_named(self) -> None:
+    def test_timeout_names_missing_trainers(self) -> None:
         each = ledger(4, parts=2)
         each.finish(3, 0)
         for trainer, part in ((1, 0), (1, 1), (2, 0)):
@@ -135,7 +135,7 @@ class TestTime:
         with pytest.raises(ClusterError, match=message):
             each.seconds_left(20.0)
 
-    def test_who_waits_for_a_lookup_is_missing(self) -> None:
+    def test_timeout_names_trainers_without_a_served_prefetch(self) -> None:
         each = ledger(2, PIPELINED)
         for trainer in range(2):
             give(each, trainer, 0, followed=True)
@@ -153,7 +153,7 @@ class TestTime:
     ],
     ids=["every trainer counts", "by its oldest part, the last", "or the first"],
 )
-def test_staleness_is_the_updates_between_reading_rows_and_updating_them(
+def test_staleness_counts_updates_since_the_rows_were_read(
     read_at: dict[tuple[int, int], int], staleness: Staleness
 ) -> None:
     trainers, parts = (len(set(of)) for of in zip(*read_at, strict=True))

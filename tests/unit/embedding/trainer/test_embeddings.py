@@ -37,9 +37,7 @@ def two_tables(stack: ExitStack, *multi_hot: str) -> Cluster:
 @pytest.mark.parametrize(
     ("place", "named"), [(0, "a, sample 0"), (1, "a, sample 1"), (2, "b, sample 0"), (3, "b, sample 1")]
 )
-def test_an_id_out_of_range_is_refused_before_it_is_sent(
-    stack: ExitStack, bad: int, place: int, named: str
-) -> None:
+def test_id_out_of_range_is_refused(stack: ExitStack, bad: int, place: int, named: str) -> None:
     each = two_tables(stack)
     ids = torch.tensor([0, 10, 10, 0])
     ids[place] = bad
@@ -58,7 +56,7 @@ def test_an_id_out_of_range_is_refused_before_it_is_sent(
     ],
     ids=["first of all", "first of its feature", "last of all"],
 )
-def test_the_sample_of_a_wrong_id_among_bags_is_named(
+def test_invalid_id_of_a_bag_names_its_sample(
     stack: ExitStack, bags: list[list[list[int]]], named: str
 ) -> None:
     with pytest.raises(DataError, match=named):
@@ -72,9 +70,7 @@ def test_weights_with_max_pooling_are_refused(stack: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("bags", [[[1, 2], []], [[], [3]], [[1, 2], [3]]])
-def test_a_feature_that_is_not_multi_hot_holds_exactly_one_id(
-    stack: ExitStack, bags: list[list[int]]
-) -> None:
+def test_other_features_than_multi_hot_need_exactly_one_id(stack: ExitStack, bags: list[list[int]]) -> None:
     """Two ids here and none there would otherwise pass for one each, of the wrong samples."""
     each = two_tables(stack, "a")
     with pytest.raises(DataError, match=r"^feature b: sample \d must have exactly one id$"):
@@ -146,7 +142,7 @@ def test_the_number_of_requests_does_not_depend_on_the_number_of_tables(
     [[0, 5, 2, 3], [0, 1, 2, 10**6], [0, 3_000_000, 2, 3], [1, 2, 3, 3], [0, 1, 1, 2], [0, -1, 2, 3]],
     ids=str,
 )
-def test_offsets_that_are_not_those_of_the_ids_are_refused(offsets: list[int]) -> None:
+def test_invalid_offsets_are_refused(offsets: list[int]) -> None:
     """Compiled loops would read and write what lies beyond."""
     sparse = SparseFeatures(torch.tensor([1, 2, 3]), torch.tensor(offsets), None, 1)
     with pytest.raises(
@@ -163,7 +159,7 @@ def test_offsets_that_are_not_those_of_the_ids_are_refused(offsets: list[int]) -
         (None, None, "a batch of 2 sparse features has 3 bags of ids"),
     ],
 )
-def test_bags_and_weights_are_those_of_the_ids(
+def test_wrong_numbers_of_bags_or_weights_are_refused(
     offsets: Tensor | None, weights_L: Tensor | None, message: str
 ) -> None:
     with pytest.raises(DataError, match=f"^{message}$"):

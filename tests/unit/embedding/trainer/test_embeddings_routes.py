@@ -76,31 +76,6 @@ def test_each_feature_has_its_columns_forward_and_backward(
     check_step(each, SparseFeatures.from_bags(random_bags(each)), purpose)
 
 
-@pytest.mark.parametrize("pooling", list(Pooling))
-@POOLED
-@PLACED
-def test_bags_pool_wherever_their_rows_are(
-    stack: ExitStack, placement: str, workers: int, pooled_by: str, pooling: Pooling
-) -> None:
-    tables = [placed(table(n, 3, None, pooling), placement, pooled_by) for n in ("a", "b")]
-    each = cluster(stack, tables, workers, dtype=DTYPE, multi_hot=("a", "b"))
-    for step in range(3):
-        check_step(each, SparseFeatures.from_bags(random_bags(each, 7, step)), step=step)
-
-
-@pytest.mark.parametrize("has_bags", [True, False], ids=["bags", "one id"])
-@POOLED
-@PLACED
-def test_weights_count(
-    stack: ExitStack, placement: str, workers: int, pooled_by: str, has_bags: bool
-) -> None:
-    tables = [placed(table(n, 3, None), placement, pooled_by) for n in ("a", "b")]
-    each = cluster(stack, tables, workers, dtype=DTYPE, multi_hot=("a", "b") if has_bags else ())
-    sparse = SparseFeatures.from_bags(random_bags(each))
-    weights_L = torch.linspace(-1, 2, len(sparse.ids_L), dtype=DTYPE)
-    check_step(each, sparse._replace(weights_L=weights_L, offsets=sparse.offsets if has_bags else None))
-
-
 @POOLED
 @PLACED
 def test_features_of_one_table_may_pool_differently(
@@ -117,7 +92,7 @@ def test_features_of_one_table_may_pool_differently(
 @TRAINING
 @pytest.mark.parametrize("by_trainers", ["", "a", "abcd"], ids=["none", "one", "all"])
 @pytest.mark.parametrize("placement", ["table", "row"])
-def test_weights_of_some_features_leave_others_as_they_are(
+def test_weights_apply_only_to_their_features(
     stack: ExitStack, placement: str, by_trainers: str, purpose: Purpose
 ) -> None:
     """Bags of one pooling or another beside weighted ones, and features of one id, whose rows travel once."""
@@ -154,7 +129,7 @@ def test_a_table_may_have_a_single_row(stack: ExitStack, only: TableSpec, pooled
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_ids_may_be_of_any_integers_and_lie_apart(stack: ExitStack, dtype: torch.dtype) -> None:
+def test_ids_may_be_any_integers_and_not_contiguous(stack: ExitStack, dtype: torch.dtype) -> None:
     """What callers bring of their own is not always contiguous."""
     each = cluster(stack, TABLES, 2, dtype=DTYPE, multi_hot=MULTI_HOT)
     sparse = SparseFeatures.from_bags(random_bags(each))
@@ -204,7 +179,7 @@ def test_tables_may_have_more_rows_than_32_bits_count(
         assert [set().union(*(ids for _, ids in of_worker)) for of_worker in found] == rows
 
 
-def test_items_leave_in_no_view_of_more() -> None:
+def test_sent_items_are_no_views() -> None:
     generator = torch.Generator().manual_seed(5)
     items: list[Item] = []
     largest_and_mean = [table("m", 3, None, Pooling.MAX), table("b", 3, 0, Pooling.MEAN)]
@@ -252,7 +227,7 @@ def test_trainers_request_a_row_once_for_all_features_of_one_width_and_pooling()
         assert (of_worker.offsets, of_worker.weights_L) == (None, None)
 
 
-def test_of_equal_rows_the_first_in_a_bag_gets_the_gradient_of_the_largest() -> None:
+def test_first_of_equal_rows_gets_the_gradient_of_max_pooling() -> None:
     """As ``EmbeddingBag`` has it, whoever pools; it gets it once, though it stands there twice."""
     largest = TableSpec("a", 4, 1, Pooling.MAX, ("a",), SGD, 1.0, pooled_by="trainers")
     items: dict[int, list[Item]] = {0: []}

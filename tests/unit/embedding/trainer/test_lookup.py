@@ -69,7 +69,7 @@ class Watched(LocalTables):
     ],
     ids=["all", "one id", "split bags", "largest and mean", "pooled by trainers"],
 )
-def test_gradients_leave_in_no_view_of_more(
+def test_sent_gradients_are_no_views(
     stack: ExitStack, tables: list[TableSpec], multi_hot: list[str], size: int, beside: bool, purpose: Purpose
 ) -> None:
     """Though their own come in a larger tensor. RPC ends the process at views beyond an empty storage."""
@@ -154,9 +154,7 @@ def train(embeddings: Embeddings, step: int) -> None:
     embeddings.lookup(IDS, prefetched(step)).wait().sum().backward()
 
 
-def test_gradients_of_prefetched_rows_go_once_with_their_ticket(
-    host: FakeHost, embeddings: Embeddings
-) -> None:
+def test_gradients_of_a_prefetch_carry_its_ticket(host: FakeHost, embeddings: Embeddings) -> None:
     train(embeddings, 3)
     ((ticket, (grad_UD,), _),) = host.sent
     assert ticket == host.tickets[0] == prefetched(3)
@@ -164,7 +162,7 @@ def test_gradients_of_prefetched_rows_go_once_with_their_ticket(
     assert grad_UD.tolist() == [[1.0] * 3, [2.0] * 3]  # of the distinct rows 2 and 4
 
 
-def test_gradients_and_the_next_lookup_are_one_message(host: FakeHost, embeddings: Embeddings) -> None:
+def test_gradients_and_the_next_lookup_share_a_message(host: FakeHost, embeddings: Embeddings) -> None:
     first = embeddings.lookup(IDS, prefetched(0))
     first.is_followed = True
     second = embeddings.lookup(IDS, prefetched(2), first)
@@ -176,7 +174,7 @@ def test_gradients_and_the_next_lookup_are_one_message(host: FakeHost, embedding
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_gradients_say_of_their_step_what_is_known_when_they_leave(
+def test_ticket_of_gradients_is_set_when_they_are_sent(
     host: FakeHost, embeddings: Embeddings, is_last: bool
 ) -> None:
     first = embeddings.lookup(IDS, prefetched(0))
@@ -188,9 +186,7 @@ def test_gradients_say_of_their_step_what_is_known_when_they_leave(
     assert ticket == prefetched(0)._replace(closing=True)
 
 
-def test_errors_of_gradients_that_have_arrived_are_raised_and_others_not_waited_for(
-    host: FakeHost, embeddings: Embeddings
-) -> None:
+def test_errors_of_completed_messages_are_raised(host: FakeHost, embeddings: Embeddings) -> None:
     for step in range(3):
         train(embeddings, step)
     _, failed, fine = (message for *_, message in host.sent)
@@ -201,7 +197,7 @@ def test_errors_of_gradients_that_have_arrived_are_raised_and_others_not_waited_
     train(embeddings, 4)  # it is told once
 
 
-def test_settling_waits_for_all_gradients_that_were_sent(host: FakeHost, embeddings: Embeddings) -> None:
+def test_flush_waits_for_all_sent_gradients(host: FakeHost, embeddings: Embeddings) -> None:
     """A checkpoint would lack the last steps else."""
     embeddings.flush()  # none were
     for step in range(2):
@@ -216,9 +212,7 @@ def test_settling_waits_for_all_gradients_that_were_sent(host: FakeHost, embeddi
 
 
 @pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.PREFETCH])
-def test_nothing_is_looked_up_without_asking_anybody(
-    host: FakeHost, embeddings: Embeddings, purpose: Purpose
-) -> None:
+def test_empty_lookup_sends_no_request(host: FakeHost, embeddings: Embeddings, purpose: Purpose) -> None:
     """Trainers that ask together hear of it: of the lookup ahead, and of its gradients."""
     is_ahead = purpose is Purpose.PREFETCH
     pooled_BE = embeddings.empty_lookup(Ticket(0, 0, 0, purpose=purpose)).wait()
@@ -231,9 +225,7 @@ def test_nothing_is_looked_up_without_asking_anybody(
     assert host.sent == []
 
 
-def test_gradients_that_nothing_follows_leave_alone_and_those_of_nothing_are_none(
-    host: FakeHost, embeddings: Embeddings
-) -> None:
+def test_gradients_before_an_empty_lookup_are_sent_alone(host: FakeHost, embeddings: Embeddings) -> None:
     first = embeddings.lookup(IDS, prefetched(0))
     second = embeddings.empty_lookup(prefetched(2), first)
     third = embeddings.empty_lookup(prefetched(4), second)
@@ -248,7 +240,7 @@ def test_gradients_that_nothing_follows_leave_alone_and_those_of_nothing_are_non
     assert host.tickets == [prefetched(0)]
 
 
-def test_a_lookup_whose_gradients_have_not_left_says_so(embeddings: Embeddings) -> None:
+def test_lookup_that_was_not_sent_raises(embeddings: Embeddings) -> None:
     first = embeddings.lookup(IDS, prefetched(0))
     second = embeddings.lookup(IDS, prefetched(2), first)
     first.wait()  # and no backward pass

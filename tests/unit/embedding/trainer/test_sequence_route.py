@@ -62,14 +62,14 @@ def test_each_feature_has_its_columns_forward_and_backward(
 
 
 @PLACED
-def test_wherever_their_rows_are(stack: ExitStack, placement: str, workers: int) -> None:
+def test_sequences_equal_torch_in_every_placement(stack: ExitStack, placement: str, workers: int) -> None:
     each = cluster(stack, placed(placement), workers, dtype=DTYPE, multi_hot=MULTI_HOT)
     for step in range(3):
         check_step(each, SparseFeatures.from_bags(random_bags(each, 7, step)), step=step)
 
 
 @pytest.mark.parametrize("placement", ["table", "row"])
-def test_a_weight_multiplies_its_vector(stack: ExitStack, placement: str) -> None:
+def test_weights_multiply_vectors_of_sequences(stack: ExitStack, placement: str) -> None:
     """Also of a table that takes the largest: a sequence has no pooling."""
     each = cluster(stack, placed(placement), 2, dtype=DTYPE, multi_hot=MULTI_HOT)
     sparse = SparseFeatures.from_bags(random_bags(each, 7))
@@ -82,7 +82,7 @@ def test_a_weight_multiplies_its_vector(stack: ExitStack, placement: str) -> Non
         check_step(each, sparse._replace(weights_L=weights_L), step=step)
 
 
-def test_empty_histories_and_empty_batches_take_part_in_the_step(stack: ExitStack) -> None:
+def test_empty_sequences_and_batches_take_part_in_the_step(stack: ExitStack) -> None:
     each = cluster(stack, [ITEM, WORDS], 2, dtype=DTYPE, multi_hot=MULTI_HOT)
     nothing_seen: list[list[list[int]]] = [[[4], [4]], [[], []], [[], []]]
     check_step(each, SparseFeatures.from_bags(nothing_seen))
@@ -103,7 +103,7 @@ def asked(bags: list[list[list[int]]], tables: Sequence[TableSpec]) -> list[Item
     return items[0]
 
 
-def test_a_row_that_a_history_and_its_candidate_share_travels_once() -> None:
+def test_row_shared_by_history_and_candidate_travels_once() -> None:
     bags = [[[4], [7]], [[7, 4, 7], []], [[1], [1]]]
     (item,) = asked(bags, [ITEM.read_by("item"), ITEM.read_by("seen"), USER])
     (_, rows) = item
@@ -113,7 +113,7 @@ def test_a_row_that_a_history_and_its_candidate_share_travels_once() -> None:
 
 
 @pytest.mark.parametrize("sample", [0, 2])
-def test_a_history_too_long_is_one_line(stack: ExitStack, sample: int) -> None:
+def test_too_long_sequence_is_refused(stack: ExitStack, sample: int) -> None:
     each = cluster(stack, [ITEM], 1, multi_hot=MULTI_HOT)
     bags = [[[1]] * 3, [[1], [1, 2, 3], [4]]]
     bags[1][sample] = [1, 2, 3, 4]

@@ -41,7 +41,7 @@ def test_shards_have_the_rows_of_the_whole(count: int) -> None:
         assert torch.equal(rows(len(whole[index::count]), 5, index=index, count=count), whole[index::count])
 
 
-def test_initial_rows_stay_as_they_are_between_versions() -> None:
+def test_initial_rows_do_not_change_between_versions() -> None:
     """A run resumed or compared across versions starts from the same table."""
     golden = torch.tensor(
         [[0.44376230239868164, -0.6476776599884033], [0.20472872257232666, 0.7959177494049072]]
@@ -49,7 +49,7 @@ def test_initial_rows_stay_as_they_are_between_versions() -> None:
     torch.testing.assert_close(rows(2, 2, seed=42, table="C1"), golden, rtol=0, atol=0)
 
 
-def test_normal_rows_are_normal_and_shards_have_them() -> None:
+def test_normal_rows_are_normal_in_whole_and_shards() -> None:
     whole = torch.empty(20_000, 4)
     initialise_rows(whole, 1, "t", 0.5, init="normal")
     values_N = whole.flatten().double().sort().values
@@ -63,7 +63,7 @@ def test_normal_rows_are_normal_and_shards_have_them() -> None:
         assert torch.equal(shard, whole[index::3])
 
 
-def test_zeros() -> None:
+def test_zeros_init_fills_zeros() -> None:
     out_RD = torch.ones(3, 2)
     initialise_rows(out_RD, 1, "t", 0.5, init="zeros")
     assert not out_RD.any()

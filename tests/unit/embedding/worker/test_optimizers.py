@@ -45,7 +45,7 @@ def steps(dtype: torch.dtype = torch.float64, seed: int = 1) -> Iterator[tuple[T
 @every_optimizer
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 @dtypes
-def test_every_step_is_that_of_the_reference(name: str, decay: float, dtype: torch.dtype) -> None:
+def test_step_equals_the_reference(name: str, decay: float, dtype: torch.dtype) -> None:
     """Bit for bit, but for ftrl, which the reference computes by other formulas."""
     weight_RD, expected_RD = initial(dtype), initial(dtype)
     optimizer = make(name, weight_RD, weight_decay=decay)
@@ -70,7 +70,7 @@ def test_every_step_is_that_of_the_reference(name: str, decay: float, dtype: tor
     decay=st.sampled_from([0.0, 0.01]),
     cuts=st.sets(st.integers(1, ROWS - 1)),
 )
-def test_all_rows_take_every_step_in_blocks_of_any_size(
+def test_step_all_equals_the_reference_in_any_blocks(
     name: str, dtype: torch.dtype, seed: int, decay: float, cuts: set[int]
 ) -> None:
     weight_RD, expected_RD = initial(dtype), initial(dtype)
@@ -92,9 +92,7 @@ def test_all_rows_take_every_step_in_blocks_of_any_size(
 
 @pytest.mark.parametrize("name", OPTIMIZERS_OF_ALL_ROWS)
 @pytest.mark.parametrize("decay", [0.0, 0.01])
-def test_rows_that_are_not_touched_are_left_out_where_no_step_would_change_them(
-    name: str, decay: float
-) -> None:
+def test_steps_all_rows_only_if_that_changes_rows(name: str, decay: float) -> None:
     """As is seen from rows of the reference that were touched in the first step alone."""
     table_RD = initial()
     optimizer = make(name, initial(), weight_decay=decay, all_rows=True)
@@ -106,7 +104,7 @@ def test_rows_that_are_not_touched_are_left_out_where_no_step_would_change_them(
     assert not make(name, initial(), weight_decay=decay).spec.steps_all_rows
 
 
-def test_bias_corrections_are_exact_and_their_table_has_an_end() -> None:
+def test_bias_corrections_are_exact_with_a_bounded_table() -> None:
     """A row resumed after a million steps needs no table of a million entries."""
     beta1, beta2 = BETAS
     corrections = BiasCorrections(BETAS)
@@ -119,7 +117,7 @@ def test_bias_corrections_are_exact_and_their_table_has_an_end() -> None:
     assert len(corrections.table_N2) < 2000
 
 
-def test_a_change_of_the_rate_of_ftrl_moves_nothing_by_itself() -> None:
+def test_change_of_the_ftrl_rate_moves_no_row() -> None:
     weight_RD = initial()
     optimizer = make("ftrl", weight_RD, weight_decay=0.01, ftrl_l1=3.0)
     for rows_U, grad_UD, _ in steps():
@@ -132,7 +130,7 @@ def test_a_change_of_the_rate_of_ftrl_moves_nothing_by_itself() -> None:
 
 
 @dtypes
-def test_a_zero_gradient_keeps_every_bit_of_its_value_in_ftrl(dtype: torch.dtype) -> None:
+def test_ftrl_keeps_values_with_zero_gradients(dtype: torch.dtype) -> None:
     weight_RD = initial(dtype)
     optimizer = make("ftrl", weight_RD)
     for rows_U, grad_UD, factor in steps(dtype):
@@ -143,7 +141,7 @@ def test_a_zero_gradient_keeps_every_bit_of_its_value_in_ftrl(dtype: torch.dtype
 
 
 @every_optimizer
-def test_zero_gradients_move_nothing_and_stay_finite(name: str) -> None:
+def test_zero_gradients_change_no_row(name: str) -> None:
     """With the smallest eps that the configuration takes, and with rows of zeros among the others."""
     weight_RD = initial(torch.float32)
     weight_RD[:3] = 0

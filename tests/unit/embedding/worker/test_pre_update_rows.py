@@ -103,7 +103,7 @@ def staleness(each: Cluster) -> set[Staleness]:
     ],
 )
 @pytest.mark.parametrize("whole", [(), ("a", "wide", "max")], ids=["touched", "all of some"])
-def test_what_goes_on_from_a_checkpoint_has_the_bits_of_what_was_never_stopped(
+def test_resumed_run_has_the_bits_of_an_undisturbed_run(
     stack: ExitStack,
     tmp_path: Path,
     saved_by: tuple[str, int],
@@ -122,7 +122,7 @@ def test_what_goes_on_from_a_checkpoint_has_the_bits_of_what_was_never_stopped(
     assert staleness(second) == {Staleness(3, 3, 1)}
 
 
-def test_without_them_a_checkpoint_is_gone_on_from_with_its_rows(stack: ExitStack, tmp_path: Path) -> None:
+def test_checkpoint_without_pre_update_rows_resumes_with_its_rows(stack: ExitStack, tmp_path: Path) -> None:
     """As one that was written by a version that did not have them."""
     first, second = pipelined(stack, "row", 2), pipelined(stack, "row", 2)
     train_ahead(first, range(CUT))
@@ -155,7 +155,7 @@ def test_pre_update_rows_are_those_of_the_last_update(stack: ExitStack, tmp_path
             assert torch.equal(file[f"weight.{table.name}"], initial[key][file[f"rows.{table.name}"]])
 
 
-def test_they_are_all_rows_where_the_last_update_was_of_all(stack: ExitStack, tmp_path: Path) -> None:
+def test_pre_update_rows_of_all_rows_are_the_whole_table(stack: ExitStack, tmp_path: Path) -> None:
     each = pipelined(stack, "row", 2, whole=("c",))
     initial = each.whole()
     train_ahead(each, range(1), closing=0)
@@ -166,7 +166,7 @@ def test_they_are_all_rows_where_the_last_update_was_of_all(stack: ExitStack, tm
     assert not (each.whole()["c.weight"] == initial["c.weight"]).any()
 
 
-def test_what_was_loaded_is_saved_again(stack: ExitStack, tmp_path: Path) -> None:
+def test_loaded_pre_update_rows_are_saved_again(stack: ExitStack, tmp_path: Path) -> None:
     first, second = pipelined(stack, "row", 2), pipelined(stack, "row", 2)
     train_ahead(first, range(CUT), closing=CUT - 1)
     folder = first.save(tmp_path / "first", CUT)
@@ -176,7 +176,7 @@ def test_what_was_loaded_is_saved_again(stack: ExitStack, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("is_stored", [False, True], ids=["at once", "through a checkpoint"])
-def test_a_step_that_was_skipped_has_changed_nothing_and_is_behind_all_the_same(
+def test_skipped_step_counts_as_an_update_without_change(
     stack: ExitStack, tmp_path: Path, is_stored: bool
 ) -> None:
     each = cluster(stack, specs()[:1], 1, 7, dataclasses.replace(RULES, check_finite=False))
@@ -198,7 +198,7 @@ def test_a_step_that_was_skipped_has_changed_nothing_and_is_behind_all_the_same(
 
 
 @pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.ASYNC])
-def test_other_modes_do_without(stack: ExitStack, tmp_path: Path, mode: UpdateMode) -> None:
+def test_other_modes_ignore_pre_update_rows(stack: ExitStack, tmp_path: Path, mode: UpdateMode) -> None:
     first = pipelined(stack, "row", 2)
     train_ahead(first, range(CUT), closing=CUT - 1)
     folder = first.save(tmp_path / "first", CUT)
@@ -224,7 +224,7 @@ def test_other_modes_do_without(stack: ExitStack, tmp_path: Path, mode: UpdateMo
     ],
     ids=["width", "number", "no values", "type", "shape"],
 )
-def test_what_are_no_rows_of_a_table_is_refused(
+def test_invalid_pre_update_rows_are_refused(
     stack: ExitStack, tmp_path: Path, wrong: dict[str, Tensor]
 ) -> None:
     each = pipelined(stack, "row", 1)
@@ -236,7 +236,7 @@ def test_what_are_no_rows_of_a_table_is_refused(
         each.load(folder, CUT)
 
 
-def test_rows_that_a_table_does_not_have_are_nobodys(stack: ExitStack, tmp_path: Path) -> None:
+def test_pre_update_rows_out_of_range_are_ignored(stack: ExitStack, tmp_path: Path) -> None:
     each = pipelined(stack, "row", 1)
     folder = each.save(tmp_path / "step", CUT)
     manifest = Checkpoint.open(folder).manifest

@@ -38,7 +38,7 @@ def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> Non
         (("row", 8), ("row", 5)),  # more workers than table b has rows
     ],
 )
-def test_another_number_of_workers_goes_on_from_a_checkpoint_bit_for_bit(
+def test_other_number_of_workers_resumes_bit_for_bit(
     stack: ExitStack, tmp_path: Path, saved_by: tuple[str, int], loaded_by: tuple[str, int], optimizer: str
 ) -> None:
     first = cluster(stack, specs(saved_by[0], optimizer), saved_by[1])
@@ -61,7 +61,7 @@ def test_initial_rows_do_not_depend_on_the_placement(stack: ExitStack) -> None:
         assert_same_bits(first, other)
 
 
-def test_saving_waits_for_the_update_under_way(
+def test_save_waits_for_the_running_update(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last backward pass returns before its update is applied; a checkpoint must have it all the same."""
@@ -90,9 +90,7 @@ def test_saving_waits_for_the_update_under_way(
     torch.testing.assert_close(saved[1], before[1] - 0.1)
 
 
-def test_a_checkpoint_takes_the_place_of_what_was_looked_up_before_it(
-    stack: ExitStack, tmp_path: Path
-) -> None:
+def test_load_drops_pending_prefetches(stack: ExitStack, tmp_path: Path) -> None:
     each = cluster(stack, specs(), 1)
     (host,) = each.hosts.values()
     folder = each.save(tmp_path / "step-0", 0)
@@ -128,7 +126,7 @@ def test_a_checkpoint_of_other_tables_is_refused(
 
 
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS.names)
-def test_the_planned_bytes_are_those_of_the_tensors(stack: ExitStack, optimizer: str) -> None:
+def test_planned_bytes_equal_those_of_the_tensors(stack: ExitStack, optimizer: str) -> None:
     each = cluster(stack, specs("row", optimizer), 2)
     for shard in each.placement.shards:
         tensors = each.hosts[shard.worker].shard_tensors(shard).values()

@@ -19,15 +19,12 @@ from support.shards import (
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
-from hybrid.config import ScheduleSection
-from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError, NonFiniteError
-from hybrid.protocol.learning_rate_schedule import Schedule
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.protocol.update_rules import UpdateRules
 from hybrid.reference.reference_rows import WholeTable, initial_state
 
 
@@ -69,52 +66,10 @@ def test_rows_read_both_one_by_one_and_pooled_are_updated_once(optimizer: str) -
         torch.testing.assert_close(before.detach() - rows, expected)
 
 
-def test_asynchronous_updates_come_one_by_one() -> None:
-    with hosting(UpdateRules(2, UpdateMode.ASYNC)) as host:
-        before = host.groups[0].weight_RD.clone()
-        (pooled,) = host.lookup(train(0, 1), [(0, Bags(torch.tensor([2])))]).wait()
-        pooled.sum().backward()
-        host.barrier.drain()
-        assert host.version == 1  # the other trainer sent nothing
-        torch.testing.assert_close((before - host.groups[0].weight_RD).sum(), torch.tensor(2.0))
-
-
-def test_evaluation_records_nothing() -> None:
-    with hosting(UpdateRules(2)) as host:
-        (pooled,) = host.lookup(evaluate(0), [(0, Bags(torch.tensor([2])))]).wait()
-        assert not pooled.requires_grad
-
-
 class TestPrefetch:
     """Values whose gradients come by a call of their own."""
 
-    @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS.names)
-    def test_it_updates_as_the_backward_pass_does_bit_for_bit(self, optimizer: str) -> None:
-        rows = []
-        for is_prefetched in (False, True):
-            with hosting(UpdateRules(2), optimizer) as host:
-                for step in range(3):
-                    for trainer in (1, 0):
-                        self.contribute(host, step, trainer, is_prefetched)
-                host.barrier.drain()
-                rows.append(host.groups[0].weight_RD)
-                assert host.version == 3
-                assert not host._prefetched
-        assert torch.equal(*rows)
-
-    @staticmethod
-    def contribute(host: TableShards, step: int, trainer: int, is_prefetched: bool) -> None:
-        ticket = (prefetch if is_prefetched else train)(step, trainer)
-        pooled = host.lookup(ticket, MIXED_ITEMS).wait()
-        assert [p.requires_grad for p in pooled] == [not is_prefetched] * 3
-        generator = torch.Generator().manual_seed(10 * step + trainer)
-        grads = [torch.randn(p.shape, generator=generator) for p in pooled]
-        if is_prefetched:
-            host.receive(ticket, grads)
-        else:
-            torch.autograd.backward(pooled, grads)
-
-    def test_the_parts_of_a_step_are_kept_apart(self) -> None:
+    def test_gradients_of_micro_batches_do_not_mix(self) -> None:
         with hosting(UpdateRules(1, parts=2)) as host:
             before = host.groups[0].weight_RD.clone()
             for part, row in enumerate((2, 5)):
@@ -124,17 +79,6 @@ class TestPrefetch:
             host.barrier.drain()
             moved = before - host.groups[0].weight_RD
             torch.testing.assert_close(moved[[2, 5]], torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
-
-
-def test_a_scheduled_rate_is_that_of_the_step() -> None:
-    schedule = Schedule(ScheduleSection(kind="step(decay_every = 1, decay_factor = 0.5)"))
-    with hosting(UpdateRules(1, schedule=schedule)) as host:
-        rows = host.groups[0].weight_RD
-        for step in range(3):
-            before = rows.clone()
-            host.contribute(train(step), [(0, Bags(torch.tensor([1])))], [torch.ones(1, 2)], step)
-            host.barrier.drain()
-            torch.testing.assert_close((before - rows)[1], torch.full((2,), 0.5**step))
 
 
 class TestDecided:
@@ -162,14 +106,14 @@ class TestDecided:
             torch.testing.assert_close(before.detach() - rows, (scale or 0.0) * gradient)
             assert host.version == 1
 
-    def test_the_norm_of_large_gradients_is_a_number(self) -> None:
+    def test_norm_of_large_gradients_does_not_overflow(self) -> None:
         with hosting(UpdateRules(1, check_finite=False)) as host:
             large = torch.full((2, 2), 1e30)  # the square of which is none in their own precision
             host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [large], 0)
             assert host.barrier.norm(0).wait() == pytest.approx(4e60)
             host.barrier.decide(0, None)
 
-    def test_a_gradient_that_is_not_finite_is_named_in_the_place_of_the_norm(self) -> None:
+    def test_norm_of_a_non_finite_gradient_names_the_row(self) -> None:
         with hosting(UpdateRules(1, clip_norm=1.0)) as host:
             bad = torch.tensor([[1.0, torch.nan]])
             host.contribute(train(0), [(0, Bags(torch.tensor([5])))], [bad], 0)
@@ -194,7 +138,7 @@ class TestDecided:
 
 @pytest.mark.parametrize("scale", [None, 0.3], ids=["at once", "decided"])
 @pytest.mark.parametrize("all_rows", [False, True], ids=["touched", "all"])
-def test_an_update_of_several_blocks_is_that_of_the_reference(scale: float | None, all_rows: bool) -> None:
+def test_update_of_several_blocks_equals_the_reference(scale: float | None, all_rows: bool) -> None:
     num_rows = 2**18  # of 48 bytes with gradient and state
     rules = UpdateRules(1, check_finite=scale is None)
     with hosting(rules, "adam", num_rows, weight_decay=0.1, all_rows=all_rows) as host:
@@ -219,9 +163,7 @@ class TestAllRows:
     """Every row takes every step, whoever touches it."""
 
     @pytest.mark.parametrize("scale", [1.0, 0.25, None])
-    def test_a_decision_scales_or_drops_gradients_and_the_norm_is_theirs_alone(
-        self, scale: float | None
-    ) -> None:
+    def test_decision_scales_gradients_and_not_the_decay(self, scale: float | None) -> None:
         """As clipping in torch comes before its optimizers add their decay."""
         rules = UpdateRules(1, check_finite=False)
         with hosting(rules, weight_decay=0.5, all_rows=True) as host:
@@ -242,7 +184,7 @@ class TestAllRows:
 
     @pytest.mark.parametrize("parts", [[], [(0, Bags(torch.empty(0, dtype=torch.int64)))]])
     @pytest.mark.parametrize("clip_norm", [None, 1.0])
-    def test_they_take_a_step_that_touches_none(
+    def test_all_rows_decay_in_a_step_without_ids(
         self, parts: list[tuple[int, Bags]], clip_norm: float | None
     ) -> None:
         rules = UpdateRules(1, clip_norm=clip_norm)
@@ -256,7 +198,7 @@ class TestAllRows:
             host.barrier.drain()
             torch.testing.assert_close(rows, before * 0.5)
 
-    def test_splits_with_shards_that_a_step_leaves_out_change_no_bit(self, stack: ExitStack) -> None:
+    def test_split_with_untouched_shards_changes_no_bit(self, stack: ExitStack) -> None:
         """On eight workers, two steps of five ids leave some shards of 23 rows without any."""
         spec = OptimizerSpec("adam", 0.1, weight_decay=0.1, all_rows=True)
         split, whole = (
@@ -271,7 +213,7 @@ class TestAllRows:
             assert torch.equal(tensor, tensors[name])
             assert not (tensor == before[name]).any()
 
-    def test_a_table_beside_them_takes_its_own_rows_only(self, stack: ExitStack) -> None:
+    def test_other_tables_update_only_touched_rows(self, stack: ExitStack) -> None:
         first, *others = specs(optimizer="sgd")
         spec = dataclasses.replace(first.optimizer, weight_decay=0.1, all_rows=True)
         each = cluster(stack, [dataclasses.replace(first, optimizer=spec), *others], 1)
@@ -285,7 +227,7 @@ class TestAllRows:
 class TestFiniteness:
     @pytest.mark.parametrize("placement", ["table", "row"])
     @pytest.mark.parametrize(("name", "row"), [("a", 0), ("b", 0), ("b", 3), ("c", 0), ("c", 22)])
-    def test_a_gradient_that_is_not_finite_names_table_and_row(
+    def test_non_finite_gradient_names_table_and_row(
         self, stack: ExitStack, placement: str, name: str, row: int
     ) -> None:
         each = cluster(stack, specs(placement), 3)
@@ -310,9 +252,7 @@ class TestFiniteness:
 
 @pytest.mark.parametrize("offsets", [None, [0, 1, 2]])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 2), (2, 1), (2, 3), (4,)])
-def test_gradients_of_other_vectors_than_were_looked_up_are_refused(
-    offsets: list[int] | None, shape: tuple[int, ...]
-) -> None:
+def test_gradients_of_a_wrong_shape_are_refused(offsets: list[int] | None, shape: tuple[int, ...]) -> None:
     bags = Bags(torch.tensor([1, 2]), None if offsets is None else torch.tensor(offsets))
     with hosting(UpdateRules(1)) as host:
         with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of shape .* for 2 vectors of 2$"):
