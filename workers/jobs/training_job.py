@@ -73,6 +73,7 @@ class Training:
         self._owes_evaluation = False
         self._seconds_per_step = CALL_SECONDS
         self._stop = StopRequest(config.cluster.timeout_seconds)
+        self._is_stop_announced = False
 
     def run(
         self, topology: Topology, data: Callable[[], Path], view: TerminalView, folders: SharedFolders
@@ -230,9 +231,9 @@ class Training:
         """Make the view announce a requested stop, at ``step``, while trainers are called."""
 
         def announce() -> None:
-            if self._stop.is_requested:
+            if self._stop.is_requested and not self._is_stop_announced:
+                self._is_stop_announced = True
                 view.status(f"stopping after step {step}{_AGAIN}")
-                session.meanwhile = lambda: None
 
         session.meanwhile = announce
 
