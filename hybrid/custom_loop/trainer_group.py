@@ -46,7 +46,8 @@ class TrainerGroup:
             return values if is_trained else values.detach().cpu()
         if not is_trained:
             return _all_gather(values.detach(), self._group, self.device)[0].cpu()
-        gathered: Tensor = _Gather.apply(values, self._group, self.device)  # type: ignore[no-untyped-call]
+        apply: Any = _GatherWithGradients.apply
+        gathered: Tensor = apply(values, self._group, self.device)
         return gathered
 
     def check_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -66,7 +67,7 @@ class TrainerGroup:
             yield batch
 
 
-class _Gather(torch.autograd.Function):
+class _GatherWithGradients(torch.autograd.Function):
     """Gather with gradients. All trainers run the same graph in the same order, so that this all-reduce falls
     between the same two all-reduces of DDP on each."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Block(nn.Module):
+class AttentionBlock(nn.Module):
     """A transformer block: causal self-attention, then a net over each position.
 
     Args:
@@ -68,7 +68,7 @@ class SelfAttention(nn.Module):
     def __init__(self, dim: int, longest: int, num_blocks: int = 2, num_heads: int = 1) -> None:
         super().__init__()
         self.positions_TD = nn.Parameter(torch.empty(longest, dim).normal_(std=dim**-0.5))
-        self.blocks = nn.ModuleList(Block(dim, num_heads) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(AttentionBlock(dim, num_heads) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, history_BTD: Tensor, is_item_BT: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ from support.jobs import opened
 from hybrid.config import RunConfig
 from hybrid.transport import RemoteError, gather
 from workers.controller.remote_trainer import Trainer
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 from workers.roles.master import diagnose
 
 
-def train_alone(cluster: Cluster, config: RunConfig, cache: Path) -> str:
+def train_alone(cluster: JoinedCluster, config: RunConfig, cache: Path) -> str:
     """Let trainer 0 go on while trainer 1 does not; the error that the master would show."""
     with opened(cluster, config, cache) as session:
         try:
@@ -40,7 +40,7 @@ def test_tables_beyond_the_memory_are_refused_before_they_are_made(clusters: Clu
         clusters.get(2, 2).run(train_alone, config, cache)
 
 
-def save_without_room(cluster: Cluster, config: RunConfig, cache: Path, folder: Path) -> None:
+def save_without_room(cluster: JoinedCluster, config: RunConfig, cache: Path, folder: Path) -> None:
     """Write a checkpoint while the master may not write a byte to any file."""
     with opened(cluster, config, cache) as session:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)

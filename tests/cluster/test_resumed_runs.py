@@ -25,7 +25,7 @@ from hybrid.storage.files import exists, write_bytes
 from hybrid.storage.remote_path import parse_path
 from workers.controller.remote_trainer import Trainer
 from workers.exit_codes import ExitCode
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 from workers.run_folder.run_access import hold_run
 
 TOTAL, CUT = 31, 12  # 24 steps make an epoch
@@ -190,7 +190,7 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_only_ends(
         clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True)
 
 
-def losses_after(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path) -> list[list[float]]:
+def losses_after(cluster: JoinedCluster, config: RunConfig, cache: Path, scratch: Path) -> list[list[float]]:
     """Those of all trainers in the steps after a checkpoint: trained on, and loaded from it."""
     found = []
     with opened(cluster, config, cache) as session:
@@ -203,7 +203,7 @@ def losses_after(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path
     return found
 
 
-def nets_loaded(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path) -> list[Files]:
+def nets_loaded(cluster: JoinedCluster, config: RunConfig, cache: Path, scratch: Path) -> list[Files]:
     """What trainers would write of their nets, as they took them from a checkpoint."""
     with opened(cluster, config, cache) as session:
         session.load(Checkpoint.open(scratch / "saved"))
@@ -223,7 +223,7 @@ def test_trainers_with_nets_of_their_own_go_on_with_those(
     assert nets[0] == nets[1]
 
 
-def saved_twice(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path) -> list[Manifest]:
+def saved_twice(cluster: JoinedCluster, config: RunConfig, cache: Path, scratch: Path) -> list[Manifest]:
     """A checkpoint written at once, and one of the same moment written after further steps."""
     with opened(cluster, config, cache) as session:
         session.train(0, 0, 3, 0)

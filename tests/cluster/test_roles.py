@@ -15,7 +15,7 @@ from hybrid import transport
 from hybrid.config import RunConfig
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role
-from workers.rendezvous.bootstrap import Cluster, announce_stop, lead
+from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead
 from workers.rendezvous.master_address import MasterAddress, listen
 from workers.roles.role_main import serve
 
@@ -44,13 +44,13 @@ class Place:
         self._told.set()
 
 
-def places(cluster: Cluster) -> dict[Role, transport.Remote[Place]]:
+def places(cluster: JoinedCluster) -> dict[Role, transport.Remote[Place]]:
     """One on every role, the master too."""
     creating = [transport.create(role, Place, timeout_seconds=SECONDS) for role in cluster.topology.roles]
     return dict(zip(cluster.topology.roles, transport.gather(creating), strict=True))
 
 
-def whereabouts(cluster: Cluster) -> tuple[dict[str, Any], dict[str, Any]]:
+def whereabouts(cluster: JoinedCluster) -> tuple[dict[str, Any], dict[str, Any]]:
     """By RPC name, the process that answers a call, and the process that the role is."""
     pids = {MASTER: os.getpid()} | {role: member.pid for role, member in cluster.members.items()}
     answered = transport.gather([place.call(Place.name_and_pid) for place in places(cluster).values()])
@@ -63,7 +63,7 @@ def test_a_method_runs_on_the_process_that_owns_the_object(clusters: Clusters) -
     assert len(set(pids.values())) == 5
 
 
-def word_and_answer(cluster: Cluster) -> bool:
+def word_and_answer(cluster: JoinedCluster) -> bool:
     """One call waits on the owner for what a second one does."""
     place: transport.Remote[Place] = transport.create(
         cluster.topology.workers[0], Place, timeout_seconds=SECONDS

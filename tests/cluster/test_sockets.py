@@ -8,19 +8,19 @@ from support.cluster import Clusters, running_cluster, small_config
 
 from hybrid import transport
 from hybrid.transport import Vitals
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 from workers.rendezvous.host_requirements import files_needed
 
 # Eight run calls of RPC; the others are torch's loops, heartbeats, the rendezvous, readers of sockets.
 MOST_THREADS = 22
 
 
-def pids_of(cluster: Cluster) -> dict[str, int]:
+def pids_of(cluster: JoinedCluster) -> dict[str, int]:
     """The process of each role, the master first."""
     return {"master": psutil.Process().pid} | {str(role): m.pid for role, m in cluster.members.items()}
 
 
-def addresses(cluster: Cluster) -> dict[str, tuple[set[str], int]]:
+def addresses(cluster: JoinedCluster) -> dict[str, tuple[set[str], int]]:
     """The addresses of each role's sockets, and how many of these listen; the master first."""
     found = {}
     for name, pid in pids_of(cluster).items():
@@ -42,7 +42,7 @@ def test_roles_use_loopback_and_only_the_rendezvous_listens(clusters: Clusters) 
         assert of_role <= {"127.0.0.1", "::1"}
 
 
-def connections(cluster: Cluster) -> Mapping[tuple[str, str], int]:
+def connections(cluster: JoinedCluster) -> Mapping[tuple[str, str], int]:
     """How many connections each pair of roles has, by their names in order."""
     ends = {}
     for name, pid in pids_of(cluster).items():
@@ -65,7 +65,7 @@ def test_only_roles_that_talk_to_each_other_are_connected(clusters: Clusters) ->
     assert found["trainer 0", "trainer 1"] == 1  # in which gradients are reduced
 
 
-def vitals(cluster: Cluster) -> list[Vitals]:
+def vitals(cluster: JoinedCluster) -> list[Vitals]:
     """What each role says of itself."""
     return transport.gather([transport.ping(role, 10.0) for role in cluster.topology.roles])
 

@@ -24,14 +24,14 @@ from hybrid.security.signed_pickler import SignedPickler, addressed_to
 from hybrid.topology import MASTER, Role, Topology
 from hybrid.transport import gather
 from hybrid.transport.rpc import endpoints, rpc_group, stubs
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 
 SECONDS = 10.0
 # What a library that trusts its peers might take for a length, and try to have so much memory.
 HUGE = struct.pack("<Q", 1 << 62)
 
 
-def vitals(cluster: Cluster) -> int:
+def vitals(cluster: JoinedCluster) -> int:
     """How many roles answer."""
     return len(gather([transport.ping(role, SECONDS) for role in cluster.topology.roles]))
 

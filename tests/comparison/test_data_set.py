@@ -14,7 +14,7 @@ from support.stores import Proxy, Store
 
 from hybrid.config import ColumnSection, DenseGroupSection, RunConfig, TableSection, TaskSection
 from hybrid.data.prepare.preparation import cache_folder
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 
 STEPS = 30  # more than an epoch of 24, whose last batch has 56 samples
 
@@ -121,7 +121,7 @@ def test_a_group_larger_than_a_batch_is_told_before_training(clusters: Clusters,
         clusters.get(2, 2).run(compare, config, cache, 1)
 
 
-def pooled_by_trainers(cluster: Cluster, config: RunConfig, cache: Path) -> tuple[str, ...]:
+def pooled_by_trainers(cluster: JoinedCluster, config: RunConfig, cache: Path) -> tuple[str, ...]:
     with opened(cluster, config, cache) as session:
         return session.placement.pooled_by_trainers
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.topology import MASTER, Topology
-from workers.rendezvous.bootstrap import Cluster, announce_stop, await_stop
+from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, await_stop
 
 TRAINERS, ROUNDS = 4, 3
 REMOTE_WEIGHT = get_linear(NUM_DENSE + DIM, HIDDEN).weight.detach()
@@ -136,5 +136,5 @@ def test_a_batch_of_two_sizes_is_an_error(num_ids: int, cluster: RunningCluster)
 def test_a_word_to_stop_that_comes_early_is_not_lost() -> None:
     """torch's signal is a condition variable: nobody hears it who does not wait yet."""
     store, topology = dist.HashStore(), Topology(TRAINERS, 1)
-    announce_stop(Cluster(MASTER, topology, store, {}))
-    await_stop(Cluster(topology.trainers[0], topology, store, {}))
+    announce_stop(JoinedCluster(MASTER, topology, store, {}))
+    await_stop(JoinedCluster(topology.trainers[0], topology, store, {}))

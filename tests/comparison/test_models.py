@@ -24,10 +24,10 @@ from hybrid.models.wide_deep import WideAndDeep
 from workers.console.terminal import TerminalView
 from workers.controller.shared_folders import SharedFolders
 from workers.jobs.user_code_jobs import ScriptJob
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 
 
-def run_script(cluster: Cluster, output: Path, update: str) -> None:
+def run_script(cluster: JoinedCluster, output: Path, update: str) -> None:
     config = small_config(
         cluster={"trainers": cluster.topology.num_trainers, "workers": cluster.topology.num_workers},
         train={"update": update, "dtype": "float64"},

@@ -19,7 +19,7 @@ from hybrid.embedding.worker.initial_rows import initialise_rows
 from workers.console.terminal import TerminalView
 from workers.controller.shared_folders import SharedFolders
 from workers.jobs.user_code_jobs import ScriptJob
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 
 SCRIPT = own_script.__file__
 SEED = RunConfig().run.seed
@@ -131,7 +131,7 @@ class Plain:
         return {"losses": losses, "scores": torch.cat(scores), "tables": tables, "mlp": self.mlp.state_dict()}
 
 
-def run_script(cluster: Cluster, output: Path, options: tuple[str, ...], update: str) -> None:
+def run_script(cluster: JoinedCluster, output: Path, options: tuple[str, ...], update: str) -> None:
     config = small_config(
         cluster={"trainers": cluster.topology.num_trainers, "workers": cluster.topology.num_workers},
         train={"update": update, "dtype": "float64"},

@@ -11,7 +11,7 @@ from support.matrix import Case, check_against_one_process, train_case
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ColumnSection, RunConfig
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 
 LONGER = 4  # than the sequences of these cases may be
 
@@ -62,7 +62,7 @@ def test_a_history_too_long_is_refused_before_it_is_sent(clusters: Clusters) -> 
     assert said in str(caught.value).splitlines()[0]
 
 
-def different_samples(cluster: Cluster, config: RunConfig, cache: Path) -> int:
+def different_samples(cluster: JoinedCluster, config: RunConfig, cache: Path) -> int:
     """How many of the test samples that trainers evaluate are different."""
     with opened(cluster, config, cache) as session:
         parts = [each.rows for predictions in session.evaluation(0) for each in predictions]

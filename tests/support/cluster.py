@@ -2,7 +2,7 @@
 
 A case is a function that runs in the master's process, with the cluster as its first argument::
 
-    cluster.run(losses_of, config, 20)      # def losses_of(cluster: Cluster, config, steps): ...
+    cluster.run(losses_of, config, 20)      # def losses_of(cluster: JoinedCluster, config, steps): ...
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from support.fork_context import fork_context
 from hybrid.config import RunConfig
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role
-from workers.rendezvous.bootstrap import Cluster, announce_stop, lead
+from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead
 from workers.rendezvous.master_address import MasterAddress, listen
 from workers.roles.role_main import serve
 
@@ -56,7 +56,7 @@ class RunningCluster:
 
     master: Connection
 
-    def run(self, case: Callable[Concatenate[Cluster, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(self, case: Callable[Concatenate[JoinedCluster, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``case(cluster, *args)`` in the master's process; return its result."""
         self.master.send((case, args, kwargs))
         assert self.master.poll(CASE_SECONDS), f"{case.__name__} did not end within {CASE_SECONDS} s"
@@ -88,7 +88,7 @@ def _serve(
             announce_stop(cluster)
 
 
-def _run(cluster: Cluster, case: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _run(cluster: JoinedCluster, case: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
     try:
         return False, case(cluster, *args, **kwargs)
     except Exception as error:  # raised where the case was sent from

@@ -21,7 +21,7 @@ from workers.controller.remote_trainer import Trainer
 from workers.controller.session import DatasetSession
 from workers.controller.shared_folders import SharedFolders
 from workers.jobs.comparison import Comparison, Snapshot, snapshot
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Trained:
 
 
 @contextmanager
-def opened(cluster: Cluster, config: RunConfig, cache: StoragePath) -> Iterator[DatasetSession]:
+def opened(cluster: JoinedCluster, config: RunConfig, cache: StoragePath) -> Iterator[DatasetSession]:
     """A job on a running cluster."""
     session = DatasetSession(cluster.topology, config, ensure_prepared(config, cache))
     try:
@@ -50,7 +50,9 @@ def opened(cluster: Cluster, config: RunConfig, cache: StoragePath) -> Iterator[
         session.close()
 
 
-def train(cluster: Cluster, config: RunConfig, cache: StoragePath, scratch: Path, num_steps: int) -> Trained:
+def train(
+    cluster: JoinedCluster, config: RunConfig, cache: StoragePath, scratch: Path, num_steps: int
+) -> Trained:
     """Train the first steps of an epoch on a fresh job."""
     with opened(cluster, config, cache) as session:
         before = snapshot(session)
@@ -66,7 +68,7 @@ def train(cluster: Cluster, config: RunConfig, cache: StoragePath, scratch: Path
 
 
 def evaluate(
-    cluster: Cluster, config: RunConfig, cache: StoragePath, num_steps: int
+    cluster: JoinedCluster, config: RunConfig, cache: StoragePath, num_steps: int
 ) -> tuple[Snapshot, Metrics]:
     """All rows after the first steps of an epoch, and the metrics of the test samples."""
     with opened(cluster, config, cache) as session:
@@ -74,7 +76,7 @@ def evaluate(
         return snapshot(session), session.evaluate(num_steps)
 
 
-def compare(cluster: Cluster, config: RunConfig, cache: StoragePath, num_steps: int) -> None:
+def compare(cluster: JoinedCluster, config: RunConfig, cache: StoragePath, num_steps: int) -> None:
     """Train here and in one process; DifferenceError where the results differ."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         view = TerminalView(Console(file=nowhere))

@@ -24,7 +24,7 @@ from hybrid.protocol.update_rules import Staleness
 from hybrid.reference.reference_training import Reference
 from workers.controller.session import Session
 from workers.jobs.comparison import VALUE, Snapshot, reference_snapshot, snapshot
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 
 MakeBatches: TypeAlias = Callable[[int], Iterable[Batch]]
 
@@ -258,7 +258,7 @@ class Outcome:
 
 
 def train_case(
-    cluster: Cluster, case: Case, make_batches: MakeBatches | None = None, rounds: int = 1
+    cluster: JoinedCluster, case: Case, make_batches: MakeBatches | None = None, rounds: int = 1
 ) -> Outcome:
     """Train a case to its end; runs in the master's process.
 

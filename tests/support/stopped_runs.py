@@ -31,7 +31,7 @@ from workers.controller.session import DatasetSession
 from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
 from workers.jobs.training_job import Training
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 from workers.run_folder.run_access import checkpoint_root
 from workers.signals import STOP_REQUEST
 
@@ -133,7 +133,7 @@ def sessions_closed(moment: tuple[str, int]) -> Iterator[list[Asking]]:
 
 
 def train(
-    cluster: Cluster,
+    cluster: JoinedCluster,
     config: RunConfig,
     cache: StoragePath,
     run: Path,
@@ -152,7 +152,7 @@ def train(
 
 
 def stop(
-    cluster: Cluster, config: RunConfig, cache: StoragePath, run: Path, moment: tuple[str, int]
+    cluster: JoinedCluster, config: RunConfig, cache: StoragePath, run: Path, moment: tuple[str, int]
 ) -> tuple[ExitCode, list[str]]:
     """Train in a run folder until the run is asked to stop: whether it came to its end, and what it said."""
     view = View(run)
@@ -165,7 +165,9 @@ def stop(
         ), view.statuses
 
 
-def calls_of(cluster: Cluster, config: RunConfig, cache: StoragePath, run: Path, seconds: float) -> list[int]:
+def calls_of(
+    cluster: JoinedCluster, config: RunConfig, cache: StoragePath, run: Path, seconds: float
+) -> list[int]:
     """Train where a call of the trainers is to take so long; the steps of each call."""
     view = View(run)
     with (

@@ -1,5 +1,6 @@
 """The architecture: which package imports which, unique module names, and no references to missing files."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -19,6 +20,17 @@ def test_module_names_are_unique() -> None:
     modules = [file.stem for top in ("hybrid", "workers") for file in (ROOT / top).rglob("*.py")]
     repeated = {name for name, count in Counter(modules).items() if count > 1 and not name.startswith("__")}
     assert not repeated
+
+
+def test_class_names_are_unique() -> None:
+    names = Counter(
+        node.name
+        for top in ("hybrid", "workers")
+        for file in (ROOT / top).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not {name for name, count in names.items() if count > 1}
 
 
 def test_files_that_text_refers_to_exist() -> None:

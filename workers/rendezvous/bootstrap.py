@@ -92,7 +92,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class JoinedCluster:
     """A running cluster, as one of its roles sees it.
 
     Attributes:
@@ -114,7 +114,7 @@ def lead(
     secret: Secret,
     listener: socket.socket,
     code_of: Callable[[BaseException], ExitCode] = exit_code,
-) -> Iterator[Cluster]:
+) -> Iterator[JoinedCluster]:
     """Form a cluster as its master, and leave it at the end; see :func:`join`.
 
     Args:
@@ -140,7 +140,7 @@ def lead(
         with _connected(partial(connect, own_address, secret, interval, seconds), seconds) as store:
             try:
                 members = _gather(store, section.topology, section.start_timeout_seconds)
-                cluster = Cluster(MASTER, section.topology, store, members, rendezvous)
+                cluster = JoinedCluster(MASTER, section.topology, store, members, rendezvous)
                 with _in_groups(cluster, config, secret, interface, ()):
                     yield cluster
             except BaseException as error:
@@ -153,7 +153,7 @@ def lead(
 @contextmanager
 def join(
     role: Role, address: MasterAddress, secret: Secret, settings: Sequence[str] = ()
-) -> Iterator[Cluster]:
+) -> Iterator[JoinedCluster]:
     """Join a cluster as a trainer or a worker, and leave it at the end.
 
     After an error, end the process by :func:`end_now`: Python would wait for threads of torch, which may wait
@@ -201,14 +201,18 @@ def join(
         if (verdict := store.get(VERDICT).decode()) != _GO:
             word = StopMessage.parse(verdict)
             raise StoppedError(f"stopped by the master: {word.reason}", word.code)
-        cluster = Cluster(role, section.topology, store, {})
+        cluster = JoinedCluster(role, section.topology, store, {})
         with _in_groups(cluster, config, secret, interface, local_constructors(settings)):
             yield cluster
 
 
 @contextmanager
 def _in_groups(
-    cluster: Cluster, config: RunConfig, secret: Secret, interface: str, constructors: Iterable[partial[Any]]
+    cluster: JoinedCluster,
+    config: RunConfig,
+    secret: Secret,
+    interface: str,
+    constructors: Iterable[partial[Any]],
 ) -> Iterator[None]:
     """Join torch's groups with all roles, and leave them with all roles."""
     run_interruptibly(partial(_start_torch, cluster, config, secret, interface, constructors))
@@ -242,7 +246,11 @@ def _appears(store: dist.Store, key: str, timeout: timedelta) -> bool:
 
 
 def _start_torch(
-    cluster: Cluster, config: RunConfig, secret: Secret, interface: str, constructors: Iterable[partial[Any]]
+    cluster: JoinedCluster,
+    config: RunConfig,
+    secret: Secret,
+    interface: str,
+    constructors: Iterable[partial[Any]],
 ) -> None:
     """Join the groups of torch; returns when every role has joined."""
     section = config.cluster
@@ -326,7 +334,7 @@ def _signal_main_thread(number: int) -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, ours)
 
 
-def announce_stop(cluster: Cluster, word: StopMessage = _DONE) -> None:
+def announce_stop(cluster: JoinedCluster, word: StopMessage = _DONE) -> None:
     """Make every role stop; called by the master."""
     if not word.reason:
         cluster.store.set(STOP, str(word))
@@ -334,7 +342,7 @@ def announce_stop(cluster: Cluster, word: StopMessage = _DONE) -> None:
         cluster.rendezvous.stop(word, _FAREWELL_SECONDS)
 
 
-def await_stop(cluster: Cluster) -> ExitCode:
+def await_stop(cluster: JoinedCluster) -> ExitCode:
     """Wait until the master announces the end, and serve calls meanwhile; return the exit code.
 
     Raises:

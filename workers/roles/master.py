@@ -26,7 +26,7 @@ from workers.exit_codes import ExitCode, Interrupt, StopMessage, exit_code
 from workers.jobs.comparison import Comparison
 from workers.jobs.training_job import Training
 from workers.jobs.user_code_jobs import FunctionJob, ScriptJob
-from workers.rendezvous.bootstrap import Cluster, announce_stop, lead
+from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead
 from workers.rendezvous.interrupt import LostHostError, LostRoleError, last_words
 from workers.rendezvous.master_address import DEFAULT_PORT, listen
 from workers.run_folder.run_state import RunState
@@ -51,7 +51,7 @@ class UnexpectedError(ClusterError):
 
 
 def report_cause(
-    cluster: Cluster, error: ClusterError, when: str, code_of: Callable[[BaseException], ExitCode]
+    cluster: JoinedCluster, error: ClusterError, when: str, code_of: Callable[[BaseException], ExitCode]
 ) -> ClusterError:
     """Diagnose a failure, and report its cause to every role; see :func:`diagnose`.
 
@@ -66,7 +66,7 @@ def report_cause(
     return cause
 
 
-def diagnose(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
+def diagnose(cluster: JoinedCluster, error: ClusterError, when: str) -> ClusterError:
     """Return the error to show for ``error``: a lost role is the cause, whichever role reported the error.
 
     Args:

@@ -29,7 +29,7 @@ from torch import Tensor
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.data.dataset.dataset_manifest import FILE_NAME, DataManifest, DatasetReport
 from hybrid.data.encode.feature_encoder import EncodedBlock
-from hybrid.data.encode.sparse_encoding import Bags
+from hybrid.data.encode.sparse_encoding import EncodedBags
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.primitives.grouping import order_totals
@@ -184,7 +184,7 @@ class PreparedDataset:
         for ids_L, offsets, weights_L in self._bags.values():
             positions_L, lengths_B = positions(offsets, rows)
             weights = None if weights_L is None else weights_L[positions_L]
-            bags.append(Bags(ids_L[positions_L], lengths_B, weights))
+            bags.append(EncodedBags(ids_L[positions_L], lengths_B, weights))
         return Batch(
             torch.from_numpy(self._dense.take(rows, axis=0)),
             sparse_features(self._ids.take(rows, axis=0), bags, self.input_spec.sparse_features),
@@ -224,7 +224,7 @@ def _by_task(values_BT: npt.NDArray[Any]) -> Tensor:
 
 
 def sparse_features(
-    ids_BK: npt.NDArray[np.int32], bags: Sequence[Bags], features: Sequence[FeatureSpec]
+    ids_BK: npt.NDArray[np.int32], bags: Sequence[EncodedBags], features: Sequence[FeatureSpec]
 ) -> SparseFeatures:
     """Return the ids of B samples, feature-major; for ``ids_BK`` and ``bags`` see EncodedBlock."""
     ids_KB = ids_BK.T.astype(np.int64, order="C")

@@ -19,7 +19,7 @@ import pyarrow as pa
 from hybrid.checkpoint.checkpoint_folders import vocabulary_path
 from hybrid.config import TableSection
 from hybrid.data.encode.fitting import FittedStatistics, RankedValues, fitted_encoding, vocabularies
-from hybrid.data.encode.sparse_encoding import Bags, SparseEncoding
+from hybrid.data.encode.sparse_encoding import EncodedBags, SparseEncoding
 from hybrid.data.encode.vocabulary import (
     NO_VALUES,
     VOCABULARIES_FILE,
@@ -51,7 +51,7 @@ class EncodedBlock(NamedTuple):
 
     dense_BF: npt.NDArray[np.float32]
     ids_BK: npt.NDArray[np.int32]
-    bags: tuple[Bags, ...] = ()
+    bags: tuple[EncodedBags, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ class FeatureEncoder:
         dense_BF = scaled(block.dense_BF, self.dense)
         weights = iter(block.weights)
         one_id: list[npt.NDArray[np.int32]] = []
-        bags: list[Bags] = []
+        bags: list[EncodedBags] = []
         for each, column in zip(self.sparse, block.sparse, strict=True):
             ids = each.encode(column)
-            if not isinstance(ids, Bags):
+            if not isinstance(ids, EncodedBags):
                 one_id.append(ids)
             elif each.weighted:
                 bags.append(ids._replace(weights_L=np.asarray(next(weights).flatten())))

@@ -20,7 +20,7 @@ from hybrid.data.values.column_values import is_list
 from hybrid.data.values.scaling import bucket_of
 
 
-class Bags(NamedTuple):
+class EncodedBags(NamedTuple):
     """The ids of a multi-hot feature of B samples.
 
     Attributes:
@@ -92,7 +92,7 @@ class SparseEncoding:
         texts = values.to_pylist()
         return np.array([int(v) if v and v.isdecimal() and int(v) <= last else 0 for v in texts], np.int32)
 
-    def encode(self, column: pa.Array) -> npt.NDArray[np.int32] | Bags:
+    def encode(self, column: pa.Array) -> npt.NDArray[np.int32] | EncodedBags:
         """Return the rows of a column of a ``RawBlock``, or of one whose values are rows already."""
         if self.vocabulary == "buckets":
             return bucket_of(column.to_numpy(zero_copy_only=False), self.bounds)
@@ -100,11 +100,11 @@ class SparseEncoding:
             if not self.multi_hot:
                 return self._encode_flat(column)
             given_B = np.asarray(column.is_valid())
-            return Bags(self._encode_flat(column)[given_B], given_B.astype(np.int64))
+            return EncodedBags(self._encode_flat(column)[given_B], given_B.astype(np.int64))
         ids_L = self._encode_flat(column.flatten())
         lengths_B = np.diff(np.asarray(column.offsets)).astype(np.int64)
         if self.multi_hot:
-            return Bags(ids_L, lengths_B)
+            return EncodedBags(ids_L, lengths_B)
         ids_B = np.zeros(len(lengths_B), np.int32)
         ids_B[lengths_B == 1] = ids_L[np.repeat(lengths_B == 1, lengths_B)]
         return ids_B

@@ -9,12 +9,12 @@ from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from workers.controller.session import Session
 from workers.jobs.comparison import Snapshot, snapshot
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 
 STEPS = 3
 
 
-def reloaded(cluster: Cluster, saved: Case, loaded: Case, folder: Path) -> tuple[Snapshot, Snapshot]:
+def reloaded(cluster: JoinedCluster, saved: Case, loaded: Case, folder: Path) -> tuple[Snapshot, Snapshot]:
     """All that was trained before a checkpoint of ``saved``, and all that ``loaded`` has after loading it."""
     names = [name for name, _ in saved.nets()[0].named_parameters()]
     session = Session(cluster.topology, saved.config, saved.input_spec, STEPS)

@@ -41,7 +41,7 @@ from hybrid.models.dense_net import DenseNet
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.server.hosted_module import Hosted
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 
 SECONDS = 10.0
 RATE = 0.125  # a power of two: sums and products of these small numbers stay exact
@@ -136,7 +136,7 @@ class Trained:
 
 @contextmanager
 def hosted(
-    cluster: Cluster, num_trainers: int
+    cluster: JoinedCluster, num_trainers: int
 ) -> Iterator[tuple[transport.RemoteTables, transport.RemoteNet]]:
     """The table and the remote net, on the cluster's first worker."""
     role = cluster.topology.workers[0]
@@ -150,7 +150,7 @@ def hosted(
         transport.gather([host.call(Hosted.close) for host in (tables, net)])
 
 
-def train(cluster: Cluster, mode: str, shares: list[list[Batch]], rounds: int) -> Trained:
+def train(cluster: JoinedCluster, mode: str, shares: list[list[Batch]], rounds: int) -> Trained:
     """Train some rounds over each trainer's share, a list of batches."""
     roles = cluster.topology.trainers
     steps = max(len(share) for share in shares)
@@ -175,7 +175,7 @@ class _Echo:
         return batch
 
 
-def echo(cluster: Cluster, batch: Batch) -> Batch:
+def echo(cluster: JoinedCluster, batch: Batch) -> Batch:
     """A batch, to a trainer and back."""
     remote: transport.Remote[_Echo] = transport.create(
         cluster.topology.trainers[0], _Echo, timeout_seconds=SECONDS

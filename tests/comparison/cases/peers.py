@@ -25,7 +25,7 @@ from hybrid.engine.uneven_batches import align_batches
 from hybrid.models.dense_net import DenseNet
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Ticket
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 
 SECONDS = 20.0
 
@@ -46,7 +46,7 @@ class _Peer:
         return job(self._index)
 
 
-def on_all_trainers(cluster: Cluster, job: Job) -> list[list[Compared]]:
+def on_all_trainers(cluster: JoinedCluster, job: Job) -> list[list[Compared]]:
     """What ``job`` gives on every trainer, all at once."""
     creating = [
         transport.create(r, _Peer, r.index, timeout_seconds=SECONDS) for r in cluster.topology.trainers

@@ -13,7 +13,7 @@ from support.samples import fit
 
 from hybrid.config import DataSection
 from hybrid.data.encode.feature_encoder import FORMAT_VERSION, FeatureEncoder
-from hybrid.data.encode.sparse_encoding import Bags, SparseEncoding
+from hybrid.data.encode.sparse_encoding import EncodedBags, SparseEncoding
 from hybrid.data.parse.sources import RawBlock
 from hybrid.data.values.canonical import stable_hashes
 from hybrid.data.values.column_values import values
@@ -105,7 +105,7 @@ def test_multi_hot_features_are_encoded_as_bags() -> None:
 def test_lists_of_one_value_are_one_id_and_several_are_unknown() -> None:
     encoder = fit([raw([0, 0], [["a"], []])], DATA)
     assert encoder.input_spec.sparse_features == (FeatureSpec("city", 2),)
-    assert not isinstance(encoder.sparse[0].encode(raw([0], [["a"]]).sparse[0]), Bags)
+    assert not isinstance(encoder.sparse[0].encode(raw([0], [["a"]]).sparse[0]), EncodedBags)
     encoded = encoder.encode(raw([0, 0, 0], [["a", "a"], ["a"], []]))
     assert encoded.ids_BK.tolist() == [[0], [1], [0]]
 

@@ -12,7 +12,7 @@ from support.samples import fit, located, read, write
 
 from hybrid.config import ColumnSection, DataSection, TableSection
 from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.encode.sparse_encoding import Bags
+from hybrid.data.encode.sparse_encoding import EncodedBags
 from hybrid.data.values.canonical import stable_hashes
 from hybrid.errors import ConfigError, DataError
 
@@ -23,7 +23,7 @@ def data_of(sparse: str, **keys: Any) -> DataSection:
 
 def encoded(
     path: Path, data: DataSection, columns: Mapping[str, ColumnSection]
-) -> tuple[FeatureEncoder, list[list[int]], list[Bags]]:
+) -> tuple[FeatureEncoder, list[list[int]], list[EncodedBags]]:
     """Fit an encoder on the rows of a file, and encode them."""
     block, report = read(data, path, columns=columns)
     assert report.total == 0

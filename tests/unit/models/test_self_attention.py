@@ -7,7 +7,7 @@ import torch
 from support.models import Parameters, check_model, plain_mlp, vectors, within
 from torch import Tensor, nn
 
-from hybrid.models.self_attention import Block, SelfAttention, last_of, next_item_loss
+from hybrid.models.self_attention import AttentionBlock, SelfAttention, last_of, next_item_loss
 
 DIM, LONGEST, LENGTHS = 4, 6, (5, 1, 0, 3)
 IS_ITEM = torch.arange(5) < torch.tensor(LENGTHS).unsqueeze(1)
@@ -70,7 +70,7 @@ def test_model_equals_its_equations(num_blocks: int, num_heads: int) -> None:
 
 def test_heads_divide_the_vectors() -> None:
     with pytest.raises(ValueError, match="3 heads do not divide vectors of width 4"):
-        Block(DIM, 3)
+        AttentionBlock(DIM, 3)
 
 
 def test_last_output_follows_the_last_item() -> None:

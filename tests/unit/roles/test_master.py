@@ -15,7 +15,7 @@ from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.transport import LostError
 from workers.cluster_task import FunctionTask
 from workers.exit_codes import StopMessage, exit_code
-from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.bootstrap import JoinedCluster
 from workers.rendezvous.interrupt import LostHostError, LostRoleError
 from workers.rendezvous.master_address import listen
 from workers.roles import master
@@ -24,7 +24,7 @@ WORKER = Role(RoleKind.WORKER, 0)
 LOST_HOST = LostHostError("lost host b (trainer 1, worker 0)")
 
 
-def cluster_with_lost_worker(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Cluster:
+def cluster_with_lost_worker(monkeypatch: pytest.MonkeyPatch, error: Exception) -> JoinedCluster:
     """Return a cluster with one worker, whose pings fail with ``error``."""
 
     def wait() -> None:
@@ -32,7 +32,7 @@ def cluster_with_lost_worker(monkeypatch: pytest.MonkeyPatch, error: Exception) 
 
     monkeypatch.setattr(transport, "ping", lambda *_: SimpleNamespace(wait=wait))
     members = {WORKER: SimpleNamespace(host="b", pid=7)}
-    return cast(Cluster, SimpleNamespace(members=members, rendezvous=object()))
+    return cast(JoinedCluster, SimpleNamespace(members=members, rendezvous=object()))
 
 
 def refuse(topology: Topology, config: RunConfig) -> None:
@@ -41,8 +41,8 @@ def refuse(topology: Topology, config: RunConfig) -> None:
 
 def test_role_lost_at_the_end_does_not_hide_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def lead(*_: object) -> Iterator[Cluster]:
-        yield Cluster(MASTER, Topology(0, 0), cast(Any, None), {})
+    def lead(*_: object) -> Iterator[JoinedCluster]:
+        yield JoinedCluster(MASTER, Topology(0, 0), cast(Any, None), {})
 
     def announce_stop(*_: object) -> None:
         raise LostRoleError("lost worker 0")
