@@ -161,7 +161,16 @@ def hosts(commands: Callable[[str, str], None], tmp_path: Path) -> Iterator[subp
     commands("hybrid", ROLE)
     commands("ssh", 'HOST=$1; export HOST; shift; exec bash -c "$*"')
     commands("sleep", 'echo "$1" >>pauses')
-    command = [str(FOLDER / "hosts.sh"), "n0", "n0 n0", "n1", "--config", "a b.toml"]
+    command = [
+        "env",
+        "--default-signal=INT",
+        str(FOLDER / "hosts.sh"),
+        "n0",
+        "n0 n0",
+        "n1",
+        "--config",
+        "a b.toml",
+    ]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.DEVNULL
     ) as script:
