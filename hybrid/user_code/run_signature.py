@@ -55,7 +55,7 @@ def load_run_config(
     """
     config = load_config(path, overrides, is_stored=True)
     if not trust_code:
-        _refuse_unsigned(path, _code_entries(config), f"this code, which would be imported and run, {_ALLOW}")
+        _refuse_unsigned(path, _code_entries(config), f"code to import and run, {_ALLOW}")
         _refuse_paths(path, _path_entries(config) if uses_paths else [], overrides)
     return config
 
@@ -84,7 +84,7 @@ def _refuse_paths(path: StoragePath, entries: Sequence[tuple[str, str]], overrid
     for each in entries:
         if each[0] not in chosen:
             remedy = f"or choose another (--resume: --set {each[0]}=...; evaluate and predict: --input)"
-            _refuse_unsigned(path, [each], f"this, which would be used, {_ALLOW}, {remedy}")
+            _refuse_unsigned(path, [each], f"a path or address to use, {_ALLOW}, {remedy}")
 
 
 def _code_entries(config: RunConfig) -> list[tuple[str, str]]:
