@@ -10,7 +10,7 @@ from loop_and_score import arguments, auc, scores, train
 from torch import Tensor, nn
 
 import hybrid
-from hybrid.models.self_attention import SelfAttention, last_of, next_item_loss
+from hybrid.models.self_attention import SelfAttention, last_queries, next_item_loss
 
 DIM = 32
 
@@ -34,7 +34,7 @@ class Net(nn.Module):
     def scores(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
         """Return the score of each candidate for the next item."""
         wanted, _, _, is_item = self(batch)
-        return ((self.item(batch["candidates"]) @ last_of(wanted, is_item).unsqueeze(2)).squeeze(2),)
+        return ((self.item(batch["candidates"]) @ last_queries(wanted, is_item).unsqueeze(2)).squeeze(2),)
 
 
 def main() -> None:

@@ -25,13 +25,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hybrid.custom_loop.cluster import Cluster, connect
-    from hybrid.custom_loop.embedding_modules import Embedding, EmbeddingBag, Jagged
-    from hybrid.custom_loop.table_optimizers import (
+    from hybrid.custom_loop.embedding_modules import (
         SGD,
         Adagrad,
         Adam,
         AdamW,
+        Embedding,
+        EmbeddingBag,
         Ftrl,
+        Jagged,
         Momentum,
         RowwiseAdagrad,
     )
@@ -61,7 +63,6 @@ __all__ = [
 # A name is imported on its first use: its module imports torch, which takes seconds.
 _MODULES = {
     **dict.fromkeys(("Cluster", "connect"), "hybrid.custom_loop.cluster"),
-    **dict.fromkeys(("Embedding", "EmbeddingBag", "Jagged"), "hybrid.custom_loop.embedding_modules"),
     **dict.fromkeys(("listwise_loss", "pairwise_loss"), "hybrid.engine.ranking_losses"),
     "load": "hybrid.inference.trained_module",
 }
@@ -71,7 +72,7 @@ if not TYPE_CHECKING:  # else type checkers would accept any attribute
     def __getattr__(name):
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_MODULES.get(name, "hybrid.custom_loop.table_optimizers")), name)
+        value = getattr(import_module(_MODULES.get(name, "hybrid.custom_loop.embedding_modules")), name)
         globals()[name] = value
         return value
 

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from hybrid.errors import DataError
 from hybrid.input_spec import TaskSpec
-from hybrid.primitives.grouping import group_ends, order_totals, split_group, whole_bounds
+from hybrid.primitives.grouping import find_split_group, group_bounds, group_ends, ranking_totals
 from hybrid.primitives.splitmix64 import splitmix64
 
 
@@ -67,18 +67,19 @@ class SparseFeatures(NamedTuple):
         """Return the samples from ``start`` to ``stop``."""
         size = self.batch_size
         if self.offsets is None:
-            shape_KB, selected = (self.num_features, size), slice(start, stop)
-            weights_L = self.weights_L
-            if weights_L is not None:
-                weights_L = weights_L.view(shape_KB)[:, selected].flatten()
-            return self._replace(ids_L=self.ids_L.view(shape_KB)[:, selected].flatten(), weights_L=weights_L)
+
+            def select(values_L: Tensor) -> Tensor:
+                return values_L.view(self.num_features, size)[:, start:stop].flatten()
+
+            weights_L = None if self.weights_L is None else select(self.weights_L)
+            return self._replace(ids_L=select(self.ids_L), weights_L=weights_L)
         firsts = [k * size + start for k in range(self.num_features)]
         bounds = [(int(self.offsets[f]), int(self.offsets[f + stop - start])) for f in firsts]
         lengths = torch.cat([self.offsets[f : f + stop - start + 1].diff() for f in firsts])
+        ids_L = torch.cat([self.ids_L[a:b] for a, b in bounds])
         weights_L = None
         if self.weights_L is not None:
             weights_L = torch.cat([self.weights_L[a:b] for a, b in bounds])
-        ids_L = torch.cat([self.ids_L[a:b] for a, b in bounds])
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return SparseFeatures(ids_L, offsets, weights_L, self.num_features)
 
@@ -86,7 +87,7 @@ class SparseFeatures(NamedTuple):
     def from_bags(
         cls, bags: list[list[list[int]]], weights: list[list[list[float]]] | None = None
     ) -> SparseFeatures:
-        """Make features of nested lists ``bags[feature][sample]`` of ids, and weights of the same shape."""
+        """Create features from nested lists ``bags[feature][sample]`` of ids; weights have the same shape."""
         flat = [bag for feature in bags for bag in feature]
         lengths = torch.tensor([0] + [len(bag) for bag in flat], dtype=torch.int64)
         weights_L = None
@@ -98,7 +99,7 @@ class SparseFeatures(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One trainer's slice of a step's samples.
+    """The slice of a step's samples of one trainer.
 
     Attributes:
         dense_features: ``dense_BF``, float32.
@@ -112,7 +113,7 @@ class Batch(NamedTuple):
         total_weights: ``totals_T``, float64, sums of the weights over all trainers; not read without weights.
         groups: ``groups_B``, int64, group of each sample; None without groups.
         total_groups: ``totals_T``, float64, weights of the groups of all trainers by task (see
-            :func:`hybrid.primitives.grouping.order_weights`); None without a ranking loss. With one, the
+            :func:`hybrid.primitives.grouping.ranking_weights`); None without a ranking loss. With one, the
             samples of a group are adjacent, in one slice and in one micro-batch.
     """
 
@@ -138,25 +139,19 @@ class Batch(NamedTuple):
         Raises:
             DataError: a shape or a value is wrong.
         """
-        size, num_tasks = len(self.labels), len(tasks)
+        size, num_tasks, sparse = len(self.labels), len(tasks), self.sparse_features
         shape = tuple(self.labels.shape)
-        if shape not in ((0,), (size,) if num_tasks == 1 else (size, num_tasks)):
-            required = "of one dimension" if num_tasks == 1 else f"[samples, {num_tasks}]"
-            raise DataError(f"a batch has labels of shape {list(shape)}, not {required}")
-        sizes = (tuple(self.dense_features.shape), self.sparse_features.batch_size)
-        if sizes != ((size, num_dense), size):
-            raise DataError(
-                f"a batch of {size} labels has dense features of shape {list(sizes[0])}, not "
-                f"[{size}, {num_dense}], and sparse features of {sizes[1]} samples"
-            )
-        if self.sparse_features.num_features != num_sparse:
-            raise DataError(
-                f"a batch has {self.sparse_features.num_features} sparse features, not {num_sparse}"
-            )
+        labels_shape = (size,) if num_tasks == 1 or shape == (0,) else (size, num_tasks)
+        weights_shape = shape if self.weights is None else tuple(self.weights.shape)
+        for name, has, required in (
+            ("labels", shape, labels_shape),
+            ("dense features", tuple(self.dense_features.shape), (size, num_dense)),
+            ("sparse features", (sparse.batch_size, sparse.num_features), (size, num_sparse)),
+            ("weights", weights_shape, shape),
+        ):
+            if has != required:
+                raise DataError(f"a batch of {size} samples has {name} of shape {[*has]}, not {[*required]}")
         if self.weights is not None:
-            if self.weights.shape != self.labels.shape:
-                shapes = f"{list(self.weights.shape)}, and labels of shape {list(shape)}"
-                raise DataError(f"a batch has weights of shape {shapes}; both must be the same")
             is_wrong = ~(self.weights.isfinite() & (self.weights >= 0))
             if is_wrong.any():
                 sample, wrong = int(is_wrong.nonzero()[0, 0]), self.weights[is_wrong][0].item()
@@ -166,10 +161,10 @@ class Batch(NamedTuple):
             _check_labels(task, labels_B)
 
     def check_groups(self) -> None:
-        """Check that there are groups, and that the samples of each are adjacent.
+        """Check that the samples have groups, and that the samples of each group are adjacent.
 
         Raises:
-            DataError: they are not.
+            DataError: groups are missing, or samples of a group are not adjacent.
         """
         if not (size := len(self.labels)):
             return
@@ -178,16 +173,16 @@ class Batch(NamedTuple):
             raise DataError(
                 f"a batch has {shape}; a ranking loss needs the group of each of its {size} samples"
             )
-        if (split := split_group(self.groups.cpu().numpy())) is not None:
+        if (split := find_split_group(self.groups.cpu().numpy())) is not None:
             raise DataError(f"group {split} is split: its samples are not adjacent in the batch")
 
-    def order_totals(self, num_tasks: int) -> Tensor:
-        """Return the weights of the groups by task, (T,); see ``order_weights``."""
+    def ranking_totals(self, num_tasks: int) -> Tensor:
+        """Return the weights of the groups by task, (T,); see ``ranking_weights``."""
         if not len(self.labels):
             return torch.zeros(num_tasks, dtype=torch.float64)
         assert self.groups is not None, "checked by check_groups"
         weights_BT = None if self.weights is None else by_task(self.weights, num_tasks)
-        return order_totals(by_task(self.labels, num_tasks), weights_BT, self.groups)
+        return ranking_totals(by_task(self.labels, num_tasks), weights_BT, self.groups)
 
     def row_keys(self, sequences: Iterable[int] = ()) -> Tensor:
         """Return ``keys_B``, int64, equal for samples with the same features, whatever their labels.
@@ -215,22 +210,22 @@ class Batch(NamedTuple):
             feature_ids = slice(starts[0], starts[-1])
             positions_L = np.arange(starts[0], starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
             hashes_L[feature_ids] = splitmix64(hashes_L[feature_ids] + positions_L.astype(np.uint64))
-        # Sums wrap around; their differences are right.
+        # The sums overflow; their differences are right modulo 2**64.
         sums = np.concatenate([np.zeros(1, np.uint64), hashes_L.cumsum()])
         keys_B += np.diff(sums[offsets]).reshape(num_sparse, size).sum(axis=0)
         return torch.from_numpy(keys_B.view(np.int64))
 
-    def split(self, parts: int) -> list[Batch]:
-        """Split into consecutive micro-batches of equal sizes, give or take a sample; any may be empty.
+    def split(self, count: int) -> list[Batch]:
+        """Split into ``count`` consecutive micro-batches, whose sizes differ by at most one sample.
 
-        With a ranking loss, groups are not split: sizes differ by up to a group more.
+        Micro-batches may be empty. With a ranking loss, groups are not split, so sizes may differ by a group.
         """
-        if parts == 1:
+        if count == 1:
             return [self]
-        bounds = [slice_bounds(len(self.labels), part, parts) for part in range(parts)]
+        bounds = [slice_bounds(len(self.labels), index, count) for index in range(count)]
         if self.total_groups is not None and self.groups is not None:
             ends_G = group_ends(self.groups.cpu().numpy())
-            bounds = [whole_bounds(ends_G, *each) for each in bounds]
+            bounds = [group_bounds(ends_G, *each) for each in bounds]
         return [
             self._replace(
                 dense_features=self.dense_features[start:stop],
@@ -243,45 +238,37 @@ class Batch(NamedTuple):
         ]
 
 
-def slice_bounds(size: int, index: int, parts: int) -> tuple[int, int]:
-    """Return start and stop of slice ``index`` of ``size`` items in ``parts`` contiguous, balanced slices."""
-    small, larger = divmod(size, parts)
+def slice_bounds(size: int, index: int, count: int) -> tuple[int, int]:
+    """Return start and stop of slice ``index``, if ``size`` items are cut into ``count`` balanced slices."""
+    small, larger = divmod(size, count)
     start = index * small + min(index, larger)
     return start, start + small + (index < larger)
 
 
 def _bits(numbers: Tensor) -> npt.NDArray[np.uint64]:
-    """Return the bits of numbers, equal for 0.0 and -0.0."""
+    """Return the bits of each number as float64; 0.0 and -0.0 have the same bits."""
     return (numbers.detach().cpu().double().numpy() + 0.0).view(np.uint64)
 
 
-def by_task(values: Tensor, num_columns: int) -> Tensor:
-    """Return ``values``, (B, columns) or (B,) for one column, as (B, columns)."""
-    return values.view(len(values), num_columns)
+def by_task(values: Tensor, num_tasks: int) -> Tensor:
+    """Return labels or weights of shape (B, T), or (B,) for one task, in the shape (B, T)."""
+    return values.view(len(values), num_tasks)
 
 
 def _check_labels(task: TaskSpec, labels_B: Tensor) -> None:
     """Raise DataError if a label does not fit the task."""
-    if not len(labels_B):
-        return
-    lowest, highest = (bound.item() for bound in labels_B.aminmax())  # NaN where one is
     if task.kind == "binary":
-        if lowest >= 0 and highest <= 1:
-            return
-        is_wrong_B = ~((labels_B >= 0) & (labels_B <= 1))
+        is_valid_B = (labels_B >= 0) & (labels_B <= 1)
         rule = "labels must be 0, 1 or a probability in between"
     elif task.kind == "regression":
-        if np.isfinite([lowest, highest]).all():
-            return
-        is_wrong_B, rule = ~labels_B.isfinite(), "labels must be finite numbers"
+        is_valid_B, rule = labels_B.isfinite(), "labels must be finite numbers"
     else:
-        is_wrong_B = ~((labels_B >= 0) & (labels_B < task.num_classes) & (labels_B == labels_B.floor()))
-        if not is_wrong_B.any():
-            return
+        is_valid_B = (labels_B >= 0) & (labels_B < task.num_classes) & (labels_B == labels_B.floor())
         rule = f"labels must be classes from 0 to {task.num_classes - 1}"
-    sample = int(is_wrong_B.nonzero()[0])
-    of_task = "" if task.name == TaskSpec().name else f" for task {task.name}"
-    raise DataError(f"sample {sample} has the label {labels_B[sample].item()}{of_task}; {rule}")
+    if not is_valid_B.all():
+        sample = int((~is_valid_B).nonzero()[0])
+        of_task = "" if task.name == TaskSpec().name else f" for task {task.name}"
+        raise DataError(f"sample {sample} has the label {labels_B[sample].item()}{of_task}; {rule}")
 
 
 def split_outputs(outputs_BO: Tensor, num_outputs: Sequence[int]) -> Sequence[Tensor]:
@@ -292,5 +279,7 @@ def split_outputs(outputs_BO: Tensor, num_outputs: Sequence[int]) -> Sequence[Te
     """
     if len(num_outputs) == 1:
         return [outputs_BO]
-    parts = outputs_BO.split(list(num_outputs), dim=1)
-    return [part.squeeze(1) if num == 1 else part for part, num in zip(parts, num_outputs, strict=True)]
+    return [
+        outputs.squeeze(1) if outputs.shape[1] == 1 else outputs
+        for outputs in outputs_BO.split(list(num_outputs), dim=1)
+    ]

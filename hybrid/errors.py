@@ -9,7 +9,7 @@
     ├── NonFiniteError    a loss or gradient is infinite or not a number
     └── ClusterError      a role is missing, failed, or was lost
 
-Every message is one line that says what happened and what to do; stacks go to the log of the role.
+Every message is one line that says what happened and what to do. The log of the role has the stack trace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class HybridError(Exception):
 
     @property
     def kind(self) -> type[Exception]:
-        """OutageError if an outage is the cause, else the class; a report of a remote error has its class."""
+        """OutageError if the chain of causes has an OutageError, else the class of this error."""
         cause = self.__cause__
         is_outage = isinstance(cause, HybridError) and issubclass(cause.kind, OutageError)
         return OutageError if is_outage else type(self)
@@ -36,8 +36,8 @@ class ConfigError(HybridError):
     """
 
     def __init__(self, key: str, rule: str, value: object = None) -> None:
-        found = "" if value is None else f" = {value!r}"
-        super().__init__(f"{' '.join(key.split())}{found}: {rule}")
+        shown = "" if value is None else f" = {value!r}"
+        super().__init__(f"{' '.join(key.split())}{shown}: {rule}")
         self.key = key
         self.value = value
         self.rule = rule
@@ -72,7 +72,7 @@ class OutageError(StorageError):
 
 
 class NonFiniteError(HybridError):
-    """A loss or gradient is infinite or not a number, and the configuration stops the run at one."""
+    """A loss or gradient is infinite or not a number, and ``train.non_finite`` is ``stop``."""
 
 
 class ClusterError(HybridError):
@@ -80,12 +80,12 @@ class ClusterError(HybridError):
 
 
 def error_kind(error: BaseException) -> str:
-    """Return the name of an error's class for another process; see :func:`error_class`."""
+    """Return the class name of an error, from which another process gets :func:`error_class`."""
     return (error.kind if isinstance(error, HybridError) else type(error)).__name__
 
 
 def error_class(name: str) -> type[Exception]:
-    """Return the class of this module with a name; Exception if there is none."""
+    """Return the class of this module that is called ``name``; Exception if there is none."""
     cls = globals().get(name)
     return cls if isinstance(cls, type) and issubclass(cls, HybridError) else Exception
 

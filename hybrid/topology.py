@@ -48,14 +48,17 @@ class Topology:
 
     @property
     def world_size(self) -> int:
+        """The number of roles."""
         return 1 + self.num_trainers + self.num_workers
 
     @property
     def trainers(self) -> tuple[Role, ...]:
+        """The trainers by index."""
         return tuple(Role(RoleKind.TRAINER, i) for i in range(self.num_trainers))
 
     @property
     def workers(self) -> tuple[Role, ...]:
+        """The workers by index."""
         return tuple(Role(RoleKind.WORKER, i) for i in range(self.num_workers))
 
     @property
@@ -64,7 +67,7 @@ class Topology:
         return (MASTER, *self.trainers, *self.workers)
 
     def partners(self, role: Role) -> tuple[Role, ...]:
-        """Return the roles that a role calls: the master all of them, trainers and workers each other."""
+        """Return the roles that ``role`` calls. Trainers do not call trainers, nor workers workers."""
         partners = {
             RoleKind.MASTER: self.roles,
             RoleKind.TRAINER: (MASTER, *self.workers),
@@ -74,18 +77,15 @@ class Topology:
 
     def rank(self, role: Role) -> int:
         """Return the RPC rank of ``role``; ValueError if the cluster has no such role."""
-        try:
-            return self.roles.index(role)
-        except ValueError:
-            raise ValueError(f"{role} is not in a cluster of {self}") from None
+        return self.roles.index(role)
 
     def __str__(self) -> str:
         return f"1 master, {self.num_trainers} trainer(s), {self.num_workers} worker(s)"
 
 
 def polls_shared_memory(world_size: int) -> bool:
-    """Whether RPC within a host goes through shared memory, for a cluster of so many roles.
+    """Return whether RPC within a host uses shared memory, in a cluster of ``world_size`` roles.
 
-    Polling it takes the core that computes the response, unless every process has one.
+    TensorPipe polls shared memory. Unless each process has a core, polling delays the peer that computes.
     """
     return world_size <= (os.cpu_count() or 1)

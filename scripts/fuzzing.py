@@ -17,11 +17,11 @@ _BLOCK_BYTES = (7, 1 << 20)
 
 
 def main() -> None:
-    """Fuzz for the number of seconds in the command line."""
+    """Fuzz for the number of seconds that the command line gives."""
     with tempfile.TemporaryDirectory(prefix="hybrid-fuzz-") as folder:
         path, corpus = Path(folder) / "file", Path(folder) / "corpus"
-        words = Path(folder) / "words"
-        words.write_text("".join(f'"{_escaped(token[:64])}"\n' for token in TOKENS))
+        dictionary = Path(folder) / "words"
+        dictionary.write_text("".join(f'"{_escaped(token[:64])}"\n' for token in TOKENS))
         corpus.mkdir()
         for number, token in enumerate(TOKENS):
             (corpus / str(number)).write_bytes(bytes([number]) + token)
@@ -32,7 +32,12 @@ def main() -> None:
             layout = LAYOUTS[choice % len(LAYOUTS)]
             read_hostile(path, layout, bool(choice & 64), _BLOCK_BYTES[choice >> 7])
 
-        limits = [f"-max_total_time={sys.argv[1]}", f"-dict={words}", "-max_len=2000", "-rss_limit_mb=4096"]
+        limits = [
+            f"-max_total_time={sys.argv[1]}",
+            f"-dict={dictionary}",
+            "-max_len=2000",
+            "-rss_limit_mb=4096",
+        ]
         atheris.Setup([sys.argv[0], *limits, str(corpus)], read)
         atheris.Fuzz()
 

@@ -9,7 +9,7 @@ from support.cluster import Clusters
 from support.stores import AZURITE, CREDENTIALS, Store, azure_container, google_bucket, named_by_environment
 
 from hybrid.storage.remote_path import RemotePath
-from workers.module_imports import importing_much
+from workers.module_imports import fast_imports
 
 # Commands set this before they import torch; forked processes have imported torch already.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -18,7 +18,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect without garbage collection, which takes a quarter of the time."""
-    with importing_much():
+    with fast_imports():
         return (yield)
 
 

@@ -13,7 +13,7 @@ from hybrid.errors import StorageError
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import RoleKind
 from workers.console.messages import Verbosity
-from workers.rendezvous.master_address import DEFAULT_PORT
+from workers.rendezvous.host_setup import DEFAULT_PORT
 
 _Parser: TypeAlias = argparse.ArgumentParser
 _Options: TypeAlias = Callable[[_Parser], None]
@@ -22,7 +22,7 @@ COMPARED_DTYPE = DTYPES[-1]
 EXPORTS = ("program", "onnx", "tables")
 ROW_TYPES = ("float32", "bfloat16")  # of exported tables
 AUTO = "auto"  # for --resume
-STREAM = "-"  # instead of a file
+STREAM = "-"  # standard input or output
 
 _EPILOG = (
     "Exit codes: 0 success; 1 failure that would occur again; 2 wrong arguments; 75 failure that a new start "
@@ -65,27 +65,22 @@ _CHECKPOINT_OF_RUN = "run folder, for its best checkpoint, or one checkpoint; a 
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of one command; its name is in ``command``. Exits with 2 if they are wrong."""
+    """Return the options of one command, with its name in ``command``; exit with 2 if they are wrong."""
     parser, commands = _parsers()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    command = next((each for each in given if not each.startswith("-")), None)
-    if not given:
+    values = list(sys.argv[1:] if arguments is None else arguments)
+    command = next((each for each in values if not each.startswith("-")), None)
+    if not values:
         parser.print_help()
         parser.exit(2)
     if command is not None and command not in commands:
         similar = difflib.get_close_matches(command, commands, n=1)
         hint = f"did you mean '{similar[0]}'?" if similar else f"choose from {', '.join(commands)}"
         parser.error(f"unknown command '{command}'; {hint}")
-    end = len(given)
-    if _SCRIPT_ARGUMENTS in given and command in (_RUN, _COMPARE):
-        end = given.index(_SCRIPT_ARGUMENTS)
-    options = parser.parse_args(given[:end], argparse.Namespace(verbosity=Verbosity.NORMAL))
-    options.arguments = given[end + 1 :]
-    if getattr(options, "run_folder", options) is None:
-        # An option of many values takes all that follow it, RUN too.
-        if len(options.input) < 2:
-            parser.error(f"{options.command}: RUN is missing")
-        options.run_folder = _path(options.input.pop())
+    end = len(values)
+    if _SCRIPT_ARGUMENTS in values and command in (_RUN, _COMPARE):
+        end = values.index(_SCRIPT_ARGUMENTS)
+    options = parser.parse_args(values[:end], argparse.Namespace(verbosity=Verbosity.NORMAL))
+    options.arguments = values[end + 1 :]
     return options
 
 
@@ -123,7 +118,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
             name,
             help=text,
             description=about or f"{text[0].upper()}{text[1:]}.",
-            usage=f"hybrid {name} [OPTION ...] {usage}" if usage else None,
+            usage=f"hybrid {name} {usage}" if usage else None,
             parents=[common],
         )
         for add_options in options:
@@ -132,15 +127,15 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
 
     add("launch", "train a model on a cluster on this machine", _config, _resume, about=_LAUNCH)
     text = "compare a cluster with one process on the same training steps"
-    usage = "[SCRIPT [-- ARGUMENT ...]]"
+    usage = "[OPTION ...] [SCRIPT [-- ARGUMENT ...]]"
     compare = add(_COMPARE, text, _config, _counts, about=_COMPARE_TEXT, usage=usage)
-    help_text = "training script, as of 'hybrid run'; without it, the configured run is compared"
+    help_text = "training script, as for 'hybrid run'; without it, the configured run is compared"
     compare.add_argument("script", nargs="?", metavar="SCRIPT", help=help_text)
     compare.add_argument("--steps", type=int, default=20, metavar="N", help="number of steps (default: 20)")
     help_text = f"precision of both sides (default: {COMPARED_DTYPE}; train.dtype for a script)"
     compare.add_argument("--dtype", choices=DTYPES, help=help_text)
     text = "run your training script on a cluster on this machine"
-    run = add(_RUN, text, _counts, _config, about=_RUN_TEXT, usage="SCRIPT [-- ARGUMENT ...]")
+    run = add(_RUN, text, _counts, _config, about=_RUN_TEXT, usage="[OPTION ...] SCRIPT [-- ARGUMENT ...]")
     help_text = (
         "Python file that every trainer runs; or MODULE:FUNCTION, which the master calls as "
         "function(topology, config)"
@@ -167,9 +162,9 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     ):
         plan.add_argument(flag, type=value_type, metavar=metavar, default=default, help=help_text)
     text = "compute metrics of a trained model in one process"
-    _input(add("evaluate", text, _model, usage="RUN"), "files with labels")
+    _input(add("evaluate", text, _model, usage="RUN [OPTION ...]"), "files with labels")
     text = "compute predictions for new rows in one process"
-    predict = add("predict", text, _model, usage="RUN")
+    predict = add("predict", text, _model, usage="RUN [OPTION ...]")
     _input(predict, f"files, with or without labels, or {STREAM} for text on standard input")
     help_text = (
         "file to write: Parquet if it ends in .parquet, else CSV; a path or URL; must not exist "
@@ -178,41 +173,18 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     predict.add_argument("--output", type=_path, default=STREAM, metavar="FILE", help=help_text)
     help_text = "input columns to copy to the output, separated by commas; repeatable"
     predict.add_argument("--keep", action="append", default=[], metavar="NAMES", help=help_text)
-    export = add("export", "export a trained model: PyTorch program, ONNX, tables", _output_folder, _trust)
-    export.add_argument("run_folder", type=_path, metavar="RUN", help=_CHECKPOINT_OF_RUN)
+    export = add("export", "export a trained model: PyTorch program, ONNX, tables", _model)
+    help_text = "folder to write, a path or URL; must not exist"
+    export.add_argument("--output", type=_path, required=True, metavar="FOLDER", help=help_text)
     help_text = "program: torch.export; onnx; tables: safetensors (default: program); repeatable"
     export.add_argument("--format", action="append", choices=EXPORTS, help=help_text)
     help_text = "data type of the tables; the loss of precision is measured (default: that of the run)"
     export.add_argument("--dtype", choices=ROW_TYPES, help=help_text)
-    _name_map(export, "names of tables in the exported file")
-    text = "import embedding tables of another program into a copy of a run"
-    import_ = add("import", text, _output_folder)
-    help_text = "state dict written by torch.save, or a safetensors file"
-    import_.add_argument("source", type=_path, metavar="SOURCE", help=help_text)
-    help_text = "run folder, for its newest checkpoint, or one checkpoint; it is not changed"
-    import_.add_argument("--into", type=_path, required=True, metavar="RUN", help=help_text)
-    _name_map(import_, "the tensor for each table", required=True)
     config = add("config", "print the effective configuration, or all keys", _config)
     config.add_argument("--describe", action="store_true", help="print each key: default, rule, meaning")
     secret = add("secret", "create a secret file for roles started by hand", about=_SECRET)
     secret.add_argument("file", type=Path, metavar="FILE", help="file to create; must not exist")
     return parser, subparsers.choices
-
-
-def _output_folder(parser: _Parser) -> None:
-    help_text = "folder to write, a path or URL; must not exist"
-    parser.add_argument("--output", type=_path, required=True, metavar="FOLDER", help=help_text)
-
-
-def _name_map(parser: _Parser, text: str, required: bool = False) -> None:
-    parser.add_argument(
-        "--map",
-        action="append",
-        default=[],
-        required=required,
-        metavar="NAME=TABLE",
-        help=f"{text}; * matches the same text on both sides: 'embedding_bags.*.weight=*'; repeatable",
-    )
 
 
 def _counts(parser: _Parser) -> None:
@@ -243,19 +215,18 @@ def _resume(parser: _Parser) -> None:
         "--resume",
         metavar="RUN",
         help="continue the run in this folder, with its own configuration; 'auto' continues the newest run "
-        "of this configuration, or starts one; a finished run is left as it is",
+        "of this configuration, or starts one; a finished run is not changed",
     )
     _trust(parser)
 
 
 def _model(parser: _Parser) -> None:
-    # Absent if --input has taken it; see parse.
-    parser.add_argument("run_folder", type=_path, nargs="?", metavar="RUN", help=_CHECKPOINT_OF_RUN)
+    parser.add_argument("run_folder", type=_path, metavar="RUN", help=_CHECKPOINT_OF_RUN)
     _trust(parser)
 
 
 def _trust(parser: _Parser) -> None:
-    help_text = "use the modules, paths and URLs that RUN names although RUN is not signed by you"
+    help_text = "use the modules, paths and URLs that RUN names, even if you have not signed RUN"
     parser.add_argument("--trust-code", action="store_true", help=help_text)
 
 

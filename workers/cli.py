@@ -1,32 +1,44 @@
 """The command line: runs a command, stops it on signals, and ends with an exit code."""
 
 import argparse
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 from hybrid.errors import HybridError
+from hybrid.storage.private_files import private_user_folder
 from hybrid.topology import RoleKind
+from workers import commands
 from workers.arguments import parse
-from workers.commands import offline_commands, role_commands, run_commands
-from workers.compile_cache import choose_compile_cache
 from workers.console.messages import logging_to_stderr, print_line, visible
 from workers.console.output_stream import tolerate_lost_output
-from workers.exit_codes import ExitCode, Interrupt, exit_code
+from workers.exit_codes import HANDLED_SIGNALS, STOP_REQUEST, ExitCode, Interrupt, exit_code, handling
 from workers.module_imports import search_working_directory_last
-from workers.signals import HANDLED_SIGNALS, STOP_REQUEST
+
+# Cache folders of torch's compiler, and of its kernels for some GPUs. The defaults have predictable names in
+# the system's temporary folder, and torch loads libraries that another user may have put there.
+_VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "QUACK_CACHE_DIR": "quack"}
+# Torch writes precompiled headers to the temporary folder only. Without them the first compilation takes
+# twice as long.
+_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; exit with a code of :class:`workers.exit_codes.ExitCode`, and a line on stderr."""
+    """Run one command; if it fails, print a line and exit with a :class:`workers.exit_codes.ExitCode`."""
     started_at = time.time()
     # torch's C++ code logs each broken connection with a stack; the roles report it in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     search_working_directory_last()  # for modules of the user (dense.net = module:function)
     options = parse(arguments)
+    options.started_at = started_at
     if options.command not in _WITHOUT_TORCH:
         choose_compile_cache()
     is_run = options.command in _RUNS
@@ -37,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ):
             try:
                 with _interruptible():
-                    _COMMANDS[options.command](options, started_at)
+                    getattr(commands, f"{options.command}_command")(options)
             except KeyboardInterrupt as interrupt:
                 print_line(f"{_name(options)}: {str(interrupt) or 'interrupted'}", to_stderr=True)
                 sys.exit(exit_code(interrupt))
-        if lost.any and not is_run:
+        if lost.streams and not is_run:
             sys.exit(ExitCode.FAILED)
     except HybridError as error:
         code = exit_code(error, has_stepped=False)
@@ -53,50 +65,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _name(options: argparse.Namespace) -> str:
-    """Return the start of an error message, such as ``hybrid trainer 1``; ``hybrid role`` finds its index."""
+    """Return the start of an error message, such as ``hybrid trainer 1``."""
     index = getattr(options, "index", None)
     return f"hybrid {options.command}" + ("" if index is None else f" {index}")
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Make SIGTERM and the like stop the command as Ctrl-C does; the cleanup is not interrupted again."""
+    """Raise Interrupt on the first signal in this block; later signals are ignored."""
 
-    def interrupt(signum: int, frame: object) -> None:
-        for each in previous:
+    def interrupt(number: int, _: object) -> None:
+        for each in handled:
             signal.signal(each, signal.SIG_IGN)
-        raise Interrupt(ExitCode.TERMINATED if signum == STOP_REQUEST else ExitCode.of_signal(signum))
+        raise Interrupt(ExitCode.TERMINATED if number == STOP_REQUEST else ExitCode.of_signal(number))
 
-    # Ignored signals stay ignored, such as SIGHUP under nohup.
-    previous = {
-        each: handler
-        for each in (*HANDLED_SIGNALS, STOP_REQUEST)
-        if (handler := signal.getsignal(each)) != signal.SIG_IGN
-    }
-    for each in previous:
-        signal.signal(each, interrupt)
-    try:
+    with handling((*HANDLED_SIGNALS, STOP_REQUEST), interrupt) as handled:
         yield
-    finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+
+
+def choose_compile_cache() -> None:
+    """Give torch private cache folders, unless the user has set some.
+
+    The folders are in the user's cache folder, so later runs use them again. If no private folder can be made
+    there, torch and matplotlib get a temporary folder. The end of this process removes it.
+    """
+    os.environ.setdefault(_HEADERS, "0")
+    missing = [name for name in _VARIABLES if not os.environ.get(name)]
+    if not missing:
+        return
+    folder = private_user_folder("XDG_CACHE_HOME", ".cache", "torch")
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="hybrid-torch-"))
+        atexit.register(partial(shutil.rmtree, folder, ignore_errors=True))
+        os.environ.setdefault("MPLCONFIGDIR", str(folder))  # else a warning if $HOME is read-only
+    for name in missing:
+        os.environ[name] = str(folder / _VARIABLES[name])
 
 
 _WITHOUT_TORCH = ("config", "secret")
 _RUNS = ("launch", "compare", "run", "role", *(kind.value for kind in RoleKind))
-_COMMANDS = {
-    "launch": run_commands.launch_run,
-    "compare": run_commands.compare,
-    "run": run_commands.run,
-    RoleKind.MASTER: role_commands.master_role,
-    RoleKind.TRAINER: role_commands.other_role,
-    RoleKind.WORKER: role_commands.other_role,
-    "role": role_commands.role_by_rank,
-    "plan": offline_commands.plan,
-    "evaluate": offline_commands.evaluate,
-    "predict": offline_commands.predict,
-    "export": offline_commands.export,
-    "import": offline_commands.import_,
-    "config": offline_commands.config,
-    "secret": offline_commands.secret,
-}

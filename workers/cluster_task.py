@@ -10,9 +10,9 @@ class TrainTask:
     """Train and evaluate a model, and leave a run folder.
 
     Attributes:
-        folder: of the run.
-        resume: whether to continue from its newest checkpoint, or from the start if it has none.
-        started_at: ``time.time()`` of the user's command.
+        folder: the run folder.
+        resume: whether to continue from the newest checkpoint, or from step 0 if there is none.
+        started_at: ``time.time()`` when the user's command started.
     """
 
     command: ClassVar = "launch"
@@ -46,8 +46,7 @@ class ScriptTask:
     """Run a script of the user on every trainer.
 
     Attributes:
-        path: of the script.
-        arguments: of the script.
+        path, arguments: of the script.
         snapshot: where to save the state after ``train.max_steps``, or None.
     """
 

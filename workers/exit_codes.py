@@ -1,15 +1,41 @@
-"""Exit codes of processes, causes of failures, and whether a restart may help. Free of torch."""
+"""Exit codes, causes of failures, and signals: the first saves and stops a run, the second stops it at once.
+
+::
+
+    launcher                          master                            other roles
+    ────────                          ──────                            ───────────
+    Ctrl-C: STOP_REQUEST ───────────► finishes its step, saves          ignore the signals
+                                      sends the stop message ─────────► end
+                             ◄─────── ends
+    Ctrl-C again: kills all
+
+    started by hand                   handles Ctrl-C itself
+                                      receives the request with ◄────── Ctrl-C: request to the master
+                                      the heartbeat, stops as above     Ctrl-C again: ends at once
+
+A warning, SIGUSR1, has the same effect; a scheduler may send it to all processes and more than once.
+
+Free of torch.
+"""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from types import FrameType
+from typing import Any
 
 from hybrid.errors import ClusterError, HybridError, OutageError
 
-# Slurm sends it some time before it takes the machines of a job away, if told to (--signal).
+# Slurm sends this signal some time before it ends a job, if the job requests it (--signal).
 WARNING = signal.SIGUSR1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HANDLED_SIGNALS = (*STOP_SIGNALS, WARNING)
+# The launcher, or the master for another role, sends this signal to the master. No other program uses it.
+STOP_REQUEST = signal.SIGRTMAX
 _SIGNAL_BASE = 128  # shells add it to the number of a signal
 
 
@@ -37,23 +63,10 @@ class Cause(Enum):
     KILLED = "killed"  # by a signal
     STARVED = "starved"  # killed since memory ran out
     REFUSED = "refused"  # an error that the user must correct; a restart would fail in the same way
-    OUTAGE = "outage"  # a store was unreachable for longer than requests are repeated
     EXCEPTION = "exception"  # an unexpected exception
-    LOST = "lost"  # another role was lost, frozen, or too late
+    LOST = "lost"  # another role was lost, frozen, or too late; or a store was unreachable
     SILENT = "silent"  # an exit code without a report
     ECHO = "echo"  # a reported failure of another role
-
-
-def may_help(cause: Cause, has_stepped: bool) -> bool:
-    """Whether a restart of a failed run may help.
-
-    Args:
-        has_stepped: whether the run took a step since its start. An exception or a lack of memory before the
-            first step comes from code or settings and would occur again.
-    """
-    if cause in (Cause.EXCEPTION, Cause.STARVED):
-        return has_stepped
-    return cause is not Cause.REFUSED
 
 
 class Interrupt(KeyboardInterrupt):
@@ -61,7 +74,7 @@ class Interrupt(KeyboardInterrupt):
 
     Args:
         code: exit code of the process.
-        message: what the stop has left, if there is something to say.
+        message: for the user, such as which step is saved.
     """
 
     def __init__(self, code: ExitCode, message: str = "") -> None:
@@ -85,16 +98,14 @@ def cause_of(error: BaseException) -> Cause:
         return Cause.ECHO
     if not isinstance(error, HybridError) or not issubclass(error.kind, HybridError):
         return Cause.EXCEPTION
-    if issubclass(error.kind, OutageError):
-        return Cause.OUTAGE
-    return Cause.LOST if issubclass(error.kind, ClusterError) else Cause.REFUSED
+    return Cause.LOST if issubclass(error.kind, ClusterError | OutageError) else Cause.REFUSED
 
 
 def exit_code(error: BaseException, has_stepped: bool = True) -> ExitCode:
     """Return the exit code of a process that ends with this error.
 
     Args:
-        has_stepped: see :func:`may_help`; True if unknown.
+        has_stepped: see :func:`code_of`; True if the caller does not know.
     """
     if isinstance(error, Interrupt | ReportedError):
         return error.code
@@ -104,8 +115,14 @@ def exit_code(error: BaseException, has_stepped: bool = True) -> ExitCode:
 
 
 def code_of(cause: Cause, has_stepped: bool) -> ExitCode:
-    """Return the exit code of a failed run that is not restarted."""
-    return ExitCode.AGAIN if may_help(cause, has_stepped) else ExitCode.FAILED
+    """Return AGAIN if a restart of a failed run may help, else FAILED.
+
+    Args:
+        has_stepped: whether the run took a step since its start. An exception or a lack of memory before the
+            first step comes from code or settings and would occur again.
+    """
+    is_final = cause is Cause.REFUSED or (cause in (Cause.EXCEPTION, Cause.STARVED) and not has_stepped)
+    return ExitCode.FAILED if is_final else ExitCode.AGAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +145,103 @@ class StopMessage:
         """Return the message with this text."""
         code, _, reason = text.partition(" ")
         return cls(ExitCode(int(code)), reason)
+
+
+@contextmanager
+def handling(
+    numbers: Iterable[signal.Signals], handle: Callable[[int, FrameType | None], object]
+) -> Iterator[dict[int, Any]]:
+    """Handle signals during this block, and yield the previous handlers by number; main thread only.
+
+    Ignored signals stay ignored, such as SIGHUP under nohup. A handler that the block sets is kept.
+    """
+    previous: dict[int, Any] = {
+        each: handler for each in numbers if (handler := signal.getsignal(each)) != signal.SIG_IGN
+    }
+    for number in previous:
+        signal.signal(number, handle)
+    try:
+        yield previous
+    finally:
+        for number, handler in previous.items():
+            if signal.getsignal(number) == handle:
+                signal.signal(number, handler)
+
+
+class StopRequest:
+    """A request to stop a run, which a signal may set.
+
+    Args:
+        seconds: how long the run may take to stop.
+        forward: called by the signal handler with the exit code.
+
+    Attributes:
+        is_requested: whether the run must stop.
+        code: exit code of the process if the run must stop.
+    """
+
+    def __init__(self, seconds: float, forward: Callable[[ExitCode], object] = lambda _: None) -> None:
+        self.is_requested = False
+        self.code = ExitCode.DONE
+        self._has_direct_signal = False  # one of STOP_SIGNALS has come
+        self._seconds = seconds
+        self._forward = forward
+        self._previous: dict[int, Any] = {}  # handlers by signal
+
+    @contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """Let the first signal in this block request a stop; the second goes to the previous handler.
+
+        SIGUSR1 and STOP_REQUEST also request a stop, but are not counted.
+
+        Raises:
+            Interrupt: the run takes too long to stop.
+        """
+        previous_handler = signal.signal(signal.SIGALRM, self._give_up)
+        try:
+            with handling((*HANDLED_SIGNALS, STOP_REQUEST), self._handle) as self._previous:
+                yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous_handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_direct = number in STOP_SIGNALS
+        if is_direct and self._has_direct_signal:
+            self._previous[number](number, frame)
+            return
+        self._has_direct_signal |= is_direct
+        if self.is_requested:
+            return
+        self.is_requested = True
+        self.code = ExitCode.TERMINATED if number == STOP_REQUEST else ExitCode.of_signal(number)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+        self._forward(self.code)
+
+    def _give_up(self, number: int, frame: FrameType | None) -> None:
+        raise Interrupt(
+            self.code,
+            f"the step or the checkpoint took longer than {self._seconds:g} s (cluster.timeout_seconds)",
+        )
+
+
+@contextmanager
+def forwarding_signals(forward: Callable[[int], object]) -> Iterator[None]:
+    """Forward signals to the master, which stops all roles, during this block.
+
+    The second Ctrl-C ends the role at once. A scheduler may send the other signals to all roles, and more
+    than once.
+
+    Args:
+        forward: called with the number of a signal.
+    """
+    received = list[int]()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and received:
+            previous[number](number, frame)
+        received.append(number)
+        forward(number)
+
+    with handling(HANDLED_SIGNALS, handle) as previous:
+        yield

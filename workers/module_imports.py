@@ -1,4 +1,4 @@
-"""How modules are found and imported. Imports nothing of the project, since it runs before the rest."""
+"""How modules are found and imported. Runs first, so it imports no other module of the project."""
 
 import gc
 import os
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 def search_working_directory_last() -> None:
     """Make Python search the working directory for modules, after all other folders.
 
-    User code is found there, and cannot replace a module of Python, of this project, or of an installed
-    package: ``python -m`` and an empty entry of PYTHONPATH put the working directory first.
+    The working directory has the user's modules. ``python -m`` and an empty entry of PYTHONPATH put it first.
+    There, a user's module could replace a module of Python, of this project, or of an installed package.
     """
     here = os.getcwd()
     others = [folder for folder in sys.path if os.path.realpath(folder) != os.path.realpath(here)]
@@ -19,8 +19,8 @@ def search_working_directory_last() -> None:
 
 
 @contextmanager
-def importing_much() -> Iterator[None]:
-    """Import modules that stay for the life of the process, such as torch, faster in this block.
+def fast_imports() -> Iterator[None]:
+    """Speed up imports in this block of large modules that stay in memory, such as torch.
 
     Garbage collection takes a fifth of the time of importing torch and finds nothing. Freezing these objects
     keeps later collections from copying the memory that forked processes share.

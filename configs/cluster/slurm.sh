@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains on a cluster of Slurm's, and goes on by itself until the run is over:
+# Trains on a Slurm cluster, and restarts after failures until the run has finished:
 #     sbatch configs/cluster/slurm.sh --config clicks.toml
-# What follows the script is for hybrid master. One job of three components, one for each kind of role: change
-# what they ask for. Each component gets machines of its own; docs/clusters.md says more.
+# Arguments are passed to hybrid master. The job has one component for each kind of role; change their resources.
+# Each component has its own nodes. docs/clusters.md has details.
 #SBATCH --job-name=hybrid --time=24:00:00 --requeue --open-mode=append
 #SBATCH --signal=B:USR1@120
 #SBATCH --ntasks=1 --cpus-per-task=2 --mem=8G
@@ -13,33 +13,33 @@
 set -uo pipefail
 most_restarts=10
 
-# A secret for this start alone: srun hands it to the roles, and nobody else has it.
+# Each start has a new secret, which srun passes to the roles in their environment.
 folder=$(mktemp -d)
 hybrid secret "$folder/secret" >"$folder/said"
 HYBRID_SECRET=$(<"$folder/secret")
 export HYBRID_SECRET
 rm -r "$folder"
 
-# Where the master will be: the address by which Slurm itself reaches that machine.
+# The address of the master: the one by which Slurm reaches this node.
 master=$(scontrol show node "$SLURMD_NODENAME" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 
-# All roles end by themselves, and alike; were they killed by srun at the first, their exit codes would be lost.
+# After a failure, all roles end by themselves. If srun killed them, their exit codes would be lost.
 srun --het-group=0,1,2 --kill-on-bad-exit=0 --wait=60 hybrid role --master "$master" --resume auto \
     --trainers "$SLURM_NTASKS_HET_GROUP_1" --workers "$SLURM_NTASKS_HET_GROUP_2" "$@" &
 step=$!
-# Two minutes before its time is over Slurm warns this script, which has srun warn every role: the run is saved.
+# Two minutes before the time limit, Slurm signals this script, and srun signals every role: the run is saved.
 trap 'kill -USR1 $step' USR1
 wait $step
 code=$?
-while kill -0 $step 2>/dev/null; do # a signal has ended the wait, and not the step
+while kill -0 $step 2>/dev/null; do # a signal ended the wait but not the step
     wait $step
     code=$?
 done
 
-# 75: another start may help; 128 and more: a role was killed. docs/failures.md has the codes.
+# 75: a restart may help; 128 and more: a role was killed. docs/failures.md lists the codes.
 if ((code >= 75 && ${SLURM_RESTART_COUNT:-0} < most_restarts)); then
-    echo "slurm.sh: ended with $code after ${SLURM_RESTART_COUNT:-0} restart(s); starting again"
+    echo "slurm.sh: ended with $code after ${SLURM_RESTART_COUNT:-0} restart(s); restarting"
     scontrol requeue "$SLURM_JOB_ID"
-    sleep 60 # this script is ended by that
+    sleep 60 # the requeue ends this script
 fi
 exit "$code"

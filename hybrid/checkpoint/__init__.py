@@ -1,6 +1,6 @@
 """Checkpoints: folders that are written atomically, with a checksum of each file.
 
-``checkpoint_folders`` creates, lists and removes them. ``checkpoint_manifest`` describes their content,
+``checkpoint_folders`` creates, lists and removes folders, and describes their content in a manifest.
 ``tensor_file`` writes tensors as safetensors, ``checkpoint_reader`` reads tables for any number of shards.
 Each role writes its own files; the master commits the checkpoint (``workers``).
 """

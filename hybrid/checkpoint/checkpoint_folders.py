@@ -1,35 +1,303 @@
-"""Folders of checkpoints: creating them atomically, listing and removing them. Free of torch.
+"""Folders of checkpoints: their files and manifest, creating them atomically, listing and removing them.
 
-Each role writes its files into ``step-N.partial``; the manifest and one rename make it a checkpoint. A store
-cannot rename: there, the files go below a new name, ``step-N/parts-X``, and the manifest, written last into
-``step-N``, names that folder. docs/checkpoints.md describes every file.
+Each role writes its files into the folder ``step-N.partial``. The master adds the manifest, which lists the
+files, and renames the folder to ``step-N``. An object store cannot rename. There, the roles write into
+``step-N/parts-X``, with X random; the manifest is written last, into ``step-N``, and names that folder.
+docs/checkpoints.md describes every file. The module does not import torch.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import errno
+import hashlib
+import json
 import os
 import re
 import secrets
-import shutil
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, TypeAlias, cast
+from urllib.parse import quote
 
-from hybrid.checkpoint.checkpoint_manifest import (
-    MANIFEST_FILE,
-    PARTIAL,
-    PARTS,
-    Manifest,
-    find_mismatch,
-    write_errors,
-)
-from hybrid.errors import CheckpointError
-from hybrid.storage import files
+from hybrid.errors import CheckpointError, StorageError
+from hybrid.storage import files as storage
 from hybrid.storage.private_files import make_folder, refuse_link, sync
 from hybrid.storage.remote_path import RemotePath, StoragePath, StoragePathT
 
-_FOLDER = "checkpoints"  # of a run
+FORMAT = 2
+_FOLDER = "checkpoints"  # within the run folder
 _VOCABULARIES = "vocabularies"
 _RANDOM_BYTES = 8
+_PARTIAL = ".partial"  # suffix of unfinished files and folders
+_THREADS = 4
+_PARTS = "parts-"  # prefix of the folder with the files of a checkpoint in a store
+
+# Keys of a manifest's progress.
+BEST = "best"
+OWES_EVALUATION = "owes_evaluation"  # whether the evaluation after this step is still to be done
+_MAX_BYTES = 32 << 20  # the manifest of a thousand tables on a hundred workers has 20 MB
+_MAX_COUNT = 2**63 - 1
+# A file in the checkpoint's folder or one folder below it; shard_file percent-encodes names of tables.
+_COMPONENT = r"(?!\.+(?:/|\Z))[\w.~%-]+"
+_FILE_NAME = re.compile(rf"(?:{_COMPONENT}/)?{_COMPONENT}", re.ASCII)
+_PARTS_NAME = re.compile(rf"{_PARTS}[0-9a-f]{{1,64}}")
+_MAX_NAME_LENGTH = 512
+_CHECKSUM = re.compile(r"[0-9a-f]{64}")
+MANIFEST_FILE = "manifest.json"
+DENSE_FILE = "dense.safetensors"
+REMOTE_FILE = "remote.safetensors"
+PROGRESS_FILE = "progress.safetensors"
+_PRE_UPDATE = "earlier."
+_MAX_NAME_BYTES = 255  # the limit of file systems
+_PREFIX_BYTES = 100  # of a longer name
+
+# The path of each file relative to the checkpoint, with its size in bytes and its SHA-256.
+Files: TypeAlias = dict[str, tuple[int, str]]
+
+
+class Best(NamedTuple):
+    """The best checkpoint of a run: its step, and the value of the metric that selects it."""
+
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The content of a checkpoint.
+
+    Attributes:
+        step: optimizer steps taken.
+        epoch: epochs finished.
+        tables: table name to [number of rows, dim, number of shards].
+        files: every other file of the folder.
+        metrics: results of the last evaluation; empty if there was none.
+        progress: counters of the run; empty outside a run.
+        parts: name of the folder with the files; empty if they are beside the manifest.
+    """
+
+    step: int
+    epoch: int
+    tables: dict[str, tuple[int, int, int]]
+    files: Files = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
+    parts: str = ""
+
+    @classmethod
+    def read(cls, path: StoragePath) -> Manifest:
+        """Read a manifest.
+
+        Raises:
+            CheckpointError: the manifest is invalid or altered.
+        """
+        try:
+            _expect(storage.is_file(path), "it is not a file")
+            with storage.open_reader(path) as file:
+                content = file.read(_MAX_BYTES + 1)
+            _expect(len(content) <= _MAX_BYTES, f"it has more than {_MAX_BYTES >> 20} MiB")
+            document = json.loads(content.decode())
+            _expect(isinstance(document, dict), "it is not an object")
+            if (version := document.get("format")) != FORMAT:
+                rule = f"has format {version!r:.80}, not {FORMAT}; use the version of hybrid that wrote it"
+                raise CheckpointError(f"{path}: {rule}")
+            _expect(document.keys() >= {"manifest", "sha256"}, "it lacks its fields or their checksum")
+            fields = document["manifest"]
+            if document["sha256"] != _text_checksum(json.dumps(fields)):
+                raise CheckpointError(f"{path}: altered since the checkpoint was written")
+            _check_fields(fields)
+        except StorageError:
+            raise
+        except RecursionError as error:
+            raise CheckpointError(f"{path}: is not a manifest: nested too deeply") from error
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: is not a manifest: {error}") from error
+        fields["files"] = {name: (size, sha256) for name, (size, sha256) in fields["files"].items()}
+        fields["tables"] = {name: tuple(shape) for name, shape in fields["tables"].items()}
+        manifest = cls(**fields)
+        for table, (_, _, count) in manifest.tables.items():
+            # The bound guards against a huge count in the file.
+            for index in range(min(count, len(manifest.files) + 1)):
+                if (name := shard_file(table, index, count)) not in manifest.files:
+                    raise CheckpointError(f"{path}: lists no {name}, a shard of table {table!r}")
+        return manifest
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint of the run so far, if the run keeps one."""
+        values = self.progress.get(BEST)
+        return None if values is None else Best(*values)
+
+    def write(self, folder: StoragePath) -> None:
+        """Write the manifest with its checksum into ``folder``; replace an existing one atomically."""
+        fields = dataclasses.asdict(self)
+        if not self.parts:
+            del fields["parts"]
+        document = {"format": FORMAT, "manifest": fields, "sha256": _text_checksum(json.dumps(fields))}
+        content = json.dumps(document, indent=1).encode()
+        with write_errors(folder / MANIFEST_FILE):
+            write_atomically(folder / MANIFEST_FILE, lambda path: storage.write_bytes(path, content))
+
+    def verify(self, folder: StoragePath) -> None:
+        """Compare every file with its checksum. Files in an object store are verified when they are fetched.
+
+        Raises:
+            CheckpointError: a file is missing or altered.
+        """
+        if isinstance(folder, RemotePath):
+            return
+
+        def check(name: str) -> None:
+            path = folder / name
+            try:
+                with path.open("rb") as file:
+                    checksum = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+            if checksum != self.files[name][1]:
+                raise damage_error(path)
+
+        with ThreadPoolExecutor(_THREADS, "verify") as threads:
+            list(threads.map(check, self.files))
+
+
+def _text_checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_fields(fields: Any) -> None:
+    """Check the fields of a manifest, which may come from another user; all files must be in its folder.
+
+    Raises:
+        ValueError: a field is invalid; the message names it.
+    """
+    known = {each.name for each in dataclasses.fields(Manifest)}
+    is_manifest = isinstance(fields, dict) and fields.keys() in (known, known - {"parts"})
+    _expect(is_manifest, "its fields are not those of a manifest")
+    for name in ("step", "epoch"):
+        _expect(_is_count(fields[name]), f"{name} must be a count")
+    for name in ("tables", "files", "metrics", "progress"):
+        _expect(isinstance(fields[name], dict), f"{name} must be an object")
+    for table, shape in fields["tables"].items():
+        is_shape = _is_list(shape, 3) and all(map(_is_count, shape)) and shape[2] > 0
+        _expect(is_shape, f"table {table!r:.80} must have a number of rows, a width, and a number of files")
+    for file, entry in fields["files"].items():
+        is_name = len(file) <= _MAX_NAME_LENGTH and _FILE_NAME.fullmatch(file)
+        _expect(is_name, f"{file!r:.80} must be the name of a file in the checkpoint")
+        is_valid = _is_list(entry, 2) and _is_count(entry[0]) and isinstance(entry[1], str)
+        _expect(is_valid and _CHECKSUM.fullmatch(entry[1]), f"file {file} must have a size and a checksum")
+    for metric, value in fields["metrics"].items():
+        _expect(type(value) in (int, float), f"metric {metric!r:.80} must be a number")
+    parts = fields.get("parts", "")
+    is_folder = isinstance(parts, str) and (not parts or _PARTS_NAME.fullmatch(parts))
+    _expect(is_folder, f"{parts!r:.80} must be the name of a folder in the checkpoint")
+    best = fields["progress"].get(BEST)
+    is_best = _is_list(best, 3) and [type(best[0]), type(best[1]) in (int, float)] == [str, True]
+    _expect(best is None or (is_best and _is_count(best[2])), "best must be a metric, its value, and a step")
+
+
+def _expect(condition: object, rule: str) -> None:
+    if not condition:
+        raise ValueError(rule)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_COUNT
+
+
+def _is_list(value: object, size: int) -> bool:
+    return isinstance(value, list) and len(value) == size
+
+
+def shard_file(table: str, index: int, count: int) -> str:
+    """Return the relative path of the file with one shard of a table.
+
+    If the name of the table is too long for a file name, its prefix and its hash are used.
+    """
+    name, end = quote(table, safe=""), f".{index}-of-{count}.safetensors"
+    if len(name) + len(end) > _MAX_NAME_BYTES:
+        digest = hashlib.sha256(table.encode()).hexdigest()
+        name = f"{name[:_PREFIX_BYTES]}%-{digest}"  # quote() never writes "%-"
+    return f"tables/{name}{end}"
+
+
+def pre_update_file(worker: int) -> str:
+    """Return the name of the file with a worker's rows before the last update."""
+    return f"{_PRE_UPDATE}{worker}.safetensors"
+
+
+def is_pre_update_file(name: str) -> bool:
+    """Return whether a file has pre-update rows (:func:`pre_update_file`)."""
+    return name.startswith(_PRE_UPDATE)
+
+
+def dense_file(trainer: int) -> str:
+    """Return the name of the file with a trainer's dense net; trainer 0 alone writes one if all are equal."""
+    return f"dense.{trainer}.safetensors" if trainer else DENSE_FILE
+
+
+def write_text(folder: StoragePath, name: str, text: str) -> Files:
+    """Write a text file of a checkpoint, and flush it to the disk."""
+    path, content = folder / name, text.encode()
+    with write_errors(path):
+        storage.write_bytes(path, content)
+    return {name: (len(content), hashlib.sha256(content).hexdigest())}
+
+
+def write_copy(folder: StoragePath, name: str, source: StoragePath) -> Files:
+    """Copy a file into a checkpoint, and flush it to the disk."""
+    path = folder / name
+    with write_errors(path):
+        storage.copy(source, path)
+        return {name: (storage.require_file(source).size, storage.compute_checksum(source))}
+
+
+def write_atomically(path: StoragePath, write: Callable[[StoragePath], object]) -> None:
+    """Call ``write`` to write a file, which appears under its name once it is complete."""
+    if isinstance(path, RemotePath):  # a store writes atomically
+        write(path)
+        return
+    partial = path.with_name(path.name + _PARTIAL)
+    try:
+        write(partial)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+@contextmanager
+def write_errors(path: StoragePath) -> Iterator[None]:
+    """Convert an OSError in the context to a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def write_error(path: StoragePath, error: OSError, missing_bytes: int = 0) -> CheckpointError:
+    """Return the error for a file that cannot be written, with the number of missing bytes on a full disk."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and missing_bytes
+    more = f" ({missing_bytes:,} bytes could not be written)" if is_full else ""
+    return CheckpointError(f"cannot write {path}: {error.strerror or error}{more}")
+
+
+def damage_error(path: StoragePath) -> CheckpointError:
+    """Return the error for a file whose size or checksum differs from the manifest."""
+    return CheckpointError(f"{path}: missing or altered since the checkpoint was written")
+
+
+def find_mismatch(folder: StoragePath, files: Files) -> StoragePath | None:
+    """Return the first file that is missing or whose size differs from the manifest, or None."""
+    sizes = {each.path: each.size for each in storage.list_entries(folder, is_deep=True)}
+    paths = ((folder / name, size) for name, (size, _) in files.items())
+    return next((path for path, size in paths if sizes.get(path) != size), None)
 
 
 def checkpoints_folder(run: StoragePathT) -> StoragePathT:
@@ -38,7 +306,7 @@ def checkpoints_folder(run: StoragePathT) -> StoragePathT:
 
 
 def step_folder(run: StoragePathT, step: int) -> StoragePathT:
-    """Return the folder of a run's checkpoint after ``step`` steps."""
+    """Return the folder of the checkpoint that a run writes after ``step`` steps."""
     return cast(StoragePathT, checkpoints_folder(run) / f"step-{step:08d}")
 
 
@@ -46,83 +314,71 @@ def list_checkpoints(run: StoragePathT) -> list[StoragePathT]:
     """Return the complete checkpoints of a run, newest first.
 
     Raises:
-        HybridError: their folder is a symbolic link.
+        HybridError: the folder of the checkpoints is a symbolic link.
     """
     folder = checkpoints_folder(run)
-    if isinstance(run, RemotePath):
-        folders = [each.path for each in files.list_entries(folder) if each.is_folder]
-    else:
-        refuse_link(str(folder))
-        folders = [path.parent for path in run.glob(f"{_FOLDER}/step-*/{MANIFEST_FILE}")]
-    named = [each for each in folders if re.fullmatch(r"step-\d+", each.name)]
-    complete = [each for each in named if files.is_file(each / MANIFEST_FILE)]
+    if isinstance(folder, Path):
+        refuse_link(folder)
+    paths = [each.path for each in storage.list_entries(folder) if each.is_folder]
+    named = [path for path in paths if re.fullmatch(r"step-\d+", path.name)]
+    complete = [path for path in named if storage.is_file(path / MANIFEST_FILE)]
     return cast(list[StoragePathT], sorted(complete, key=parse_step, reverse=True))
 
 
 def belongs_to_run(folder: StoragePath) -> bool:
-    """Return whether a checkpoint is one of a run's."""
+    """Return whether a checkpoint is in a run folder."""
     return folder.parent.name == _FOLDER
 
 
 def parse_step(folder: StoragePath) -> int:
-    """Return the number of steps before a checkpoint of a run, from its name."""
+    """Return the number of steps before a checkpoint of a run, from the name of its folder."""
     return int(folder.name.removeprefix("step-"))
 
 
 def vocabulary_path(parts: StoragePathT, name: str) -> StoragePathT:
-    """Return the path of a vocabulary, which all checkpoints of a run share.
+    """Return the path of a vocabulary. All checkpoints of a run share it.
 
     Args:
-        parts: the folder of the files of one of these checkpoints.
+        parts: folder with the files of any checkpoint of the run (:attr:`Checkpoint.parts`).
     """
-    folder = parts.parent if parts.name.startswith(PARTS) else parts
+    folder = parts.parent if parts.name.startswith(_PARTS) else parts
     return cast(StoragePathT, folder.parent.parent / _VOCABULARIES / name)
 
 
-def save_vocabulary(source: Path, folder: StoragePath, name: str) -> None:
-    """Copy a vocabulary for the checkpoints of a run, unless the run has it already.
+def save_vocabulary(source: StoragePath, folder: StoragePath, name: str) -> None:
+    """Copy a vocabulary into the run folder of a checkpoint, unless the run has it already.
 
     Args:
-        folder: one of the checkpoints.
+        folder: any checkpoint of the run.
 
     Raises:
-        CheckpointError: it cannot be copied.
+        CheckpointError: the vocabulary cannot be copied.
     """
     target = vocabulary_path(folder, name)
     with write_errors(target):
-        if files.exists(target):
+        if storage.exists(target):
             return
-        if isinstance(target, RemotePath):
-            files.copy(source, target)
-            return
-        refuse_link(target.parent)
-        make_folder(target.parent)
-        partial = target.with_name(target.name + PARTIAL)
-        try:
-            files.copy(source, partial)
-            os.rename(partial, target)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
-        sync(target.parent)
+        if isinstance(target, Path):
+            refuse_link(target.parent)
+            make_folder(target.parent)
+        write_atomically(target, lambda path: storage.copy(source, path))
 
 
 def begin(folder: StoragePathT) -> StoragePathT:
-    """Make the empty folder into which the roles write their files of checkpoint ``folder``."""
-    if files.exists(folder / MANIFEST_FILE if isinstance(folder, RemotePath) else folder):
-        raise CheckpointError(f"{folder}: exists already; it is not overwritten")
+    """Return the empty folder into which the roles write the files of checkpoint ``folder``."""
+    if storage.exists(folder / MANIFEST_FILE if isinstance(folder, RemotePath) else folder):
+        raise CheckpointError(f"{folder}: this checkpoint exists already, and is not overwritten")
     if isinstance(folder, RemotePath):
-        return cast(StoragePathT, folder / (PARTS + secrets.token_hex(_RANDOM_BYTES)))
-    partial = folder.with_name(folder.name + PARTIAL)
+        return cast(StoragePathT, folder / (_PARTS + secrets.token_hex(_RANDOM_BYTES)))
+    partial = folder.with_name(folder.name + _PARTIAL)
     with write_errors(partial):
-        if partial.exists():  # left by a killed run
-            shutil.rmtree(partial)
+        storage.remove(partial)  # left by a killed run
         make_folder(partial)
     return partial
 
 
 def commit(partial: StoragePathT, manifest: Manifest) -> StoragePathT:
-    """Make a checkpoint of a folder that has every file of the manifest, and return its final path.
+    """Complete a checkpoint whose roles have written all files, and return its final path.
 
     Raises:
         CheckpointError: a file is missing, or the folder cannot be written.
@@ -132,13 +388,13 @@ def commit(partial: StoragePathT, manifest: Manifest) -> StoragePathT:
         raise CheckpointError(f"{path}: a role has written this file to another folder; {rule}")
     if isinstance(partial, RemotePath):
         final: StoragePath = partial.parent
-        if files.exists(final / MANIFEST_FILE):
+        if storage.exists(final / MANIFEST_FILE):
             rule = "another run in the same folder has written this checkpoint; stop one of them"
             raise CheckpointError(f"{final}: {rule}")
         dataclasses.replace(manifest, parts=partial.name).write(final)
         return cast(StoragePathT, final)
     manifest.write(partial)
-    final = partial.with_name(partial.name.removesuffix(PARTIAL))
+    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
     with write_errors(final):
         for folder in {(partial / name).parent for name in manifest.files} - {partial}:
             sync(folder)
@@ -149,44 +405,41 @@ def commit(partial: StoragePathT, manifest: Manifest) -> StoragePathT:
 
 def discard(partial: StoragePath) -> None:
     """Remove an unfinished checkpoint; errors are ignored."""
-    if isinstance(partial, RemotePath):
-        with suppress(OSError):
-            files.remove(partial)
-    else:
-        shutil.rmtree(partial, ignore_errors=True)
+    with suppress(OSError):
+        storage.remove(partial)
 
 
 def remove(folder: StoragePath) -> None:
-    """Remove a checkpoint; a kill meanwhile leaves an unfinished one."""
+    """Remove a checkpoint. If the process is killed meanwhile, an unfinished checkpoint stays."""
     with write_errors(folder):
         if isinstance(folder, RemotePath):
-            files.remove(folder / MANIFEST_FILE)
-            files.remove(folder)
+            storage.remove(folder / MANIFEST_FILE)
+            storage.remove(folder)
             return
-        partial = folder.with_name(folder.name + PARTIAL)
+        partial = folder.with_name(folder.name + _PARTIAL)
         os.rename(folder, partial)
     discard(partial)
 
 
-def drop_later(run: StoragePath, step: int) -> None:
-    """Remove the checkpoints of a run after ``step``, and unfinished ones."""
+def remove_after(run: StoragePath, step: int) -> None:
+    """Remove all checkpoints of a run after ``step``, and all unfinished checkpoints."""
     for folder in list_checkpoints(run):
         if parse_step(folder) > step:
             remove(folder)
     if not isinstance(run, RemotePath):
-        for partial in run.glob(f"{_FOLDER}/*{PARTIAL}"):
+        for partial in run.glob(f"{_FOLDER}/*{_PARTIAL}"):
             discard(partial)
         return
     complete = list_checkpoints(run)
-    used = {folder / Manifest.read(folder / MANIFEST_FILE).parts for folder in complete}
-    inside = [each.path for folder in complete for each in files.list_entries(folder) if each.is_folder]
-    beside = [each.path for each in files.list_entries(checkpoints_folder(run)) if each.path not in complete]
-    for unfinished in (*beside, *(folder for folder in inside if folder not in used)):
-        discard(unfinished)
+    used = [folder / Manifest.read(folder / MANIFEST_FILE).parts for folder in complete]
+    for folder in (checkpoints_folder(run), *complete):
+        for entry in storage.list_entries(folder):
+            if entry.is_folder and entry.path not in (*complete, *used):
+                discard(entry.path)
 
 
 def prune(run: StoragePath, keep_last: int, best_step: int | None) -> None:
-    """Remove all checkpoints of a run except the newest and the best one."""
+    """Remove all checkpoints of a run except the ``keep_last`` newest and the best one."""
     folders = list_checkpoints(run)
     best = None if best_step is None else step_folder(run, best_step)
     for folder in folders[keep_last:]:

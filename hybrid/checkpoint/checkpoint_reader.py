@@ -1,10 +1,10 @@
-"""Reading a checkpoint. Rows are stored by table and row number: any number of workers can load them."""
+"""The reader of a checkpoint. Any number of workers can load its rows, which are stored by table and row."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
-from hybrid.checkpoint.checkpoint_manifest import (
+from hybrid.checkpoint.checkpoint_folders import (
     MANIFEST_FILE,
     Manifest,
     damage_error,
     find_mismatch,
     is_pre_update_file,
+    list_checkpoints,
     shard_file,
+    step_folder,
 )
 from hybrid.checkpoint.tensor_file import map_arrays, read_tensors
 from hybrid.errors import CheckpointError
@@ -34,9 +35,10 @@ class Checkpoint:
     """A checkpoint whose files are read on demand.
 
     Attributes:
-        folder: its folder.
-        manifest: its content.
-        standing: its rank among the checkpoints of its run, if :meth:`best_valid` has chosen it.
+        folder: path of the checkpoint.
+        manifest: content of the checkpoint.
+        standing: phrase with the rank among the checkpoints of the run, such as "the best (auc 0.8361) and
+            the last"; set by :meth:`best_valid`.
     """
 
     folder: StoragePath
@@ -45,10 +47,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: StoragePath) -> Checkpoint:
-        """Open one checkpoint; checksums are not compared.
+        """Open one checkpoint. :meth:`Manifest.verify` compares the checksums.
 
         Raises:
-            CheckpointError: there is none, or a file is missing or has another size than in the manifest.
+            CheckpointError: there is none, or a file is missing or its size differs from the manifest.
         """
         if not storage.exists(folder / MANIFEST_FILE):
             raise CheckpointError(f"{folder}: there is no checkpoint here")
@@ -60,7 +62,7 @@ class Checkpoint:
 
     @property
     def parts(self) -> StoragePath:
-        """The folder of all its files except the manifest."""
+        """The folder of all files except the manifest."""
         return self.folder / self.manifest.parts if self.manifest.parts else self.folder
 
     @classmethod
@@ -68,13 +70,13 @@ class Checkpoint:
         """Open the newest checkpoint of a run whose files all have their checksums.
 
         Args:
-            folder: a run folder; or one of its checkpoints, which then must be valid.
+            folder: a run folder, or a checkpoint, which must then be valid.
             log: receives one line about newer checkpoints that are damaged.
 
         Raises:
             CheckpointError: there is none.
         """
-        return cls._first_valid(folder, _candidates(folder), [], log)
+        return cls._first_valid(folder, _candidates(folder), log)
 
     @classmethod
     def best_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
@@ -86,52 +88,38 @@ class Checkpoint:
         Raises:
             CheckpointError: there is none.
         """
-        newest_first, damage = _candidates(folder), list[CheckpointError]()
-        for index, candidate in enumerate(newest_first):
-            try:
+        candidates, best = _candidates(folder), None
+        if candidates == [folder]:
+            return cls._first_valid(folder, candidates, log)
+        for candidate in candidates:
+            with suppress(CheckpointError):
                 best = Manifest.read(candidate / MANIFEST_FILE).best
-            except CheckpointError as error:
-                damage.append(error)
-                continue
-            first = candidate if best is None or candidate == folder else step_folder(folder, best.step)
-            rest = [first, *(other for other in newest_first[index:] if other != first)]
-            checkpoint = cls._first_valid(folder, rest, damage, log)
-            if candidate != folder:
-                is_newest = checkpoint.folder == newest_first[0]
-                last = "the last" if is_newest else f"the last is {newest_first[0].name}"
-                checkpoint.standing = last
-                if best is not None and parse_step(checkpoint.folder) == best.step:
-                    rank = f"the best ({best.metric.replace('_', ' ')} {best.value:.4f})"
-                    checkpoint.standing = f"{rank}{' and ' if is_newest else '; '}{last}"
-            return checkpoint
-        return cls._first_valid(folder, [], damage, log)
+                break
+        first = [] if best is None else [step_folder(folder, best.step)]
+        checkpoint = cls._first_valid(folder, dict.fromkeys([*first, *candidates]), log)
+        is_newest = checkpoint.folder == candidates[0]
+        checkpoint.standing = "the last" if is_newest else f"the last is {candidates[0].name}"
+        if best is not None and checkpoint.folder in first:
+            rank = f"the best ({best.metric.replace('_', ' ')} {best.value:.4f})"
+            checkpoint.standing = f"{rank}{' and ' if is_newest else '; '}{checkpoint.standing}"
+        return checkpoint
 
     @classmethod
     def _first_valid(
-        cls,
-        folder: StoragePath,
-        candidates: Iterable[StoragePath],
-        damage: list[CheckpointError],
-        log: Callable[[str], object],
+        cls, folder: StoragePath, candidates: Iterable[StoragePath], log: Callable[[str], object]
     ) -> Checkpoint:
-        """Open the first valid checkpoint of some.
-
-        Args:
-            damage: errors of the checkpoints before them.
-        """
+        damage = []
         for candidate in candidates:
             try:
                 checkpoint = cls.open(candidate)
                 checkpoint.manifest.verify(checkpoint.parts)
             except CheckpointError as error:
-                damage.append(error)
+                damage.append(str(error))
                 continue
             if damage:
-                log(f"{'; '.join(map(str, damage))}; {candidate.name} is used instead")
+                log(f"{'; '.join(damage)}; {candidate.name} is used instead")
             return checkpoint
-        if damage:
-            raise CheckpointError("; ".join(map(str, damage)))
-        raise CheckpointError(f"{folder}: there is no checkpoint here")
+        raise CheckpointError("; ".join(damage) or f"{folder}: there is no checkpoint here")
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Read the named tensors of one file."""
@@ -139,15 +127,15 @@ class Checkpoint:
             return read_tensors(path)
 
     def pre_update_rows(self) -> dict[StoragePath, dict[str, Tensor]]:
-        """Read the rows that workers have saved as they were before the last update, by file."""
+        """Read the pre-update rows of all workers, by file."""
         names = filter(is_pre_update_file, self.manifest.files)
         return {self.parts / name: self.tensors(name) for name in names}
 
     def map_rows(self, table: str, num_rows: int, dim: int) -> list[npt.NDArray[Any]]:
-        """Map the rows of every shard of a table into memory: see :func:`map_arrays`.
+        """Map the rows of every shard of a table into memory; see :func:`map_arrays`.
 
         Raises:
-            CheckpointError: the table is missing, or has another shape.
+            CheckpointError: the table is missing, or its shape differs.
         """
         shards = range(self._num_shards(table))
         weights = [self._map(table, shard, len(shards))["weight"] for shard in shards]
@@ -169,25 +157,29 @@ class Checkpoint:
         return torch.from_numpy(rows_RD)
 
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of one shard from the stored shards, whose number may differ.
+        """Fill the tensors of one shard from the stored shards. The stored number of shards may differ.
 
         Args:
-            into: "weight" and optimizer state, as views of shard ``index`` of ``count``.
+            into: "weight" and optimizer state of shard ``index`` of ``count``, as views.
 
         Raises:
-            CheckpointError: the table is missing, or has another shape or optimizer.
+            CheckpointError: the table is missing, or its shape or optimizer differs.
         """
         num_shards = self._num_shards(table)
+        common = math.gcd(count, num_shards)
         for shard in range(num_shards):
-            if (slices := _common_rows(index, count, shard, num_shards)) is None:
+            # Row i of the target is row index + count * i of the table.
+            in_shard = (i for i in range(num_shards) if (index + count * i) % num_shards == shard)
+            if (first := next(in_shard, None)) is None:
                 continue
-            rows, stored_rows = slices
+            rows = slice(first, None, num_shards // common)
+            stored_rows = slice((index + count * first) // num_shards, None, count // common)
             stored = self._map(table, shard, num_shards)
             widths = {name: array.shape[1:] for name, array in stored.items()}
             if widths != {name: tensor.shape[1:] for name, tensor in into.items()}:
                 raise CheckpointError(f"{self.folder}: table {table} has another shape or optimizer")
             for name, tensor in into.items():
-                # Copied without a temporary array: there may be no memory for one.
+                # No temporary array: the memory may be too small for one.
                 target, source = tensor.numpy()[rows], stored[name][stored_rows]
                 if len(source) < len(target):
                     raise CheckpointError(f"{self.folder}: table {table} has fewer rows than the model's")
@@ -208,7 +200,7 @@ class Checkpoint:
 
     @contextmanager
     def local_file(self, name: str) -> Iterator[Path]:
-        """Yield a path of this machine for a file; one in a store is fetched, and verified."""
+        """Yield a local path of a file. A file in an object store is fetched and verified."""
         path = self.parts / name
         with ExitStack() as stack:
             try:
@@ -220,19 +212,5 @@ class Checkpoint:
 
 
 def _candidates(folder: StoragePath) -> list[StoragePath]:
-    """Return a checkpoint itself, or those of a run, newest first."""
+    """Return a checkpoint itself, or all checkpoints of a run, newest first."""
     return [folder] if storage.exists(folder / MANIFEST_FILE) else list_checkpoints(folder)
-
-
-def _common_rows(index: int, count: int, other: int, other_count: int) -> tuple[slice, slice] | None:
-    """Return where the rows are that shard ``index`` of ``count`` shares with another split's shard.
-
-    Returns:
-        Their slice in the first and in the other shard; None if they share none.
-    """
-    common = math.gcd(count, other_count)
-    if (other - index) % common:
-        return None
-    first = next(row for row in range(other_count) if (row * count + index) % other_count == other)
-    here = slice(first, None, other_count // common)
-    return here, slice((first * count + index) // other_count, None, count // common)

@@ -1,8 +1,9 @@
-"""The configuration of a run: its keys, how it is read, and the rules between keys. Nothing imports torch.
+"""The configuration of a run: keys, rules between keys, and TOML files. No module here imports torch.
 
-Start with ``sections`` and the other modules of sections: every ``key`` with its default, rule and meaning.
-``key`` also reads values with arguments. ``loading`` reads TOML and ``--set`` into a ``RunConfig``, and
-``validation`` checks it. ``former_keys`` translates configurations of former versions.
+Start with ``sections``, ``data_sections``, ``table_sections`` and ``task_sections``: all keys with their
+defaults, rules and meanings. ``key`` defines a key, and values that are names with arguments. ``loading``
+reads TOML and ``--set`` into a ``RunConfig``, and ``validation`` has the rules between keys. ``former_keys``
+has advice on keys of earlier versions.
 """
 
 from hybrid.config.data_sections import ColumnSection as ColumnSection, DataSection as DataSection

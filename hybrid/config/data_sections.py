@@ -1,10 +1,13 @@
-"""Keys of [data] and [columns.NAME]: the input files, and how values become numbers."""
+"""Keys of [data] and [columns.NAME]: input files, and the columns that a model reads."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hybrid.config.key import Call, CallSignatures, argument, by_host, fixed, option
+from hybrid.errors import ConfigError
 
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
 TRANSFORMS = ("none", "log")
@@ -39,7 +42,7 @@ UNPOOLED = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The samples: files, columns, and how values become numbers."""
+    """The samples: files, columns, scaling and vocabularies."""
 
     format: str = fixed("synthetic", "Format of the input.", choices=FORMATS)
     path: tuple[str, ...] = option((), "Training files (plain or gzip), folders of files, or URLs.")
@@ -48,8 +51,7 @@ class DataSection:
     )
     test_fraction: float = fixed(
         0.1,
-        "Fraction of rows that is held out if test_path is empty; 0 trains on all rows and "
-        "evaluates nothing.",
+        "Fraction of rows that is held out if test_path is empty; 0 trains on all rows, without evaluation.",
         minimum=0.0,
         maximum=0.9,
     )
@@ -69,7 +71,7 @@ class DataSection:
     weight: str = fixed("", "Column of sample weights in the loss, at least 0; empty for equal weights.")
     weighted_metrics: bool = option(
         False,
-        "Weight samples in metrics as in the loss; not in ranking metrics and custom metrics.",
+        "Whether metrics weight samples as the loss does; ranking metrics and custom metrics do not.",
         prepares=False,
     )
     group: str = fixed(
@@ -84,19 +86,19 @@ class DataSection:
     missing: tuple[str, ...] = fixed(("", "?"), "Field values that mean missing.")
     numeric_scaling: str = fixed(
         "standardize",
-        "Scaling of numeric values over the training rows: to mean 0 and deviation 1, to between 0 and 1, or "
-        "none. With `log`, it follows sign(x) * log(1 + |x|).",
+        "Scaling of numeric values by the training rows: to mean 0 and standard deviation 1, to the range "
+        "from 0 to 1, or none. With `log`, sign(x) * log(1 + |x|) is scaled.",
         signatures=SCALING_CALLS,
     )
     vocabulary: str = fixed(
         "build",
-        "`build` numbers the values of the training rows; rarer ones than `min_count` share the row of "
-        "unknown values. `hash` hashes values into `rows` rows.",
+        "`build` numbers the values of the training rows. Values with fewer than `min_count` occurrences "
+        "share the row of unknown values. `hash` hashes values into `rows` rows.",
         signatures=VOCABULARY_CALLS,
     )
     max_invalid_fraction: float = option(
         0.1,
-        "More invalid rows than this fraction are an error; 0 stops at the first invalid row.",
+        "Largest fraction of invalid rows; 0 stops at the first invalid row.",
         minimum=0,
         maximum=1,
     )
@@ -108,9 +110,9 @@ class DataSection:
     )
     local_cache_folder: str = by_host(
         "",
-        "Folder of this host if cache_folder is a URL: for fetched rows of a trainer, by default "
-        "the folder of temporary files; for data that the master prepares, by default "
-        "runs/.prepared.",
+        "Folder of this host, used if cache_folder is a URL. Trainers keep fetched rows there (by default "
+        "in the folder of temporary files), and the master keeps prepared data there (by default in "
+        "runs/.prepared).",
         prepares=False,
     )
     local_cache_gb: float = by_host(
@@ -124,8 +126,8 @@ class DataSection:
     )
     shuffle: str = fixed(
         "rows",
-        "`rows` shuffles the training rows anew each epoch. With `lanes`, each of T trainers reads about "
-        "1 / T of the data, instead of nearly all. `none` keeps the order of the files.",
+        "`rows` shuffles the training rows in each epoch. With `lanes`, each of T trainers reads about "
+        "1 / T of the data, instead of nearly all data. `none` keeps the order of the files.",
         signatures=SHUFFLE_CALLS,
         prepares=False,
     )
@@ -133,22 +135,22 @@ class DataSection:
 
     @property
     def synthetic_test_rows(self) -> int:
-        """Test rows of the synthetic click log."""
+        """The number of test rows of the synthetic click log."""
         return max(1, min(50_000, self.synthetic_rows // 6))
 
     @property
     def split_call(self) -> Call:
-        """How rows are held out, and by which column."""
+        """The kind of split, and its column."""
         return SPLIT_CALLS.parse("data.split", self.split)
 
     @property
     def split_column(self) -> str:
-        """The column by which rows are held out; empty for random rows."""
+        """The column that decides which rows are held out; empty for a random split."""
         return str(self.split_call.arguments.get("column", ""))
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether each epoch has an order of its own."""
+        """Whether each epoch has a different order."""
         return self.shuffle != "none"
 
     @property
@@ -158,24 +160,24 @@ class DataSection:
 
     @property
     def vocabulary_call(self) -> Call:
-        """How values become rows."""
+        """The kind of vocabulary, and its arguments."""
         return VOCABULARY_CALLS.parse("data.vocabulary", self.vocabulary)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSection:
-    """How one column of data.dense or data.sparse is made; a missing key has the value of [data]."""
+    """How a column of data.dense or data.sparse is computed; a missing key has the value of [data]."""
 
     kind: str = fixed(
         "value",
-        "`value`: as it is. In data.sparse also `buckets` and `quantiles`: a number in one of several "
-        "ranges, which begin at `bounds`, or hold equally many training rows; `hour` and `weekday` of a "
-        "date; `cross`: several columns as one, hashed; `weighted`: ids with weights, with `separator` "
-        "between the two.",
+        "`value`: the value of the source. Others are for data.sparse. `buckets`: the range of a number; "
+        "ranges begin at `bounds`. `quantiles`: the same, with equally many training rows in each range. "
+        "`hour`, `weekday`: of a date. `cross`: the hash of several columns. `weighted`: ids with weights, "
+        "such as a:0.5, with `separator` between id and weight.",
         signatures=KIND_CALLS,
     )
     source: tuple[str, ...] = fixed(
-        (), "Column of the files (cross: columns); empty for the column of this name."
+        (), "Column of the files, or columns (cross); empty for the column of this name."
     )
     multi_hot_separator: str | None = fixed(None, "Separator of ids in a field (value, weighted).")
     pooling: str | None = fixed(
@@ -188,7 +190,7 @@ class ColumnSection:
     max_ids: int = fixed(0, "Largest number of ids per sample; 0 for no limit (value, weighted).", minimum=0)
     too_many_ids: str = fixed(
         "invalid_row",
-        "With more than max_ids ids: an invalid row, or keep the first or the last ids.",
+        "Whether more than max_ids ids make a row invalid, or the first or the last ids are kept.",
         choices=("invalid_row", "keep_first", "keep_last"),
     )
     numeric_scaling: str | None = fixed(
@@ -197,3 +199,126 @@ class ColumnSection:
     vocabulary: str | None = fixed(
         None, "How values become rows (value, weighted; cross: hash).", signatures=VOCABULARY_CALLS
     )
+
+
+_OF_IDS = ("multi_hot_separator", "max_ids", "too_many_ids", "pooling", "vocabulary")
+# The keys that apply to a column of data.sparse, by its kind, in addition to "kind" and "source".
+_KEYS: dict[str, tuple[str, ...]] = {"value": _OF_IDS, "weighted": _OF_IDS, "cross": ("vocabulary",)}
+_KEYS_OF_DENSE = ("numeric_scaling",)
+_DEFAULTS = ColumnSection()
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the model, with every key resolved; see :class:`ColumnSection`."""
+
+    name: str
+    sources: tuple[str, ...]
+    kind: str
+    bounds: tuple[float, ...]
+    quantiles: int
+    weight_separator: str
+    separator: str
+    max_ids: int
+    too_many_ids: str
+    transform: str
+    scaling: str
+    vocabulary: str
+    min_count: int
+    hash_rows: int
+
+    @property
+    def source(self) -> str:
+        """The column of the files, if there is only one."""
+        (source,) = self.sources
+        return source
+
+    def key(self, list_name: str) -> str:
+        """Return the key that names the sources: ``source`` of a section, or ``list_name`` of [data]."""
+        return f"data.{list_name}" if self.sources == (self.name,) else f"columns.{self.name}.source"
+
+
+def columns_of(
+    data: DataSection, sections: Mapping[str, ColumnSection]
+) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
+    """Return the columns of data.dense and those of data.sparse.
+
+    Raises:
+        ConfigError: a section names no column, or its keys contradict each other.
+    """
+    for name, section in sections.items():
+        if name in data.dense and name in data.sparse:
+            rule = "is in data.dense and in data.sparse; rename one of the two, and set its source"
+            raise ConfigError(f"columns.{name}", rule)
+        if name not in data.dense and name not in data.sparse:
+            raise ConfigError(f"columns.{name}", "is in neither data.dense nor data.sparse")
+        _check(name, section, name in data.dense)
+    dense = tuple(_column(data, sections, name) for name in data.dense)
+    sparse = tuple(_column(data, sections, name) for name in data.sparse)
+    for column in sparse:
+        if column.kind == "weighted" and column.weight_separator in ("", column.separator):
+            rule = "separator must not be empty, nor equal the separator of ids"
+            raise ConfigError(f"columns.{column.name}.kind", rule, sections[column.name].kind)
+    return dense, sparse
+
+
+def sequence_length(name: str, section: ColumnSection) -> int:
+    """Return the length of a sequence column; 0 if its bags are pooled.
+
+    Raises:
+        ConfigError: the section has no ``max_ids``.
+    """
+    if section.pooling == UNPOOLED and not section.max_ids:
+        rule = f"must be the length of the sequence, since columns.{name}.pooling is {UNPOOLED}"
+        raise ConfigError(f"columns.{name}.max_ids", rule, section.max_ids)
+    return section.max_ids if section.pooling == UNPOOLED else 0
+
+
+def _column(data: DataSection, sections: Mapping[str, ColumnSection], name: str) -> Column:
+    section = sections.get(name, _DEFAULTS)
+    key = f"columns.{name}"
+    kind = KIND_CALLS.parse(f"{key}.kind", section.kind)
+    separator = section.multi_hot_separator
+    scaling = SCALING_CALLS.parse(f"{key}.numeric_scaling", section.numeric_scaling or data.numeric_scaling)
+    vocabulary = VOCABULARY_CALLS.parse(f"{key}.vocabulary", section.vocabulary or data.vocabulary)
+    return Column(
+        name=name,
+        sources=section.source or (name,),
+        kind="buckets" if kind.name == "quantiles" else kind.name,
+        bounds=kind.arguments.get("bounds", ()),
+        quantiles=kind.arguments.get("buckets", 0),
+        weight_separator=kind.arguments.get("separator", ":"),
+        separator=data.multi_hot_separator if separator is None else separator,
+        max_ids=section.max_ids,
+        too_many_ids=section.too_many_ids,
+        transform="log" if scaling["log"] else "none",
+        scaling=scaling.name,
+        vocabulary=vocabulary.name,
+        min_count=vocabulary.arguments.get("min_count", 1),
+        hash_rows=vocabulary.arguments.get("rows", DEFAULT_HASH_ROWS),
+    )
+
+
+def _check(name: str, section: ColumnSection, is_dense: bool) -> None:
+    call = KIND_CALLS.parse(f"columns.{name}.kind", section.kind)
+    kind = call.name
+    if is_dense and kind != "value":
+        rule = "must be value for a column of data.dense; other kinds belong in data.sparse"
+        raise ConfigError(f"columns.{name}.kind", rule, section.kind)
+    column = "a column of data.dense" if is_dense else f"a column of data.sparse whose kind is {kind}"
+    for key in vars(_DEFAULTS):
+        value = getattr(section, key)
+        valid = ("kind", "source", *(_KEYS_OF_DENSE if is_dense else _KEYS.get(kind, ())))
+        if key not in valid and value != getattr(_DEFAULTS, key):
+            raise ConfigError(f"columns.{name}.{key}", f"does not apply to {column}", value)
+    if kind == "cross" and len(section.source) < 2:
+        raise ConfigError(f"columns.{name}.source", "must name two columns or more (cross)", section.source)
+    if kind == "cross" and section.vocabulary and not section.vocabulary.startswith("hash"):
+        raise ConfigError(f"columns.{name}.vocabulary", "must be hash (cross)", section.vocabulary)
+    if kind != "cross" and len(section.source) > 1:
+        raise ConfigError(f"columns.{name}.source", f"must be one column, for {column}", section.source)
+    for low, high in pairwise(call.arguments.get("bounds", ())):
+        if not low < high:
+            rule = f"bounds must be ascending, but {high:g} follows {low:g}"
+            raise ConfigError(f"columns.{name}.kind", rule, section.kind)
+    sequence_length(name, section)

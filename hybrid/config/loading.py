@@ -14,25 +14,24 @@ from hybrid.errors import ConfigError
 from hybrid.storage.files import read_bytes
 from hybrid.storage.remote_path import StoragePath
 
-CONFIG_FILE = "config.toml"  # of a run, and of each of its checkpoints
+CONFIG_FILE = "config.toml"  # in the folder of a run, and in each of its checkpoints
 _ANY_NAME = {f"{kind}.NAME": keys for kind, keys in NAMED_KEYS.items()}
-_CUTOFF = 0.75  # similarity of names of different sections, from 0 to 1
-_ALL = "hybrid config --describe lists all keys"
-# The value of a missing key.
+_CUTOFF = 0.7  # similarity of names, from 0 to 1
+_HINT = "hybrid config --describe lists all keys"
+# What the reference page shows as the default of a key whose default is None.
 _ABSENT = {"tables.NAME": "as [embedding]", "columns.NAME": "as [data]", "dense_groups.NAME": "as [dense]"}
 
 
 def load_config(
     path: StoragePath | None, overrides: Sequence[str] = (), *, is_stored: bool = False
 ) -> RunConfig:
-    """Read a configuration, apply overrides, check every rule.
+    """Read a configuration, apply overrides, and check every rule.
 
     Args:
-        path: TOML file; None for all defaults. Relative paths inside it stay relative to the
-            current folder.
-        overrides: ``section.key=value``, also of a section ``tables.NAME``, later ones winning. A value is
-            TOML; text keys take it unquoted too; one value makes a list of one.
-        is_stored: whether the file is that of a run or checkpoint. Former keys in it are translated.
+        path: TOML file; None for all defaults. Relative paths in the file are relative to the current folder.
+        overrides: ``section.key=value``; a section may be ``tables.NAME``. The last override of a key wins. A
+            value is TOML. Text needs no quotes, and a list of one value no brackets.
+        is_stored: whether a run or checkpoint has the file. An unknown key is then a key of another version.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value breaks a rule.
@@ -49,11 +48,11 @@ def read_toml_text(text: str) -> RunConfig:
     return _checked(_by_section(parse_toml(text)))
 
 
-def with_own(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return ``config`` with the settings that a role was started with.
+def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+    """Return the master's ``config`` with the settings that a role was started with.
 
     Args:
-        settings: as the overrides of :func:`load_config`; later ones win.
+        settings: see the overrides of :func:`load_config`.
 
     Raises:
         ConfigError: a key may not differ between hosts, or a value breaks a rule.
@@ -70,22 +69,22 @@ def with_own(config: RunConfig, settings: Sequence[str]) -> RunConfig:
     return config
 
 
-def own_settings(settings: Sequence[str]) -> list[str]:
-    """Return the ``settings`` that a role may have of its own; the master decides the others."""
+def select_role_settings(settings: Sequence[str]) -> list[str]:
+    """Return the ``settings`` that may differ between roles; the master decides the others."""
     return [text for text in settings if _find(*_override(text)[:2]).is_by_host]
 
 
 def _override(text: str) -> tuple[str, str, str]:
     """Return section, name and value of a ``--set``."""
     dotted, equals, value = text.partition("=")
-    section, _, name = dotted.strip().rpartition(".")  # a table's name may hold dots of its own
+    section, _, name = dotted.strip().rpartition(".")  # a table's name may contain dots
     if not equals or (not section and name in SECTION_KEYS):
         raise ConfigError(f"--set {text}", "must be section.key=value")
     return section, name, value
 
 
 def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
-    """Return the configuration of these sections after checking every rule."""
+    """Return the configuration of these sections, after every rule is checked."""
     built: dict[str, Any] = {
         name: _build(cls, name, sections.pop(name, {})) for name, cls in SECTION_TYPES.items()
     }
@@ -99,9 +98,9 @@ def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
 
 
 def _read_sections(path: StoragePath, is_stored: bool) -> dict[str, dict[str, Any]]:
-    """Return the sections of a file; the error about an unknown key names the file."""
+    """Return the sections of a file; errors about unknown keys name the file."""
     try:
-        # A file that the user names may be a FIFO; a run of another user must not block.
+        # A file that the user names may be a FIFO. A file in a run folder must not block.
         content = path.read_bytes() if isinstance(path, Path) and not is_stored else read_bytes(path)
         document = parse_toml(content.decode("utf-8-sig"))
     except OSError as error:
@@ -114,13 +113,14 @@ def _read_sections(path: StoragePath, is_stored: bool) -> dict[str, dict[str, An
         raise ConfigError(str(path), f"is not valid TOML: {error}") from error
     try:
         sections = _by_section(document)
-        if is_stored:
-            former_keys.translate(sections)
         for section, values in sections.items():
             for name in values:
                 _find(section, name)
-    except UnknownKeyError as error:
-        raise ConfigError(f"{path}: {error.key}", error.rule) from error
+    except ConfigError as error:
+        if is_stored:
+            rule = f"an earlier version wrote it ({error.key}); this one can neither resume nor load it"
+            raise ConfigError(str(path), rule) from error
+        raise ConfigError(f"{path}: {error.key}", error.rule, error.value) from error
     return sections
 
 
@@ -156,50 +156,43 @@ def _find(section: str, name: str) -> Key:
 
 
 def _keys_of(section: str) -> dict[str, Key]:
-    """Return the keys of a section; none of an unknown section."""
+    """Return the keys of a section by name; an empty dictionary for an unknown section."""
     kind, dot, _ = section.partition(".")
     return NAMED_KEYS.get(kind, {}) if dot else SECTION_KEYS.get(section, {})
 
 
-class UnknownKeyError(ConfigError):
-    """An unknown key or section."""
-
-
-def _unknown(section: str, name: str) -> UnknownKeyError:
+def _unknown(section: str, name: str) -> ConfigError:
+    """Return the error about an unknown key; about an unknown section if ``name`` is empty."""
     if not name and section not in SECTION_KEYS:
         near = difflib.get_close_matches(section, (*SECTION_KEYS, *_ANY_NAME), n=1)
-        hint = f"did you mean [{near[0]}]?" if near else _ALL
-        return UnknownKeyError(f"[{section}]", f"no such section; {hint}")
-    dotted = ".".join(part for part in (section, name) if part)
-    if (advice := former_keys.advice(section, name)) is not None:
-        return UnknownKeyError(dotted, advice)
-    nearest = _nearest_key(section, name)
-    if nearest is None:
-        known = bool(_keys_of(section))
-        what = "key" if known or not section else f"section [{section}], and no such key in another section"
-        return UnknownKeyError(dotted, f"is not supported: there is no such {what}; {_ALL}")
-    return UnknownKeyError(dotted, f"no such key; did you mean {nearest}?")
+        hint = f"did you mean [{near[0]}]?" if near else _HINT
+        return ConfigError(f"[{section}]", f"no such section; {hint}")
+    rule = former_keys.advice(section, name)
+    if rule is None:
+        nearest = _nearest_key(section, name)
+        rule = f"no such key; {f'did you mean {nearest}?' if nearest else _HINT}"
+    return ConfigError(".".join(filter(None, (section, name))), rule)
 
 
 def _nearest_key(section: str, name: str) -> str | None:
-    """Return the likely key: one of this name, a similar one of the section, or of another section."""
-    own = _keys_of(section)
-    is_named = section not in SECTION_KEYS and bool(own)
-    everywhere = [(section, own)] if is_named else [*SECTION_KEYS.items(), *_ANY_NAME.items()]
-    dotted = [f"{heading}.{key}" for heading, keys in everywhere for key in keys]
-    names = [name]
-    if not any(key.endswith(f".{name}") for key in dotted):
-        if near := difflib.get_close_matches(name, own, n=1):
-            return f"{section}.{near[0]}"
-        every_name = {key.rpartition(".")[2] for key in dotted}
-        names = difflib.get_close_matches(name, every_name, n=1, cutoff=_CUTOFF)
-    found = [key for key in dotted if key.rpartition(".")[2] in names]
-    by_section = difflib.get_close_matches(f"{section}.{name}", found, n=1, cutoff=0.0)
-    return by_section[0] if by_section else None
+    """Return the key with the most similar name, in the most similar section; None if no name is similar."""
+    known = _keys_of(section)
+    sections = {section: known} if known and section not in SECTION_KEYS else SECTION_KEYS | _ANY_NAME
+    similarity = {
+        f"{heading}.{key}": (_similarity(name, key), _similarity(section, heading))
+        for heading, keys in sections.items()
+        for key in keys
+    }
+    nearest = max(similarity, key=lambda dotted: similarity[dotted])
+    return nearest if similarity[nearest][0] >= _CUTOFF else None
+
+
+def _similarity(first: str, second: str) -> float:
+    return difflib.SequenceMatcher(None, first, second).ratio()
 
 
 def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
-    """Yield section, name, key and value of ``config``, without keys whose value is None."""
+    """Yield section, name, key and value of each key whose value is not None."""
     sections = [(section, getattr(config, section), keys) for section, keys in SECTION_KEYS.items()]
     for kind, keys in NAMED_KEYS.items():
         sections += [(f"{kind}.{name}", values, keys) for name, values in getattr(config, kind).items()]
@@ -230,7 +223,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def fixed_values(config: RunConfig) -> dict[str, Any]:
-    """The values that a resumed run keeps, by dotted key, as JSON holds them."""
+    """Return the values that a resumed run keeps, by dotted key, as JSON values."""
     values: dict[str, Any] = {}
     for section, name, key, value in _items(config):
         if key.is_name_fixed:
@@ -247,11 +240,11 @@ def describe() -> str:
         "# Configuration",
         "",
         "A configuration is a TOML file of these sections. Every key has a default. On the command line,",
-        "`--set section.key=value` overrides one. A role may have its own value of keys marked *by host*;",
-        "the master decides all others. `hybrid config --describe > docs/config.md` writes this page.",
+        "`--set section.key=value` overrides a key. Keys marked *by host* may differ between roles; the",
+        "master decides all other keys. `hybrid config --describe > docs/config.md` writes this page.",
         "",
         "Some values are names with arguments, such as `adam(betas = [0.9, 0.99])`. Arguments are TOML. The",
-        "first may be given without its name, as in `hash(1000)`. Quote such a value in a shell.",
+        "name of the first argument may be left out, as in `hash(1000)`. Quote such a value in a shell.",
     ]
     sections = [(name, SECTION_TYPES[name], keys) for name, keys in SECTION_KEYS.items()]
     sections += [(f"{kind}.NAME", NAMED_TYPES[kind], keys) for kind, keys in NAMED_KEYS.items()]

@@ -22,7 +22,7 @@ from hybrid.config.key import (
     split_call,
 )
 from hybrid.config.table_sections import EmbeddingSection, TableSection
-from hybrid.config.task_sections import LABEL, TaskSection, leading_score
+from hybrid.config.task_sections import LABEL, TaskSection, main_metric
 from hybrid.input_spec import TaskSpec
 from hybrid.topology import Topology
 
@@ -67,7 +67,6 @@ SCHEDULE_CALLS = CallSignatures(
         ),
     }
 )
-SCHEDULES = SCHEDULE_CALLS.names
 DTYPES = ("float32", "float64")
 
 
@@ -91,16 +90,16 @@ class ClusterSection:
     master: str = option(
         "127.0.0.1",
         "Address on which the master listens: HOST, HOST:PORT or [IPv6]:PORT. Without a port, launch takes a "
-        "free one, and a master that is started by hand takes 29300.",
+        "free port, and a master that is started by hand takes port 29300.",
     )
     interface: str = by_host(
         "auto",
-        "Network interface of all traffic, such as lo or eth0; auto takes the interface that "
+        "Network interface for all traffic, such as lo or eth0; auto takes the interface that "
         "reaches the master.",
     )
     namespace: str = option(
         "auto",
-        "With auto, the roles of launch get a network namespace of their own if loopback suffices "
+        "With auto, the roles of launch get a separate network namespace if loopback suffices "
         "and the system allows it; off keeps the host's network, for user code that opens "
         "connections.",
         choices=("auto", "off"),
@@ -111,12 +110,12 @@ class ClusterSection:
     )
     timeout_seconds: float = option(
         60.0,
-        "Time limit of a call, of a worker that waits for gradients, and of the last step and "
-        "checkpoint of a run that is stopped.",
+        "Time limit of a call, of a worker's wait for gradients, and of the last step and checkpoint "
+        "of a stopped run.",
         above=0,
     )
     heartbeat_timeout_seconds: float = option(
-        10.0, "A role without a heartbeat for this time is considered frozen.", above=0
+        10.0, "Time without a heartbeat after which a role is considered frozen.", above=0
     )
     max_restarts: int = option(
         3,
@@ -136,7 +135,7 @@ class ClusterSection:
 
     @property
     def master_port(self) -> int:
-        """The port of the master; 0 for a free one."""
+        """The port of the master; 0 if the address has none."""
         return self._master[1]
 
     @property
@@ -153,28 +152,34 @@ class ClusterSection:
 
     @property
     def topology(self) -> Topology:
+        """The roles of the cluster."""
         return Topology(self.trainers, self.workers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSection:
-    """The dense nets, and how they are trained."""
+    """The dense nets and their training."""
 
     net: str = fixed(
         "dlrm",
-        "The model: a built-in one, or your function that builds a net. `experts` counts the shared experts "
-        "(mmoe), or per layer those of each task and the shared ones (ple); `expert_mlp` are their hidden "
-        "units.",
+        "The model: a built-in model, or your function that builds a net. `experts` is the number of experts "
+        "(mmoe); in ple, each layer has so many per task, and so many shared experts. `expert_mlp` lists the "
+        "hidden units of an expert.",
         signatures=NET_CALLS,
     )
-    bottom_mlp: tuple[int, ...] = fixed((64, 32), "Hidden units of the net over numeric features (dlrm).")
+    bottom_mlp: tuple[int, ...] = fixed(
+        (64, 32), "Hidden units of the net over numeric features (dlrm).", minimum=1
+    )
     top_mlp: tuple[int, ...] = fixed(
-        (128, 64), "Hidden units of the net over all features, or of each task's tower (mmoe, ple)."
+        (128, 64),
+        "Hidden units of the net over all features, or of each task's tower (mmoe, ple).",
+        minimum=1,
     )
     remote_mlp: tuple[int, ...] = fixed(
         (),
         "Hidden units of a remote dense net between interaction and head, which a worker hosts; "
         "empty for none.",
+        minimum=1,
     )
     optimizer: str = option(
         "Adam",
@@ -184,18 +189,18 @@ class DenseSection:
     learning_rate: float = option(0.002, "Learning rate of the dense nets.", above=0)
     ddp: str = option(
         "outside",
-        "Parameters under DDP: none, the head (inside), or all local ones (outside).",
+        "Parameters under DDP: none, those of the head (inside), or all local parameters (outside).",
         choices=DDP_MODES,
     )
     device: str = by_host(
         "auto",
-        "cpu, cuda, cuda:N, or auto (a GPU for each trainer if there is one). Several, such as "
-        "cuda:0,cuda:1, hold replicas, over which a trainer splits its samples; the first holds the "
+        "cpu, cuda, cuda:N, or auto (a GPU for each trainer if there is one). Several devices, such as "
+        "cuda:0,cuda:1, hold replicas, over which a trainer splits its samples. The first device holds the "
         "parameters.",
     )
     tensor_size: int = option(
         0,
-        "Number of trainers that split the layers of one net; it divides cluster.trainers. 0 for none.",
+        "Number of trainers that split the layers of a net, a divisor of cluster.trainers; 0 for none.",
         minimum=0,
     )
     tensor_plan: tuple[str, ...] = option(
@@ -205,12 +210,13 @@ class DenseSection:
     )
     compile: str = option(
         "none",
-        "Execution backend of dense nets, the remote one too: TorchScript, or a backend of torch.compile.",
+        "Execution backend of dense nets, including the remote net: none for eager mode, script and trace "
+        "for TorchScript, or a backend of torch.compile.",
         choices=("none", *COMPILERS),
     )
     autocast: str = option(
         "none",
-        "Precision of the operations of the local net for which a lower one is safe.",
+        "Precision in torch.autocast of the local net, for operations for which bfloat16 is safe.",
         choices=("none", "bfloat16"),
     )
 
@@ -221,7 +227,7 @@ class DenseSection:
 
     @property
     def optimizer_name(self) -> str:
-        """The class of torch.optim."""
+        """The name of a class of torch.optim."""
         return split_call("dense.optimizer", self.optimizer)[0]
 
     @property
@@ -232,41 +238,41 @@ class DenseSection:
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices of a trainer's replicas; empty without replicas."""
-        return tuple(part.strip() for part in self.device.split(",")) if "," in self.device else ()
+        return tuple(device.strip() for device in self.device.split(",")) if "," in self.device else ()
 
     @property
     def parallel(self) -> str:
-        """How a net is spread: over ``replicas`` of a trainer, over trainers (``tensor``), or ``none``."""
+        """``replicas`` on devices of a trainer, ``tensor`` parallelism over trainers, or ``none``."""
         return "replicas" if self.devices else "tensor" if self.tensor_size else "none"
 
     @property
     def trainers_per_net(self) -> int:
-        """The number of trainers that hold a dense net together."""
+        """The number of trainers over which a dense net is split."""
         return self.tensor_size or 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseGroupSection:
-    """Parameters of dense nets with optimizer arguments of their own."""
+    """Separate optimizer arguments for some parameters of dense nets."""
 
     parameters: tuple[str, ...] = option(
         (),
-        'Names or patterns of parameters, such as "head.*" or "*.bias"; those of the remote net '
+        'Names or patterns of parameters, such as "head.*" or "*.bias"; parameters of the remote net '
         'begin with "remote.".',
     )
     optimizer_options: tuple[str, ...] = option(
-        (), 'Arguments of the optimizer that differ, such as ["lr = 0.001", "weight_decay = 0"].'
+        (), 'Arguments that differ from [dense], such as ["lr = 0.001", "weight_decay = 0"].'
     )
 
     @property
     def learning_rate(self) -> float | None:
-        """The option ``lr``; None for the learning rate of [dense]."""
+        """The argument ``lr``; None for the learning rate of [dense]."""
         rates = [value for name, _, value in self._options if name.strip() == "lr"]
         return float(rates[-1]) if rates else None
 
     @property
     def other_options(self) -> tuple[str, ...]:
-        """The options but ``lr``."""
+        """The arguments except ``lr``."""
         return tuple("".join(option) for option in self._options if option[0].strip() != "lr")
 
     @property
@@ -286,15 +292,17 @@ class TrainSection:
     )
     update: str = option(
         "sync",
-        "sync: one exact step for all trainers; pipelined: the same, with rows that are one step "
-        "old; async: each trainer's gradients as they arrive.",
+        "sync: one exact step of all trainers. pipelined: the same with rows that are one step old. "
+        "async: workers apply each trainer's gradients when they arrive.",
         choices=UPDATE_MODES,
     )
     clip_norm: float | None = option(
-        None, "Scale gradients down to this norm over all tables and dense nets.", above=0
+        None, "Norm over all tables and dense nets to which larger gradients are scaled down.", above=0
     )
     non_finite: str = option(
-        "stop", "Stop at a loss or gradient that is not finite, or skip that step.", choices=("stop", "skip")
+        "stop",
+        "Whether a loss or gradient that is not finite stops the run, or skips the step.",
+        choices=("stop", "skip"),
     )
     dtype: str = option("float32", "Type of rows, dense parameters and optimizer state.", choices=DTYPES)
     log_every_steps: int = option(10, "Number of steps between two progress lines.", minimum=1)
@@ -311,7 +319,7 @@ class TrainSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """When checkpoints are written, besides the one at the end, and which are kept."""
+    """When checkpoints are written, in addition to the last step, and which checkpoints are kept."""
 
     every_steps: int = option(
         0, "Number of steps between two checkpoints; 0 for no limit by steps.", minimum=0
@@ -320,8 +328,8 @@ class CheckpointSection:
     keep_last: int = option(2, "Number of newest checkpoints to keep.", minimum=1)
     keep_best: str = option(
         "auto",
-        "Metric by which the best checkpoint is kept as well, such as auc, or NAME.auc with several "
-        "tasks. auto is AUC, RMSE or accuracy of the first task; none keeps none.",
+        "Metric by which the best checkpoint is kept, too, such as auc, or NAME.auc with several tasks. "
+        "auto is AUC, RMSE or accuracy of the first task; none keeps no best checkpoint.",
     )
 
 
@@ -331,10 +339,9 @@ class ScheduleSection:
 
     kind: str = option(
         "constant",
-        "How the learning rate changes, as a fraction of the full rate. It rises linearly over "
-        "`warmup_steps`, then falls until step `steps`, warm-up included; 0 means the end of the run. "
-        "`initial_factor` is the fraction at the start, `peak_fraction` the fraction of the steps before the "
-        "full rate.",
+        "The learning rate by step. The rate rises linearly from `initial_factor` times the full rate over "
+        "`warmup_steps`. Then it falls until step `steps` (0: until the end of the run), which includes the "
+        "warm-up. In one_cycle, it rises in the fraction `peak_fraction` of the steps.",
         signatures=SCHEDULE_CALLS,
     )
 
@@ -356,12 +363,12 @@ class ScheduleSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSection:
-    """A trace and a table of some steps of every role, in the run folder."""
+    """Profiles: a trace and a table of some steps of every role, in the run folder."""
 
     steps: tuple[int, ...] = option(
         (),
-        "Number of steps to record, and the number of steps before them, such as [5, 100]; [5] records five "
-        "steps after a warm-up of ten; empty for none.",
+        "Number of recorded steps, and of steps before them: [5, 100] records five steps after the first "
+        "hundred, [5] after the first ten; empty for none.",
         minimum=0,
     )
 
@@ -406,7 +413,7 @@ class RunConfig:
     @property
     def task_specs(self) -> tuple[TaskSpec, ...]:
         """The labels of all tasks, in their order."""
-        return tuple(task.spec(name) for name, task in self.all_tasks.items())
+        return tuple(TaskSpec(name, task.kind, task.classes) for name, task in self.all_tasks.items())
 
     @property
     def num_outputs(self) -> int:
@@ -415,20 +422,20 @@ class RunConfig:
 
     @property
     def has_ranking_loss(self) -> bool:
-        """Whether a task has a ranking loss, for which groups stay whole."""
+        """Whether a task has a ranking loss, which needs whole groups in each step."""
         return any(task.ranking_loss for task in self.tasks.values())
 
     @property
     def best_by(self) -> str:
         """The metric that selects the best checkpoint, or "none"."""
         by = self.checkpoint.keep_best
-        return leading_score(self.all_tasks) if by == "auto" else by
+        return main_metric(self.all_tasks) if by == "auto" else by
 
 
 def tasks_of(tasks: Mapping[str, TaskSection], data: DataSection) -> dict[str, TaskSection]:
-    """Return the tasks with their label columns; without sections, data.label is one binary task."""
-    found = tasks or {LABEL: TaskSection(label=data.label)}
-    return {name: dataclasses.replace(task, label=task.label or name) for name, task in found.items()}
+    """Return the tasks with their label columns; without sections, one binary task with data.label."""
+    sections = tasks or {LABEL: TaskSection(label=data.label)}
+    return {name: dataclasses.replace(task, label=task.label or name) for name, task in sections.items()}
 
 
 SECTION_TYPES: dict[str, Any] = {

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hybrid.config.data_sections import POOLINGS
 from hybrid.config.key import Call, CallSignatures, argument, fixed, option
-from hybrid.errors import ConfigError
 
 _EPS = argument("eps", float, 1e-8, minimum=1e-30)
 _DECAY = argument("weight_decay", float, 0.0, minimum=0)
@@ -25,8 +23,7 @@ TABLE_OPTIMIZERS = CallSignatures(
         "adam": (_BETAS, _EPS, _DECAY, _ALL_ROWS),
         "adamw": (_BETAS, _EPS, _DECAY, _ALL_ROWS),
         "ftrl": (_BETA, _L1, _DECAY),
-    },
-    hint="dense.optimizer takes classes of torch.optim",
+    }
 )
 _SCALE = argument("scale", float, 0.0, minimum=0)
 INITIALIZERS = CallSignatures({"uniform": (_SCALE,), "normal": (_SCALE,), "zeros": ()})
@@ -46,24 +43,25 @@ class EmbeddingSection:
     pooling: str = fixed("sum", "How the vectors of a bag become one vector.", choices=POOLINGS)
     optimizer: str = option(
         "adagrad",
-        "How rows are updated. `weight_decay` and momentum apply to the rows that a step touches. With "
-        "`all_rows` every row takes every step, as in torch with dense gradients; each step then reads and "
-        "writes whole tables. hybrid/embedding/worker/row_optimizers.py has the equations.",
+        "The optimizer of the rows. `weight_decay` and momentum apply to the rows that a step reads. With "
+        "`all_rows`, a step updates all rows, as torch does with dense gradients, and reads and writes whole "
+        "tables. hybrid/embedding/worker/row_optimizers.py has the equations.",
         signatures=TABLE_OPTIMIZERS,
         is_name_fixed=True,
     )
     learning_rate: float = option(0.05, "Learning rate of the rows.", above=0)
     wire_dtype: str = option(
         "rows",
-        "Type in which vectors and gradients travel in training: the type of the rows, or bfloat16, with "
-        "half the bytes and eight bits of precision.",
+        "Type of vectors and gradients in messages of training: the type of the rows, or bfloat16, which "
+        "halves the bytes and has eight bits of precision.",
         choices=("rows", "bfloat16"),
     )
     placement: str = option(
         "auto",
-        "`table` keeps a table whole on one worker, `row` splits its rows over workers; `workers` lists the "
-        "workers that may hold it. Bags are pooled by the workers, or by the trainers, which then fetch each "
-        "distinct row once; `auto` takes the side that moves fewer bytes (hybrid plan shows both).",
+        "`table` keeps a table on one worker, `row` splits its rows over workers; `workers` lists the "
+        "workers that may hold rows. `pooled_by` selects the side that pools bags: the workers, or the "
+        "trainers, which then fetch each distinct row once. With `auto`, trainers pool if that moves less "
+        "than half of the bytes; hybrid plan shows the side.",
         signatures=PLACEMENT_CALLS,
     )
 
@@ -74,24 +72,24 @@ class TableSection:
 
     dim: int | None = fixed(None, "Width of a row.", minimum=1)
     optimizer: str | None = option(
-        None, "How rows are updated.", signatures=TABLE_OPTIMIZERS, is_name_fixed=True
+        None, "The optimizer of the rows.", signatures=TABLE_OPTIMIZERS, is_name_fixed=True
     )
     learning_rate: float | None = option(None, "Learning rate of the rows.", above=0)
-    placement: str | None = option(None, "Where the rows are.", signatures=PLACEMENT_CALLS)
+    placement: str | None = option(None, "The workers that hold the rows.", signatures=PLACEMENT_CALLS)
     features: tuple[str, ...] = fixed(
         (), "Columns that share this table; empty for the column of the table's name."
     )
     initial: str = fixed(
         "",
-        "File or URL with the initial rows, which all workers can read; empty for random rows. Parquet: a "
-        "column of values and one of vectors. safetensors (path#name for one of several tensors) or .npy: "
-        "row by row.",
+        "File or URL of the initial rows, which all workers can read; empty for random rows. A Parquet file "
+        "has a column of values and a column of vectors. A .npy or safetensors file has the rows in order; "
+        "path#name selects one of several tensors.",
     )
     frozen: bool = fixed(False, "Whether the rows keep their initial values.")
     init: str = fixed(
         "uniform",
-        "How random initial rows are drawn. `scale` is the largest absolute value (uniform) or the standard "
-        "deviation (normal); 0 means 1 / sqrt(rows).",
+        "The distribution of random initial rows. `scale` is the largest absolute value (uniform) or the "
+        "standard deviation (normal); 0 means 1 / sqrt(rows).",
         signatures=INITIALIZERS,
     )
 
@@ -102,23 +100,10 @@ class TableSection:
 
 
 def table_optimizer(embedding: EmbeddingSection, table: TableSection) -> Call:
-    """The optimizer of a table and its arguments."""
+    """Return the optimizer of a table and its arguments."""
     return TABLE_OPTIMIZERS.parse("optimizer", table.optimizer or embedding.optimizer)
 
 
 def table_placement(embedding: EmbeddingSection, table: TableSection) -> Call:
-    """The placement of a table and its arguments."""
+    """Return the placement of a table and its arguments."""
     return PLACEMENT_CALLS.parse("placement", table.placement or embedding.placement)
-
-
-def check_all_rows(embedding: EmbeddingSection, tables: Mapping[str, TableSection], update: str) -> None:
-    """Raise ConfigError if trainers do not step together and a table's optimizer steps all rows.
-
-    Args:
-        update: how gradients are applied, ``train.update``.
-    """
-    optimizers = {f"tables.{name}": each.optimizer for name, each in tables.items()}
-    for section, text in ("embedding", embedding.optimizer), *optimizers.items():
-        if text and update == "async" and TABLE_OPTIMIZERS.parse(section, text).arguments.get("all_rows"):
-            rule = "all_rows needs train.update = sync or pipelined, whose steps all trainers take together"
-            raise ConfigError(f"{section}.optimizer", rule, text)

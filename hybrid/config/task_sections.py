@@ -1,7 +1,6 @@
 """Keys of [tasks.NAME]: labels, losses and metrics, and the rules between them.
 
-The metrics of a single task have plain names (``auc``); with several tasks, the name of the task comes first
-(``click.auc``).
+The full name of a metric is ``auc`` in a run with one task, and ``click.auc`` in a run with several.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from dataclasses import dataclass
 
 from hybrid.config.key import USER_FUNCTION, Call, CallSignatures, argument, fixed, option
 from hybrid.errors import ConfigError
-from hybrid.input_spec import TaskSpec
 
 TYPE_CALLS = CallSignatures(
     {"binary": (), "regression": (), "classes": (argument("count", int, None, minimum=2),)}
 )
 LABEL = "label"  # the task of a run without a section [tasks.NAME]
-# The first of a kind is its default.
+# The first loss of a kind is the default.
 LOSSES = {"binary": ("log_loss", "focal"), "regression": ("squared", "huber"), "classes": ("softmax",)}
 LOSS_CALLS = CallSignatures(
     {
@@ -35,33 +33,23 @@ _FRACTION = argument("fraction", float, 0.5, above=0, maximum=1)
 RANKING_CALLS = CallSignatures(
     {"pairwise": (_FRACTION,), "listwise": (_FRACTION,)}, others="", others_rule='""'
 )
-# The metrics of each kind; the first is the main metric.
-METRICS = {
-    "binary": (
-        "auc",
-        "log_loss",
-        "normalised_entropy",
-        "calibration",
-        "accuracy",
-        "base_rate",
-        "num_samples",
-    ),
-    "regression": ("rmse", "mae", "num_samples"),
-    "classes": ("accuracy", "log_loss", "num_samples"),
+# The metrics that an evaluation shows; the first metric of a kind is the main one.
+_SHOWN = {
+    "binary": ("auc", "log_loss", "normalized_entropy", "calibration"),
+    "regression": ("rmse", "mae"),
+    "classes": ("accuracy", "log_loss"),
 }
-# Additional metrics of the order within each group.
+_OTHERS = {"binary": ("accuracy", "base_rate")}
+METRICS: dict[str, tuple[str, ...]] = {
+    kind: (*shown, *_OTHERS.get(kind, ()), "num_samples") for kind, shown in _SHOWN.items()
+}
+# Patterns of additional ranking metrics, within each group.
 GROUP_METRICS: dict[str, tuple[str, ...]] = {
     "binary": (r"gauc", r"mrr", r"ndcg@[1-9]\d*", r"recall@[1-9]\d*"),
     "regression": (r"ndcg@[1-9]\d*",),
     "classes": (),
 }
-# The metrics that an evaluation shows.
-_SHOWN = {
-    "binary": ("auc", "log_loss", "normalised_entropy", "calibration"),
-    "regression": ("rmse", "mae"),
-    "classes": ("accuracy", "log_loss"),
-}
-_LOWER_IS_BETTER = ("log_loss", "normalised_entropy", "rmse", "mae")
+_LOWER_IS_BETTER = ("log_loss", "normalized_entropy", "rmse", "mae")
 _NOT_COMPARABLE = ("calibration", "base_rate", "num_samples")
 _ACRONYMS = ("auc", "gauc", "mae", "mrr", "ndcg", "rmse")
 _NAME = r"[A-Za-z_][\w-]*"
@@ -69,12 +57,12 @@ _NAME = r"[A-Za-z_][\w-]*"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSection:
-    """A task: its labels, loss and metrics. Without sections, data.label is the only task."""
+    """A task: its labels, loss and metrics. Without sections, data.label is the label of the only task."""
 
     label: str = fixed("", "Label column; empty for the column of the task's name.")
     type: str = fixed(
         "binary",
-        "Labels of 0 and 1, numbers, or classes from 0, of which there are `count`.",
+        "Labels: 0 and 1 (binary), any numbers (regression), or classes from 0 to `count` - 1.",
         signatures=TYPE_CALLS,
     )
     mask: str = fixed(
@@ -85,16 +73,16 @@ class TaskSection:
     loss: str = option(
         "",
         "log_loss or focal (binary), squared or huber (regression), softmax (classes), or your function, "
-        "which returns one value per sample; empty for the first of its kind. A larger `gamma` counts "
-        "correct samples less; beyond an error of `delta`, huber grows linearly.",
+        "which returns one value per sample; empty for the first loss of the type. A larger `gamma` gives "
+        "well-classified samples less weight. Beyond an error of `delta`, huber grows linearly.",
         signatures=LOSS_CALLS,
         prepares=False,
     )
     ranking_loss: str = option(
         "",
-        "Loss of the order within each data.group, beside loss: pairwise (RankNet) or listwise (softmax "
-        "cross-entropy); empty for none. `fraction` is its fraction of the task's loss. Groups then stay "
-        "whole in a step (binary, regression).",
+        "Additional loss of the ranking within each data.group (binary, regression): pairwise (RankNet) or "
+        "listwise (softmax cross-entropy); empty for none. `fraction` is its fraction of the task's loss. "
+        "Steps then contain whole groups.",
         signatures=RANKING_CALLS,
         is_name_fixed=True,
         prepares=False,
@@ -114,7 +102,7 @@ class TaskSection:
 
     @property
     def classes(self) -> int:
-        """The number of classes; 0 of other kinds."""
+        """The number of classes; 0 for other kinds."""
         return int(TYPE_CALLS.parse("type", self.type).arguments.get("count", 0))
 
     @property
@@ -129,7 +117,7 @@ class TaskSection:
 
     @property
     def ranking_call(self) -> Call:
-        """The name of the ranking loss and its arguments, of a task that has one."""
+        """The name of the ranking loss and its arguments; only of a task with a ranking loss."""
         return RANKING_CALLS.parse("ranking_loss", self.ranking_loss)
 
     @property
@@ -139,11 +127,11 @@ class TaskSection:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """All metrics of the task; custom functions by the last segment of their names."""
+        """All metrics of the task; a custom metric has the name of its function, without the module."""
         return (*METRICS[self.kind], *(metric.rpartition(":")[2] for metric in self.metrics))
 
     @property
-    def score(self) -> str:
+    def main_metric(self) -> str:
         """The main metric of the task."""
         return METRICS[self.kind][0]
 
@@ -152,24 +140,20 @@ class TaskSection:
         """The number of outputs of the dense net for this task."""
         return self.classes if self.kind == "classes" else 1
 
-    def spec(self, name: str) -> TaskSpec:
-        """Return the labels that batches hold of the task."""
-        return TaskSpec(name, self.kind, self.classes)
-
 
 def metric_name(tasks: Mapping[str, TaskSection], task: str, metric: str) -> str:
     """Return the full name of a metric of one of ``tasks``."""
     return f"{task}.{metric}" if len(tasks) > 1 else metric
 
 
-def leading_score(tasks: Mapping[str, TaskSection]) -> str:
-    """Return the main metric of a run: that of its first task."""
+def main_metric(tasks: Mapping[str, TaskSection]) -> str:
+    """Return the full name of the main metric of a run, which is that of the first task."""
     name, task = next(iter(tasks.items()))
-    return metric_name(tasks, name, task.score)
+    return metric_name(tasks, name, task.main_metric)
 
 
 def shown_metrics(tasks: Mapping[str, TaskSection]) -> list[str]:
-    """Return the metrics that an evaluation shows; the first is the main metric."""
+    """Return the full names of the metrics that an evaluation shows; the first is the main metric."""
     return [
         metric_name(tasks, name, metric)
         for name, task in tasks.items()
@@ -181,14 +165,12 @@ def metric_title(name: str) -> str:
     """Return the title of a metric: "click NDCG@10" for ``click.ndcg@10``."""
     task, _, metric = name.rpartition(".")
     kind, at, k = metric.partition("@")
-    # The stored name keeps its British spelling, since runs and configurations have it.
-    words = kind.replace("_", " ").replace("normalised", "normalized")
-    title = kind.upper() if kind in _ACRONYMS else words
+    title = kind.upper() if kind in _ACRONYMS else kind.replace("_", " ")
     return f"{task} {title}{at}{k}".lstrip()
 
 
 def is_lower_better(metric: str) -> bool:
-    """Whether a smaller value is better. A larger value of a custom metric is better."""
+    """Return whether smaller values of a metric are better; larger values of custom metrics are better."""
     return metric.rpartition(".")[2] in _LOWER_IS_BETTER
 
 
@@ -202,9 +184,9 @@ def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None
     comparable = []
     for name, task in tasks.items():
         if not re.fullmatch(_NAME, name):
-            raise ConfigError(f"tasks.{name}", "must be named by letters, digits, _ and -, a letter first")
-        _check_losses(name, task, group)
-        _check_metrics(name, task, group)
+            rule = "must have letters, digits, _ and - only, and begin with a letter or _"
+            raise ConfigError(f"tasks.{name}", rule)
+        _check_task(name, task, group)
         comparable += [metric_name(tasks, name, m) for m in task.metric_names if m not in _NOT_COMPARABLE]
     if best not in ("auto", "none", *comparable):
         raise ConfigError(
@@ -212,30 +194,27 @@ def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None
         )
 
 
-def _check_losses(name: str, task: TaskSection, group: str) -> None:
+def _check_task(name: str, task: TaskSection, group: str) -> None:
     if task.mask and task.mask == task.label:
-        raise ConfigError(f"tasks.{name}.mask", "must be another column than its label", task.mask)
+        raise ConfigError(f"tasks.{name}.mask", "must not be the label column of the task", task.mask)
     losses = LOSSES[task.kind]
     if task.loss_name not in losses and not re.fullmatch(USER_FUNCTION, task.loss_name):
-        rule = f"must be {' or '.join(losses)} where type is {task.kind}, or module:function"
+        rule = f"must be {' or '.join(losses)} if type is {task.kind}, or module:function"
         raise ConfigError(f"tasks.{name}.loss", rule, task.loss)
     loss, key = task.ranking_loss, f"tasks.{name}.ranking_loss"
     if loss and task.kind == "classes":
-        raise ConfigError(key, "is of type binary or regression: classes have no order", loss)
+        raise ConfigError(key, "needs type binary or regression: classes have no order", loss)
     if loss and not group:
-        raise ConfigError(key, "needs data.group, the column whose values make groups", loss)
-
-
-def _check_metrics(name: str, task: TaskSection, group: str) -> None:
+        raise ConfigError(key, "needs data.group, the column whose values group samples", loss)
     allowed, key = GROUP_METRICS[task.kind], f"tasks.{name}.metrics"
     for metric in task.metrics:
         if re.fullmatch(USER_FUNCTION, metric):
             continue
         if not any(re.fullmatch(form, metric) for form in allowed):
             forms = [form.partition("@")[0] + "@K" * ("@" in form) for form in allowed]
-            rule = f"must hold {', '.join((*forms, 'module:function'))} where type is {task.kind}"
+            rule = f"must hold {', '.join((*forms, 'module:function'))} if type is {task.kind}"
             raise ConfigError(key, rule, metric)
         if not group:
-            raise ConfigError(key, "needs data.group, the column whose values make groups", metric)
+            raise ConfigError(key, "needs data.group, the column whose values group samples", metric)
     if len(set(task.metric_names)) < len(task.metric_names):
-        raise ConfigError(key, "must name each metric once, and custom ones differently", task.metrics)
+        raise ConfigError(key, "must not have two metrics of the same name", task.metrics)

@@ -1,11 +1,12 @@
-"""What a custom loop needs from the process it runs in: tables, the other trainers, checkpoints.
+"""Backends of custom training loops: access to the tables, the other trainers, data and checkpoints.
 
-:class:`Backend` is the interface. :class:`SingleProcess` holds all tables in this process, for notebooks and
-``python script.py``. The package ``workers`` has the backend of a cluster.
+:class:`SingleProcess` is for notebooks and ``python script.py``. The package ``workers`` has the backend of a
+cluster.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, Manifest, write_text
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Manifest, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE
-from hybrid.config.validation import SCHEDULES_THAT_END
-from hybrid.data.prepare.dataset_location import ensure_prepared, source_of
+from hybrid.config.validation import FINITE_SCHEDULES
+from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.data.prepare.preparation import cache_folder
 from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import Placement, place
@@ -34,9 +35,8 @@ from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.update_guard import Decided
 from hybrid.errors import ConfigError
 from hybrid.primitives.deferred_response import PendingResult
-from hybrid.protocol.learning_rate_schedule import Schedule
 from hybrid.protocol.ticket import Ticket
-from hybrid.protocol.update_rules import UpdateRules
+from hybrid.protocol.update_rules import Schedule, UpdateRules
 from hybrid.server.barrier import UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
 from hybrid.user_code.run_signature import signed_toml
@@ -45,64 +45,77 @@ Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
 
+class WorkerTables(TableSource, Decided, Protocol):
+    """The tables of one worker: its lookups, and its update barrier."""
+
+
 @dataclass(frozen=True)
 class PlacedTables:
     """The tables of a module, on their workers.
 
     Attributes:
-        placement: which worker holds which rows.
+        placement: the worker of each row.
         rules: how gradients become updates.
-        sources: by worker, what answers its lookups.
-        barriers: the update barrier of each worker.
+        workers: the tables of each worker that holds rows.
     """
 
     placement: Placement
     rules: UpdateRules
-    sources: Mapping[int, TableSource]
-    barriers: Sequence[Decided]
+    workers: Mapping[int, WorkerTables]
 
 
-class Backend(Protocol):
+class Backend:
     """What a training loop needs from the process it runs in.
 
-    All trainers call each method together, with the same arguments.
+    All trainers call each method except :meth:`warn` together.
 
-    Attributes:
+    Args:
         config: configuration of the run.
         trainer: rank of this trainer.
         group: process group of all trainers.
-        is_single_process: whether there is no cluster.
         snapshot: folder of a checkpoint to write after ``train.max_steps`` steps, or None.
+
+    Attributes:
+        is_single_process: whether there is no cluster.
     """
 
-    config: RunConfig
-    trainer: int
-    group: dist.ProcessGroup
-    is_single_process: bool
-    snapshot: Path | None
+    is_single_process = False
+
+    def __init__(
+        self, config: RunConfig, trainer: int, group: dist.ProcessGroup, snapshot: Path | None
+    ) -> None:
+        self.config = config
+        self.trainer = trainer
+        self.group = group
+        self.snapshot = snapshot
+
+    def warn(self, message: str) -> None:
+        """Show a warning about the script; trainer 0 calls it."""
+        warnings.warn(message, stacklevel=2)
 
     def place_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
         """Create the tables on the workers."""
-        ...
+        raise NotImplementedError
 
     def prepare_data(self) -> str:
-        """Prepare the data of the configuration, and return what :func:`open_split` opens.
+        """Prepare the data of the configuration, and return their location for :func:`open_split`.
 
         Raises:
             ConfigError, DataError: the data cannot be prepared.
         """
-        ...
+        raise NotImplementedError
 
     def save(self, folder: StoragePath, step: int, dense: Mapping[str, Tensor]) -> None:
         """Write a checkpoint of the tables and the module.
 
         Args:
-            dense: the module as :func:`pack_dense` returns it; that of trainer 0 is written.
+            step: number of steps taken.
+            dense: the module as :func:`pack_dense` returns it. Only trainer 0's copy is written.
 
         Raises:
             CheckpointError: the checkpoint cannot be written.
         """
-        ...
+        raise NotImplementedError
 
     def load(self, stored: Checkpoint) -> None:
         """Load the rows of a checkpoint.
@@ -110,7 +123,7 @@ class Backend(Protocol):
         Raises:
             CheckpointError: the checkpoint has other tables.
         """
-        ...
+        raise NotImplementedError
 
 
 # Set in the thread that runs a script on a trainer of a cluster.
@@ -130,41 +143,35 @@ def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
         rule = "must be outside or none in a custom training loop, whose module has no stages"
         raise ConfigError("dense.ddp", rule, "inside")
     section = config.schedule
-    if section.call.name in SCHEDULES_THAT_END and not section.steps:
-        rule = f'needs its steps, which only the script knows, as in "{section.call.name}(steps = 1000)"'
+    if section.call.name in FINITE_SCHEDULES and not section.steps:
+        rule = f'needs the number of steps in a custom loop, such as "{section.call.name}(steps = 1000)"'
         raise ConfigError("schedule.kind", rule, section.kind)
     return UpdateRules.of(config, Schedule.of(section, section.steps), num_trainers)
 
 
-class SingleProcess:
-    """A backend without a cluster."""
+class SingleProcess(Backend):
+    """A backend without a cluster: this process holds all tables."""
 
-    trainer = 0
     is_single_process = True
 
     def __init__(self, config: RunConfig, snapshot: Path | None = None) -> None:
-        self.config = config
-        self.snapshot = snapshot
-        self.group = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # without a store: only its size is used
+        group = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # without a store: only its size is used
+        super().__init__(config, 0, group, snapshot)
         self._shards: TableShards
         self._placement: Placement
 
     def place_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
-        """Create the tables in this process."""
         placement = place(tables, num_workers=1)
         rules = update_rules(self.config, num_trainers=1)
         shards = TableShards(placement, 0, rules, getattr(torch, self.config.train.dtype))
-        shards.initialise(self.config.run.seed)
+        shards.initialize(self.config.run.seed)
         self._shards, self._placement = shards, placement
-        local = LocalTables(shards)
-        return PlacedTables(placement, rules, {0: local}, [local])
+        return PlacedTables(placement, rules, {0: LocalTables(shards)})
 
     def prepare_data(self) -> str:
-        """See :meth:`Backend.prepare_data`."""
-        return source_of(ensure_prepared(self.config, cache_folder(self.config), print))
+        return str(ensure_prepared(self.config, cache_folder(self.config), print).absolute())
 
     def save(self, folder: StoragePath, step: int, dense: Mapping[str, Tensor]) -> None:
-        """See :meth:`Backend.save`."""
         partial = checkpoint_folders.begin(folder)
         try:
             self._shards.begin_save(is_copied=False)
@@ -179,12 +186,11 @@ class SingleProcess:
             raise
 
     def load(self, stored: Checkpoint) -> None:
-        """See :meth:`Backend.load`."""
         self._shards.load(stored.folder, stored.manifest.step)
 
 
 class LocalTables:
-    """Tables of this process with the interface of a stub of a worker."""
+    """The tables of this process, with the methods of a worker's stub."""
 
     def __init__(self, shards: TableShards) -> None:
         self._shards = shards
@@ -193,25 +199,24 @@ class LocalTables:
         """See :meth:`TableShards.lookup`."""
         return self._shards.lookup(ticket, items)
 
-    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Future[list[Tensor]]:
-        """See :meth:`TableShards.receive`; the response is empty."""
-        self._shards.receive(ticket, grads)
-        return _completed([])
-
-    def exchange(
-        self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
+    def send_gradients(
+        self,
+        ticket: Ticket,
+        grads: Sequence[Tensor],
+        next_ticket: Ticket | None = None,
+        items: Sequence[Item] = (),
     ) -> Future[list[Tensor]]:
-        """Take gradients, then look up."""
-        self._shards.receive(ticket, grads, updates_here=True)
-        return self._shards.lookup(next_ticket, items)
+        """See :meth:`TableSource.send_gradients`."""
+        self._shards.receive(ticket, grads, should_update_here=next_ticket is not None)
+        return _completed([]) if next_ticket is None else self._shards.lookup(next_ticket, items)
 
     def skip(self) -> Future[list[Tensor]]:
-        """Do nothing."""
+        """Return an empty response; see :meth:`TableSource.skip`."""
         return _completed([])
 
-    def norm(self, step: int) -> PendingResult[float]:
-        """See :meth:`UpdateBarrier.norm`."""
-        return self._shards.barrier.norm(step)
+    def squared_norm(self, step: int) -> PendingResult[float]:
+        """See :meth:`UpdateBarrier.squared_norm`."""
+        return self._shards.barrier.squared_norm(step)
 
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments

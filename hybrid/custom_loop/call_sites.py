@@ -1,48 +1,37 @@
-"""Which tensors of a batch each table is called with, to look up the next batch before the module runs.
+"""The tensors of a batch that each table is called with, to look up the next batch before the module runs.
 
-After one forward pass the calls of tables are known. The tensors of a call are found in the batch by their
-memory: a tensor of the batch, or a view with the same part of every sample, such as ``batch["ids"][:, 3]``.
-The same views are then taken of the next batch. Computed ids are in no batch and wait for their call.
+The first forward pass shows the calls of the tables. Each tensor of a call is searched in the batch by its
+memory address. A match is a tensor of the batch, or a view that has the same positions of every sample, such
+as ``batch["ids"][:, 3]``. Later steps take the same views of their batches. Ids that the module computes are
+in no batch, so their lookup starts with the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from hybrid.custom_loop.embedding_modules import TableCall, TableModule
 
-# Distinguishes tensors at one moment: memory, layout, and how often the memory was written to.
+# Identifies a call: its module, and for each tensor the memory, the layout and the number of writes.
 CallKey: TypeAlias = tuple[int, ...]
 # Shape and strides of all dimensions but the first.
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """Yield all tensors of a batch, in the order of its dicts and lists."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_of(value)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        for value in batch:
-            yield from tensors_of(value)
-
-
 class BatchView(NamedTuple):
-    """A view of one tensor of a batch, with the same part of every sample.
+    """A view of one tensor of a batch, with the same positions of every sample.
 
     Attributes:
-        number: index of the tensor in the batch.
-        source: layout of the tensor; None if the view is the whole tensor, in any layout.
+        tensor_index: index of the tensor in the batch.
+        source: layout of that tensor; None if the view is the full tensor, in any layout.
         offset: offset of the view's first element from the tensor's.
         layout: layout of the view.
     """
 
-    number: int
+    tensor_index: int
     source: Layout | None
     offset: int
     layout: Layout
@@ -62,7 +51,7 @@ class BatchView(NamedTuple):
 
     def take(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """Return the same view of another batch; None if its tensor has another layout."""
-        tensor = tensors[self.number]
+        tensor = tensors[self.tensor_index]
         if self.source is None:
             return tensor
         if self.source != _layout(tensor):
@@ -73,9 +62,9 @@ class BatchView(NamedTuple):
 
 
 def _contains(tensor: Tensor, view: Tensor) -> bool:
-    """Whether both have the same samples, and each sample of ``view`` lies within that of ``tensor``.
+    """Whether each sample of ``view`` lies within the same sample of ``tensor``.
 
-    Two columns may lie in one memory, one after the other.
+    The storage alone does not decide: two columns may share it, one after the other.
     """
     start = view.storage_offset() - tensor.storage_offset()
     return (
@@ -102,33 +91,26 @@ class CallSite(NamedTuple):
     """A call of a table that every batch is expected to have.
 
     Attributes:
-        ids, offsets, weights: where a batch has the tensors of the call.
+        views: views of a batch that are the ids, offsets and weights; None for an argument that is None.
+        has_end: see :class:`TableCall`.
     """
 
     module: TableModule
-    ids: BatchView
-    offsets: BatchView | None
-    weights: BatchView | None
+    views: tuple[BatchView | None, ...]
     has_end: bool
 
     @classmethod
     def find(cls, call: TableCall, tensors: Sequence[Tensor]) -> CallSite | None:
         """Find the tensors of a call in a batch; None if one of them is not there."""
-        views = []
-        for tensor in (call.ids, call.offsets, call.weights):
-            views.append(None if tensor is None else BatchView.find(tensor, tensors))
-            if tensor is not None and views[-1] is None:
-                return None
-        ids, offsets, weights = views
-        assert ids is not None
-        return cls(call.module, ids, offsets, weights, call.has_end)
+        views = tuple(each if each is None else BatchView.find(each, tensors) for each in call.tensors)
+        if [view is None for view in views] != [each is None for each in call.tensors]:
+            return None
+        return cls(call.module, views, call.has_end)
 
     def call(self, tensors: Sequence[Tensor]) -> TableCall | None:
         """Return the same call for another batch; None if the batch has another layout."""
-        ids, offsets, weights = (
-            view and view.take(tensors) for view in (self.ids, self.offsets, self.weights)
-        )
-        if ids is None or (self.offsets and offsets is None) or (self.weights and weights is None):
+        ids, offsets, weights = arguments = [view and view.take(tensors) for view in self.views]
+        if ids is None or [each is None for each in arguments] != [view is None for view in self.views]:
             return None
         return TableCall(self.module, ids, offsets, weights, self.has_end)
 
@@ -136,9 +118,9 @@ class CallSite(NamedTuple):
 def call_key(call: TableCall) -> CallKey:
     """Return a key that is equal for two calls of a module with the same tensors."""
     key: list[int] = [id(call.module)]
-    for tensor in (call.ids, call.offsets, call.weights):
+    for tensor in call.tensors:
         if tensor is not None:
-            # Inference tensors count no versions: the content tells whether one was written to.
+            # Inference tensors have no version counter, so a hash of the content replaces it.
             version = hash(tensor.cpu().numpy().tobytes()) if tensor.is_inference() else tensor._version
             key += [tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), version]
             key += [tensor.dim(), *tensor.shape, *tensor.stride()]

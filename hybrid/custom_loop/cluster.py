@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hybrid.config.loading import load_config
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.embedding_modules import plain_copy
-from hybrid.custom_loop.prepared_batches import PreparedData
+from hybrid.custom_loop.local_batches import PreparedData
 from hybrid.custom_loop.training_loop import TrainingLoop
 from hybrid.data.prepare.dataset_location import open_split
 from hybrid.storage.remote_path import StoragePath, parse_path
@@ -22,7 +22,7 @@ from hybrid.storage.remote_path import StoragePath, parse_path
 def connect(config: str | Path | None = None) -> Cluster:
     """Return the cluster of this trainer; without ``hybrid run``, a cluster of one process.
 
-    Seeds torch with ``run.seed``, so that all trainers build the same module, and one process as well.
+    The call seeds torch with ``run.seed``. So all trainers build the same module, and so does one process.
 
     Args:
         config: TOML file for a single process; a cluster uses the configuration that it was started with.
@@ -36,11 +36,11 @@ def connect(config: str | Path | None = None) -> Cluster:
 
 
 class Cluster:
-    """The trainers and workers of a custom training loop; made by :func:`connect`.
+    """The trainers and workers of a custom training loop, from :func:`connect`.
 
     Attributes:
         rank: index of this trainer, from 0. Trainer 0 prints and writes files.
-        world_size: number of trainers. (The process groups of torch may count other roles.)
+        world_size: number of trainers.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -49,62 +49,51 @@ class Cluster:
         self.rank = backend.trainer
         self.world_size = backend.group.size()
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name):
-            renamed = {"trainer": "rank", "num_trainers": "world_size"}
-            remedy = f"; write cluster.{renamed[name]}" if name in renamed else ""
-            raise AttributeError(f"a cluster has no attribute {name!r}{remedy}")
-
     def prepare(self) -> tuple[PreparedData, PreparedData]:
         """Return the training and the test samples of the configuration's section [data].
 
-        All trainers call it together. The master reads the files once, and keeps arrays of which each trainer
-        reads its slice.
+        All trainers call it together. The master reads the files once and stores arrays. Each trainer reads
+        its slice of the arrays.
 
         Raises:
             ConfigError, DataError: the data cannot be prepared.
         """
         source, config = self._backend.prepare_data(), self._backend.config
         train, test = (open_split(source, split, config.data) for split in ("train", "test"))
-        size, seed = config.train.batch_size, config.run.seed
-        tasks = tuple(config.all_tasks)
-        return (
-            PreparedData(train, size, seed, config.data.is_shuffled, config.data.shuffle_lanes, tasks),
-            PreparedData(test, size, seed, False, 0, tasks),
-        )
+        return PreparedData(train, config, config.data.is_shuffled), PreparedData(test, config, False)
 
     def distribute(self, module: nn.Module) -> Distributed:
         """Place the tables of ``module`` on the workers, and wrap the rest in DDP.
 
-        All trainers call it together. The parameters become those of trainer 0. From then on, ``step()`` of
-        any optimizer of ``torch.optim`` over these parameters is part of the step of all trainers and tables:
+        All trainers call it together. All replicas get the parameters of trainer 0. Afterwards, ``step()`` of
+        a ``torch.optim`` optimizer of these parameters is part of the step of all trainers and tables. All
         gradients are scaled or dropped together, by ``train.clip_norm`` and ``train.non_finite``.
 
         Raises:
             RuntimeError: a module is already distributed.
         """
         if self._loop is not None:
-            raise RuntimeError("a module is already distributed: make one module of both")
+            raise RuntimeError("a module is already distributed: combine both modules into one")
         self._loop = TrainingLoop(self._backend, module)
         return Distributed(self._loop)
 
     def batches(self, data: Any, size: int | None = None, whole: str | None = None) -> Iterator[Any]:
         """Yield this trainer's slice of each batch of ``data``; all trainers iterate over the same batches.
 
-        Lookups of a batch leave as soon as it is read. Under ``torch.no_grad()``, batches are for evaluation.
+        The lookups of a batch are sent as soon as it is read. Under ``torch.no_grad()``, batches are for
+        evaluation.
 
         Args:
-            data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; one of these with
-                all samples; or a result of :meth:`prepare`.
-            size: number of samples of a batch of all trainers; by default as the iterable gives them.
-            whole: column with a group number per sample. The samples of a group must be adjacent; they stay
-                in one batch and one slice. For ranking losses.
+            data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; a dict with all
+                samples; or a result of :meth:`prepare`.
+            size: number of samples per batch over all trainers; by default, batches keep their sizes.
+            whole: column with a group number per sample, for ranking losses. The samples of a group must be
+                adjacent. A group is not split between batches or trainers.
 
         Raises:
             DataError: a group of ``whole`` is split, or larger than ``size``.
         """
-        return self._started().batches(data, size, whole)
+        return self._require_loop().batches(data, size, whole)
 
     def backward(
         self,
@@ -114,7 +103,7 @@ class Cluster:
     ) -> None:
         """Compute the gradients of the mean loss over the batch of all trainers.
 
-        Gradients of parameters are then in ``grad``; those of tables are on their way to the workers.
+        The gradients of parameters are stored in ``grad``; the gradients of tables are sent to the workers.
 
         Args:
             values: loss of each sample of this trainer's slice, (samples,).
@@ -125,21 +114,21 @@ class Cluster:
             DataError: there is not one value, or weight, per sample.
             NonFiniteError: the loss is not finite (``train.non_finite``).
         """
-        self._started().backward([(values, weights), *more])
+        self._require_loop().backward([(values, weights), *more])
 
     def mean(self, values: Tensor) -> float:
         """Return the mean of all trainers' values, of any shape; NaN if there are none."""
-        own = torch.tensor([values.detach().double().sum().item(), values.numel()], dtype=torch.float64)
-        total, count = self._started().trainers.sum(own).tolist()
+        sums = torch.tensor([values.detach().double().sum().item(), values.numel()], dtype=torch.float64)
+        total, count = self._require_loop().trainers.sum(sums).tolist()
         return total / count if count else math.nan
 
     def gather(self, values: Tensor) -> Tensor:
         """Return all trainers' values, (samples, ...), in the order of the batch, on the CPU.
 
-        A tensor that requires gradients stays on its device and gets the gradients of all trainers. Use it
-        for losses that compare a sample with others of the batch; each trainer must have it in its loss.
+        A tensor that requires gradients stays on its device and gets the gradients of all trainers. Use the
+        result for losses that compare samples of the batch. Every trainer must then use it in its loss.
         """
-        return self._started().trainers.gather(values)
+        return self._require_loop().trainers.gather(values)
 
     def save(self, folder: str | StoragePath, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint of the tables, the module and its optimizer.
@@ -150,9 +139,9 @@ class Cluster:
             folder: a new folder, on storage that all hosts share.
 
         Raises:
-            CheckpointError: the folder exists or cannot be written; nothing is left of it.
+            CheckpointError: the folder exists or cannot be written; no partial checkpoint remains.
         """
-        self._started().save(parse_path(folder), optimizer)
+        self._require_loop().save(parse_path(folder), optimizer)
 
     def load(self, folder: str | StoragePath, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Continue from a checkpoint, written by any number of trainers and workers; all trainers call it.
@@ -160,20 +149,21 @@ class Cluster:
         Raises:
             CheckpointError: the checkpoint is of another model, or damaged.
         """
-        self._started().load(parse_path(folder), optimizer)
+        self._require_loop().load(parse_path(folder), optimizer)
 
     def plain_module(self) -> nn.Module:
         """Return a copy of the module with ``nn.Embedding`` and ``nn.EmbeddingBag``, with all rows.
 
-        It needs memory for all rows, but no cluster and nothing of this project: save, export or serve it.
+        The copy needs memory for all rows, but neither a cluster nor this package. You can save, export or
+        serve it.
         """
-        loop = self._started()
+        loop = self._require_loop()
         return plain_copy(loop.model.net, loop.rows)
 
     @property
     def step(self) -> int:
         """Number of steps taken."""
-        return self._started().step
+        return self._require_loop().step
 
     def print(self, *values: object) -> None:
         """Print on trainer 0 only."""
@@ -182,10 +172,10 @@ class Cluster:
 
     @property
     def device(self) -> torch.device:
-        """Device of the module: move inputs there that are no ids."""
-        return self._started().device
+        """Device of the module. Move all inputs except ids to it."""
+        return self._require_loop().device
 
-    def _started(self) -> TrainingLoop:
+    def _require_loop(self) -> TrainingLoop:
         if self._loop is None:
             raise RuntimeError("distribute the module first: model = cluster.distribute(model)")
         return self._loop
@@ -203,7 +193,7 @@ class Distributed(nn.Module):
     def __init__(self, loop: TrainingLoop) -> None:
         super().__init__()
         self.module = loop.model.net
-        object.__setattr__(self, "_loop", loop)  # no submodule
+        self._loop = loop
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Call the module: under DDP while gradients are enabled."""

@@ -1,27 +1,99 @@
 """Embedding tables as modules with the interface of ``torch.nn``, and their copies in plain PyTorch.
 
-The rows are no parameters of a module: the workers hold and update them, each table by its own optimizer. A
-table can be called once the module that contains it is distributed.
+The workers hold and update the rows, which are no parameters of the module. Each table has an optimizer. A
+table can be called after the module that contains it is distributed.
+
+The optimizers of tables have the names and arguments of ``torch.optim``. With ``all_rows``, a step updates
+every row, as ``torch.optim`` does for an ``nn.Embedding``. Otherwise a step updates only rows of its batch.
+``hybrid/embedding/worker/row_optimizers.py`` has the formulas.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from hybrid.config.table_sections import INITIALIZERS, POOLERS
-from hybrid.custom_loop.table_optimizers import Adagrad
-from hybrid.embedding.pretrained_by_position import absolute, shape_of
+from hybrid.embedding.initial_rows import make_absolute, read_shape
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.trainer.module_lookups import TableRequest
+from hybrid.embedding.trainer.embeddings import TableRequest
 
-_DEFAULT_OPTIMIZER = Adagrad(lr=0.05)
+if TYPE_CHECKING:
+    from hybrid.custom_loop.training_loop import TrainingLoop
+
+
+def SGD(lr: float, weight_decay: float = 0.0, *, all_rows: bool = False) -> OptimizerSpec:
+    """Stochastic gradient descent."""
+    return _spec("sgd", lr, weight_decay=weight_decay, all_rows=all_rows)
+
+
+def Momentum(
+    lr: float, momentum: float = 0.9, weight_decay: float = 0.0, *, all_rows: bool = False
+) -> OptimizerSpec:
+    """SGD with momentum; the buffer of a row changes only when the row is updated."""
+    return _spec("momentum", lr, momentum=momentum, weight_decay=weight_decay, all_rows=all_rows)
+
+
+def Adagrad(
+    lr: float, eps: float = 1e-10, weight_decay: float = 0.0, *, all_rows: bool = False
+) -> OptimizerSpec:
+    """Adagrad with a sum of squares per value."""
+    return _spec("adagrad", lr, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
+
+
+def RowwiseAdagrad(lr: float, eps: float = 1e-10, weight_decay: float = 0.0) -> OptimizerSpec:
+    """Adagrad with one accumulator per row: the sum of the mean square of the row's gradient."""
+    return _spec("rowwise_adagrad", lr, eps=eps, weight_decay=weight_decay)
+
+
+def Adam(
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    all_rows: bool = False,
+) -> OptimizerSpec:
+    """Adam with a step count per row."""
+    return _spec("adam", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
+
+
+def AdamW(
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    *,
+    all_rows: bool = False,
+) -> OptimizerSpec:
+    """Adam with decoupled weight decay."""
+    return _spec("adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
+
+
+def Ftrl(lr: float, beta: float = 1.0, l1: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:
+    """FTRL-proximal."""
+    return _spec("ftrl", lr, ftrl_beta=beta, ftrl_l1=l1, weight_decay=weight_decay)
+
+
+def _spec(name: str, lr: float, **settings: Any) -> OptimizerSpec:
+    """Return the specification of an optimizer; ValueError if an argument is out of range."""
+    spec = OptimizerSpec(name, lr, **settings)
+    above_zero = {"lr": spec.learning_rate, "eps": spec.eps, "beta": spec.ftrl_beta}
+    at_least_zero = {"weight_decay": spec.weight_decay, "l1": spec.ftrl_l1}
+    # The second key of betas differs by a space, which the message does not show.
+    below_one = {"momentum": spec.momentum, "betas": min(spec.betas), "betas ": max(spec.betas)}
+    for name, value in (above_zero | at_least_zero | below_one).items():
+        is_valid = math.isfinite(value) and value >= 0 and (value > 0 or name not in above_zero)
+        if not is_valid or (name in below_one and value >= 1):
+            raise ValueError(f"{spec.name}: {name.strip()} cannot be {value}")
+    return spec
 
 
 class Jagged(NamedTuple):
@@ -56,7 +128,7 @@ class TableCall(NamedTuple):
     """The arguments of a call of a table.
 
     Attributes:
-        ids: of any shape; for bags (bags, ids), or flat.
+        ids: of any shape; for bags (bags, ids per bag), or flat.
         offsets: where each bag starts, if the ids of bags are flat.
         weights: a weight per id, or None.
         has_end: whether the offsets include the end of the last bag.
@@ -68,19 +140,10 @@ class TableCall(NamedTuple):
     weights: Tensor | None = None
     has_end: bool = True
 
-
-class VectorSource(Protocol):
-    """What gives distributed tables their vectors.
-
-    Attributes:
-        is_saving: whether a checkpoint takes the state dict of the module now, without rows.
-    """
-
-    is_saving: bool
-
-    def vectors(self, call: TableCall) -> Tensor:
-        """Return the vectors of a call, (ids or bags, D)."""
-        ...
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The ids, offsets and weights."""
+        return self.ids, self.offsets, self.weights
 
 
 class TableModule(nn.Module):
@@ -90,13 +153,13 @@ class TableModule(nn.Module):
         num_embeddings: number of rows.
         embedding_dim: width of a row.
         optimizer: updates the rows; by default ``hybrid.Adagrad(lr=0.05)``.
-        padding_idx: id of padding: its vector is zeros, and bags skip it.
+        padding_idx: id of padding, whose vector is zeros; bags skip it.
         init_scale: scale of the initial rows; by default 1 / sqrt(rows).
-        init: "uniform" in [-init_scale, init_scale], "normal" with this standard deviation, or "zeros".
+        init: "uniform" in [-init_scale, init_scale], "normal" with standard deviation init_scale, or "zeros".
         initial: file of pretrained rows, read by the workers; see :meth:`from_pretrained`.
 
     Attributes:
-        name: path of the table in the distributed module; empty before.
+        name: path of the table in the distributed module; empty before the module is distributed.
     """
 
     def __init__(
@@ -117,13 +180,13 @@ class TableModule(nn.Module):
             raise ValueError(f"init is one of {', '.join(INITIALIZERS.names)}, not {init!r}")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.optimizer = optimizer or _DEFAULT_OPTIMIZER
+        self.optimizer = optimizer or Adagrad(lr=0.05)
         self.padding_idx = padding_idx
         self.init_scale = num_embeddings**-0.5 if init_scale is None else init_scale
         self.init = init
         self.initial = initial
         self.name = ""
-        self._source: VectorSource | None = None
+        self._loop: TrainingLoop | None = None
 
     @classmethod
     def from_pretrained(
@@ -139,7 +202,7 @@ class TableModule(nn.Module):
         Args:
             source: path or URL that all hosts see: a safetensors file, ``path#name`` for one of several
                 tensors in it, or a ``.npy`` file.
-            freeze: whether the rows stay as they are; else ``optimizer`` updates them.
+            freeze: whether the rows stay constant; otherwise ``optimizer`` updates them.
             options: other arguments of the constructor.
 
         Raises:
@@ -147,8 +210,8 @@ class TableModule(nn.Module):
         """
         if freeze and optimizer is not None:
             raise ValueError("frozen rows have no optimizer; give freeze=False to train them")
-        initial = absolute(source)
-        num_rows, dim = shape_of(initial)
+        initial = make_absolute(source)
+        num_rows, dim = read_shape(initial)
         chosen = OptimizerSpec("frozen", 0.0) if freeze else optimizer
         return cls(num_rows, dim, optimizer=chosen, initial=initial, **options)
 
@@ -170,9 +233,9 @@ class TableModule(nn.Module):
             initial=self.initial,
         )
 
-    def bind(self, name: str, source: VectorSource) -> None:
-        """Set what answers the calls of this table."""
-        self.name, self._source = name, source
+    def bind(self, name: str, loop: TrainingLoop) -> None:
+        """Set the table's name, and the loop that looks up its vectors."""
+        self.name, self._loop = name, loop
         self.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
 
     def request(self, call: TableCall) -> TableRequest:
@@ -180,12 +243,12 @@ class TableModule(nn.Module):
         raise NotImplementedError
 
     def _vectors(self, call: TableCall) -> Tensor:
-        if self._source is None:
+        if self._loop is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no rows before it is distributed: call "
                 "model = hybrid.connect().distribute(model) with the whole module"
             )
-        return self._source.vectors(call)
+        return self._loop.vectors(call)
 
     def _is_padding(self, ids: Tensor) -> Tensor | None:
         """Return which ids are padding; None if none is."""
@@ -224,8 +287,8 @@ class EmbeddingBag(TableModule):
     Args:
         mode: how the rows of a bag become a vector: "sum", "mean" or "max".
         include_last_offset: whether offsets include the end of the last bag.
-        pooled_by: what pools bags: the "workers" that hold the rows, or the "trainers", which fetch each
-            distinct row of a call once. This moves less if bags repeat the same rows often.
+        pooled_by: the roles that pool bags: the "workers" that hold the rows, or the "trainers", which fetch
+            each distinct row of a call once. Trainers need fewer bytes if rows occur in many bags.
     """
 
     def __init__(
@@ -271,7 +334,7 @@ class EmbeddingBag(TableModule):
         Args:
             ids: (bags, ids per bag), a :class:`Jagged`, or flat with ``offsets``.
             offsets: where each bag starts.
-            per_sample_weights: a weight per id, in the form of the ids; for mode "sum" only. They get no
+            per_sample_weights: a weight per id, in the layout of the ids; only for mode "sum". Weights get no
                 gradients.
         """
         weights = per_sample_weights.values if isinstance(per_sample_weights, Jagged) else per_sample_weights
@@ -301,8 +364,7 @@ class EmbeddingBag(TableModule):
 
 
 def _refuse_state_dict(table: TableModule, prefix: str, keep_vars: bool) -> None:
-    assert table._source is not None
-    if not table._source.is_saving:
+    if table._loop is not None and not table._loop.is_saving:
         raise RuntimeError(
             "state_dict() of a distributed module would lack the rows of its tables: the workers hold them. "
             "Call cluster.save(folder, optimizer) for a checkpoint, or cluster.plain_module().state_dict() "
@@ -335,5 +397,5 @@ def plain_copy(net: nn.Module, rows_of: Callable[[TableModule], Tensor]) -> nn.M
             copies[id(table)] = nn.EmbeddingBag.from_pretrained(rows_RD, **options)
         else:
             copies[id(table)] = nn.Embedding.from_pretrained(rows_RD, **options)
-    # A table refers to processes and connections, which cannot be copied: deepcopy takes these instead.
+    # A table refers to processes and connections, which cannot be copied. deepcopy uses ``copies`` instead.
     return copy.deepcopy(net, copies).cpu()

@@ -1,6 +1,5 @@
-"""Warnings about habits of plain PyTorch loops that do not cover the tables, or not the whole batch."""
+"""Warnings about common calls of PyTorch loops that miss the tables, or see only a slice of the batch."""
 
-import warnings
 import weakref
 from collections.abc import Iterable
 
@@ -11,10 +10,6 @@ from torch.autograd.graph import Node
 from hybrid.custom_loop.backend import Backend
 
 
-class LoopWarning(UserWarning):
-    """A part of the script does not cover the tables, or not the whole batch."""
-
-
 class LoopWarnings:
     """Gives each warning once, on trainer 0.
 
@@ -23,6 +18,7 @@ class LoopWarnings:
     """
 
     def __init__(self, backend: Backend) -> None:
+        self._backend = backend
         self._is_silent = backend.trainer != 0
         self._num_trainers = backend.group.size()
         self._has_schedule = backend.config.schedule.call.name != "constant"
@@ -32,16 +28,16 @@ class LoopWarnings:
         self._rates = weakref.WeakKeyDictionary()
 
     def note_gradients(self, gradients: Iterable[Tensor]) -> None:
-        """Remember the gradients that ``cluster.backward`` gave the parameters."""
+        """Record the versions of the gradients that ``cluster.backward`` has computed."""
         self._gradients = _versions(gradients)
 
     def check_gradients(self, gradients: Iterable[Tensor | None]) -> None:
-        """Warn if the script has changed gradients since, as ``clip_grad_norm_`` does."""
+        """Warn if the script has changed the recorded gradients, as ``clip_grad_norm_`` does."""
         if _versions(gradients) != self._gradients:
             self.warn(
                 "gradients were changed between cluster.backward(...) and optimizer.step(), for instance by "
-                "clip_grad_norm_. This covers the parameters of the module, not the tables. To clip all of "
-                "them by their common norm, set train.clip_norm in the configuration instead"
+                "clip_grad_norm_. The change covers the parameters of the module, not the tables. To clip "
+                "all gradients by their common norm, set train.clip_norm in the configuration instead"
             )
 
     def check_learning_rate(self, optimizer: torch.optim.Optimizer) -> None:
@@ -50,7 +46,7 @@ class LoopWarnings:
         if self._rates.setdefault(optimizer, rates) != rates and not self._has_schedule:
             self.warn(
                 "the learning rate of the optimizer has changed, for instance by torch.optim.lr_scheduler. "
-                "The tables keep the rates of their own optimizers. To schedule these too, set section "
+                "The tables keep the rates of their own optimizers. To schedule the tables, too, set section "
                 "[schedule] of the configuration"
             )
 
@@ -61,43 +57,37 @@ class LoopWarnings:
 
         Args:
             size: number of samples in the slice.
-            sizes: other sizes of tensors; if one of them is ``size``, the matrix may be another.
+            sizes: sizes of parameters and inputs. If ``size`` is among them, other matrices may have this
+                shape, and nothing is checked.
         """
         if self._is_silent or self._num_trainers == 1 or size < 2 or size in set(sizes):
             return
-        if loss.grad_fn is not None and _has_output_of(loss.grad_fn, (size, size)):
+        if loss.grad_fn is not None and _has_output_shape(loss.grad_fn, (size, size)):
             self.warn(
                 f"the loss seems to compare samples with each other (a matrix of {size} x {size} samples). "
-                "Each trainer sees a slice of the batch only: call cluster.gather(vectors), which has those "
-                "of the whole batch and keeps gradients, and compare with these"
+                "Each trainer sees only a slice of the batch. To compare with all samples of the batch, call "
+                "cluster.gather(vectors), which keeps gradients"
             )
-
-    def computed_ids(self, table: str) -> None:
-        """Warn that ids of a table are not in the batch, so that they cannot be looked up ahead."""
-        self.warn(
-            f"table {table} is called with ids that are computed in the module. Each such call waits for a "
-            "message of its own; for speed, have the batch hold the ids"
-        )
 
     def warn(self, message: str) -> None:
         """Give a warning once."""
         if not self._is_silent and message not in self._given:
             self._given.add(message)
-            warnings.warn(message, LoopWarning, stacklevel=2)
+            self._backend.warn(message)
 
 
 def _versions(gradients: Iterable[Tensor | None]) -> list[tuple[int, int]]:
     return [(id(each), each._version) for each in gradients if each is not None]
 
 
-def _has_output_of(node: Node, shape: tuple[int, ...]) -> bool:
-    """Whether an operation of a graph has an output of a shape."""
+def _has_output_shape(node: Node, shape: tuple[int, ...]) -> bool:
+    """Whether an operation of an autograd graph has an output of the shape."""
     seen, stack = {node}, [node]
     while stack:
         current = stack.pop()
         if any(tuple(output.shape) == shape for output in current._input_metadata):
             return True
-        following = {each for each, _ in current.next_functions if each is not None} - seen
-        seen |= following
-        stack += following
+        next_nodes = {each for each, _ in current.next_functions if each is not None} - seen
+        seen |= next_nodes
+        stack += next_nodes
     return False

@@ -6,18 +6,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hybrid.custom_loop.global_batches import checksum
+from hybrid.custom_loop.local_batches import checksum
 from hybrid.engine.uneven_batches import gather_slices
 from hybrid.errors import DataError
 
 
 class TrainerGroup:
-    """All trainers; each of them calls the same methods in the same order.
+    """The trainers of a custom loop. All trainers must call the same methods in the same order.
 
     Args:
         group: process group of the trainers.
-        device: device whose tensors the group's collectives take.
+        device: device of the tensors that the collectives of the group accept.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -27,7 +28,7 @@ class TrainerGroup:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of all trainers' tensors."""
-        total = values.detach().to(self.device, copy=True)
+        total = values.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
         if self._size > 1:
             dist.all_reduce(total, group=self._group)
         return total
@@ -36,7 +37,7 @@ class TrainerGroup:
         """Concatenate all trainers' tensors, in the order of their ranks.
 
         A tensor that requires gradients stays on its device. Its gradient is the sum of the gradients that
-        all trainers have for it, so each must use the result in its loss. Other tensors come to the CPU.
+        all trainers have for it, so each must use the result in its loss. Other tensors are moved to the CPU.
 
         Args:
             values: (n, ...); n may differ between trainers, and may be 0.
@@ -45,9 +46,13 @@ class TrainerGroup:
         if self._size == 1:
             return values if is_trained else values.detach().cpu()
         if not is_trained:
-            return _all_gather(values.detach(), self._group, self.device)[0].cpu()
-        apply: Any = _GatherWithGradients.apply
-        gathered: Tensor = apply(values, self._group, self.device)
+            return torch.cat(gather_slices(values.detach(), self._group, self.device)).cpu()
+        sizes = self.gather(torch.tensor([len(values)])).tolist()
+        rank = self._group.rank()
+        before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
+        padded = pad(values, [0, 0] * (values.dim() - 1) + [before, after])
+        apply: Any = _SumWithGradients.apply
+        gathered: Tensor = apply(padded, self)
         return gathered
 
     def check_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -58,34 +63,28 @@ class TrainerGroup:
         """
         for number, batch in enumerate(batches):
             if number == 0 and self._size > 1:
-                own = torch.tensor([checksum(batch)], dtype=torch.int64, device=self.device)
-                if bool((self.gather(own) != own.cpu()).any()):
+                local = torch.tensor([checksum(batch)], dtype=torch.int64, device=self.device)
+                if bool((self.gather(local) != local.cpu()).any()):
                     raise DataError(
-                        "trainers read different batches; each must read the same ones, of which it gets its "
-                        "slice. Give the same seed to whatever shuffles or draws (torch's samplers have it)"
+                        "trainers read different batches. All trainers must read the same batches; each gets "
+                        "its slice. Use the same seed on all trainers where the script shuffles or samples "
+                        "the data (samplers of torch already have it)"
                     )
             yield batch
 
 
-class _GatherWithGradients(torch.autograd.Function):
-    """Gather with gradients. All trainers run the same graph in the same order, so that this all-reduce falls
-    between the same two all-reduces of DDP on each."""
+class _SumWithGradients(torch.autograd.Function):
+    """Sum over all trainers, with gradients.
+
+    All trainers run the same graph in the same order. So on every trainer, the all-reduce of the backward
+    pass comes between the same two all-reduces of DDP.
+    """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
-        ctx.group, ctx.device = group, device
-        gathered, ctx.start = _all_gather(values, group, device)
-        ctx.stop = ctx.start + len(values)
-        return gathered.to(values.device)
+    def forward(ctx: Any, values: Tensor, trainers: TrainerGroup) -> Tensor:
+        ctx.trainers = trainers
+        return trainers.sum(values).to(values.device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        total = grads[0].to(ctx.device, copy=True).contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total[ctx.start : ctx.stop].to(grads[0].device), None, None
-
-
-def _all_gather(values: Tensor, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, int]:
-    """Return all values, on ``device``, and the index of this trainer's first one."""
-    parts = gather_slices(values, group, device)
-    return torch.cat(parts), sum(map(len, parts[: group.rank()]))
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.trainers.sum(grads[0]).to(grads[0].device), None

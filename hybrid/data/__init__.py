@@ -22,6 +22,6 @@ The input is read and encoded once, into a prepared data set on disk. Training t
 - ``dataset``: a prepared data set, on disk or in a store, and the orders of its rows.
 - ``batches``: a trainer's batches, read ahead.
 
-Preparing first makes training exact: the number of rows is known, every epoch is an exact shuffle, a position
-is (epoch, step), and step ``s`` has the same samples for any number of trainers.
+The preparation makes training exact: the number of rows is known, and every epoch is an exact shuffle. A
+position in training is (epoch, step). Step ``s`` has the same samples for any number of trainers.
 """

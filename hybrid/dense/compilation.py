@@ -18,10 +18,6 @@ _LOCATION = re.compile(r'File "(.+)", line (\d+)')
 _NUMBER_OF_CLASS = re.compile(r"\.___torch_mangle_\d+")
 
 
-class _CannotCompile(Exception):
-    """A module cannot be compiled, for a reason that torch does not detect."""
-
-
 def compiled(module: nn.Module, how: str, example: Sequence[Tensor]) -> nn.Module:
     """Return a compiled module with the parameters and buffers of ``module``.
 
@@ -74,8 +70,10 @@ def _compile(module: nn.Module, how: str, example: tuple[Tensor, ...]) -> nn.Mod
 def _traced(module: nn.Module, example: tuple[Tensor, ...]) -> nn.Module:
     with warnings.catch_warnings(), restore_afterwards(module, example):
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        if _graph(module, example, training=True) != _graph(module, example, training=False):
-            raise _CannotCompile("it computes differently in training and in evaluation; take script")
+        traces = [torch.jit.trace(module.train(mode), example, check_trace=False) for mode in (True, False)]
+        training, evaluation = (_NUMBER_OF_CLASS.sub("", str(each.inlined_graph)) for each in traces)
+        if training != evaluation:
+            raise RuntimeError("it computes differently in training and in evaluation; take script")
     with warnings.catch_warnings():
         # A trace with a warning may be wrong for other inputs than the example.
         warnings.simplefilter("error", torch.jit.TracerWarning)
@@ -83,14 +81,8 @@ def _traced(module: nn.Module, example: tuple[Tensor, ...]) -> nn.Module:
     for inputs in (tuple(torch.cat([x, x]) for x in example), tuple(x[:0] for x in example)):
         output, expected = result(*inputs), module(*inputs)
         if output.shape != expected.shape or not torch.allclose(output, expected):
-            raise _CannotCompile("its trace has kept the example's number of samples; take script")
+            raise RuntimeError("its trace has kept the example's number of samples; take script")
     return result
-
-
-def _graph(module: nn.Module, example: tuple[Tensor, ...], training: bool) -> str:
-    """Return the operations of a forward pass in one mode."""
-    traced = torch.jit.trace(module.train(training), example, check_trace=False)
-    return _NUMBER_OF_CLASS.sub("", str(traced.inlined_graph))
 
 
 @contextmanager
@@ -122,7 +114,7 @@ def _reason(error: BaseException) -> str:
         return text.partition(". ")[0] + "; take script"
     # The interpreter of TorchScript names the error in its last line.
     reason = text.splitlines()[-1] if "TorchScript interpreter" in text else first_line(error)
-    if not isinstance(error, RuntimeError | torch.jit.Error | _CannotCompile):
+    if not isinstance(error, RuntimeError | torch.jit.Error):
         reason = f"{type(error).__name__}: {reason}"
     location = _LOCATION.search(text)
     where = f" ({Path(location[1]).name}:{location[2]})" if location else ""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 
 from hybrid.config import DenseSection
-from hybrid.config.validation import check_device
 from hybrid.errors import ConfigError
 
 
@@ -17,9 +16,8 @@ def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
     (which torchrun sets) or SLURM_LOCALID, or else by trainer index. ``cuda`` does the same and requires one.
 
     Raises:
-        ConfigError: a setting is not a device, or there is no such device here.
+        ConfigError: there is no such device here.
     """
-    check_device(section)
     if section.devices:
         return [_find(setting) for setting in section.devices]
     num_gpus = _num_gpus()

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from hybrid.checkpoint.checkpoint_manifest import REMOTE_FILE
+from hybrid.checkpoint.checkpoint_folders import REMOTE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense
 from hybrid.dense.dense_optimizer import DenseOptimizer, squared_norm
@@ -20,12 +20,11 @@ from hybrid.dense.parameter_substitution import shadow
 from hybrid.errors import NonFiniteError
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
-from hybrid.server.barrier import UpdateBarrier
-from hybrid.server.hosted_module import Hosted
+from hybrid.server.barrier import HostedModule, UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
 
 
-class HostedNet(Hosted):
+class HostedNet(HostedModule):
     """A net for all trainers; their gradients are merged in trainer order into one optimizer step.
 
     Args:
@@ -33,7 +32,7 @@ class HostedNet(Hosted):
             as running statistics do, so that they run one after another.
         optimizer: over the parameters of ``net``.
         rules: the update rules.
-        form: runs instead of ``net``: a compiled module over the same parameters and buffers.
+        compiled: runs instead of ``net``: a compiled module over the same parameters and buffers.
     """
 
     def __init__(
@@ -41,17 +40,17 @@ class HostedNet(Hosted):
         net: nn.Module,
         optimizer: torch.optim.Optimizer,
         rules: UpdateRules,
-        form: nn.Module | None = None,
+        compiled: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.net = net
-        self._form = form or net
+        self._module = compiled or net
         self.optimizer = DenseOptimizer(optimizer, rules.schedule)
         self.parameter_list = list(net.parameters())
         self._names = [name for name, _ in net.named_parameters()]
-        self._rules = rules
+        self.rules = rules
         has_buffers = any(True for _ in net.buffers())
-        self._running: AbstractContextManager[object] = threading.Lock() if has_buffers else nullcontext()
+        self._lock: AbstractContextManager[object] = threading.Lock() if has_buffers else nullcontext()
         # Autograd records a function only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
         self.barrier = UpdateBarrier[Sequence[Tensor]](rules, self._merge, self.clock)
@@ -63,14 +62,14 @@ class HostedNet(Hosted):
     def forward(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
         """Return the output for ``hidden_BH`` with the current parameters."""
         # Each call runs a replica over the same buffers, which must not change in two calls at once.
-        with self._running:
+        with self._lock:
             if ticket.purpose is Purpose.PREDICT:
                 with torch.no_grad():
-                    predicted: Tensor = shadow(self._form, {}).eval()(hidden_BH)
+                    predicted: Tensor = shadow(self._module, {}).eval()(hidden_BH)
                 return predicted
             parameters = _Parameters.apply(self._anchor, self, ticket)  # type: ignore[no-untyped-call]
             with self.clock.span("remote net", ticket.step):
-                net = shadow(self._form, dict(zip(self.parameter_list, parameters, strict=True))).train()
+                net = shadow(self._module, dict(zip(self.parameter_list, parameters, strict=True))).train()
                 output: Tensor = net(hidden_BH)
             self._keep_buffers(net)
             return output
@@ -79,15 +78,10 @@ class HostedNet(Hosted):
         """Keep buffers that the forward pass of a replica replaced instead of changing them in place."""
         for path, owner in self.net.named_modules():
             for name, buffer in list(owner.named_buffers(recurse=False)):
-                left = getattr(_submodule(net, path), name)
-                if left is not buffer:
-                    for each in (self.net, self._form):
-                        setattr(_submodule(each, path), name, left)
-
-    @property
-    def is_stepped_meanwhile(self) -> bool:
-        """Whether an update may come between a forward pass and its backward pass."""
-        return self._rules.mode is UpdateMode.ASYNC
+                new = getattr(_submodule(net, path), name)
+                if new is not buffer:
+                    for each in (self.net, self._module):
+                        setattr(_submodule(each, path), name, new)
 
     def load(self, folder: StoragePath, step: int) -> None:
         """Load the net and its optimizer from a checkpoint, and continue after ``step`` steps."""
@@ -106,7 +100,7 @@ class HostedNet(Hosted):
         for contribution in contributions[1:]:
             for total, gradient in zip(merged, contribution, strict=True):
                 total.add_(gradient)
-        if self._rules.check_finite:
+        if self.rules.check_finite:
             for name, gradient in zip(self._names, merged, strict=True):
                 if not gradient.isfinite().all():
                     raise NonFiniteError(
@@ -120,20 +114,19 @@ def _submodule(module: nn.Module, path: str) -> Any:
     return attrgetter(path)(module) if path else module
 
 
-class NetUpdate:
+class NetUpdate(NamedTuple):
     """The merged gradients of one step of a net."""
 
-    def __init__(self, hosted: HostedNet, step: int, gradients: list[Tensor]) -> None:
-        self._hosted = hosted
-        self._step = step
-        self._gradients = gradients
+    hosted: HostedNet
+    step: int
+    gradients: list[Tensor]
 
     def squared_norm(self) -> float:
-        return squared_norm(self._gradients)
+        return squared_norm(self.gradients)
 
     def apply(self, scale: float) -> None:
-        gradients: dict[Tensor, Tensor] = dict(zip(self._hosted.parameter_list, self._gradients, strict=True))
-        self._hosted.optimizer.step(self._step, gradients, scale)
+        gradients: dict[Tensor, Tensor] = dict(zip(self.hosted.parameter_list, self.gradients, strict=True))
+        self.hosted.optimizer.step(self.step, gradients, scale)
 
 
 class _Parameters(torch.autograd.Function):
@@ -145,7 +138,7 @@ class _Parameters(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.arguments = hosted, ticket, hosted.version  # type: ignore[attr-defined]
         # An update may overwrite the parameters before the backward pass of this call.
-        if hosted.is_stepped_meanwhile:
+        if hosted.rules.mode is UpdateMode.ASYNC:
             return tuple(parameter.detach().clone() for parameter in hosted.parameter_list)
         return tuple(parameter.detach() for parameter in hosted.parameter_list)
 

@@ -14,7 +14,6 @@ A ReLU is not fused into the product: oneDNN's would turn NaN into 0, and hide a
 
 # No postponed annotations here: TorchScript reads the annotations of forward.
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,11 +99,8 @@ def _takes_onednn(input: Tensor, weight: Tensor) -> bool:
 
 @torch.library.impl(_library, "linear", "CPU")
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return (
-        multiply_by_onednn(input, weight, bias)
-        if _takes_onednn(input, weight)
-        else F.linear(input, weight, bias)
-    )
+    multiply = multiply_by_onednn if _takes_onednn(input, weight) else F.linear
+    return multiply(input, weight, bias)
 
 
 @torch.library.impl(_library, "weight_gradient", "CPU")
@@ -123,15 +119,8 @@ def _recorded_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     """The operator under autograd; small products have torch's derivative."""
     if not _takes_onednn(input, weight):
         return F.linear(input, weight, bias)
-    if not torch.is_grad_enabled():
-        return _below_autograd(torch.ops.hybrid.linear, input, weight, bias)
     output_BH: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
     return output_BH
-
-
-def _below_autograd(operator: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator(*operands)
 
 
 class _Linear(torch.autograd.Function):
@@ -140,7 +129,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight)
-        return _below_autograd(torch.ops.hybrid.linear, input, weight, bias)
+        with torch._C._AutoDispatchBelowAutograd():
+            output_BH: Tensor = torch.ops.hybrid.linear(input, weight, bias)
+        return output_BH
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

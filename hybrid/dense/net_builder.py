@@ -1,15 +1,17 @@
-"""Construction of built-in and custom dense nets from a configuration."""
+"""Construction of built-in and custom dense nets from a configuration, and checks of custom ones."""
 
 import hashlib
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hybrid.config import RunConfig
 from hybrid.config.sections import NETS
-from hybrid.dense.custom_net import check_custom_net
+from hybrid.dense.compilation import restore_afterwards
 from hybrid.dense.matmul import prefers_onednn, use_onednn
 from hybrid.dense.vector_columns import ColumnLayout
 from hybrid.errors import ConfigError
@@ -18,11 +20,11 @@ from hybrid.models.dcn_v2 import DCNv2
 from hybrid.models.deepfm import DeepFM
 from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.models.dlrm import DLRM
-from hybrid.models.mlp import mlp
+from hybrid.models.layers import mlp, output_mlp
 from hybrid.models.mmoe import MMoE
 from hybrid.models.ple import PLE
 from hybrid.models.wide_deep import WideAndDeep
-from hybrid.user_code.function_names import load_function
+from hybrid.user_code.user_modules import describe_error, load_function
 
 
 def extra_columns(net_name: str) -> int:
@@ -80,8 +82,7 @@ def _takes_onednn(config: RunConfig) -> bool:
 
 def _built_in_net(config: RunConfig, num_dense: int, widths: Sequence[int]) -> DenseNet:
     """Build one of ``hybrid.models`` over vectors of these widths."""
-    dense, num_sparse = config.dense, len(widths)
-    ends = {"num_outputs": config.num_outputs, "remote_width": sum(dense.remote_mlp[-1:])}
+    dense, num_sparse, num_outputs = config.dense, len(widths), config.num_outputs
     call = dense.net_call
     match call.name:
         case "dlrm":
@@ -89,20 +90,23 @@ def _built_in_net(config: RunConfig, num_dense: int, widths: Sequence[int]) -> D
             if num_sparse + bool(num_dense) < 2:
                 rule = "must name a column, since dlrm interacts two vectors or more"
                 raise ConfigError("data.dense", rule)
-            return DLRM(num_dense, num_sparse, dim, dense.bottom_mlp, dense.top_mlp, **ends)
+            net: DenseNet = DLRM(num_dense, num_sparse, dim, dense.bottom_mlp, dense.top_mlp, num_outputs)
         case "dcn_v2":
-            return DCNv2(num_dense + sum(widths), call["cross_layers"], dense.top_mlp, **ends)
+            net = DCNv2(num_dense + sum(widths), call["cross_layers"], dense.top_mlp, num_outputs)
         case "deepfm":
             dim = _common_width(config, widths) - 1
-            return DeepFM(num_dense, num_sparse, dim, dense.top_mlp, **ends)
+            net = DeepFM(num_dense, num_sparse, dim, dense.top_mlp, num_outputs)
         case "wide_deep":
-            return WideAndDeep(num_dense, [width - 1 for width in widths], dense.top_mlp, **ends)
+            net = WideAndDeep(num_dense, [width - 1 for width in widths], dense.top_mlp, num_outputs)
         case _:
             model = {"mmoe": MMoE, "ple": PLE}[call.name]
-            width = ends["remote_width"] or num_dense + sum(widths)
+            width = sum(dense.remote_mlp[-1:]) or num_dense + sum(widths)
             tasks = [task.num_outputs for task in config.all_tasks.values()]
             head = model(width, tasks, call["experts"], call["expert_mlp"], dense.top_mlp)
             return DenseNet(nn.Identity(), Concatenation(), head)
+    if dense.remote_mlp:
+        net.head = output_mlp(dense.remote_mlp[-1:], num_outputs)
+    return net
 
 
 def _common_width(config: RunConfig, widths: Sequence[int]) -> int:
@@ -114,15 +118,84 @@ def _common_width(config: RunConfig, widths: Sequence[int]) -> int:
 
 
 def _custom_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    build = load_function("dense.net", config.dense.net, ("config", "input_spec", "widths"))
+    """Build a custom net; check that parameters have values, that stages fit together, and the outputs."""
+    name, num_outputs = config.dense.net, config.num_outputs
+    build = load_function("dense.net", name, ("config", "input_spec", "widths"))
     net = build(config, input_spec, widths)
     if not isinstance(net, DenseNet):
         reason = f"must return a hybrid.models.dense_net.DenseNet, not a {type(net).__name__}"
-        raise ConfigError("dense.net", reason, config.dense.net)
+        raise ConfigError("dense.net", reason, name)
+    for path, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if is_lazy(tensor):
+            reason = f"has {path} without a size; give its lazy layer all sizes, or run the net once"
+            raise ConfigError("dense.net", reason, name)
     dtype: torch.dtype = getattr(torch, config.train.dtype)
     given = [len(input_spec.dense_features), sum(widths), *config.dense.remote_mlp[-1:]]
-    check_custom_net(net.to(dtype), config.dense.net, given, dtype, config.num_outputs)
+    with restore_afterwards(net.to(dtype), ()), torch.no_grad():
+        net.eval()
+        for size in (2, 0):  # the slice of a trainer may be empty
+            dense_BF, pooled_BE, *remote_BH = (torch.zeros(size, width, dtype=dtype) for width in given)
+            bottom_BH = _output(net, "bottom", name, dense_BF)
+            hidden_BH = _output(net, "interaction", name, bottom_BH, pooled_BE)
+            outputs_BO = _output(net, "head", name, *(remote_BH or [hidden_BH]))
+            shape = list(outputs_BO.shape)
+            shapes = [[size, num_outputs]] if num_outputs > 1 else [[size], [size, 1]]
+            if shape not in shapes:
+                required = " or ".join(map(str, shapes))
+                reason = f"the head must return {required} for {size} samples, by task, not {shape}"
+                raise ConfigError("dense.net", reason, name)
     return net
+
+
+def _output(net: DenseNet, stage: str, name: str, *inputs: Tensor) -> Tensor:
+    shapes = " and ".join(str(list(tensor.shape)) for tensor in inputs)
+    module: nn.Module = getattr(net, stage)
+    try:
+        output: Tensor = module(*inputs)
+    except Exception as error:  # user code may raise anything
+        name_layer(error, net)
+        reason = f"the {stage} fails for inputs {shapes}: {describe_error(error)}"
+        raise ConfigError("dense.net", " ".join(reason.split()), name) from error
+    if not isinstance(output, Tensor):
+        raise ConfigError("dense.net", f"the {stage} returns a {type(output).__name__}, not a tensor", name)
+    return output
+
+
+def name_layer(error: BaseException, *nets: nn.Module) -> None:
+    """Add a note to an exception that names the layer whose forward pass raised it, if there is one.
+
+    Args:
+        nets: the nets that name layers; the first name of a layer counts.
+    """
+    names = {module: name for net in reversed(nets) for name, module in net.named_modules() if name}
+    layer: nn.Module | None = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module in names:
+            layer = module
+    if layer is not None:
+        settings = layer.extra_repr()
+        kind = f"{type(layer).__name__}({settings})" if settings else type(layer).__name__
+        error.add_note(f"in {names[layer]} of the net, {kind}")
+
+
+def batch_norm_warning(net: nn.Module, config: RunConfig) -> str | None:
+    """Return a warning if batch normalization makes the results depend on the number of trainers.
+
+    Such a layer normalizes by the statistics of the samples that it sees. One process would take those of the
+    global batch. ``torch.nn.SyncBatchNorm`` does so too, but takes no CPU tensors.
+    """
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    layers = [name for name, module in net.named_modules() if isinstance(module, kinds)]
+    together = config.cluster.trainers if config.dense.ddp != "none" else 1
+    is_split = together * config.train.micro_batches > 1 or config.dense.parallel == "replicas"
+    if not layers or not is_split:
+        return None
+    return (
+        f"batch normalization in {', '.join(layers)} takes the statistics of each slice of a batch: results "
+        "depend on cluster.trainers and differ from those of one process. Use torch.nn.LayerNorm, or on GPUs "
+        "torch.nn.SyncBatchNorm, which does not work on CPUs"
+    )
 
 
 @contextmanager

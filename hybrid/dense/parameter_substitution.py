@@ -1,18 +1,13 @@
 """Replicas of modules over other tensors than their own parameters and buffers."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Mapping
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from torch._dynamo.eval_frame import OptimizedModule
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -42,17 +37,11 @@ def shadow(module: M, tensors: Mapping[Tensor, Tensor]) -> M:
 
 def _shadow(module: nn.Module, tensors: Mapping[Tensor, Tensor], done: dict[nn.Module, Any]) -> Any:
     if module not in done:
-        if _is_compiled(module):
-            done[module] = _shadow_compiled(module, tensors, done)
-        else:
-            done[module] = _shadow_plain(module, tensors, done)
+        # The import takes a second. If the module is not imported yet, nothing is compiled.
+        eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+        is_compiled = eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+        done[module] = (_shadow_compiled if is_compiled else _shadow_plain)(module, tensors, done)
     return done[module]
-
-
-def _is_compiled(module: nn.Module) -> TypeGuard[OptimizedModule]:
-    # The import takes a second. If the module is not imported yet, nothing is compiled.
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
 def _shadow_plain(module: nn.Module, tensors: Mapping[Tensor, Tensor], done: dict[nn.Module, Any]) -> Any:
@@ -80,13 +69,12 @@ def _shadow_plain(module: nn.Module, tensors: Mapping[Tensor, Tensor], done: dic
     return replica
 
 
-def _shadow_compiled(
-    module: OptimizedModule, tensors: Mapping[Tensor, Tensor], done: dict[nn.Module, Any]
-) -> Any:
+def _shadow_compiled(module: Any, tensors: Mapping[Tensor, Tensor], done: dict[nn.Module, Any]) -> Any:
     inside = _shadow(module._orig_mod, tensors, done)
     # A compiled module forwards assignments to the inner module: _replicate_for_data_parallel would remove
     # the parameters of the original. So this creates the replica as unpickling does.
-    replica = type(module).__new__(type(module))
+    cls = module.__class__
+    replica = cls.__new__(cls)
     replica.__setstate__(module.__getstate__() | {"_modules": {"_orig_mod": inside}})
     forward = replica.forward
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.config import ColumnSection, RunConfig
-from hybrid.config.data_sections import UNPOOLED
-from hybrid.config.resolved_columns import sequence_length
+from hybrid.config.data_sections import UNPOOLED, sequence_length
 from hybrid.errors import ConfigError
 from hybrid.input_spec import InputSpec
 

@@ -1,4 +1,4 @@
-"""Bags of ids: requests of a lookup, and how the rows of a bag become one vector."""
+"""Bags of ids: the requests of a lookup, pooling, and the gradients of rows."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -6,6 +6,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from hybrid.embedding import kernels
+from hybrid.embedding.kernels import Floats, Ints
 from hybrid.embedding.table_spec import Pooling
 
 _MODES = {Pooling.SUM: 0, Pooling.MEAN: 1, Pooling.MAX: 2}
@@ -16,10 +18,10 @@ class Bags(NamedTuple):
 
     Attributes:
         ids_L: rows of the matrix, int32 or int64.
-        offsets: where each bag starts, of the same type and of shape (bags + 1); None for one id per bag.
+        offsets: where each bag starts, of shape (bags + 1) and the type of the ids; None for one id per bag.
         weights_L: weight of each id within its bag, or None for ones; for sum pooling only.
         pooling: how the rows of a bag become one vector.
-        winners_BD: for max pooling, the row of each pooled value; set by :func:`pool_and_record`.
+        winners_BD: for max pooling, the row of each maximum; set by :func:`pool_and_record`.
     """
 
     ids_L: Tensor
@@ -53,7 +55,7 @@ def pack_items(items: Sequence[Item]) -> tuple[list[PackedItem], list[Tensor]]:
 
 
 def unpack_items(packed: Sequence[PackedItem], tensors: Iterable[Tensor]) -> list[Item]:
-    """Undo :func:`pack_items`; from an iterator of tensors, take those of these items."""
+    """Undo :func:`pack_items`. From an iterator, take only the tensors of these items."""
     rest = iter(tensors)
     items = []
     for group, pooling, has_offsets, has_weights in packed:
@@ -65,7 +67,7 @@ def unpack_items(packed: Sequence[PackedItem], tensors: Iterable[Tensor]) -> lis
 
 
 def ids_dtype(num_rows: int) -> torch.dtype:
-    """Return the smallest integer type of torch's lookups that holds ids below ``num_rows``."""
+    """Return the smaller of int32 and int64 that holds all ids below ``num_rows``."""
     return torch.int32 if num_rows <= torch.iinfo(torch.int32).max else torch.int64
 
 
@@ -75,7 +77,7 @@ def pool(weight_RD: Tensor, bags: Bags) -> Tensor:
 
 
 def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
-    """Pool, and return the bags with what their gradients need, in case the rows change before."""
+    """Pool, and return the bags with ``winners_BD``, since rows may change before the backward pass."""
     if bags.offsets is None:
         return weight_RD.index_select(0, bags.ids_L), bags
     weights_L = None if bags.weights_L is None else bags.weights_L.to(weight_RD.dtype)
@@ -88,16 +90,15 @@ def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
 
 
 def concatenate(parts: list[Bags]) -> Bags:
-    """Concatenate bags of one pooling and one type of ids."""
+    """Concatenate bags of one pooling and one type of ids, all with offsets or all without."""
     if len(parts) == 1:
         return parts[0]
     ids_L = torch.cat([p.ids_L for p in parts])
-    if all(p.offsets is None for p in parts):
-        return Bags(ids_L, None, None, parts[0].pooling)
     starts, base = [], 0
     for part in parts:
-        offsets = torch.arange(len(part.ids_L) + 1) if part.offsets is None else part.offsets
-        starts.append(offsets[:-1].to(ids_L.dtype) + base)
+        if part.offsets is None:
+            return Bags(ids_L, None, None, part.pooling)
+        starts.append(part.offsets[:-1] + base)
         base += len(part.ids_L)
     starts.append(ids_L.new_tensor([base]))
     weights_L = None
@@ -109,3 +110,64 @@ def concatenate(parts: list[Bags]) -> Bags:
     return Bags(
         ids_L, torch.cat(starts), weights_L, parts[0].pooling, torch.cat(winners) if winners else None
     )
+
+
+class RowGradients:
+    """Gradients of the distinct rows of ``bags``, summed in the order of the bags.
+
+    Each call of :meth:`sum_block` sums one block of rows, so that the blocks of an update fit the CPU cache.
+
+    Args:
+        grad_BD: gradient of each bag's pooled vector.
+        grouped: the result of :func:`kernels.group_ids` for the ids of ``bags``.
+
+    Attributes:
+        rows_U: the distinct rows, ascending.
+    """
+
+    def __init__(self, bags: Bags, grad_BD: Tensor, grouped: tuple[Ints, Ints, Ints]) -> None:
+        rows_U, self._starts_V, order_L = grouped
+        self.rows_U = torch.from_numpy(rows_U)
+        self._grad_BD = grad_BD.detach().contiguous()
+        self._winners_BD = bags.winners_BD
+        self._sources_L = order_L
+        # Factor of each id's gradient, in the order of the sorted ids; None for ones.
+        self._weights_L: Floats | None = None
+        if bags.offsets is not None:
+            assert bags.pooling is not Pooling.MAX or bags.winners_BD is not None
+            self._sources_L = kernels.sort_bags(bags.offsets.numpy(), order_L)
+            if bags.weights_L is not None:
+                self._weights_L = bags.weights_L.to(grad_BD.dtype).numpy()[order_L]
+            elif bags.pooling is Pooling.MEAN:
+                factor_B = bags.offsets.diff().to(grad_BD.dtype).reciprocal_()
+                self._weights_L = factor_B.numpy()[self._sources_L]
+        self._all_UD: Tensor | None = None
+
+    def sum_block(self, first: int, last: int) -> tuple[Tensor, float]:
+        """Return the gradients of ``rows_U[first:last]``, and the sum of all their values.
+
+        The sum is finite if all values are finite, unless it overflows.
+        """
+        if self._all_UD is not None:
+            block_UD = self._all_UD[first:last]
+            return block_UD, float(block_UD.sum())
+        out_UD = self._grad_BD.new_empty(last - first, self._grad_BD.shape[1])
+        starts_V, rows_U, winners_BD = self._starts_V[first : last + 1], None, None
+        if self._winners_BD is not None:
+            rows_U, winners_BD = self.rows_U[first:last].numpy(), self._winners_BD.numpy()
+        total = kernels.sum_rows(
+            starts_V,
+            self._sources_L,
+            self._grad_BD.numpy(),
+            out_UD.numpy(),
+            self._weights_L,
+            rows_U,
+            winners_BD,
+        )
+        return out_UD, total
+
+    def sum_all(self) -> Tensor:
+        """Return the gradients of all rows; later calls of :meth:`sum_block` return views of them."""
+        if self._all_UD is None:
+            self._all_UD = self.sum_block(0, len(self.rows_U))[0]
+        return self._all_UD

@@ -1,11 +1,11 @@
-"""Kernels over ids and rows that torch does not have, compiled by numba, which run without Python's lock.
+"""Numba kernels over ids and rows, for operations that torch lacks, without the GIL.
 
-They copy values and add them, perhaps weighted; all other arithmetic of optimizers is torch's. Additions have
-a fixed order, so the same input gives the same bits. Bounds are not checked. Machine code is cached beside
-the source, or in ``NUMBA_CACHE_DIR``, so that only the first import compiles.
+Kernels copy values and add weighted values; torch does all other arithmetic of optimizers. Additions have a
+fixed order, so the same input gives the same bits. Bounds are not checked. Machine code is cached beside the
+source, or in ``NUMBA_CACHE_DIR``, so that only the first import compiles.
 
-``order_L`` sorts the ids of a lookup stably: ``ids_L[order_L]`` ascends. ``starts_V``, (U + 1), bounds the
-runs of equal ids in it, for U distinct ids.
+The permutation ``order_L`` sorts the ids of a lookup stably: ``ids_L[order_L]`` ascends. For U distinct ids,
+``starts_V`` (U + 1) has the bounds of the runs of equal ids in the sorted ids.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,10 @@ from typing import Any, TypeVar, cast
 import numba
 import numpy as np
 import numpy.typing as npt
-
-from hybrid.embedding.cpu_prefetch import prefetch_row
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Ints = npt.NDArray[np.signedinteger[Any]]
@@ -23,13 +25,14 @@ Floats = npt.NDArray[np.floating[Any]]
 
 _DIGIT_BITS = 11  # the counters of a digit fit the first-level cache
 _DIGITS = 1 << _DIGIT_BITS
-_ROWS_AHEAD = 8  # distance of the prefetch: longer than a memory access, shorter than cache eviction
+_CACHE_LINE_BYTES = 64
+_ROWS_AHEAD = 8  # prefetch distance: rows arrive in time, and are not evicted before use
 
 
 def _compiled(*signatures: str) -> Callable[[Function], Function]:
-    """Compile for these types when the module is imported, before roles are forked.
+    """Compile for these signatures when the module is imported, which is before roles are forked.
 
-    Multiply-add may be fused, as in torch's gradients of weighted bags.
+    Multiplications and additions may be fused, as in torch's gradients of weighted bags.
     """
     options: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}}
 
@@ -42,8 +45,40 @@ def _compiled(*signatures: str) -> Callable[[Function], Function]:
     return compiled
 
 
+@intrinsic
+def prefetch_row(typing_context: Any, matrix: Any, row: Any) -> tuple[Any, Callable[..., Any]]:
+    """Prefetch the cache lines of a row of a contiguous matrix.
+
+    Hardware prefetching follows streams, not lists of rows. A row beyond the matrix does no harm, since a
+    prefetch does not read. Kernels must call this intrinsic directly. A function around it, even if inlined,
+    changes a reference count for each row, which takes longer than adding the row.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        matrix_type, row_type = signature.args
+        size, byte, number = ir.IntType(64), ir.IntType(8), ir.IntType(32)
+        values = context.make_array(matrix_type)(context, builder, arguments[0])
+        columns = builder.extract_value(values.shape, 1)
+        row_bytes = builder.mul(columns, values.itemsize)
+        start = builder.mul(context.cast(builder, arguments[1], row_type, types.int64), row_bytes)
+        first = builder.gep(builder.bitcast(values.data, byte.as_pointer()), [start])
+        hint = builder.module.declare_intrinsic(
+            "llvm.prefetch",
+            [first.type],
+            ir.FunctionType(ir.VoidType(), [first.type, number, number, number]),
+        )
+        lines = builder.udiv(builder.add(row_bytes, size(_CACHE_LINE_BYTES - 1)), size(_CACHE_LINE_BYTES))
+        with cgutils.for_range(builder, lines) as loop:
+            line = builder.gep(first, [builder.mul(loop.index, size(_CACHE_LINE_BYTES))])
+            # Arguments: for reading, keep in all cache levels, data cache.
+            builder.call(hint, [line, number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(matrix, row), generate
+
+
 @_compiled("int64(int64[::1], int64[::1], int64[::1])")
-def first_outside(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
+def find_invalid_id(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
     """Return the position of the first id that is not a row of its feature's table; -1 if there is none.
 
     Args:
@@ -62,8 +97,8 @@ def first_outside(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
     "void(int64[:,::1], int64[:,::1], int64[::1], int32[:,::1])",
     "void(int64[:,::1], int64[:,::1], int64[::1], int64[:,::1])",
 )
-def addresses(ids_KB: Ints, bases_KS: Ints, counts_K: Ints, out_BK: Ints) -> None:
-    """Write the address of each id: of row ``id // count`` of shard ``id % count``."""
+def write_addresses(ids_KB: Ints, bases_KS: Ints, counts_K: Ints, out_BK: Ints) -> None:
+    """Write the address of each id, which is row ``id // count`` of shard ``id % count``."""
     for k in range(len(ids_KB)):
         count = counts_K[k]
         for b in range(ids_KB.shape[1]):
@@ -75,13 +110,14 @@ def addresses(ids_KB: Ints, bases_KS: Ints, counts_K: Ints, out_BK: Ints) -> Non
 
 
 _BAG_ADDRESSES = (
-    "void(int64[::1], int64[::1], int64, int64[::1], int64[:,::1], int64[::1], "
-    "{0}[::1], int32[::1], int64[::1])"
+    "int64(int64[::1], int64[::1], int64, int64[::1], int64[:,::1], int64[::1], "
+    "{0}[::1], {1}[::1], int64[::1])"
 )
+_ID_OFFSET_TYPES = (("int32", "int32"), ("int64", "int64"), ("int64", "int32"))
 
 
-@_compiled(_BAG_ADDRESSES.format("int32"), _BAG_ADDRESSES.format("int64"))
-def bag_addresses(
+@_compiled(*(_BAG_ADDRESSES.format(*types) for types in _ID_OFFSET_TYPES))
+def write_bag_addresses(
     ids_L: Ints,
     offsets: Ints,
     batch_size: int,
@@ -91,55 +127,15 @@ def bag_addresses(
     out_L: Ints,
     out_offsets: Ints,
     out_positions: Ints,
-) -> None:
-    """Like :func:`addresses`, for bags: sample by sample, and within a sample feature by feature.
-
-    Args:
-        offsets: where each bag starts, feature by feature (features * B + 1).
-        out_L: one per id of these features.
-        out_offsets: (B * F + 1).
-        out_positions: position of each id in ``ids_L``; not written if empty.
-    """
-    size = 0
-    bag = 0
-    out_offsets[0] = 0
-    for b in range(batch_size):
-        for f in range(len(features_F)):
-            here, count = features_F[f] * batch_size + b, counts_F[f]
-            for i in range(offsets[here], offsets[here + 1]):
-                row = ids_L[i]
-                if count == 1:
-                    out_L[size] = bases_FS[f, 0] + row
-                else:
-                    out_L[size] = bases_FS[f, row % count] + row // count
-                if len(out_positions):
-                    out_positions[size] = i
-                size += 1
-            bag += 1
-            out_offsets[bag] = size
-
-
-_GATHER = "int64(int64[::1], int64[::1], int64, int64[:,::1], {0}[::1], {0}[::1], int64[::1])"
-
-
-@_compiled(_GATHER.format("int32"), _GATHER.format("int64"))
-def gather_bags(
-    ids_L: Ints,
-    offsets: Ints,
-    batch_size: int,
-    shards_F4: Ints,
-    out_ids: Ints,
-    out_offsets: Ints,
-    out_positions: Ints,
 ) -> int:
-    """Write the rows of ids that given shards hold, sample by sample and within a sample feature by feature.
+    """Like :func:`write_addresses`, for bags: sample by sample, and within a sample feature by feature.
 
     Args:
         offsets: where each bag starts, feature by feature (features * B + 1).
-        shards_F4: feature, shard index, number of shards, and first row of the shard in its group.
-        out_ids: as long as all ids of these features.
-        out_offsets: (B * F + 1).
-        out_positions: position of each id in ``ids_L``; not written if empty.
+        bases_FS: first address of each shard; negative for a shard whose ids are left out.
+        out_L: receives the addresses; has room for all ids of these features.
+        out_offsets: receives where each bag of ``out_L`` starts (B * F + 1).
+        out_positions: receives the position of each id in ``ids_L``; not written if empty.
 
     Returns:
         The number of ids written.
@@ -148,16 +144,14 @@ def gather_bags(
     bag = 0
     out_offsets[0] = 0
     for b in range(batch_size):
-        for f in range(len(shards_F4)):
-            feature, index, count, start = shards_F4[f]
-            here = feature * batch_size + b
-            for i in range(offsets[here], offsets[here + 1]):
+        for f in range(len(features_F)):
+            source_bag, count = features_F[f] * batch_size + b, counts_F[f]
+            for i in range(offsets[source_bag], offsets[source_bag + 1]):
                 row = ids_L[i]
-                if count > 1:
-                    if row % count != index:
-                        continue
-                    row = row // count
-                out_ids[size] = start + row
+                base = bases_FS[f, row % count if count > 1 else 0]
+                if base < 0:
+                    continue
+                out_L[size] = base + (row // count if count > 1 else row)
                 if len(out_positions):
                     out_positions[size] = i
                 size += 1
@@ -173,10 +167,10 @@ def gather_bags(
 def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
     """Return the distinct ids, ascending, and their positions: ``rows_U, starts_V, order_L``.
 
-    A stable radix sort, linear in the number of ids.
+    The sort is a stable radix sort, which is linear in the number of ids.
 
     Args:
-        num_rows: upper bound of the ids.
+        num_rows: all ids are less than this.
     """
     size = len(ids_L)
     keys, other_keys = ids_L, np.empty_like(ids_L)
@@ -219,7 +213,7 @@ def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
 
 
 @_compiled("int32[::1](int32[::1], int32[::1])")
-def ranks(starts_V: Ints, order_L: Ints) -> Ints:
+def rank_ids(starts_V: Ints, order_L: Ints) -> Ints:
     """Return for each id its index among the distinct ids."""
     ranks_L = np.empty_like(order_L)
     for u in range(len(starts_V) - 1):
@@ -229,7 +223,7 @@ def ranks(starts_V: Ints, order_L: Ints) -> Ints:
 
 
 @_compiled("int32[::1](int32[::1], int32[::1])", "int32[::1](int64[::1], int32[::1])")
-def bags_in_order(offsets: Ints, order_L: Ints) -> Ints:
+def sort_bags(offsets: Ints, order_L: Ints) -> Ints:
     """Return the bag of each id, in the order of the sorted ids."""
     bag_L = np.empty_like(order_L)
     for bag in range(len(offsets) - 1):
@@ -238,83 +232,61 @@ def bags_in_order(offsets: Ints, order_L: Ints) -> Ints:
     return bag_L[order_L]
 
 
-@_compiled(
-    "float64(int32[::1], int32[::1], float32[:,::1], float32[:,::1])",
-    "float64(int32[::1], int32[::1], float64[:,::1], float64[:,::1])",
-)
-def sum_rows(starts_V: Ints, sources_L: Ints, grad_BD: Floats, out_UD: Floats) -> float:
-    """Sum the gradients of the bags of each run of equal ids, in order.
+_SUM = "float64(int32[::1], int32[::1], {0}[:,::1], {0}[:,::1], "
+_SUMS = [
+    *(_SUM + "none, none, none)", _SUM + "{0}[::1], none, none)"),
+    *(_SUM + f"none, {i}[::1], {i}[:,::1])" for i in ("int32", "int64")),
+]
+
+
+@_compiled(*(each.format(f) for each in _SUMS for f in ("float32", "float64")))
+def sum_rows(
+    starts_V: Ints,
+    sources_L: Ints,
+    grad_BD: Floats,
+    out_UD: Floats,
+    weights_L: Floats | None,
+    rows_U: Ints | None,
+    winners_BD: Ints | None,
+) -> float:
+    """Sum the gradients of the bags of each distinct id, in order.
 
     Args:
-        starts_V: bounds of the runs in ``sources_L``; may begin within it.
-        sources_L: the bag of each id, ids sorted.
+        starts_V: bounds of the runs of equal ids in ``sources_L``, for a block of the distinct ids.
+        sources_L: the bag of each id, in the order of the sorted ids.
+        weights_L: factor of the gradient of each id, in the order of the sorted ids; None for ones.
+        rows_U, winners_BD: for max pooling, the distinct ids, and the row of each maximum. A row gets only
+            the columns of a gradient in which it is the maximum. None for other pooling.
 
     Returns:
-        The sum of all written values: finite if they are, unless it overflows.
+        The sum of all written values. The sum is finite if all values are finite, unless it overflows.
     """
     dim = grad_BD.shape[1]
     total_D = np.zeros(dim, grad_BD.dtype)
     for u in range(len(out_UD)):
-        for i in range(starts_V[u], starts_V[u + 1]):
+        first = starts_V[u]
+        if weights_L is not None or winners_BD is not None:
+            for d in range(dim):
+                out_UD[u, d] = 0
+        for i in range(first, starts_V[u + 1]):
             if i + _ROWS_AHEAD < len(sources_L):
                 prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba adds the first
             source = sources_L[i]
-            if i == starts_V[u]:
+            if winners_BD is not None and rows_U is not None:
+                if i > first and source == sources_L[i - 1]:
+                    continue  # the gradient counts once for a row that a bag has twice
+                for d in range(dim):
+                    if winners_BD[source, d] == rows_U[u]:
+                        out_UD[u, d] += grad_BD[source, d]
+            elif weights_L is not None:
+                weight = weights_L[i]
+                for d in range(dim):
+                    out_UD[u, d] += weight * grad_BD[source, d]
+            elif i == first:
                 for d in range(dim):
                     out_UD[u, d] = grad_BD[source, d]
             else:
                 for d in range(dim):
-                    out_UD[u, d] += grad_BD[source, d]
-        for d in range(dim):
-            total_D[d] += out_UD[u, d]
-    return total_D.sum()  # type: ignore[no-any-return]
-
-
-@_compiled(
-    "float64(int32[::1], int32[::1], float32[::1], float32[:,::1], float32[:,::1])",
-    "float64(int32[::1], int32[::1], float64[::1], float64[:,::1], float64[:,::1])",
-)
-def sum_weighted_rows(
-    starts_V: Ints, sources_L: Ints, weights_L: Floats, grad_BD: Floats, out_UD: Floats
-) -> float:
-    """Like :func:`sum_rows`, with each gradient times the weight of its id, sorted like the ids."""
-    dim = grad_BD.shape[1]
-    total_D = np.zeros(dim, grad_BD.dtype)
-    for u in range(len(out_UD)):
-        for d in range(dim):
-            out_UD[u, d] = 0
-        for i in range(starts_V[u], starts_V[u + 1]):
-            if i + _ROWS_AHEAD < len(sources_L):
-                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba adds the first
-            source, weight = sources_L[i], weights_L[i]
-            for d in range(dim):
-                out_UD[u, d] += weight * grad_BD[source, d]
-        for d in range(dim):
-            total_D[d] += out_UD[u, d]
-    return total_D.sum()  # type: ignore[no-any-return]
-
-
-_LARGEST = "float64(int32[::1], int32[::1], {0}[::1], {0}[:,::1], {1}[:,::1], {1}[:,::1])"
-
-
-@_compiled(*(_LARGEST.format(i, f) for i in ("int32", "int64") for f in ("float32", "float64")))
-def sum_largest_rows(
-    starts_V: Ints, sources_L: Ints, rows_U: Ints, winners_BD: Ints, grad_BD: Floats, out_UD: Floats
-) -> float:
-    """Like :func:`sum_rows`, but a row gets only the columns of a gradient that it won."""
-    dim = grad_BD.shape[1]
-    total_D = np.zeros(dim, grad_BD.dtype)
-    for u in range(len(out_UD)):
-        for d in range(dim):
-            out_UD[u, d] = 0
-        for i in range(starts_V[u], starts_V[u + 1]):
-            if i + _ROWS_AHEAD < len(sources_L):
-                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba adds the first
-            source = sources_L[i]
-            if i > starts_V[u] and source == sources_L[i - 1]:
-                continue  # a row that occurs twice in a bag gets its gradient once
-            for d in range(dim):
-                if winners_BD[source, d] == rows_U[u]:
                     out_UD[u, d] += grad_BD[source, d]
         for d in range(dim):
             total_D[d] += out_UD[u, d]
@@ -361,7 +333,7 @@ _PLACES = [_PLACE.format(f) for f in ("float32", "float64")]
 
 @_compiled(*_PLACES)
 def scatter_columns(vectors_BFD: Floats, columns_F: Ints, out_BE: Floats) -> None:
-    """Write the vectors of each feature to the columns from its first one on."""
+    """Write the vector of feature f to the columns from ``columns_F[f]`` on."""
     for b in range(len(vectors_BFD)):
         for f in range(len(columns_F)):
             for d in range(vectors_BFD.shape[2]):
@@ -369,9 +341,9 @@ def scatter_columns(vectors_BFD: Floats, columns_F: Ints, out_BE: Floats) -> Non
 
 
 @_compiled(*_PLACES)
-def gather_columns(out_BFD: Floats, columns_F: Ints, whole_BE: Floats) -> None:
+def gather_columns(out_BFD: Floats, columns_F: Ints, in_BE: Floats) -> None:
     """The inverse of :func:`scatter_columns`."""
     for b in range(len(out_BFD)):
         for f in range(len(columns_F)):
             for d in range(out_BFD.shape[2]):
-                out_BFD[b, f, d] = whole_BE[b, columns_F[f] + d]
+                out_BFD[b, f, d] = in_BE[b, columns_F[f] + d]

@@ -1,21 +1,30 @@
-"""Which worker holds which rows.
+"""Which worker holds which rows, and which side pools bags.
 
 A table is on one worker (table-wise) or split over several (row-wise). A split is cyclic: of S shards, shard
 s holds rows s, s + S, s + 2S, ... Vocabularies number frequent values first, so with contiguous ranges the
-worker with the first range would get all the traffic.
+worker with the first range would get most of the traffic.
+
+A worker that pools receives all ids, sends one vector per sample and feature, and receives as many gradients.
+For a split table, each of its workers does so. A trainer that pools requests each distinct row once, and
+sends the sum of its gradients. Which side moves fewer bytes depends on how often samples repeat rows. Equally
+likely ids have the most distinct rows, so they give an upper bound of the bytes that trainers move.
 """
 
-from collections import Counter, defaultdict
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
 from hybrid.config.validation import check_workers
-from hybrid.embedding.pooling_side import BYTES_PER_ID, trainers_pool
-from hybrid.embedding.table_spec import OptimizerSpec, TableSpec
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 
-# Splitting a smaller table saves little memory, and costs one more request per step.
+BYTES_PER_ID = 4  # an estimate: groups of more than 2^31 rows need 8
+# Trainers pool if they move less than this fraction of the bytes that pooling on workers moves. At half the
+# bytes, both take the same processor time, summed over all roles.
+_MAX_FRACTION_OF_BYTES = 0.5
+# Splitting a smaller table saves little memory, and costs more requests per step.
 MIN_SPLIT_BYTES = 16 << 20
 
 
@@ -30,6 +39,7 @@ class Shard:
 
     @property
     def num_rows(self) -> int:
+        """Number of rows of the shard."""
         return (self.table.num_rows - self.index + self.count - 1) // self.count
 
     @property
@@ -58,7 +68,7 @@ class ShardGroup:
 
 
 class Location(NamedTuple):
-    """Location of a shard: from row ``start`` of the group with index ``number`` of a worker."""
+    """Location of a shard: it starts at row ``start`` of a group, whose index on its worker is ``number``."""
 
     worker: int
     number: int
@@ -82,6 +92,7 @@ class Placement:
     pooled_by_trainers: tuple[str, ...] = ()
 
     def of_worker(self, worker: int) -> tuple[Shard, ...]:
+        """Return the shards of a worker."""
         return tuple(s for s in self.shards if s.worker == worker)
 
     @property
@@ -90,7 +101,7 @@ class Placement:
         return {s.table.name: (s.table.num_rows, s.table.dim, s.count) for s in self.shards}
 
     def groups(self, worker: int) -> tuple[ShardGroup, ...]:
-        """Return the groups of a worker. Trainers address rows by them, so both sides call this."""
+        """Return the groups of a worker. Both sides call this, since trainers address rows by group."""
         keyed: dict[tuple[int, OptimizerSpec], list[Shard]] = {}
         for shard in self.of_worker(worker):
             keyed.setdefault((shard.table.dim, shard.table.optimizer), []).append(shard)
@@ -128,6 +139,7 @@ def state_values_per_row(table: TableSpec) -> int:
 
 
 def bytes_per_row(table: TableSpec) -> int:
+    """Return the bytes of a row and its optimizer state."""
     return (table.dim + state_values_per_row(table)) * table.bytes_per_value
 
 
@@ -137,8 +149,74 @@ def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> f
     for feature in table.features:
         mean = ids_per_sample.get(feature, 1.0)
         ids += mean
-        vectors += mean if table.read_by(feature).sequence else 1.0
+        vectors += mean if table.for_feature(feature).sequence else 1.0
     return ids * BYTES_PER_ID + 2 * vectors * table.dim * table.bytes_per_value
+
+
+def bag_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooling, list[float]]:
+    """Return the mean numbers of ids of the bags of a table, by pooling.
+
+    A trainer that pools requests the rows of each kind of pooling separately.
+
+    Args:
+        ids_per_sample: mean number of ids of each multi-hot feature; other features have one.
+    """
+    means: dict[Pooling, list[float]] = defaultdict(list)
+    for name in table.features:
+        read = table.for_feature(name)
+        if name in ids_per_sample and not read.sequence:
+            means[read.pooling].append(ids_per_sample[name])
+    return means
+
+
+def unpooled_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> tuple[float, int]:
+    """Return the mean number of ids, and of vectors, per sample of features that are not pooled."""
+    ids, vectors = 0.0, 0
+    for name in table.features:
+        read = table.for_feature(name)
+        if name not in ids_per_sample or read.sequence:
+            ids += ids_per_sample.get(name, 1.0)
+            vectors += read.num_vectors
+    return ids, vectors
+
+
+def should_trainers_pool(
+    table: TableSpec,
+    num_shards: int,
+    ids_per_sample: Mapping[str, float],
+    samples: float,
+    wire_bytes_per_value: int | None = None,
+) -> bool:
+    """Return whether trainers pool the bags of a table.
+
+    With ``pooled_by`` "auto", trainers pool if that moves clearly fewer bytes. Max pooling of a split table
+    is always on trainers: the gradient goes to the first of equal values in a bag. A worker that holds
+    some of the rows does not know which value is first.
+
+    Args:
+        num_shards: number of workers that hold the table.
+        ids_per_sample: see :func:`bag_ids`. If it has no feature of the table, workers pool.
+        samples: number of samples of a trainer's lookup; 0 if unknown.
+        wire_bytes_per_value: bytes of a value of vectors and gradients; None for the bytes in the rows.
+    """
+    reads = [table.for_feature(name) for name in table.features]
+    if num_shards > 1 and any(read.pooling is Pooling.MAX and not read.sequence for read in reads):
+        return True
+    if table.pooled_by != "auto":
+        return table.pooled_by == "trainers"
+    row_bytes = 2 * table.dim * (wire_bytes_per_value or table.bytes_per_value) + BYTES_PER_ID
+    num_bags = num_ids = num_distinct = 0.0
+    for means in bag_ids(table, ids_per_sample).values():
+        draws = samples * sum(means)
+        num_bags += samples * len(means)
+        num_ids += draws
+        # The expected number of distinct rows among equally likely ids.
+        if table.num_rows == 1:
+            num_distinct += min(1.0, draws)
+        else:
+            num_distinct -= table.num_rows * math.expm1(draws * math.log1p(-1 / table.num_rows))
+    by_workers = num_shards * num_bags * row_bytes + num_ids * BYTES_PER_ID
+    return num_distinct * row_bytes < _MAX_FRACTION_OF_BYTES * by_workers
 
 
 def place(
@@ -150,52 +228,41 @@ def place(
 ) -> Placement:
     """Place tables on workers, balancing bytes and traffic, and decide which side pools bags.
 
-    Tables are placed largest first (Graham's LPT rule, 1969), each on the worker that minimizes the sum of
-    squares of all workers' fractions of bytes and of traffic. With placement "auto", a table larger than the
-    mean bytes of a worker is split over all its allowed workers.
+    The largest tables are placed first (Graham's LPT rule, 1969). Each goes to the worker that minimizes the
+    sum of squares of all workers' fractions of bytes and of traffic. With placement "auto", a
+    table is split over all its allowed workers if its bytes exceed the mean of a worker and reach
+    ``MIN_SPLIT_BYTES``.
 
     Args:
         ids_per_sample: mean number of ids of each multi-hot feature; 1 if absent.
-        samples, wire_bytes_per_value: of a trainer's lookup; see :func:`trainers_pool`.
+        samples, wire_bytes_per_value: of a trainer's lookup; see :func:`should_trainers_pool`.
 
     Raises:
         ConfigError: a table names a worker that does not exist.
     """
-    shards = _balance(tables, num_workers, ids_per_sample)
-    counts = Counter(shard.table.name for shard in shards)
-    load = ids_per_sample, samples, wire_bytes_per_value
-    pooled = tuple(table.name for table in tables if trainers_pool(table, counts[table.name], *load))
-    order = {table.name: i for i, table in enumerate(tables)}
-    in_order = sorted(shards, key=lambda shard: (order[shard.table.name], shard.index))
-    return Placement(tuple(in_order), num_workers, pooled)
-
-
-def _balance(
-    tables: Sequence[TableSpec], num_workers: int, ids_per_sample: Mapping[str, float]
-) -> list[Shard]:
-    traffic = {t.name: bytes_per_sample(t, ids_per_sample) for t in tables}
-    total_bytes = sum(t.num_rows * bytes_per_row(t) for t in tables) or 1
-    total_traffic = sum(traffic.values()) or 1.0
-
-    fractions = {
-        t.name: (t.num_rows * bytes_per_row(t) / total_bytes, traffic[t.name] / total_traffic) for t in tables
-    }
+    size_of = {t.name: t.num_rows * bytes_per_row(t) for t in tables}
+    traffic_of = {t.name: bytes_per_sample(t, ids_per_sample) for t in tables}
+    total_bytes = sum(size_of.values()) or 1
+    total_traffic = sum(traffic_of.values()) or 1.0
+    fractions = {name: (size_of[name] / total_bytes, traffic_of[name] / total_traffic) for name in size_of}
     held, moved = [0.0] * num_workers, [0.0] * num_workers
-    shards: list[Shard] = []
+    shards_of: dict[str, list[Shard]] = {}
     for table in sorted(tables, key=lambda t: (-sum(fractions[t.name]), t.name)):
-        num_bytes, num_moved = fractions[table.name]
+        size_fraction, traffic_fraction = fractions[table.name]
         check_workers(table.name, table.workers, num_workers)
         allowed = list(dict.fromkeys(table.workers or range(num_workers)))
         is_split = table.placement == "row"
         if table.placement == "auto":
-            total = table.num_rows * bytes_per_row(table)
-            is_split = total > total_bytes / num_workers and total >= MIN_SPLIT_BYTES
+            size = size_of[table.name]
+            is_split = size > total_bytes / num_workers and size >= MIN_SPLIT_BYTES
         if is_split and len(allowed) > 1:
             targets = allowed[: table.num_rows]  # no shard is empty
         else:
-            targets = [min(allowed, key=lambda w: (held[w] * num_bytes + moved[w] * num_moved, w))]
-        for index, worker in enumerate(targets):
-            shards.append(Shard(table, worker, index, len(targets)))
-            held[worker] += num_bytes / len(targets)
-            moved[worker] += num_moved / len(targets)
-    return shards
+            targets = [min(allowed, key=lambda w: (held[w] * size_fraction + moved[w] * traffic_fraction, w))]
+        shards_of[table.name] = [Shard(table, worker, i, len(targets)) for i, worker in enumerate(targets)]
+        for worker in targets:
+            held[worker] += size_fraction / len(targets)
+            moved[worker] += traffic_fraction / len(targets)
+    load = ids_per_sample, samples, wire_bytes_per_value
+    pooled = tuple(t.name for t in tables if should_trainers_pool(t, len(shards_of[t.name]), *load))
+    return Placement(tuple(shard for t in tables for shard in shards_of[t.name]), num_workers, pooled)

@@ -10,7 +10,7 @@ from hybrid.input_spec import InputSpec
 
 
 class Pooling(StrEnum):
-    """How the rows of a bag become one vector; zeros for an empty bag."""
+    """How the rows of a bag become one vector. An empty bag becomes zeros."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -39,13 +39,13 @@ class OptimizerSpec:
 
     @property
     def steps_all_rows(self) -> bool:
-        """Whether a step changes rows without a gradient, by weight decay or momentum."""
+        """Whether a step also changes rows without a gradient, by weight decay or momentum."""
         return self.all_rows and (self.weight_decay > 0 or self.name in ("momentum", "adam", "adamw"))
 
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """One embedding table and the features that look it up.
+    """An embedding table and the features that look it up.
 
     Attributes:
         name: unique name; initial rows are a function of it and the seed.
@@ -57,13 +57,13 @@ class TableSpec:
         placement: "auto", "table" (whole on one worker) or "row" (split over workers).
         workers: indices of the allowed workers; empty for any.
         bytes_per_value: bytes of a value of the rows and their optimizer state.
-        initial: source of pretrained rows (see ``pretrained_by_position.py``); empty for random ones.
+        initial: source of pretrained rows (see ``initial_rows.py``); empty for random ones.
         init: "uniform" in [-init_scale, init_scale], "normal" with this standard deviation, or "zeros".
         poolings: pooling of each feature, if not all are ``pooling``.
         sequences: maximum length of each feature that is a sequence, and 0 for a pooled feature; empty if all
             are pooled.
-        sequence: the same for the one feature of :meth:`read_by`.
-        keys: folder of the prepared data whose values are the keys of ``initial``, if it has keys.
+        sequence: maximum length of the feature of a table from :meth:`for_feature`; 0 if it is pooled.
+        keys: for pretrained rows by key, folder of the prepared data whose vocabulary has the keys.
         pooled_by: which side pools bags: "workers", "trainers", or "auto" for the placement to decide.
     """
 
@@ -85,8 +85,8 @@ class TableSpec:
     sequence: int = 0
     pooled_by: str = "auto"
 
-    def read_by(self, feature: str) -> TableSpec:
-        """Return the table with the pooling, or the sequence length, of one of its features."""
+    def for_feature(self, feature: str) -> TableSpec:
+        """Return a copy whose ``pooling`` and ``sequence`` are those of one feature."""
         if not (self.poolings or self.sequences):
             return self
         index = self.features.index(feature)
@@ -98,16 +98,16 @@ class TableSpec:
 
     @property
     def num_vectors(self) -> int:
-        """Number of vectors per sample, of a table from :meth:`read_by`."""
+        """Number of vectors per sample; only for a table from :meth:`for_feature`."""
         return self.sequence or 1
 
     @property
     def width(self) -> int:
-        """Number of values per sample: a vector, or the vectors of a sequence and its length."""
+        """Number of values per sample: of a vector, or of the vectors of a sequence and its length."""
         return self.num_vectors * self.dim + bool(self.sequence)
 
 
 def tables_of(input_spec: InputSpec, tables: Iterable[TableSpec]) -> list[TableSpec]:
     """Return the table of each sparse feature, with its pooling or sequence, in feature order."""
-    table_of = {feature: table.read_by(feature) for table in tables for feature in table.features}
+    table_of = {feature: table.for_feature(feature) for table in tables for feature in table.features}
     return [table_of[feature.name] for feature in input_spec.sparse_features]

@@ -1,18 +1,35 @@
-"""Data parallelism of the dense net: what DDP wraps, and the gradients of a step."""
+"""Data parallelism of the dense net: what DDP wraps, who holds which shard, and the gradients of a step.
 
-from collections.abc import Mapping
+The bits of sums over trainers depend on no run-time choice of DDP, which rebuilds its buckets after the first
+step of a process. With three or more trainers, gloo and NCCL add values in an order that depends on their
+offset in the buffer. A sum per bucket would therefore have other last bits in a resumed run.
+:class:`SharedMemoryReduce` adds in the order of the ranks, for trainers of one host. :class:`GroupReduce`
+all-reduces buffers whose layout is fixed when the model is built.
+"""
+
+# No postponed annotations here: DDP checks the annotations of a communication hook, as types.
+
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, Self
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.dense.dense_optimizer import squared_norm
-from hybrid.engine.dense_placement import DensePlacement
-from hybrid.engine.gradient_reduction import GroupReduce, Reduction, SharedMemoryReduce, sum_hook
-from hybrid.engine.hybrid_model import HybridModel, LocalModel
+from hybrid.dense.tensor_parallel import Layout, full_tensor, local_shard
+from hybrid.engine.hybrid_model import HybridModel
 from hybrid.primitives.step_timings import StepClock
+from hybrid.transport.shared_memory.shared_slots import SharedSlots
+
+NetState = dict[str, Tensor]
+# The optimizer's state by the index of the parameter.
+OptimizerState = dict[int, dict[str, Tensor]]
+_SEGMENT_BYTES = 25 << 20  # as DDP's buckets
 
 
 class DdpMode(StrEnum):
@@ -30,13 +47,189 @@ class DdpMode(StrEnum):
     OUTSIDE = "outside"
 
 
+@dataclass(frozen=True)
+class DensePlacement:
+    """Which trainers hold which parameters.
+
+    Attributes:
+        group: the trainers that hold the same parameters as this one; DDP reduces among them.
+        tensor_size: how many trainers hold one net together; each of them is in a different ``group``.
+        layouts: the layouts of the parameters of which this trainer holds a shard; all others are full.
+    """
+
+    group: dist.ProcessGroup
+    tensor_size: int = 1
+    layouts: Mapping[Tensor, Layout] = field(default_factory=dict)
+
+    def num_holders(self, parameter: Tensor, is_reduced: bool) -> int:
+        """Return how many trainers hold the same gradient of ``parameter`` after a step."""
+        replicas = self.group.size() if is_reduced else 1
+        return replicas if parameter in self.layouts else replicas * self.tensor_size
+
+    def full_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[NetState, OptimizerState]:
+        """Gather the full state of the net and of its optimizer.
+
+        All trainers that hold the net together must call it.
+        """
+        return self._convert(net, net.state_dict(), optimizer.state_dict()["state"], full_tensor)
+
+    def local_state(
+        self, net: nn.Module, net_state: NetState, state: OptimizerState
+    ) -> tuple[NetState, OptimizerState]:
+        """Return this trainer's shard of a full state."""
+        return self._convert(net, net_state, state, local_shard)
+
+    def _convert(
+        self,
+        net: nn.Module,
+        net_state: Mapping[str, Tensor],
+        state: Mapping[int, Mapping[str, Any]],
+        convert: Callable[[Tensor, Layout], Tensor],
+    ) -> tuple[NetState, OptimizerState]:
+        """Apply ``convert`` to the tensors of both states that belong to split parameters."""
+        parameters = dict(net.named_parameters())
+        layouts = {name: self.layouts[p] for name, p in parameters.items() if p in self.layouts}
+        converted = {n: convert(t, layouts[n]) if n in layouts else t for n, t in net_state.items()}
+        layout_of = dict(enumerate(map(layouts.get, parameters)))
+        optimizer_state = {}
+        for index, values in state.items():
+            layout = layout_of.get(index)  # None as well if the state is of another net
+            optimizer_state[index] = {
+                # The step count does not have the shape of the parameter.
+                key: convert(value, layout)
+                if layout is not None and isinstance(value, Tensor) and value.dim() > 0
+                else value
+                for key, value in values.items()
+            }
+        return converted, optimizer_state
+
+
+class SharedMemoryReduce:
+    """All-reduce among the trainers of one host, through shared memory; created by :meth:`join`.
+
+    A process group does the same by TCP messages in threads of its own: 2 ms for 2 MB on 2 idle cores.
+    """
+
+    def __init__(self, memory: SharedSlots) -> None:
+        self._memory = memory
+
+    @classmethod
+    def join(
+        cls, group: dist.ProcessGroup, trainer: int, device: torch.device, timeout_seconds: float
+    ) -> Self | None:
+        """Meet the other trainers of ``group``, all of which call this; None where memory cannot be shared.
+
+        It can be shared where all are processes of one Linux host, not too many, with gradients on the CPU.
+
+        Args:
+            group: takes CPU tensors.
+            trainer: the index of this trainer.
+            device: where its gradients are.
+
+        Raises:
+            ClusterError: a trainer did not come in time.
+        """
+        memory = SharedSlots.join(group, trainer, device.type == "cpu", timeout_seconds)
+        return None if memory is None or len(memory.members) < group.size() else cls(memory)
+
+    def sum_(self, values_N: Tensor) -> None:
+        """Replace ``values_N`` by the sum over all trainers, with the same bits on each.
+
+        Trainers call this in the same order, with tensors of the same size and type.
+
+        Args:
+            values_N: contiguous, on the CPU.
+
+        Raises:
+            ClusterError: a trainer is gone, or did not come in time.
+        """
+
+        def view(slot: memoryview) -> Tensor:
+            return torch.frombuffer(slot, dtype=values_N.dtype, count=values_N.numel())
+
+        view(self._memory.slot(values_N.nbytes)).copy_(values_N)
+        first_N, second_N, *others = map(view, self._memory.publish())
+        torch.add(first_N, second_N, out=values_N)
+        for other_N in others:
+            values_N.add_(other_N)
+
+
+@dataclass
+class _Segment:
+    """A contiguous buffer for the gradients of some parameters."""
+
+    buffer_N: Tensor
+    num_parameters: int
+    num_copied: int = 0
+
+
+class GroupReduce:
+    """All-reduce by a process group, in segments of a fixed layout.
+
+    Gradients are copied into the segments as DDP's buckets fill. A segment is reduced as soon as it is
+    complete, while the backward pass continues.
+
+    Args:
+        parameters: whose gradients are reduced; the same on every trainer.
+        group: the trainers.
+        clock: records how long each segment takes.
+
+    Attributes:
+        gradients: the reduced gradients, by parameter; valid from :meth:`wait` to the next backward pass.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup, clock: StepClock) -> None:
+        self.gradients: dict[Tensor, Tensor] = {}
+        self._group = group
+        self._clock = clock
+        self._segments: dict[Tensor, _Segment] = {}  # by parameter
+        self._pending: list[dist.Work] = []
+        chunks: list[list[Tensor]] = []
+        for parameter in reversed(parameters):  # roughly the order in which gradients become ready
+            kind = parameter.dtype, parameter.device
+            if (
+                not chunks
+                or kind != (chunks[-1][0].dtype, chunks[-1][0].device)
+                or (sum(each.nbytes for each in chunks[-1]) + parameter.nbytes > _SEGMENT_BYTES)
+            ):
+                chunks.append([])
+            chunks[-1].append(parameter)
+        for chunk in chunks:
+            sizes = [parameter.numel() for parameter in chunk]
+            segment = _Segment(chunk[0].new_empty(sum(sizes), requires_grad=False), len(chunk))
+            for parameter, gradient_N in zip(chunk, segment.buffer_N.split(sizes), strict=True):
+                self.gradients[parameter] = gradient_N.view(parameter.shape)
+                self._segments[parameter] = segment
+
+    def add(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Copy a gradient into its segment, and start to reduce the segment if that completes it."""
+        self.gradients[parameter].copy_(gradient)
+        segment = self._segments[parameter]
+        segment.num_copied += 1
+        if segment.num_copied < segment.num_parameters:
+            return
+        segment.num_copied = 0
+        span = self._clock.begin("all-reduce", num_bytes=segment.buffer_N.nbytes)
+        work = dist.all_reduce(segment.buffer_N, group=self._group, async_op=True)
+        assert work is not None
+        if span is not None:
+            work.get_future().add_done_callback(lambda _: span.close())
+        self._pending.append(work)
+
+    def wait(self) -> None:
+        """Wait for all segments that are being reduced."""
+        for work in self._pending:
+            work.wait()
+        self._pending.clear()
+
+
 class DdpModel:
     """The model of one trainer, with DDP around what ``mode`` says, and the gradients of its current step.
 
     The gradients of a step's micro-batches are added up and reduced once, in the last backward pass.
 
     Args:
-        model: what to wrap; its ``stages`` are wrapped in place.
+        model: a model whose ``stages`` are wrapped in place, or any other module.
         mode: what to wrap.
         placement: which trainers hold which parameters.
         clock: records how long each all-reduce takes.
@@ -46,28 +239,33 @@ class DdpModel:
         module: what to call.
         net: the local net, with the parameter names that it has without DDP.
         gradients: by parameter, once the last micro-batch of a step is collected.
+        shared, by_group: what sums over trainers; both None for a trainer alone.
+        carried: the gradients of the earlier micro-batches of the step, by parameter.
     """
 
     def __init__(
         self,
-        model: LocalModel,
+        model: nn.Module,
         mode: DdpMode,
         placement: DensePlacement,
         clock: StepClock | None = None,
         shared: SharedMemoryReduce | None = None,
     ) -> None:
-        self.net = model.net
-        self._model = model
-        self.module: nn.Module = model
+        self._model = model if isinstance(model, HybridModel) else None
+        self.net: nn.Module = model if self._model is None else self._model.net
+        self.module = model
         self.gradients: dict[Tensor, Tensor] = {}
+        self.clock = clock or StepClock()
+        self.shared = shared
+        self.by_group: GroupReduce | None = None
+        self.carried: dict[Tensor, Tensor] = {}
         self._placement = placement
-        self._reduction = Reduction(clock or StepClock(), shared, None)
         self._ddp: DistributedDataParallel | None = None
         if mode is DdpMode.OUTSIDE:
             self.module = self._ddp = self._wrap(model)
         elif mode is DdpMode.INSIDE:
-            assert isinstance(model, HybridModel), "only a net in stages has a head"
-            model.stages.head = self._ddp = self._wrap(model.stages.head)
+            assert self._model is not None, "only a net in stages has a head"
+            self._model.stages.head = self._ddp = self._wrap(self._model.stages.head)
         self._reduced = set() if self._ddp is None else set(self._ddp.parameters())
 
     def _wrap(self, module: nn.Module) -> DistributedDataParallel:
@@ -80,11 +278,10 @@ class DdpModel:
             # Running statistics must agree; constant index tables need no broadcast every step.
             forward_sync_buffers=any(buffer.is_floating_point() for buffer in module.buffers()),
         )
-        if self._reduction.shared is None and group.size() > 1:
+        if self.shared is None and group.size() > 1:
             parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            by_group = GroupReduce(parameters, group, self._reduction.clock)
-            self._reduction = replace(self._reduction, by_group=by_group)
-        ddp.register_comm_hook(self._reduction, sum_hook)
+            self.by_group = GroupReduce(parameters, group, self.clock)
+        ddp.register_comm_hook(self, sum_hook)
         return ddp
 
     def reducing(self, is_last: bool) -> AbstractContextManager[None]:
@@ -96,28 +293,28 @@ class DdpModel:
 
     def collect(self, gradients: dict[Tensor, Tensor], is_last: bool) -> None:
         """Add the gradients of a micro-batch, as its graph gives them."""
-        carried, by_group = self._reduction.carried, self._reduction.by_group
         reduced: Mapping[Tensor, Tensor] = {}
-        if is_last and by_group is not None:
-            by_group.wait()
-            reduced = by_group.gradients
+        if is_last and self.by_group is not None:
+            self.by_group.wait()
+            reduced = self.by_group.gradients
         self.gradients.clear()
         for parameter in [p for p in self.net.parameters() if p in gradients]:
             gradient = reduced.get(parameter, gradients[parameter])
-            if parameter in carried:
-                gradient = carried.pop(parameter).add_(gradient)
+            if parameter in self.carried:
+                gradient = self.carried.pop(parameter).add_(gradient)
             elif not is_last:
                 gradient = gradient.clone()
-            (self.gradients if is_last else carried)[parameter] = gradient
+            (self.gradients if is_last else self.carried)[parameter] = gradient
 
     def raise_of_backward(self) -> None:
         """Repeat the local backward pass to raise its error, if this trainer holds the whole net."""
-        if not self._placement.layouts:
+        if self._model is not None and not self._placement.layouts:
             self._model.raise_of_backward()
 
     def first_not_finite(self) -> str:
-        """Return the first non-finite tensor of the last forward pass, as a clause."""
-        return self._model.first_not_finite(is_whole=not self._placement.layouts)
+        """Return the first non-finite tensors of the last forward pass, as a clause, or nothing."""
+        is_whole = not self._placement.layouts
+        return "" if self._model is None else self._model.first_not_finite(is_whole=is_whole)
 
     def gradient_not_finite(self) -> str | None:
         """Return the name of the last parameter with a non-finite gradient."""
@@ -132,3 +329,26 @@ class DdpModel:
             holders = self._placement.num_holders(parameter, parameter in self._reduced)
             by_holders.setdefault(holders, []).append(gradient)
         return sum(squared_norm(gradients) / holders for holders, gradients in by_holders.items())
+
+
+def sum_hook(model: DdpModel, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sum gradients over trainers, and over the micro-batches of the step; a communication hook of DDP.
+
+    DDP would divide by the number of trainers, which is the mean only where all batches have one size. The
+    loss of each trainer already carries the weight of its samples in the global batch, so the sum is right.
+    """
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        if parameter in model.carried:
+            gradient.add_(model.carried.pop(parameter))
+        if model.by_group is not None:
+            model.by_group.add(parameter, gradient)
+    buffer = bucket.buffer()
+    if model.by_group is None:
+        span = model.clock.begin("all-reduce", num_bytes=buffer.nbytes)
+        if model.shared is not None:
+            model.shared.sum_(buffer)
+        if span is not None:
+            span.close()
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done

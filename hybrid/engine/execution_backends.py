@@ -16,11 +16,16 @@ from torch import Tensor, nn
 
 from hybrid.config import DenseSection
 from hybrid.dense.compilation import compiled
-from hybrid.dense.data_parallel.replicas import DataParallel
-from hybrid.dense.tensor_parallel.sharded_module import Layout, TensorParallel, trainer_mesh
-from hybrid.dense.tensor_parallel.sharding_plan import automatic_plan, parse_plan
-from hybrid.dense.tensor_parallel.shared_stage import SharedStage
-from hybrid.engine.dense_placement import DensePlacement
+from hybrid.dense.data_parallel import DataParallel
+from hybrid.dense.tensor_parallel import (
+    Layout,
+    SharedStage,
+    TensorParallel,
+    automatic_plan,
+    parse_plan,
+    trainer_mesh,
+)
+from hybrid.engine.ddp import DensePlacement
 from hybrid.engine.hybrid_model import HybridModel
 from hybrid.engine.model_builder import Blueprint
 from hybrid.errors import ConfigError, first_line
@@ -67,7 +72,8 @@ def apply_backend(
                 stage(*inputs[name])
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             reason = f"{name} of the net fails with this backend: {type(error).__name__}: {first_line(error)}"
-            key = {"replicas": "dense.device", "tensor": "dense.tensor_size"}[dense.parallel]
+            tensor_key = "dense.tensor_plan" if dense.tensor_plan else "dense.tensor_size"
+            key = {"replicas": "dense.device", "tensor": tensor_key}[dense.parallel]
             raise ConfigError(key, reason) from error
     return placement
 

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
-from hybrid.dense import step_diagnosis
-from hybrid.dense.step_diagnosis import NetInputs, name_layer
+from hybrid.dense.net_builder import name_layer
 from hybrid.models.dense_net import DenseNet
 from hybrid.primitives.deferred_response import PendingResult
 from hybrid.primitives.step_timings import StepClock
@@ -32,30 +31,19 @@ class MicroBatch(NamedTuple, Generic[AnySamples]):
     start: Callable[[], PendingResult[Tensor]]
 
 
-class RemoteStage(Protocol):
-    """A remote dense net: a stub of :class:`hybrid.dense.hosted_net.HostedNet`, or a local substitute."""
-
-    def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor: ...
+# A remote dense net: a stub of hybrid.dense.hosted_net.HostedNet, or a local substitute.
+RemoteStage: TypeAlias = Callable[[Ticket, Tensor], Tensor]
 
 
-class LocalModel(nn.Module):
-    """The module that DDP wraps, with diagnosis of its last forward pass.
+class NetInputs(NamedTuple):
+    """The inputs of a net: ``dense_BF``, ``pooled_BE`` and, of a remote net, its output."""
 
-    Attributes:
-        net: holds the parameters, under their names.
-    """
-
-    net: nn.Module
-
-    def raise_of_backward(self) -> None:
-        """Repeat the local backward pass, to raise its error with a location."""
-
-    def first_not_finite(self, is_whole: bool) -> str:
-        """Return a clause on the first non-finite tensor of the last forward pass; empty if there is none."""
-        return ""
+    dense_BF: Tensor
+    pooled_BE: Tensor
+    remote_BH: Tensor | None
 
 
-class HybridModel(LocalModel):
+class HybridModel(nn.Module):
     """Remote embeddings and a local net, with an optional remote dense net between interaction and head.
 
     ::
@@ -101,7 +89,8 @@ class HybridModel(LocalModel):
         self._dtype = dtype
         self._autocast = autocast
         self._shape = (-1,) if num_outputs == 1 else (-1, num_outputs)
-        self._inputs: NetInputs | None = None  # of the last forward pass
+        # Of the last forward pass, to find the layer of an error or a non-finite value afterwards.
+        self._inputs: NetInputs | None = None
 
     def forward(self, micro: MicroBatch[Batch], clock: StepClock) -> Tensor:
         """Return ``outputs_BO`` of a micro-batch, or ``outputs_B`` for one output per sample.
@@ -138,17 +127,62 @@ class HybridModel(LocalModel):
         return outputs_BO.to(self._dtype)
 
     def raise_of_backward(self) -> None:
-        """See :func:`hybrid.dense.step_diagnosis.raise_of_backward`."""
-        if self._inputs is not None:
-            step_diagnosis.raise_of_backward(self.net, self._inputs, self._precision(self.device))
+        """Repeat the last local backward pass: distributed autograd reports its error without a location."""
+        if self._inputs is None:
+            return
+        pooled_BE = self._inputs.pooled_BE.requires_grad_()
+        with torch.enable_grad(), self._precision(self.device):
+            outputs_BO = self._repeat(self._inputs)
+        sources = [pooled_BE, *(parameter for parameter in self.net.parameters() if parameter.requires_grad)]
+        torch.autograd.grad(outputs_BO.sum(), sources, allow_unused=True)
 
-    def first_not_finite(self, is_whole: bool) -> str:
-        """See :func:`hybrid.dense.step_diagnosis.first_not_finite`."""
+    def first_not_finite(self, *, is_whole: bool) -> str:
+        """Return the first non-finite input, layer output and parameter of the last forward pass.
+
+        Args:
+            is_whole: whether this trainer holds the whole net; a shard alone cannot compute.
+
+        Returns:
+            A clause; empty if everything is finite.
+        """
         if self._inputs is None:
             return ""
-        return step_diagnosis.first_not_finite(
-            self.net, self._inputs, self._precision(self.device), is_whole=is_whole
-        )
+        dense_BF, pooled_BE, remote_BH = self._inputs
+        for name, tensor in (
+            ("numeric columns of the batch", dense_BF),
+            ("vectors of the tables", pooled_BE),
+        ):
+            if not tensor.isfinite().all():
+                return f"the {name} are not finite"
+        if remote_BH is not None and not remote_BH.isfinite().all():
+            return "the output of the remote net is not finite"
+        outputs: list[str] = []  # in the order in which layers end
+
+        def note(name: str, output: object) -> None:
+            if isinstance(output, Tensor) and not output.isfinite().all():
+                outputs.append(f"the output of {name}")
+
+        hooks = [
+            module.register_forward_hook(lambda _, __, output, name=name: note(name, output))
+            for name, module in self.net.named_modules()
+            if name and is_whole
+        ]
+        try:
+            if is_whole:
+                with torch.no_grad(), self._precision(self.device):
+                    self._repeat(self._inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        parameters = [f"the parameter {n}" for n, p in self.net.named_parameters() if not p.isfinite().all()]
+        first = [*outputs[:1], *parameters[:1]]
+        return f"the first values that are not finite are in {' and in '.join(first)}" if first else ""
+
+    def _repeat(self, inputs: NetInputs) -> Tensor:
+        """Compute the local net eagerly, with the remote net's output."""
+        hidden_BH = self.net.interaction(self.net.bottom(inputs.dense_BF), inputs.pooled_BE)
+        outputs_BO: Tensor = self.net.head(hidden_BH if inputs.remote_BH is None else inputs.remote_BH)
+        return outputs_BO
 
     def _precision(self, device: torch.device) -> AbstractContextManager[object]:
         """Return the autocast context of the local stages."""

@@ -10,10 +10,10 @@ that the losses of the trainers add up. A task whose weights are all 0 contribut
 With a ranking loss (:mod:`hybrid.engine.ranking_losses`), the loss of a task is a mixture of both.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from operator import add
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,22 +24,10 @@ from hybrid.config import TaskSection
 from hybrid.engine.hybrid_model import to_device
 from hybrid.engine.ranking_losses import RANKING
 from hybrid.errors import ConfigError
-from hybrid.user_code.function_names import load_function
-from hybrid.user_code.tracebacks import describe_error
+from hybrid.user_code.user_modules import describe_error, load_function
 
-
-class Loss(Protocol):
-    """A loss of one task."""
-
-    def __call__(self, outputs: Tensor, labels: Tensor, /, *, reduction: str) -> Tensor:
-        """Return the loss of each sample, or its mean.
-
-        Args:
-            outputs: ``outputs_B``, or ``outputs_BC`` of C classes.
-            labels: ``labels_B``.
-            reduction: "none" or "mean".
-        """
-        ...
+# Takes outputs_B, or outputs_BC of C classes, labels_B, and the keyword reduction, "none" or "mean".
+Loss: TypeAlias = Callable[..., Tensor]
 
 
 class Objective:
@@ -155,9 +143,9 @@ def _custom_loss(name: str, task: TaskSection) -> Loss:
     def loss(outputs_B: Tensor, labels_B: Tensor, /, *, reduction: str) -> Tensor:
         labels_B = labels_B.long() if task.kind == "classes" else labels_B
         values_B = function(outputs_B, labels_B)
-        found = list(values_B.shape) if isinstance(values_B, Tensor) else type(values_B).__name__
-        if found != [len(labels_B)]:
-            rule = f"must return one value per sample, {[len(labels_B)]}, but returns {found}"
+        shape = list(values_B.shape) if isinstance(values_B, Tensor) else type(values_B).__name__
+        if shape != [len(labels_B)]:
+            rule = f"must return one value per sample, {[len(labels_B)]}, but returns {shape}"
             raise ConfigError(key, rule, task.loss)
         return _reduced(values_B, reduction)
 

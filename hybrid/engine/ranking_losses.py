@@ -22,18 +22,14 @@ bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid.errors import DataError
-from hybrid.primitives.grouping import order_weights
-
-# Maps scores_B, labels_B, groups_B, and weights_B or None for ones, to values_B and their weights_B.
-RankingLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+from hybrid.primitives.grouping import ranking_weights
 
 
 def pairwise_loss(
@@ -90,7 +86,7 @@ def listwise_loss(
     )
 
 
-RANKING: dict[str, RankingLoss] = {"pairwise": pairwise_loss, "listwise": listwise_loss}
+RANKING = {"pairwise": pairwise_loss, "listwise": listwise_loss}
 
 
 class _OrderedSamples(NamedTuple):
@@ -119,7 +115,7 @@ class _OrderedSamples(NamedTuple):
     ) -> _OrderedSamples:
         labels_B, groups_B = labels_B.detach().cpu(), groups_B.cpu()
         weights_B = torch.ones(len(labels_B)) if weights_B is None else weights_B.detach().cpu()
-        sample_weights_B = order_weights(labels_B, weights_B, groups_B)
+        sample_weights_B = ranking_weights(labels_B, weights_B, groups_B)
         samples = sample_weights_B.nonzero().squeeze(1)
         _, index, sizes_G = groups_B[samples].unique(return_inverse=True, return_counts=True)
         order_N = index.argsort(stable=True)

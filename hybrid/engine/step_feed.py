@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from hybrid import transport
+from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.engine.hybrid_model import MicroBatch
 from hybrid.primitives.step_timings import StepClock
@@ -28,46 +29,27 @@ from hybrid.server.barrier import UpdateBarrier
 
 # A prefetch is sent two steps before its vectors are needed, with the gradients of that earlier step.
 _LOOK_AHEAD = 2
-Ids_co = TypeVar("Ids_co", covariant=True)
-Ids_contra = TypeVar("Ids_contra", contravariant=True)
-AnySamples = TypeVar("AnySamples", bound="Samples[Any]")
+AnySamples = TypeVar("AnySamples", bound="Samples")
 
 
-class Samples(Protocol[Ids_co]):
+class Samples(Protocol):
     """The interface of a batch that a feed needs."""
 
     @property
     def ended(self) -> bool: ...
 
     @property
-    def sparse_features(self) -> Ids_co:
+    def sparse_features(self) -> Any:
         """The ids to look up."""
-        ...
 
     def split(self, parts: int) -> Sequence[Self]: ...
 
 
-class Lookups(Protocol[Ids_contra]):
-    """A source of embedding vectors."""
-
-    def lookup(self, ids: Ids_contra, ticket: Ticket, after: Lookup | None = None, /) -> Lookup: ...
-
-    def empty_lookup(self, ticket: Ticket, after: Lookup | None = None) -> Lookup: ...
-
-    def flush(self) -> None: ...
-
-
 class StepInput(NamedTuple, Generic[AnySamples]):
-    """The input of one step of one trainer."""
+    """The input of one step of one trainer, and its prefetched lookups, one per micro-batch."""
 
     batch: AnySamples
     micro_batches: list[MicroBatch[AnySamples]]
-
-
-class _Step(NamedTuple, Generic[AnySamples]):
-    """A step, and its prefetched lookups, one per micro-batch."""
-
-    input: StepInput[AnySamples]
     lookups: list[Lookup]
 
 
@@ -84,7 +66,7 @@ class Feed(Generic[AnySamples]):
 
     def __init__(
         self,
-        embeddings: Lookups[Any],
+        embeddings: Embeddings | ModuleTables,
         hosted: Sequence[transport.RemoteHosted[Any]],
         trainer: int,
         mode: UpdateMode,
@@ -111,7 +93,7 @@ class Feed(Generic[AnySamples]):
         self._step = step
         self._first_version = step - 1 if is_within and self._mode is UpdateMode.PIPELINED else step
         self._last_step: int | None = None
-        self._ahead: deque[_Step[AnySamples]] = deque()  # prefetched
+        self._ahead: deque[StepInput[AnySamples]] = deque()  # prefetched
 
     def take(self, num_steps: int) -> Iterator[StepInput[AnySamples]]:
         """Return at most ``num_steps`` next steps; a checkpoint may follow the last of them."""
@@ -153,19 +135,21 @@ class Feed(Generic[AnySamples]):
             raise StopIteration
         current = self._ahead.popleft()
         for lookup in current.lookups:
-            lookup.is_followed = bool(self._ahead and not self._ahead[0].input.batch.ended)
-            lookup.is_closing = self._mode is UpdateMode.PIPELINED and self._step == self._last_step
+            lookup.has_successor = bool(self._ahead and not self._ahead[0].batch.ended)
+            lookup.is_last_before_checkpoint = (
+                self._mode is UpdateMode.PIPELINED and self._step == self._last_step
+            )
         # The gradients of the current step carry the lookup of the step after the next.
         if self._ahead and (batch := self._read()) is not None:
             self._ahead.append(self._step_of(batch, self._step + _LOOK_AHEAD, current.lookups))
         self._step += 1
-        return current.input
+        return current
 
     def _read(self) -> AnySamples | None:
         with self._clock.phase("data"):
             return next(self._batches, None)
 
-    def _step_of(self, batch: AnySamples, step: int, after: Sequence[Lookup] = ()) -> _Step[AnySamples]:
+    def _step_of(self, batch: AnySamples, step: int, after: Sequence[Lookup] = ()) -> StepInput[AnySamples]:
         if batch.ended and not self._has_ended:
             self._has_ended = True
             transport.gather(
@@ -183,7 +167,7 @@ class Feed(Generic[AnySamples]):
                     lookups.append(self._start(samples, prefetch, after[part] if after else None))
                 start = partial(lookups.__getitem__, part)
             micro_batches.append(MicroBatch(samples, ticket, start))
-        return _Step(StepInput(batch, micro_batches), lookups)
+        return StepInput(batch, micro_batches, lookups)
 
     def _start(self, samples: AnySamples, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         if samples.ended:

@@ -1,18 +1,24 @@
-"""One training step, and one forward pass without training."""
+"""One training step, its graph, and one forward pass without training.
+
+The vectors of prefetched lookups enter the graph as values, and separate messages return their gradients.
+Without a remote net, such a graph is local to this process. Its backward pass then avoids the threads and the
+bookkeeping of distributed autograd.
+"""
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import autograd as dist_autograd
 
 from hybrid.batch import Batch
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.engine.backward import record_graph
 from hybrid.engine.ddp import DdpModel
 from hybrid.engine.hybrid_model import MicroBatch
 from hybrid.engine.losses import Objective
@@ -47,6 +53,51 @@ def seed_step(seed: int, trainer: int, step: int, devices: Iterable[torch.device
     for device in devices:
         if device.type == "cuda":
             torch.cuda.default_generators[device.index or 0].manual_seed(digest)
+
+
+class Graph:
+    """The graph that one forward pass records.
+
+    Args:
+        net: the local net, whose parameters get gradients.
+        context_id: the context of distributed autograd; None for a local graph.
+    """
+
+    def __init__(self, net: nn.Module, context_id: int | None) -> None:
+        self._net = net
+        self._context_id = context_id
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of ``loss``."""
+        if self._context_id is None:
+            loss.backward()
+        else:
+            dist_autograd.backward(self._context_id, [loss])
+
+    def gradients(self) -> dict[Tensor, Tensor]:
+        """Return the gradients of the local parameters, after the backward pass."""
+        if self._context_id is not None:
+            return dict(dist_autograd.get_gradients(self._context_id))
+        gradients: dict[Tensor, Tensor] = {}
+        for parameter in self._net.parameters():
+            if parameter.grad is not None:
+                gradients[parameter], parameter.grad = parameter.grad, None
+        return gradients
+
+
+@contextmanager
+def record_graph(net: nn.Module, spans_processes: bool) -> Iterator[Graph]:
+    """Record the forward pass of the block.
+
+    Args:
+        net: the local net, whose parameters get gradients.
+        spans_processes: whether a lookup or a remote net is part of the graph.
+    """
+    if not spans_processes:
+        yield Graph(net, None)
+        return
+    with dist_autograd.context() as context_id:
+        yield Graph(net, context_id)
 
 
 def train_step(

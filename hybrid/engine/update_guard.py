@@ -34,15 +34,13 @@ _REMEDY = 'lower the learning rates, look at the data, or set train.clip_norm or
 class Decided(Protocol):
     """A hosted module that waits for the decision about a step, or its stub."""
 
-    def norm(self, step: int) -> PendingResult[float]:
-        """See :meth:`UpdateBarrier.norm`."""
-        ...
+    def squared_norm(self, step: int) -> PendingResult[float]:
+        """See :meth:`UpdateBarrier.squared_norm`."""
 
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> PendingResult[Result]:
         """Start a method of the update barrier."""
-        ...
 
 
 class Guard:
@@ -90,13 +88,13 @@ class Guard:
             squared_norm: this trainer's summand of the squared norm of all dense gradients.
             find: returns a parameter with a non-finite gradient, if there is one.
         """
-        if not self._rules.decided:
+        if not self._rules.has_update_guard:
             if not math.isfinite(squared_norm):
                 name = find()
                 what = f"gradient of the dense net's {name}" if name else "norm of the dense net's gradients"
                 raise NonFiniteError(f"step {step}: the {what} is not finite; {_REMEDY}")
             return 1.0
-        norms = [each.norm(step) for each in self._hosted]
+        norms = [each.squared_norm(step) for each in self._hosted]
         summand = squared_norm if math.isfinite(loss) else math.nan
         of_trainers = torch.tensor(summand, dtype=torch.float64, device=self._device)
         if self._group.size() > 1:

@@ -1,11 +1,11 @@
-"""Raw rows as batches: of tables in memory, of files, of a stream of text, and the test rows of a run."""
+"""Raw rows as batches: from tables in memory, files, a text stream, or the test rows of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,35 +17,35 @@ from hybrid.data.batches.batch_loader import BatchLoader
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest, DatasetReport
 from hybrid.data.dataset.prepared_dataset import PreparedDataset, unlabeled_batch
-from hybrid.data.encode.feature_encoder import EncodedBlock
-from hybrid.data.encode.unknown_values import count_unknown, report_unknown
-from hybrid.data.parse.column_layout import Layout, section_for
-from hybrid.data.parse.delimited_text import TableBlock
+from hybrid.data.encode.feature_encoder import EncodedBlock, count_unknown, report_unknown
+from hybrid.data.parse.column_layout import Layout, TableBlock, create_file_section
 from hybrid.data.parse.input_files import list_files
-from hybrid.data.parse.sources import Source, parse
+from hybrid.data.parse.sources import parse, read_blocks
 from hybrid.data.prepare.dataset_location import ensure_prepared, open_split
 from hybrid.data.prepare.preparation import cache_folder
 from hybrid.data.prepare.split_writer import LabelSums, label_reports
-from hybrid.data.values.column_values import decoded, is_list, without_maps
-from hybrid.data.values.targets import Targets
+from hybrid.data.values.column_values import convert_maps, decode_dictionary, is_list
+from hybrid.data.values.invalid_rows import InvalidRowLog
+from hybrid.data.values.model_columns import Targets
 from hybrid.errors import ConfigError, DataError
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import InputSpec
+from hybrid.primitives.progress import ignore_progress
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
 
-_TABLE = Path("encode(columns)")  # in errors, in place of a file
+_TABLE = Path("encode(columns)")  # replaces the name of a file in errors
 _INPUT = "--input"
-_BLOCK_ROWS = 1 << 16  # of prepared rows
+_BLOCK_ROWS = 1 << 16  # rows per block of a prepared data set
 
 
 class RowBlock(NamedTuple):
     """B rows of the input.
 
     Attributes:
-        batch: their encoded values; the labels are NaN if they are not read.
-        source_rows_B: int64, the 0-based row over all files. Invalid rows count.
-        passthrough: requested columns of the input, as they are in the files, by name.
+        batch: the encoded values; the labels are NaN if they are not read.
+        source_rows_B: int64, the 0-based number of each row over all files, invalid rows included.
+        passthrough: requested columns of the input by name, unchanged.
     """
 
     batch: Batch
@@ -53,30 +53,11 @@ class RowBlock(NamedTuple):
     passthrough: Mapping[str, Any] = {}
 
 
-class Rows(Protocol):
-    """Rows of the input in blocks.
-
-    Attributes:
-        report: the number of rows, invalid rows and unknown values; complete after the last block.
-    """
-
-    report: DatasetReport
-
-    def blocks(self) -> Iterator[RowBlock]:
-        """All rows, in their order.
-
-        Raises:
-            ConfigError: the input lacks a column.
-            DataError: the input cannot be read, or has no valid row, or too many invalid ones.
-        """
-        ...
-
-
 def table_batch(trained: TrainedRun, columns: Any) -> Batch:
     """Encode a table in memory.
 
     Args:
-        columns: what ``pyarrow.table`` accepts.
+        columns: any argument that ``pyarrow.table`` accepts.
 
     Raises:
         ConfigError: a column is missing.
@@ -86,13 +67,12 @@ def table_batch(trained: TrainedRun, columns: Any) -> Batch:
         table = pa.table(columns)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise DataError(f"{_TABLE}: cannot be read as columns of one length: {error}") from error
-    config, spec = trained.config, trained.encoder.input_spec
-    layout = Layout.of(section_for(config, [], spec), config.columns, config.tasks, with_labels=False)
+    layout = _layout(trained, [])
     layout.require(table.column_names, _TABLE)
     arrays = {}
     for name in layout.required:
         column = table[name]
-        arrays[name] = without_maps(
+        arrays[name] = convert_maps(
             pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
         )
     rows = np.arange(table.num_rows)
@@ -100,7 +80,7 @@ def table_batch(trained: TrainedRun, columns: Any) -> Batch:
     block, invalid = parse(_TABLE, table_block, layout)
     if invalid:
         raise DataError(f"{_TABLE}: row {invalid[0].line}: {invalid[0].found}")
-    return _batch(trained.encoder.encode(block), None, spec)
+    return _batch(trained.encoder.encode(block), None, trained.encoder.input_spec)
 
 
 def file_rows(
@@ -111,16 +91,16 @@ def file_rows(
     passthrough: Sequence[tuple[str, str]] = (),
     report: Callable[[str], None],
 ) -> Rows:
-    """Rows of files that are written like the training files.
+    """Return the rows of files in the format of the training files.
 
     Args:
-        paths: files or folders, or URLs of such.
+        paths: paths or URLs of files or folders.
         with_labels: whether every row must have its labels.
-        passthrough: columns to read besides, each after the option that names it.
+        passthrough: further columns to read: pairs of the option that names the column, and the column.
         report: progress callback.
     """
-    source = _source(trained, list_files(paths, "the paths given"), with_labels, passthrough, report=report)
-    return _SourceRows(trained, source)
+    files = list_files(paths, "the paths given")
+    return SourceRows(trained, files, _layout(trained, files, with_labels, passthrough), report)
 
 
 def stream_rows(
@@ -128,27 +108,27 @@ def stream_rows(
     stream: StoragePath,
     text: Iterator[bytes],
     passthrough: Sequence[tuple[str, str]] = (),
-) -> tuple[Rows, Layout]:
-    """Rows of a stream of CSV or TSV, and the columns that it must have.
+) -> SourceRows:
+    """Return the rows of a stream of CSV or TSV.
 
     Args:
-        stream: its name in errors.
+        stream: name of the stream in errors.
         text: blocks of text.
 
     Raises:
         ConfigError: the model was trained on Parquet.
     """
-    source = _source(trained, (stream,), False, passthrough, text=text)
-    if source.data.format == "parquet":
-        rule = "must name files where data.format is parquet: such a file is read from its end"
+    layout = _layout(trained, (stream,), False, passthrough)
+    if layout.data.format == "parquet":
+        rule = "must name files if data.format is parquet: Parquet cannot be read from a stream"
         raise ConfigError(_INPUT, rule, "-")
-    return _SourceRows(trained, source), source.layout
+    return SourceRows(trained, (stream,), layout, text=text)
 
 
 def held_out_rows(
     trained: TrainedRun, *, passthrough: Sequence[tuple[str, str]] = (), report: Callable[[str], None]
 ) -> Rows:
-    """The test rows of the run of a model, which are prepared again if they are no longer cached.
+    """Return the test rows of a model's run. If they are no longer cached, they are prepared again.
 
     Raises:
         ConfigError: the run has no test rows, or no files with the columns to pass through.
@@ -159,7 +139,7 @@ def held_out_rows(
         raise ConfigError(_INPUT, "must name files: the run was trained on batches of a custom loop")
     if passthrough and config.data.format == "synthetic":
         raise ConfigError(passthrough[0][0], "needs --input: the synthetic click log has no files")
-    rule = "name files by --input"
+    rule = "name files with --input"
     trained_on = DataManifest.read(copy, rule)
     prepared = ensure_prepared(config, cache_folder(config), report)
     trained_on.check_same(DataManifest.read(prepared / dataset_manifest.FILE_NAME), rule)
@@ -167,41 +147,39 @@ def held_out_rows(
     if not dataset.num_samples:
         raise ConfigError(_INPUT, "must name files: the run has no test rows (data.test_fraction = 0)")
     if not passthrough:
-        return _PreparedRows(dataset)
+        return PreparedRows(dataset)
     files = list_files(config.data.test_path or config.data.path, "data.test_path")
-    source = _source(trained, files, False, passthrough, report=report)
-    return _SourceRows(trained, source, dataset.source_rows)
+    layout = _layout(trained, files, False, passthrough)
+    return SourceRows(trained, files, layout, report, selection=dataset.source_rows)
 
 
-def _source(
+def _layout(
     trained: TrainedRun,
     files: Sequence[StoragePath],
-    with_labels: bool,
-    passthrough: Sequence[tuple[str, str]],
-    **options: Any,
-) -> Source:
+    with_labels: bool = False,
+    passthrough: Sequence[tuple[str, str]] = (),
+) -> Layout:
+    """Return how files are read for a model."""
     config = trained.config
-    return Source(
-        tuple(files),
-        section_for(config, files, trained.encoder.input_spec),
-        with_labels,
-        tasks=config.tasks,
-        columns=config.columns,
-        beside=tuple(passthrough),
-        **options,
+    data = create_file_section(config, files, trained.encoder.input_spec)
+    return Layout.of(
+        data, config.columns, config.tasks, with_labels=with_labels, passthrough=tuple(passthrough)
     )
 
 
 @dataclass
-class _PreparedRows:
+class PreparedRows:
     """Rows of a prepared data set."""
 
     dataset: PreparedDataset
 
-    def __post_init__(self) -> None:
-        self.report = self.dataset.report
+    @property
+    def report(self) -> DatasetReport:
+        """The number of rows, invalid rows and unknown values."""
+        return self.dataset.report
 
     def blocks(self) -> Iterator[RowBlock]:
+        """Yield all rows, in their order."""
         first = 0
         with BatchLoader(self.dataset, batch_size=_BLOCK_ROWS).batches(0) as batches:
             for batch in batches:
@@ -211,23 +189,36 @@ class _PreparedRows:
 
 
 @dataclass
-class _SourceRows:
-    """Rows of a source, parsed and encoded.
+class SourceRows:
+    """Rows of files, parsed and encoded.
 
     Attributes:
-        selection: int64, the only source rows to use; None for all.
+        progress: progress callback.
+        text: blocks of text that replace the content of the only file; None to read the files.
+        selection: int64, the numbers of the source rows to use; None for all rows.
+        report: the number of rows, invalid rows and unknown values; set after the last block.
     """
 
     trained: TrainedRun
-    source: Source
+    files: Sequence[StoragePath]
+    layout: Layout
+    progress: Callable[[str], None] = ignore_progress
+    text: Iterator[bytes] | None = None
     selection: npt.NDArray[np.int64] | None = None
     report: DatasetReport = field(init=False)
 
     def blocks(self) -> Iterator[RowBlock]:
-        source, encoder = self.source, self.trained.encoder
-        log, unknown, num_rows = source.new_log(), np.zeros((2, len(encoder.sparse)), np.int64), 0
+        """Yield all rows, in their order.
+
+        Raises:
+            ConfigError: the input lacks a column.
+            DataError: the input cannot be read, or has no valid row, or too many invalid ones.
+        """
+        layout, encoder = self.layout, self.trained.encoder
+        log = InvalidRowLog(layout.data.max_invalid_fraction)
+        unknown, num_rows = np.zeros((2, len(encoder.sparse)), np.int64), 0
         labels: list[LabelSums] = []
-        for block in source.blocks(log):
+        for block in read_blocks(self.files, layout, log, report=self.progress, text=self.text):
             if self.selection is not None:
                 block = block.select(np.isin(block.source_rows_B, self.selection))
             if not (size := len(block.source_rows_B)):
@@ -238,21 +229,23 @@ class _SourceRows:
             if block.targets is not None:
                 labels.append(LabelSums.of(block.targets))
             batch = _batch(encoded, block.targets, encoder.input_spec)
-            passthrough = {name: _without_dictionaries(each) for name, each in block.beside.items()}
+            passthrough = {name: _without_dictionaries(each) for name, each in block.passthrough.items()}
             yield RowBlock(batch, block.source_rows_B, passthrough)
         if not num_rows:
-            raise DataError(f"{', '.join(map(str, source.files))}: no rows")
-        of_tasks = label_reports(source.targets.tasks, labels) if source.with_labels else ()
+            raise DataError(f"{', '.join(map(str, self.files))}: no rows")
+        of_tasks = label_reports(layout.targets.tasks, labels) if layout.with_labels else ()
         self.report = DatasetReport(num_rows, of_tasks, log.finish(), report_unknown(encoder, unknown))
         if self.selection is not None and num_rows != len(self.selection):
-            raise DataError(
-                f"{source.files[0]}: other rows are valid than in training; name files by --input"
-            )
+            rule = "the valid rows are not those of the training run; name files with --input"
+            raise DataError(f"{self.files[0]}: {rule}")
+
+
+Rows: TypeAlias = PreparedRows | SourceRows
 
 
 def _without_dictionaries(column: Any) -> Any:
-    """Decode a column, and the items of its lists; dictionaries differ from block to block."""
-    column = decoded(column)
+    """Decode a column and the items of its lists, because dictionaries differ between blocks."""
+    column = decode_dictionary(column)
     if not is_list(column):
         return column
     items = column.type.value_type

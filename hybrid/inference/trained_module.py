@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, overload
 
@@ -11,21 +11,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hybrid.batch import Batch
-from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE
+from hybrid.batch import Batch, split_outputs
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, unpack_dense
+from hybrid.config import TaskSection
+from hybrid.config.task_sections import metric_name
 from hybrid.custom_loop.embedding_modules import Jagged, TableModule, plain_copy
-from hybrid.custom_loop.prepared_batches import DENSE, features_of
+from hybrid.custom_loop.local_batches import DENSE, features_of
 from hybrid.dense.matmul import use_torch
-from hybrid.embedding.table_spec import TableSpec, tables_of
+from hybrid.embedding.table_spec import Pooling, TableSpec, tables_of
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.inference.model_outputs import predictions
-from hybrid.inference.pooling import pad_sequences, pool_bags
 from hybrid.inference.raw_rows import table_batch
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec
-from hybrid.metrics import Predictions
+from hybrid.metrics import Predictions, compute_predictions
 from hybrid.storage.remote_path import StoragePath, parse_path
 
 OFFSETS, WEIGHTS = ".offsets", ".weights"  # suffixes of the names of tensors
@@ -47,9 +47,10 @@ def load(
 
     Args:
         folder: a run, of which the best checkpoint is used, or a checkpoint.
-        module: for a checkpoint of a custom training loop: the module, built as in the loop. It receives the
-            parameters; the result is a copy with ``nn.Embedding`` and ``nn.EmbeddingBag``.
-        trust_code: whether user code of the run (``dense.net``) may be executed if you have not signed it.
+        module: for a checkpoint of a custom training loop: the module, built as in the loop. The parameters
+            are loaded into it. The result is a copy with ``nn.Embedding`` and ``nn.EmbeddingBag``.
+        trust_code: whether user code of a configured run (a net, loss or metric) may be executed if you have
+            not signed it.
 
     Returns:
         The ``TrainedModule``, or the copy of ``module``, in evaluation mode.
@@ -65,7 +66,7 @@ def load(
     if set(names.values()) != stored.manifest.tables.keys():
         expected = ", ".join(sorted(names.values())) or "no tables"
         tables = ", ".join(sorted(stored.manifest.tables))
-        rule = f"is of another module: it has {tables}, {type(module).__name__} has {expected}"
+        rule = f"is of another module: the checkpoint has {tables}, {type(module).__name__} has {expected}"
         raise CheckpointError(f"{stored.folder}: {rule}")
 
     def rows_of(table: TableModule) -> Tensor:
@@ -79,8 +80,8 @@ class Input(NamedTuple):
     """A plain tensor of a batch.
 
     Attributes:
-        shape: the first size is a name, because it differs between batches: :data:`SAMPLES`, :data:`STARTS`,
-            or the ids of a column.
+        shape: the first size is a name, because it differs between batches: :data:`SAMPLES`, :data:`STARTS`
+            (of bags), or the ids of a column.
     """
 
     name: str
@@ -91,24 +92,23 @@ class Input(NamedTuple):
 class TrainedModule(nn.Module):
     """The model of a configured run, with its tables.
 
-    It takes a batch as a dict: ``dense`` of shape (samples, numeric columns), and for each categorical column
-    its ids, under its name, of shape (samples,). For a column with any number of ids per sample, the value is
-    a :class:`hybrid.Jagged`, or the ids of all samples, with int64 ``NAME.offsets`` of shape (samples + 1).
+    The argument is a batch as a dict. ``dense`` has the shape (samples, numeric columns). The name of each
+    categorical column has its ids, of shape (samples,). A column with any number of ids per sample is a
+    :class:`hybrid.Jagged`, or the ids of all samples and int64 ``NAME.offsets`` of shape (samples + 1).
     Weights of ids are ``NAME.weights``. :meth:`encode` makes a batch of raw values.
 
-    It returns a dict like the columns of ``hybrid predict``: ``probability`` of shape (samples,) or (samples,
-    classes), or ``value`` for a regression. With several tasks, names start with the task:
-    ``click.probability``.
+    The result is a dict: ``probability`` of shape (samples,) or (samples, classes), or ``value`` for a
+    regression. With several tasks, names start with the task, as in ``click.probability``.
 
     Args:
         trained: the checkpoint.
-        in_memory: whether tables are parameters in memory. Otherwise their rows stay in the files.
+        in_memory: whether tables are parameters in memory. Otherwise the rows are read from the files.
 
     Raises:
         ConfigError: two inputs would have the same name.
 
     Attributes:
-        trained: the same; ``trained.origin`` names the checkpoint.
+        trained: the checkpoint; ``trained.origin`` is its name for users.
         inputs: the plain tensors of a batch, in order.
         tables: one module per table, which returns vectors for ids.
         table_names: the names of ``tables``.
@@ -124,7 +124,7 @@ class TrainedModule(nn.Module):
         self.net, self.remote_net = trained.nets()
         for net in (self.net, self.remote_net):
             if net is not None:
-                use_torch(net)  # so that what is exported runs without this package
+                use_torch(net)  # so that an exported program runs without this package
         self.tables = nn.ModuleList()
         for table in blueprint.tables:
             shape = table.num_rows, table.dim
@@ -238,7 +238,7 @@ class TrainedModule(nn.Module):
 
 
 class MappedTable(nn.Module):
-    """Reads the rows that a batch needs from memory-mapped shards; the table may be larger than memory.
+    """A table in memory-mapped shards, which may be larger than memory; a batch reads only its rows.
 
     Args:
         shards: shard ``i`` of ``n`` holds the rows ``i``, ``i + n``, ``i + 2n``, ...
@@ -251,7 +251,7 @@ class MappedTable(nn.Module):
         self._dtype = dtype
 
     def forward(self, ids_L: Tensor) -> Tensor:
-        """Vectors (ids, D)."""
+        """Return vectors (ids, D)."""
         rows_U, inverse_L = ids_L.unique(return_inverse=True)
         vectors_UD = torch.empty(len(rows_U), self._shards[0].shape[1], dtype=self._dtype)
         rows, count = rows_U.numpy(), len(self._shards)
@@ -259,3 +259,93 @@ class MappedTable(nn.Module):
             is_of_shard = rows % count == index
             vectors_UD.numpy()[is_of_shard] = shard[rows[is_of_shard] // count]
         return vectors_UD[inverse_L]
+
+
+def pool_bags(rows_LD: Tensor, offsets: Tensor, pooling: Pooling) -> Tensor:
+    """Return one vector per bag, of shape (bags, D); zeros for an empty bag.
+
+    ``embedding_bag`` would become a loop over the bags in ONNX. Gathers and scatters do not.
+
+    Args:
+        rows_LD: the rows of all bags, one bag after another.
+        offsets: int64 of shape (bags + 1), where each bag starts.
+    """
+    num_bags = offsets.shape[0] - 1
+    bags_LD = _bag_indices(offsets, rows_LD.shape[0]).unsqueeze(1).expand(-1, rows_LD.shape[1])
+    lengths_B1 = (offsets[1:] - offsets[:-1]).unsqueeze(1)
+    if pooling is Pooling.MAX:
+        lowest_BD = rows_LD.new_full((num_bags, rows_LD.shape[1]), float("-inf"))
+        highest_BD = lowest_BD.scatter_reduce(0, bags_LD, rows_LD, "amax", include_self=True)
+        return torch.where(lengths_B1 > 0, highest_BD, torch.zeros_like(highest_BD))
+    sums_BD = rows_LD.new_zeros(num_bags, rows_LD.shape[1]).scatter_add(0, bags_LD, rows_LD)
+    return sums_BD / lengths_B1.clamp(min=1) if pooling is Pooling.MEAN else sums_BD
+
+
+def pad_sequences(rows_LD: Tensor, offsets: Tensor, length: int) -> Tensor:
+    """Return the first ``length`` rows of each bag side by side, padded with zeros, and their number.
+
+    The result has the shape (bags, length * D + 1).
+
+    Args:
+        rows_LD, offsets: see :func:`pool_bags`.
+    """
+    num_bags, dim = offsets.shape[0] - 1, rows_LD.shape[1]
+    bag_L = _bag_indices(offsets, rows_LD.shape[0])
+    position_L = torch.arange(rows_LD.shape[0], device=offsets.device) - offsets[bag_L]
+    # Rows beyond the length go to an extra row at the end, which is dropped.
+    target_L = torch.where(position_L < length, bag_L * length + position_L, num_bags * length)
+    targets_LD = target_L.unsqueeze(1).expand(-1, dim)
+    rows_VD = rows_LD.new_zeros(num_bags * length + 1, dim).scatter(0, targets_LD, rows_LD)
+    lengths_B1 = (offsets[1:] - offsets[:-1]).clamp(max=length).unsqueeze(1)
+    return torch.cat([rows_VD[:-1].view(num_bags, length * dim), lengths_B1.to(rows_LD)], dim=1)
+
+
+def _bag_indices(offsets: Tensor, num_rows: int) -> Tensor:
+    """Return the bag of each row, the number of bags that end at or before the row's position."""
+    ends = offsets.new_zeros(num_rows + 1).scatter_add(0, offsets[1:], torch.ones_like(offsets[1:]))
+    return ends.cumsum(0)[:-1]
+
+
+def prediction_names(tasks: Mapping[str, TaskSection]) -> list[str]:
+    """Return the name of the prediction of each task.
+
+    Names are like ``click.probability`` for a binary task or classes, and ``spent.value`` for a regression. A
+    single task has no prefix.
+    """
+    return [
+        metric_name(tasks, name, "value" if task.kind == "regression" else "probability")
+        for name, task in tasks.items()
+    ]
+
+
+def predictions(tasks: Mapping[str, TaskSection], outputs_BO: Tensor) -> dict[str, Tensor]:
+    """Return the predictions of a module, of shape (B,), or (B, C) for C classes."""
+    activations = {"binary": torch.sigmoid, "classes": lambda logits_BC: logits_BC.softmax(dim=1)}
+    return {
+        name: activations.get(task.kind, lambda values: values)(outputs)
+        for name, task, outputs in _by_task(tasks, outputs_BO)
+    }
+
+
+def column_names(tasks: Mapping[str, TaskSection]) -> list[str]:
+    """Return the names of :func:`prediction_columns`."""
+    return list(prediction_columns(tasks, torch.zeros(0, sum(task.num_outputs for task in tasks.values()))))
+
+
+def prediction_columns(tasks: Mapping[str, TaskSection], outputs_NO: Tensor) -> dict[str, Tensor]:
+    """Return predictions as float64 columns of a file; C classes are ``stars.probability.0`` and so on."""
+    columns: dict[str, Tensor] = {}
+    for name, task, outputs in _by_task(tasks, outputs_NO):
+        values_NC = compute_predictions(task, outputs)
+        if task.kind == "classes":
+            columns |= {f"{name}.{number}": column_N for number, column_N in enumerate(values_NC.unbind(1))}
+        else:
+            columns[name] = values_NC
+    return columns
+
+
+def _by_task(
+    tasks: Mapping[str, TaskSection], outputs_BO: Tensor
+) -> Iterator[tuple[str, TaskSection, Tensor]]:
+    segments = split_outputs(outputs_BO, [task.num_outputs for task in tasks.values()])
+    return zip(prediction_names(tasks), tasks.values(), segments, strict=True)

@@ -11,16 +11,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, REMOTE_FILE
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, unpack_dense
 from hybrid.config import ColumnSection, RunConfig
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.sections import NETS
 from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
-from hybrid.dense.net_builder import extra_columns
-from hybrid.engine.model_builder import Blueprint
-from hybrid.engine.table_setup import table_specs
+from hybrid.engine.model_builder import Blueprint, table_specs
 from hybrid.errors import CheckpointError
 from hybrid.models.dense_net import DenseNet
 from hybrid.storage import files as storage
@@ -66,10 +64,10 @@ class TrainedRun:
         stored = Checkpoint.best_valid(folder, warn)
         if not storage.exists(stored.parts / FILE_NAME):
             rule = "pass its module as well: hybrid.load(FOLDER, MODULE)"
-            raise CheckpointError(f"{stored.folder}: was saved by a custom training loop; {rule}")
+            raise CheckpointError(f"{stored.folder} was saved by a custom training loop; {rule}")
         config = load_run_config(stored.parts / CONFIG_FILE, trust_code=trust_code, uses_paths=uses_paths)
         encoder = FeatureEncoder.load(stored.parts)
-        # Features that had weighted ids in batches of a custom loop have no section of their own.
+        # If the caller gave batches, features with weighted ids have no section in the configuration.
         weighted = {
             each.name: dataclasses.replace(config.columns.get(each.name, ColumnSection()), kind="weighted")
             for each in encoder.sparse
@@ -79,15 +77,15 @@ class TrainedRun:
 
     @property
     def origin(self) -> str:
-        """The folder of the checkpoint, and its standing among the checkpoints of the run."""
+        """The folder of the checkpoint, and whether it is the best or the last one of the run."""
         stored = self.stored
         return f"{stored.folder}, {stored.standing}" if stored.standing else str(stored.folder)
 
     @cached_property
     def blueprint(self) -> Blueprint:
-        """The parameters of the nets, and the tables, unsharded."""
+        """The blueprint of the nets and the tables, with unsharded tables."""
         spec = self.encoder.input_spec
-        tables = table_specs(self.config, spec, extra_columns(self.config.dense.net_call.name))
+        tables = table_specs(self.config, spec)
         unsharded = tuple(dataclasses.replace(each, placement="table", workers=()) for each in tables)
         return Blueprint(self.config, spec, unsharded)
 
@@ -112,14 +110,14 @@ class TrainedRun:
         """Compare the shapes of built-in nets with their files, before memory is allocated for the nets.
 
         Raises:
-            CheckpointError: the configuration describes other nets, which may be of any size.
+            CheckpointError: the configuration describes nets of other shapes, perhaps huge ones.
         """
         arguments = self.config.dense.net_call.arguments
         layers = max(arguments.get("cross_layers", 0), arguments.get("experts", 0))
         num_bytes = sum(size for size, _ in self.stored.manifest.files.values())
         expected: list[dict[str, torch.Size]] = []
         if layers <= len(files[DENSE_FILE]) and sum(self.blueprint.widths) <= num_bytes:
-            with suppress(RuntimeError), torch.device("meta"):  # raised for sizes beyond any tensor's
+            with suppress(RuntimeError), torch.device("meta"):  # the error of impossibly large sizes
                 nets = (self.blueprint.dense_net(), self.blueprint.remote_net())
                 expected = [
                     {k: t.shape for k, t in net.state_dict().items()} for net in nets if net is not None

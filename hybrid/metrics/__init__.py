@@ -1,18 +1,12 @@
-"""How good a model is, by task: of probabilities, numbers and classes, and of the order within groups.
+"""Metrics of each task on a test set: binary labels, numbers, classes, and rankings within groups."""
 
-Begin with ``predictions``: what trainers make of a test set, wherever its samples were. Metrics are of all of
-it. ``binary`` and ``ranking`` compute them, ``tasks`` says which ones a task has.
-"""
-
-from hybrid.metrics.binary_metrics import (
-    BinaryMetrics as BinaryMetrics,
-    binary_metrics as binary_metrics,
-    probabilities as probabilities,
-)
-from hybrid.metrics.gathered_predictions import Predictions as Predictions
 from hybrid.metrics.task_metrics import (
+    BinaryMetrics as BinaryMetrics,
     Metrics as Metrics,
+    Predictions as Predictions,
+    binary_metrics as binary_metrics,
     check_custom_metrics as check_custom_metrics,
-    predicted as predicted,
+    compute_predictions as compute_predictions,
+    probabilities as probabilities,
     score as score,
 )

@@ -1,13 +1,11 @@
 """Ranking metrics over groups of samples, such as the impressions of one user.
 
-Samples are ranked by descending score. A metric is the mean over all orders of samples with equal scores, so
-it does not depend on the order of the samples. A group is left out if no order of it is better than another:
-if it has no label above 0, and for GAUC if all its labels are the same.
+Samples are ranked by descending score. For samples with equal scores, a metric is the mean over all orders of
+these samples. So metrics do not depend on the order of the samples. Groups without a label above 0 are left
+out, because all orders of such a group are equally good. For GAUC, this is also true of groups whose labels
+are all above 0.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,47 +15,31 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
 class Ranking:
-    """N samples, group by group, each group in descending order of scores. A tie is a run of equal scores.
+    """N samples, in any order, that are ranked within their groups. A tie is a run of equal scores.
 
     Attributes:
-        labels_N: the relevance of each sample.
-        groups_N: index of its group.
-        ranks_N: rank within the group, from 0.
-        ties_N: index of its tie.
+        labels_N: the relevance of each sample, group by group, by descending scores.
+        groups_N: index of the group of each sample.
+        ranks_N: rank of each sample within its group, from 0.
+        ties_N: index of the tie of each sample.
         group_sizes_G: samples in each group.
         tie_sizes_R, tie_labels_R: samples in each tie, and the mean of their labels.
     """
 
-    labels_N: Floats
-    groups_N: Integers
-    ranks_N: Integers
-    ties_N: Integers
-    group_sizes_G: Integers
-    tie_sizes_R: Integers
-    tie_labels_R: Floats
-
-    @classmethod
-    def of(cls, scores_N: Floats, labels_N: Floats, groups_N: Integers) -> Ranking:
-        """Rank samples that come in any order."""
+    def __init__(self, scores_N: Floats, labels_N: Floats, groups_N: Integers) -> None:
         _, groups_N = np.unique(groups_N, return_inverse=True)
         order_N = np.lexsort((-scores_N, groups_N))
-        scores_N, labels_N, groups_N = scores_N[order_N], labels_N[order_N], groups_N[order_N]
-        group_sizes_G = np.bincount(groups_N)
-        starts_G = np.cumsum(group_sizes_G) - group_sizes_G
+        scores_N, self.labels_N, self.groups_N = scores_N[order_N], labels_N[order_N], groups_N[order_N]
+        self.group_sizes_G = np.bincount(groups_N)
+        starts_G = np.cumsum(self.group_sizes_G) - self.group_sizes_G
         is_first_N = np.ones(len(order_N), np.bool_)
-        is_first_N[1:] = (np.diff(groups_N) != 0) | (scores_N[1:] != scores_N[:-1])
-        ties_N = np.cumsum(is_first_N) - 1
-        tie_sizes_R = np.bincount(ties_N)
-        tie_labels_R = _sums(ties_N, labels_N) / tie_sizes_R
-        ranks_N = np.arange(len(order_N)) - starts_G[groups_N]
-        return cls(labels_N, groups_N, ranks_N, ties_N, group_sizes_G, tie_sizes_R, tie_labels_R)
-
-    @property
-    def _first_N(self) -> Integers:
-        """Index of the first sample of each tie."""
-        return np.flatnonzero(np.diff(self.ties_N, prepend=-1))
+        is_first_N[1:] = (np.diff(self.groups_N) != 0) | (scores_N[1:] != scores_N[:-1])
+        self._first_R = np.flatnonzero(is_first_N)
+        self.ties_N = np.cumsum(is_first_N) - 1
+        self.tie_sizes_R = np.bincount(self.ties_N)
+        self.tie_labels_R = _sums(self.ties_N, self.labels_N) / self.tie_sizes_R
+        self.ranks_N = np.arange(len(order_N)) - starts_G[self.groups_N]
 
     def gauc(self) -> float:
         """Return the mean AUC of the groups, weighted by their samples (Zhou et al. 2018, equation 7)."""
@@ -65,7 +47,7 @@ class Ranking:
         positives_G = _sums(self.groups_N, is_positive_N)
         pairs_G = positives_G * (self.group_sizes_G - positives_G)
         # The Mann-Whitney statistic from ranks: samples behind each positive, half of those in its tie.
-        tie_ranks_N = self.ranks_N[self._first_N][self.ties_N]
+        tie_ranks_N = self.ranks_N[self._first_R][self.ties_N]
         behind_N = self.group_sizes_G[self.groups_N] - tie_ranks_N - (self.tie_sizes_R[self.ties_N] + 1) / 2
         won_G = _sums(self.groups_N, np.where(is_positive_N, behind_N, 0))
         won_G -= positives_G * (positives_G - 1) / 2
@@ -73,9 +55,10 @@ class Ranking:
         return _mean(won_G[has_pairs_G] / pairs_G[has_pairs_G], self.group_sizes_G[has_pairs_G])
 
     def ndcg(self, k: int) -> float:
-        """Return the mean discounted gain of the first ``k`` samples, over that of the ideal order.
+        """Return the mean discounted gain of the first ``k`` samples, divided by the gain of the ideal order.
 
-        The gain of a sample is its label, divided by log2(1 + rank) (Järvelin and Kekäläinen 2002).
+        The gain of a sample is its label divided by log2(1 + rank), with ranks from 1 (Järvelin and
+        Kekäläinen 2002). The result is NaN if a label is negative.
         """
         if (self.labels_N < 0).any():
             return float("nan")
@@ -85,29 +68,27 @@ class Ranking:
         return _mean_ratio(gains_G, _sums(self.groups_N, discounts_N * ideal_N))
 
     def recall(self, k: int) -> float:
-        """Return the mean fraction of a group's labels that is among its first ``k`` samples."""
+        """Return the mean fraction of a group's sum of labels that its first ``k`` samples have."""
         labels_N = self.tie_labels_R[self.ties_N]
         found_G = _sums(self.groups_N, np.where(self.ranks_N < k, labels_N, 0))
         return _mean_ratio(found_G, _sums(self.groups_N, self.labels_N))
 
     def mrr(self) -> float:
-        """Return the mean of 1 / rank of the first sample of a group with a label above 0."""
-        first_R = self._first_N
+        """Return the mean of 1 / rank (from 1) of the first sample of each group with a label above 0."""
         relevant_R = _sums(self.ties_N, self.labels_N > 0).astype(np.int64)
         has_relevant = np.flatnonzero(relevant_R)
         if not len(has_relevant):
             return float("nan")
-        _, firsts = np.unique(self.groups_N[first_R[has_relevant]], return_index=True)
+        _, firsts = np.unique(self.groups_N[self._first_R[has_relevant]], return_index=True)
         ties_G = has_relevant[firsts]
-        cases_G3 = np.stack(
-            [self.ranks_N[first_R[ties_G]], self.tie_sizes_R[ties_G], relevant_R[ties_G]], axis=1
-        )
+        ranks_G = self.ranks_N[self._first_R[ties_G]]
+        cases_G3 = np.stack([ranks_G, self.tie_sizes_R[ties_G], relevant_R[ties_G]], axis=1)
         cases, counts = np.unique(cases_G3, axis=0, return_counts=True)
         return _mean(np.array([_mean_reciprocal_rank(*case) for case in cases.tolist()]), counts)
 
 
 def _mean_reciprocal_rank(rank: int, size: int, num_relevant: int) -> float:
-    """Return the mean of 1 / rank of the first relevant sample over all orders of a tie.
+    """Return the mean of 1 / rank (from 1) of the first relevant sample over all orders of a tie.
 
     Args:
         rank: of the first sample of the tie, from 0.
@@ -120,9 +101,10 @@ def _mean_reciprocal_rank(rank: int, size: int, num_relevant: int) -> float:
     return float((probabilities / (rank + ahead + 1)).sum())
 
 
-def _mean_ratio(found_G: Floats, total_G: Floats) -> float:
-    has_any_G = total_G > 0
-    return _mean(found_G[has_any_G] / total_G[has_any_G], np.ones(int(has_any_G.sum())))
+def _mean_ratio(values_G: Floats, totals_G: Floats) -> float:
+    """Return the mean of ``values_G / totals_G`` over the groups with a total above 0."""
+    is_positive_G = totals_G > 0
+    return _mean(values_G[is_positive_G] / totals_G[is_positive_G], np.ones(int(is_positive_G.sum())))
 
 
 def _mean(values_G: Floats, weights_G: npt.NDArray[np.float64] | Integers) -> float:

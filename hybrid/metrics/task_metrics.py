@@ -1,23 +1,121 @@
-"""Metrics of a task, built-in and custom."""
+"""Metrics of the tasks of a model, built-in and custom, from the predictions that trainers collect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid.batch import Batch, by_task, split_outputs
 from hybrid.config import TaskSection
-from hybrid.config.task_sections import METRICS
+from hybrid.config.task_sections import METRICS, metric_name
 from hybrid.errors import ConfigError
-from hybrid.metrics.binary_metrics import binary_metrics, mean, probabilities
 from hybrid.metrics.ranking_metrics import Ranking
-from hybrid.user_code.function_names import load_function
-from hybrid.user_code.tracebacks import describe_error
+from hybrid.user_code.user_modules import describe_error, load_function
 
 # Values by name; with several tasks, names begin with the name of the task.
 Metrics: TypeAlias = Mapping[str, float]
+
+
+class BinaryMetrics(NamedTuple):
+    """Quality of predictions for N samples with labels 0 and 1.
+
+    Weights of samples have the meaning of scikit-learn's ``sample_weight``.
+
+    Attributes:
+        auc: area under the ROC curve; NaN if all labels are the same, or if a logit is NaN.
+        log_loss: mean binary cross-entropy, in nats.
+        normalized_entropy: log loss divided by the entropy of the base rate (He et al. 2014): 1 for a
+            constant prediction of the base rate; NaN if all labels are the same.
+        calibration: mean prediction divided by mean label; NaN if no label is 1.
+        accuracy: fraction of samples on the right side of probability 0.5.
+        base_rate: fraction of samples with label 1.
+        num_samples: N, independent of weights.
+    """
+
+    auc: float
+    log_loss: float
+    normalized_entropy: float
+    calibration: float
+    accuracy: float
+    base_rate: float
+    num_samples: int
+
+
+class Predictions(NamedTuple):
+    """Predictions for N samples.
+
+    Attributes:
+        outputs: ``outputs_NO`` of the dense net, (N,) for one output.
+        labels: ``labels_NT``, (N,) for one task.
+        rows: ``rows_N``, keys that are equal for samples with the same features
+            (:meth:`hybrid.batch.Batch.row_keys`).
+        weights: float32, with the shape of ``labels``: the weight of each sample for a task; None for equal
+            weights. Metrics exclude samples of weight 0.
+        groups: ``groups_N``; None without groups.
+    """
+
+    outputs: Tensor
+    labels: Tensor
+    rows: Tensor
+    weights: Tensor | None = None
+    groups: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: Batch, outputs_BO: Tensor, sequences: Sequence[int] = ()) -> Predictions:
+        """Return the predictions for one batch.
+
+        Args:
+            sequences: indices of the features that are sequences.
+        """
+        return cls(outputs_BO, batch.labels, batch.row_keys(sequences), batch.weights, batch.groups)
+
+    @classmethod
+    def concatenate(cls, batches: Sequence[Predictions]) -> Predictions:
+        """Concatenate the predictions for several batches."""
+        columns = zip(*batches, strict=True)
+        return cls(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
+
+    def tie_equal_samples(self) -> Predictions:
+        """Replace the outputs of samples with the same features by their mean.
+
+        The last bits of a matrix product depend on the position of a row in its batch. If these bits broke
+        ties, the AUC would depend on the batch size and the number of trainers.
+        """
+        _, groups_N, sizes = self.rows.unique(return_inverse=True, return_counts=True)
+        shape = (len(sizes), *self.outputs.shape[1:])
+        sums = torch.zeros(shape, dtype=torch.float64).index_add_(0, groups_N, self.outputs.double())
+        means = sums / sizes.view(-1, *[1] * (self.outputs.dim() - 1))
+        return self._replace(outputs=means[groups_N].to(self.outputs.dtype))
+
+    def metrics(self, tasks: Mapping[str, TaskSection], *, is_weighted: bool = False) -> dict[str, float]:
+        """Compute the metrics of each task over its samples, with ties for equal samples.
+
+        Args:
+            is_weighted: whether to weight the samples (``data.weighted_metrics``).
+        """
+        metrics: dict[str, float] = {}
+        labels_NT = by_task(self.labels, len(tasks))
+        weights_NT = None if self.weights is None else by_task(self.weights, len(tasks))
+        outputs = split_outputs(
+            self.tie_equal_samples().outputs, [task.num_outputs for task in tasks.values()]
+        )
+        for t, (name, outputs_N) in enumerate(zip(tasks, outputs, strict=True)):
+            counts_N = slice(None) if weights_NT is None else weights_NT[:, t] > 0
+            of_task = task_metrics(
+                name,
+                tasks[name],
+                outputs_N[counts_N],
+                labels_NT[counts_N, t],
+                None if self.groups is None else self.groups[counts_N],
+                weights_NT[counts_N, t] if is_weighted and weights_NT is not None else None,
+            )
+            metrics |= {metric_name(tasks, name, metric): value for metric, value in of_task.items()}
+        return metrics
 
 
 def task_metrics(
@@ -33,41 +131,33 @@ def task_metrics(
     Args:
         outputs_N: outputs of the dense net; (N, C) for C classes.
         groups_N: the group of each sample, for ranking metrics.
-        weights_N: weights above 0, for the metrics of the task's kind only; None for equal weights.
+        weights_N: weights above 0, not used by ranking metrics and custom metrics; None for equal weights.
 
     Raises:
         ConfigError: a custom metric fails, or returns no number.
     """
     if not len(labels_N):
         return {**dict.fromkeys(task.metric_names, float("nan")), "num_samples": 0}
-    found = _common_metrics(task, outputs_N, labels_N, weights_N)
-    predicted_N = predicted(task, outputs_N)
+    metrics = _common_metrics(task, outputs_N, labels_N, weights_N)
+    predicted_N = compute_predictions(task, outputs_N)
     ranking = None
     for metric in task.metrics:
         if ":" in metric:
             function = _load_metric(name, metric)
             try:
-                found[metric.rpartition(":")[2]] = float(function(predicted_N, labels_N))
+                metrics[metric.rpartition(":")[2]] = float(function(predicted_N, labels_N))
             except Exception as error:  # user code may raise anything
                 reason = f"fails, or returns no number: {describe_error(error)}"
                 raise ConfigError(f"tasks.{name}.metrics", " ".join(reason.split()), metric) from error
             continue
-        assert groups_N is not None, "data.group is set where metrics want groups"
+        assert groups_N is not None, "the configuration requires data.group for ranking metrics"
         if predicted_N.isnan().any():
-            found[metric] = float("nan")
+            metrics[metric] = float("nan")
             continue
-        ranking = ranking or Ranking.of(predicted_N.numpy(), labels_N.double().numpy(), groups_N.numpy())
+        ranking = ranking or Ranking(predicted_N.numpy(), labels_N.double().numpy(), groups_N.numpy())
         kind, _, k = metric.partition("@")
-        match kind:
-            case "gauc":
-                found[metric] = ranking.gauc()
-            case "mrr":
-                found[metric] = ranking.mrr()
-            case "ndcg":
-                found[metric] = ranking.ndcg(int(k))
-            case _:
-                found[metric] = ranking.recall(int(k))
-    return found
+        metrics[metric] = getattr(ranking, kind)(*([int(k)] if k else []))
+    return metrics
 
 
 def check_custom_metrics(tasks: Mapping[str, TaskSection]) -> None:
@@ -80,10 +170,10 @@ def check_custom_metrics(tasks: Mapping[str, TaskSection]) -> None:
 
 def score(task: TaskSection, outputs_N: Tensor, labels_N: Tensor) -> float:
     """Return the default score of a task; NaN without samples."""
-    return _common_metrics(task, outputs_N, labels_N)[task.score] if len(labels_N) else float("nan")
+    return _common_metrics(task, outputs_N, labels_N)[task.main_metric] if len(labels_N) else float("nan")
 
 
-def predicted(task: TaskSection, outputs_N: Tensor) -> Tensor:
+def compute_predictions(task: TaskSection, outputs_N: Tensor) -> Tensor:
     """Return predictions in float64: probabilities, (N, C) for C classes, or numbers."""
     if task.kind == "binary":
         return probabilities(outputs_N)
@@ -94,23 +184,82 @@ def predicted(task: TaskSection, outputs_N: Tensor) -> Tensor:
 def _common_metrics(
     task: TaskSection, outputs_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None
 ) -> dict[str, float]:
+    """Compute the metrics that every task of a kind has."""
     if task.kind == "binary":
-        return binary_metrics(outputs_N, labels_N, weights_N).as_dict()
+        return binary_metrics(outputs_N, labels_N, weights_N)._asdict()
     outputs_N, labels_N = outputs_N.detach().double(), labels_N.double()
-    weights_N = None if weights_N is None else weights_N.double()
+    weights_N = torch.ones_like(labels_N) if weights_N is None else weights_N.double()
     if task.kind == "regression":
         error_N = outputs_N - labels_N
-        values = (mean(error_N.square(), weights_N).sqrt(), mean(error_N.abs(), weights_N))
+        values = (_mean(error_N.square(), weights_N).sqrt(), _mean(error_N.abs(), weights_N))
     else:
         is_right_N = (outputs_N.argmax(dim=1) == labels_N).double()
-        is_right = mean(is_right_N, weights_N)
-        if weights_N is None:
-            values = (is_right, F.cross_entropy(outputs_N, labels_N.long()))
-        else:
-            losses_N = F.cross_entropy(outputs_N, labels_N.long(), reduction="none")
-            values = (is_right, mean(losses_N, weights_N))
+        losses_N = F.cross_entropy(outputs_N, labels_N.long(), reduction="none")
+        values = (_mean(is_right_N, weights_N), _mean(losses_N, weights_N))
     numbers = [value.item() for value in values]
     return dict(zip(METRICS[task.kind], [*numbers, len(labels_N)], strict=True))
+
+
+def probabilities(logits_N: Tensor) -> Tensor:
+    """Return the probabilities of N logits in float64, for the AUC and ``hybrid predict``."""
+    # NumPy, because the last bits of torch's sigmoid depend on the position in a vector.
+    with np.errstate(over="ignore"):
+        return torch.from_numpy(1 / (1 + np.exp(-logits_N.detach().cpu().double().numpy())))
+
+
+def binary_metrics(logits_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None) -> BinaryMetrics:
+    """Compute the metrics of N logits and N labels of 0 and 1 in float64.
+
+    Args:
+        weights_N: weights above 0; None for equal weights.
+
+    Raises:
+        ValueError: there are no samples, or the shapes differ.
+    """
+    if logits_N.shape != labels_N.shape or logits_N.dim() != 1:
+        shapes = f"logits {tuple(logits_N.shape)} and labels {tuple(labels_N.shape)}"
+        raise ValueError(f"{shapes} are not two vectors of one length")
+    if logits_N.numel() == 0:
+        raise ValueError("there are no samples to compute metrics of")
+    logits_N, labels_N = logits_N.detach().double(), labels_N.detach().double()
+    weights_N = torch.ones_like(logits_N) if weights_N is None else weights_N.double()
+    probabilities_N = probabilities(logits_N)
+    base_rate = _mean(labels_N, weights_N)
+    # -log p = softplus(-logit) and -log(1 - p) = softplus(logit): finite where p rounds to 0 or 1.
+    log_loss = _mean(F.softplus(logits_N) - labels_N * logits_N, weights_N)
+    entropy = -(torch.xlogy(base_rate, base_rate) + torch.xlogy(1 - base_rate, 1 - base_rate))
+    return BinaryMetrics(
+        auc=_auc(probabilities_N, labels_N, weights_N),
+        log_loss=log_loss.item(),
+        normalized_entropy=(log_loss / entropy).item() if entropy > 0 else float("nan"),
+        calibration=(_mean(probabilities_N, weights_N) / base_rate).item() if base_rate > 0 else float("nan"),
+        accuracy=_mean(((logits_N > 0) == (labels_N > 0.5)).double(), weights_N).item(),
+        base_rate=base_rate.item(),
+        num_samples=logits_N.numel(),
+    )
+
+
+def _mean(values_N: Tensor, weights_N: Tensor) -> Tensor:
+    """Return the mean of values, weighted."""
+    return (weights_N * values_N).sum() / weights_N.sum()
+
+
+def _auc(scores_N: Tensor, labels_N: Tensor, weights_N: Tensor) -> float:
+    """Return the fraction of pairs of a positive and a negative sample in the right order.
+
+    A tie counts one half. The weight of a pair is the product of the weights of its samples.
+    """
+    if labels_N.min() == labels_N.max() or scores_N.isnan().any():
+        return float("nan")
+    is_positive_N = labels_N == 1
+    positives_P, (negatives_Q, order_Q) = scores_N[is_positive_N], scores_N[~is_positive_N].sort()
+    below_P = torch.searchsorted(negatives_Q, positives_P)
+    not_above_P = torch.searchsorted(negatives_Q, positives_P, right=True)
+    of_positives_P = weights_N[is_positive_N]
+    # Sums of the weights of the first q negatives, for q = 0, 1, ...
+    sums_Q = torch.cat([weights_N.new_zeros(1), weights_N[~is_positive_N][order_Q].cumsum(0)])
+    won = (of_positives_P * (sums_Q[below_P] + sums_Q[not_above_P])).sum().item()
+    return won / (2 * of_positives_P.sum() * sums_Q[-1]).item()
 
 
 def _load_metric(name: str, metric: str) -> Callable[..., Any]:

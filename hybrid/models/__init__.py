@@ -1,13 +1,14 @@
 """Recommendation models from the literature, as short modules over embedding vectors.
 
-Each module names a paper and its equations. It has the layers that the paper introduces, the model, and its
-loss if it has one of its own: one value per sample, as ``cluster.backward`` takes it. Models take vectors, so
-they work with ``hybrid.Embedding`` and with any other embedding.
+Each module names a paper and its equations. The module has the layers that the paper introduces, the model,
+and the loss of the paper if it is not a standard loss. Losses have one value per sample, as
+``cluster.backward`` takes them. Models take vectors, so they work with ``hybrid.Embedding`` and with any
+other embedding.
 
-Every parameter gets a gradient from every batch, also from an empty one. The scores of a sample do not depend
-on other samples: there is no batch normalization. Any number of trainers therefore computes the same result.
+Every parameter gets a gradient from every batch, also from an empty batch. The scores of a sample do not
+depend on other samples: there is no batch normalization. So the result does not depend on the number of
+trainers.
 
-``dense_net`` defines the three stages of the models for click logs, ``mlp`` the plain nets in all models, and
-``padding`` pads histories of different lengths. docs/models.md compares the models; ``examples`` has a script
-that trains each of them.
+``dense_net`` defines the three stages of the models for click logs. ``layers`` has multilayer perceptrons and
+the padding of histories. docs/models.md compares the models; ``examples`` has a script that trains each.
 """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.models.dense_net import DenseNet
-from hybrid.models.mlp import output_mlp
+from hybrid.models.layers import output_mlp
 
 
 class CrossInteraction(nn.Module):
@@ -41,16 +41,7 @@ class DCNv2(DenseNet):
     """
 
     def __init__(
-        self,
-        width: int,
-        num_layers: int = 2,
-        deep: Sequence[int] = (64, 32),
-        *,
-        num_outputs: int = 1,
-        remote_width: int = 0,
+        self, width: int, num_layers: int = 2, deep: Sequence[int] = (64, 32), num_outputs: int = 1
     ) -> None:
-        super().__init__(
-            nn.Identity(),
-            CrossInteraction(width, num_layers),
-            output_mlp((remote_width,) if remote_width else (width, *deep), num_outputs),
-        )
+        head = output_mlp((width, *deep), num_outputs)
+        super().__init__(nn.Identity(), CrossInteraction(width, num_layers), head)

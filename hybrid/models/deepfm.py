@@ -5,7 +5,7 @@ equations 1 to 4. Feature k has factors v_k and a first-order weight w_k::
 
     logit = sum of w_k + a . dense + sum over k < l of v_k . v_l + deep([dense, v_1, ..., v_K])
 
-With several outputs per sample, the score of the machine is added to each.
+With several outputs per sample, the score of the machine is added to each output.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.models.dense_net import DenseNet
-from hybrid.models.mlp import output_mlp
+from hybrid.models.layers import output_mlp
 from hybrid.models.wide_deep import LinearTerm, WideHead
 
 
 class FactorizationMachine(nn.Module):
-    """Returns the score of the machine in column 0, then the inputs of the deep net.
+    """Score of the machine in column 0, followed by the inputs of the deep net.
 
-    The vector of a feature holds its D factors, then its first-order weight.
+    The vector of a feature has its D factors, then its first-order weight.
     """
 
     def __init__(self, num_sparse: int, width: int, num_dense: int) -> None:
@@ -54,11 +54,8 @@ class DeepFM(DenseNet):
         num_sparse: int,
         dim: int,
         deep: Sequence[int] = (64, 32),
-        *,
         num_outputs: int = 1,
-        remote_width: int = 0,
     ) -> None:
         machine = FactorizationMachine(num_sparse, dim + 1, num_dense)
-        widths = (remote_width,) if remote_width else (num_dense + num_sparse * dim, *deep)
-        head = output_mlp(widths, num_outputs)
-        super().__init__(nn.Identity(), machine, head if remote_width else WideHead(head))
+        head = output_mlp((num_dense + num_sparse * dim, *deep), num_outputs)
+        super().__init__(nn.Identity(), machine, WideHead(head))

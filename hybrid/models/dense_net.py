@@ -7,8 +7,9 @@
     pooled_BE (embeddings) ──────────┘
 
 The stages are separate for two reasons. Embeddings are requested before ``bottom`` and awaited after it. A
-remote dense net may sit between ``interaction`` and ``head``. Every stage takes an empty batch. A sample has
-one output per task, or one per class of a task. If that is one in all, the outputs are ``outputs_B``.
+remote dense net may run between ``interaction`` and ``head``. Every stage accepts an empty batch. A sample
+has one output per binary or regression task, and one per class of other tasks. A single output in total has
+the shape ``outputs_B``.
 """
 
 import torch
@@ -16,12 +17,10 @@ from torch import Tensor, nn
 
 
 class DenseNet(nn.Module):
-    """Computes ``outputs_BO = head(interaction(bottom(dense_BF), pooled_BE))``.
+    """A net of three stages: ``outputs_BO = head(interaction(bottom(dense_BF), pooled_BE))``.
 
-    ``pooled_BE`` holds the pooled embeddings of all sparse features, concatenated in their order.
-
-    Models of this form take ``num_outputs`` (O) and ``remote_width``. The latter is the output width of a
-    remote net, after which the head is a single layer; 0 means that there is no remote net.
+    ``pooled_BE`` holds the pooled embeddings of all sparse features, concatenated in their order. Subclasses
+    have an argument ``num_outputs`` (O).
     """
 
     def __init__(self, bottom: nn.Module, interaction: nn.Module, head: nn.Module) -> None:

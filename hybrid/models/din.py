@@ -6,9 +6,9 @@ For a candidate c, a user is the sum of the clicked items e_t, weighted by their
     user(c) = sum over t of  a(e_t, c) * e_t            a(e, c) = MLP([c, e, c - e, c * e])
 
 The weights are not normalized: a history with many relevant items shows a stronger interest than a history
-with one, and a softmax would make both equal. The inputs of a() are those of the authors' code. Their
-activation Dice depends on the statistics of a batch. It is a ReLU here, so that the score of a sample does
-not depend on other samples.
+with one relevant item, and a softmax would make both equal. The inputs of a() are those of the authors' code.
+The activation of the authors, Dice, depends on the statistics of a batch. A ReLU replaces Dice here, so that
+the score of a sample does not depend on other samples.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hybrid.models.mlp import output_mlp
+from hybrid.models.layers import output_mlp
 
 
 class InterestAttention(nn.Module):
-    """Pools a history into one vector, by relevance to a candidate.
-
-    Args:
-        dim: D, the width of the vectors of candidate and items.
-        hidden: hidden units of a().
-    """
+    """Sum of a history, weighted by relevance to a candidate; ``hidden`` are the hidden units of a()."""
 
     def __init__(self, dim: int, hidden: Sequence[int] = (32,)) -> None:
         super().__init__()
-        self.bearing = output_mlp((4 * dim, *hidden))
+        self.relevance = output_mlp((4 * dim, *hidden))
 
     def forward(self, candidate_BD: Tensor, history_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
         """Return ``user_BD``; zeros for an empty history.
@@ -41,7 +36,7 @@ class InterestAttention(nn.Module):
         pairs_BTH = torch.cat(
             [candidate_BTD, history_BTD, candidate_BTD - history_BTD, candidate_BTD * history_BTD], dim=2
         )
-        relevance_BT: Tensor = self.bearing(pairs_BTH.flatten(0, 1)).view(is_item_BT.shape)
+        relevance_BT: Tensor = self.relevance(pairs_BTH.flatten(0, 1)).view(is_item_BT.shape)
         weights_BT = relevance_BT * is_item_BT
         return (weights_BT.unsqueeze(2) * history_BTD).sum(dim=1)
 
@@ -53,15 +48,11 @@ class DIN(nn.Module):
         dim: D, the width of the vectors of candidate and items.
         num_other: width of all other inputs; may be 0.
         attention: hidden units of the net that weights an item.
-        hidden: hidden units of the net over everything.
+        hidden: hidden units of the net over user, candidate and other inputs.
     """
 
     def __init__(
-        self,
-        dim: int,
-        num_other: int = 0,
-        attention: Sequence[int] = (32,),
-        hidden: Sequence[int] = (64, 32),
+        self, dim: int, num_other: int = 0, attention: Sequence[int] = (32,), hidden: Sequence[int] = (64, 32)
     ) -> None:
         super().__init__()
         self.interest = InterestAttention(dim, attention)

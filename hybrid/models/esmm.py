@@ -8,7 +8,7 @@ samples have labels for::
     p(click and conversion | x) = p(click | x) * p(conversion | click, x)
     loss = log loss(p(click), click)  +  log loss(p(click and conversion), click * conversion)
 
-Both towers share the embedding tables: the many clicks train the vectors that predict the few conversions.
+Both towers share the embedding tables, so the many clicks train the vectors that predict the few conversions.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hybrid.models.mlp import output_mlp
+from hybrid.models.layers import output_mlp
 
 
 class ESMM(nn.Module):

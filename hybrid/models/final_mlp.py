@@ -7,7 +7,7 @@ bilinear form combines the outputs o and p of the streams, head by head::
     o = MLP_1(x * gate_1)      gate_1 = 2 * sigmoid(MLP(context_1))                   p likewise
     logit = b + w . o + v . p + sum over heads h of  o_h . (W_h p_h)
 
-o_h and p_h are the h-th slice of o and p. A gate whose MLP returns 0 leaves the input unchanged.
+o_h and p_h are slice h of o and p. A gate whose MLP returns 0 leaves the input unchanged.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hybrid.models.mlp import mlp
+from hybrid.models.layers import mlp
 
 
 class FeatureGate(nn.Module):
-    """Multiplies each input by a factor between 0 and 2 that depends on a context.
-
-    Args:
-        context: width of the context.
-        width: of the inputs.
-        hidden: hidden units.
-    """
+    """A layer that multiplies each input by a factor between 0 and 2, which depends on a context."""
 
     def __init__(self, context: int, width: int, hidden: int) -> None:
         super().__init__()
-        self.layers = mlp((context, hidden)).append(nn.Linear(hidden, width))
+        self.layers = mlp((context, hidden), width)
 
     def forward(self, inputs_BE: Tensor, context_BH: Tensor) -> Tensor:
         """Return ``weighted_BE``."""
@@ -37,11 +31,7 @@ class FeatureGate(nn.Module):
 
 
 class BilinearFusion(nn.Module):
-    """Logits of two vectors: a linear form of each, and a bilinear form of their slices.
-
-    Args:
-        first, second: widths of the vectors.
-        num_heads: number of slices of each vector.
+    """Logits of two vectors: a linear form of each, and a bilinear form of their ``num_heads`` slices.
 
     Raises:
         ValueError: ``num_heads`` does not divide both widths.
@@ -98,8 +88,8 @@ class FinalMLP(nn.Module):
         Args:
             first_BH, second_BG: the contexts.
         """
-        contexts = (first_BH, second_BG)
-        weighted = [gate(inputs_BE, context) for gate, context in zip(self.gates, contexts, strict=True)]
-        streams = [stream(x_BE) for stream, x_BE in zip(self.streams, weighted, strict=True)]
-        logits_B: Tensor = self.fusion(*streams)
+        stages = zip(self.streams, self.gates, (first_BH, second_BG), strict=True)
+        logits_B: Tensor = self.fusion(
+            *(stream(gate(inputs_BE, context)) for stream, gate, context in stages)
+        )
         return logits_B

@@ -14,17 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hybrid.models.mlp import mlp
+from hybrid.models.layers import mlp
 
 
 class Experts(nn.Module):
-    """Nets of the same shape over the same inputs.
-
-    Args:
-        width: of the inputs.
-        hidden: hidden units of each expert.
-        num_experts: N, the number of experts.
-    """
+    """Nets of the same shape over the same inputs."""
 
     def __init__(self, width: int, hidden: Sequence[int], num_experts: int) -> None:
         super().__init__()
@@ -36,27 +30,16 @@ class Experts(nn.Module):
 
 
 class Gate(nn.Module):
-    """Mixes the outputs of experts by softmax weights that depend on the inputs.
-
-    Args:
-        width: of the inputs.
-        num_experts: N, the number of experts.
-    """
+    """A mean of the outputs of experts with softmax weights that depend on the inputs."""
 
     def __init__(self, width: int, num_experts: int) -> None:
         super().__init__()
-        self.shares = nn.Linear(width, num_experts, bias=False)
+        self.weights = nn.Linear(width, num_experts, bias=False)
 
     def forward(self, inputs_BE: Tensor, experts_BNH: Tensor) -> Tensor:
         """Return ``mixture_BH``."""
-        weights_BN: Tensor = self.shares(inputs_BE).softmax(dim=1)
+        weights_BN: Tensor = self.weights(inputs_BE).softmax(dim=1)
         return (weights_BN.unsqueeze(2) * experts_BNH).sum(dim=1)
-
-
-def towers(width: int, hidden: Sequence[int], task_outputs: Sequence[int]) -> nn.ModuleList:
-    """Return one net per task, over its mixture; see :class:`MMoE`."""
-    widths = (width, *hidden)
-    return nn.ModuleList(mlp(widths).append(nn.Linear(widths[-1], outputs)) for outputs in task_outputs)
 
 
 class MMoE(nn.Module):
@@ -81,7 +64,7 @@ class MMoE(nn.Module):
         super().__init__()
         self.experts = Experts(width, expert, num_experts)
         self.gates = nn.ModuleList(Gate(width, num_experts) for _ in task_outputs)
-        self.towers = towers(expert[-1], tower, task_outputs)
+        self.towers = nn.ModuleList(mlp((expert[-1], *tower), outputs) for outputs in task_outputs)
 
     def forward(self, inputs_BE: Tensor) -> Tensor:
         """Return ``outputs_BO``, the outputs of the first task, then of the second, ..."""

@@ -2,8 +2,8 @@
 
 Tang et al. 2020, "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning (MTL) Model for
 Personalized Recommendations", section 4. In MMoE (``mmoe.py``), all tasks train all experts, also tasks that
-conflict. In each layer of PLE, a task k has its own experts E_k besides the shared experts E_s, and its gate
-mixes both::
+conflict. In each layer of PLE, each task k has separate experts E_k in addition to the shared experts E_s.
+The gate of the task mixes both::
 
     x_k' = sum over n of softmax(W_k x_k)_n * [E_k(x_k), E_s(x_s)]_n
     x_s' = sum over n of softmax(W_s x_s)_n * [E_1(x_1), ..., E_K(x_K), E_s(x_s)]_n
@@ -16,17 +16,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hybrid.models.mmoe import Experts, Gate, towers
+from hybrid.models.layers import mlp
+from hybrid.models.mmoe import Experts, Gate
 
 
 class Extraction(nn.Module):
-    """One layer: maps one input per task and a shared one to outputs of the same structure.
+    """One layer: a map from an input per task and a shared input to such outputs.
 
     Args:
-        width: of each input.
-        hidden: hidden units of each expert.
-        num_tasks: K, the number of tasks.
-        num_experts: experts per task, and shared experts.
+        num_experts: number of experts of each task, and of shared experts.
         is_last: whether to leave out the shared output.
     """
 
@@ -40,20 +38,20 @@ class Extraction(nn.Module):
         self.shared_gate = None if is_last else Gate(width, (num_tasks + 1) * num_experts)
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Return K tensors (B, H), and a shared one unless this is the last layer.
+        """Return K tensors (B, H), and then a shared tensor unless this is the last layer.
 
         Args:
-            inputs: K tensors (B, E), and the shared one.
+            inputs: K tensors (B, E), and then the shared tensor.
         """
         shared_BNH = self.shared(inputs[-1])
-        own = [experts(inputs[task]) for task, experts in enumerate(self.own)]
+        separate = [experts(inputs[task]) for task, experts in enumerate(self.own)]
         outputs = [
-            gate(inputs[task], torch.cat([own[task], shared_BNH], dim=1))
+            gate(inputs[task], torch.cat([separate[task], shared_BNH], dim=1))
             for task, gate in enumerate(self.gates)
         ]
         if self.shared_gate is not None:
-            own_BNH = torch.cat(own, dim=1)
-            outputs.append(self.shared_gate(inputs[-1], torch.cat([own_BNH, shared_BNH], dim=1)))
+            separate_BNH = torch.cat(separate, dim=1)  # TorchScript cannot unpack a list
+            outputs.append(self.shared_gate(inputs[-1], torch.cat([separate_BNH, shared_BNH], dim=1)))
         return outputs
 
 
@@ -63,7 +61,7 @@ class PLE(nn.Module):
     Args:
         width: of the inputs.
         task_outputs: the number of outputs of each of the K tasks: 1, or one per class.
-        num_experts: experts per task in a layer, and shared experts in a layer.
+        num_experts: number of experts of each task in a layer, and of shared experts in a layer.
         layers: output width of the experts of each layer.
         tower: hidden units of the tower of each task.
     """
@@ -83,7 +81,7 @@ class PLE(nn.Module):
             Extraction(before, (after,), num_tasks, num_experts, is_last=number == len(layers))
             for number, (before, after) in enumerate(zip(widths, layers, strict=False), start=1)
         )
-        self.towers = towers(widths[-1], tower, task_outputs)
+        self.towers = nn.ModuleList(mlp((widths[-1], *tower), outputs) for outputs in task_outputs)
 
     def forward(self, inputs_BE: Tensor) -> Tensor:
         """Return ``outputs_BO``, the outputs of the first task, then of the second, ..."""

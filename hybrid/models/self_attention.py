@@ -18,11 +18,7 @@ from torch.nn import functional as F
 
 
 class AttentionBlock(nn.Module):
-    """A transformer block: causal self-attention, then a net over each position.
-
-    Args:
-        dim: D, the width of the vectors.
-        num_heads: number of attention heads.
+    """A transformer block: self-attention, then a feed-forward net at each position.
 
     Raises:
         ValueError: ``num_heads`` does not divide ``dim``.
@@ -41,7 +37,7 @@ class AttentionBlock(nn.Module):
         """Return the new ``x_BTD``.
 
         Args:
-            mask_BTT: whether a position (the row) attends to another; each attends to itself.
+            mask_BTT: whether a position (row) attends to another (column); each position attends to itself.
         """
         normed_BTD = self.attention_norm(x_BTD)
         # (B, heads, T, D / heads)
@@ -60,7 +56,7 @@ class SelfAttention(nn.Module):
 
     Args:
         dim: D, the width of the item vectors.
-        longest: the largest T.
+        longest: T of the longest possible history.
         num_blocks: number of transformer blocks.
         num_heads: attention heads of each block.
     """
@@ -76,7 +72,7 @@ class SelfAttention(nn.Module):
 
         Args:
             history_BTD: the oldest item first.
-            is_item_BT: False for padding. No position attends to padding, and its queries are meaningless.
+            is_item_BT: False for padding. No item attends to padding; queries at padding are meaningless.
         """
         length = history_BTD.size(1)
         is_past_TT = torch.ones(length, length, dtype=torch.bool, device=history_BTD.device).tril()
@@ -90,7 +86,7 @@ class SelfAttention(nn.Module):
         return queries_BTD
 
 
-def last_of(queries_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
+def last_queries(queries_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
     """Return the query after the last item of each history, (B, D); zeros for an empty history."""
     is_last_BT = is_item_BT & (is_item_BT.flip(1).cumsum(1).flip(1) == 1)
     return (queries_BTD * is_last_BT.unsqueeze(2)).sum(dim=1)
@@ -104,7 +100,7 @@ def next_item_loss(
     Args:
         next_BTD: vector of the next item at each position.
         other_BTD: vector of an item drawn at random at each position.
-        is_item_BT: which positions count.
+        is_item_BT: False for positions that do not count in the loss.
 
     Returns:
         ``(losses_B, weights_B)``: the mean over the positions of each sample, and their number. The weighted

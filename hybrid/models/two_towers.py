@@ -10,9 +10,9 @@ Subtracting log q from the scores in training corrects this bias::
     loss(x, i) = -log  exp(s(x, i) - log q(i)) / sum over j of exp(s(x, j) - log q(j))
 
 Here q(i) is the frequency of item i in the training data, which :func:`log_popularity` counts. The paper
-estimates it from a stream; any estimate can be passed. The sum is over the sample's own item and all other
-items of the batch that differ from it. ``gather=cluster.gather`` fetches the items of the other trainers and
-returns their gradients, so that the loss does not depend on the number of trainers.
+estimates q(i) from a stream; any estimate can be passed. The sum is over the item of the sample and all
+different items of the batch. ``gather=cluster.gather`` fetches the items of the other trainers and returns
+their gradients, so that the loss does not depend on the number of trainers.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,22 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hybrid.models.mlp import mlp
+from hybrid.models.layers import mlp
 
 
 class Tower(nn.Module):
-    """Maps the inputs of one side to a vector of norm 1.
-
-    Args:
-        width: of the inputs.
-        hidden: hidden units.
-        dim: D, the width of the vector.
-    """
+    """The net of one side, whose outputs are vectors of norm 1."""
 
     def __init__(self, width: int, hidden: Sequence[int], dim: int) -> None:
         super().__init__()
-        widths = (width, *hidden)
-        self.layers = mlp(widths).append(nn.Linear(widths[-1], dim))
+        self.layers = mlp((width, *hidden), dim)
 
     def forward(self, inputs_BH: Tensor) -> Tensor:
         return F.normalize(self.layers(inputs_BH), dim=1)
@@ -90,10 +83,10 @@ def in_batch_softmax(
         gather: differentiably gathers the slices of all trainers: ``cluster.gather``.
     """
     items_ND, ids_N, log_q_N = (gather(each).to(users_BD.device) for each in (items_BD, ids_B, log_q_B))
-    own_B = (users_BD * items_BD).sum(dim=1) / temperature - log_q_B.to(users_BD)
-    others_BN = users_BD @ items_ND.mT / temperature - log_q_N.to(users_BD)
+    positive_B = (users_BD * items_BD).sum(dim=1) / temperature - log_q_B.to(users_BD)
+    negatives_BN = users_BD @ items_ND.mT / temperature - log_q_N.to(users_BD)
     is_same_BN = ids_B.to(ids_N.device).unsqueeze(1) == ids_N
-    others_BN = others_BN.masked_fill(is_same_BN, -torch.inf)
-    scores_BM = torch.cat([own_B.unsqueeze(1), others_BN], dim=1)
-    is_first_B = torch.zeros(len(scores_BM), dtype=torch.int64, device=scores_BM.device)
-    return F.cross_entropy(scores_BM, is_first_B, reduction="none")
+    negatives_BN = negatives_BN.masked_fill(is_same_BN, -torch.inf)
+    scores_BM = torch.cat([positive_B.unsqueeze(1), negatives_BN], dim=1)
+    target_B = torch.zeros(len(scores_BM), dtype=torch.int64, device=scores_BM.device)
+    return F.cross_entropy(scores_BM, target_B, reduction="none")

@@ -5,19 +5,16 @@ has an embedding v_k and a weight w_k in the wide part::
 
     logit = sum of w_k + a . dense + deep([dense, v_1, ..., v_K])
 
-With several outputs per sample, the wide part is added to each.
+With several outputs per sample, the wide part is added to each output.
 """
 
-# No postponed annotations here: TorchScript checks those of buffers, as types.
-
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from hybrid.models.dense_net import DenseNet
-from hybrid.models.mlp import output_mlp
+from hybrid.models.layers import output_mlp
 
 
 class LinearTerm(nn.Module):
@@ -25,7 +22,7 @@ class LinearTerm(nn.Module):
 
     def __init__(self, num_dense: int) -> None:
         super().__init__()
-        # torch warns when it initializes an empty weight.
+        # torch warns if it initializes an empty weight.
         self.dense_weights = nn.Linear(num_dense, 1, bias=False) if num_dense else None
 
     def forward(self, dense_BF: Tensor, weights_BK: Tensor) -> Tensor:
@@ -34,29 +31,24 @@ class LinearTerm(nn.Module):
 
 
 class WideAndDeepInputs(nn.Module):
-    """Returns the wide score in column 0, then the inputs of the deep net.
+    """Score of the wide part in column 0, followed by the inputs of the deep net.
 
     The vector of a feature is its embedding, of any width, followed by its weight in the wide part.
     """
 
-    wide_K: Tensor
-    deep_E: Tensor
-
     def __init__(self, widths: Sequence[int], num_dense: int) -> None:
         super().__init__()
-        wide = [end - 1 for end in accumulate(widths)]
-        deep = sorted(set(range(sum(widths))).difference(wide))
-        self.register_buffer("wide_K", torch.tensor(wide, dtype=torch.int64), persistent=False)
-        self.register_buffer("deep_E", torch.tensor(deep, dtype=torch.int64), persistent=False)
+        self.widths = list(widths)
         self.linear = LinearTerm(num_dense)
 
     def forward(self, dense_BF: Tensor, pooled_BE: Tensor) -> Tensor:
-        score_B1 = self.linear(dense_BF, pooled_BE.index_select(1, self.wide_K))
-        return torch.cat([score_B1, dense_BF, pooled_BE.index_select(1, self.deep_E)], dim=1)
+        vectors = pooled_BE.split(self.widths, dim=1)
+        score_B1 = self.linear(dense_BF, torch.stack([vector[:, -1] for vector in vectors], dim=1))
+        return torch.cat([score_B1, dense_BF] + [vector[:, :-1] for vector in vectors], dim=1)
 
 
 class WideHead(nn.Module):
-    """Adds the wide score in column 0 to each output of ``deep``, which takes the other columns."""
+    """Sum of the wide score in column 0 and each output of ``deep``, which takes the other columns."""
 
     def __init__(self, deep: nn.Module) -> None:
         super().__init__()
@@ -78,15 +70,8 @@ class WideAndDeep(DenseNet):
     """
 
     def __init__(
-        self,
-        num_dense: int,
-        dims: Sequence[int],
-        deep: Sequence[int] = (64, 32),
-        *,
-        num_outputs: int = 1,
-        remote_width: int = 0,
+        self, num_dense: int, dims: Sequence[int], deep: Sequence[int] = (64, 32), num_outputs: int = 1
     ) -> None:
         inputs = WideAndDeepInputs([dim + 1 for dim in dims], num_dense)
-        widths = (remote_width,) if remote_width else (num_dense + sum(dims), *deep)
-        head = output_mlp(widths, num_outputs)
-        super().__init__(nn.Identity(), inputs, head if remote_width else WideHead(head))
+        head = output_mlp((num_dense + sum(dims), *deep), num_outputs)
+        super().__init__(nn.Identity(), inputs, WideHead(head))

@@ -1,4 +1,4 @@
-"""Building blocks that depend on nothing else: timings, hashes, huge pages, deferred responses.
+"""Building blocks that use no other package: timings, progress, hashes, groups of samples, huge pages.
 
-Begin with ``deferred_response``, which hosted objects return when a result comes later.
+Start with ``deferred_response``: an object that is called by RPC returns one if the result comes later.
 """

@@ -1,7 +1,7 @@
-"""Responses that are computed later than the call returns.
+"""Responses that are computed after the called function has returned.
 
-A call by RPC is signed for its caller alone (``hybrid.security``). A future records its caller when it is
-created, and signs its own value: another callback on every response would cost more than the signature.
+The response to an RPC call is signed for its caller (``hybrid.security``). A deferred response records its
+caller when it is created, and signs its value when it is set. A callback would cost more than the signature.
 """
 
 import threading
@@ -15,7 +15,7 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 
 class PendingResult(Protocol[Result_co]):
-    """A result in progress: a future of torch, a call by RPC, a lookup."""
+    """A result in progress, such as a torch future, an RPC call or a lookup."""
 
     def wait(self) -> Result_co:
         """Return the result, or raise the exception."""
@@ -25,9 +25,13 @@ class PendingResult(Protocol[Result_co]):
 class ObservableResult(PendingResult[Result_co], Protocol[Result_co]):
     """A result in progress that reports its completion."""
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Return whether the result or an exception is known."""
+        ...
 
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None: ...
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call ``callback`` with this object once the result or an exception is known."""
+        ...
 
 
 class Caller(Protocol):
@@ -45,8 +49,8 @@ class Caller(Protocol):
 _thread = threading.local()
 
 
-class serve_caller:  # a generator would cost twice as much
-    """A context in which responses that this thread creates are for one caller, or for none."""
+class serve_caller:  # contextlib.contextmanager would take twice as long
+    """A context in which the deferred responses that this thread creates are for ``caller``, or for none."""
 
     __slots__ = ("_caller",)
 
@@ -61,17 +65,18 @@ class serve_caller:  # a generator would cost twice as much
 
 
 class DeferredResponse(Future[Result]):
-    """A future for the caller that is served, if there is one."""
+    """A future whose value is wrapped for the caller that this thread serves, if there is one."""
 
     def __init__(self) -> None:
         super().__init__()
         self._caller: Caller | None = getattr(_thread, "caller", None)
 
     def set_result(self, result: Result) -> None:
+        """Complete the future with a result."""
         super().set_result(result if self._caller is None else self._caller.wrap_result(result))
 
     def set_exception(self, error: Exception) -> None:  # type: ignore[override]  # torch's annotation is wrong
-        """Complete the future with an exception, which RPC sends as a value."""
+        """Complete the future with an exception; for a caller, RPC sends the exception as a value."""
         if self._caller is None:
             super().set_exception(error)  # type: ignore[arg-type]
         else:

@@ -1,6 +1,6 @@
 """Samples in groups: slices of complete groups, and the weights of samples in ranking losses.
 
-The samples of a group are adjacent. A group belongs to the slice in whose range its last sample lies::
+The samples of a group are adjacent. A group belongs to the slice whose range has the last sample::
 
     groups       7 7 7 2 5 5 5 5 3      ends  3 4 8 9
     ranges      |     |     |     |
@@ -14,35 +14,35 @@ from torch import Tensor
 
 
 def group_ends(groups_B: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
-    """Return the end of each run of equal groups, after its last sample, (G,)."""
+    """Return, for each run of samples of one group, the index after its last sample, (G,)."""
     if not len(groups_B):
         return np.empty(0, np.int64)
     return np.append(np.flatnonzero(groups_B[1:] != groups_B[:-1]) + 1, len(groups_B))
 
 
-def split_group(groups_B: npt.NDArray[np.generic]) -> object | None:
-    """Return a group whose samples are not adjacent, if there is one."""
+def find_split_group(groups_B: npt.NDArray[np.generic]) -> object | None:
+    """Return a group whose samples are not adjacent; None if there is none."""
     runs_G = groups_B[group_ends(groups_B) - 1]
-    found_U, counts_U = np.unique(runs_G, return_counts=True)
-    return found_U[counts_U > 1][0].item() if len(found_U) < len(runs_G) else None
+    distinct_U, counts_U = np.unique(runs_G, return_counts=True)
+    return distinct_U[counts_U > 1][0].item() if len(distinct_U) < len(runs_G) else None
 
 
 def last_end(ends_G: npt.NDArray[np.int64], stop: int) -> int:
-    """Return the last of some ends that is not after ``stop``; 0 if there is none."""
+    """Return the largest of ``ends_G`` that is at most ``stop``; 0 if there is none."""
     number = int(np.searchsorted(ends_G, stop, side="right"))
     return int(ends_G[number - 1]) if number else 0
 
 
-def whole_bounds(ends_G: npt.NDArray[np.int64], start: int, stop: int) -> tuple[int, int]:
-    """Return the start and stop of the groups whose last samples lie from ``start`` to ``stop``."""
+def group_bounds(ends_G: npt.NDArray[np.int64], start: int, stop: int) -> tuple[int, int]:
+    """Return the range of samples of the groups whose last samples are in ``start : stop``."""
     return last_end(ends_G, start), last_end(ends_G, stop)
 
 
-def order_weights(labels_B: Tensor, weights_B: Tensor | None, groups_B: Tensor) -> Tensor:
+def ranking_weights(labels_B: Tensor, weights_B: Tensor | None, groups_B: Tensor) -> Tensor:
     """Return the weight of each sample in a ranking loss, float64.
 
-    A sample counts if its weight is above 0. The mean weight of a group's samples that count is divided
-    equally among them, if two of them have different labels. Other groups have nothing to rank.
+    A sample counts if its weight is above 0. If the counting samples of a group have different labels, their
+    mean weight is divided equally among them. Otherwise the group has no ranking, and its weights are 0.
 
     Args:
         weights_B: None for all ones.
@@ -55,15 +55,15 @@ def order_weights(labels_B: Tensor, weights_B: Tensor | None, groups_B: Tensor) 
     highest_U = (zeros_U - torch.inf).scatter_reduce(0, counted, labels_N, "amax")
     lowest_U = (zeros_U + torch.inf).scatter_reduce(0, counted, labels_N, "amin")
     sizes_U = counted.bincount(minlength=len(groups_U)).clamp(min=1)
-    each_U = zeros_U.index_add(0, index_B, weights_B) / sizes_U.square()
-    each_B: Tensor = each_U.where(highest_U > lowest_U, 0)[index_B].where(counts_B, 0)
-    return each_B
+    weights_U = zeros_U.index_add(0, index_B, weights_B) / sizes_U.square()
+    ranking_weights_B: Tensor = weights_U.where(highest_U > lowest_U, 0)[index_B].where(counts_B, 0)
+    return ranking_weights_B
 
 
-def order_totals(labels_BT: Tensor, weights_BT: Tensor | None, groups_B: Tensor) -> Tensor:
-    """Return the sums of :func:`order_weights` by task, (T,)."""
+def ranking_totals(labels_BT: Tensor, weights_BT: Tensor | None, groups_B: Tensor) -> Tensor:
+    """Return the sums of :func:`ranking_weights` by task, (T,)."""
     columns = labels_BT.unbind(1)
     weights = [None] * len(columns) if weights_BT is None else weights_BT.unbind(1)
     return torch.stack(
-        [order_weights(*of_task, groups_B).sum() for of_task in zip(columns, weights, strict=True)]
+        [ranking_weights(*of_task, groups_B).sum() for of_task in zip(columns, weights, strict=True)]
     )

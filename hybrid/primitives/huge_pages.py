@@ -1,4 +1,4 @@
-"""Memory for large tables."""
+"""Memory in huge pages, for large tables."""
 
 import math
 import mmap
@@ -24,7 +24,6 @@ def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def large_pages(num_bytes: int) -> mmap.mmap:
     """Return memory full of zeros; see :func:`zeros_in_large_pages`."""
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel built without them
-            buffer.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without huge pages
+        buffer.madvise(mmap.MADV_HUGEPAGE)
     return buffer

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 _FIRST_SECONDS, _LONGEST_SECONDS = 1.0, 10.0
 
@@ -12,7 +13,7 @@ def ignore_progress(line: str) -> None:
 
 
 class Progress:
-    """Reports how far a task is: after one second, then at intervals that double up to ten seconds.
+    """Reports of a task's progress: after one second, then at intervals that double up to ten seconds.
 
     Several threads may call :meth:`add`.
 
@@ -36,10 +37,10 @@ class Progress:
         self._rows = 0
 
     def add(self, rows: int, fraction: float | None = None) -> None:
-        """Count further rows of the phase.
+        """Add to the rows of the phase; report if the interval has passed.
 
         Args:
-            fraction: of the whole task that is done, if it is known.
+            fraction: completed fraction of the whole task; None if unknown.
         """
         now = time.monotonic()
         with self._lock:
@@ -52,7 +53,5 @@ class Progress:
             self._report(f"{self._phase}: {self._rows:,} rows so far")
             return
         speed = f", {self._rows / max(1e-9, now - self._phase_began):,.0f} rows/s" if self._rows else ""
-        minutes, seconds = divmod(round((now - self._began) * (1 - fraction) / max(1e-9, fraction)), 60)
-        hours, minutes = divmod(minutes, 60)
-        left = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        left = timedelta(seconds=round((now - self._began) * (1 - fraction) / max(1e-9, fraction)))
         self._report(f"{self._phase}: {100 * fraction:.0f}%{speed}, left {left}")

@@ -1,4 +1,4 @@
-"""SplitMix64 (Steele et al. 2014): a bijection that spreads similar numbers over 64 bits."""
+"""SplitMix64 (Steele et al. 2014), a random generator, as a hash of 64-bit numbers."""
 
 import numpy as np
 import numpy.typing as npt
@@ -7,12 +7,12 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return a distinct number for each distinct number of ``x``; every bit depends on every bit."""
+    """Return the hash of each number of ``x``, a bijection; every output bit depends on every input bit."""
     return next_of(x * _STEP)
 
 
 def next_of(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the next number of the generator in each of the states ``x``."""
+    """Return the next random number of generators in the states ``x``."""
     x = x + _STEP
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

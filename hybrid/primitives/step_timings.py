@@ -4,59 +4,43 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple, Self, TypeAlias
+from typing import NamedTuple, Self
 
 PHASES = ("data", "lookup", "dense", "backward", "update")
 STEP = "step"  # the span of a whole step
 STEPS_THREAD = "steps"  # the thread that takes steps
 
-Flow: TypeAlias = tuple[int, ...]
-
 _NO_STEP = -1
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_OFFSET_READINGS = 5
 
 
 class Span(NamedTuple):
-    """An event of a recorded step.
-
-    Attributes:
-        name: of the event.
-        step: that the event is part of.
-        start_ns, end_ns: wall-clock time.
-        thread: of the event; None if the event may end in another thread.
-        cpu_ns: processor time of the thread during the event; None if ``thread`` is None.
-        flow: equal for all events, on any role, that serve one call; None for most events.
-        num_bytes: transferred bytes; 0 if they are not counted.
-    """
+    """A timed event of a recorded step."""
 
     name: str
     step: int
-    start_ns: int
+    start_ns: int  # the time of day
     end_ns: int
-    thread: str | None = None
-    cpu_ns: int | None = None
-    flow: Flow | None = None
-    num_bytes: int = 0
+    thread: str | None = None  # None if the event may end in another thread
+    cpu_ns: int | None = None  # processor time of the thread during the event; None without a thread
+    num_bytes: int = 0  # transferred bytes; 0 if they are not counted
 
 
 class OpenSpan:
-    """A span that has not ended. It ends with its ``with`` block, or by :meth:`close`.
+    """A span that has not ended. A ``with`` block or :meth:`close` ends the span.
 
     Attributes:
         num_bytes: see :class:`Span`; may be set until the span ends.
     """
 
-    __slots__ = ("_begun", "_spans", "num_bytes")
+    __slots__ = ("_span", "_spans", "num_bytes")
 
-    def __init__(
-        self, spans: list[Span], name: str, step: int, thread: str | None, flow: Flow | None, num_bytes: int
-    ) -> None:
+    def __init__(self, spans: list[Span], name: str, step: int, thread: str | None, num_bytes: int) -> None:
         self._spans = spans
         self.num_bytes = num_bytes
         cpu_ns = None if thread is None else time.thread_time_ns()
         start_ns = time.perf_counter_ns()
-        self._begun = Span(name, step, start_ns, start_ns, thread, cpu_ns, flow)
+        self._span = Span(name, step, start_ns, start_ns, thread, cpu_ns)
 
     def __enter__(self) -> Self:
         return self
@@ -65,15 +49,15 @@ class OpenSpan:
         self.close()
 
     def close(self) -> None:
-        """End the span, once; in any thread if :meth:`StepClock.begin` began it."""
+        """End the span; call this once, and in any thread if :meth:`StepClock.begin` began the span."""
         end_ns = time.perf_counter_ns()
-        begun = self._begun
-        cpu_ns = None if begun.cpu_ns is None else time.thread_time_ns() - begun.cpu_ns
-        self._spans.append(begun._replace(end_ns=end_ns, cpu_ns=cpu_ns, num_bytes=self.num_bytes))
+        span = self._span  # cpu_ns has the thread's time at the start
+        cpu_ns = None if span.cpu_ns is None else time.thread_time_ns() - span.cpu_ns
+        self._spans.append(span._replace(end_ns=end_ns, cpu_ns=cpu_ns, num_bytes=self.num_bytes))
 
 
 class StepClock:
-    """Sums the seconds of each phase of a step, and records the spans of selected steps.
+    """The seconds of each phase since the last :meth:`take`, and the spans of recorded steps.
 
     ======== ================================================================
     data     waiting for the next batch
@@ -83,8 +67,8 @@ class StepClock:
     update   the optimizer of the dense net
     ======== ================================================================
 
-    Phases follow one another in one thread. Spans have any names, may be nested, and come from any thread.
-    Outside a recorded step, a span costs a comparison.
+    Phases follow one another in one thread. Spans have any names, may be nested, and may be of any thread.
+    Outside recorded steps, a span costs a comparison.
     """
 
     def __init__(self) -> None:
@@ -93,18 +77,18 @@ class StepClock:
         self._spans: list[Span] = []
         self._step = _NO_STEP
         self._step_span: OpenSpan | None = None
-        self._thread_names: dict[int, str] = {}
+        self._steps_thread_id: int | None = None
 
     def record(self, steps: range) -> None:
-        """Record the spans of ``steps`` from now on; drop all recorded spans."""
+        """Drop all recorded spans; record the spans of ``steps`` from now on."""
         self._recorded = steps
         self._spans = []
 
     def begin_step(self, step: int) -> None:
-        """Begin ``step``, which this thread takes."""
+        """Begin ``step``, which runs in this thread."""
         self._step = step
         if step in self._recorded:
-            self._thread_names[threading.get_native_id()] = STEPS_THREAD
+            self._steps_thread_id = threading.get_native_id()
             self._step_span = self._open(STEP, step)
 
     def end_step(self) -> None:
@@ -112,9 +96,8 @@ class StepClock:
         self._step = _NO_STEP
         if self._step_span is not None:
             self._step_span.close()
-            self._step_span = None
             # Another thread of RPC may take the next step, and this thread may do other work.
-            del self._thread_names[threading.get_native_id()]
+            self._step_span = self._steps_thread_id = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -126,59 +109,37 @@ class StepClock:
         finally:
             self.seconds[name] += time.perf_counter() - start
 
-    def span(
-        self, name: str, step: int | None = None, *, flow: Flow | None = None
-    ) -> AbstractContextManager[OpenSpan | None]:
+    def span(self, name: str, step: int | None = None) -> AbstractContextManager[OpenSpan | None]:
         """Record a ``with`` block, which receives None if its step is not recorded.
 
         Args:
-            step: of the span; None for the step that this clock has begun.
-            flow: see :class:`Span`.
+            step: the step of the span; None for the current step.
         """
         of_step = self._step if step is None else step
-        return self._open(name, of_step, flow) if of_step in self._recorded else _NOTHING
+        return self._open(name, of_step) if of_step in self._recorded else _NOTHING
 
-    def begin(
-        self, name: str, step: int | None = None, *, flow: Flow | None = None, num_bytes: int = 0
-    ) -> OpenSpan | None:
+    def begin(self, name: str, step: int | None = None, *, num_bytes: int = 0) -> OpenSpan | None:
         """Begin a span that any thread may close; return None if its step is not recorded."""
         of_step = self._step if step is None else step
         if of_step not in self._recorded:
             return None
-        return OpenSpan(self._spans, name, of_step, None, flow, num_bytes)
+        return OpenSpan(self._spans, name, of_step, None, num_bytes)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds since the last call, by phase."""
+        """Return the seconds of each phase since the last call of this function."""
         seconds, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
         return seconds
 
     def take_spans(self) -> list[Span]:
-        """Return the spans that ended since the last call."""
+        """Return the spans that ended since the last call, with times of day."""
         spans, self._spans = self._spans, []
-        offset_ns = _wall_clock_offset_ns()
+        offset_ns = time.time_ns() - time.perf_counter_ns()  # hosts share the time of day
         return [s._replace(start_ns=s.start_ns + offset_ns, end_ns=s.end_ns + offset_ns) for s in spans]
 
-    def _open(self, name: str, step: int, flow: Flow | None = None) -> OpenSpan:
-        return OpenSpan(self._spans, name, step, self._thread_name(), flow, 0)
+    def _open(self, name: str, step: int) -> OpenSpan:
+        return OpenSpan(self._spans, name, step, self._thread_name(), 0)
 
     def _thread_name(self) -> str:
         number = threading.get_native_id()
-        if number not in self._thread_names:
-            # Python has no name for the threads that RPC and autograd create.
-            names = {thread.native_id: thread.name for thread in threading.enumerate()}
-            self._thread_names[number] = f"{names.get(number, 'torch')} {number}"
-        return self._thread_names[number]
-
-
-def _wall_clock_offset_ns() -> int:
-    """Return the difference of the time of day, which machines share, and ``perf_counter_ns``.
-
-    The fastest of several readings counts, since other threads may run during a slow one.
-    """
-    readings = []
-    for _ in range(_OFFSET_READINGS):
-        before = time.perf_counter_ns()
-        wall = time.time_ns()
-        after = time.perf_counter_ns()
-        readings.append((after - before, wall - (before + after) // 2))
-    return min(readings)[1]
+        is_taking_step = number == self._steps_thread_id
+        return STEPS_THREAD if is_taking_step else f"{threading.current_thread().name} {number}"

@@ -1,20 +1,18 @@
-"""Tickets: for which step a lookup is, which updates it must see, and what follows it."""
+"""Tickets, which identify lookups: trainer, step, required updates, and purpose."""
 
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
-
-from hybrid.primitives.step_timings import Flow
 
 # A ticket as plain values; see Ticket.plain.
 PlainTicket: TypeAlias = tuple[int, int, int, int, str, bool, bool]
 
 
 class Purpose(StrEnum):
-    """What follows a lookup."""
+    """The purpose of a lookup, and how its gradients are sent."""
 
-    PREDICT = "predict"  # nothing
-    TRAIN = "train"  # gradients, by the backward pass of distributed autograd
-    PREFETCH = "prefetch"  # gradients, by a call of their own
+    PREDICT = "predict"  # no gradients
+    TRAIN = "train"  # by the backward pass of distributed autograd
+    PREFETCH = "prefetch"  # by a separate call
 
 
 class Ticket(NamedTuple):
@@ -22,14 +20,15 @@ class Ticket(NamedTuple):
 
     Attributes:
         trainer: index of the trainer.
-        step: the step that its gradients are part of.
-        version: the number of updates it must see: all before its step, or one less if it is prefetched. In
-            async mode, the number of steps of its own trainer whose gradients must be applied.
-        part: index of the micro-batch.
-        purpose: what follows.
-        followed: whether the trainer has looked up the next step before these gradients come.
-        closing: whether a checkpoint may follow the update of these gradients: it is to have the rows as they
-            were before that, too, since the next step is computed with those.
+        step: the step of its gradients.
+        version: number of updates that the rows must include: all before the step, or one less if prefetched.
+            In async mode, the number of steps of this trainer whose gradients must be applied.
+        part: index among the lookups of this trainer and step. A configured run has one lookup per
+            micro-batch; a custom loop may have several per batch.
+        purpose: whether gradients follow, and how they are sent.
+        has_successor: whether the trainer sends the lookup of the next step before these gradients.
+        is_last_before_checkpoint: whether a checkpoint may follow the update of these gradients. If so,
+            the checkpoint also stores the pre-update rows, which the next step reads.
     """
 
     trainer: int
@@ -37,19 +36,15 @@ class Ticket(NamedTuple):
     version: int
     part: int = 0
     purpose: Purpose = Purpose.TRAIN
-    followed: bool = False
-    closing: bool = False
+    has_successor: bool = False
+    is_last_before_checkpoint: bool = False
 
     @property
     def plain(self) -> PlainTicket:
-        """The ticket as plain values, for :meth:`of`."""
-        return (*self[:4], self.purpose.value, self.followed, self.closing)
+        """The ticket as plain values; :meth:`of` is the inverse."""
+        return (*self[:4], self.purpose.value, self.has_successor, self.is_last_before_checkpoint)
 
     @classmethod
     def of(cls, plain: PlainTicket) -> "Ticket":
-        """Return the ticket of plain values."""
+        """Return the ticket with these plain values."""
         return cls(*plain[:4], Purpose(plain[4]), *plain[5:])
-
-    def flow(self, worker: int) -> Flow:
-        """Return the identifier that spans of the call to ``worker`` share on both sides."""
-        return self.trainer, self.step, self.part, worker

@@ -1,12 +1,14 @@
-"""Update rules: how gradients become updates, and the staleness that workers measure."""
+"""Update rules: update modes, learning rate schedules, and the staleness that workers measure."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from hybrid.config import RunConfig
-from hybrid.protocol.learning_rate_schedule import Schedule
+from hybrid.config import RunConfig, ScheduleSection
+from hybrid.config.validation import FINITE_SCHEDULES, check_schedule
+from hybrid.errors import ConfigError
 
 
 class UpdateMode(StrEnum):
@@ -18,16 +20,84 @@ class UpdateMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Schedule:
+    """The factor of the learning rates by step; 1 by default.
+
+    During a warm-up, the factor rises linearly from ``initial_factor`` to 1. Let t be the steps since then, T
+    the steps from the warm-up to the end, and f the ``final_factor``. The factor at t is
+
+    ========== ================================================= ==================================
+    kind       factor                                            in torch.optim.lr_scheduler
+    ========== ================================================= ==================================
+    constant   1
+    step       decay_factor ** (t // decay_every)                StepLR
+    cosine     f + (1 - f) (1 + cos(pi t / T)) / 2               CosineAnnealingLR
+    polynomial f + (1 - f) (1 - t / T) ** power                  PolynomialLR, where f = 0
+    one_cycle  half a cosine from initial_factor to 1, then      OneCycleLR, two phases, cos,
+               another from 1 to f                               cycle_momentum=False
+    ========== ================================================= ==================================
+
+    Attributes:
+        section: the kind and its settings.
+        end: number of steps of the schedule, warm-up included; ignored by constant and step.
+    """
+
+    section: ScheduleSection = ScheduleSection()
+    end: int = 0
+
+    @classmethod
+    def of(cls, section: ScheduleSection, run_steps: int) -> Schedule:
+        """Return the schedule of a run of ``run_steps`` steps.
+
+        Raises:
+            ConfigError: the schedule ends before the run, or the warm-up is not shorter than the schedule.
+        """
+        end = section.steps or run_steps
+        check_schedule(section, end)
+        if section.call.name in FINITE_SCHEDULES and run_steps > end:
+            rule = f"the run has {run_steps} steps; set `steps` to at least as many, or to 0 for all of them"
+            raise ConfigError("schedule.kind", rule, section.kind)
+        return cls(section, end)
+
+    def factor(self, step: int) -> float:
+        """Return the factor at ``step``, counted from 0; after the end, the last factor."""
+        section, call = self.section, self.section.call
+        if call.name == "one_cycle":
+            # As in torch, the peak may lie between two steps, or before the first.
+            peak, last = call["peak_fraction"] * self.end - 1, self.end - 1
+            step = min(step, last)
+            if step < peak:
+                return _half_cosine(call["initial_factor"], 1.0, step / peak)
+            return _half_cosine(1.0, call["final_factor"], (step - peak) / (last - peak))
+        steps_after_warmup = step - section.warmup_steps
+        if steps_after_warmup < 0:
+            initial: float = call["initial_factor"]
+            return initial + (1 - initial) * step / section.warmup_steps
+        if call.name == "constant":
+            return 1.0
+        if call.name == "step":
+            return float(call["decay_factor"] ** (steps_after_warmup // call["decay_every"]))
+        fraction = min(1.0, steps_after_warmup / (self.end - section.warmup_steps))
+        if call.name == "cosine":
+            return _half_cosine(1.0, call["final_factor"], fraction)
+        return float(call["final_factor"] + (1 - call["final_factor"]) * (1 - fraction) ** call["power"])
+
+
+def _half_cosine(start: float, stop: float, fraction: float) -> float:
+    return stop + (start - stop) * (1 + math.cos(math.pi * fraction)) / 2
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateRules:
     """How gradients become updates, equal on every worker of a run.
 
     Attributes:
         num_trainers: the trainers that take part in a synchronous step.
         mode: sync, pipelined or async.
-        parts: contributions of each trainer to a step, one per micro-batch.
+        parts: number of contributions of each trainer to a step, one per micro-batch.
         clip_norm: the largest norm of all gradients of a step; None for no limit.
-        check_finite: whether a loss or gradient that is not finite is an error; else its step is skipped.
-        timeout_seconds: limit of waiting for the last trainer of a step, or for the decision.
+        check_finite: whether a non-finite loss or gradient is an error; otherwise its step is skipped.
+        timeout_seconds: how long to wait for the last trainer of a step, or for the decision to apply a step.
         schedule: how learning rates change from step to step.
     """
 
@@ -44,7 +114,7 @@ class UpdateRules:
         """Return the rules of a run.
 
         Args:
-            num_trainers: by default ``cluster.trainers``.
+            num_trainers: number of trainers; ``cluster.trainers`` by default.
         """
         train = config.train
         return cls(
@@ -58,8 +128,8 @@ class UpdateRules:
         )
 
     @property
-    def decided(self) -> bool:
-        """Whether a step waits for the decision of the trainers (update_guard.py)."""
+    def has_update_guard(self) -> bool:
+        """Whether the trainers decide if, and with which scale, a step is applied (``update_guard.py``)."""
         return self.clip_norm is not None or not self.check_finite
 
 
@@ -68,8 +138,8 @@ class Staleness:
     """The number of updates between reading rows and applying the gradients computed from them.
 
     Attributes:
-        count: measured contributions.
-        total, largest: over all of them.
+        count: number of measured contributions.
+        total, largest: sum and maximum of their staleness.
     """
 
     count: int = 0
@@ -78,6 +148,7 @@ class Staleness:
 
     @property
     def mean(self) -> float:
+        """The mean over the measured contributions; 0 if there are none."""
         return self.total / self.count if self.count else 0.0
 
     def __add__(self, other: Staleness) -> Staleness:

@@ -1,7 +1,6 @@
-"""Training in one process of plain torch, which ``hybrid compare`` and tests/comparison compare with the
-cluster.
+"""The reference: training in one process of plain torch.
 
-It follows the definitions and shares no arithmetic with the rest: ``reference_training`` trains,
-``reference_losses`` computes losses, ``reference_rows`` updates tables, and ``reference_schedule`` learning
-rates.
+``hybrid compare`` and tests/comparison compare the reference with a cluster. The reference follows the
+definitions and shares no arithmetic with other packages. ``reference_training`` trains, ``reference_losses``
+computes losses, and ``reference_rows`` updates tables.
 """

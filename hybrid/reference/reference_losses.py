@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybrid.batch import Batch
 from hybrid.config import TaskSection
-from hybrid.user_code.function_names import load_function
+from hybrid.user_code.user_modules import load_function
 
 
 class ReferenceLoss:
@@ -20,16 +20,16 @@ class ReferenceLoss:
 
     def __init__(self, tasks: Mapping[str, TaskSection]) -> None:
         self._tasks = list(tasks.values())
-        self._own = {
+        self._custom = {
             t: load_function(f"tasks.{name}.loss", task.loss)
             for t, (name, task) in enumerate(tasks.items())
             if ":" in task.loss
         }
 
-    def parts(self, outputs: Sequence[Tensor], slices: Sequence[Batch]) -> list[Tensor]:
+    def contributions(self, outputs: Sequence[Tensor], slices: Sequence[Batch]) -> list[Tensor]:
         """Return the contributions of each trainer's samples to the loss, then those of ranking losses.
 
-        Ranking losses are computed over the whole batch: the samples of a group may have any positions.
+        Ranking losses are computed over the whole batch, since a group may have samples of several trainers.
 
         Args:
             outputs: the outputs for each trainer's samples, (samples, outputs).
@@ -38,10 +38,10 @@ class ReferenceLoss:
         has_weights = any(batch.weights is not None for batch in slices)
         num_outputs = [task.num_outputs for task in self._tasks]
         totals = [sum(_weights(s, t).sum().item() for s in slices) or 1.0 for t in range(len(num_outputs))]
-        parts = []
+        contributions = []
         for outputs_BO, batch in zip(outputs, slices, strict=True):
             if not len(batch.labels):
-                parts.append(outputs_BO.sum())
+                contributions.append(outputs_BO.sum())
                 continue
             columns = outputs_BO.split(num_outputs, dim=1)
             of_tasks = []
@@ -54,24 +54,24 @@ class ReferenceLoss:
                     value = self._loss(t, columns[t], labels_B, "mean") * (len(labels_B) / totals[t])
                 fraction = 1 - task.ranking_fraction if task.ranking_loss else 1.0
                 of_tasks.append(value * (task.weight * fraction))
-            parts.append(torch.stack(of_tasks).sum())
+            contributions.append(torch.stack(of_tasks).sum())
         whole_BO, first = torch.cat(list(outputs)), 0
         for t, (task, number) in enumerate(zip(self._tasks, num_outputs, strict=True)):
             if task.ranking_loss:
                 order = _ranking_loss(task.ranking_call.name, whole_BO[:, first], slices, t)
-                parts.append(order * task.weight * task.ranking_fraction)
+                contributions.append(order * task.weight * task.ranking_fraction)
             first += number
-        return parts
+        return contributions
 
     def _loss(self, t: int, outputs_BO: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
         task = self._tasks[t]
         if task.kind == "classes":
-            if t in self._own:
-                return _reduced(self._own[t](outputs_BO, labels_B.long()), reduction)
+            if t in self._custom:
+                return _reduced(self._custom[t](outputs_BO, labels_B.long()), reduction)
             return F.cross_entropy(outputs_BO, labels_B.long(), reduction=reduction)
         outputs_B = outputs_BO.squeeze(1)
-        if t in self._own:
-            return _reduced(self._own[t](outputs_B, labels_B), reduction)
+        if t in self._custom:
+            return _reduced(self._custom[t](outputs_B, labels_B), reduction)
         match task.loss_name:
             case "log_loss":
                 return F.binary_cross_entropy_with_logits(outputs_B, labels_B, reduction=reduction)
@@ -86,20 +86,20 @@ class ReferenceLoss:
 
 
 def _ranking_loss(loss: str, scores_N: Tensor, slices: Sequence[Batch], t: int) -> Tensor:
-    """Return the mean over all groups of the batch with different labels, weighted by their mean weights."""
+    """Return the mean loss of the groups with different labels, weighted by the mean weight of a group."""
     labels_N = torch.cat([_column(batch.labels, t) for batch in slices]).to(scores_N)
     weights_N = torch.cat([_weights(batch, t) for batch in slices]).to(scores_N)
     groups = [batch.groups for batch in slices if batch.groups is not None]
     groups_N = torch.cat([torch.empty(0, dtype=torch.int64), *groups])
     weighted, total = scores_N.sum() * 0, 0.0
     for group in set(groups_N.tolist()):
-        mine_N = (groups_N == group) & (weights_N > 0)
-        s, y, w = scores_N[mine_N], labels_N[mine_N], weights_N[mine_N]
+        is_member_N = (groups_N == group) & (weights_N > 0)
+        s, y, w = scores_N[is_member_N], labels_N[is_member_N], weights_N[is_member_N]
         if len(set(y.tolist())) > 1:
             if loss == "pairwise":  # RankNet, from the matrix of all pairs
                 weights = (y[:, None] > y[None, :]).to(s) * w[:, None] * w[None, :]
-                behind = s[None, :] - s[:, None]
-                value = (weights * torch.logaddexp(torch.zeros_like(behind), behind)).sum() / weights.sum()
+                margins = s[None, :] - s[:, None]
+                value = (weights * torch.logaddexp(torch.zeros_like(margins), margins)).sum() / weights.sum()
             else:  # the cross-entropy of the labels and the softmax of the scores
                 value = -(w * y * s.log_softmax(0)).sum() / (w * y).sum()
             weighted, total = weighted + w.mean() * value, total + w.mean().item()

@@ -1,32 +1,34 @@
-"""Training in one process of plain torch, which the cluster is compared with.
+"""Training in one process of plain torch, with which clusters are compared.
 
-It shares no arithmetic with the rest of the system: it uses autograd, ``F.embedding``, ``F.embedding_bag``,
-``torch.optim``, its schedulers and ``clip_grad_norm_``. Only the nets are the same, with the matrix products
-of their layers (``hybrid.dense.matmul``). A step computes the slices of all trainers one after another, and
-takes one backward pass through all of them. The rows that a step reads are leaf tensors, so that a table of
-millions of rows has no gradient of its size, unless its optimizer updates all rows in every step.
+The reference shares no arithmetic with other packages. It uses autograd, ``F.embedding``,
+``F.embedding_bag``, ``torch.optim``, torch's schedulers and ``clip_grad_norm_``. Only the dense nets are the
+same modules, with the same matmul backend (``hybrid.dense.matmul``). A step computes the slices of all
+trainers one after another, and takes one backward pass through all slices. The rows that a step reads are
+leaf tensors, so that gradients have the size of these rows, not of the table (except with ``all_rows``).
 """
 
 import copy
+import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import chain, count, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.config import DenseSection, RunConfig
+from hybrid.config import DenseSection, RunConfig, ScheduleSection
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import ConfigError, NonFiniteError
 from hybrid.input_spec import InputSpec
 from hybrid.models.dense_net import DenseNet
+from hybrid.models.layers import pad_histories
 from hybrid.reference.reference_losses import ReferenceLoss
-from hybrid.reference.reference_rows import WholeTable, initial_state, update_rows
-from hybrid.reference.reference_schedule import learning_rate_factors
+from hybrid.reference.reference_rows import initial_state, update_rows
 
 
 class _StepRows(NamedTuple):
@@ -46,7 +48,7 @@ class Reference:
         rows: initial rows by table; copied.
         net: the initial dense net of every trainer; copied.
         remote_net: the net between interaction and head, or None; copied.
-        total_steps: steps of the run, which its schedule may depend on.
+        total_steps: steps of the run, on which the schedule may depend.
 
     Attributes:
         tables: rows by table, with all updates.
@@ -57,7 +59,7 @@ class Reference:
         skipped_steps: steps that were not applied because a loss or gradient was not finite.
 
     Raises:
-        ConfigError: ``train.update`` is async, which is not equal to any order of steps in one process.
+        ConfigError: ``train.update`` is async, whose result depends on the timing of trainers.
     """
 
     def __init__(
@@ -75,17 +77,12 @@ class Reference:
         self._config = config
         self._specs = tables
         self._features = input_spec.sparse_features
-        self._table_of = {name: table.read_by(name) for table in tables for name in table.features}
+        self._table_of = {name: table.for_feature(name) for table in tables for name in table.features}
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
 
         self.tables = {table.name: rows[table.name].to(self._dtype, copy=True) for table in tables}
         self.table_states = {t.name: initial_state(t.optimizer, self.tables[t.name]) for t in tables}
-        self._whole = {
-            t.name: WholeTable(t.optimizer, self.tables[t.name], self.table_states[t.name])
-            for t in tables
-            if t.optimizer.all_rows
-        }
-        # The rows that a step reads: in pipelined mode, without the last update.
+        # The tables that a step reads; in pipelined mode, without the last update.
         self._visible = self.tables
         self._last_updated: dict[str, Tensor] = {}  # ids_U by table
         if config.train.update == "pipelined":
@@ -93,7 +90,7 @@ class Reference:
 
         self.nets = _nets(net, config.dense, config.cluster.trainers)
         self.remote_net = copy.deepcopy(remote_net)
-        # A module of modules lists each parameter once, also shared ones.
+        # ModuleList.parameters() has each parameter once, also shared parameters.
         self._dense = nn.ModuleList(self.nets)
         if self.remote_net is not None:
             self._dense.append(self.remote_net)
@@ -120,7 +117,7 @@ class Reference:
         self._dense.train()
         self.optimizer.zero_grad()
         outputs = [self._forward(t, batch, rows) for t, batch in enumerate(slices)]
-        loss = torch.stack(self._loss.parts(outputs, slices)).sum()
+        loss = torch.stack(self._loss.contributions(outputs, slices)).sum()
         loss.backward()
         self.see_all_updates()  # of earlier steps
         gradients = [leaf.grad for leaf in self._leaves(rows) if leaf.grad is not None]
@@ -133,7 +130,7 @@ class Reference:
         return loss.item()
 
     def see_all_updates(self) -> None:
-        """Let the next step read all updates so far, as the first step of an epoch does."""
+        """Make all updates visible to the next step, as for the first step of an epoch."""
         for name, ids_U in self._last_updated.items():
             self._visible[name][ids_U] = self.tables[name][ids_U]
 
@@ -146,7 +143,7 @@ class Reference:
 
     @property
     def parameter_names(self) -> tuple[list[str], list[str]]:
-        """The parameter names of a trainer's net and of the remote net, in the order of optimizers."""
+        """The parameter names of a trainer's net and of the remote net, in the order of the modules."""
         remote = self.remote_net or nn.Module()
         return [n for n, _ in self.nets[0].named_parameters()], [n for n, _ in remote.named_parameters()]
 
@@ -184,7 +181,7 @@ class Reference:
         return torch.autocast("cpu", torch.bfloat16, enabled=self._config.dense.autocast == "bfloat16")
 
     def _pool(self, sparse: SparseFeatures, feature: int, rows: Mapping[str, _StepRows]) -> Tensor:
-        """Return the vectors of one feature: one per sample, or those of a sequence."""
+        """Return the pooled vector of one feature for each sample, or the vectors of its sequence."""
         spec = self._features[feature]
         table = self._table_of[spec.name]
         ids_U, rows_UD = rows[table.name]
@@ -207,16 +204,12 @@ class Reference:
         self, index_L: Tensor, offsets: Tensor, weights_L: Tensor | None, rows_UD: Tensor, length: int
     ) -> Tensor:
         """Return the vectors of each sample's ids, padded to ``length``, and the number of ids."""
-        padding = len(rows_UD)
-        index_BN = torch.full((len(offsets) - 1, length), padding)
-        weights_BN = torch.ones(index_BN.shape, dtype=self._dtype)
-        for b, (start, stop) in enumerate(pairwise(offsets.tolist())):
-            index_BN[b, : stop - start] = index_L[start:stop]
-            if weights_L is not None:
-                weights_BN[b, : stop - start] = weights_L[start:stop].to(self._dtype)
-        rows_VD = torch.cat([rows_UD, rows_UD.new_zeros(1, rows_UD.size(1))])
-        vectors_BND = F.embedding(index_BN, rows_VD, padding_idx=padding) * weights_BN.unsqueeze(2)
-        lengths_B1 = (index_BN != padding).sum(dim=1, keepdim=True).to(self._dtype)
+        vectors_LD = F.embedding(index_L, rows_UD)
+        if weights_L is not None:
+            vectors_LD = vectors_LD * weights_L.to(self._dtype).unsqueeze(1)
+        vectors_BND, _ = pad_histories(vectors_LD, offsets)
+        vectors_BND = F.pad(vectors_BND, (0, 0, 0, length - vectors_BND.size(1)))
+        lengths_B1 = offsets.diff().unsqueeze(1).to(self._dtype)
         return torch.cat([vectors_BND.flatten(1), lengths_B1], dim=1)
 
     def _leaves(self, rows: Mapping[str, _StepRows]) -> list[Tensor]:
@@ -235,16 +228,12 @@ class Reference:
             assert rows_UD.grad is not None, "every table has a feature that reads it"
             rate = spec.optimizer.learning_rate * factor
             table_RD, state = self.tables[spec.name], self.table_states[spec.name]
-            if spec.name in self._whole:
-                self._whole[spec.name].step(rate, ids_U, rows_UD.grad)
-                ids_U = torch.arange(len(table_RD))
-            else:
-                update_rows(spec.optimizer, rate, table_RD, state, ids_U, rows_UD.grad)
-            self._last_updated[spec.name] = ids_U
+            update_rows(spec.optimizer, rate, table_RD, state, ids_U, rows_UD.grad)
+            self._last_updated[spec.name] = torch.arange(len(table_RD)) if spec.optimizer.all_rows else ids_U
 
 
 def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the ids of one feature, the offsets of its bags (B + 1), and weights, None if all are 1."""
+    """Return the ids of one feature, the offsets of bags (B + 1), and the weights; None if all are 1."""
     size = sparse.batch_size
     offsets = sparse.offsets
     if offsets is None:
@@ -259,14 +248,14 @@ def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor 
 
 def _nets(net: DenseNet, section: DenseSection, trainers: int) -> list[DenseNet]:
     """Return a net per trainer; they share the modules that DDP or tensor parallelism keeps equal."""
-    together = section.trainers_per_net
+    trainers_per_net = section.trainers_per_net
     if section.ddp == "outside":
         return [copy.deepcopy(net)] * trainers
-    nets = [copy.deepcopy(net) for _ in range(trainers // together)]
+    nets = [copy.deepcopy(net) for _ in range(trainers // trainers_per_net)]
     if section.ddp == "inside":
         for other in nets[1:]:
             other.head = nets[0].head
-    return [nets[trainer // together] for trainer in range(trainers)]
+    return [nets[trainer // trainers_per_net] for trainer in range(trainers)]
 
 
 def _dense_optimizer(
@@ -275,19 +264,74 @@ def _dense_optimizer(
     """Create one optimizer for all nets, with a parameter group for each parameter."""
     dense, groups = config.dense, list(config.dense_groups.values())
     prefixed = [("", net) for net in nets] + ([] if remote_net is None else [("remote.", remote_net)])
-    found: dict[nn.Parameter, dict[str, Any]] = {}
+    group_of: dict[nn.Parameter, dict[str, Any]] = {}
     for prefix, net in prefixed:
         for name, parameter in net.named_parameters():
-            own: dict[str, Any] = {"params": [parameter]}
+            options: dict[str, Any] = {"params": [parameter]}
             for group in groups:
                 if any(fnmatchcase(prefix + name, pattern) for pattern in group.parameters):
-                    own |= _options(group.optimizer_options)
-            found[parameter] = own
+                    options |= _options(group.optimizer_options)
+            group_of[parameter] = options
     optimizer_class: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, dense.optimizer_name)
-    options = _options(dense.optimizer_options)
-    return optimizer_class(list(found.values()), lr=dense.learning_rate, **options)
+    arguments = _options(dense.optimizer_options)
+    return optimizer_class(list(group_of.values()), lr=dense.learning_rate, **arguments)
 
 
 def _options(texts: Sequence[str]) -> dict[str, Any]:
     options = tomllib.loads("\n".join(texts))
     return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+
+
+def learning_rate_factors(section: ScheduleSection, total_steps: int) -> Iterator[float]:
+    """Yield the factor of the learning rates in each step, without end.
+
+    The rate rises in the first ``warmup_steps`` and then follows ``kind``. After the last step of the
+    schedule, the rate is constant.
+    """
+    rising = lr_scheduler.LinearLR(
+        _unit_rate(), section.call["initial_factor"], total_iters=section.warmup_steps
+    )
+    return chain(islice(_rates(rising), section.warmup_steps), _falling_factors(section, total_steps))
+
+
+def _falling_factors(section: ScheduleSection, total_steps: int) -> Iterator[float]:
+    # A run may end before its warm-up does.
+    steps = max(1, (section.steps or total_steps) - section.warmup_steps)
+    call = section.call
+    final = call.arguments.get("final_factor", 0.0)
+    match call.name:
+        case "step":
+            return _rates(lr_scheduler.StepLR(_unit_rate(), call["decay_every"], call["decay_factor"]))
+        case "cosine":
+            return _rates(lr_scheduler.CosineAnnealingLR(_unit_rate(), steps, eta_min=final), steps)
+        case "polynomial":
+            falling = _rates(lr_scheduler.PolynomialLR(_unit_rate(), steps, call["power"]), steps)
+            return (final + (1 - final) * factor for factor in falling)
+        case "one_cycle" if call["peak_fraction"] * steps == 1:
+            # With the peak in the first step, torch would divide by zero.
+            return _rates(lr_scheduler.CosineAnnealingLR(_unit_rate(), steps - 1, eta_min=final), steps - 1)
+        case "one_cycle":
+            cycle = lr_scheduler.OneCycleLR(
+                _unit_rate(),
+                max_lr=1.0,
+                total_steps=steps,
+                pct_start=call["peak_fraction"],
+                div_factor=1 / call["initial_factor"],
+                final_div_factor=call["initial_factor"] / final if final else math.inf,
+                cycle_momentum=False,
+            )
+            return _rates(cycle, steps - 1)
+    return repeat(1.0)
+
+
+def _unit_rate() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(())], lr=1.0)
+
+
+def _rates(scheduler: lr_scheduler.LRScheduler, last_step: float = math.inf) -> Iterator[float]:
+    """Yield the rate of each step, constant after ``last_step``, where torch's formulas would reverse."""
+    for step in count():
+        yield float(scheduler.get_last_lr()[0])
+        if step < last_step:
+            scheduler.optimizer.step()  # torch warns if the scheduler steps before the optimizer
+            scheduler.step()

@@ -1,13 +1,12 @@
 """Close torch's listening sockets once all roles are connected.
 
-The sockets on which torch listens, for RPC and for process groups, authenticate nobody. A peer without the
-secret could have a built-in operator run that reads a file, or send a length that exhausts the memory. Roles
-connect to each other only at the start. So these sockets are closed then, and so is every accepted connection
-whose other end is no member of the group.
+Torch listens for RPC and for process groups without authentication. A peer without the secret could run a
+built-in operator that reads a file, or send a length that exhausts the memory. Roles connect to each other
+only at the start. After that, these sockets are closed, and so are accepted connections from processes
+outside the group.
 
-Torch would listen in vain on a closed socket for as long as it lives. So the number of the descriptor is
-given to an eventfd that is never ready: torch keeps a descriptor that it may wait for and close. This takes
-no privilege.
+Torch continues to use the numbers of these descriptors, to wait for connections and to close the sockets. So
+each number is redirected (``dup2``) to an eventfd that is never ready, which needs no privilege.
 """
 
 import json
@@ -23,21 +22,21 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
-# The two ends of a connection, the local one first: addresses with their ports.
+# Address and port of the two ends of a connection, the local one first.
 _Ends: TypeAlias = tuple[str, str]
-_CREDENTIALS = struct.Struct("iII")  # of unix(7): pid, uid, gid
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid; see unix(7)
 _MAPPED = "::ffff:"  # prefix of an IPv4 address in IPv6
 
 
 @contextmanager
 def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
-    """At the end of a ``with`` block, close the sockets on which this process started to listen meanwhile.
+    """At the end of a ``with`` block, close the sockets on which this process started to listen in the block.
 
-    Connections of members stay. Every member of the group leaves such a block after all are connected.
+    Connections between members stay open. All members of the group must be connected at the end of the block.
 
     Args:
-        store: shared by the group alone; each of its keys is used once.
-        rank, world_size: of this process in the group.
+        store: a store that only this group uses; each of its keys is used once.
+        rank, world_size: rank of this process in the group, and size of the group.
     """
     with _sockets() as before:
         known = {inode for inode, each in before.items() if _is_listening(each)}
@@ -46,19 +45,19 @@ def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iter
         listeners = {inode: each for inode, each in now.items() if inode not in known and _is_listening(each)}
         addresses = {_local_address(each) for each in listeners.values()}
         own = [ends for each in now.values() if (ends := _ends(each))]
-    # Torch holds their descriptors, which stay valid, and are never ready.
-    waiting = _waiting()
+    # The descriptors that torch has stay valid, and are never ready.
+    registrations = _epoll_registrations()
     for number in list(_descriptors()):
         with suppress(OSError):  # closed meanwhile
             if os.fstat(number).st_ino in listeners:
-                _replace(number, waiting[number])
+                _replace_by_eventfd(number, registrations[number])
     store.set(f"connections/{rank}", json.dumps(own))
     members = {
         (there, here)
         for each in range(world_size)
         for here, there in json.loads(store.get(f"connections/{each}"))
     }
-    # Listed again: a connection that was being accepted when its listener closed is there by now.
+    # List the sockets again: a connection may have been accepted while its listener was closed.
     with _sockets() as now:
         for each in now.values():
             if _is_listening(each) or _local_address(each) not in addresses:
@@ -70,7 +69,7 @@ def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iter
 
 
 def is_same_user(each: socket.socket) -> bool:
-    """Whether a process of the same user is at the other end of a connection of AF_UNIX."""
+    """Whether the process at the other end of a Unix socket belongs to the same user."""
     credentials = each.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.geteuid())
@@ -78,17 +77,17 @@ def is_same_user(each: socket.socket) -> bool:
 
 @contextmanager
 def _sockets() -> Iterator[dict[int, socket.socket]]:
-    """Duplicates of this process's sockets, by inode; their owners may close the originals meanwhile."""
-    found = {}
+    """Duplicates of this process's sockets, by inode; other threads may close the originals."""
+    duplicates = {}
     with ExitStack() as stack:
         for number in _descriptors():
             try:
                 status = os.fstat(number)
-                if stat.S_ISSOCK(status.st_mode) and status.st_ino not in found:
-                    found[status.st_ino] = stack.enter_context(socket.socket(fileno=os.dup(number)))
+                if stat.S_ISSOCK(status.st_mode) and status.st_ino not in duplicates:
+                    duplicates[status.st_ino] = stack.enter_context(socket.socket(fileno=os.dup(number)))
             except OSError:  # closed meanwhile
                 continue
-        yield found
+        yield duplicates
 
 
 def _descriptors() -> Iterator[int]:
@@ -100,7 +99,7 @@ def _is_listening(each: socket.socket) -> bool:
 
 
 def _local_address(each: socket.socket) -> int | str | bytes:
-    """The port or name that a listener shares with the connections that it has accepted."""
+    """Return the port or name that a listener shares with its accepted connections."""
     address: tuple[str, int] | str | bytes = each.getsockname()
     return address[1] if isinstance(address, tuple) else address
 
@@ -119,21 +118,21 @@ def _ends(each: socket.socket) -> _Ends | None:
     return here, there
 
 
-def _replace(number: int, waiting: Iterable[tuple[int, int]]) -> None:
-    silent = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+def _replace_by_eventfd(number: int, registrations: Iterable[tuple[int, int]]) -> None:
+    eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     try:
-        os.dup2(silent, number, inheritable=False)
+        os.dup2(eventfd, number, inheritable=False)
     finally:
-        os.close(silent)
-    # Register the successor with the epoll instances of the socket: torch unregisters it later.
-    for poll, events in waiting:
+        os.close(eventfd)
+    # Register the eventfd with the epoll instances of the socket, from which torch removes it later.
+    for poll, events in registrations:
         with select.epoll.fromfd(os.dup(poll)) as epoll:
             epoll.register(number, events)
 
 
-def _waiting() -> dict[int, list[tuple[int, int]]]:
-    """Return, by descriptor, the epoll instances that wait for it and their events; see proc(5)."""
-    found = defaultdict(list)
+def _epoll_registrations() -> dict[int, list[tuple[int, int]]]:
+    """Return, for each descriptor, the epoll instances that wait for it, and the events; see proc(5)."""
+    registrations = defaultdict(list)
     for number in _descriptors():
         with suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{number}") != "anon_inode:[eventpoll]":
@@ -141,5 +140,5 @@ def _waiting() -> dict[int, list[tuple[int, int]]]:
             with open(f"/proc/self/fdinfo/{number}") as lines:
                 for words in map(str.split, lines):
                     if words[0] == "tfd:":
-                        found[int(words[1])].append((number, int(words[3], 16)))
-    return found
+                        registrations[int(words[1])].append((number, int(words[3], 16)))
+    return registrations

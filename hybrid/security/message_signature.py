@@ -1,19 +1,22 @@
-"""Signatures of RPC payloads: a role of this run sent it, to this process, and only once.
+"""Signatures of RPC payloads, which prove that a role of this run sent a payload to this process, once.
 
-A payload is the bytes of a pickle, with tensors beside it. The pickle is encrypted, and sent as::
+A payload is a pickle, and the tensors that the pickle refers to by index. The pickle is encrypted and sent
+as::
 
     header           sender (16 bytes), kind (1), number (8)
     tags             16 bytes for each segment of the tensors but the first
     sealed pickle    as long as the pickle, and a tag of 16 bytes
 
-AES-256-GCM (NIST SP 800-38D) seals it, with the bytes of the first tensor as additional data: one call for a
-message with one tensor, since a call costs more than many bytes do. Every further segment has a tag of its
-own (GMAC); a segment is a tensor, or a part of one that is larger than the library accepts at once. Tensors
-are signed in place. Their dtypes and shapes are in the pickle; a tensor on a GPU is signed by these alone.
+AES-256-GCM (NIST SP 800-38D) encrypts the pickle, with the bytes of the first segment as additional data. So
+a message with one tensor takes one call of the library, whose overhead exceeds the cost of many bytes. Every
+further segment has a tag of its own (GMAC). A segment is a tensor, or a chunk of a tensor that exceeds the
+library's limit. Tensors are signed in place. Their dtypes and shapes are in the pickle. The bytes of tensors
+on a GPU are not signed.
 
 GCM must never use a nonce twice with one key. So a key belongs to one sender (a random number of a process),
-one kind and one receiver. A nonce is the number of the message and an index: from 1 for tags, and for the
-pickle the number of segments with the highest bit set. So the tag of a tensor can never pass for a pickle.
+one kind and one receiver. A nonce consists of the number of the message and an index. The indices of tags
+start at 1. The index of the pickle is the number of segments, with the highest bit set. So the tag of a
+tensor is never valid as an encrypted pickle.
 """
 
 import ctypes
@@ -38,8 +41,8 @@ _HEADER_BYTES = _START_BYTES + _NUMBER_BYTES
 LARGEST_SEGMENT = 1 << 30  # the library accepts less than 2 GiB at once
 _READ_ONLY, _WRITABLE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 _PICKLE_INDEX = 1 << 31
-# Messages overtake each other between threads and connections, by as many as a sender sends to all receivers
-# within the timeout of a call. Bits of numbers that do not come take address space, not memory.
+# Messages can arrive out of order, by as many as a sender sends to all receivers within the timeout of a
+# call. Pages of the ring that are never written take address space, not memory.
 _WINDOW_BYTES = 1 << 17
 
 UNSIGNED = "it is not signed for this process by a role of this run"
@@ -50,12 +53,12 @@ _view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 class PayloadKind(IntEnum):
-    """The kinds of payloads; a kind says who the receiver is."""
+    """The kinds of payloads. The kind determines what identifies the receiver."""
 
-    CALL = 1  # the role of a name
-    GATHER = 2  # every role: torch's own messages at start and end
-    RESPONSE = 3  # the process of a sender number
-    ERROR = 4  # the process of a sender number
+    CALL = 1  # the RPC name of a role
+    GATHER = 2  # nothing: torch's messages at start and end, which all roles receive
+    RESPONSE = 3  # the sender number of a process
+    ERROR = 4  # the sender number of a process
 
 
 class ReplayWindow:
@@ -73,7 +76,7 @@ class ReplayWindow:
         self._lock = threading.Lock()
 
     def accept(self, number: int) -> bool:
-        """Record ``number``; False if it was recorded before, or may have been."""
+        """Record ``number``; return False if it was recorded before, or is too old to tell."""
         size = len(self._bits)
         byte, bit = number >> 3, 1 << (number & 7)
         with self._lock:
@@ -97,8 +100,8 @@ class Signatures:
     """Signs what this process sends, and verifies what it receives.
 
     Args:
-        secret: the cluster's.
-        run_id: random, and new at each start of the cluster. A signature is valid within one start only.
+        secret: the cluster's secret.
+        run_id: random bytes, new at each start of the cluster. A signature is valid within one start only.
         name: RPC name of this process.
 
     Attributes:
@@ -112,15 +115,15 @@ class Signatures:
         self._name = name.encode()
         self._numbers = itertools.count()
         self._sending: dict[tuple[PayloadKind, bytes], AESGCM] = {}
-        # By the start of a header. Only a verified payload adds an entry, so there are few.
+        # By sender and kind, as in a header. Only verified payloads add entries, so there are few.
         self._receiving: dict[bytes, tuple[AESGCM, ReplayWindow]] = {}
 
     def sign(self, kind: PayloadKind, receiver: bytes, pickled: bytes, tensors: Sequence[Tensor]) -> bytes:
         """Return the payload of a pickle.
 
         Args:
-            receiver: a name, a sender number, or nothing; see :class:`PayloadKind`.
-            tensors: beside the pickle, each contiguous.
+            receiver: an RPC name, a sender number, or nothing; see :class:`PayloadKind`.
+            tensors: contiguous tensors that the pickle refers to.
         """
         start = self.sender + bytes([kind])
         if (key := self._sending.get((kind, receiver))) is None:
@@ -136,10 +139,10 @@ class Signatures:
         """Return kind, sender and pickle of a payload.
 
         Raises:
-            RejectedMessage: no role of this run signed it for this process, somebody changed it, or it came
-                before.
+            RejectedMessage: no role of this run signed the payload for this process, or it was changed or
+                received before.
         """
-        # Nobody signs what is not contiguous, and it must not be read as if it were.
+        # Senders sign contiguous tensors only. Other tensors must not be read as one range of memory.
         if not all(map(is_contiguous, tensors)):
             raise RejectedMessage(UNSIGNED)
         start, number = payload[:_START_BYTES], payload[_START_BYTES:_HEADER_BYTES]
@@ -161,11 +164,11 @@ class Signatures:
             raise RejectedMessage(UNSIGNED) from error
         _, window = self._receiving.setdefault(start, known)
         if not window.accept(int.from_bytes(number, "little")):
-            raise RejectedMessage("it has come before")
+            raise RejectedMessage("it was received before")
         return kind, start[:_ID_BYTES], pickled
 
     def _key(self, start: bytes, receiver: bytes) -> AESGCM:
-        """Return the key of one sender and kind, which start a header, and one receiver."""
+        """Return the key of a sender and kind, the start of a header, and a receiver."""
         return AESGCM(self._secret.key("call", self._run_id + start + receiver))
 
 
@@ -174,19 +177,19 @@ def _nonce(number: bytes, index: int) -> bytes:
 
 
 def _segments(tensors: Sequence[Tensor]) -> list[memoryview | bytes]:
-    """The bytes of tensors, in place; one segment for each tensor that is not huge."""
+    """Return views of the bytes of tensors; one segment for each tensor that is not huge."""
     return [segment for tensor in tensors for segment in memory_of(tensor) or (b"",)]
 
 
 def is_contiguous(tensor: Tensor) -> bool:
-    """Whether shape, dtype and one contiguous range of bytes are all of a tensor."""
+    """Whether shape, dtype and one contiguous range of bytes describe a tensor completely."""
     return not tensor.is_nested and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def memory_of(tensor: Tensor, to_write: bool = False) -> list[memoryview]:
-    """Return views of the bytes of a contiguous tensor, in segments that can be sealed.
+    """Return views of the bytes of a contiguous tensor, in segments that the library accepts.
 
-    The list is empty if the tensor is, or lies on a GPU. The caller keeps the tensor.
+    The list is empty if the tensor is empty or on a GPU. The caller must keep the tensor alive.
     """
     if not tensor.is_cpu or not (num_bytes := tensor.nbytes):
         return []

@@ -1,8 +1,8 @@
-"""RPC payloads with signatures.
+"""A pickler for RPC that signs payloads.
 
-Torch pickles every call and response with one object, which it keeps in two places (:func:`install`).
-Built-in operators, TorchScript functions, reference counts and gradients of distributed autograd do not pass
-here.
+Torch pickles every call and response with one object, which it keeps in two variables (:func:`install`).
+Messages for built-in operators, TorchScript functions, reference counts and gradients of distributed autograd
+bypass this object, so they are not signed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import copyreg
 import io
 import pickle
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -33,22 +32,19 @@ from hybrid.security.rejected_messages import (
     describe_exception,
     describe_rejection,
 )
-from hybrid.user_code.function_names import qualified_name
+from hybrid.user_code.user_modules import qualified_name
 
-# Torch's own messages when RPC starts and stops, the same for all processes.
+# Torch calls these when RPC starts and stops, with the same content for all processes.
 _GATHER = (api._gather_to_leader, api._broadcast_to_followers)
-# Its result stays on the process that runs it.
+# The result of this function stays on the process that runs it, so no response is signed.
 _CREATE_MODULE = remote_module._create_module
-# The exceptions whose types torch keeps.
-_KEPT = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)}
-
-_TORCHS_OWN = internal._internal_rpc_pickler
+_DEFAULT_PICKLER = internal._internal_rpc_pickler
 
 _thread = threading.local()
 
 
-class addressed_to:  # a generator would cost twice as much
-    """While it is entered, calls of this thread are signed for the role of this RPC name."""
+class addressed_to:  # contextlib.contextmanager would cost twice as much
+    """A context in which RPC calls of this thread are signed for the role with the given RPC name."""
 
     __slots__ = ("_name",)
 
@@ -69,25 +65,26 @@ class _Response(NamedTuple):
     value: Any
 
 
-class _Raised(internal.RemoteException):
-    """An exception that a call raised, in torch's form, for the caller of this sender number.
+class _RaisedError(internal.RemoteException):
+    """An exception that a call raised, in torch's format, for the caller with the given sender number.
 
-    It is also a call that raises it: torch does not report whether it loads a call or a response.
+    Torch does not report whether it loads a call or a response. So this object can also be used as a call,
+    which responds with this exception.
     """
 
-    # Torch recognizes by this name the exception that an asynchronous function raised at once.
+    # By this name, torch recognizes an exception that an asynchronous function raised at once.
     __module__ = internal.RemoteException.__module__
     __qualname__ = internal.RemoteException.__qualname__
     receiver: bytes | None = None  # None for an unauthenticated peer
     args = ()
     kwargs: Mapping[str, Any] = MappingProxyType({})
 
-    def func(self) -> _Raised:
+    def func(self) -> _RaisedError:  # torch calls this if it loads the object as a call
         return self
 
 
-class _Served:
-    """A function that was called by RPC; its result is signed for the caller."""
+class _CalledFunction:
+    """A function called by RPC; its result is signed for the caller."""
 
     __slots__ = ("_caller", "_function")
 
@@ -100,32 +97,31 @@ class _Served:
             with serve_caller(self):
                 result = self._function(*args, **keywords)
         except Exception as error:  # reported to the caller
-            kind = next((kept for kept in _KEPT.values() if isinstance(error, kept)), RuntimeError)
-            return _raised(f"{error!r}\n{traceback.format_exc()}", kind, self._caller)
+            return self.wrap_exception(error)
         return result if isinstance(result, DeferredResponse) else self.wrap_result(result)
 
     def wrap_result(self, value: Any) -> _Response:
         """See :class:`Caller`."""
         return _Response(self._caller, value)
 
-    def wrap_exception(self, error: Exception) -> _Raised:
+    def wrap_exception(self, error: Exception) -> _RaisedError:
         """See :class:`Caller`."""
-        return _raised(describe_exception(error), RuntimeError, self._caller)
+        return _raised_error(describe_exception(error), self._caller)
 
 
-def _raised(message: str, kind: type[Exception], receiver: bytes | None) -> _Raised:
-    # The receiving torch unescapes it.
-    raised = _Raised(message.encode("unicode_escape").decode(), kind)
+def _raised_error(message: str, receiver: bytes | None) -> _RaisedError:
+    # Torch unescapes the text on the receiver.
+    raised = _RaisedError(message.encode("unicode_escape").decode(), RuntimeError)
     raised.receiver = receiver
     return raised
 
 
 class SignedPickler(internal._InternalRPCPickler):
-    """Creates signed payloads, and loads only such.
+    """Creates signed payloads, and loads only signed payloads.
 
     Args:
-        calls: the functions that may be called.
-        rejections: records what is rejected. The caller, if it is a role of the run, gets an error.
+        calls: the functions that other roles may call.
+        rejections: the log of rejected messages. A caller that is a role of the run also gets an error.
     """
 
     def __init__(
@@ -138,15 +134,15 @@ class SignedPickler(internal._InternalRPCPickler):
         self._calls = {qualified_name(function): function for function in functions}
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
-        """Return the payload of a call or a response, and the tensors beside it.
+        """Return the payload of a call or a response, and its tensors.
 
         Raises:
-            ClusterError: ``obj`` is neither.
+            ClusterError: ``obj`` is neither, or calls a function that is not allowed.
         """
         if isinstance(obj, internal.PythonUDF):
             name = qualified_name(obj.func)
             if name not in self._calls:
-                raise ClusterError(f"{name} cannot be called by RPC; hybrid.transport has what can")
+                raise ClusterError(f"{name} cannot be called by RPC; use the functions of hybrid.transport")
             content = name, obj.args, obj.kwargs
             if obj.func in _GATHER:
                 return self._sign(PayloadKind.GATHER, b"", content)
@@ -157,16 +153,16 @@ class SignedPickler(internal._InternalRPCPickler):
         if isinstance(obj, _Response):
             return self._sign(PayloadKind.RESPONSE, obj.receiver, obj.value)
         if isinstance(obj, internal.RemoteException):
-            if not isinstance(obj, _Raised) or obj.receiver is None:
+            if not isinstance(obj, _RaisedError) or obj.receiver is None:
                 return b"", []  # an unauthenticated peer learns nothing
-            return self._sign(PayloadKind.ERROR, obj.receiver, (obj.msg, obj.exception_type.__name__))
+            return self._sign(PayloadKind.ERROR, obj.receiver, obj.msg)
         raise ClusterError(f"{type(obj).__name__} is no response to a call of hybrid.transport")
 
     def _sign(self, kind: PayloadKind, receiver: bytes, content: Any) -> tuple[bytes, list[Tensor]]:
         tensors: list[Tensor] = []
 
         def reduce_tensor(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-            # Contiguous, as it is signed; within an autograd context the copy is part of the graph.
+            # Only contiguous tensors are signed. In an autograd context, the copy is part of the graph.
             tensors.append(tensor if is_contiguous(tensor) else tensor.contiguous())
             return received_tensor, (len(tensors) - 1, tensor.dtype, tuple(tensor.shape))
 
@@ -186,35 +182,34 @@ class SignedPickler(internal._InternalRPCPickler):
         try:
             kind, sender, pickled = self._signatures.verify(binary_data, tensor_table)
             return self._load(kind, sender, pickled, tensor_table)
-        except ClusterError:  # an interrupt can arrive anywhere in the main thread
+        except ClusterError:  # an interrupt, which can arrive anywhere in the main thread
             raise
         except Exception as error:  # unpickling can raise anything, out of memory included
             is_rejected = isinstance(error, RejectedMessage)
             reason = str(error) if is_rejected else f"it holds no call or response ({type(error).__name__})"
             self.rejections.add(reason)
-            return _raised(describe_rejection(reason), RuntimeError, sender)
+            return _raised_error(describe_rejection(reason), sender)
 
     def _load(self, kind: PayloadKind, sender: bytes, pickled: bytes, tensors: Sequence[Tensor]) -> Any:
         outer, _thread.tensors = getattr(_thread, "tensors", None), tensors
         try:
-            content = pickle.loads(pickled)  # of a role of this run
+            content = pickle.loads(pickled)  # signed by a role of this run
         finally:
             _thread.tensors = outer
         if kind is PayloadKind.RESPONSE:
             return content
         if kind is PayloadKind.ERROR:
-            message, name = content
-            return internal.RemoteException(message, _KEPT[name])
+            return internal.RemoteException(content, RuntimeError)
         name, args, keywords = content
         function = self._calls[name]
         if (function in _GATHER) != (kind is PayloadKind.GATHER):
             raise RejectedMessage(f"{name} cannot be signed for all roles")
-        served = function if function is _CREATE_MODULE else _Served(function, sender)
+        served = function if function is _CREATE_MODULE else _CalledFunction(function, sender)
         return internal.PythonUDF(served, args, keywords)
 
 
 def received_tensor(index: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor that came beside the pickle that names this function."""
+    """Return a tensor of the payload; called by the payload's pickle."""
     tensor: Tensor = _thread.tensors[index]
     if tensor.dtype != dtype or tensor.shape != shape:
         raise RejectedMessage(UNSIGNED)
@@ -222,19 +217,19 @@ def received_tensor(index: int, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 
 
 def received_reference(fork: tuple[Any, ...]) -> rpc.PyRRef[Any]:
-    """Return a reference to an object of another process, within the pickle that names this function."""
+    """Return a reference to a remote object; called by the payload's pickle."""
     return rpc.PyRRef._deserialize(fork)
 
 
 def install(pickler: internal._InternalRPCPickler | None) -> None:
-    """Make torch pickle with ``pickler``, or with its own for None."""
-    # The first place is for what comes in and for responses, from C++; the second is for calls.
-    internal._internal_rpc_pickler = api._default_pickler = pickler or _TORCHS_OWN
+    """Make torch use ``pickler``, or its default pickler for None."""
+    # C++ uses the first variable for received messages and responses. Calls use the second.
+    internal._internal_rpc_pickler = api._default_pickler = pickler or _DEFAULT_PICKLER
 
 
 @contextmanager
-def plain_collectives() -> Iterator[None]:
-    """While torch joins an RPC group, reject classes in what it unpickles, which nobody signs."""
+def reject_pickled_classes() -> Iterator[None]:
+    """Reject classes in the unsigned pickles that torch loads while it joins an RPC group."""
     before = distributed_c10d._unpickler
     distributed_c10d._unpickler = PlainUnpickler
     try:

@@ -1,28 +1,33 @@
-"""The update barrier of a worker, between the steps of all trainers.
+"""The update barrier of a worker between the steps of all trainers, and the base class of hosted modules.
 
-Synchronous::
+In ``sync`` mode::
 
     trainer 0   lookup(step 7) ── backward: gradients of step 7 ──┐            ┌─ lookup(step 8) runs
     trainer 1   lookup(step 7) ───── backward: gradients ─────────┤            ├─ lookup(step 8) runs
     worker                                          all arrived: one update ────┘
 
-A lookup states how many updates it must see; until then it waits as a future, without a thread. The
-``ledger`` decides what an update waits for, in this mode and the others.
+A lookup states how many updates it must see. Until these are applied, it waits as a future, without a thread.
+The ``ledger`` decides what an update waits for, in each mode.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from torch import Tensor, nn
+
+from hybrid.checkpoint.checkpoint_folders import Files
+from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import DeferredResponse
-from hybrid.primitives.step_timings import Flow, OpenSpan, StepClock
+from hybrid.primitives.step_timings import OpenSpan, Span, StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import Staleness, UpdateRules
 from hybrid.server.ledger import Contribution, Ledger
+from hybrid.storage.remote_path import StoragePath
 
 Result = TypeVar("Result")
 
@@ -32,9 +37,13 @@ _MAX_LOOKUP_THREADS = 4
 class Update(Protocol):
     """The merged gradients of one update."""
 
-    def squared_norm(self) -> float: ...
+    def squared_norm(self) -> float:
+        """Return the squared norm of all gradients."""
+        ...
 
-    def apply(self, scale: float) -> None: ...
+    def apply(self, scale: float) -> None:
+        """Apply the gradients times ``scale``."""
+        ...
 
 
 class _PendingLookup(NamedTuple):
@@ -48,10 +57,10 @@ class UpdateBarrier(Generic[Contribution]):
     """Collects the contributions of all trainers to a step, applies them as one update, and runs lookups.
 
     Args:
-        rules: which trainers contribute, and when a step is complete.
-        merge: merges the contributions to a step, which come in the order of trainers and parts. The result
-            is applied in the same thread, or dropped if the trainers decide so.
-        clock: records pending lookups and updates.
+        rules: how gradients become updates.
+        merge: merges the contributions to a step, in the order of trainers and parts. The same thread applies
+            the result, or drops it if the trainers decide so.
+        clock: records the time of pending lookups and of updates.
     """
 
     def __init__(
@@ -65,7 +74,7 @@ class UpdateBarrier(Generic[Contribution]):
         self._merge = merge
         self._ledger = Ledger[Contribution](rules)
         self._waiting: list[_PendingLookup] = []
-        self._norm: tuple[int, float] | None = None  # step and norm of the last merged step
+        self._norm: tuple[int, float] | None = None  # the last merged step, and its squared norm
         self._norm_waiting: dict[int, list[DeferredResponse[float]]] = {}  # by step
         self._decisions: dict[int, float | None] = {}
         self._staleness = Staleness()
@@ -81,9 +90,7 @@ class UpdateBarrier(Generic[Contribution]):
         """Number of updates applied; a skipped step counts as one."""
         return self._ledger.version
 
-    def run_when_ready(
-        self, ticket: Ticket, work: Callable[[], Result], flow: Flow | None = None
-    ) -> DeferredResponse[Result]:
+    def run_when_ready(self, ticket: Ticket, work: Callable[[], Result]) -> DeferredResponse[Result]:
         """Run ``work`` as soon as the updates that the ticket requires are applied."""
         future: DeferredResponse[Result] = DeferredResponse()
         with self._changed:
@@ -92,37 +99,41 @@ class UpdateBarrier(Generic[Contribution]):
                 return future
             if not self._ledger.is_ready(ticket):
                 is_timed = ticket.purpose is not Purpose.PREDICT
-                span = self._clock.begin("wait", ticket.step, flow=flow) if is_timed else None
+                span = self._clock.begin("wait", ticket.step) if is_timed else None
                 self._waiting.append(_PendingLookup(ticket, work, future, span))
                 return future
         self._run_lookup(ticket, work, future)
         return future
 
     def contribute(
-        self, ticket: Ticket, contribution: Contribution, read_at: int, *, updates_here: bool = False
+        self, ticket: Ticket, contribution: Contribution, read_at: int, *, should_update_here: bool = False
     ) -> None:
         """Add a trainer's gradients of a step. The update follows in the background.
 
         Args:
-            read_at: number of updates that the rows had seen when the gradients were computed.
-            updates_here: whether to apply an update that these gradients complete in this thread. Waking
-                another thread costs more than a small update, and the caller has to wait for it anyway.
+            read_at: number of updates in the rows from which the gradients were computed.
+            should_update_here: whether this thread applies the update if these gradients complete it. Waking
+                another thread costs more than a small update, and the caller must wait for it anyway.
 
         Raises:
-            ClusterError: the barrier has failed, or the trainer has already sent this part of the step or its
-                end.
+            ClusterError: the barrier has failed, the trainer has finished, or it has already sent these
+                gradients.
         """
         with self._changed:
             if self._failure is not None:
                 raise self._failure
             self._ledger.enter(ticket, contribution, read_at, time.monotonic())
-            taken = self._ledger.begin_update() if updates_here and not self._rules.decided else None
-            if taken is None:
+            update = (
+                self._ledger.begin_update()
+                if should_update_here and not self._rules.has_update_guard
+                else None
+            )
+            if update is None:
                 self._changed.notify_all()
-        if taken is not None:
-            self._run_update(*taken)
+        if update is not None:
+            self._run_update(*update)
 
-    def norm(self, step: int) -> DeferredResponse[float]:
+    def squared_norm(self, step: int) -> DeferredResponse[float]:
         """Return the squared norm of a step's merged gradients, once all of them have arrived."""
         future: DeferredResponse[float] = DeferredResponse()
         with self._changed:
@@ -136,7 +147,7 @@ class UpdateBarrier(Generic[Contribution]):
         return future
 
     def decide(self, step: int, scale: float | None) -> None:
-        """Set the factor of a step's gradients; None drops them."""
+        """Set the factor of a step's gradients, as the trainers have decided; None drops them."""
         with self._changed:
             self._decisions[step] = scale
             self._changed.notify_all()
@@ -147,13 +158,13 @@ class UpdateBarrier(Generic[Contribution]):
             self._ledger.expect(trainer, step, parts)
 
     def finish(self, trainer: int, step: int) -> None:
-        """Expect no gradients of ``trainer`` from ``step`` on."""
+        """Expect no gradients of a trainer from ``step`` on."""
         with self._changed:
             self._ledger.finish(trainer, step)
             self._changed.notify_all()
 
     def rejoin(self, trainer: int, step: int) -> None:
-        """Expect gradients of a finished trainer again, from ``step`` on; earlier steps may still run."""
+        """Expect gradients of a finished trainer again from ``step`` on. Earlier steps may still run."""
         with self._changed:
             self._ledger.rejoin(trainer, step)
 
@@ -168,10 +179,10 @@ class UpdateBarrier(Generic[Contribution]):
             ClusterError: an update is missing; see :meth:`drain`.
         """
         with self._changed:
-            if not self._await(lambda: self._ledger.version >= version, timeouts=2):
+            if not self._wait_until(lambda: self._ledger.version >= version, timeouts=2):
                 raise ClusterError(f"step {version}: updates before it are missing")
-            taken, self._staleness = self._staleness, Staleness()
-        return taken
+            staleness, self._staleness = self._staleness, Staleness()
+        return staleness
 
     def drain(self) -> None:
         """Wait until all contributions so far are applied.
@@ -180,12 +191,12 @@ class UpdateBarrier(Generic[Contribution]):
             ClusterError: the gradients of a trainer are missing after the timeout, or the barrier was closed.
         """
         with self._changed:
-            # Twice the timeout, so that the wait of the barrier fails first, with the reason.
-            if not self._await(lambda: self._ledger.is_idle, timeouts=2):
-                raise ClusterError("gradients are still waiting for their update")
+            # Twice the timeout: the barrier's own wait fails first, and its error has the reason.
+            if not self._wait_until(lambda: self._ledger.is_idle, timeouts=2):
+                raise ClusterError("gradients are not applied yet (cluster.timeout_seconds)")
 
     def restart(self, version: int) -> None:
-        """Continue from ``version`` updates, after a checkpoint is loaded; no call may be pending."""
+        """Continue after ``version`` updates, once a checkpoint is loaded. No call may be pending."""
         with self._changed:
             assert not self._waiting
             assert self._ledger.is_idle
@@ -200,20 +211,20 @@ class UpdateBarrier(Generic[Contribution]):
         self._updater.join(self._rules.timeout_seconds)
 
     def _run(self) -> None:
-        # The updater ends the readers after each lookup that an update has released.
+        # Leaving the context waits for all lookups that updates have released, and ends the readers.
         with self._readers:
             try:
                 while True:
-                    self._run_update(*self._next())
+                    self._run_update(*self._wait_for_update())
             except Exception as error:  # raised in every call, now and later
                 self._fail(error)
 
     def _run_update(self, step: int, contributions: list[Contribution]) -> None:
-        """Apply an update, and have the readers run the lookups that waited for it."""
+        """Apply an update, and submit the lookups that waited for it to the readers."""
         try:
             with self._clock.span("merge", step):
                 update = self._merge(step, contributions)
-            scale = self._decision(step, update) if self._rules.decided else 1.0
+            scale = self._decision(step, update) if self._rules.has_update_guard else 1.0
             if scale is not None:
                 with self._clock.span("apply", step):
                     update.apply(scale)
@@ -225,14 +236,14 @@ class UpdateBarrier(Generic[Contribution]):
             self._changed.notify_all()
             ready = [w for w in self._waiting if self._ledger.is_ready(w.ticket)]
             self._waiting = [w for w in self._waiting if not self._ledger.is_ready(w.ticket)]
-            # Under the lock: once no update is under way, the updater may shut the readers down.
+            # Under the lock: once no update is running, the updater may end the readers.
             for waiting in ready:
                 if waiting.span is not None:
                     waiting.span.close()
                 self._readers.submit(self._run_lookup, waiting.ticket, waiting.work, waiting.future)
 
     def _decision(self, step: int, update: Update) -> float | None:
-        """Publish the norm of a step, and wait for the decision of the trainers."""
+        """Return the squared norm of a step to the trainers, and wait for their decision."""
         norm = update.squared_norm()
         with self._changed:
             self._norm = (step, norm)
@@ -240,24 +251,24 @@ class UpdateBarrier(Generic[Contribution]):
         for future in futures:
             future.set_result(norm)
         with self._changed:
-            is_decided = self._await(lambda: step in self._decisions or self._closed)
+            is_decided = self._wait_until(lambda: step in self._decisions or self._closed)
             if not is_decided or self._closed:
-                raise ClusterError(f"step {step}: no decision of trainer 0 (cluster.timeout_seconds)")
+                raise ClusterError(f"step {step}: no decision from trainer 0 (cluster.timeout_seconds)")
             return self._decisions.pop(step)
 
-    def _next(self) -> tuple[int, list[Contribution]]:
-        """Wait for the contributions of the next update; ClusterError once closed."""
+    def _wait_for_update(self) -> tuple[int, list[Contribution]]:
+        """Wait for all contributions of the next update; ClusterError once closed."""
         with self._changed:
             while not (self._closed or self._failure):
-                if taken := self._ledger.begin_update():
-                    return taken
+                if update := self._ledger.begin_update():
+                    return update
                 self._changed.wait(self._ledger.seconds_left(time.monotonic()))
-            # An update that another thread applies still needs the readers.
-            self._await(lambda: not self._ledger.is_updating)
+            # Another thread may apply an update, which still needs the readers.
+            self._wait_until(lambda: not self._ledger.is_updating)
             raise ClusterError("the worker is stopping")
 
-    def _await(self, condition: Callable[[], bool], timeouts: int = 1) -> bool:
-        """Wait until a condition holds, and return whether it does; raise the failure of the barrier."""
+    def _wait_until(self, condition: Callable[[], bool], timeouts: int = 1) -> bool:
+        """Wait until a condition holds; return False after the timeout. Raise the failure of the barrier."""
         seconds = timeouts * self._rules.timeout_seconds
         is_over = self._changed.wait_for(lambda: self._failure or condition(), seconds)
         if self._failure is not None:
@@ -274,7 +285,7 @@ class UpdateBarrier(Generic[Contribution]):
             return
         if ticket.purpose is Purpose.PREFETCH:
             with self._changed:
-                self._ledger.serve(ticket)
+                self._ledger.record_lookup(ticket)
                 self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
@@ -285,3 +296,62 @@ class UpdateBarrier(Generic[Contribution]):
             norm_waiting, self._norm_waiting = self._norm_waiting, {}
         for future in chain((w.future for w in waiting), *norm_waiting.values()):
             future.set_exception(error)
+
+
+class HostedModule(nn.Module):
+    """Base of the modules that the master creates on a worker as a ``RemoteModule``.
+
+    Attributes:
+        barrier: update barrier between the steps of all trainers.
+        clock: records timings.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.barrier: UpdateBarrier[Any]
+        self.clock = StepClock()
+        self._checkpoint_tensors: Mapping[str, Mapping[str, Tensor]] = {}
+
+    @property
+    def version(self) -> int:
+        """Number of updates applied."""
+        return self.barrier.version
+
+    def record(self, steps: range) -> None:
+        """See :meth:`StepClock.record`."""
+        self.clock.record(steps)
+
+    def take_spans(self) -> list[Span]:
+        """Wait for running updates, and return their spans; see :meth:`StepClock.take_spans`."""
+        self.barrier.drain()
+        return self.clock.take_spans()
+
+    def begin_save(self, is_copied: bool) -> None:
+        """Wait for running updates, and keep the tensors of a checkpoint for :meth:`write`.
+
+        Args:
+            is_copied: whether to copy the tensors, so that training can continue before they are written.
+        """
+        self.barrier.drain()
+        self._checkpoint_tensors = {}  # free the tensors of a checkpoint that was not written
+        self._checkpoint_tensors = self._files(is_copied)
+
+    def write(self, folder: StoragePath) -> Files:
+        """Write the tensors from :meth:`begin_save` into a checkpoint folder, and free them."""
+        tensors_of_file, self._checkpoint_tensors = self._checkpoint_tensors, {}
+        files: Files = {}
+        for name, tensors in tensors_of_file.items():
+            files |= write_tensors(folder, name, tensors)
+        return files
+
+    def load(self, folder: StoragePath, step: int) -> None:
+        """Load the tensors of a checkpoint, and continue after ``step`` steps."""
+        raise NotImplementedError
+
+    def _files(self, is_copied: bool) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the tensors of each file of a checkpoint."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the background thread."""
+        self.barrier.close()

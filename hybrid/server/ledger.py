@@ -1,15 +1,14 @@
-"""The rules of the update barrier, without its threads: which gradients have arrived, which update is next.
+"""The state of the update barrier, without threads: which gradients have arrived, which update is next.
 
-``sync``: the gradients of a step are merged in the order of trainers, whatever order they arrive in, and are
-one update.
+``sync``: the gradients of a step become one update. Merging is in the order of trainers, not of arrival.
 
-``pipelined``: a trainer looks up step 8 with the gradients of step 6, so those rows lack the update of step
-7. That update waits until these lookups have run. Each lookup thus sees exactly the updates that it requires,
-and the result does not depend on timing.
+``pipelined``: a trainer looks up step 8 with the gradients of step 6. The rows must lack the update of step
+7, so that update waits until the lookups of step 8 of all trainers have run. Each lookup sees exactly the
+updates that it requires, and the result does not depend on timing.
 
-``async``: all gradients that have arrived are applied after the running update. The steps of each trainer
-stay in order, even if one message overtakes another. A lookup waits for the gradients of its own trainer
-only.
+``async``: once the running update ends, all gradients that have arrived become the next update. The steps of
+each trainer stay in order, even if messages arrive out of order. A lookup waits only for the gradients of its
+trainer.
 """
 
 import sys
@@ -24,24 +23,24 @@ from hybrid.protocol.update_rules import Staleness, UpdateMode, UpdateRules
 
 Contribution = TypeVar("Contribution")
 
-_NEVER = sys.maxsize  # a step that does not come
+_NEVER = sys.maxsize  # a step that no run reaches
 
 
 @dataclass(slots=True)
 class _Entry(Generic[Contribution]):
     """The gradients of one trainer for one step, by part."""
 
-    followed: bool
+    has_successor: bool
     arrived_at: float
-    read_at: int  # the smallest version of rows that a part has read
+    read_at: int  # smallest version of the rows that its parts have read
     parts: dict[int, Contribution] = field(default_factory=dict)
 
 
 class Ledger(Generic[Contribution]):
-    """The gradients of all trainers that have arrived, and those that are applied. Not thread-safe.
+    """The arrived and the applied gradients of all trainers. Not thread-safe.
 
-    A trainer takes part in all steps, except between a step in which it finishes and one in which it rejoins.
-    Its gradients are applied in the order of the steps.
+    A trainer takes part in all steps, except from the step in which it finishes until it rejoins. The
+    gradients of a trainer are applied in the order of steps.
 
     Attributes:
         version: number of updates applied.
@@ -52,9 +51,11 @@ class Ledger(Generic[Contribution]):
         self._rules = rules
         self._entries: dict[tuple[int, int], _Entry[Contribution]] = {}  # by step and trainer
         self._updating: dict[tuple[int, int], _Entry[Contribution]] = {}  # of the running update
-        self._parts: dict[tuple[int, int], int] = {}  # by step and trainer, if not as in the rules
-        self._served: dict[tuple[int, int], int] = {}  # prefetched lookups that have run, by step and trainer
-        self._after_applied = [version] * rules.num_trainers  # first step not applied, by trainer
+        self._parts: dict[tuple[int, int], int] = {}  # by step and trainer, where not rules.parts
+        self._num_lookups: dict[
+            tuple[int, int], int
+        ] = {}  # prefetched lookups that have run, by step and trainer
+        self._first_unapplied = [version] * rules.num_trainers  # first step not applied, by trainer
         self._absences: list[list[range]] = [[] for _ in range(rules.num_trainers)]
 
     @property
@@ -73,22 +74,22 @@ class Ledger(Generic[Contribution]):
         if not self._takes_part(trainer, ticket.step):
             raise ClusterError(f"trainer {trainer} sent gradients of step {ticket.step} after its end")
         entry = self._entries.get(key)
-        is_past = ticket.step < self._after_applied[trainer] or key in self._updating
+        is_past = ticket.step < self._first_unapplied[trainer] or key in self._updating
         if is_past or (entry and ticket.part in entry.parts):
             raise ClusterError(f"trainer {trainer} sent gradients of step {ticket.step} twice")
         if entry is None:
-            entry = self._entries[key] = _Entry(ticket.followed, now, read_at)
+            entry = self._entries[key] = _Entry(ticket.has_successor, now, read_at)
         entry.parts[ticket.part] = contribution
         entry.read_at = min(entry.read_at, read_at)
 
     def expect(self, trainer: int, step: int, parts: int) -> None:
-        """Set the number of parts of a trainer's gradients of a step, if not as in the rules."""
+        """Set the number of parts of a trainer's gradients of a step; ``rules.parts`` by default."""
         self._parts[step, trainer] = parts
 
-    def serve(self, ticket: Ticket) -> None:
-        """Note that a prefetched lookup has read its rows."""
+    def record_lookup(self, ticket: Ticket) -> None:
+        """Count a prefetched lookup that has read its rows."""
         key = (ticket.step, ticket.trainer)
-        self._served[key] = self._served.get(key, 0) + 1
+        self._num_lookups[key] = self._num_lookups.get(key, 0) + 1
 
     def is_ready(self, ticket: Ticket) -> bool:
         """Whether the updates that a lookup requires are applied."""
@@ -105,12 +106,12 @@ class Ledger(Generic[Contribution]):
         return keys[0][0], [entry.parts[part] for entry in entries for part in sorted(entry.parts)]
 
     def end_update(self) -> Staleness:
-        """End the running update, applied or dropped; return the staleness of its rows."""
+        """End the running update, which was applied or dropped, and return the staleness of its rows."""
         ages = [self.version - entry.read_at for entry in self._updating.values()]
         for step, trainer in self._updating:
             self._parts.pop((step, trainer), None)
-            self._served.pop((step, trainer), None)
-            self._after_applied[trainer] = step + 1
+            self._num_lookups.pop((step, trainer), None)
+            self._first_unapplied[trainer] = step + 1
         self._updating = {}
         self.version += 1
         return Staleness(len(ages), sum(ages), max(ages))
@@ -121,8 +122,8 @@ class Ledger(Generic[Contribution]):
 
     def rejoin(self, trainer: int, step: int) -> None:
         """Expect gradients of a finished trainer again from ``step`` on."""
-        begun = self._after_applied[trainer]
-        absences = [absence for absence in self._absences[trainer] if absence.stop > begun]
+        next_step = self._first_unapplied[trainer]
+        absences = [absence for absence in self._absences[trainer] if absence.stop > next_step]
         self._absences[trainer] = [range(absence.start, min(absence.stop, step)) for absence in absences]
 
     def seconds_left(self, now: float) -> float | None:
@@ -153,7 +154,7 @@ class Ledger(Generic[Contribution]):
         return not any(step in absence for absence in self._absences[trainer])
 
     def _next_entries(self) -> list[tuple[int, int]]:
-        """Return step and trainer of each entry of the next update; empty if it is incomplete."""
+        """Return step and trainer of each entry of the next update; empty if the update is incomplete."""
         if self._rules.mode is UpdateMode.ASYNC:
             keys = []
             for trainer in range(self._rules.num_trainers):
@@ -165,15 +166,15 @@ class Ledger(Generic[Contribution]):
 
     def _next_step(self, trainer: int) -> int:
         """Return the first step of a trainer whose gradients are not applied."""
-        step = self._after_applied[trainer]
+        step = self._first_unapplied[trainer]
         for absence in self._absences[trainer]:
             if step in absence:
                 step = absence.stop
         return step
 
     def _is_complete(self, trainer: int, step: int) -> bool:
-        """Whether an entry is complete, and the lookups that must not see its update have run."""
+        """Whether an entry has all parts, and the lookups that must not see its update have run."""
         entry = self._entries.get((step, trainer))
         if entry is None or len(entry.parts) < self._parts.get((step, trainer), self._rules.parts):
             return False
-        return not entry.followed or self._served.get((step + 1, trainer), 0) >= self._rules.parts
+        return not entry.has_successor or self._num_lookups.get((step + 1, trainer), 0) >= self._rules.parts

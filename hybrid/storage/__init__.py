@@ -1,6 +1,6 @@
-"""Files of this machine and of object stores. Free of torch.
+"""Files of this machine and of object stores. Without torch.
 
 ``remote_path`` parses paths and URLs. ``files`` reads, writes, lists and removes files at either.
-``object_stores`` sends requests through ``pyarrow.fs`` and explains its errors; ``store_clients`` sets up the
-clients. ``private_files`` makes folders and files that only their owner can read.
+``object_stores`` has the clients of stores, and remedies for their errors. ``private_files`` creates
+folders and files that only their owner can read.
 """

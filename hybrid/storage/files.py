@@ -1,15 +1,13 @@
-"""Read, write, list and remove files of this machine and of object stores by the same functions.
+"""Functions to read, write, list and remove files of this machine and of object stores.
 
-A missing file is a FileNotFoundError, any other failure an OSError. Failures of a store, and paths that the
-system refuses, are StorageErrors, whose text says what to do. A file of a store becomes visible once it is
-complete.
+A missing file raises FileNotFoundError, any other failure OSError. A failure of a store, or a path that the
+system refuses, raises StorageError with advice. A file of a store becomes visible when it is complete.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import os
 import shutil
 import stat
@@ -18,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
@@ -29,8 +26,8 @@ from hybrid.storage.remote_path import RemotePath, StoragePath
 if TYPE_CHECKING:
     from pyarrow import fs
 
-# The bytes of one request, and the number of concurrent requests: each takes some 50 ms to begin.
-_BLOCK_BYTES = 16 << 20
+# The bytes of one request, and the number of concurrent requests. A request takes about 50 ms to begin.
+BLOCK_BYTES = 16 << 20
 _REQUESTS = 6
 _SMALL_REQUESTS = 16  # concurrent requests that mostly wait
 
@@ -39,10 +36,12 @@ Result = TypeVar("Result")
 
 
 class Writer(Protocol):
-    """A file being written; pyarrow can write to it, too."""
+    """A file that is being written, also by pyarrow."""
 
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether the file is closed."""
+        ...
 
     def write(self, content: bytes | memoryview, /) -> int:
         """Append bytes to the file."""
@@ -79,7 +78,7 @@ def find_entry(path: StoragePath) -> Entry | None:
     if not isinstance(path, RemotePath):
         try:
             status = path.stat()
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: the text names no file
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: the path has a null byte
             return None
         except OSError as error:
             raise _path_error(path, error) from error
@@ -157,7 +156,7 @@ def _to_entry(path: RemotePath, info: fs.FileInfo) -> Entry | None:
 
 
 def content_tag(path: RemotePath) -> str:
-    """Return the store's name for the current content of a file, such as S3's ETag; empty if it has none."""
+    """Return the store's tag of the current content of a file, such as S3's ETag; empty if there is none."""
     with store_request(path, "read") as (filesystem, key), filesystem.open_input_file(key) as file:
         metadata = file.metadata() or {}
     keys = {"s3": ("ETag",), "gcs": ("md5Hash", "crc32c"), "abfs": ("Content-Hash",)}
@@ -166,7 +165,7 @@ def content_tag(path: RemotePath) -> str:
 
 
 def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return the results of a function, which mostly waits for files, in the order of the items."""
+    """Return the results of a function that mostly waits for files, in the order of the items."""
     with ThreadPoolExecutor(_SMALL_REQUESTS, "files") as threads:
         return list(threads.map(function, items))
 
@@ -185,58 +184,42 @@ def read_text(path: StoragePath) -> str:
 
 
 @contextmanager
-def open_reader(path: StoragePath, ahead: int = _BLOCK_BYTES) -> Iterator[IO[bytes]]:
-    """Open a file for reading.
-
-    Args:
-        ahead: least number of bytes to fetch from a store at a time; 0 for exactly those requested.
-    """
+def open_reader(path: StoragePath) -> Iterator[IO[bytes]]:
+    """Open a file for reading; a read from a store is one request, for no more than the requested bytes."""
     if not isinstance(path, RemotePath):
         with path.open("rb") as local_file:
             yield local_file
         return
-    with RemoteReader(path) as raw:
-        yield io.BufferedReader(raw, ahead) if ahead else cast(IO[bytes], raw)
+    with RemoteReader(path) as remote_file:
+        yield cast(IO[bytes], remote_file)
 
 
-def read_range(path: StoragePath, start: int, length: int) -> bytes:
-    """Return ``length`` bytes of a file from ``start`` on; fewer at its end."""
-    return next(read_ranges(path, [(start, length)]))
-
-
-def read_ranges(path: StoragePath, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    """Yield ranges of a file, given as starts and lengths; a store gets several requests in advance."""
-    if not isinstance(path, RemotePath):
-        with path.open("rb", buffering=0) as local_file:
-            for start, length in ranges:
-                yield os.pread(local_file.fileno(), length, start)
-        return
-    with store_request(path, "read") as (filesystem, key):
-        file = filesystem.open_input_file(key)
+def open_ranges(path: StoragePath) -> Callable[[int, int], bytes]:
+    """Return a function of a start and a length that reads a range of a file, in any thread."""
+    if isinstance(path, RemotePath):
+        return RemoteReader(path).read_at
 
     def read(start: int, length: int) -> bytes:
-        with store_request(path, "read"):
-            return bytes(file.read_at(length, start))
+        with path.open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), length, start)
 
-    with file, ThreadPoolExecutor(_REQUESTS, "store") as threads:
-        remaining, pending = iter(ranges), deque[Future[bytes]]()
-        try:
-            while True:
-                more = islice(remaining, _REQUESTS - len(pending))
-                pending.extend(threads.submit(read, *each) for each in more)
-                if not pending:
-                    return
-                yield pending.popleft().result()
-        finally:
-            for each in pending:
-                each.cancel()
+    return read
 
 
 def read_blocks(path: StoragePath) -> Iterator[bytes]:
-    """Yield the content of a file in blocks of some MiB."""
-    num_bytes = require_file(path).size
-    starts = range(0, num_bytes, _BLOCK_BYTES)
-    return read_ranges(path, ((start, min(_BLOCK_BYTES, num_bytes - start)) for start in starts))
+    """Yield the content of a file in blocks; several requests to a store are sent in advance."""
+    starts = range(0, require_file(path).size, BLOCK_BYTES)
+    read = open_ranges(path)
+    if not isinstance(path, RemotePath):
+        yield from (read(start, BLOCK_BYTES) for start in starts)
+        return
+    with ThreadPoolExecutor(_REQUESTS, "store") as threads:
+        pending = deque[Future[bytes]]()
+        for start in starts:
+            pending.append(threads.submit(read, start, BLOCK_BYTES))
+            if len(pending) == _REQUESTS:
+                yield pending.popleft().result()
+        yield from (each.result() for each in pending)
 
 
 def compute_checksum(path: StoragePath) -> str:
@@ -248,14 +231,15 @@ def compute_checksum(path: StoragePath) -> str:
 
 
 @contextmanager
-def local_copy(path: StoragePath, sha256: str | None = None) -> Iterator[Path]:
+def local_copy(path: StoragePath, sha256: str | None = None, folder: Path | None = None) -> Iterator[Path]:
     """Yield a path of this machine where a file can be read and mapped into memory.
 
-    A remote file is fetched into the folder of temporary files (``TMPDIR``), without a name: the path is
-    valid only inside the context, maps of it stay valid, and a kill leaves nothing behind.
+    A remote file is fetched into a file without a name, which the system removes. The path is valid only
+    inside the context; memory maps stay valid.
 
     Args:
         sha256: the checksum that a fetched file must have.
+        folder: the folder of the fetched file; by default that of temporary files (``TMPDIR``).
 
     Raises:
         ValueError: the checksum differs.
@@ -264,7 +248,7 @@ def local_copy(path: StoragePath, sha256: str | None = None) -> Iterator[Path]:
         yield path
         return
     digest = hashlib.sha256()
-    with tempfile.TemporaryFile(prefix="hybrid-") as file:
+    with tempfile.TemporaryFile(dir=folder, prefix="hybrid-") as file:
         for block in read_blocks(path):
             digest.update(block)
             file.write(block)

@@ -1,80 +1,195 @@
-"""Requests to object stores through ``pyarrow.fs``, and what the errors of stores mean."""
+"""Clients of object stores (those of ``pyarrow.fs``), requests to them, and remedies for their errors."""
 
 from __future__ import annotations
 
+import base64
 import errno
 import io
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import lru_cache, partial
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hybrid.errors import OutageError, StorageError, first_line
-from hybrid.storage.remote_path import RemotePath
-from hybrid.storage.store_clients import UNTRUSTED, get_client
+from hybrid.storage.remote_path import RemotePath, parse_options
 
 if TYPE_CHECKING:
     from pyarrow import fs
 
 
-class _Remedies(NamedTuple):
-    """What helps with the credentials, the address and the certificate of one kind of store."""
-
-    credentials: str
-    endpoint: str
-    certificate: str
-
-
-_STORE_REMEDIES = {
-    "s3": _Remedies(
-        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to credentials that may do this",
-        "check that AWS_ENDPOINT_URL, or the host in the URL, is right and can be reached from here",
-        "set AWS_CA_BUNDLE to a file that contains it",
+# The client retries requests itself, because it knows which ones are safe to repeat. Its pauses double, up to
+# 20 seconds.
+ATTEMPTS = 7
+RETRY_SECONDS = 60.0  # for Google's client, which has a time limit instead of ATTEMPTS
+_CONNECT_SECONDS = 5.0
+_SILENT_SECONDS = 10.0  # a connection without traffic for this long is closed
+# The certificates of Debian, Red Hat, SUSE and Alpine. pyarrow's wheel knows only the path of the machine
+# that built it.
+_CERTIFICATES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+)
+_UNTRUSTED = r"curlCode: (60|77)|CURL error \[(60|77)\]|certificate"  # in messages of clients
+# For each kind of store: the variable of credentials, the setting of the address, the variable of
+# certificates.
+_NAMES = {
+    "s3": (
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,",
+        "AWS_ENDPOINT_URL, or the host in the URL,",
+        "AWS_CA_BUNDLE",
     ),
-    "gs": _Remedies(
-        "set GOOGLE_APPLICATION_CREDENTIALS to a file of credentials that may do this",
-        "check that the store, or endpoint_override in the URL, is right and can be reached from here",
-        "set SSL_CERT_FILE to a file that contains it",
+    "gs": (
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "the store, or endpoint_override in the URL,",
+        "SSL_CERT_FILE",
     ),
-    "abfs": _Remedies(
-        "set AZURE_STORAGE_KEY, or another variable of docs/storage.md, to credentials that may do this",
-        "check that the account in the URL is right and can be reached from here",
-        "set SSL_CERT_FILE to a file that contains it",
+    "abfs": (
+        "AZURE_STORAGE_KEY, or another variable of docs/storage.md,",
+        "the account in the URL",
+        "SSL_CERT_FILE",
     ),
-    "hdfs": _Remedies(
-        "use an account that may do this",
-        "check that the host in the URL is right and can be reached from here",
-        "use one that is",
-    ),
+    "hdfs": ("HADOOP_USER_NAME", "the host in the URL", "SSL_CERT_FILE"),
 }
 _SAME_STORE = {"abfss": "abfs", "viewfs": "hdfs"}
+_CREDENTIALS = "set {0} to credentials that may do this"
+_ENDPOINT = "check that {1} is right and can be reached from here"
+_CERTIFICATE = "its TLS certificate is not trusted; set {2} to a file that contains it"
 _OVERLOADED = "the store is overloaded or down; try again later"
-# Patterns in the texts of errors, each with a remedy or the name of a store's remedy; the first match counts.
+# Patterns in the texts of errors, each with a remedy; the first match is used.
 _REMEDIES = (
     (
         r"NO_SUCH_BUCKET|BucketNotFound|NoSuchBucket|ContainerNotFound",
         "there is no such bucket; make it, or correct the URL",
     ),
     (r"NO_SUCH_UPLOAD|NoSuchUpload", "the store has dropped the unfinished upload; write it again"),
-    (r"INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|ExpiredToken|InvalidToken", "credentials"),
-    (r"ACCESS_DENIED|status (code: )?40[13]|\] 40[13] |permission|PermissionDenied", "credentials"),
-    (r"Unauthenticated|AuthenticationException|OAuth2 access token|valid base64", "credentials"),
+    (r"INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|ExpiredToken|InvalidToken", _CREDENTIALS),
+    (r"ACCESS_DENIED|status (code: )?40[13]|\] 40[13] |permission|PermissionDenied", _CREDENTIALS),
+    (r"Unauthenticated|AuthenticationException|OAuth2 access token|valid base64", _CREDENTIALS),
     (r"SLOW_DOWN|HTTP status (code: )?(5\d\d|429)|\] (5\d\d|429) ", _OVERLOADED),
     (r"INTERNAL_FAILURE|SERVICE_UNAVAILABLE|REQUEST_TIMEOUT", _OVERLOADED),
-    (UNTRUSTED, "certificate"),
-    (r"NETWORK_CONNECTION|curlCode|CURL error|[Cc]ould(n't| not) resolve|onnect|Timeout", "endpoint"),
+    (_UNTRUSTED, _CERTIFICATE),
+    (r"NETWORK_CONNECTION|curlCode|CURL error|[Cc]ould(n't| not) resolve|onnect|Timeout", _ENDPOINT),
     (
         r"libjvm|libhdfs|JAVA_HOME",
         "HDFS needs Java and Hadoop's libhdfs; set JAVA_HOME, HADOOP_HOME and CLASSPATH",
     ),
 )
-# Parts of messages that help nobody: request ids, and what Google's client reports about itself.
+# Text that is removed from messages: request ids, and internals of Google's client.
 _NOISE = re.compile(
     r"\s*\(Request ID: [^)]*\)| error_info=\{.*|google::cloud::Status\(|\w+ error, with a last message of "
 )
 _MAX_BUFFERED_BYTES = 64 << 20
+
+
+def get_client(root: str, query: str) -> tuple[fs.FileSystem, str]:
+    """Return the file system of a store, and the prefix of its paths.
+
+    Raises:
+        ValueError: the URL is not valid for this kind of store.
+    """
+    # The address of an S3 store that is not Amazon's, from the variables that Amazon's programs read.
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+    return _client(root, query, endpoint, os.getpid())
+
+
+@lru_cache
+def _client(root: str, query: str, endpoint: str | None, process: int) -> tuple[fs.FileSystem, str]:
+    """Make a client; each process needs its own client, because a client has threads."""
+    from pyarrow import fs
+
+    scheme, _, authority = root.partition("://")
+    options = parse_options(query)
+    if scheme == "s3":
+        return _s3_client(authority, options, endpoint), f"{authority}/"
+    if scheme == "gs":
+        gcs = fs.GcsFileSystem(
+            anonymous=options.get("anonymous") == "true",
+            scheme=options.get("scheme"),
+            endpoint_override=options.get("endpoint_override"),
+            retry_time_limit=timedelta(seconds=RETRY_SECONDS),
+        )
+        return gcs, f"{authority}/"
+    if scheme in ("abfs", "abfss"):
+        return _azure_client(authority, options)
+    filesystem, path = fs.FileSystem.from_uri(f"{root}/x" + (f"?{query}" if query else ""))
+    return filesystem, path.removesuffix("x")
+
+
+def _s3_client(bucket: str, options: dict[str, str], endpoint: str | None) -> fs.FileSystem:
+    from pyarrow import fs
+
+    address = options.get("endpoint_override") or endpoint
+    make = partial(
+        fs.S3FileSystem,
+        anonymous=options.get("anonymous") == "true",
+        region=options.get("region"),
+        scheme=options.get("scheme"),
+        endpoint_override=address,
+        force_virtual_addressing=options.get("force_virtual_addressing") == "true",
+        connect_timeout=_CONNECT_SECONDS,
+        request_timeout=_SILENT_SECONDS,
+        background_writes=False,  # a background writer would buffer without a limit
+        allow_delayed_open=True,  # a small file is written in one request, when it is closed
+        tls_ca_file_path=os.environ.get("AWS_CA_BUNDLE") or next(filter(os.path.isfile, _CERTIFICATES), None),
+    )
+    if address is not None and not address.startswith("http://") and options.get("scheme") != "http":
+        # Without this request, the client would retry requests to an untrusted store for a minute.
+        once = make(retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1))
+        try:
+            once.get_file_info(bucket)
+        except OSError as error:
+            if re.search(_UNTRUSTED, str(error)):
+                raise
+    return make(retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS))
+
+
+def _azure_client(authority: str, options: dict[str, str]) -> tuple[fs.FileSystem, str]:
+    """Make a client with the key or token of the environment, or with other credentials that it finds."""
+    from pyarrow import fs
+
+    account, prefix, authorities = _split_azure_authority(authority)
+    scheme = "http" if options.get("enable_tls") == "false" else "https"
+    key = os.environ.get("AZURE_STORAGE_KEY") or None
+    token = None if key else os.environ.get("AZURE_STORAGE_SAS_TOKEN") or None
+    if key is not None:
+        try:
+            base64.b64decode(key, validate=True)
+        except ValueError as error:  # Azure's client would end the process
+            raise ValueError("AZURE_STORAGE_KEY is not valid base64") from error
+    filesystem = fs.AzureFileSystem(
+        account,
+        account_key=key,
+        sas_token=token,
+        blob_storage_scheme=scheme,
+        dfs_storage_scheme=scheme,
+        **authorities,
+    )
+    if key is None and token is None:
+        # Without credentials this fails; if its first request is a read, the client ends the process instead.
+        with suppress(OSError):
+            filesystem.get_file_info(f"{prefix or 'any/'}any")
+    return filesystem, prefix
+
+
+def _split_azure_authority(authority: str) -> tuple[str, str, dict[str, str]]:
+    """Return the account of an authority, the prefix of paths, and the hosts of the services."""
+    user, _, host = authority.rpartition("@")
+    name, _, domain = host.partition(".")
+    service, _, rest = domain.partition(".")
+    if service in ("blob", "dfs"):  # CONTAINER@ACCOUNT.dfs.core.windows.net, or without a container
+        hosts = {"blob_storage_authority": f".blob.{rest}", "dfs_storage_authority": f".dfs.{rest}"}
+        return name, f"{user}/" if user else "", hosts
+    if not user:
+        raise ValueError("names no account; write abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/FOLDER")
+    if domain or ":" in host:  # ACCOUNT@HOST:PORT/CONTAINER
+        return user, "", {"blob_storage_authority": host, "dfs_storage_authority": host}
+    return user, f"{host}/", {}  # ACCOUNT@CONTAINER
 
 
 @contextmanager
@@ -86,8 +201,8 @@ def store_request(path: RemotePath, action: str) -> Iterator[tuple[fs.FileSystem
 
     Raises:
         FileNotFoundError: there is no such file.
-        StorageError: the store refuses; the text says why, and what to do.
-        OutageError: the same, since the store was down during all attempts.
+        StorageError: the store refuses the request; the text has the reason and advice.
+        OutageError: the store was down during all attempts.
     """
     try:
         filesystem, prefix = get_client(path.root, path.query)
@@ -108,15 +223,12 @@ def store_request(path: RemotePath, action: str) -> Iterator[tuple[fs.FileSystem
 
 def _store_error(path: RemotePath, action: str, text: str) -> StorageError:
     scheme = path.root.partition("://")[0]
-    store_remedies = _STORE_REMEDIES[_SAME_STORE.get(scheme, scheme)]
-    matches = (remedy for pattern, remedy in _REMEDIES if re.search(pattern, text))
-    remedy = next(matches, "docs/storage.md lists what a store needs")
-    # An unknown host may be one whose name server is down.
-    kind = OutageError if remedy in (_OVERLOADED, "endpoint") else StorageError
-    remedy_text = getattr(store_remedies, remedy, remedy)
-    if remedy == "certificate":
-        remedy_text = f"its TLS certificate is not trusted; {remedy_text}"
-    reason = f"{_NOISE.sub('', text)}; {remedy_text}"
+    remedies = (remedy for pattern, remedy in _REMEDIES if re.search(pattern, text))
+    remedy = next(remedies, "docs/storage.md lists what a store needs")
+    # A host may be unknown because its name server is down.
+    kind = OutageError if remedy in (_OVERLOADED, _ENDPOINT) else StorageError
+    names = _NAMES[_SAME_STORE.get(scheme, scheme)]
+    reason = f"{_NOISE.sub('', text)}; {remedy.format(*names)}"
     return kind(f"{path}: cannot be {action}: {reason}", reason)
 
 
@@ -124,7 +236,7 @@ def list_store(filesystem: fs.FileSystem, key: str, is_deep: bool) -> list[fs.Fi
     """List a folder; Google's store lists all files below it, and no folders.
 
     Raises:
-        OSError: the bucket does not exist, or the store does not answer.
+        OSError: the bucket does not exist, or the store does not respond.
     """
     from pyarrow import fs
 
@@ -142,7 +254,7 @@ def list_store(filesystem: fs.FileSystem, key: str, is_deep: bool) -> list[fs.Fi
 
 
 class RemoteReader(io.RawIOBase):
-    """A file of a store, read as Python's files are; methods raise the errors of :func:`store_request`."""
+    """A readable file object for a file of a store; methods raise the errors of :func:`store_request`."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path
@@ -167,10 +279,14 @@ class RemoteReader(io.RawIOBase):
         return self._read(self._size)
 
     def _read(self, num_bytes: int) -> bytes:
-        with store_request(self._path, "read"):
-            content = self._file.read_at(min(num_bytes, self._size - self._position), self._position)
+        content = self.read_at(self._position, min(num_bytes, self._size - self._position))
         self._position += len(content)
-        return bytes(content)
+        return content
+
+    def read_at(self, start: int, length: int) -> bytes:
+        """Return a range of the file; several threads may call this."""
+        with store_request(self._path, "read"):
+            return bytes(self._file.read_at(length, start))
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
@@ -187,17 +303,17 @@ class RemoteReader(io.RawIOBase):
 
 
 class _RemoteWriter:
-    """A file of a store that is being written; it exists once it is closed."""
+    """A writable file object for a file of a store, which becomes visible when it is closed."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path
         self._buffered_bytes = 0
         with store_request(path, "written") as (filesystem, key):
-            # Azure shows a file from its first byte on: it is written to a folder of its own, and copied.
+            # In Azure, incomplete files are visible, so a file is written to a temporary folder and copied.
             folder, _, name = key.rpartition("/")
             self._temporary = f"{folder}/.{name}.{token_hex(4)}" if filesystem.type_name == "abfs" else None
             target = key if self._temporary is None else f"{self._temporary}/part"
-            # None: pyarrow would compress by the suffix of the name.
+            # Without compression=None, pyarrow would compress by the suffix of the name.
             self._stream = filesystem.open_output_stream(target, compression=None)
 
     @property
@@ -223,7 +339,7 @@ class _RemoteWriter:
                 filesystem.delete_dir(self._temporary)
 
     def abandon(self) -> None:
-        """Remove what was written. A stream can only be closed, which makes a file of it."""
+        """Remove the unfinished file. A stream cannot be discarded: closing it creates a file to delete."""
         with suppress(OSError), store_request(self._path, "removed") as (filesystem, key):
             self._stream.close()
             if self._temporary is not None:

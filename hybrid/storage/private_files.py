@@ -1,4 +1,4 @@
-"""Folders and files that only their owner can read. Free of torch.
+"""Folders and files that only their owner can read. Without torch.
 
 A run's files contain the user's data. New folders are private; an existing folder keeps its mode, since its
 owner has decided who may read it, and new folders in it are private again.
@@ -16,7 +16,7 @@ def make_folder(path: Path) -> None:
     """Make a private folder, and private ones for the missing folders above it.
 
     Raises:
-        OSError: it cannot be made, or is a file.
+        OSError: the folder cannot be made, or the path is a file.
     """
     try:
         path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
@@ -36,7 +36,7 @@ def open_file(path: str | Path, flags: int) -> int:
 
     Raises:
         HybridError: the file is a link.
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
     try:
         # O_NONBLOCK: a FIFO without a reader is an error.
@@ -50,7 +50,7 @@ def open_file(path: str | Path, flags: int) -> int:
 def refuse_link(path: str | Path) -> None:
     """Raise HybridError if a path is a symbolic link, since it may lead to files of another run."""
     if os.path.islink(path):
-        raise HybridError(f"{path}: is a symbolic link, and nothing is written through one; remove it")
+        raise HybridError(f"{path}: is a symbolic link, and files are not written through links; remove it")
 
 
 def private_user_folder(variable: str, default: str, name: str = "") -> Path | None:

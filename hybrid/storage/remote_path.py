@@ -1,4 +1,4 @@
-"""Paths of files: of this machine, or URLs of an object store. Free of torch and of I/O."""
+"""Paths of files: of this machine, or URLs of an object store. Without torch and I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from hybrid.errors import StorageError
 
-_SCHEMES = {  # by the name in a URL, the name that pyarrow knows
+_SCHEMES = {  # scheme in a URL: scheme of pyarrow
     "s3": "s3",
     "gs": "gs",
     "gcs": "gs",
@@ -33,12 +33,12 @@ _REMEDY = "set them in the environment, such as AWS_ACCESS_KEY_ID (docs/storage.
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """The path of a file or folder in a store, with the attributes of ``pathlib.Path`` that are used.
+    """The path of a file or folder in a store, with some attributes of ``pathlib.Path``.
 
     Attributes:
         root: the store: ``s3://bucket``.
-        key: the name in the store, without slashes at its ends.
-        query: options of the URL; nothing secret.
+        key: the name in the store, without leading and trailing slashes.
+        query: the options of the URL, none of which is secret.
     """
 
     root: str
@@ -61,7 +61,7 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """The folder that contains it."""
+        """The folder of the file or folder."""
         return RemotePath(self.root, self.key.rpartition("/")[0], self.query)
 
     @property
@@ -105,7 +105,7 @@ def parse_path(text: str | StoragePath) -> StoragePath:
         if parts.netloc not in ("", "localhost"):
             raise StorageError(f"{text}: is a file of another host; name one of this machine, file:///PATH")
         return Path(unquote(parts.path))
-    # Not urlsplit: a key may contain what that takes for the end of a path.
+    # Not urlsplit, because a key may contain "#", which would end its path.
     rest, _, query = text[match.end() :].partition("?")
     if scheme not in _SCHEMES:
         known = ", ".join(f"{name}://" for name in _SCHEMES)
@@ -113,7 +113,7 @@ def parse_path(text: str | StoragePath) -> StoragePath:
     authority, _, key = rest.partition("/")
     if not authority and scheme != "hdfs":
         raise StorageError(f"{scheme}://: names no bucket; write {scheme}://BUCKET/FOLDER")
-    # URLs are printed, logged and kept in configurations.
+    # URLs are printed, logged and kept in configurations, so they must not contain credentials.
     user, _, host = authority.rpartition("@")
     bare = f"{scheme}://{host}"
     if ":" in user or (user and scheme in ("s3", "gs", "gcs")):

@@ -1,4 +1,4 @@
-"""Everything that crosses process borders.
+"""Calls between processes, and the transports that carry them.
 
 ::
 
@@ -6,63 +6,43 @@
     ──────                                           ─────
     a stub: Remote, RemoteTables, RemoteNet           the object
        │                                               ▲
-       │ RPC: control, and what is part of             │ rpc/endpoints.py: the functions that can be called
+       │ RPC: control, and calls within                │ rpc/endpoints.py: the functions that can be called
        │ distributed autograd                          │
        ├──────────── torch.distributed.rpc ───────────►┤
        │ sockets: lookups and gradients outside        │
        │ of distributed autograd                       │
-       ├── encrypted frames, blocks of memory ────────►┤
+       ├── encrypted frames, shared memory ───────────►┤
        ▼                                               │
     Pending.wait: the value, or an error ◄─────────────┘ a value, tensors, or a Failure
 
-A call executes a method of an object on the process that owns it. RPC keeps the type of three kinds of
-exceptions only, so an exception comes back as a value (:class:`Failure`). RPC costs two to four times as much
-processor time per message as a socket, and does not encrypt, so it carries only what needs it: ``sync`` mode,
-remote nets, and control. Calls and responses by RPC are signed (``hybrid.security``).
+A call executes a method of an object on the process that owns it. RPC preserves only three exception types,
+so an exception is returned as a value (:class:`Failure`). RPC costs two to four times as much processor time
+per message as a socket, and does not encrypt. Therefore only ``sync`` mode, remote nets and control use RPC.
+Calls and responses by RPC are signed (``hybrid.security``).
 
 - ``rpc``: start with ``stubs``, which the master and the trainers call.
-- ``socket``: one connection for each pair of a trainer and a worker; start with ``socket_client``.
-- ``shared_memory``: within a host, large tensors are copied once into memory that both ends have
-  (``lent_blocks``), and trainers aggregate their requests (``host_aggregation``).
+- ``socket``: one connection for each pair of a trainer and a worker; start with ``socket_calls``.
+- ``shared_memory``: within a host, large tensors are copied once into memory that both ends map
+  (``tensor_blocks``). Trainers of a host can aggregate their requests (``host_aggregation``).
 """
 
-from hybrid.transport.rpc.endpoints import Vitals
+from hybrid.transport.rpc.endpoints import ProcessStatus as ProcessStatus
 from hybrid.transport.rpc.pending_calls import (
-    Failure,
-    LostError,
-    Pending,
-    RejectedCallError,
-    RemoteError,
-    gather,
+    Failure as Failure,
+    LostError as LostError,
+    Pending as Pending,
+    RemoteError as RemoteError,
+    gather as gather,
 )
-from hybrid.transport.rpc.rpc_group import start, stop
 from hybrid.transport.rpc.stubs import (
-    ModuleRef,
-    Remote,
-    RemoteHosted,
-    RemoteNet,
-    RemoteTables,
-    create,
-    create_module,
-    ping,
+    ModuleRef as ModuleRef,
+    Remote as Remote,
+    RemoteHosted as RemoteHosted,
+    RemoteNet as RemoteNet,
+    RemoteTables as RemoteTables,
+    create as create,
+    create_module as create_module,
+    ping as ping,
+    start as start,
+    stop as stop,
 )
-
-__all__ = [
-    "Failure",
-    "LostError",
-    "ModuleRef",
-    "Pending",
-    "RejectedCallError",
-    "Remote",
-    "RemoteError",
-    "RemoteHosted",
-    "RemoteNet",
-    "RemoteTables",
-    "Vitals",
-    "create",
-    "create_module",
-    "gather",
-    "ping",
-    "start",
-    "stop",
-]

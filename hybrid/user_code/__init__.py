@@ -1,5 +1,5 @@
-"""User code: found by its name, distinguished from libraries, signed.
+"""User code: import by name, distinction from libraries, and signatures.
 
-``function_names`` sends functions and values of user modules by name and looks them up. ``tracebacks``
-describes exceptions in user code. ``run_signature`` signs the code and the paths that a configuration names.
+``user_modules`` replaces functions and values of user modules by names, imports them by name, and describes
+their exceptions. ``run_signature`` signs the code and the paths that a configuration names.
 """

@@ -1,12 +1,12 @@
-"""Signatures of what a run's configuration names: user code, paths and URLs. Free of torch.
+"""Signatures of user code, paths and URLs in the configuration of a run; does not import torch.
 
-A run keeps its configuration, and so does each of its checkpoints. The configuration may name modules, which
-commands import, and files, folders and stores, which commands read and write. A run of another user must do
-none of that unless the user allows it. So the program signs such values as it writes a configuration, with a
-key that only the user can read.
+A run folder and its checkpoints contain the configuration of the run. The configuration may name modules,
+which commands import, and files, folders and stores, which commands read and write. A command must not use
+such values of another user's run unless its user allows it. So the program signs these values when it writes
+a configuration, with a key that only the user can read.
 
-Each value is signed by itself. The signatures are comments at the end of the file: they are copied with it,
-and the user may edit all other keys.
+Each value has a separate signature. The signatures are comments at the end of the file. So they are copied
+with the file, and the user may edit all other keys.
 """
 
 import hmac
@@ -26,13 +26,12 @@ from hybrid.storage.private_files import private_user_folder
 from hybrid.storage.remote_path import StoragePath
 
 _PREFIX = "# signed by the user of this run: "
-_PREFIXES = (_PREFIX, "# own code signed by the user of this run: ")  # the second is of older runs
 _KEY_BYTES = 32
-_ALLOW = "and you have not signed it; look at it, and then allow it with --trust-code"
+_ALLOW = "and you have not signed it; check it, then allow it with --trust-code"
 
 
 def signed_toml(config: RunConfig) -> str:
-    """Return the configuration of a run as TOML text, signed if the user has a private folder for a key."""
+    """Return the configuration of a run as TOML, signed if the user has a private folder for a key."""
     text, entries = to_toml(config), [*_code_entries(config), *_path_entries(config)]
     if not entries or (key := _key()) is None:
         return text
@@ -43,52 +42,30 @@ def signed_toml(config: RunConfig) -> str:
 def load_run_config(
     path: StoragePath, overrides: Sequence[str] = (), trust_code: bool = False, *, uses_paths: bool = False
 ) -> RunConfig:
-    """Read the configuration of a run, whose code will be imported.
+    """Read the configuration of a run whose user code the caller will import.
 
     Args:
-        overrides: see :func:`load_config`; values given here need no signature.
-        trust_code: whether the user trusts the run, whoever has written it.
-        uses_paths: whether its paths and URLs will be used, too.
+        overrides: see :func:`load_config`; these values need no signature.
+        trust_code: whether the user trusts the run even if another user wrote it.
+        uses_paths: whether the caller will also use paths and URLs of the configuration.
 
     Raises:
-        ConfigError: it names code, or a path, that this user has not signed; or see :func:`load_config`.
+        ConfigError: this user has not signed a name of user code, or a path; or see :func:`load_config`.
     """
     config = load_config(path, overrides, is_stored=True)
-    if not trust_code:
-        _refuse_unsigned(path, _code_entries(config), f"code to import and run, {_ALLOW}")
-        _refuse_paths(path, _path_entries(config) if uses_paths else [], overrides)
-    return config
-
-
-def load_cluster_section(
-    path: StoragePath, overrides: Sequence[str], trust_code: bool = False
-) -> ClusterSection:
-    """Read the section [cluster] of a run, whose secret file will be read.
-
-    Args:
-        overrides, trust_code: see :func:`load_run_config`.
-
-    Raises:
-        ConfigError: it names a secret file that this user has not signed; or see :func:`load_config`.
-    """
-    config = load_config(path, overrides, is_stored=True)
-    if not trust_code:
-        entries = [each for each in _path_entries(config) if each[0] == "cluster.secret_file"]
-        _refuse_paths(path, entries, overrides)
-    return config.cluster
-
-
-def _refuse_paths(path: StoragePath, entries: Sequence[tuple[str, str]], overrides: Sequence[str]) -> None:
-    """Raise ConfigError for a path in the file ``path`` that is neither signed nor overridden."""
+    if trust_code:
+        return config
+    _refuse_unsigned(path, _code_entries(config), f"code to import and run, {_ALLOW}")
     chosen = {text.partition("=")[0].strip() for text in overrides}
-    for each in entries:
+    for each in _path_entries(config) if uses_paths else []:
         if each[0] not in chosen:
             remedy = f"or choose another (--resume: --set {each[0]}=...; evaluate and predict: --input)"
             _refuse_unsigned(path, [each], f"a path or address to use, {_ALLOW}, {remedy}")
+    return config
 
 
 def _code_entries(config: RunConfig) -> list[tuple[str, str]]:
-    """The user code that a configuration names, each with its key."""
+    """Return the keys and values of a configuration that name user code."""
     entries = [] if config.dense.net_call.name in NETS else [("dense.net", config.dense.net)]
     for name, task in config.tasks.items():
         entries += [(f"tasks.{name}.loss", task.loss)] if ":" in task.loss else []
@@ -97,7 +74,7 @@ def _code_entries(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _path_entries(config: RunConfig) -> list[tuple[str, str]]:
-    """The paths, URLs and addresses of a configuration that are not defaults, each with its key."""
+    """Return the keys and values of paths, URLs and addresses in a configuration, without defaults."""
     data, cluster, default = config.data, config.cluster, ClusterSection()
     entries = [
         *(("data.path", each) for each in data.path),
@@ -112,11 +89,9 @@ def _path_entries(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def _refuse_unsigned(path: StoragePath, entries: Sequence[tuple[str, str]], rule: str) -> None:
-    """Raise ConfigError for a value that the file ``path`` names without this user's signature."""
+    """Raise ConfigError for the first entry of the file ``path`` that this user has not signed."""
     lines = read_text(path).splitlines() if entries else []
-    signatures = [
-        line.removeprefix(p).strip().encode() for line in lines for p in _PREFIXES if line.startswith(p)
-    ]
+    signatures = [line.removeprefix(_PREFIX).strip().encode() for line in lines if line.startswith(_PREFIX)]
     key = _key() if signatures else None
     for dotted, value in entries:
         expected = b"" if key is None else _signature(key, dotted, value).encode()
@@ -129,18 +104,18 @@ def _signature(key: bytes, dotted: str, value: str) -> str:
 
 
 def _key() -> bytes | None:
-    """Return the user's key, which is made if it is missing; None without a private folder for it."""
+    """Return the user's key, created at first use; None if the user has no private folder."""
     folder = private_user_folder("XDG_STATE_HOME", ".local/state")
     if folder is None:
         return None
     file = folder / "key"
     try:
-        if not file.exists():  # make it atomically; of several concurrent runs, one wins
-            descriptor, temporary = tempfile.mkstemp(dir=folder)  # only its owner can read it
+        if not file.exists():  # create the file atomically: of several concurrent runs, one succeeds
+            descriptor, temporary = tempfile.mkstemp(dir=folder)  # with mode 0600
             try:
                 with open(descriptor, "wb") as opened:
                     opened.write(secrets.token_bytes(_KEY_BYTES))
-                with suppress(FileExistsError):  # another run has made one
+                with suppress(FileExistsError):  # another run has created the key
                     os.link(temporary, file)
             finally:
                 os.unlink(temporary)

@@ -18,7 +18,7 @@ def main(path: str, vocabulary: str, result: str) -> None:
     settings = ["data.format=criteo", scaling, f"data.vocabulary={vocabulary}"]
     config = load_config(None, [f"data.path={path}", *settings])
     folder = Path(result)
-    preparation = FilesPreparation(config, folder, folder / "parts", ignore_progress, lambda: None)
+    preparation = FilesPreparation(config, folder, ignore_progress, lambda: None)
     encoder, reports = preparation.write([Path(path)], [])
     encoder.save(folder)
     DataManifest.write(folder, encoder.input_spec, reports)

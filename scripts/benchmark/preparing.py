@@ -29,7 +29,7 @@ from benchmark.running import MeasurementError
 from benchmark.systems import OWN_PYTHON
 from benchmark.tables import TextTable, mib, times
 from hybrid.errors import ConfigError
-from workers.run_folder.run_paths import scratch_logs
+from workers.run_folder.run_access import scratch_logs
 
 PYARROW = "pyarrow"
 # The module that prepares a file, and its arguments after the file.

@@ -21,7 +21,7 @@ from benchmark.usage import cpu_seconds, memory_bytes, standing_still
 from hybrid.config import RunConfig
 from hybrid.config.loading import to_toml
 from hybrid.errors import HybridError
-from workers.run_folder.run_paths import scratch_logs
+from workers.run_folder.run_access import scratch_logs
 
 START_SECONDS = 300.0  # imports, tables of gigabytes, compiling, the warm-up
 TIMED_SECONDS = 600.0

@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmark.job import Job
 from benchmark.workloads import Workload
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.worker.initial_rows import initialise_rows
+from hybrid.embedding.initial_rows import fill_random_rows
 
 
 def sgd_job() -> Job:
@@ -29,7 +29,7 @@ def initial_rows(workload: Workload) -> dict[str, Tensor]:
     rows = {}
     for table in workload.tables():
         rows[table.name] = torch.empty(table.num_rows, table.dim)
-        initialise_rows(rows[table.name], seed, table.name, table.init_scale)
+        fill_random_rows(rows[table.name], seed, table.name, table.init_scale)
     return rows
 
 

@@ -18,7 +18,7 @@ from benchmark.processes import ERRORS, started
 from benchmark.running import MeasurementError
 from benchmark.systems import OWN_PYTHON
 from benchmark.tables import TextTable
-from workers.run_folder.run_paths import scratch_logs
+from workers.run_folder.run_access import scratch_logs
 
 STEPS = 20
 _TIMEOUT_SECONDS = 300.0

@@ -31,7 +31,7 @@ from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ClusterSection, DenseSection, EmbeddingSection, RunConfig, TrainSection
 from hybrid.dense.net_builder import build_dense_net
 from hybrid.embedding.table_spec import TableSpec
-from hybrid.engine.table_setup import table_specs
+from hybrid.engine.model_builder import table_specs
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import Concatenation, DenseNet
 

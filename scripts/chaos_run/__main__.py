@@ -19,7 +19,7 @@ from chaos_run.report import save, show
 from chaos_run.run_comparison import differences
 from chaos_run.running import Kill, Plan, Run
 from hybrid.errors import HybridError
-from workers.launching.restarts import FILE_NAME
+from workers.launching.launcher import RESTARTS_FILE
 
 if TYPE_CHECKING:  # imports torch
     from chaos_run.on_hosts import HostsRun
@@ -108,7 +108,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
             kills += killed.disturb(options.kills - len(kills), plan, chance)
             killed.await_end()
         runs[killed.folder.name] = differences(undisturbed.folder, killed.folder)
-        log = killed.folder / FILE_NAME
+        log = killed.folder / RESTARTS_FILE
         restarts += len(log.read_text().splitlines()) if log.exists() else 0
     show(console, kills)
     save(folder / "chaos.json", seed, kills, restarts, runs)

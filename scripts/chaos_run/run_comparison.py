@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.errors import HybridError
-from workers.run_folder.run_paths import METRICS_FILE
-from workers.run_folder.run_state import newest_step
+from workers.run_folder.run_access import METRICS_FILE, newest_step
 
 _TIMES = ("time", "samples_per_second", "phase_seconds")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 
-from workers.run_folder.run_paths import RESULT_FILE
+from workers.run_folder.run_access import RESULT_FILE
 
 LAUNCHER = "launcher"
 PHASES = ("start", "step", "evaluation", "checkpoint", "shutdown")

@@ -135,7 +135,7 @@ class _Job:
 
     @property
     def _restarts(self) -> int:
-        return self.output.count("starting again")
+        return self.output.count("restarting")
 
     def _role(self, rank: int) -> psutil.Process:
         for process in psutil.process_iter():

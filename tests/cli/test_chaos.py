@@ -1,4 +1,4 @@
-"""A run whose roles are killed at random has the same result; another result is detected."""
+"""The result of a run whose roles are killed at random, and the comparison of results."""
 
 import json
 import os
@@ -25,7 +25,9 @@ KILLS = 3
         pytest.param("pipelined", ["--hosts", "2"], marks=needs_hosts),
     ],
 )
-def test_a_short_run(update: str, victims: list[str], tiny: list[str], tmp_path: Path) -> None:
+def test_killed_run_has_the_bits_of_an_undisturbed_one(
+    update: str, victims: list[str], tiny: list[str], tmp_path: Path
+) -> None:
     overrides = settings(
         train={"epochs": 4, "update": update},
         checkpoint={"every_steps": 5},
@@ -54,7 +56,7 @@ def test_a_short_run(update: str, victims: list[str], tiny: list[str], tmp_path:
     assert any(kill["seconds"] is not None for kill in kills)
 
 
-def test_other_ends_are_noticed(trained: TrainedRun, tmp_path: Path) -> None:
+def test_differences_of_results_are_found(trained: TrainedRun, tmp_path: Path) -> None:
     folder = trained.copy(tmp_path)
     assert differences(trained.folder, folder) == []
     last = max(folder.glob("checkpoints/step-*"))

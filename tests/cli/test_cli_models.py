@@ -1,4 +1,4 @@
-"""The examples of models: each trains, and docs/models.md has its command and its scores."""
+"""The examples of models: each trains and reaches the scores of docs/models.md."""
 
 import random
 import re
@@ -34,7 +34,7 @@ needs_census = pytest.mark.skipif(
 def scores_of(
     name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> list[float]:
-    """What an example prints at its end, in this process: each score, and the best possible one behind it."""
+    """Run an example in this process; return each score that it prints, followed by the best possible one."""
     script = str(EXAMPLES / f"{name}.py")
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(sys, "argv", [script, *arguments])
@@ -64,17 +64,17 @@ def test_each_example_trains(
 
 
 @needs_census
-def test_mmoe_learns_two_labels_of_a_census(
+def test_mmoe_learns_two_labels_of_the_census(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     income, never_married = scores_of(
         "mmoe", ["--epochs", "1", "--census", *map(str, CENSUS)], monkeypatch, capsys
     )
-    assert min(income, never_married) > 0.8  # of a label or a column that is not what it seems, about 0.5
+    assert min(income, never_married) > 0.8
 
 
-def test_the_page_has_every_model() -> None:
-    shared = {"__init__", "dense_net", "mlp", "padding"}
+def test_page_lists_every_model() -> None:
+    shared = {"__init__", "dense_net", "layers"}
     models = {path.stem for path in (ROOT / "hybrid/models").glob("*.py")} - shared
     assert set(NAMES) == models
     assert all(row_of(name) for name in models)
@@ -82,23 +82,23 @@ def test_the_page_has_every_model() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_each_example_reaches_the_score_of_the_page(
+def test_example_reaches_the_score_of_the_page(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = [float(number) for number in re.findall(r"\b[01]\.\d{4}\b", " ".join(row_of(name)))]
-    assert scores_of(name, [], monkeypatch, capsys) == pytest.approx(told, abs=0.003)
+    scores = [float(number) for number in re.findall(r"\b[01]\.\d{4}\b", " ".join(row_of(name)))]
+    assert scores_of(name, [], monkeypatch, capsys) == pytest.approx(scores, abs=0.003)
 
 
 @pytest.mark.long
-def test_an_example_on_a_cluster_is_that_of_one_process(tmp_path: Path) -> None:
-    """The two towers, whose loss is of the items of all trainers."""
+def test_example_on_a_cluster_equals_one_process(tmp_path: Path) -> None:
+    """The loss of the two towers depends on the items of all trainers."""
     script = EXAMPLES / "two_towers.py"
     arguments = ["--steps", "5", "--dtype", "float64", "--", "--samples", "5000", "--double"]
-    output_of(["compare", script, *arguments], tmp_path)  # which fails where they differ
+    output_of(["compare", script, *arguments], tmp_path)  # fails if they differ
 
 
-def test_the_module_of_the_page_takes_a_step() -> None:
+def test_module_of_the_page_takes_a_step() -> None:
     found: dict[str, Any] = {"__name__": "page"}
     exec(code_block("docs/models.md", "python", "hybrid.Embedding"), found)
     cluster = hybrid.connect()
@@ -110,8 +110,8 @@ def test_the_module_of_the_page_takes_a_step() -> None:
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     means = []
-    for share in cluster.batches([batch, batch]):
-        loss = torch.nn.functional.softplus(model(share))
+    for slice_ in cluster.batches([batch, batch]):
+        loss = torch.nn.functional.softplus(model(slice_))
         cluster.backward(loss)
         optimizer.step()
         means.append(cluster.mean(loss))
@@ -122,7 +122,7 @@ GROUPS, ITEMS = 3, 12
 
 
 def history_columns(num_rows: int) -> dict[str, list[Any]]:
-    """Clicks on items of a group of which the user has seen some already."""
+    """Return rows in which users click on items of groups that they have seen."""
     draw = random.Random(1)
     columns: dict[str, list[Any]] = {name: [] for name in ("clicked", "price", "user", "item", "seen")}
     for _ in range(num_rows):
@@ -144,7 +144,7 @@ def write_page(folder: Path) -> None:
     (folder / "clicks.toml").write_text(code_block("docs/models.md", "toml"))
 
 
-def test_the_history_of_the_page_trains_a_model(tmp_path: Path) -> None:
+def test_history_model_of_the_page_learns(tmp_path: Path) -> None:
     write_page(tmp_path)
     pq.write_table(pa.table(history_columns(4000)), tmp_path / "clicks.parquet")
     parquet = {"format": "parquet", "path": "clicks.parquet", "cache_folder": "prepared"}
@@ -156,14 +156,16 @@ def test_the_history_of_the_page_trains_a_model(tmp_path: Path) -> None:
         train={"batch_size": 100, "epochs": 2},
     )
     output_of(["launch", "--config", "clicks.toml", *changed], tmp_path)
-    assert result_of(tmp_path / "trained")["auc"] > 0.75  # 0.5 without what was seen
+    assert result_of(tmp_path / "trained")["auc"] > 0.75  # 0.5 without the history
 
 
-def test_the_history_of_the_page_trains_as_in_one_process(tmp_path: Path) -> None:
+def test_history_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
     write_page(tmp_path)
     columns = history_columns(400)
     columns["seen"] = ["|".join(seen) for seen in columns["seen"]]
     pyarrow.csv.write_csv(pa.table(columns), tmp_path / "clicks.csv")
     changed = settings(train={"batch_size": 100, "update": "pipelined"})
     cut = ["--set", "columns.seen.max_ids=3"]
-    output_of(["compare", "--config", "clicks.toml", *changed, *cut, "--steps", "6"], tmp_path)  # or it fails
+    output_of(
+        ["compare", "--config", "clicks.toml", *changed, *cut, "--steps", "6"], tmp_path
+    )  # fails if results differ

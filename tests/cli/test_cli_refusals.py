@@ -1,6 +1,6 @@
-"""What is refused before anything starts: one line that names the key or the file, and nothing touched.
+"""Requests that are refused before anything starts: one line names the key or file, and no file changes.
 
-A subprocess would show nothing more, so these call the command's ``main`` here.
+These tests call the command's ``main`` in this process; a subprocess would show nothing more.
 """
 
 from pathlib import Path
@@ -15,13 +15,13 @@ GOOD = [f"{i % 2},{i}.5,v{i % 3}" for i in range(40)]
 HEADER = "label,x,c"
 
 
-def refused(*arguments: object) -> str:
-    """The one line with which a command refuses."""
+def refusal(*arguments: object) -> str:
+    """Return the line with which a command refuses its arguments, without the name of the program."""
     with pytest.raises(SystemExit) as end:
         main([str(argument) for argument in arguments])
     assert isinstance(end.value.code, str), "a message means exit code 1"
     assert "\n" not in end.value.code
-    return end.value.code
+    return end.value.code.removeprefix("hybrid ")
 
 
 def snapshot(folder: Path) -> dict[Path, bytes]:
@@ -29,188 +29,135 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "place", "remedy"),
     [
-        ("launch --set train.epoch=3", "launch: train.epoch: no such key; did you mean train.epochs?"),
-        (
-            "launch --set dense.net=dlmr",
-            "launch: dense.net = 'dlmr': must be one of dlrm, dcn_v2, deepfm, wide_deep, mmoe, ple, or "
-            "module:function",
-        ),
-        (
-            "launch --config nowhere.toml",
-            "launch: nowhere.toml: cannot read the configuration: No such file or directory",
-        ),
-        (
-            "compare --set train.update=async",
-            "compare: train.update = 'async': must be sync or pipelined: the result of async "
-            "depends on timing",
-        ),
-        (
-            "compare --set embedding.wire_dtype=bfloat16",
-            "compare: embedding.wire_dtype = 'bfloat16': must be rows: one process sends nothing, so it "
-            "rounds nothing",
-        ),
-        ("compare --steps 0", "compare: --steps = 0: must be at least 1"),
-        ("run own_loop", "run: SCRIPT = 'own_loop': is not a file"),
-        ("launch --resume nothing", "launch: --resume = 'nothing': contains no run"),
-        (
-            "launch --resume . --config any.toml",
-            "launch: --resume: uses the configuration of its run; use --set to change keys",
-        ),
-        ("plan --hosts 0", "plan: --hosts = 0: must be more than 0, and finite"),
-        ("plan --hosts 5", "plan: --hosts = 5: must be at most the 4 trainers and workers"),
-        ("plan --cores -1", "plan: --cores = -1: must be more than 0, and finite"),
-        ("plan --memory nan", "plan: --memory = nan: must be more than 0, and finite"),
-        ("plan --network inf", "plan: --network = inf: must be more than 0, and finite"),
-        (
-            "plan --ids 3",
-            'plan: --ids = 3.0: needs data.vocabulary = "hash": other tables have the rows of their data',
-        ),
-        ("evaluate .", "evaluate: .: there is no checkpoint here"),
-        ("predict . --output p.csv", "predict: .: there is no checkpoint here"),
-        ("export . --output served", "export: .: there is no checkpoint here"),
-        (
-            "export . --output served --map a=b",
-            "export: --map: needs --format tables: it names the tables in that file",
-        ),
-        ("import w.pt --into . --output new --map a=b", "import: .: there is no checkpoint here"),
-        (
-            "import w.pt --into . --output new --map a*=b",
-            "import: --map = 'a*=b': must be NAME=TABLE, with as many * on the left as on the right",
-        ),
+        ("launch --set train.epoch=3", "train.epoch:", "did you mean train.epochs?"),
+        ("launch --set dense.net=dlmr", "dense.net = 'dlmr':", "dlrm, dcn_v2, deepfm"),
+        ("launch --config nowhere.toml", "nowhere.toml:", "No such file or directory"),
+        ("compare --set train.update=async", "train.update = 'async':", "sync or pipelined"),
+        ("compare --set embedding.wire_dtype=bfloat16", "embedding.wire_dtype = 'bfloat16':", "must be rows"),
+        ("compare --steps 0", "--steps = 0:", "at least 1"),
+        ("run train", "SCRIPT = 'train':", ""),
+        ("launch --resume nothing", "--resume = 'nothing':", ""),
+        ("launch --resume . --config any.toml", "--resume:", "use --set"),
+        ("plan --hosts 0", "--hosts = 0:", ""),
+        ("plan --hosts 5", "--hosts = 5:", "at most the 4"),
+        ("plan --cores -1", "--cores = -1:", ""),
+        ("plan --memory nan", "--memory = nan:", ""),
+        ("plan --network inf", "--network = inf:", ""),
+        ("plan --ids 3", "--ids = 3.0:", 'data.vocabulary = "hash"'),
+        ("evaluate .", ".:", ""),
+        ("predict . --output p.csv", ".:", ""),
+        ("export . --output served", ".:", ""),
     ],
 )
-def test_what_cannot_be_done(
-    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_impossible_request_is_refused(
+    command: str, place: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert refused(*command.split()) == f"hybrid {said}"
+    line = refusal(*command.split())
+    assert line.startswith(f"{command.split()[0]}: {place} ")
+    assert remedy in line
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("lines", "overrides", "message"),
+    ("lines", "overrides", "place", "remedy"),
     [
-        (
-            [HEADER, *(row.rpartition(",")[0] for row in GOOD)],
-            {},
-            "{path}: no row can be used, 40 of 40 as line 2: 2 columns, expected 3; check data.columns and "
-            "data.delimiter",
-        ),
-        (
-            [HEADER, *(f"yes{row[1:]}" for row in GOOD)],
-            {},
-            "{path}: no row can be used, 40 of 40 as line 2: label is 'yes', expected '1' or '0'; set "
-            "data.positive_labels and data.negative_labels",
-        ),
-        ([HEADER], {}, "no row is left to train on; check data.path and data.test_fraction"),
-        ([], {}, "{path}: the file is empty, expected a header line; check data.path"),
+        ([HEADER, *(row.rpartition(",")[0] for row in GOOD)], {}, "{path}:", "40 like line 2"),
+        ([HEADER, *(f"yes{row[1:]}" for row in GOOD)], {}, "{path}:", "set data.positive_labels"),
+        ([HEADER], {}, "", "check data.path and data.test_fraction"),
+        ([], {}, "{path}:", "check data.path"),
         (
             [HEADER, *GOOD[:7], "2,7.5,v1", *GOOD[8:]],
             {"max_invalid_fraction": 0.0},
-            "{path}:9: label is '2', expected '1' or '0'; set data.positive_labels and data.negative_labels, "
-            "or skip such rows with data.max_invalid_fraction = 0.1",
+            "{path}:9:",
+            "data.max_invalid_fraction",
         ),
-        ([], {"path": "no.csv"}, "no.csv: no such file or folder; check data.path"),
-        ([HEADER, *GOOD], {"test_path": "no.csv"}, "no.csv: no such file or folder; check data.test_path"),
-        ([HEADER, *GOOD], {"dense": "xx"}, "data.dense = 'xx': {path} has no such column; did you mean 'x'?"),
+        ([], {"path": "no.csv"}, "no.csv:", "check data.path"),
+        ([HEADER, *GOOD], {"test_path": "no.csv"}, "no.csv:", "check data.test_path"),
     ],
-    ids=["width", "labels", "no rows", "empty", "one bad row", "no file", "no test file", "no column"],
+    ids=["width", "labels", "no rows", "empty", "one invalid row", "no file", "no test file"],
 )
-def test_input_that_cannot_be_used(
-    lines: list[str], overrides: dict[str, str], message: str, tmp_path: Path
+def test_unusable_input_is_refused(
+    lines: list[str], overrides: dict[str, str], place: str, remedy: str, tmp_path: Path
 ) -> None:
-    """By a command that prepares the data and starts nothing."""
+    """``plan`` prepares the data and starts no process."""
     path = tmp_path / "rows.csv"
     path.write_text("".join(f"{line}\n" for line in lines))
     data = {"format": "csv", "path": path, "dense": "x", "sparse": "c", "cache_folder": tmp_path / "cache"}
-    assert refused("plan", *settings(data=data | overrides)) == f"hybrid plan: {message.format(path=path)}"
+    line = refusal("plan", *settings(data=data | overrides))
+    assert line.startswith(f"plan: {place.format(path=path)}")
+    assert remedy in line
 
 
-@pytest.mark.parametrize("command", ["launch", "compare", "master"])
-def test_a_misspelt_column_is_refused_before_a_process_starts(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["launch", "compare", "master", "plan"])
+def test_misspelled_column_is_refused_before_a_process_starts(command: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("".join(f"{line}\n" for line in [HEADER, *GOOD]))
-    given = settings(
-        data={"format": "csv", "path": path, "dense": "xx", "sparse": "c"}, run={"folder": tmp_path / "run"}
-    )
-    rule = f"{path} has no such column; did you mean 'x'?"
-    assert refused(command, *given) == f"hybrid {command}: data.dense = 'xx': {rule}"
+    data = {"format": "csv", "path": path, "dense": "xx", "sparse": "c"}
+    line = refusal(command, *settings(data=data, run={"folder": tmp_path / "run"}))
+    assert line.startswith(f"{command}: data.dense = 'xx': {path} ")
+    assert line.endswith("did you mean 'x'?")
     assert [each.name for each in tmp_path.iterdir()] == ["rows.csv"]
 
 
 @pytest.mark.parametrize("command", ["launch", "master"])
-def test_a_folder_that_holds_a_run(command: str, tmp_path: Path) -> None:
+def test_folder_with_a_run_is_refused(command: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("precious\n")
     before = snapshot(tmp_path)
-    line = refused(command, *settings(run={"folder": tmp_path}))
-    rule = f"run.folder = '{tmp_path}': contains a run already; choose another folder, or remove it"
-    assert line == f"hybrid {command}: {rule}"
+    line = refusal(command, *settings(run={"folder": tmp_path}))
+    assert line.startswith(f"{command}: run.folder = '{tmp_path}': ")
     assert snapshot(tmp_path) == before
 
 
-def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["file", "file/run"])
+def test_folder_that_is_a_file_is_refused(folder: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for folder, rule in (("file", "is a file"), ("file/run", "cannot be made: Not a directory")):
-        line = refused("launch", *settings(run={"folder": tmp_path / folder}))
-        assert line == f"hybrid launch: run.folder = '{tmp_path}/{folder}': {rule}; choose another folder"
+    line = refusal("launch", *settings(run={"folder": tmp_path / folder}))
+    assert line.startswith(f"launch: run.folder = '{tmp_path}/{folder}': ")
 
 
-def test_another_model_than_the_run_to_resume(tmp_path: Path) -> None:
+def test_run_is_not_resumed_with_another_model(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[embedding]\ndim = 12\n")
     before = snapshot(tmp_path)
-    line = refused("launch", "--resume", tmp_path, "--set", "embedding.dim=8")
-    rule = "the run to resume has 12; keep that, or start a new run"
-    assert line == f"hybrid launch: embedding.dim = 8: {rule}"
+    line = refusal("launch", "--resume", tmp_path, "--set", "embedding.dim=8")
+    assert line.startswith("launch: embedding.dim = 8: the run to resume has 12; ")
     assert snapshot(tmp_path) == before
 
 
-def test_predictions_overwrite_nothing(tmp_path: Path) -> None:
+def test_predictions_overwrite_no_file(tmp_path: Path) -> None:
     (tmp_path / "out.csv").write_text("precious\n")
     before = snapshot(tmp_path)
-    line = refused("predict", tmp_path, "--output", tmp_path / "out.csv")
-    rule = "exists already; choose another --output, or remove it"
-    assert line == f"hybrid predict: {tmp_path}/out.csv: {rule}"
+    line = refusal("predict", tmp_path, "--output", tmp_path / "out.csv")
+    assert line.startswith(f"predict: {tmp_path}/out.csv: ")
     assert snapshot(tmp_path) == before
-
-
-NO_SECRET = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secret FILE makes one"
 
 
 @pytest.mark.parametrize(
-    ("role", "rule"),
+    ("role", "place", "remedy"),
     [
-        ("worker --index -1 --master a", "--index = -1: must be at least 0"),
-        (
-            "worker --index 0 --master a:b",
-            "--master = 'a:b': must be HOST or HOST:PORT, an IPv6 address in [ ]",
-        ),
-        (
-            "worker --index 0 --master a --set embedding.dim=8",
-            "embedding.dim: is decided by the master; set it there",
-        ),
-        (
-            "trainer --index 0 --master a --set dense.divice=cpu",
-            "dense.divice: no such key; did you mean dense.device?",
-        ),
-        ("master", f"cluster.secret_file: {NO_SECRET}"),
-        ("worker --index 0 --master a", f"cluster.secret_file: {NO_SECRET}"),
+        ("worker --index -1 --master a", "--index = -1:", "at least 0"),
+        ("worker --index 0 --master a:b", "--master = 'a:b':", "HOST or HOST:PORT"),
+        ("worker --index 0 --master a --set embedding.dim=8", "embedding.dim:", "master"),
+        ("trainer --index 0 --master a --set dense.divice=cpu", "dense.divice:", "dense.device"),
+        ("master", "cluster.secret_file:", "hybrid secret FILE"),
+        ("worker --index 0 --master a", "cluster.secret_file:", VARIABLE),
+        ("worker --index 0", "--master:", "HOST or HOST:PORT"),
     ],
 )
-def test_a_role_by_hand_that_has_no_place(role: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_of_a_role_are_refused(
+    role: str, place: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    name = role.partition(" --master")[0].replace(" --index", "")
-    assert refused(*role.split()) == f"hybrid {name}: {rule}"
+    line = refusal(*role.split())
+    assert line.startswith(f"{role.partition(' --master')[0].replace(' --index', '')}: {place} ")
+    assert remedy in line
 
 
 @pytest.mark.parametrize("more", ["--config run.toml", "--script train.py", "--resume auto"])
-def test_a_role_by_hand_has_everything_else_from_its_master(
-    more: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_worker_takes_no_arguments_of_the_master(more: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["worker", "--index", "0", "--master", "a", *more.split()])
     assert end.value.code == 2
-    assert f"error: unrecognized arguments: {more}\n" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"^hybrid worker 0: --master: must be given: HOST or HOST:PORT"):
-        main(["worker", "--index", "0"])
+    assert more in capsys.readouterr().err

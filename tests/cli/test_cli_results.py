@@ -1,4 +1,4 @@
-"""What a run says, what evaluate says, and what predict writes are of one model, and agree."""
+"""A run, evaluate and predict report the same metrics and predictions of a model."""
 
 import csv
 import re
@@ -23,18 +23,16 @@ BEST, LAST = 2, 4  # steps; the AUC falls after the second
 
 @dataclass(frozen=True)
 class Clicks:
-    """A finished run on a file of few distinct rows.
+    """A finished run on a file of few distinct rows, whose best evaluation is not the last one.
 
     Attributes:
         file: its test rows.
-        said: by its command.
-
-    Its best evaluation is not its last one.
+        printed: the output of its command.
     """
 
     folder: Path
     file: Path
-    said: str
+    printed: str
 
     @property
     def result(self) -> dict[str, Any]:
@@ -47,18 +45,18 @@ class Clicks:
     def checkpoint(self, step: int) -> Path:
         return step_folder(self.folder, step)
 
-    def predicted(self, of: Path, *arguments: object) -> npt.NDArray[np.float64]:
-        """What predict writes for a run or one of its checkpoints, row by row."""
+    def predict(self, of: Path, *arguments: object) -> npt.NDArray[np.float64]:
+        """Return the predictions for a run or one of its checkpoints, by row."""
         output = self.folder / f"../{uuid.uuid4().hex}.csv"
         main(["predict", *map(str, [of, *arguments]), "--output", str(output)])
-        assert not list(output.parent.glob(f".*{output.name}*")), "of what is half written nothing is left"
+        assert not list(output.parent.glob(f".*{output.name}*"))
         rows = list(csv.DictReader(output.read_text().splitlines()))
         assert [int(row["row"]) for row in rows] == list(range(NUM_ROWS))
         return np.array([float(row["probability"]) for row in rows])
 
 
 def write_clicks(path: Path, seed: int) -> None:
-    """Ten kinds of rows, the same with each seed; clicks have little to do with them."""
+    """Write rows of ten kinds, the same for each seed; clicks hardly depend on them."""
     random = np.random.default_rng(7)
     kinds = [
         (f"{random.normal():.2f}", random.integers(90), f"i{kind % 4}", "|".join("abc"[: kind % 3]))
@@ -73,7 +71,7 @@ def write_clicks(path: Path, seed: int) -> None:
 
 @pytest.fixture(scope="module")
 def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
-    """Three trainers, and batches of a size that puts equal rows anywhere; tables are split in two."""
+    """A run of three trainers with split tables; equal rows are in different positions of batches."""
     folder = tmp_path_factory.mktemp("clicks")
     file = folder / "clicks.csv"
     write_clicks(file, 1)
@@ -100,41 +98,40 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
 
 
 def auc_of(probabilities_N: npt.NDArray[np.float64], labels_N: npt.NDArray[np.int64]) -> float:
-    """By its definition: the share of pairs in the right order, of which a tie is half."""
+    """Return the fraction of pairs in the right order, where a tie counts half."""
     ahead_PQ = probabilities_N[labels_N == 1][:, None] - probabilities_N[labels_N == 0]
     return float(((ahead_PQ > 0) + 0.5 * (ahead_PQ == 0)).mean())
 
 
 @pytest.mark.parametrize("step", [BEST, LAST])
-def test_run_evaluate_and_predict_have_one_auc(clicks: Clicks, step: int) -> None:
-    """Also where most rows stand there many times, each at other places of a batch."""
-    probabilities_N = clicks.predicted(clicks.checkpoint(step))
+def test_run_and_predict_have_the_same_auc(clicks: Clicks, step: int) -> None:
+    probabilities_N = clicks.predict(clicks.checkpoint(step))
     assert len(set(probabilities_N.tolist())) == 10
     expected = auc_of(probabilities_N, clicks.labels)
     of_run = clicks.result if step == LAST else clicks.result["best"]
     assert of_run["auc"] == pytest.approx(expected, abs=1e-15)
-    from_file_N = clicks.predicted(clicks.checkpoint(step), "--input", clicks.file)
+    from_file_N = clicks.predict(clicks.checkpoint(step), "--input", clicks.file)
     assert auc_of(from_file_N, clicks.labels) == expected
 
 
 def evaluated(of: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What evaluate prints."""
+    """Return the lines that evaluate prints."""
     capsys.readouterr()
     main(["evaluate", str(of)])
-    said = capsys.readouterr()
-    assert said.err == ""
-    return said.out.splitlines()
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out.splitlines()
 
 
 def test_run_evaluate_and_predict_agree_in_every_metric(
     clicks: Clicks, capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels_N, result = clicks.labels, clicks.result
-    probabilities_N = clicks.predicted(clicks.checkpoint(LAST))
+    probabilities_N = clicks.predict(clicks.checkpoint(LAST))
     log_loss = -np.log(np.where(labels_N == 1, probabilities_N, 1 - probabilities_N)).mean()
     assert result["log_loss"] == pytest.approx(log_loss, rel=1e-6)
     assert result["calibration"] == pytest.approx(probabilities_N.sum() / labels_N.sum(), rel=1e-6)
-    names = ("auc", "log_loss", "normalised_entropy", "calibration", "accuracy", "base_rate")
+    names = ("auc", "log_loss", "normalized_entropy", "calibration", "accuracy", "base_rate")
     assert evaluated(clicks.checkpoint(LAST), capsys) == [
         f"checkpoint          {clicks.checkpoint(LAST)}",
         *(f"{name.replace('_', ' '):<20}{result[name]:.4f}" for name in names),
@@ -143,7 +140,7 @@ def test_run_evaluate_and_predict_agree_in_every_metric(
     ]
 
 
-def test_the_best_checkpoint_is_said_and_taken(clicks: Clicks, capsys: pytest.CaptureFixture[str]) -> None:
+def test_best_checkpoint_is_reported_and_used(clicks: Clicks, capsys: pytest.CaptureFixture[str]) -> None:
     last, best = clicks.result["auc"], clicks.result["best"]
     assert best["step"] == BEST
     assert best["auc"] > last
@@ -156,17 +153,17 @@ def test_the_best_checkpoint_is_said_and_taken(clicks: Clicks, capsys: pytest.Ca
         f"last checkpoint     {clicks.checkpoint(LAST)} (resume starts here)",
         f"best checkpoint     {clicks.checkpoint(BEST)} (evaluate and predict use it)",
     ):
-        assert f"{line}\n" in clicks.said
-    taken = f"{clicks.checkpoint(BEST)}, the best (auc {best['auc']:.4f}); the last is step-0000000{LAST}"
-    said = evaluated(clicks.folder, capsys)
-    assert said[:2] == [f"checkpoint          {taken}", f"auc                 {best['auc']:.4f}"]
-    by_best_N, by_run_N = clicks.predicted(clicks.checkpoint(BEST)), clicks.predicted(clicks.folder)
+        assert f"{line}\n" in clicks.printed
+    choice = f"{clicks.checkpoint(BEST)}, the best (auc {best['auc']:.4f}); the last is step-0000000{LAST}"
+    lines = evaluated(clicks.folder, capsys)
+    assert lines[:2] == [f"checkpoint          {choice}", f"auc                 {best['auc']:.4f}"]
+    by_best_N, by_run_N = clicks.predict(clicks.checkpoint(BEST)), clicks.predict(clicks.folder)
     assert (by_best_N == by_run_N).all()
-    told = capsys.readouterr().out.splitlines()[-2]
-    assert re.fullmatch(rf"wrote {NUM_ROWS} predictions to \S+\.csv; checkpoint: {re.escape(taken)}", told)
+    line = capsys.readouterr().out.splitlines()[-2]
+    assert re.fullmatch(rf"wrote {NUM_ROWS} predictions to \S+\.csv; checkpoint: {re.escape(choice)}", line)
 
 
-def test_the_documented_lines_predict_the_same_in_plain_pytorch(
+def test_documented_code_predicts_the_same_in_plain_pytorch(
     clicks: Clicks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = code_block("docs/checkpoints.md", "python")
@@ -177,7 +174,7 @@ def test_the_documented_lines_predict_the_same_in_plain_pytorch(
     header, *rows = clicks.file.read_text().splitlines()
     unknown = ["0,0.5,33,other,", "1,,,i1,c", "0,1.5,,,a|other|b", "0,-2,40,i3,other"]
     new.write_text("\n".join([header, *rows[: NUM_ROWS - len(unknown)], *unknown]) + "\n")
-    expected_N = clicks.predicted(clicks.checkpoint(LAST), "--input", new)
+    expected_N = clicks.predict(clicks.checkpoint(LAST), "--input", new)
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", [str(program), str(clicks.checkpoint(LAST)), str(new)])
     runpy.run_path(str(program))

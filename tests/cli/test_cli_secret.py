@@ -1,4 +1,4 @@
-"""The secret on the command line: who makes it, who needs it, who is kept out, and where it is never seen."""
+"""The secret: the command that makes it, peers without it, and that it is never visible."""
 
 import os
 import re
@@ -12,6 +12,7 @@ import pytest
 from support.commands import (
     DOING,
     ONE_EACH,
+    OTHERS,
     TRAINER,
     WORKER,
     by_hand,
@@ -35,73 +36,74 @@ def one_each(endless: list[str]) -> list[str]:
     return [*endless, *ONE_EACH, *settings(cluster={"heartbeat_timeout_seconds": HEARTBEAT_SECONDS})]
 
 
-def test_the_command_makes_a_file_that_roles_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secret_command_writes_a_private_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "secret"
     main(["secret", str(file)])
     assert file.stat().st_mode & 0o777 == 0o600
-    told = capsys.readouterr().out
-    assert f"--set cluster.secret_file={file}\n" in told
-    assert f'export {VARIABLE}="$(cat {file})"\n' in told
-    assert file.read_text().strip() not in told
-    with pytest.raises(SystemExit, match="cannot be made: File exists"):
+    printed = capsys.readouterr().out
+    assert f"--set cluster.secret_file={file}\n" in printed
+    assert f'export {VARIABLE}="$(cat {file})"\n' in printed
+    assert file.read_text().strip() not in printed
+    with pytest.raises(SystemExit, match="File exists"):
         main(["secret", str(file)])
 
 
-def check_that_it_is_never_shown(process: psutil.Process, secret: str) -> None:
+def check_not_visible(process: psutil.Process, secret: str) -> None:
     assert secret not in " ".join(process.cmdline())
     assert secret not in " ".join(f"{key}={value}" for key, value in process.environ().items())
 
 
-def pester(port: int) -> None:
-    """Do at the rendezvous what a stranger can."""
+def disturb(port: int) -> None:
+    """Send bytes to the rendezvous as an unauthenticated peer, and keep connections open."""
     for payload in (b"", os.urandom(64), bytes(64), b"\xff" * 100_000, os.urandom(31)):
         with socket.create_connection(("127.0.0.1", port), timeout=STOP_SECONDS) as connection:
             connection.sendall(payload)
-    # These stay as long as they are let.
     for _ in range(3):
         socket.create_connection(("127.0.0.1", port), timeout=STOP_SECONDS).detach()
 
 
 @pytest.mark.long
-def test_strangers_disturb_nobody_and_a_frozen_role_is_named(one_each: list[str], tmp_path: Path) -> None:
+def test_unauthenticated_peers_disturb_no_run_and_a_frozen_role_is_reported(
+    one_each: list[str], tmp_path: Path
+) -> None:
     with by_hand([["master"], TRAINER, WORKER], one_each, tmp_path, afresh=True) as (master, trainer, worker):
         master.await_step()
         secret = (tmp_path / "secret").read_text().strip()
         for command in (master, trainer, worker):
-            check_that_it_is_never_shown(psutil.Process(command.process.pid), secret)
+            check_not_visible(psutil.Process(command.process.pid), secret)
         (port,) = re.findall(
             r"cluster.master=127.0.0.1:(\d+)", " ".join(psutil.Process(master.process.pid).cmdline())
         )
-        pester(int(port))
+        disturb(int(port))
         other = [*TRAINER, "--master", f"127.0.0.1:{port}"]
-        refused = run([*other, *fresh_secret(tmp_path / "elsewhere")], tmp_path)
+        refused = run([*other, *fresh_secret(tmp_path / OTHERS)], tmp_path)
         assert refused.code == 1
         assert f"the master at 127.0.0.1:{port} has another secret" in refused.stderr
         step = master.stdout.count("\nstep ")
-        assert eventually(lambda: master.stdout.count("\nstep ") > step + 5, STOP_SECONDS), "it goes on"
+        assert eventually(lambda: master.stdout.count("\nstep ") > step + 5, STOP_SECONDS)
 
         began = time.monotonic()
         worker.process.send_signal(signal.SIGSTOP)
-        told, stopped = trainer.wait(STOP_SECONDS), master.wait(STOP_SECONDS)
+        of_trainer, of_master = trainer.wait(STOP_SECONDS), master.wait(STOP_SECONDS)
         assert time.monotonic() - began < HEARTBEAT_SECONDS + 1
-        assert (told.code, stopped.code) == (75, 75)
+        assert (of_trainer.code, of_master.code) == (75, 75)
         reason = (
             rf"worker 0 \(host \S+, pid {worker.process.pid}\) is frozen: no heartbeat for 2 s "
             rf"\(cluster.heartbeat_timeout_seconds\) {DOING}; its log may have the cause\n"
         )
-        refusals = r"(.* WARNING workers\S+ \d+ connections refused, the last from 127.0.0.1: [\w ]+\n)+"
-        assert re.fullmatch(f"{refusals}hybrid master: {reason}", stopped.stderr), stopped.stderr
-        assert re.fullmatch(f"hybrid trainer 0: stopped by the master: {reason}", told.stderr), told.stderr
-        worker.process.send_signal(signal.SIGCONT)
-        # What it hears first depends on how much of the master's word had reached it.
-        late = worker.wait(STOP_SECONDS).stderr
-        assert re.fullmatch(r"hybrid worker 0: (the master went away|stopped by the master): .+\n", late), (
-            late
+        refusals = r"(.* WARNING hybrid\S+ rejected a connection: .*, from 127.0.0.1 .*\n)+"
+        assert re.fullmatch(f"{refusals}hybrid master: {reason}", of_master.stderr), of_master.stderr
+        assert re.fullmatch(f"hybrid trainer 0: stopped by the master: {reason}", of_trainer.stderr), (
+            of_trainer.stderr
         )
+        worker.process.send_signal(signal.SIGCONT)
+        # Either message may arrive first.
+        late = worker.wait(STOP_SECONDS).stderr
+        pattern = r"hybrid worker 0: (the master went away|stopped by the master): .+\n"
+        assert re.fullmatch(pattern, late), late
 
 
-def test_launch_shows_its_secret_to_nobody(one_each: list[str], tmp_path: Path) -> None:
-    """It is in no argument, in no variable, and in no file."""
+def test_secret_of_launch_is_in_no_argument_variable_or_file(one_each: list[str], tmp_path: Path) -> None:
     file = tmp_path / "secret"
     main(["secret", str(file)])
     secret = file.read_text().strip()
@@ -111,7 +113,7 @@ def test_launch_shows_its_secret_to_nobody(one_each: list[str], tmp_path: Path) 
         processes = command.processes()
         assert len(processes) >= 4
         for process in processes:
-            check_that_it_is_never_shown(process, secret)
+            check_not_visible(process, secret)
         command.process.send_signal(signal.SIGTERM)
         command.wait(STOP_SECONDS)
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path != file]

@@ -1,4 +1,4 @@
-"""Runs that are asked to stop: what they save, what they say, and how they go on."""
+"""Requests to stop a run: what is saved and printed, and how the run is resumed."""
 
 import os
 import re
@@ -34,7 +34,7 @@ from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step
 
 STOP_SECONDS = 10.0
 RUN = settings(run={"folder": "run"})
-OWN_NET = """
+CUSTOM_NET = """
 import time
 from itertools import count
 from pathlib import Path
@@ -61,13 +61,13 @@ def build_never(config, input_spec, widths):
 
 
 def check_saved(ended: Ended, folder: Path, command: str, code: int) -> int:
-    """See that a run was stopped in peace, with that code, and says so; the step at which it is saved."""
+    """Check that a run was saved and ended with ``code``; return the saved step."""
     step = parse_step(list_checkpoints(folder)[0])
-    said = rf"hybrid {command}: stopped; step {step} is saved; to resume: \S+ {command} --resume run\n"
+    pattern = rf"hybrid {command}: stopped; step {step} is saved; to resume: \S+ {command} --resume run\n"
     assert ended.code == code
-    assert re.fullmatch(said, ended.stderr), ended.stderr
-    assert ended.stdout.count(f"\nstopping after step {step}; again to stop at once\n") <= 1
-    assert f"\nsaving step {step}; again to stop at once\n" in ended.stdout
+    assert re.fullmatch(pattern, ended.stderr), ended.stderr
+    assert ended.stdout.count(f"\nstopping after step {step}; a second Ctrl-C stops at once\n") <= 1
+    assert f"\nsaving step {step}; a second Ctrl-C stops at once\n" in ended.stdout
     assert not (folder / "result.json").exists()
     return step
 
@@ -77,10 +77,8 @@ def check_saved(ended: Ended, folder: Path, command: str, code: int) -> int:
     [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)],
     ids=lambda number: number.name,
 )
-def test_a_signal_saves_and_stops_everything(
-    number: signal.Signals, endless: list[str], tmp_path: Path
-) -> None:
-    """To the launcher, or to all its processes at once, as schedulers send it."""
+def test_signal_saves_and_stops_the_run(number: signal.Signals, endless: list[str], tmp_path: Path) -> None:
+    """Schedulers send SIGTERM to all processes at once."""
     with started(["launch", *endless, *RUN], tmp_path) as command:
         command.await_step()
         others = [each for each in command.processes() if each.pid != command.process.pid]
@@ -90,13 +88,13 @@ def test_a_signal_saves_and_stops_everything(
         ended = command.wait(STOP_SECONDS)
     step = check_saved(ended, tmp_path / "run", "launch", 128 + number)
     if number is signal.SIGTERM:
-        goes_on = ["--set", f"train.max_steps={step + 1}"]
-        said = output_of(["launch", "--resume", "run", *goes_on], tmp_path)
-        assert f"\nresuming from step {step}: run/checkpoints/step-{step:08}\n" in said
+        more = ["--set", f"train.max_steps={step + 1}"]
+        printed = output_of(["launch", "--resume", "run", *more], tmp_path)
+        assert f"\nresuming from step {step}: run/checkpoints/step-{step:08}\n" in printed
 
 
 @pytest.mark.parametrize(
-    ("number", "heard_by", "code"),
+    ("number", "receivers", "code"),
     [
         (signal.SIGTERM, ["master"], 143),
         (signal.SIGTERM, ["worker 0"], 143),
@@ -104,16 +102,15 @@ def test_a_signal_saves_and_stops_everything(
         pytest.param(signal.SIGUSR1, ["master", "trainer 0", "worker 0"], 75, marks=pytest.mark.long),
         pytest.param(signal.SIGINT, ["trainer 0"], 143, marks=pytest.mark.long),
     ],
-    ids=["the master alone", "a worker alone", "all", "a warning to all", "Ctrl-C in a trainer's terminal"],
+    ids=["master", "worker", "all", "warning to all", "trainer"],
 )
-def test_a_signal_to_roles_by_hand_stops_the_master_and_all_others(
-    number: signal.Signals, heard_by: list[str], code: int, endless: list[str], tmp_path: Path
+def test_signal_to_any_role_by_hand_saves_and_stops_the_run(
+    number: signal.Signals, receivers: list[str], code: int, endless: list[str], tmp_path: Path
 ) -> None:
-    """Save and stop; a scheduler sends its signals to every role."""
     with by_hand([["master", *RUN], TRAINER, WORKER], [*endless, *ONE_EACH], tmp_path) as commands:
         commands[0].await_step()
         by_name = dict(zip(("master", "trainer 0", "worker 0"), commands, strict=True))
-        for name in heard_by:
+        for name in receivers:
             by_name[name].process.send_signal(number)
         check_saved(commands[0].wait(STOP_SECONDS), tmp_path / "run", "master", code)
         endings = [each.wait(STOP_SECONDS) for each in commands[1:]]
@@ -122,40 +119,40 @@ def test_a_signal_to_roles_by_hand_stops_the_master_and_all_others(
 
 @contextmanager
 def blocked(arguments: list[str], function: str, folder: Path) -> Iterator[Command]:
-    """A command whose trainer comes no further than ``function`` of an own net."""
-    (folder / "own.py").write_text(OWN_NET)
-    net = settings(dense={"net": f"own:{function}"})
+    """Start a command whose trainer blocks in ``function`` of a custom net."""
+    (folder / "custom.py").write_text(CUSTOM_NET)
+    net = settings(dense={"net": f"custom:{function}"})
     with started([*arguments, *ONE_EACH, *net], folder) as command:
         assert eventually((folder / "blocked").exists, COMMAND_SECONDS), command.stderr
         yield command
 
 
 @pytest.mark.parametrize("then", ["again", pytest.param("too long", marks=pytest.mark.long), "killed"])
-def test_a_step_that_does_not_end(then: str, endless: list[str], tmp_path: Path) -> None:
-    bound = settings(cluster={"timeout_seconds": 5})
-    with blocked(["launch", *endless, *RUN, *bound], "build", tmp_path) as command:
+def test_stop_while_a_step_does_not_end(then: str, endless: list[str], tmp_path: Path) -> None:
+    timeout = settings(cluster={"timeout_seconds": 5})
+    with blocked(["launch", *endless, *RUN, *timeout], "build", tmp_path) as command:
         command.process.send_signal(signal.SIGINT)
         assert eventually(
-            lambda: "\nstopping after step 4; again to stop at once" in command.stdout, STOP_SECONDS
+            lambda: "\nstopping after step 4; a second Ctrl-C stops at once" in command.stdout, STOP_SECONDS
         )
         if then == "again":
             command.process.send_signal(signal.SIGINT)
         elif then == "killed":
             command.role("worker 0").kill()
         ended = command.wait(STOP_SECONDS)
-    bound_said = r"the step or the checkpoint took longer than 5 s \(cluster.timeout_seconds\)"
-    killed_said = r"worker 0 \(pid \d+\) was killed by SIGKILL; see \S+; the run was asked to stop"
-    code, said = {
+    timed_out = r"the step or the checkpoint took longer than 5 s \(cluster.timeout_seconds\)"
+    killed = r"worker 0 \(pid \d+\) was killed by SIGKILL; see \S+; the run was asked to stop"
+    code, reason = {
         "again": (130, "stopped"),
-        "too long": (130, f"stopped: {bound_said}"),
-        "killed": (75, killed_said),
+        "too long": (130, f"stopped: {timed_out}"),
+        "killed": (75, killed),
     }[then]
     assert ended.code == code
     lost = "nothing is saved; steps 0 to 2 are lost"
-    assert re.fullmatch(rf"hybrid launch: {said}; {lost}\n", ended.stderr), ended.stderr
+    assert re.fullmatch(rf"hybrid launch: {reason}; {lost}\n", ended.stderr), ended.stderr
 
 
-def test_before_the_first_step_it_ends_at_once(tiny: list[str], tmp_path: Path) -> None:
+def test_stop_before_the_first_step_is_immediate(tiny: list[str], tmp_path: Path) -> None:
     with blocked(["launch", *tiny, *RUN], "build_never", tmp_path) as command:
         command.process.send_signal(signal.SIGINT)
         ended = command.wait(STOP_SECONDS)
@@ -163,7 +160,7 @@ def test_before_the_first_step_it_ends_at_once(tiny: list[str], tmp_path: Path) 
     assert not (tmp_path / "run/config.toml").exists()
 
 
-def test_a_comparison_has_nothing_to_save(tiny: list[str], tmp_path: Path) -> None:
+def test_stopped_comparison_saves_nothing(tiny: list[str], tmp_path: Path) -> None:
     with blocked(["compare", *tiny], "build_never", tmp_path) as command:
         command.process.send_signal(signal.SIGTERM)
         ended = command.wait(STOP_SECONDS)
@@ -172,7 +169,7 @@ def test_a_comparison_has_nothing_to_save(tiny: list[str], tmp_path: Path) -> No
 
 @contextmanager
 def on_a_terminal(arguments: list[str], folder: Path) -> Iterator[tuple[Any, str]]:
-    """``launch`` on a terminal of its own, and the mark that its processes carry."""
+    """Run ``launch`` on its own terminal; yield the terminal and the mark of its processes."""
     mark = uuid.uuid4().hex
     command, *more = [*HYBRID, "launch", *arguments, *ONE_EACH, *RUN]
     terminal = pexpect.spawn(
@@ -181,10 +178,10 @@ def on_a_terminal(arguments: list[str], folder: Path) -> Iterator[tuple[Any, str
         cwd=folder,
         env=marked_environment(mark) | {"TERM": "xterm"},
         encoding="utf-8",
-        codec_errors="replace",  # the ^C that the terminal shows may come in the middle of a character
+        codec_errors="replace",  # an echoed ^C may split a character
         timeout=COMMAND_SECONDS,
         dimensions=(24, 160),
-        # What a script starts in the background ignores Ctrl-C, and so do its children, these tests too.
+        # Children of a script's background processes ignore Ctrl-C.
         preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)],
     )
     try:
@@ -198,7 +195,7 @@ def on_a_terminal(arguments: list[str], folder: Path) -> Iterator[tuple[Any, str
     "times", [0, 1, pytest.param(2, marks=pytest.mark.long)], ids=["at the start", "once", "twice"]
 )
 def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) -> None:
-    unsaved = [*endless, "--set", "checkpoint.keep_best=none"]  # whatever it has evaluated by then
+    unsaved = [*endless, "--set", "checkpoint.keep_best=none"]
     with on_a_terminal(unsaved, tmp_path) as (terminal, mark):
         if times:
             terminal.expect("step [0-9]{2}/")
@@ -211,7 +208,7 @@ def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) ->
         began = time.monotonic()
         terminal.sendintr()
         if times:
-            terminal.expect("(stopping after|saving) step [0-9]+; again to stop at once")
+            terminal.expect("(stopping after|saving) step [0-9]+; a second Ctrl-C stops at once")
         if times == 2:
             terminal.sendintr()
         terminal.expect(pexpect.EOF, timeout=STOP_SECONDS)
@@ -220,21 +217,21 @@ def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) ->
         assert time.monotonic() - began < STOP_SECONDS
         assert terminal.exitstatus == 130
         assert eventually(lambda: not marked(mark), LEFT_SECONDS), marked(mark)
-        assert shown.rindex("\x1b[?25h") > shown.rfind("\x1b[?25l"), "the cursor is shown again"
-        # On a line of its own, below what the live region has left.
-        found = re.search(r"\r\nhybrid launch: stopped; (.*)\r\n$", shown)
+        assert shown.rindex("\x1b[?25h") > shown.rfind("\x1b[?25l")
+        # The message is on a line of its own: the line of the cursor was cleared.
+        found = re.search(r"\r\x1b\[2K\x1b\[\?25hhybrid launch: stopped; (.*)\r\n$", shown)
         assert found, shown
         assert found[1].startswith("step " if times == 1 else "nothing is saved")
         assert "Traceback" not in shown
 
 
 @pytest.mark.long
-def test_a_run_whose_terminal_is_closed_saves_and_stops(endless: list[str], tmp_path: Path) -> None:
+def test_closed_terminal_saves_and_stops_the_run(endless: list[str], tmp_path: Path) -> None:
     with on_a_terminal(endless, tmp_path) as (terminal, mark):
         terminal.expect("step [0-9]{2}/")
         os.close(terminal.child_fd)
         assert eventually(lambda: not marked(mark), STOP_SECONDS), marked(mark)
         _, status = os.waitpid(terminal.pid, 0)
-        terminal.closed = terminal.terminated = True  # it would look itself
+        terminal.closed = terminal.terminated = True  # pexpect would wait again
     assert os.waitstatus_to_exitcode(status) == 129
     assert list_checkpoints(tmp_path / "run")

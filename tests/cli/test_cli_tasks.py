@@ -1,4 +1,4 @@
-"""Several tasks from a configuration to a file of predictions, and a run that ends once it gets no better."""
+"""Several tasks, from a configuration to a file of predictions, and early stopping."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ NUM_ROWS = 1500
 
 
 def write_shop(path: Path) -> None:
-    """Who clicks on what, buys it, and spends on it: clicks follow from the item, and from nothing else."""
+    """Write clicks, purchases and amounts; clicks depend on the item only."""
     draw = random.Random(1)
     with path.open("w") as file:
         print("user,item,price,importance,clicked,bought,spent,stars", file=file)
@@ -25,14 +25,14 @@ def write_shop(path: Path) -> None:
             item = draw.randrange(10)
             clicked = int(draw.random() < (0.8 if item < 4 else 0.3))
             bought = int(clicked and draw.random() < 0.5)
-            spent = f"{3 + item + draw.random():.2f}" if bought else ""  # unknown of what was not bought
+            spent = f"{3 + item + draw.random():.2f}" if bought else ""  # unknown without a purchase
             values = (f"u{draw.randrange(20)}", f"i{item}", f"{draw.random():.3f}", f"{draw.random():.2f}")
             print(*values, clicked, bought, spent, min(4, item // 2), sep=",", file=file)
 
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a finished run of the documented configuration, and what it said."""
+    """The folder of a finished run of the documented configuration, and its output."""
     folder = tmp_path_factory.mktemp("shop")
     (folder / "shop.toml").write_text(code_block("docs/tasks.md", "toml", "tasks.click"))
     write_shop(folder / "shop.csv")
@@ -45,8 +45,8 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, output_of(["launch", "--config", "shop.toml", *changed], folder)
 
 
-def test_a_run_ends_once_it_gets_no_better_and_keeps_the_best(shop: tuple[Path, str]) -> None:
-    folder, said = shop
+def test_run_stops_early_and_keeps_the_best_checkpoint(shop: tuple[Path, str]) -> None:
+    folder, printed = shop
     result = result_of(folder / "run")
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     tests = {line["step"]: line["click.gauc"] for line in lines if line["kind"] == "test"}
@@ -54,15 +54,15 @@ def test_a_run_ends_once_it_gets_no_better_and_keeps_the_best(shop: tuple[Path, 
     assert result["best"] == {"step": best, "click.gauc": tests[best]}
     per_epoch = min(tests)
     assert result["steps"] == best + 3 * per_epoch < 20 * per_epoch
-    assert f"ended at step {result['steps']}: 3 evaluation(s) without a better click GAUC\n" in said
-    assert "best click GAUC" in said
+    assert f"ended at step {result['steps']}: 3 evaluation(s) without a better click GAUC\n" in printed
+    assert "best click GAUC" in printed
     assert {f"step-{step:08}" for step in (best, result["steps"])} <= {
         path.name for path in (folder / "run/checkpoints").iterdir()
     }
 
 
-def check_by_weights(folder: Path, result: dict[str, Any], last: Path) -> None:
-    """See that metrics are those of scikit-learn by the importance of each test row."""
+def check_weighted_metrics(folder: Path, result: dict[str, Any], last: Path) -> None:
+    """Check that metrics equal those of scikit-learn with the weights of test rows."""
     columns = ["importance", "clicked", "bought", "stars"]
     main(["predict", str(last), "--output", "test.csv", "--keep", ",".join(columns)])
     rows = list(csv.DictReader((folder / "test.csv").read_text().splitlines()))
@@ -79,12 +79,12 @@ def check_by_weights(folder: Path, result: dict[str, Any], last: Path) -> None:
     assert abs(result["click.auc"] - plain) > 5e-4
 
 
-def test_it_goes_on_with_more_patience(shop: tuple[Path, str]) -> None:
+def test_hint_to_resume_raises_the_patience(shop: tuple[Path, str]) -> None:
     (resume,) = [line for line in shop[1].splitlines() if line.startswith("resume")]
     assert resume.endswith("--resume run --set train.patience=4")
 
 
-def test_every_task_has_metrics_and_predictions(
+def test_each_task_has_metrics_and_predictions(
     shop: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = shop
@@ -93,13 +93,13 @@ def test_every_task_has_metrics_and_predictions(
     main(["evaluate", str(last)])
     lines = capsys.readouterr().out.splitlines()[:-1]
     assert len({line.rindex("  ") + 2 if "  " in line else line.rindex(" ") + 1 for line in lines}) == 1
-    said = dict(line.rsplit(maxsplit=1) for line in lines[1:])
+    printed = dict(line.rsplit(maxsplit=1) for line in lines[1:])
     result = result_of(folder / "run")
     for name in ("click.auc", "click.ndcg@10", "buy.log_loss", "spent.rmse", "stars.accuracy"):
-        assert said[name.replace("_", " ")] == f"{result[name]:.4f}"
+        assert printed[name.replace("_", " ")] == f"{result[name]:.4f}"
     assert result["buy.num_samples"] < result["click.num_samples"]
-    assert result["stars.accuracy"] > 0.3  # a fifth of the rows has each
-    check_by_weights(folder, result, last)
+    assert result["stars.accuracy"] > 0.3  # 0.2 by chance
+    check_weighted_metrics(folder, result, last)
     main(["predict", str(last), "--input", "shop.csv", "--output", "p.csv"])
     rows = list(csv.DictReader(Path("p.csv").read_text().splitlines()))
     assert len(rows) == NUM_ROWS

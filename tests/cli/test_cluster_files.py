@@ -1,4 +1,4 @@
-"""The files under configs/cluster: what they start, and when they start it again."""
+"""The files under configs/cluster: the roles that they start, and when they restart them."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def jobset() -> dict[str, Any]:
 
 
 def jobs(jobset: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The specification of each replicated job."""
+    """Return the specification of each replicated job."""
     return {each["name"]: each["template"]["spec"] for each in jobset["spec"]["replicatedJobs"]}
 
 
@@ -40,11 +40,11 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_the_jobset_is_one_by_its_definition(jobset: dict[str, Any]) -> None:
+def test_jobset_is_valid_by_its_schema(jobset: dict[str, Any]) -> None:
     jsonschema.validate(jobset, SCHEMA)
 
 
-def test_its_commands_are_ones_of_this_project(jobset: dict[str, Any]) -> None:
+def test_jobset_starts_every_role(jobset: dict[str, Any]) -> None:
     found = jobs(jobset)
     for name, job in found.items():
         each = container(job)
@@ -60,7 +60,7 @@ def test_its_commands_are_ones_of_this_project(jobset: dict[str, Any]) -> None:
         assert options.resume == "auto"
 
 
-def test_its_pods_end_by_what_this_project_means(jobset: dict[str, Any]) -> None:
+def test_pods_fail_by_exit_codes_of_this_project(jobset: dict[str, Any]) -> None:
     grace = load_config(None).cluster.timeout_seconds
     for job in jobs(jobset).values():
         assert (job["parallelism"], job["backoffLimit"]) == (job["completions"], 0)
@@ -73,7 +73,7 @@ def test_its_pods_end_by_what_this_project_means(jobset: dict[str, Any]) -> None
 
 @pytest.fixture
 def commands(tmp_path: Path) -> Callable[[str, str], None]:
-    """Puts a command of the test's own in the place of a real one."""
+    """Return a function that replaces a command by a script."""
     (tmp_path / "bin").mkdir()
 
     def put(name: str, script: str) -> None:
@@ -102,7 +102,7 @@ NODE = 'if [ "$1" = show ]; then echo "   NodeAddr=10.0.0.7 NodeHostName=n1"; el
     ("code", "restarts", "is_requeued"),
     [(0, 0, False), (1, 0, False), (2, 0, False), (75, 0, True), (137, 3, True), (75, 10, False)],
 )
-def test_slurm_starts_a_job_again_where_that_may_help(
+def test_slurm_script_requeues_a_job_if_a_restart_may_help(
     code: int, restarts: int, is_requeued: bool, commands: Callable[[str, str], None], tmp_path: Path
 ) -> None:
     commands("scontrol", NODE)
@@ -122,7 +122,9 @@ def test_slurm_starts_a_job_again_where_that_may_help(
     assert parse(role.replace("a b", "a").split()).command == "role"
 
 
-def test_slurms_warning_reaches_the_roles(commands: Callable[[str, str], None], tmp_path: Path) -> None:
+def test_slurm_script_passes_warnings_to_the_roles(
+    commands: Callable[[str, str], None], tmp_path: Path
+) -> None:
     commands("scontrol", NODE)
     commands("srun", 'trap "exit 75" USR1; touch started; while :; do /bin/sleep 0.02; done')
     commands("sleep", "")
@@ -137,14 +139,14 @@ def test_slurms_warning_reaches_the_roles(commands: Callable[[str, str], None], 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(bool(unavailable_reason()), reason=f"no Slurm here: {unavailable_reason()}")
-def test_a_real_slurm_starts_a_job_again_and_its_end_is_that_of_an_undisturbed_run() -> None:
+def test_restart_by_slurm_ends_with_the_bits_of_an_undisturbed_run() -> None:
     command = [shutil.which("bash") or "bash", str(ROOT / "scripts/slurm")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1150)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.endswith("\nthe end has the bits of an undisturbed run\n")
 
 
-# What hosts.sh starts there: says what it was given, and waits to be stopped or for its end.
+# The role that hosts.sh starts: records its arguments, and waits for SIGTERM or for the file "end".
 ROLE = """
 case $1 in secret) echo a-secret >"$2"; exit;; esac
 echo "$HYBRID_SECRET $@" >>"roles/$HOST-$1"
@@ -156,26 +158,19 @@ exit $(<end)
 
 @pytest.fixture
 def hosts(commands: Callable[[str, str], None], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """hosts.sh with a master and two trainers on n0, and a worker on n1."""
+    """Run hosts.sh with a master and two trainers on n0, and a worker on n1."""
     (tmp_path / "roles").mkdir()
     commands("hybrid", ROLE)
     commands("ssh", 'HOST=$1; export HOST; shift; exec bash -c "$*"')
     commands("sleep", 'echo "$1" >>pauses')
-    command = [
-        "env",
-        "--default-signal=INT",
-        str(FOLDER / "hosts.sh"),
-        "n0",
-        "n0 n0",
-        "n1",
-        "--config",
-        "a b.toml",
-    ]
+    commands("cat", '/bin/sleep 0.2; exec /bin/cat "$@"')  # as on a busy machine: a signal may come first
+    script = [str(FOLDER / "hosts.sh"), "n0", "n0 n0", "n1", "--config", "a b.toml"]
+    command = ["env", "--default-signal=INT", *script]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.DEVNULL
-    ) as script:
-        yield script
-        script.kill()
+    ) as running:
+        yield running
+        running.kill()
         (tmp_path / "end").write_text("0")
 
 
@@ -183,11 +178,11 @@ def lines(folder: Path) -> dict[str, list[str]]:
     return {path.name: path.read_text().splitlines() for path in (folder / "roles").iterdir()}
 
 
-def test_hosts_are_given_their_roles_and_the_secret(hosts: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_hosts_receive_their_roles_and_the_secret(hosts: subprocess.Popen[bytes], tmp_path: Path) -> None:
     assert eventually(lambda: sum(map(len, lines(tmp_path).values())) == 4, SECONDS)
     sizes = "--set cluster.master=n0 --set cluster.trainers=2 --set cluster.workers=1"
-    said = {name: sorted(each) for name, each in lines(tmp_path).items()}
-    assert said == {
+    started = {name: sorted(each) for name, each in lines(tmp_path).items()}
+    assert started == {
         "n0-master": [f"a-secret master --resume auto {sizes} --config a b.toml"],
         "n0-trainer": [f"a-secret trainer --index {index} --master n0" for index in (0, 1)],
         "n1-worker": ["a-secret worker --index 0 --master n0"],
@@ -197,10 +192,10 @@ def test_hosts_are_given_their_roles_and_the_secret(hosts: subprocess.Popen[byte
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_where_hosts_sh_ends_so_do_its_roles(
+def test_roles_end_with_hosts_sh(
     number: signal.Signals, hosts: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    """They hear SIGTERM, by which the run is saved."""
+    """Roles receive SIGTERM, on which they save the run."""
     assert eventually(lambda: sum(map(len, lines(tmp_path).values())) == 4, SECONDS)
     hosts.send_signal(number)
     assert hosts.wait(SECONDS) == (143 if number is signal.SIGINT else -number)
@@ -208,7 +203,7 @@ def test_where_hosts_sh_ends_so_do_its_roles(
 
 
 @pytest.mark.parametrize("code", [75, 137, 255])
-def test_hosts_sh_starts_all_again_where_that_may_help(
+def test_hosts_sh_restarts_all_roles_if_a_restart_may_help(
     code: int, hosts: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     assert eventually(lambda: sum(map(len, lines(tmp_path).values())) == 4, SECONDS)

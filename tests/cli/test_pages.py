@@ -1,6 +1,6 @@
-"""README and docs: the code runs or at least loads, the configurations load, and what the text names exists.
+"""README and docs: code and configurations load, and named files, keys and functions exist.
 
-Tests of commands run most blocks of the pages; these find every block and key that a new name makes wrong.
+Tests of commands run most code blocks of the pages.
 """
 
 import ast
@@ -27,7 +27,7 @@ PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((ROOT / "docs"
 
 
 def write_clicks(path: Path, num_rows: int = 2000) -> None:
-    """A click log with the columns of the README's configuration, in which the item decides."""
+    """Write a click log with the columns of the README's configuration; clicks depend on the item."""
     draw = random.Random(1)
     with path.open("w") as file:
         print("clicked,price,age,user,item,tags", file=file)
@@ -41,22 +41,22 @@ def write_clicks(path: Path, num_rows: int = 2000) -> None:
             )
 
 
-def test_its_net_and_its_configuration_train_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_of_the_readme_trains_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_net.py").write_text(code_block("docs/models.md", "python", "class Gates"))
     (tmp_path / "clicks.toml").write_text(code_block("README.md", "toml"))
     write_clicks(tmp_path / "clicks.csv")
-    own_net = ["--set", "dense.net=my_net:build", "--set", "run.folder=trained"]
-    output_of(["launch", "--config", "clicks.toml", *own_net], tmp_path, afresh=True)
+    custom_net = ["--set", "dense.net=my_net:build", "--set", "run.folder=trained"]
+    output_of(["launch", "--config", "clicks.toml", *custom_net], tmp_path, afresh=True)
     assert result_of(tmp_path / "trained")["auc"] > 0.75
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # as for a command that is started there
     main(["predict", "trained", "--input", "clicks.csv", "--output", "p.csv"])
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 2001
-    check_that_another_user_is_asked(monkeypatch)
+    check_user_code_of_another_user_is_refused(monkeypatch)
 
 
-def check_that_another_user_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run in the folder ``trained`` names code, which somebody else has not chosen to run."""
+def check_user_code_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration of the run in the folder ``trained`` names user code."""
     monkeypatch.setenv("XDG_STATE_HOME", "another")
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
@@ -74,13 +74,13 @@ def check_that_another_user_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
             main(arguments)
         line = str(refused.value.code)
         assert line.startswith(f"hybrid {arguments[0]}: dense.net = 'my_net:build': trained/"), line
-        assert line.endswith("look at it, and then allow it with --trust-code"), line
+        assert line.endswith("--trust-code"), line
     assert "my_net" not in sys.modules
     main(["predict", "trained", *predict, "--trust-code"])
     assert len(Path("q.csv").read_text().splitlines()) == 2001
 
 
-def test_every_file_it_names_is_there() -> None:
+def test_files_that_the_readme_names_exist() -> None:
     links = re.findall(r"\]\(([^)]+)\)", README)
     named = re.findall(r"\b(?:configs|docs|hybrid|scripts|workers)/[\w./]*\w", README)
     assert links
@@ -88,8 +88,8 @@ def test_every_file_it_names_is_there() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_key_on_a_page_exists(page: str) -> None:
-    """``cluster.`` may be a cluster of a custom loop, too."""
+def test_keys_on_a_page_exist(page: str) -> None:
+    """``cluster.`` may also be the cluster object of a custom loop."""
     text = PAGES[page].read_text(encoding="utf-8")
     text = re.sub(r"^```python\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     named = re.findall(r"(?<![\w./])([a-z]+)\.(?!(?:py|md|toml|json|safetensors)\b)([a-z_]+)\b(?!\[)", text)
@@ -98,7 +98,7 @@ def test_every_key_on_a_page_exists(page: str) -> None:
     assert [f"{s}.{key}" for s, key in named if s in names and key not in names[s]] == []
 
 
-def test_its_configuration_has_ten_lines(tmp_path: Path) -> None:
+def test_configuration_of_the_readme_has_ten_lines(tmp_path: Path) -> None:
     text = code_block("README.md", "toml")
     (tmp_path / "clicks.toml").write_text(text)
     assert load_config(tmp_path / "clicks.toml").data.multi_hot_separator == "|"
@@ -119,14 +119,14 @@ TOML, PYTHON = blocks("toml"), blocks("python")
 
 
 @pytest.mark.parametrize("block", list(TOML.values()), ids=TOML)
-def test_a_configuration_loads(block: str, tmp_path: Path) -> None:
+def test_configuration_on_a_page_loads(block: str, tmp_path: Path) -> None:
     file = tmp_path / "page.toml"
     file.write_text(block)
     load_config(file)
 
 
 @pytest.mark.parametrize("block", list(PYTHON.values()), ids=PYTHON)
-def test_python_finds_the_names_that_it_imports(block: str) -> None:
+def test_names_in_code_on_a_page_exist(block: str) -> None:
     for node in ast.walk(ast.parse(block)):
         match node:
             case ast.ImportFrom(module=str(module)) if module.split(".")[0] in ("hybrid", "workers"):

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from support.commands import TrainedRun, code_block, output_of, settings
+from support.commands import code_block
 from support.descriptors import redirected
 from support.trained import (
     clicks_config,
@@ -23,10 +21,7 @@ from support.trained import (
     write_shop,
     write_trained,
 )
-from torch import nn
 
-from hybrid.checkpoint.checkpoint_folders import step_folder
-from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from workers.cli import main
 
 PAGE = "docs/serving.md"
@@ -122,8 +117,8 @@ def test_the_documented_server_computes_the_predictions(
     assert all(line.startswith(f"{row},invalid row: ") for row, line in enumerate(lines[80:stop], start=80))
     printed = [[float(each) for each in line.split(",")] for line in lines[:80] + lines[stop:]]
     assert [row for row, *_ in printed] == [*range(80), stop, stop + 1]
-    for place, values in enumerate(expected.values(), start=1):
-        assert [line[place] for line in printed] == pytest.approx(values.tolist(), abs=1e-6)
+    for column, values in enumerate(expected.values(), start=1):
+        assert [line[column] for line in printed] == pytest.approx(values.tolist(), abs=1e-6)
     assert len(printed[0]) == 1 + len(expected)
 
 
@@ -140,7 +135,9 @@ def test_the_documented_notebook_computes_the_predictions(
     assert found["probabilities"].tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_rows_are_answered_one_by_one(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_row_of_a_stream_is_predicted_at_once(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A client writes a row and waits for its line before it writes the next."""
     header, *rows = write_clicks(tmp_path / "new.csv", 5, seed=4).read_text().splitlines()
     (rows_read, rows_written), (read, written) = os.pipe(), os.pipe()
@@ -169,66 +166,9 @@ def test_rows_are_answered_one_by_one(run: Path, tmp_path: Path, capfd: pytest.C
     assert "wrote 5 predictions to standard output" in capfd.readouterr().err
 
 
-def test_standard_input_is_read_alone(run: Path) -> None:
+def test_standard_input_beside_files_is_refused(run: Path) -> None:
     with pytest.raises(SystemExit) as end:
         main(["predict", str(run), "--input", "-", "new.csv"])
-    assert str(end.value.code).startswith("hybrid predict: --input = '-': names standard input beside files")
-
-
-class Bags(nn.Module):
-    """A table with the name of TorchRec's EmbeddingBagCollection."""
-
-    def __init__(self, num_rows: int, dim: int) -> None:
-        super().__init__()
-        self.embedding_bags = nn.ModuleDict({"C1": nn.EmbeddingBag(num_rows, dim)})
-
-
-def test_a_run_resumes_with_imported_tables(
-    trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stored = Checkpoint.open(step_folder(trained.folder, 16))
-    num_rows, dim, _ = stored.manifest.tables["C1"]
-    bags = Bags(num_rows, dim)
-    torch.save(bags.state_dict(), tmp_path / "w.pt")
-    pair, warm = "embedding_bags.*.weight=*", tmp_path / "warm"
-    main(
-        [
-            *("import", str(tmp_path / "w.pt"), "--into", str(trained.folder)),
-            *("--output", str(warm), "--map", pair),
-        ]
+    assert str(end.value.code).startswith(
+        "hybrid predict: --input = '-': stands for standard input, which cannot"
     )
-    message = capsys.readouterr().out
-    assert f"table               C1: {num_rows:,} x {dim}, embedding_bags.C1.weight of" in message
-    main(["export", str(warm), "--output", str(tmp_path / "out"), "--format", "tables", "--map", pair])
-    tables = load_file(tmp_path / "out/tables.safetensors")
-    assert torch.equal(tables["embedding_bags.C1.weight"], bags.state_dict()["embedding_bags.C1.weight"])
-    assert len(tables) == len(stored.manifest.tables)
-    # Patience counts from the model as it was imported, which is evaluated first.
-    message = output_of(["launch", "--resume", warm, *settings(train={"epochs": 2, "patience": 1})], tmp_path)
-    assert "resuming from step 16" in message
-    assert step_folder(warm, 32).exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--map", "nothing.*=*"], "--map = 'nothing.*': matches none of the names in {file}: x.weight"),
-        (
-            ["--map", "x.weight=C9"],
-            "--map = 'x.weight=C9': maps 'x.weight' to table 'C9', but the tables are item, tags, user",
-        ),
-        (["--map", "x.weight=user"], "'x.weight' is 3 x 2, but table 'user' of {run} "),
-    ],
-)
-def test_a_map_that_does_not_fit_is_one_line(
-    run: Path, tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    file = tmp_path / "w.pt"
-    torch.save({"x.weight": torch.zeros(3, 2)}, file)
-    with pytest.raises(SystemExit) as end:
-        main(["import", str(file), "--into", str(run), "--output", str(tmp_path / "new"), *arguments])
-    line = str(end.value.code)
-    expected = message.format(file=file, run=step_folder(run, 1))
-    assert line.startswith(f"hybrid import: {expected}")
-    assert "\n" not in line
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["w.pt"]

@@ -1,4 +1,4 @@
-"""What the master hears when a job fails in the middle."""
+"""Errors that the master reports when a job fails."""
 
 import resource
 from pathlib import Path
@@ -10,12 +10,12 @@ from support.jobs import opened
 from hybrid.config import RunConfig
 from hybrid.transport import RemoteError, gather
 from workers.controller.remote_trainer import Trainer
+from workers.master import diagnose
 from workers.rendezvous.bootstrap import JoinedCluster
-from workers.roles.master import diagnose
 
 
 def train_alone(cluster: JoinedCluster, config: RunConfig, cache: Path) -> str:
-    """Let trainer 0 go on while trainer 1 does not; the error that the master would show."""
+    """Let only trainer 0 take steps; return the error that the master would report."""
     with opened(cluster, config, cache) as session:
         try:
             gather([session.trainers[0].call(Trainer.train, 0, 0, 2, 0)])
@@ -24,24 +24,25 @@ def train_alone(cluster: JoinedCluster, config: RunConfig, cache: Path) -> str:
     return "no error"
 
 
-def test_a_trainer_whose_gradients_do_not_come_is_named(clusters: Clusters, cache: Path) -> None:
-    # Without DDP the trainers meet only at the workers' barrier.
+def test_trainer_without_gradients_is_reported(clusters: Clusters, cache: Path) -> None:
+    # Without DDP, trainers wait for each other only at the barrier of the workers.
     config = small_config(cluster={"timeout_seconds": 0.5}, dense={"ddp": "none"})
     message = clusters.get(2, 2).run(train_alone, config, cache)
     assert "step 0: no gradients from trainer 1 for 0.5 s (cluster.timeout_seconds)" in message
     assert "\n" not in message
 
 
-def test_tables_beyond_the_memory_are_refused_before_they_are_made(clusters: Clusters, cache: Path) -> None:
+def test_tables_larger_than_memory_are_refused_before_allocation(clusters: Clusters, cache: Path) -> None:
     config = small_config(embedding={"dim": 2_000_000_000})
     with pytest.raises(
-        CaseError, match=r"tables need [\d,.]+ GiB, [\d,.]+ GiB of memory are free; the largest is C"
+        CaseError,
+        match=r"tables need [\d,.]+ GiB, but only [\d,.]+ GiB of memory are free; the largest table is C",
     ):
         clusters.get(2, 2).run(train_alone, config, cache)
 
 
 def save_without_room(cluster: JoinedCluster, config: RunConfig, cache: Path, folder: Path) -> None:
-    """Write a checkpoint while the master may not write a byte to any file."""
+    """Write a checkpoint while the master cannot write to any file."""
     with opened(cluster, config, cache) as session:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
@@ -51,9 +52,7 @@ def save_without_room(cluster: JoinedCluster, config: RunConfig, cache: Path, fo
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_nothing(
-    clusters: Clusters, cache: Path, tmp_path: Path
-) -> None:
+def test_failed_checkpoint_leaves_no_file(clusters: Clusters, cache: Path, tmp_path: Path) -> None:
     with pytest.raises(CaseError, match=r"CheckpointError: cannot write \S+/config.toml: File too large"):
         clusters.get(2, 2).run(save_without_room, small_config(), cache, tmp_path)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""A role that is frozen while torch connects them: the others say so in time, though torch hears nothing."""
+"""A role that freezes while torch connects the roles: the others report it within the heartbeat timeout."""
 
 import os
 import re
@@ -18,9 +18,9 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
-from hybrid.transport.rpc import rpc_group
+from hybrid.transport.rpc import stubs
 from workers.rendezvous.bootstrap import join, lead
-from workers.rendezvous.master_address import MasterAddress, listen
+from workers.rendezvous.host_setup import MasterAddress, listen
 
 START_SECONDS = 20.0
 HEARTBEAT_SECONDS = 1.0
@@ -34,34 +34,33 @@ def take_part(
     config: RunConfig,
     secret: Secret,
     listener: socket | MasterAddress,
-    said: Connection,
+    reports: Connection,
 ) -> None:
-    """Join a cluster and say why that failed; one that freezes does so before all are connected."""
+    """Join a cluster and send the error; or freeze before all roles are connected."""
 
     def freeze(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
-        # Another thread takes the signal, and this one runs on until it does: on busy cores, long enough to
-        # close what torch listens on.
+        # Another thread receives the signal. Until then, this thread must not close torch's listening socket.
         threading.Event().wait()
 
     with ExitStack() as stack:
         if is_freezing:
-            stack.enter_context(mock.patch.object(rpc_group, "greet", freeze))
+            stack.enter_context(mock.patch.object(stubs, "open_connection", freeze))
         try:
             with (
                 join(role, listener, secret)
                 if isinstance(listener, MasterAddress)
                 else lead(config, secret, listener)
             ):
-                said.send("joined")
+                reports.send("joined")
         except ClusterError as error:
-            said.send(str(error))
+            reports.send(str(error))
 
 
 def endings(frozen: Role) -> dict[Role, str]:
-    """What the others of a cluster of one trainer and one worker say once this role is frozen."""
+    """Freeze one role of a cluster of three; return the errors of the other roles."""
     context = fork_context()
-    secret, processes, said = Secret.fresh(), {}, {}
+    secret, processes, reports = Secret.fresh(), {}, {}
     with listen("127.0.0.1", 0) as listener:
         config = small_config(
             cluster={
@@ -72,7 +71,7 @@ def endings(frozen: Role) -> dict[Role, str]:
         )
         address = MasterAddress(*listener.getsockname())
         for role in config.cluster.topology.roles:
-            said[role], theirs = context.Pipe()
+            reports[role], theirs = context.Pipe()
             rest = (config, secret, listener if role == MASTER else address, theirs)
             processes[role] = context.Process(target=take_part, args=(role, role == frozen, *rest))
             processes[role].start()
@@ -80,7 +79,7 @@ def endings(frozen: Role) -> dict[Role, str]:
     try:
         victim = psutil.Process(processes[frozen].pid)
         assert eventually(lambda: victim.status() == psutil.STATUS_STOPPED, START_SECONDS)
-        others = {role: each for role, each in said.items() if role != frozen}
+        others = {role: each for role, each in reports.items() if role != frozen}
         assert all(each.poll(HEARTBEAT_SECONDS + 1) for each in others.values())
         return {role: each.recv() for role, each in others.items()}
     finally:
@@ -89,12 +88,12 @@ def endings(frozen: Role) -> dict[Role, str]:
             process.join(START_SECONDS)
 
 
-def test_a_worker() -> None:
-    said = endings(WORKER)
-    assert re.fullmatch(rf"worker 0 \(host \S+, pid \d+\) {SILENCE}", said[MASTER])
-    assert said[TRAINER] == f"stopped by the master: {said[MASTER]}"
+def test_frozen_worker_is_reported() -> None:
+    errors = endings(WORKER)
+    assert re.fullmatch(rf"worker 0 \(host \S+, pid \d+\) {SILENCE}", errors[MASTER])
+    assert errors[TRAINER] == f"stopped by the master: {errors[MASTER]}"
 
 
-def test_the_master() -> None:
-    for words in endings(MASTER).values():
-        assert re.fullmatch(f"the master {SILENCE}", words)
+def test_frozen_master_is_reported() -> None:
+    for error in endings(MASTER).values():
+        assert re.fullmatch(f"the master {SILENCE}", error)

@@ -21,7 +21,7 @@ pytestmark = [
 def trained_on_a_gpu(
     clusters: Clusters, cache: Path, trainers: int, dense: dict[str, Any], update: str = "sync"
 ) -> None:
-    """Two trainers share the one GPU, or have one each; gloo or NCCL reduces their gradients."""
+    """Compare with one process; trainers share a GPU (gloo reduces gradients) or have one each (NCCL)."""
     config = small_config(
         cluster={"trainers": trainers, "workers": 2},
         dense=dense,
@@ -32,13 +32,13 @@ def trained_on_a_gpu(
 
 @pytest.mark.parametrize("trainers", [1, 2])
 @pytest.mark.parametrize("update", ["sync", "pipelined"])
-def test_it_equals_one_process_on_the_cpu(
+def test_gpu_trainers_equal_one_process_on_the_cpu(
     trainers: int, update: str, clusters: Clusters, cache: Path
 ) -> None:
     trained_on_a_gpu(clusters, cache, trainers, {"device": "cuda"}, update)
 
 
-def test_losses_of_the_order_in_groups_equal_one_process_too(clusters: Clusters, cache: Path) -> None:
+def test_ranking_losses_on_a_gpu_equal_one_process(clusters: Clusters, cache: Path) -> None:
     config = small_config(
         cluster={"trainers": 2, "workers": 2},
         data={"group": "C26"},
@@ -62,7 +62,7 @@ def test_losses_of_the_order_in_groups_equal_one_process_too(clusters: Clusters,
     ],
     ids=str,
 )
-def test_other_forms_of_the_net_equal_one_process_too(
+def test_execution_backends_on_a_gpu_equal_one_process(
     dense: dict[str, Any], clusters: Clusters, cache: Path
 ) -> None:
     trained_on_a_gpu(clusters, cache, 2, dense)

@@ -1,4 +1,4 @@
-"""What DDP wraps, asynchronous updates, and errors of trainers."""
+"""The modes of DDP, asynchronous updates, and errors of trainers."""
 
 from pathlib import Path
 
@@ -19,14 +19,14 @@ def cluster(clusters: Clusters) -> RunningCluster:
 
 
 def differing(first: dict[str, Tensor], second: dict[str, Tensor]) -> set[str]:
-    """The stages in which two dense nets differ."""
+    """Return the stages in which two dense nets differ."""
     return {name.split(".")[0] for name in first if not torch.equal(first[name], second[name])}
 
 
 @pytest.mark.parametrize(
     ("ddp", "private"), [("outside", set()), ("inside", {"bottom"}), ("none", {"bottom", "head"})]
 )
-def test_ddp_mode_says_which_stages_trainers_share(
+def test_ddp_mode_decides_which_stages_trainers_share(
     ddp: str, private: set[str], cluster: RunningCluster, cache: Path, tmp_path: Path
 ) -> None:
     trained = cluster.run(train, small_config(dense={"ddp": ddp}), cache, tmp_path, STEPS)
@@ -34,7 +34,7 @@ def test_ddp_mode_says_which_stages_trainers_share(
     assert trained.losses[-1] < trained.losses[0]
 
 
-def test_asynchronous_updates_learn(cluster: RunningCluster, cache: Path, tmp_path: Path) -> None:
+def test_asynchronous_updates_reduce_the_loss(cluster: RunningCluster, cache: Path, tmp_path: Path) -> None:
     trained = cluster.run(train, small_config(train={"update": "async"}), cache, tmp_path, STEPS)
     assert trained.losses[-1] < trained.losses[0]
     assert any(not torch.equal(trained.tables_before[part], trained.tables[part]) for part in trained.tables)
@@ -49,17 +49,19 @@ def train_once(cluster: object, config: RunConfig, cache: Path, scratch: Path) -
     [
         (
             {"optimizer": "Adamm"},
-            "RemoteError: dense.optimizer = 'Adamm': is not a class of torch.optim; did you mean 'Adam'?",
+            "RemoteError: dense.optimizer = 'Adamm': is not a class of torch.optim; choose from",
         ),
         ({"device": "cuda:99"}, "RemoteError: dense.device = 'cuda:99': this machine has"),
         ({"net": "no_such_module:build"}, "RemoteError: dense.net = 'no_such_module:build'"),
+        ({"net": "support.failing_nets:forward"}, "; in head.1 of the net, Linear(in_features=5,"),
+        ({"net": "support.failing_nets:backward"}, "failing_nets.py:18, in backward: KeyError: 'gradient'"),
     ],
 )
-def test_a_trainers_error_reaches_the_master(
+def test_error_of_a_trainer_reaches_the_master(
     section: dict[str, object], message: str, cluster: RunningCluster, cache: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(CaseError) as caught:
         cluster.run(train_once, small_config(dense=section), cache, tmp_path)
     assert message in str(caught.value)
-    # The cluster outlives a job that failed.
+    # The cluster still works after a failed job.
     assert cluster.run(train_once, small_config(), cache, tmp_path / "again").losses[0] > 0

@@ -1,4 +1,4 @@
-"""Pipelined runs that go on from a checkpoint: their first step reads the rows that it would have read."""
+"""Resumed pipelined runs: their first step reads the same rows as in an undisturbed run."""
 
 import dataclasses
 import random
@@ -18,7 +18,7 @@ TOTAL = 31  # 24 steps make an epoch
 
 
 def write_clicks(path: Path) -> None:
-    """Clicks of one user each, and any number of brands, tags and words, of which few are frequent."""
+    """Write clicks of one user each, with any number of brands, tags and words; few values are frequent."""
     chance = random.Random(4)
 
     def several() -> str:
@@ -34,8 +34,7 @@ def write_clicks(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """Every way to pool, tables whole and split, one of which all rows take every step, micro-batches, and
-    vectors that are rounded on the wire."""
+    """Every pooling, split and unsplit tables, updates of all rows, micro-batches, rounded vectors."""
     path = tmp_path_factory.mktemp("input") / "clicks.csv"
     write_clicks(path)
     columns = {"label": "clicked", "dense": ("price",), "sparse": ("user", "brand", "tag", "word")}
@@ -68,48 +67,48 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 def whole(
     config: RunConfig, clusters: Clusters, cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A run that nobody stops; not to be changed."""
+    """An undisturbed run. Tests do not change it."""
     run = tmp_path_factory.mktemp("whole") / "run"
     assert clusters.get(2, 2).run(train, config, cache, run) == []
     return run
 
 
 def assert_same_run(run: Path, whole: Path) -> None:
-    """See that one run logged the same lines, and came to the same end."""
+    """Check that two runs have the same log and the same last checkpoint."""
     assert lines(run) == lines(whole)
     assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
 
 
-def test_rows_lack_one_update_but_at_the_start_of_an_epoch(whole: Path) -> None:
-    """And a line says so of all of its steps, not of those of which the workers happen to be done."""
+def test_rows_are_one_update_old_except_at_the_start_of_an_epoch(whole: Path) -> None:
+    """A line of progress counts all its steps, also those that workers have not applied yet."""
     staleness = {line["step"]: line["staleness_mean"] for line in lines(whole) if line["kind"] == "train"}
     logged = (1, 5, 9, 10, 15, 18, 20, 24, 25, 27, 30, 31)
     assert staleness == {step: float(step not in (1, 25)) for step in logged}
 
 
-def assert_goes_on_when_killed(
+def assert_same_run_after_kills(
     config: RunConfig, whole: Path, clusters: Clusters, cache: Path, run: Path, workers: Sequence[int]
 ) -> None:
-    """See that a run that is killed in the midst of its epochs, but on some workers goes on, is the same."""
+    """Check that a run killed within epochs, and resumed with these numbers of workers, has the same bits."""
     clusters.get(2, 2).run(train, config, cache, run, last_step=10, saved_step=8)
     ends = ((8, 15, 12), (12, 30, 28), (28, 0, 0))
     for count, (cut, last_step, saved_step) in zip(workers, ends, strict=True):
         now = config.replace(cluster=dataclasses.replace(config.cluster, workers=count))
-        said = clusters.get(2, count).run(train, now, cache, run, True, last_step, saved_step)
-        assert said == [f"resuming from step {cut}: {step_folder(run, cut)}"]
+        notes = clusters.get(2, count).run(train, now, cache, run, True, last_step, saved_step)
+        assert notes == [f"resuming from step {cut}: {step_folder(run, cut)}"]
     assert_same_run(run, whole)
 
 
-def test_a_run_that_is_killed_again_and_again_goes_on_bit_for_bit_as_one_that_was_not(
+def test_repeatedly_killed_run_has_the_bits_of_an_undisturbed_one(
     config: RunConfig, whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
-    assert_goes_on_when_killed(config, whole, clusters, cache, tmp_path / "run", (2, 2, 2))
+    assert_same_run_after_kills(config, whole, clusters, cache, tmp_path / "run", (2, 2, 2))
 
 
-def test_how_many_steps_trainers_take_at_a_time_means_nothing(
+def test_number_of_steps_per_call_changes_no_bit(
     config: RunConfig, whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
-    """Each update may be followed by a checkpoint then, though the next gradients come before it is made."""
+    """With one step per call, the next gradients may arrive before the checkpoint of a step is made."""
     run = tmp_path / "run"
     assert clusters.get(2, 2).run(calls_of, config, cache, run, 1e-9) == [1] * TOTAL
     assert_same_run(run, whole)
@@ -128,7 +127,7 @@ def test_how_many_steps_trainers_take_at_a_time_means_nothing(
     ],
     ids=str,
 )
-def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
+def test_stopped_run_has_the_bits_of_an_undisturbed_one(
     moment: tuple[str, int],
     step: int,
     config: RunConfig,
@@ -146,22 +145,24 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
 
 
 @pytest.mark.long
-def test_one_goes_on_bit_for_bit_on_any_number_of_workers(
+def test_killed_run_has_the_same_bits_on_any_number_of_workers(
     config: RunConfig, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
-    """But for pooled vectors of split tables: their parts add up in another order then."""
+    """Tables with pooled vectors are not split; partial sums would be added in another order."""
     pooled = {name: dataclasses.replace(config.tables[name], placement="table") for name in ("tag", "word")}
     config = config.replace(tables={**config.tables, **pooled})
     clusters.get(2, 2).run(train, config, cache, tmp_path / "whole")
-    assert_goes_on_when_killed(config, tmp_path / "whole", clusters, cache, tmp_path / "run", (3, 1, 2))
+    assert_same_run_after_kills(config, tmp_path / "whole", clusters, cache, tmp_path / "run", (3, 1, 2))
 
 
 @pytest.mark.parametrize("moment", [("counting staleness", 5), ("saving", 4)], ids=str)
-def test_a_run_is_asked_to_stop_while_it_waits_for_workers(
+def test_stop_is_announced_while_the_run_waits_for_workers(
     moment: tuple[str, int], config: RunConfig, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
-    """Whoever asks is answered at once, even where a worker is frozen."""
+    """The request is announced at once, even if a worker is frozen."""
     code, statuses = clusters.get(2, 2).run(stop, config, cache, tmp_path / "run", moment)
     assert code is ExitCode.TERMINATED
-    said = [f"{doing} step {moment[1]}; again to stop at once" for doing in ("stopping after", "saving")]
-    assert statuses[-2:] == said
+    announced = [
+        f"{doing} step {moment[1]}; a second Ctrl-C stops at once" for doing in ("stopping after", "saving")
+    ]
+    assert statuses[-2:] == announced

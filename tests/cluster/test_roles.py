@@ -1,4 +1,4 @@
-"""What the processes of a cluster are: where calls run, who is in the trainers' group, and how all end."""
+"""Processes of a cluster: where calls run, the trainers' process group, and how roles end."""
 
 import os
 import threading
@@ -15,21 +15,20 @@ from hybrid import transport
 from hybrid.config import RunConfig
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role
-from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead
-from workers.rendezvous.master_address import MasterAddress, listen
-from workers.roles.role_main import serve
+from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead, serve
+from workers.rendezvous.host_setup import MasterAddress, listen
 
 SECONDS = 10.0
 
-# Rank in the trainers' group, and how many are in it; None for who is in none.
+# Rank in the trainers' group and its size; None for roles outside the group.
 Membership: TypeAlias = tuple[int, int] | None
 
 
 class Place:
-    """Lives on a role's process and says where that is."""
+    """An object in a role's process that reports the process."""
 
     def __init__(self) -> None:
-        self._told = threading.Event()
+        self._event = threading.Event()
 
     def name_and_pid(self) -> tuple[str, int]:
         return rpc.get_worker_info().name, os.getpid()
@@ -38,20 +37,20 @@ class Place:
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
 
     def await_word(self) -> bool:
-        return self._told.wait(SECONDS)
+        return self._event.wait(SECONDS)
 
     def give_word(self) -> None:
-        self._told.set()
+        self._event.set()
 
 
 def places(cluster: JoinedCluster) -> dict[Role, transport.Remote[Place]]:
-    """One on every role, the master too."""
+    """Create one object on every role, including the master."""
     creating = [transport.create(role, Place, timeout_seconds=SECONDS) for role in cluster.topology.roles]
     return dict(zip(cluster.topology.roles, transport.gather(creating), strict=True))
 
 
 def whereabouts(cluster: JoinedCluster) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By RPC name, the process that answers a call, and the process that the role is."""
+    """Return, by RPC name, the process that runs a call and the process of the role."""
     pids = {MASTER: os.getpid()} | {role: member.pid for role, member in cluster.members.items()}
     answered = transport.gather([place.call(Place.name_and_pid) for place in places(cluster).values()])
     return dict(answered), {role.rpc_name: pid for role, pid in pids.items()}
@@ -64,7 +63,7 @@ def test_a_method_runs_on_the_process_that_owns_the_object(clusters: Clusters) -
 
 
 def word_and_answer(cluster: JoinedCluster) -> bool:
-    """One call waits on the owner for what a second one does."""
+    """Let one call wait on its owner for the effect of a second call."""
     place: transport.Remote[Place] = transport.create(
         cluster.topology.workers[0], Place, timeout_seconds=SECONDS
     ).wait()
@@ -82,30 +81,30 @@ def live(
     role: Role,
     config: RunConfig,
     secret: Secret,
-    told: SimpleQueue[tuple[str, Any]],
+    reports: SimpleQueue[tuple[str, Any]],
     listener: socket | MasterAddress,
 ) -> None:
-    """Be a role from start to end, and tell which process group is left; the master, who was in one."""
+    """Run a role to its end; report the remaining process group, and on the master the members."""
     if not isinstance(listener, MasterAddress):
         with lead(config, secret, listener) as cluster:
             members = [place.call(Place.membership) for place in places(cluster).values()]
-            told.put(("during", transport.gather(members)))
+            reports.put(("during", transport.gather(members)))
             announce_stop(cluster)
     else:
         serve(role, listener, secret)
-    told.put((str(role), dist.is_initialized()))
+    reports.put((str(role), dist.is_initialized()))
 
 
 def test_trainers_form_a_group_until_the_master_says_stop() -> None:
     context = fork_context()
-    told: SimpleQueue[tuple[str, Any]] = context.SimpleQueue()
+    reports: SimpleQueue[tuple[str, Any]] = context.SimpleQueue()
     secret = Secret.fresh()
     with listen("127.0.0.1", 0) as listener:
         config = small_config(cluster={"trainers": 2, "workers": 1})
         address = MasterAddress(*listener.getsockname())
         processes = [
             context.Process(
-                target=live, args=(role, config, secret, told, listener if role == MASTER else address)
+                target=live, args=(role, config, secret, reports, listener if role == MASTER else address)
             )
             for role in config.cluster.topology.roles
         ]
@@ -119,6 +118,6 @@ def test_trainers_form_a_group_until_the_master_says_stop() -> None:
         for process in processes:
             process.kill()
             process.join(STOP_SECONDS)
-    everything = dict(told.get() for _ in range(5) if not told.empty())
+    everything = dict(reports.get() for _ in range(5) if not reports.empty())
     assert everything.pop("during") == [None, (0, 2), (1, 2), None]
     assert everything == dict.fromkeys(map(str, config.cluster.topology.roles), False)

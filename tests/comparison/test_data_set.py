@@ -1,4 +1,4 @@
-"""A job on a prepared data set, with shuffled epochs and a last batch that is short: as one process."""
+"""Jobs on prepared data with shuffled epochs and a short last batch equal one process."""
 
 import random
 from pathlib import Path
@@ -8,9 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.cluster import CaseError, Clusters, small_config
-from support.far import in_store
 from support.jobs import compare, evaluate, opened
-from support.stores import Proxy, Store
+from support.stores import Proxy, Store, in_store
 
 from hybrid.config import ColumnSection, DenseGroupSection, RunConfig, TableSection, TaskSection
 from hybrid.data.prepare.preparation import cache_folder
@@ -28,7 +27,7 @@ STEPS = 30  # more than an epoch of 24, whose last batch has 56 samples
         pytest.param(3, "pipelined", 0, marks=pytest.mark.long),
     ],
 )
-def test_it_trains_as_one_process(
+def test_data_set_trains_as_in_one_process(
     trainers: int, update: str, lanes: int, clusters: Clusters, cache: Path
 ) -> None:
     config = small_config(
@@ -42,21 +41,21 @@ def test_it_trains_as_one_process(
 
 
 @pytest.mark.parametrize("lanes", [16, pytest.param(0, marks=pytest.mark.long)])
-def test_data_in_a_store_train_and_evaluate_bit_for_bit_as_on_the_disk(
+def test_stored_data_have_the_bits_of_local_data(
     lanes: int, clusters: Clusters, store: Store, cache: Path, tmp_path: Path
 ) -> None:
     data = {"shuffle": f"lanes({lanes})" if lanes else "rows", "synthetic_rows": 15_000, "weight": "weight"}
     config = small_config(cluster={"trainers": 3, "workers": 2}, data=data)
-    far = in_store(config, store, tmp_path)
+    stored = in_store(config, store, tmp_path)
     cluster = clusters.get(3, 2)
     rows, metrics = cluster.run(evaluate, config, cache, STEPS)
-    far_rows, far_metrics = cluster.run(evaluate, far, cache_folder(far), STEPS)
-    assert far_metrics == metrics
-    assert far_rows.keys() == rows.keys()
-    assert all(torch.equal(far_rows[name], values) for name, values in rows.items())
+    stored_rows, stored_metrics = cluster.run(evaluate, stored, cache_folder(stored), STEPS)
+    assert stored_metrics == metrics
+    assert stored_rows.keys() == rows.keys()
+    assert all(torch.equal(stored_rows[name], values) for name, values in rows.items())
 
 
-def test_a_store_that_refuses_in_the_middle_is_told_in_a_line(
+def test_store_that_refuses_a_request_is_reported_in_one_line(
     clusters: Clusters, store: Store, tmp_path: Path
 ) -> None:
     config = small_config(cluster={"trainers": 3, "workers": 2}, data={"synthetic_rows": 15_000})
@@ -64,10 +63,10 @@ def test_a_store_that_refuses_in_the_middle_is_told_in_a_line(
         proxy.plan = lambda method, path: (
             "403" if method == "GET" and path.endswith("/train/samples") else None
         )
-        far = in_store(config, store, tmp_path, proxy.address)
+        stored = in_store(config, store, tmp_path, proxy.address)
         message = r"^RemoteError: s3://open/.*/train/samples\?.*: cannot be read: .*ACCESS_DENIED"
         with pytest.raises(CaseError, match=message):
-            clusters.get(3, 2).run(evaluate, far, cache_folder(far), STEPS)
+            clusters.get(3, 2).run(evaluate, stored, cache_folder(stored), STEPS)
 
 
 @pytest.mark.parametrize("update", ["sync", pytest.param("pipelined", marks=pytest.mark.long)])
@@ -96,10 +95,10 @@ def test_several_tasks_with_masks_and_weights_train_as_in_one_process(
         pytest.param(3, "pipelined", "none", marks=pytest.mark.long),
     ],
 )
-def test_losses_of_the_order_in_groups_train_as_in_one_process(
+def test_ranking_losses_train_as_in_one_process(
     trainers: int, update: str, shuffle: str, clusters: Clusters, cache: Path
 ) -> None:
-    """Of 3000 rows, a group has from one to some 60: shares are uneven, and parts of them often empty."""
+    """Groups have 1 to 60 of 3000 rows, so slices are uneven and micro-batches often empty."""
     config = small_config(
         cluster={"trainers": trainers, "workers": 2},
         data={"weight": "weight", "group": "C26", "shuffle": shuffle},
@@ -113,7 +112,7 @@ def test_losses_of_the_order_in_groups_train_as_in_one_process(
     clusters.get(trainers, 2).run(compare, config.replace(tasks=tasks), cache, STEPS)
 
 
-def test_a_group_larger_than_a_batch_is_told_before_training(clusters: Clusters, cache: Path) -> None:
+def test_group_larger_than_a_batch_is_refused_before_training(clusters: Clusters, cache: Path) -> None:
     config = small_config(cluster={"trainers": 2, "workers": 2}, data={"group": "C1"})
     config = config.replace(tasks={"click": TaskSection(label="label", ranking_loss="pairwise")})
     message = r"^DataError: the largest group of data\.group has 1,\d+ training rows, more than a batch of"
@@ -155,9 +154,8 @@ GROUPS = {
 def test_columns_of_every_kind_train_as_in_one_process(
     update: str, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
-    """Weighted bags that are summed and averaged, of split tables and whole ones, beside plain ones, and
-    sequences of the same; a table that is frozen, with rows of a file; and dense parameters at rates of
-    their own."""
+    """Weighted and plain bags, split and unsplit tables, sequences, pretrained rows, and groups of
+    dense parameters."""
     draw = random.Random(5)
 
     def bag(with_weights: bool) -> str:
@@ -189,5 +187,5 @@ def test_columns_of_every_kind_train_as_in_one_process(
     tables = {**TABLES, "user": TableSection(initial=str(users), frozen=True)}
     config = config.replace(tables=tables, columns=COLUMNS, dense_groups=GROUPS)
     clusters.get(2, 2).run(compare, config, cache, 14)
-    # Of ten rows each: the planner has had all that hold any number of ids pooled by trainers.
+    # These tables are small, so the placement lets trainers pool their bags.
     assert clusters.get(2, 2).run(pooled_by_trainers, config, cache) == ("tags", "seen", "likes")

@@ -1,7 +1,7 @@
-"""Distributed autograd gives the gradients of a local backward pass, DDP and remote layers included.
+"""Distributed autograd has the gradients of a local backward pass, with DDP and remote layers.
 
-The ``DdpComparisonTest`` of torch's ``ddp_under_dist_autograd_test.py``, by the names it has there, on the
-trainers of a running cluster.
+These are the tests of ``DdpComparisonTest`` in torch's ``ddp_under_dist_autograd_test.py``, under the same
+names.
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ def cluster(clusters: Clusters) -> RunningCluster:
 
 
 def check(of_trainers: list[list[Compared]], names: set[str], shared: set[str]) -> None:
-    """See that both ways gave the same gradients, and all trainers those of ``shared`` parameters."""
+    """Check that both gradients are equal, and those of ``shared`` parameters on all trainers."""
     assert len(of_trainers) == TRAINERS
     for of_trainer in of_trainers:
         for distributed, local in of_trainer:
@@ -84,6 +84,6 @@ def test_ddp_dist_autograd_local_vs_remote(remote_device: str, cluster: RunningC
     ],
 )
 def test_ddp_dist_autograd_local_vs_remote_gpu(device: str, clusters: Clusters) -> None:
-    """Upstream needs NCCL and a GPU for each trainer; here gloo reduces, and all trainers share one GPU."""
+    """Upstream needs NCCL and one GPU per trainer; here, gloo reduces and all trainers share one GPU."""
     of_trainers = clusters.get(TRAINERS, 1, device=device).run(on_all_trainers, partial(chain, device))
     check(of_trainers, names={"1", "2", "3", "4"}, shared={"2", "4"})

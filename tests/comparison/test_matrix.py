@@ -15,13 +15,13 @@ from support.cluster import Clusters
 from support.matrix import Case, Outcome, check_against_one_process, train_case
 
 from hybrid.batch import Batch
-from hybrid.config.sections import SCHEDULES
+from hybrid.config.sections import SCHEDULE_CALLS
 from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.dense.matmul import prefers_onednn
 from hybrid.transport.shared_memory.host_aggregation import saves_work
 
 Pair: TypeAlias = tuple[tuple[str, Any], tuple[str, Any]]
-LARGE = (2048, 2048)  # of six samples, a product that oneDNN's are for
+LARGE = (2048, 2048)  # large enough for oneDNN with six samples
 FEATURES = ("one_hot", "sum", "mean", "max", "weights")
 CHOICES = {
     "trainers": (1, 2, 3),
@@ -37,7 +37,7 @@ CHOICES = {
     "update": ("sync", "pipelined"),
     "micro_batches": (1, 2),
     "clip_norm": (None, 0.2),
-    "schedule": SCHEDULES,
+    "schedule": SCHEDULE_CALLS.names,
     "weight_decay": (0.0, 0.01),
     "all_rows": (False, True),
     "dense_optimizer": ("SGD", "AdamW"),
@@ -83,16 +83,16 @@ def covering_rows(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-# By cluster, so that one lives on until another is wanted; the last is the first of those below.
+# Sorted by cluster, because a cluster runs until another one is needed.
 CASES = sorted(
     (Case(**row) for row in covering_rows(CHOICES)),
     key=lambda c: (c.trainers, c.workers % 3, c.has_many_hosts),
 )
 
-# Nothing here adds numbers in another order than torch does. Each multi-hot table is on a worker of its
-# own: torch sorts the ids of a bag's backward pass, and several tables in one sort change its order. The
-# rate is constant, since torch's schedulers multiply up what ours compute at once. The bits of every row
-# optimizer have a test of their own, in unit/embedding/worker/test_optimizers.py.
+# These cases add numbers in the order of torch. Each multi-hot table is on its own worker: torch sorts the
+# ids of a bag's backward pass, and several tables in one sort change the order. The learning rate is
+# constant, because the schedulers of torch multiply rates step by step. The bits of every row optimizer are
+# compared in unit/embedding/worker.
 SAME_BITS = (
     [
         Case(
@@ -109,7 +109,7 @@ SAME_BITS = (
         for number, features in enumerate(FEATURES)
     ]
     + [
-        # Pooled by the trainer, rows come in the order of their bags wherever they are.
+        # A trainer pools rows in the order of their bags.
         Case(
             trainers=1,
             workers=3,
@@ -137,7 +137,7 @@ def trained(clusters: Clusters, case: Case) -> Outcome:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As roles have: bits of torch's operators may depend on the number of threads."""
+    """Use one thread, as roles do; bits of torch operators may depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -152,7 +152,7 @@ def test_one_trainer_has_the_bits_of_plain_torch(case: Case, clusters: Clusters)
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.skipif(not prefers_onednn(), reason="torch's own products are faster on this processor")
-def test_one_trainer_has_the_bits_of_onednns_products_and_the_numbers_of_torchs(
+def test_one_trainer_with_onednn_has_the_bits_of_one_process_with_onednn(
     clusters: Clusters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(trainers=1, dtype="float32", top_mlp=LARGE, shared_table=False)
@@ -169,7 +169,7 @@ def test_one_trainer_has_the_bits_of_onednns_products_and_the_numbers_of_torchs(
     [pytest.param(case, marks=pytest.mark.long) if i % 3 else case for i, case in enumerate(CASES)],
     ids=attrgetter("name"),
 )
-def test_it_equals_one_process(case: Case, clusters: Clusters) -> None:
+def test_cluster_equals_one_process(case: Case, clusters: Clusters) -> None:
     outcome = trained(clusters, case)
     check_against_one_process(case, outcome)
     for part, rows_RD in outcome.start.items():
@@ -212,7 +212,7 @@ def test_two_runs_have_the_same_bits(case: Case, clusters: Clusters) -> None:
     ],
     ids=lambda case: case.name,
 )
-def test_aggregation_per_host_trains_like_one_process(case: Case, clusters: Clusters) -> None:
+def test_host_aggregation_equals_one_process(case: Case, clusters: Clusters) -> None:
     assert saves_work(case.trainers, case.workers)
     check_against_one_process(case, trained(clusters, case))
 
@@ -231,8 +231,8 @@ def test_aggregation_per_host_trains_like_one_process(case: Case, clusters: Clus
     ],
     ids=lambda case: case.name,
 )
-def test_every_row_takes_every_step(case: Case, clusters: Clusters) -> None:
-    """With trainers that end early, and one that has no batches at all; what is touched alone is no match."""
+def test_all_rows_take_every_step(case: Case, clusters: Clusters) -> None:
+    """Some trainers have fewer batches or none. Updates of touched rows only have another result."""
     case = dataclasses.replace(case, trainers=3, weight_decay=0.05, all_rows=True)
     outcome = clusters.get(3, 2).run(train_case, case)
     check_against_one_process(case, outcome)
@@ -240,14 +240,14 @@ def test_every_row_takes_every_step(case: Case, clusters: Clusters) -> None:
         check_against_one_process(dataclasses.replace(case, all_rows=False), outcome)
 
 
-BAD_STEPS = (3, 4, 9)
+INVALID_STEPS = (3, 4, 9)
 
 
-def spoiled(case: Case, value: float, trainer: int) -> list[Batch]:
-    """A case's batches, some of which hold ``value`` on the last trainer alone."""
+def with_value(case: Case, value: float, trainer: int) -> list[Batch]:
+    """Return the batches of a case, some of which contain ``value`` on the last trainer."""
     batches = case.batches(trainer)
     if trainer == case.trainers - 1:
-        for step in BAD_STEPS:
+        for step in INVALID_STEPS:
             batches[step].dense_features[0, 0] = value
     return batches
 
@@ -263,10 +263,10 @@ def spoiled(case: Case, value: float, trainer: int) -> list[Batch]:
     ids=lambda case: case.name,
 )
 @pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.long)])
-def test_a_skipped_step_changes_nothing_anywhere(case: Case, value: float, clusters: Clusters) -> None:
+def test_skipped_step_changes_no_parameter(case: Case, value: float, clusters: Clusters) -> None:
     case = case.skipping()
-    make_batches = partial(spoiled, case, value)
+    make_batches = partial(with_value, case, value)
     outcome = clusters.get(2, 2).run(train_case, case, make_batches)
-    assert outcome.skipped_steps == [len(BAD_STEPS)] * 2
-    assert check_against_one_process(case, outcome, make_batches).skipped_steps == len(BAD_STEPS)
+    assert outcome.skipped_steps == [len(INVALID_STEPS)] * 2
+    assert check_against_one_process(case, outcome, make_batches).skipped_steps == len(INVALID_STEPS)
     assert all(tensor.isfinite().all() for tensor in outcome.end.values())

@@ -1,4 +1,4 @@
-"""A dense net in any parallel form equals one process: every parameter, every optimizer's state."""
+"""Every execution backend of a dense net equals one process, in parameters and optimizer state."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ from support.matrix import Case, check_against_one_process, train_case
 
 
 def split(**values: Any) -> Case:
-    """A job of four trainers, of which two hold a net together."""
+    """Return a job of four trainers with tensor groups of two."""
     return Case(trainers=4, workers=1, parallel="tensor", top_mlp=(7, 6, 5), **values)
 
 
@@ -56,12 +56,12 @@ LONG_CASES = [
     [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CASES)],
     ids=attrgetter("name"),
 )
-def test_it_equals_one_process(case: Case, clusters: Clusters) -> None:
+def test_cluster_equals_one_process(case: Case, clusters: Clusters) -> None:
     check_against_one_process(case, clusters.get(case.trainers, case.workers).run(train_case, case))
 
 
 @pytest.mark.long
-def test_a_checkpoint_of_one_form_is_one_of_every_form(clusters: Clusters, tmp_path: Path) -> None:
+def test_checkpoint_loads_with_any_execution_backend(clusters: Clusters, tmp_path: Path) -> None:
     halves = split(dense_optimizer="AdamW")
     quarters = dataclasses.replace(halves, tensor_size=4)
     whole = dataclasses.replace(halves, parallel="none")
@@ -75,13 +75,11 @@ def test_a_checkpoint_of_one_form_is_one_of_every_form(clusters: Clusters, tmp_p
 @pytest.mark.parametrize(
     ("plan", "rule"),
     [
-        ("tower.0 = colwise", "matches nothing in the net"),
-        ("head.0 = colwise", "stays split"),
+        ("tower.0 = colwise", r"dense\.tensor_plan.*must match layers"),
+        ("head.0 = colwise", r"dense\.tensor_plan.*head of the net fails with this backend"),
     ],
 )
-def test_a_plan_that_cannot_be_followed_is_refused_before_training(
-    plan: str, rule: str, clusters: Clusters
-) -> None:
+def test_invalid_sharding_plan_is_refused_before_training(plan: str, rule: str, clusters: Clusters) -> None:
     case = split(tensor_plan=(plan,))
     with pytest.raises(CaseError, match=rule):
         clusters.get(4, 1).run(train_case, case)
@@ -92,13 +90,13 @@ def code_of_documentation(number: int) -> str:
     return str(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[number])
 
 
-def test_the_documented_replicas_run() -> None:
+def test_documented_replicas_run() -> None:
     names = {"torch": torch}
     exec(code_of_documentation(0), names)
     assert "DataParallel" in names
 
 
-def test_the_documented_split_net_gives_what_the_net_gives(clusters: Clusters) -> None:
+def test_documented_tensor_parallel_net_equals_the_net(clusters: Clusters) -> None:
     of_trainers = clusters.get(4, 1).run(on_all_trainers, partial(split_net, code_of_documentation(1)))
     assert len(of_trainers) == 4
     for ((ours, expected),) in of_trainers:

@@ -1,19 +1,15 @@
-"""Sequences on a cluster: as one process of plain torch, which pads them; and those that are too long."""
+"""Sequences on a cluster equal one process, which pads them; too long ones are refused."""
 
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 import torch
-from support.cluster import CaseError, Clusters, small_config
-from support.jobs import opened
+from support.cluster import CaseError, Clusters
 from support.matrix import Case, check_against_one_process, train_case
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.config import ColumnSection, RunConfig
-from workers.rendezvous.bootstrap import JoinedCluster
 
-LONGER = 4  # than the sequences of these cases may be
+LONGER = 4  # than columns.b.max_ids
 
 
 @pytest.mark.parametrize(
@@ -39,9 +35,8 @@ LONGER = 4  # than the sequences of these cases may be
     ],
     ids=attrgetter("name"),
 )
-def test_they_train_as_in_one_process(case: Case, clusters: Clusters) -> None:
-    """A table of their own, and one that a feature of one id reads too; some have no ids, and some shares no
-    samples."""
+def test_sequences_train_as_in_one_process(case: Case, clusters: Clusters) -> None:
+    """One table is shared with a feature of one id. Some sequences are empty, and some slices too."""
     outcome = clusters.get(3, 2).run(train_case, case)
     check_against_one_process(case, outcome)
     for part, rows_RD in outcome.start.items():
@@ -54,31 +49,9 @@ def with_a_longer_history(trainer: int) -> list[Batch]:
     return [first, others[0]._replace(sparse_features=SparseFeatures.from_bags(bags)), *others[1:]]
 
 
-def test_a_history_too_long_is_refused_before_it_is_sent(clusters: Clusters) -> None:
+def test_too_long_sequence_is_refused_before_it_is_sent(clusters: Clusters) -> None:
     case = Case(trainers=3, features="sequences")
     with pytest.raises(CaseError) as caught:
         clusters.get(3, 2).run(train_case, case, with_a_longer_history)
-    said = "feature b, sample 5: 4 ids are more than the 3 of a sequence (columns.b.max_ids)"
-    assert said in str(caught.value).splitlines()[0]
-
-
-def different_samples(cluster: JoinedCluster, config: RunConfig, cache: Path) -> int:
-    """How many of the test samples that trainers evaluate are different."""
-    with opened(cluster, config, cache) as session:
-        parts = [each.rows for predictions in session.evaluation(0) for each in predictions]
-        return len(torch.cat(parts).unique())
-
-
-def test_samples_that_differ_in_the_order_of_a_history_are_not_alike(
-    clusters: Clusters, tmp_path: Path
-) -> None:
-    path = tmp_path / "clicks.csv"
-    path.write_text("label,seen\n" + "0,a|b\n1,b|a\n" * 20)
-    data = {"format": "csv", "path": (str(path),), "sparse": ("seen",), "multi_hot_separator": "|"}
-    config = small_config(
-        cluster={"trainers": 3, "workers": 2}, data={**data, "test_fraction": 0.5}, dense={"net": "dcn_v2"}
-    )
-    for pooling, num_different in (("sum", 1), ("none", 2)):
-        columns = {"seen": ColumnSection(pooling=pooling, max_ids=2)}
-        of = config.replace(columns=columns)
-        assert clusters.get(3, 2).run(different_samples, of, tmp_path / "cache") == num_different
+    message = "feature b, sample 5: 4 ids are more than the 3 of a sequence (columns.b.max_ids)"
+    assert message in str(caught.value).splitlines()[0]

@@ -1,4 +1,4 @@
-"""Nets split over a tensor group equal whole ones: on their own, under DDP, under distributed autograd.
+"""Nets sharded over a tensor group equal unsharded ones: alone, under DDP, under distributed autograd.
 
 What torch's ``test_ddp_2d_parallel.py`` shows of its transform, shown of this project's, on the trainers of
 a running cluster; in float64, rounding is 1e-16 and a mistake is anything else.
@@ -34,7 +34,7 @@ def cluster(clusters: Clusters) -> RunningCluster:
 
 
 def check(cluster: RunningCluster, job: Job, rtol: float, atol: float) -> list[list[Compared]]:
-    """See that every trainer has what it should have of each name, and nothing else."""
+    """Check that each trainer has exactly the expected values."""
     of_trainers = cluster.run(on_all_trainers, job)
     assert len(of_trainers) == TRAINERS
     for of_trainer in of_trainers:
@@ -48,10 +48,10 @@ def check(cluster: RunningCluster, job: Job, rtol: float, atol: float) -> list[l
 @pytest.mark.parametrize(
     ("dtype", "rtol", "atol"), [(torch.float64, 0.0, 1e-12), (torch.float32, 1e-6, 1e-6)]
 )
-def test_a_split_net_under_ddp_equals_the_whole_one(
+def test_sharded_net_under_ddp_equals_the_unsharded_net(
     dtype: torch.dtype, rtol: float, atol: float, cluster: RunningCluster
 ) -> None:
-    """Outputs, gradients, parameters after Adam; then an input of another size."""
+    """Outputs, gradients and parameters after Adam are equal, also for an input of another size."""
     compared = check(cluster, partial(trained, "Adam", dtype, 2), rtol, atol)
     for of_trainer in compared:
         (first, _), (second, _), (parameters, _) = of_trainer
@@ -59,7 +59,7 @@ def test_a_split_net_under_ddp_equals_the_whole_one(
         assert parameters.keys() == DENSE
         assert all(gradient.any() for gradient in first.values())
         assert (len(first["output"]), len(second["output"])) == (4, 16)
-    # Data groups have inputs of their own, and tensor groups shards of their own.
+    # Ranks of a tensor group share inputs, and ranks of a data group share shards.
     outputs = [of_trainer[0][0]["output"] for of_trainer in compared]
     assert torch.equal(outputs[0], outputs[1])
     assert not torch.equal(outputs[0], outputs[2])
@@ -67,19 +67,19 @@ def test_a_split_net_under_ddp_equals_the_whole_one(
 
 
 @pytest.mark.parametrize(("dtype", "rtol", "atol"), [(torch.float64, 0.0, 1e-12), (torch.float32, *CLOSE)])
-def test_a_split_net_trains_as_the_whole_one(
+def test_sharded_net_trains_as_the_unsharded_net(
     dtype: torch.dtype, rtol: float, atol: float, cluster: RunningCluster
 ) -> None:
     check(cluster, partial(trained, "SGD", dtype, 20), rtol, atol)
 
 
 @pytest.mark.parametrize("form", ["alone", "ddp", "static_graph", "gradient_as_bucket_view", "shared"])
-def test_gradients_of_distributed_autograd_are_plain_and_right(form: str, cluster: RunningCluster) -> None:
+def test_sharded_net_has_plain_gradients_in_distributed_autograd(form: str, cluster: RunningCluster) -> None:
     for of_trainer in check(cluster, partial(under_dist_autograd, form, 3), *CLOSE):
         assert [got.keys() for got, _ in of_trainer] == [{*DENSE, "table"}] * 3
 
 
-def test_torchs_join_goes_on_where_a_data_rank_has_fewer_inputs(cluster: RunningCluster) -> None:
+def test_sharded_net_works_with_the_join_of_torch(cluster: RunningCluster) -> None:
     compared = check(cluster, joined, *CLOSE)
     assert [len(of_trainer) for of_trainer in compared] == [2, 2, 4, 4]
 
@@ -93,17 +93,17 @@ def test_torchs_join_goes_on_where_a_data_rank_has_fewer_inputs(cluster: Running
         pytest.param("logits", torch.bfloat16, 5e-2, marks=pytest.mark.long),
     ],
 )
-def test_a_shared_stage_equals_the_whole_one_on_all_samples_of_its_group(
+def test_shared_stage_equals_the_stage_on_all_samples_of_its_group(
     kind: str, dtype: torch.dtype, tolerance: float, cluster: RunningCluster
 ) -> None:
-    """Shares of any size, gradients wanted by any; automatic plans, uneven shards."""
+    """Slices have any size, and any rank may need gradients; plans are automatic, shards uneven."""
     check(cluster, partial(shared, kind, dtype, "cpu"), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", ["mlp", "cross"])
-def test_a_shared_stage_on_one_gpu_for_all(kind: str, clusters: Clusters) -> None:
+def test_shared_stage_on_one_gpu_equals_the_stage(kind: str, clusters: Clusters) -> None:
     check(
         clusters.get(TRAINERS, 1, device="cuda:0"), partial(shared, kind, torch.float64, "cuda:0"), 0.0, 1e-12
     )
@@ -118,40 +118,40 @@ def test_a_shared_stage_on_one_gpu_for_all(kind: str, clusters: Clusters) -> Non
         ["head.0 = colwise", "head.2 = colwise_gathered"],
     ],
 )
-def test_styles_of_successive_layers_go_together(texts: list[str], cluster: RunningCluster) -> None:
-    """A layer takes what is whole, and what the layer before it has left split."""
+def test_sharding_styles_of_successive_layers_combine(texts: list[str], cluster: RunningCluster) -> None:
+    """A layer takes full inputs, and inputs that the layer before left sharded."""
     check(cluster, partial(planned, texts), rtol=0.0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_shares_meet_in_their_own_dtype(dtype: torch.dtype, cluster: RunningCluster) -> None:
+def test_gathered_slices_keep_their_dtype(dtype: torch.dtype, cluster: RunningCluster) -> None:
     check(cluster, partial(gathered, dtype), *EXACT)
 
 
-def test_shards_of_any_size_make_the_whole(cluster: RunningCluster) -> None:
+def test_shards_of_any_size_are_gathered_to_the_parameter(cluster: RunningCluster) -> None:
     check(cluster, shards, *EXACT)
 
 
-def test_splitting_a_net_takes_no_communication(cluster: RunningCluster) -> None:
-    """All ranks start from the same weights; here they do not, and each keeps its own."""
+def test_sharding_a_net_needs_no_communication(cluster: RunningCluster) -> None:
+    """Ranks that start from different weights keep them."""
     compared = check(cluster, own_weights, *EXACT)
     assert [float(parts["net1.bias"][0]) for ((parts, _),) in compared] == [1, 2, 3, 4]
 
 
-def test_the_gradient_of_a_whole_lands_on_the_shards(cluster: RunningCluster) -> None:
+def test_gradient_of_a_gathered_parameter_reaches_the_shards(cluster: RunningCluster) -> None:
     check(cluster, gradient_of_squares, *EXACT)
 
 
-def test_a_layer_of_fewer_outputs_than_trainers(cluster: RunningCluster) -> None:
+def test_layer_may_have_fewer_outputs_than_trainers(cluster: RunningCluster) -> None:
     check(cluster, few_outputs, *CLOSE)
 
 
-def test_the_mesh_deals_out_trainers_in_their_order(cluster: RunningCluster) -> None:
+def test_mesh_has_trainers_in_rank_order(cluster: RunningCluster) -> None:
     check(cluster, mesh_ranks, *EXACT)
 
 
 @pytest.mark.parametrize("size", [0, 3, 8])
-def test_trainers_that_do_not_make_whole_groups_are_refused(size: int, cluster: RunningCluster) -> None:
+def test_group_size_that_does_not_divide_the_trainers_is_refused(size: int, cluster: RunningCluster) -> None:
     with pytest.raises(CaseError, match=f"ValueError: 4 trainers do not make groups of {size}"):
         cluster.run(on_all_trainers, partial(uneven_mesh, size))
 
@@ -163,8 +163,6 @@ def test_trainers_that_do_not_make_whole_groups_are_refused(size: int, cluster: 
         (uneven_output, "the stage gives 12 rows for 6 samples"),
     ],
 )
-def test_a_shared_stage_takes_and_gives_a_row_for_each_sample(
-    job: Job, message: str, cluster: RunningCluster
-) -> None:
+def test_shared_stage_needs_one_row_for_each_sample(job: Job, message: str, cluster: RunningCluster) -> None:
     with pytest.raises(CaseError, match=f"ValueError: {message}"):
         cluster.run(on_all_trainers, job)

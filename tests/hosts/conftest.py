@@ -11,7 +11,7 @@ from support.hosts import Host, Switch
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all hosts have in common."""
+    """A folder that all hosts share."""
     return tmp_path_factory.mktemp("shared")
 
 
@@ -23,7 +23,7 @@ def switch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Switch]:
 
 @pytest.fixture(scope="session")
 def hosts(switch: Switch, shared: Path) -> list[Host]:
-    """Three of them; who harms one puts it back as it was."""
+    """Three hosts; a test that damages one restores it."""
     return [switch.host(shared) for _ in range(3)]
 
 
@@ -36,6 +36,6 @@ def tiny(shared: Path) -> list[str]:
 
 @pytest.fixture
 def endless(tiny: list[str], tmp_path_factory: pytest.TempPathFactory, shared: Path) -> list[str]:
-    """The same, in a run of its own that goes on until it is stopped."""
+    """The same job in its own run folder, without an end."""
     run = shared / tmp_path_factory.mktemp("run").name
     return [*tiny, *settings(train={"epochs": 1_000_000}, run={"folder": run})]

@@ -1,4 +1,4 @@
-"""configs/cluster/hosts.sh on two hosts that a stand-in for ssh enters: who is killed there, and the end."""
+"""configs/cluster/hosts.sh on two hosts with a fake ssh: roles and hosts are killed."""
 
 import os
 import shlex
@@ -19,27 +19,26 @@ pytestmark = [needs_hosts, pytest.mark.long, pytest.mark.timeout(1000)]
 
 SECONDS = 300.0
 COUNTS = {"trainers": 2, "workers": 2}
-# As ssh has it: on the host that comes first, a shell with an environment of its own runs a line.
-# One that is not there yet is tried until it is.
+# A fake ssh: a shell on the host of the first argument runs a line. It waits for a host that restarts.
 SSH = """host=$1; shift
 until [ -e "{folder}/$host" ]; do sleep 0.1; done
 . "{folder}/$host"
 """
-THERE = 'exec {entering} env -i {environment} sh -c "$*"\n'
+ENTER = 'exec {entering} env -i {environment} sh -c "$*"\n'
 
 
 def let_enter(host: Host, folder: Path) -> None:
-    """Have the stand-in know a host, such as one that has come back."""
+    """Let the fake ssh enter a host, such as a restarted one."""
     environment = {"HOME": HOME, "PATH": os.environ["PATH"], "PYTHONPATH": ROOT}
     words = shlex.join(f"{name}={value}" for name, value in environment.items())
     script = folder / f"{host.name}.new"
-    script.write_text(THERE.format(entering=shlex.join(host.entering), environment=words))
+    script.write_text(ENTER.format(entering=shlex.join(host.entering), environment=words))
     script.rename(folder / host.name)
 
 
 @contextmanager
 def hosts_sh(hosts: list[Host], arguments: list[str], folder: Path) -> Iterator[Command]:
-    """The script, with master and a trainer on the first host, a trainer and two workers on the second."""
+    """Run hosts.sh: master and a trainer on the first host, a trainer and two workers on the second."""
     for host in hosts:
         let_enter(host, folder)
     (folder / "ssh").write_text(SSH.format(folder=folder))
@@ -60,15 +59,15 @@ def hosts_sh(hosts: list[Host], arguments: list[str], folder: Path) -> Iterator[
 
 
 def role_on(hosts: list[Host], *words: str) -> psutil.Process:
-    """The process of a role, by the words that its command begins with."""
+    """Return the process of a role by the first words of its command."""
     begins = [*HYBRID[1:], *words]
     return process_on(hosts, lambda process: bool(process.cmdline()[1 : len(begins) + 1] == begins))
 
 
-def test_a_role_and_a_host_that_are_killed(
+def test_killed_role_and_host_are_restarted(
     hosts: list[Host], switch: Switch, tiny: list[str], shared: Path, tmp_path: Path
 ) -> None:
-    """The script starts all again, each time, and the end is that of a run that nobody disturbed."""
+    """The script restarts all roles each time, and the run has the bits of an undisturbed one."""
     job = [*tiny, *settings(train={"epochs": 12}, checkpoint={"every_steps": 5}, cluster=COUNTS)]
     job += settings(cluster={"start_timeout_seconds": 250})
     run, whole = shared / "ssh", shared / "ssh-whole"
@@ -85,6 +84,6 @@ def test_a_role_and_a_host_that_are_killed(
         progress.await_checkpoint()
         ended = script.wait(SECONDS)
     assert ended.code == 0, ended.stderr
-    assert ended.stderr.count("starting again") == 2
+    assert ended.stderr.count("restarting") == 2
     assert differences(whole, run) == []
     assert eventually(lambda: not any(host.processes() for host in hosts), SECONDS)

@@ -1,4 +1,4 @@
-"""configs/cluster/hosts.sh by OpenSSH, on two hosts made of namespaces, each with a server of its own."""
+"""configs/cluster/hosts.sh with OpenSSH, on two hosts that each run a server."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ LISTEN = "mount -t tmpfs tmpfs /run && mkdir /run/sshd && exec {sshd} -f {folder
 
 @pytest.fixture
 def listening(hosts: list[Host], shared: Path) -> Iterator[tuple[list[Host], Path]]:
-    """Two hosts that can be entered by ssh, and the folder with all that it takes."""
+    """Two hosts with an ssh server, and the folder with keys and configurations."""
     pair, folder = hosts[:2], Path(tempfile.mkdtemp(dir=shared))
     for name in ("server", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
@@ -64,12 +64,12 @@ def listening(hosts: list[Host], shared: Path) -> Iterator[tuple[list[Host], Pat
 
 
 def sessions(host: Host) -> list[psutil.Process]:
-    """The server of ssh on a host, and its connections."""
+    """Return the ssh server of a host and its connections."""
     return [each for each in host.processes() if each.name() == "sshd"]
 
 
 def hosts_sh(pair: list[Host], folder: Path, arguments: list[str], output: Path) -> Command:
-    """The script, on the first host; the master and a trainer there, a trainer and a worker on the second."""
+    """Run hosts.sh on the first host: master and trainer on it, trainer and worker on the second."""
     first, second = (host.name for host in pair)
     script = ["bash", str(ROOT / "configs/cluster/hosts.sh"), first, f"{first} {second}", second, *arguments]
     variables = {"SSH": f"ssh -F {folder}/client.conf", "HYBRID": " ".join(HYBRID)}
@@ -81,7 +81,7 @@ def hosts_sh(pair: list[Host], folder: Path, arguments: list[str], output: Path)
     return Command(process, output)
 
 
-def test_a_connection_breaks_and_the_script_is_stopped(
+def test_broken_connection_restarts_and_a_stop_saves(
     listening: tuple[list[Host], Path], tiny: list[str], shared: Path, tmp_path: Path
 ) -> None:
     pair, folder = listening
@@ -103,12 +103,14 @@ def test_a_connection_breaks_and_the_script_is_stopped(
     finally:
         script.kill()
     assert ended.code == 143, ended.stderr
-    assert ended.stderr.count("hosts.sh: ended with 255; starting again in 5 s") == 1, ended.stderr
-    assert eventually(lambda: all(len(host.processes()) == 1 for host in pair), SECONDS), "servers alone"
+    assert ended.stderr.count("hosts.sh: ended with 255; restarting in 5 s") == 1, ended.stderr
+    assert eventually(lambda: all(len(host.processes()) == 1 for host in pair), SECONDS), (
+        "only the ssh servers are left"
+    )
 
 
 @pytest.mark.parametrize("missing", ["known", "user.pub"])
-def test_who_cannot_be_entered_is_not_waited_for(
+def test_unreachable_host_is_an_error_at_the_start(
     listening: tuple[list[Host], Path], missing: str, tmp_path: Path
 ) -> None:
     pair, folder = listening

@@ -1,4 +1,4 @@
-"""Agents of torchrun on two hosts, by the command that docs/clusters.md has: who is killed, and the end."""
+"""Agents of torchrun on two hosts, with the command of docs/clusters.md: roles and agents are killed."""
 
 import os
 import shlex
@@ -35,24 +35,24 @@ def job(tiny: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(job: list[str], shared: Path) -> Path:
-    """A run of it that nobody disturbs."""
+    """An undisturbed run of the job."""
     run = shared / "whole"
     output_of(["launch", *job, *settings(run={"folder": run}, cluster=COUNTS)], shared)
     return run
 
 
 class Agents:
-    """An agent on each of two hosts; the rendezvous is at the first one's.
+    """An agent on each of two hosts; the first has the rendezvous.
 
     Args:
-        hosts: all that there are; one that was killed comes back, with the folder that they share.
+        hosts: all hosts; a killed one is restarted with the shared folder.
         job: settings of the run.
     """
 
     def __init__(
         self, hosts: list[Host], switch: Switch, shared: Path, job: list[str], stack: ExitStack
     ) -> None:
-        self.started: list[Command] = []  # all that ever were
+        self.started: list[Command] = []  # all agents, also ended ones
         self._hosts, self._switch, self._shared, self._stack = hosts, switch, shared, stack
         text = code_block("docs/clusters.md", "", "torchrun --nnodes").replace("\\\n", " ")
         words = shlex.split(text.replace("node0", hosts[0].name).replace("--config clicks.toml", ""))
@@ -67,26 +67,26 @@ class Agents:
         return self.started[-1]
 
     def start(self, number: int) -> None:
-        """Start one again, by the same command."""
+        """Start an agent again by the same command."""
         self._running[number] = self._start(self._hosts[number])
 
     def role(self, rank: int) -> psutil.Process:
-        """The process of a role, wherever it is."""
+        """Return the process of a role on any host."""
         return process_on(self._hosts, lambda process: process.environ().get("RANK") == str(rank))
 
     def kill(self, number: int) -> None:
-        """Kill an agent, with which its roles end."""
+        """Kill an agent, which ends its roles."""
         host = self._hosts[number]
         process_on([host], lambda process: "torchrun" in " ".join(process.cmdline()[:2])).kill()
         assert eventually(lambda: not host.processes(), SECONDS)
 
     def kill_host(self, number: int) -> None:
-        """Kill a host, which comes back."""
+        """Kill a host and restart it."""
         self._hosts[number].kill()
         self._hosts[number] = self._switch.host(self._shared, number=number)
 
     def wait(self, number: int) -> int:
-        """The exit code of one that ends by itself."""
+        """Wait for the end of an agent; return its exit code."""
         return self._running[number].wait(SECONDS).code
 
 
@@ -95,20 +95,20 @@ Start = Callable[[Path], Agents]
 
 @pytest.fixture
 def start(hosts: list[Host], switch: Switch, shared: Path, job: list[str]) -> Iterator[Start]:
-    """Starts agents for a run in a folder."""
+    """A function that starts agents for a run in a folder."""
     with ExitStack() as stack:
         yield lambda run: Agents(hosts, switch, shared, [*job, *settings(run={"folder": run})], stack)
 
 
 def check_end(agents: Agents, whole: Path, run: Path, hosts: list[Host]) -> None:
-    """See that both agents end in peace, with a run that nobody can tell from one undisturbed."""
+    """Check that both agents succeed and that the run has the bits of an undisturbed one."""
     assert [agents.wait(number) for number in (0, 1)] == [0, 0]
     assert differences(whole, run) == []
     assert eventually(lambda: not any(host.processes() for host in hosts), SECONDS)
 
 
-def test_roles_that_are_killed(start: Start, hosts: list[Host], whole: Path, shared: Path) -> None:
-    """The agents start all again, each time."""
+def test_killed_roles_are_restarted(start: Start, hosts: list[Host], whole: Path, shared: Path) -> None:
+    """The agents restart all roles each time."""
     run = shared / "roles"
     agents = start(run)
     progress = Progress(run, agents.started)
@@ -120,11 +120,11 @@ def test_roles_that_are_killed(start: Start, hosts: list[Host], whole: Path, sha
 
 
 @pytest.mark.parametrize("kill", [Agents.kill, Agents.kill_host], ids=["agent", "host"])
-def test_an_agent_and_a_host_that_is_not_the_endpoint(
+def test_killed_agent_on_another_host_than_the_endpoint(
     kill: Callable[[Agents, int], None], start: Start, hosts: list[Host], whole: Path, shared: Path
 ) -> None:
-    """The other agent waits for one that is started there again."""
-    run = shared / f"elsewhere-{kill.__name__}"
+    """The other agent waits until this one is started again."""
+    run = shared / f"other-{kill.__name__}"
     agents = start(run)
     progress = Progress(run, agents.started)
     progress.await_checkpoint()
@@ -135,7 +135,7 @@ def test_an_agent_and_a_host_that_is_not_the_endpoint(
 
 
 @pytest.mark.parametrize("kill", [Agents.kill, Agents.kill_host], ids=["agent", "host"])
-def test_an_agent_and_a_host_that_is_the_endpoint(
+def test_killed_agent_on_the_host_of_the_endpoint(
     kill: Callable[[Agents, int], None], start: Start, hosts: list[Host], whole: Path, shared: Path
 ) -> None:
     """The other agent ends by itself, and both are started again."""

@@ -1,4 +1,4 @@
-"""Clusters of two and three hosts come to the end that one host comes to."""
+"""Runs on two and three hosts have the bits of a run on one host."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ pytestmark = needs_hosts
 def trained_on(
     hosts: list[Host], arguments: list[str], run: Path, trainers: int = 1, workers: int = 1
 ) -> None:
-    """Train a run to its end, of which nobody complains, and after which nothing is left on any host."""
+    """Train a run to its end; no role may report an error or leave a process behind."""
     job = [*arguments, *settings(run={"folder": run})]
     with started_on(placed(hosts, trainers, workers), job) as roles:
         endings = {name: command.wait() for name, command in roles.items()}
@@ -34,7 +34,7 @@ def trained_on(
         pytest.param("pipelined", 3, (2, 2), marks=pytest.mark.long),
     ],
 )
-def test_the_end_is_that_of_one_host(
+def test_several_hosts_have_the_bits_of_one_host(
     update: str, num_hosts: int, counts: tuple[int, int], hosts: list[Host], tiny: list[str], shared: Path
 ) -> None:
     folder = shared / f"{update}-{num_hosts}"
@@ -44,9 +44,3 @@ def test_the_end_is_that_of_one_host(
     alone = settings(run={"folder": folder / "one"}, cluster={"trainers": counts[0], "workers": counts[1]})
     output_of(["launch", *job, *alone], folder)
     assert differences(folder / "one", folder / "hosts") == []
-
-
-@pytest.mark.long
-def test_asynchronous_updates_come_to_their_end(hosts: list[Host], tiny: list[str], shared: Path) -> None:
-    trained_on(hosts, [*tiny, *settings(train={"update": "async"})], shared / "async", 2, 2)
-    assert (shared / "async/result.json").exists()

@@ -10,8 +10,7 @@ from hybrid import transport
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Topology
 from hybrid.transport.rpc.endpoints import SOCKET_CALLS
-from hybrid.transport.socket.socket_client import CLIENTS, SocketClient
-from hybrid.transport.socket.socket_server import SocketServer
+from hybrid.transport.socket.socket_calls import CLIENTS, SocketClient, SocketServer
 
 
 @pytest.fixture(scope="module")

@@ -1,22 +1,17 @@
-"""DDP around a trainer's net: the gradients of micro-batches add up, reduced once a step."""
-
-from functools import wraps
-from typing import Any
+"""The net of a trainer under DDP: gradients of micro-batches add up, and are reduced once per step."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.seeded import random, seeded
 from support.vectors import micro_batch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import autograd as dist_autograd
 
 from hybrid.batch import Batch
-from hybrid.engine.backward import record_graph
-from hybrid.engine.ddp import DdpMode, DdpModel
-from hybrid.engine.dense_placement import DensePlacement
-from hybrid.engine.gradient_reduction import sum_hook
+from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
+from hybrid.engine.train_step import record_graph
 from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.primitives.step_timings import StepClock
 
@@ -30,12 +25,12 @@ def dense_net() -> DenseNet:
     return DenseNet(seeded(lambda: nn.Linear(NUM_DENSE, 3)), Concatenation(), head)
 
 
-def micro_batches(step: int, num_parts: int) -> list[MicroBatch[Batch]]:
-    """The parts of a batch of ``SIZE`` samples, each with its vectors; the last has none of them."""
+def micro_batches(step: int, num_micro_batches: int) -> list[MicroBatch[Batch]]:
+    """Return a batch of ``SIZE`` samples in micro-batches, the last of which is empty."""
     whole = random(SIZE, NUM_DENSE + WIDTH, seed=step)
-    parts = [*whole.tensor_split(max(1, num_parts - 1)), whole[:0]][:num_parts]
+    parts = [*whole.tensor_split(max(1, num_micro_batches - 1)), whole[:0]][:num_micro_batches]
     return [
-        micro_batch(part[:, :NUM_DENSE], part[:, NUM_DENSE:], step, place) for place, part in enumerate(parts)
+        micro_batch(part[:, :NUM_DENSE], part[:, NUM_DENSE:], step, index) for index, part in enumerate(parts)
     ]
 
 
@@ -48,33 +43,9 @@ def take_step(model: DdpModel, micros: list[MicroBatch[Batch]]) -> None:
             model.collect(dist_autograd.get_gradients(context), is_last)
 
 
-@pytest.fixture
-def reductions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of all gradients that are reduced."""
-    sizes: list[int] = []
-
-    @wraps(sum_hook)
-    def noted(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        sizes.append(bucket.buffer().numel())
-        return sum_hook(state, bucket)
-
-    monkeypatch.setattr("hybrid.engine.ddp.sum_hook", noted)
-    return sizes
-
-
-def test_a_group_of_one_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise AssertionError("a trainer alone has its sums already")
-
-    monkeypatch.setattr(dist, "all_reduce", refused)
-    model = make_model(DdpMode.OUTSIDE)
-    take_step(model, micro_batches(0, 2))
-    assert model.gradients
-
-
-def make_model(mode: DdpMode, tensor_size: int = 1) -> DdpModel:
+def make_model(mode: DdpMode, tensor_size: int = 1, clock: StepClock | None = None) -> DdpModel:
     assert dist.group.WORLD is not None
-    return DdpModel(HybridModel(dense_net()), mode, DensePlacement(dist.group.WORLD, tensor_size))
+    return DdpModel(HybridModel(dense_net()), mode, DensePlacement(dist.group.WORLD, tensor_size), clock)
 
 
 def num_values(module: nn.Module) -> int:
@@ -82,20 +53,23 @@ def num_values(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("mode", list(DdpMode))
-@pytest.mark.parametrize("num_parts", [1, 2, 4])
-def test_the_gradients_of_micro_batches_add_up_as_plain_ones_do_bit_for_bit(
-    mode: DdpMode, num_parts: int, reductions: list[int]
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+def test_gradients_of_micro_batches_have_the_bits_of_plain_ones(
+    mode: DdpMode, num_micro_batches: int
 ) -> None:
-    model, plain = make_model(mode), HybridModel(dense_net())
+    clock = StepClock()
+    clock.record(range(3))
+    model, plain = make_model(mode, clock=clock), HybridModel(dense_net())
     head, whole = num_values(plain.net.head), num_values(plain)
     num_reduced = {DdpMode.NONE: 0, DdpMode.INSIDE: head, DdpMode.OUTSIDE: whole}[mode]
     for step in range(3):
-        micros = micro_batches(step, num_parts)
+        micros = micro_batches(step, num_micro_batches)
         for micro in micros:
             plain(micro, StepClock()).square().sum().backward()
-        reductions.clear()
+        clock.begin_step(step)
         take_step(model, micros)
-        assert sum(reductions) == num_reduced  # once, however many parts
+        clock.end_step()
+        assert sum(span.num_bytes for span in clock.take_spans()) == 4 * num_reduced  # once per step
         assert len(model.gradients) == len(list(plain.parameters()))
         parameters = dict(model.net.named_parameters())
         for name, parameter in plain.net.named_parameters():
@@ -107,9 +81,7 @@ def test_the_gradients_of_micro_batches_add_up_as_plain_ones_do_bit_for_bit(
 
 @pytest.mark.parametrize("mode", list(DdpMode))
 @pytest.mark.parametrize("tensor_size", [1, 2])
-def test_a_trainers_part_of_the_norm_counts_what_others_have_alike_once(
-    mode: DdpMode, tensor_size: int
-) -> None:
+def test_norm_counts_a_replicated_gradient_once(mode: DdpMode, tensor_size: int) -> None:
     model, plain = make_model(mode, tensor_size), HybridModel(dense_net())
     (micro,) = micros = micro_batches(0, 1)
     plain(micro, StepClock()).square().sum().backward()
@@ -118,8 +90,8 @@ def test_a_trainers_part_of_the_norm_counts_what_others_have_alike_once(
     assert model.squared_norm() == pytest.approx(expected / tensor_size)
 
 
-def test_gradients_that_wait_for_the_last_part_may_be_overwritten_meanwhile() -> None:
-    """As DDP overwrites those that lie in its buckets."""
+def test_gradients_of_a_micro_batch_are_copied() -> None:
+    """DDP overwrites the gradients in its buckets."""
     model = make_model(DdpMode.NONE)
     parameter = next(model.net.parameters())
     gradient = torch.ones_like(parameter)
@@ -129,7 +101,7 @@ def test_gradients_that_wait_for_the_last_part_may_be_overwritten_meanwhile() ->
     assert torch.equal(model.gradients[parameter], torch.full_like(parameter, 2.0))
 
 
-def test_a_parameter_without_a_gradient_keeps_none_of_the_step_before() -> None:
+def test_gradients_of_the_previous_step_are_dropped() -> None:
     model = make_model(DdpMode.NONE)
     take_step(model, micro_batches(0, 1))
     used = next(model.net.parameters())
@@ -137,15 +109,12 @@ def test_a_parameter_without_a_gradient_keeps_none_of_the_step_before() -> None:
     assert list(model.gradients) == [used]
 
 
-pytestmark = pytest.mark.usefixtures("loopback")
-
-
 def contexts() -> int:
     return int(dist_autograd._get_debug_info()["num_autograd_contexts"])
 
 
 @pytest.mark.parametrize("spans_processes", [False, True])
-def test_parameters_get_their_gradients_and_keep_none(spans_processes: bool) -> None:
+def test_graph_returns_and_removes_the_gradients(spans_processes: bool) -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     unused = nn.Linear(2, 2)
     net.register_module("unused", unused)
@@ -153,7 +122,7 @@ def test_parameters_get_their_gradients_and_keep_none(spans_processes: bool) -> 
     expected = torch.autograd.grad(
         net[2](net[1](net[0](x))).sum(), [*net[0].parameters(), *net[2].parameters()]
     )
-    for _ in range(2):  # nothing is left over from the first
+    for _ in range(2):
         before = contexts()
         with record_graph(net, spans_processes) as graph:
             assert contexts() - before == spans_processes

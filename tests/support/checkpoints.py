@@ -7,7 +7,7 @@ import torch
 
 from hybrid import transport
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, Files, Manifest, shard_file
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Files, Manifest, shard_file
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.storage.remote_path import StoragePathT
 
@@ -16,7 +16,7 @@ SHARDS = [shard_file("C1", index, 2) for index in range(2)]
 
 
 def write_checkpoint(folder: StoragePathT, step: int = 1) -> StoragePathT:
-    """A whole checkpoint of one table and a net; its folder."""
+    """Write a complete checkpoint of one table and a net, and return its folder."""
     partial = checkpoint_folders.begin(folder)
     files: Files = {}
     for index, name in enumerate(SHARDS):
@@ -26,26 +26,26 @@ def write_checkpoint(folder: StoragePathT, step: int = 1) -> StoragePathT:
 
 
 def write_run(run: StoragePathT, *steps: int) -> StoragePathT:
-    """A run folder with checkpoints after these steps."""
+    """Write checkpoints after these steps into a run folder."""
     for step in steps:
         write_checkpoint(checkpoint_folders.step_folder(run, step), step)
     return run
 
 
 def flip_a_bit(path: Path) -> None:
-    """Alter a file in its middle, and leave its size."""
+    """Alter one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
 def names(folder: Path) -> list[str]:
-    """What lies in a folder."""
+    """Return the names in a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
 class Call(transport.Pending[Files]):
-    """A role's call that writes its files; it answers when the future does."""
+    """A call of a role that writes its files; it completes with a future."""
 
     def __init__(self, written: Future[Files]) -> None:
         self._written = written

@@ -22,9 +22,8 @@ from support.fork_context import fork_context
 from hybrid.config import RunConfig
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role
-from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead
-from workers.rendezvous.master_address import MasterAddress, listen
-from workers.roles.role_main import serve
+from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead, serve
+from workers.rendezvous.host_setup import MasterAddress, listen
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,7 +75,7 @@ def _serve(
 ) -> None:
     faulthandler.enable()
     if has_own_host:
-        patch("hybrid.transport.shared_memory.shared_block.own_host", lambda: str(role)).start()
+        patch("hybrid.transport.shared_memory.shared_slots.host_id", lambda: str(role)).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(listener, MasterAddress):
         serve(role, listener, secret)
@@ -91,7 +90,7 @@ def _serve(
 def _run(cluster: JoinedCluster, case: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
     try:
         return False, case(cluster, *args, **kwargs)
-    except Exception as error:  # raised where the case was sent from
+    except Exception as error:  # raised again in the process of the test
         return True, f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
 
 
@@ -129,7 +128,7 @@ def running_cluster(config: RunConfig, has_many_hosts: bool = False) -> Iterator
 
 
 class Clusters:
-    """Hands out a running cluster of a wanted shape; keeps the last one until another is wanted."""
+    """Provides a running cluster of a given shape; keeps the last one until another shape is needed."""
 
     def __init__(self) -> None:
         self._shape: tuple[int, int, str, bool] | None = None
@@ -139,7 +138,7 @@ class Clusters:
     def get(
         self, trainers: int, workers: int, device: str = "cpu", has_many_hosts: bool = False
     ) -> RunningCluster:
-        """A cluster of one master, ``trainers`` that reduce gradients on ``device``, and ``workers``."""
+        """Return a cluster with these numbers of trainers and workers; gradients are on ``device``."""
         shape = (trainers, workers, device, has_many_hosts)
         if self._cluster is None or self._shape != shape:
             self.close()
@@ -151,6 +150,6 @@ class Clusters:
         return self._cluster
 
     def close(self) -> None:
-        """Stop the cluster that is running, if one is."""
+        """Stop the running cluster, if there is one."""
         self._cluster = None
         self._stack.close()

@@ -25,12 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 HYBRID = (sys.executable, "-m", "workers")
 COMMAND_SECONDS = 60.0
 LEFT_SECONDS = 0.5
-# A regular expression of the moment at which an endless run was stopped.
+# A regular expression of the moment at which an endless run is stopped.
 DOING = r"(at step \d+|while evaluating after step \d+)"
 NOTHING: Mapping[str, str] = {}
 _POLL_SECONDS = 0.02
-_PORTS_NOT_HANDED_OUT = (20_000, 32_000)  # by Linux, as it comes
+_PORTS_NOT_ASSIGNED = (20_000, 32_000)  # by Linux to sockets without a port
 _MARK = "HYBRID_TEST_MARK"
+OTHERS = "others"  # the folder in which roles by hand run, except the master
 
 
 def settings(**sections: Mapping[str, object]) -> list[str]:
@@ -53,7 +54,7 @@ def free_port() -> int:
     The system does not assign this port to any other process in the meantime.
     """
     while True:
-        port = random.randrange(*_PORTS_NOT_HANDED_OUT)
+        port = random.randrange(*_PORTS_NOT_ASSIGNED)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -180,11 +181,11 @@ def by_hand(
     port, secret = free_port(), fresh_secret(folder)
     masters = [*arguments, *settings(cluster={"master": f"127.0.0.1:{port}"}), *secret]
     others = ["--master", f"127.0.0.1:{port}", *secret]
-    (elsewhere := folder / "elsewhere").mkdir()
+    (others_folder := folder / OTHERS).mkdir()
     with ExitStack() as stack:
         commands = []
         for role in roles:
-            more, here = (masters, folder) if role[0] == "master" else (others, elsewhere)
+            more, here = (masters, folder) if role[0] == "master" else (others, others_folder)
             commands.append(stack.enter_context(started([*role, *more], here, afresh=afresh)))
         yield commands
 
@@ -259,7 +260,7 @@ class TrainedRun:
     """A finished run: its folder, the output of its command, and its settings."""
 
     folder: Path
-    said: str
+    printed: str
     settings: list[str]
 
     def copy(self, folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Standard input and output of this process, for a while another's."""
+"""Temporary replacement of standard input and output."""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def redirected(descriptor: int, to: int) -> Iterator[None]:
-    """In here, ``descriptor`` leads where ``to`` leads."""
+    """Let ``descriptor`` refer to the file of ``to`` for the length of a ``with`` block."""
     before = os.dup(descriptor)
     os.dup2(to, descriptor)
     try:

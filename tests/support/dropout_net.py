@@ -1,4 +1,4 @@
-"""A net of one's own that draws random numbers, has running statistics, and an optimizer with state."""
+"""A custom net with dropout and running statistics."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from hybrid.models.dense_net import Concatenation, DenseNet
 
 
 def build(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> DenseNet:
-    """Made to be named as ``dense.net``."""
+    """Build the net; a value of ``dense.net``."""
     width = len(input_spec.dense_features) + sum(widths)
     head = (
         nn.Dropout(0.5),

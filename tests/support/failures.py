@@ -1,4 +1,4 @@
-"""Every way in which a role can fail in a run: what ``launch`` prints, and how the run goes on."""
+"""Every failure of a role in a run: what ``launch`` prints, and how the run continues."""
 
 import io
 import json
@@ -26,10 +26,10 @@ STEPS = 16  # of a run
 CHECKPOINT_STEPS = 4
 HEARTBEAT_SECONDS = 2
 
-# With one trainer and one worker only, nobody would wait for another of his kind.
+# With two of a kind, others wait for the one that fails.
 _INDICES = {"start": 0, "step": 1, "evaluation": 0, "checkpoint": 1, "shutdown": 1}
 _SIGNALS = {"SIGKILL": "SIGKILL", STARVED: "SIGKILL, probably since memory ran out"}
-_DOING = {
+_MOMENTS = {
     "start": r"at (start|step 0)",
     "step": r"at step 2",
     "evaluation": rf"while evaluating after step {STEPS}",
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def ends_launch(self) -> bool:
-        """Whether ``launch`` fails with it: an exception before the first step would come again."""
+        """Whether ``launch`` fails: a restart would raise an exception before the first step again."""
         return self.how in RAISED and self.phase == "start"
 
     @property
@@ -77,19 +77,19 @@ class Row:
         if self.role == "trainer 0":  # a call to it raises
             where = r"\S*faulty_net.py:\d+, in reach"
             layer = "; in bottom of the net, Bottom" if self.phase in ("step", "evaluation") else ""
-            said = rf"trainer 0 on \S+: {where}: {self.how}: {WORDS}{layer} \({_DOING[self.phase]}\)"
+            text = rf"trainer 0 on \S+: {where}: {self.how}: {WORDS}{layer} \({_MOMENTS[self.phase]}\)"
         else:
-            said = rf"{self.role}: \S*faulty_roles.py:\d+, in _raise: {self.how}: {WORDS}"
-        return rf"{said}; see \S+/{self.role.replace(' ', '-')}\.log"
+            text = rf"{self.role}: \S*faulty_roles.py:\d+, in _raise: {self.how}: {WORDS}"
+        return rf"{text}; see \S+/{self.role.replace(' ', '-')}\.log"
 
     @property
     def _frozen(self) -> str:
         timeout = rf"{HEARTBEAT_SECONDS} s \(cluster\.heartbeat_timeout_seconds\)"
         who = "the master" if self.role == "master" else rf"{self.role} \(host \S+, pid \d+\)"
-        said = f"{who} is frozen: no heartbeat for {timeout}"
+        text = f"{who} is frozen: no heartbeat for {timeout}"
         if self.role == "master" or self.phase == "shutdown":
-            return said
-        return f"{said} {_DOING[self.phase]}; its log may have the cause"
+            return text
+        return f"{text} {_MOMENTS[self.phase]}; its log may have the cause"
 
     @property
     def _lost(self) -> str:
@@ -104,29 +104,27 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One run in which the failures of its rows happen one after the other.
+    """One run in which the failures of its rows happen one after another.
 
     Attributes:
         kind: of the role that fails.
-        how: it fails, every time.
+        how: the role fails, every time.
+        phases: in which the role fails.
     """
 
     kind: str
     how: str
+    phases: tuple[str, ...] = PHASES
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.how}"
+        return " ".join((self.kind, self.how, *(self.phases if len(self.phases) == 1 else ())))
 
     @property
     def update(self) -> str:
-        """The mode of updates, by turns."""
+        """The update mode; plans alternate."""
         if self.how == STARVED:
             return "pipelined"
         return ("sync", "pipelined")[(ROLES.index(self.kind) + HOWS.index(self.how)) % 2]
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        return ("step",) if self.how == STARVED else PHASES
 
     @property
     def rows(self) -> list[Row]:
@@ -141,17 +139,20 @@ class Plan:
     def _role(self, phase: str) -> str:
         if self.kind == "master":
             return "master"
-        # Trainer 0 raises within a call, as a user's net does, but for the shutdown.
+        # Trainer 0 raises within a call, as a user's net does, except at shutdown.
         raises = self.kind == "trainer" and self.how in RAISED and phase != "shutdown"
         return f"{self.kind} {0 if raises else _INDICES[phase]}"
 
 
-PLANS = [Plan(kind, how) for kind, how in product(ROLES, HOWS)]
-STARVED_PLANS = [Plan(kind, STARVED) for kind in ROLES]
-# One for each way to fail, and each kind of role among them; the others take minutes.
+PLANS = [Plan(kind, how) for kind, how in product(ROLES, HOWS) if how != "SIGSTOP"]
+# Each of these failures takes a heartbeat timeout. A run that fails in a checkpoint needs an earlier one.
+_OTHER_PHASES = tuple(phase for phase in PHASES if phase != "step")
+PLANS += [Plan(kind, "SIGSTOP", phases) for kind, phases in product(ROLES, (("step",), _OTHER_PHASES))]
+STARVED_PLANS = [Plan(kind, STARVED, ("step",)) for kind in ROLES]
+# One plan for each failure and for each kind of role; the others take minutes.
 SHORT_PLANS = [
     Plan("trainer", "SIGKILL"),
-    Plan("worker", "SIGSTOP"),
+    Plan("worker", "SIGSTOP", ("step",)),
     Plan("worker", "ValueError"),
     Plan("master", "MemoryError"),
 ]
@@ -175,7 +176,7 @@ def shared_server() -> Iterator[None]:
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         servers: list[ForkServer] = []
 
-        def get(preload: Sequence[str]) -> AbstractContextManager[ForkServer]:
+        def get(preload: Sequence[str], inherited: object) -> AbstractContextManager[ForkServer]:
             if not servers:
                 preload = (*preload, "support.reporting", "support.faulty_roles")
                 servers.append(stack.enter_context(ForkServer(preload)))
@@ -215,20 +216,20 @@ class _Timed(io.StringIO):
 def _launch(arguments: Sequence[str]) -> Ended:
     """Run ``launch`` in this process; no role may be there when it has ended."""
     code, before = 0, _grandchildren()
-    with redirect_stderr(_Timed()) as said:
+    with redirect_stderr(_Timed()) as printed:
         try:
             main(["launch", *arguments])
         except SystemExit as error:
             code = 1 if isinstance(error.code, str) else int(error.code or 0)
             if isinstance(error.code, str):
-                print(error.code, file=said)
+                print(error.code, file=printed)
     left = _grandchildren() - before
     assert not left, f"left behind: {left}"
-    return Ended(code, said.lines)
+    return Ended(code, printed.lines)
 
 
 def _grandchildren() -> set[psutil.Process]:
-    """The roles under the server are among them, and maybe processes of other tests."""
+    """Return the roles under the server, and possibly processes of other tests."""
     return {process for child in psutil.Process().children() for process in child.children()}
 
 
@@ -242,7 +243,7 @@ def live_through(plan: Plan, job: Sequence[str], folder: Path) -> None:
     run = folder / "run"
     run.mkdir()
     (run / FAULTS_FILE).write_text(json.dumps([row.fault for row in plan.rows]))
-    # A busy machine is no frozen one.
+    # A busy machine must not count as frozen.
     beat = HEARTBEAT_SECONDS if plan.how == "SIGSTOP" else 10 * HEARTBEAT_SECONDS
     overrides = settings(
         run={"folder": run},
@@ -254,11 +255,11 @@ def live_through(plan: Plan, job: Sequence[str], folder: Path) -> None:
     reports: list[Line] = []
     for rows in plan.launches:
         ended = _launch([*job, *overrides])
-        said = [line.text for line in ended.lines]
-        assert len(said) == len(rows), said
-        for row, text in zip(rows, said, strict=True):
+        texts = [line.text for line in ended.lines]
+        assert len(texts) == len(rows), texts
+        for row, text in zip(rows, texts, strict=True):
             assert re.fullmatch(row.line, text), (row.line, text)
-        assert ended.code == int(rows[-1].ends_launch), said
+        assert ended.code == int(rows[-1].ends_launch), texts
         reports += ended.lines
     _check_end(run)
     most_seconds = NOTICED_SECONDS + (HEARTBEAT_SECONDS if plan.how == "SIGSTOP" else 0)

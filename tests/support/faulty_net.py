@@ -1,7 +1,7 @@
-"""A net that harms the roles of its own run, one after the other, at the moments that its faults name.
+"""A custom net that injects faults into the roles of its run, each in a given phase.
 
-A run names it as ``dense.net = "support.faulty_net:build"`` and has the faults in its folder. Trainer 0 does
-it all: itself it raises, to the others it sends signals, and support/faulty_roles.py has some of these raise.
+A run has ``dense.net = "support.faulty_net:build"``, and the faults in its folder. Trainer 0 raises its own
+exceptions and signals the other roles; in support/faulty_roles.py, some of these raise exceptions.
 """
 
 import json
@@ -22,16 +22,16 @@ from hybrid.config import RunConfig
 from hybrid.input_spec import InputSpec
 from hybrid.models.dense_net import Concatenation, DenseNet
 
-_ME = "trainer 0"
+_TRAINER = "trainer 0"
 _STEPS_BEFORE = 2
-_NOTICED_SECONDS = 60.0
+_DETECTION_SECONDS = 60.0
 
 
 class Faults:
-    """The fault that is next, if it is this process that is to bring it about.
+    """The next fault, if this process is trainer 0.
 
     Args:
-        run: its folder, in which the file of what is done counts over restarts.
+        run: the folder of the run, which counts injected faults over restarts.
     """
 
     def __init__(self, run: Path) -> None:
@@ -39,11 +39,11 @@ class Faults:
         self._next: tuple[str, str, str] | None = None
         faults = json.loads((run / FAULTS_FILE).read_text())
         done = len(read_times(run, STRUCK_FILE))
-        if self._pid(_ME) == os.getpid() and done < len(faults):
+        if self._pid(_TRAINER) == os.getpid() and done < len(faults):
             self._next = tuple(faults[done])
 
     def reach(self, phase: str) -> None:
-        """Do what is to be done now, if that is so."""
+        """Inject the next fault if it is of this phase."""
         if self._next is None or self._next[2] != phase:
             return
         role, action, _ = self._next
@@ -51,14 +51,14 @@ class Faults:
         pid = self._pid(role)
         with (self._run / STRUCK_FILE).open("a") as out:
             out.write(f"{time.time()}\n")
-        if action in ERRORS and role == _ME:
+        if action in ERRORS and role == _TRAINER:
             raise ERRORS[action](WORDS)
         if action == STARVED:
             starve(pid)
         else:
             os.kill(pid, RAISING.get(action) or signal.Signals[action])
-        if action != "SIGKILL":  # the run could leave the phase before anybody notices
-            threading.Event().wait(_NOTICED_SECONDS)
+        if action != "SIGKILL":  # the phase must not end before the failure is detected
+            threading.Event().wait(_DETECTION_SECONDS)
 
     def _pid(self, role: str) -> int:
         log = (self._run / f"logs/{role.replace(' ', '-')}.log").resolve()
@@ -66,38 +66,38 @@ class Faults:
 
 
 def _error_files() -> Iterator[tuple[int, Path]]:
-    """Every process, and where its errors go."""
+    """Yield every process and the file of its standard error."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 yield int(entry.name), (entry / "fd/2").readlink()
-            except OSError:  # it has ended, or is another user's
+            except OSError:  # the process has ended, or is another user's
                 continue
 
 
 class Bottom(nn.Module):
-    """Passes the numbers on, and notices what the run is doing."""
+    """Returns its input, and detects the phases of the run."""
 
     def __init__(self, faults: Faults) -> None:
         super().__init__()
         self._faults = faults
         self._steps = 0
-        self.register_state_dict_pre_hook(self._notice_checkpoint)  # type: ignore[no-untyped-call]
+        self.register_state_dict_pre_hook(self._detect_checkpoint)  # type: ignore[no-untyped-call]
 
     def forward(self, dense_BF: Tensor) -> Tensor:
         self._steps += self.training
-        if not self.training and self._steps:  # not where the net is only looked at
+        if not self.training and self._steps:  # a check of the net is no evaluation
             self._faults.reach("evaluation")
         elif self._steps > _STEPS_BEFORE:
             self._faults.reach("step")
         return dense_BF
 
-    def _notice_checkpoint(self, *_: object) -> None:
+    def _detect_checkpoint(self, *_: object) -> None:
         self._faults.reach("checkpoint")
 
 
-def _notice_shutdown(faults: Faults) -> None:
-    """Leaving the RPC group, no role gets further than this process, whose main thread notices it here."""
+def _detect_shutdown(faults: Faults) -> None:
+    """Detect the end of the RPC group, at which all roles wait for this process."""
     leave = rpc.shutdown
 
     def shutdown(**arguments: Any) -> None:
@@ -108,9 +108,9 @@ def _notice_shutdown(faults: Faults) -> None:
 
 
 def build(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> DenseNet:
-    """What trainers call."""
+    """Build the net; a value of ``dense.net``."""
     faults = Faults(Path(config.run.folder))
-    _notice_shutdown(faults)
+    _detect_shutdown(faults)
     faults.reach("start")
     width = len(input_spec.dense_features) + sum(widths)
     head: Any = nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 1), nn.Flatten(0))

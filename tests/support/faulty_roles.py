@@ -1,4 +1,4 @@
-"""Importing this has a process, and all that are forked from it, raise what a test asks for by a signal."""
+"""Makes this process, and those forked from it, raise the exception that a test requests by a signal."""
 
 import signal
 from types import FrameType
@@ -7,7 +7,7 @@ from support.faults import ERRORS, RAISING, WORDS
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    error = next(ERRORS[name] for name, asked in RAISING.items() if asked == number)
+    error = next(ERRORS[name] for name, requested in RAISING.items() if requested == number)
     raise error(WORDS)
 
 

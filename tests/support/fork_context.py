@@ -1,4 +1,4 @@
-"""Processes of tests, forked from one that has imported torch, and all else that takes its time."""
+"""Processes of tests, forked from one that has imported torch and other slow modules."""
 
 import multiprocessing
 import os
@@ -11,10 +11,10 @@ _PRELOAD = ["support.preloaded"]
 
 
 def fork_context() -> ForkServerContext:
-    """What makes processes, queues and pipes; the process that is forked is started where it is not there."""
+    """Return the context of processes, queues and pipes; start their fork server if it does not run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    # It says nothing of what it cannot import, and some versions of Python do not tell it where to look.
+    # It does not report failed imports, and some versions of Python do not pass it the search path.
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         forkserver.ensure_running()
     return context

@@ -1,4 +1,4 @@
-"""What the processes do that the tests of the fork server start."""
+"""Functions that the processes of a fork server run in tests; the last two arguments are the server's."""
 
 import importlib
 import os
@@ -7,60 +7,59 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 
-from workers.launching.fork_server import Ended, ForkServer, Started
+from workers.launching.fork_server import ForkServer, ProcessEnd
 
 SECONDS = 10.0
 
 
-def write(text: str, descriptor: int) -> None:
-    os.write(descriptor, text.encode())
+def send(text: str, listener: socket.socket, reports: Connection) -> None:
+    reports.send(text)
 
 
-def exit_with(code: int) -> None:
+def exit_with(code: int, *_: object) -> None:
     sys.exit(code)
 
 
-def fail() -> None:
-    raise ValueError("as it should")
+def fail(*_: object) -> None:
+    raise ValueError("expected")
 
 
-def pause() -> None:
+def pause(*_: object) -> None:
     signal.pause()
 
 
-def freeze() -> None:
+def freeze(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def connect(port: int) -> None:
-    """Fail where nothing listens on this port of loopback."""
-    socket.create_connection(("127.0.0.1", port), SECONDS).close()
+def connect(port: int | None, listener: socket.socket, reports: Connection) -> None:
+    """Fail if nothing listens on this port of loopback; by default that of the start."""
+    socket.create_connection(("127.0.0.1", port or listener.getsockname()[1]), SECONDS).close()
 
 
-def be(user: int, group: int) -> None:
-    """Fail where this process is somebody else."""
+def check_user(user: int, group: int, *_: object) -> None:
+    """Fail if this process has another user or group."""
     assert (os.geteuid(), os.getegid()) == (user, group)
 
 
-def exit_code(server: ForkServer, target: Callable[..., None], *args: object) -> int:
-    """How a process of the server ends that runs ``target(*args)``."""
-    server.start("one", target, args, [])
-    assert isinstance(server.event(SECONDS), Started)
+def end_of(server: ForkServer, target: Callable[..., None], *args: object) -> ProcessEnd:
+    """Return how a process of the server ends that runs ``target(*args)``."""
+    server.start(target, {"one": args})
     ended = server.event(SECONDS)
-    assert isinstance(ended, Ended)
+    assert ended is not None
     assert ended.name == "one"
-    return ended.exit_code
+    return ended
 
 
 def launch_and_wait(targets: Sequence[str]) -> None:
-    """Be a launcher: start these functions of this module, print their pids, and wait to be killed."""
+    """Start these functions of this module as a launcher, print their pids, and wait to be killed."""
     module = importlib.import_module("support.forked")  # this one is __main__, which the server has not
     with ForkServer(["support.forked"]) as server:
-        for target in targets:
-            server.start(target, getattr(module, target), (), [])
-        pids = [event.pid for _ in targets if isinstance(event := server.event(SECONDS), Started)]
-        print(*pids, flush=True)
+        print(
+            *[server.start(getattr(module, target), {target: ()})[target] for target in targets], flush=True
+        )
         time.sleep(SECONDS)
 
 

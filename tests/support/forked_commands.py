@@ -12,25 +12,24 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from support.fork_context import fork_context
 
 from workers.cli import main
-from workers.launching import launcher
-from workers.launching.fork_server import ForkServer, serve
+from workers.launching import fork_server
+from workers.launching.fork_server import serve
 
 _POLL_SECONDS = 0.005
 _FIRST_FILE = 3  # after those of input and output
 
 
 def _stay() -> None:
-    """Where this process is."""
+    """Stay in the namespaces of this process."""
 
 
 class ForkedCommand:
-    """A command in a session of its own; what there is of it is as of :class:`subprocess.Popen`.
+    """A command in a new session, with some of the methods of :class:`subprocess.Popen`.
 
     Args:
         arguments: of the command, after ``hybrid``.
@@ -56,19 +55,19 @@ class ForkedCommand:
         self.pid: int = self._process.pid or 0
 
     def wait(self, timeout: float) -> int:
-        """The exit code, or minus the number of the signal that ended it."""
+        """Return the exit code, or minus the number of the signal that killed it."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("hybrid", timeout)
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it is there."""
+        """Send a signal if the command runs."""
         if self._process.is_alive():
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the command."""
         self._process.kill()
 
 
@@ -92,7 +91,7 @@ def _main(
         os.close(opened)
     enter()
     os.chdir(folder)
-    with mock.patch.object(launcher, "ForkServer", _ForkedServer):
+    with mock.patch.object(fork_server, "spawn_server", _fork_server):
         main(arguments)
 
 
@@ -100,26 +99,28 @@ def _files(output: Path) -> tuple[Path, Path]:
     return output.with_suffix(".out"), output.with_suffix(".err")
 
 
-class _ForkedServer(ForkServer):
-    def _start_server(self, theirs: socket.socket) -> Any:
-        launcher = os.getpid()
-        if pid := os.fork():
-            return _Child(pid)
-        try:
-            # As in a new interpreter: no handlers, and no files but those that it is given.
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_DFL)
-            kept = theirs.fileno()
-            os.closerange(_FIRST_FILE, kept)
-            os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
-            serve(kept, launcher)
-        finally:
-            sys.stdout.flush()
-            os._exit(1)
+def _fork_server(connection: socket.socket, inherited: Sequence[int]) -> "_Child":
+    """Fork the server of a launch, instead of starting an interpreter as spawn_server does."""
+    launcher = os.getpid()
+    if pid := os.fork():
+        return _Child(pid)
+    try:
+        # As in a new interpreter: no handlers, and only the given files.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        first = _FIRST_FILE
+        for kept in sorted([connection.fileno(), *inherited]):
+            os.closerange(first, kept)
+            first = kept + 1
+        os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+        serve(connection.fileno(), launcher)
+    finally:
+        sys.stdout.flush()
+        os._exit(1)
 
 
 class _Child:
-    """The server, as of :class:`subprocess.Popen`."""
+    """The forked server, with some of the methods of :class:`subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

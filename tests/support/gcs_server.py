@@ -1,6 +1,6 @@
-"""Google's store on loopback, a program of its own: pyarrow waits for it with the interpreter's lock held.
+"""An emulator of Google's store, a separate program: pyarrow holds the interpreter's lock while it waits.
 
-It says its port in a line, and ends with who has started it.
+It prints its address in a line.
 """
 
 import logging
@@ -16,13 +16,13 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """A client that has read enough of an answer closes the connection."""
+        """Ignore clients that close the connection in the middle of a response."""
 
 
 def main() -> None:
     logging.disable(logging.CRITICAL)
     storage = Storage(use_memory_fs=True)
-    # It would go through what other threads change meanwhile.
+    # Other threads change its content meanwhile.
     storage._write_config_to_file = lambda: None
     create_bucket("bucket", storage)
     server = _Server(("127.0.0.1", 0), partial(RequestHandler, storage))

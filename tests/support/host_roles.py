@@ -1,4 +1,4 @@
-"""Roles of a cluster, each on a host of its own or with others."""
+"""Roles of a cluster on hosts."""
 
 import subprocess
 import uuid
@@ -14,14 +14,14 @@ from support.hosts import HOME, Host
 from support.namespaces import enter
 
 from hybrid.security.secret import VARIABLE
-from workers.run_folder.run_state import newest_step
+from workers.run_folder.run_access import newest_step
 
 MASTER = "master"
 _SECRET = "7c0f1e5a3b9d48260f6b2e81d4a7935c"
 
 
 def placed(hosts: Sequence[Host], trainers: int = 1, workers: int = 1) -> dict[str, Host]:
-    """Where each role is: master and trainers from the first host on, workers from the last one back."""
+    """Return the host of each role: master and trainers from the first host on, workers from the last one."""
     places = {MASTER: hosts[0]}
     places |= {f"trainer {index}": hosts[index % len(hosts)] for index in range(trainers)}
     return places | {f"worker {index}": hosts[-1 - index % len(hosts)] for index in range(workers)}
@@ -34,12 +34,12 @@ def started_on(
     own: Mapping[str, Sequence[object]] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, Command]]:
-    """A cluster whose roles are started by hand, each where it is to be.
+    """Start the roles of a cluster by hand, each on its host.
 
     Args:
         arguments: of the run.
-        own: of a role, besides.
-        environment: as for :func:`started_at`; with it, each has a new interpreter.
+        own: further arguments by role.
+        environment: see :func:`started_at`; with it, each role has a new interpreter.
     """
     own = own or {}
     before = None if environment is None else ["env"]
@@ -58,7 +58,7 @@ def started_on(
 
 
 def command_of(name: str, places: Mapping[str, Host], arguments: Sequence[object]) -> list[object]:
-    """The command of a role, as a user gives it; only the master has the run's arguments."""
+    """Return the command of a role; only the master has the arguments of the run."""
     kind, _, index = name.partition(" ")
     if kind != MASTER:
         return [kind, "--index", index, "--master", places[MASTER].name]
@@ -75,11 +75,11 @@ def started_at(
     *,
     before: Sequence[str] | None = None,
 ) -> Iterator[Command]:
-    """A command of ``hybrid`` on a host; whatever is left of it at the end of the block is killed.
+    """Start a command of ``hybrid`` on a host; kill its processes at the end of the block.
 
     Args:
-        environment: what it has besides the usual, and the secret.
-        before: what a user writes before it, which takes a new interpreter; else it is forked.
+        environment: variables to add.
+        before: words before the command, which then has a new interpreter; else it is forked.
     """
     output = host.output / f"{host.name}-{uuid.uuid4().hex[:8]}"
     text, given = (
@@ -111,14 +111,14 @@ def _start_afresh(
 
 
 _SECONDS = 300.0
-_GOING_ON = "\nresuming from step "
+_RESUMING = "\nresuming from step "
 
 
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
     Args:
-        commands: which print what its master does, in each of its starts.
+        commands: print the output of the master of each start.
     """
 
     def __init__(self, run: Path, commands: Sequence[Command]) -> None:
@@ -126,22 +126,22 @@ class Progress:
         self._step = self._starts = 0
 
     def await_checkpoint(self) -> None:
-        """Wait until it has been started once more, and has a checkpoint that it had not before."""
+        """Wait until the run has started again and has a new checkpoint."""
 
         def is_there() -> bool:
-            starts = sum(command.stdout.count(_GOING_ON) for command in self._commands)
+            starts = sum(command.stdout.count(_RESUMING) for command in self._commands)
             return starts >= self._starts and (newest_step(self._run) or 0) > self._step
 
         assert eventually(is_there, _SECONDS), [command.stdout + command.stderr for command in self._commands]
         self._step, self._starts = newest_step(self._run) or 0, self._starts + 1
 
 
-def process_on(hosts: Sequence[Host], is_wanted: Callable[[psutil.Process], bool]) -> psutil.Process:
-    """The one process on some hosts that is wanted."""
+def process_on(hosts: Sequence[Host], condition: Callable[[psutil.Process], bool]) -> psutil.Process:
+    """Return the only process on these hosts that satisfies a condition."""
     found = []
     for process in (each for host in hosts for each in host.processes()):
         with suppress(psutil.NoSuchProcess):
-            if is_wanted(process):
+            if condition(process):
                 found.append(process)
     (process,) = found
     return process

@@ -1,4 +1,4 @@
-"""Input files as nobody would write them, and what a reader must make of them: rows, or one clear error."""
+"""Damaged input files, which a reader must turn into rows or one clear error."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,8 +8,9 @@ from types import MappingProxyType
 import numpy as np
 
 from hybrid.config import ColumnSection, DataSection
-from hybrid.data.parse.sources import Source
-from hybrid.data.values.invalid_rows import InvalidRowReport
+from hybrid.data.parse.column_layout import Layout
+from hybrid.data.parse.sources import read_blocks
+from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
 from hybrid.errors import HybridError
 
 _HEADED = DataSection(
@@ -25,7 +26,7 @@ LAYOUTS = (
     dataclasses.replace(_HEADED, columns=("label", "x", "city", "tags")),
     DataSection(format="criteo", max_invalid_fraction=1.0),
 )
-# What a reader may trip over, each beside what is in its place in a good file.
+# Bytes that a reader may misread, and those of valid files.
 TOKENS = (
     *(b"label", b"x", b"city", b"tags", b"label,x,city,tags\n", b'0,.5,"a,b",c\n', b"1,2,a,b|c\n"),
     *(b",", b"\t", b"\n", b"\r\n", b"\r", b"|", b'"', b'""', b"'", b" ", b"?", b"-", b"0", b"1"),
@@ -37,7 +38,7 @@ TOKENS = (
 
 
 def check_line(error: HybridError) -> None:
-    """What a user is told is one line."""
+    """Check that the message of an error is one line."""
     assert len(str(error).splitlines()) == 1, f"several lines, or none: {error!r}"
 
 
@@ -48,17 +49,17 @@ def read_hostile(
     block_bytes: int,
     columns: Mapping[str, ColumnSection] = MappingProxyType({}),
 ) -> tuple[InvalidRowReport, list[int]] | None:
-    """The report of a file's bad rows and the numbers of its good ones; None where it is refused.
+    """Return the report of invalid rows and the numbers of the valid ones; None if the file is refused.
 
     Raises:
-        AssertionError: the refusal is no clear error, or blocks do not hold together.
-        Exception: whatever a reader should not raise.
+        AssertionError: an error has several lines, or a block is inconsistent.
+        Exception: any error that is not a HybridError.
     """
-    source = Source((path,), data, with_labels, block_bytes, columns=columns)
-    log = source.new_log()
+    log = InvalidRowLog(data.max_invalid_fraction)
     rows: list[int] = []
     try:
-        for block in source.blocks(log):
+        layout = Layout.of(data, columns, with_labels=with_labels)
+        for block in read_blocks((path,), layout, log, block_bytes=block_bytes):
             size = len(block.source_rows_B)
             assert {len(block.dense_BF), *map(len, block.sparse), *map(len, block.weights)} == {size}
             for weights in block.weights:

@@ -1,4 +1,4 @@
-"""Hosts on one machine: process trees in namespaces of their own, joined by a switch that can be cut.
+"""Hosts on one machine: process trees in namespaces, connected by a switch.
 
 ::
 
@@ -26,12 +26,12 @@ import psutil
 from support.namespaces import SECONDS, first_process, processes_in
 
 ROOT = Path(__file__).resolve().parents[2]
-HOME = Path("/tmp/home")  # of a host, in which its commands run
+HOME = Path("/tmp/home")  # of each host, where its commands run
 INTERFACE = "eth0"
 _MOST = 8
 _NETWORK = "10.77.0"
-_HARDWARE = "02:00:00:00:00"  # and the number: others find a host that comes back at once
-# Arguments: name, home, lines of /etc/hosts, folders that remain where they are.
+_HARDWARE = "02:00:00:00:00"  # and the number, so that a restarted host has its former address
+# Arguments: name, home, lines of /etc/hosts, folders that keep their paths.
 _MAKE_HOST = r"""
 echo "$1" > /proc/sys/kernel/hostname
 home=$2 lines=$3; shift 3
@@ -55,7 +55,7 @@ mount --bind /tmp/hosts /etc/hosts
 
 
 class Switch:
-    """Joins hosts, for the length of a ``with`` block, at whose end they are gone.
+    """Connects hosts for the length of a ``with`` block, which ends them.
 
     Args:
         folder: for the output of commands on hosts.
@@ -75,12 +75,12 @@ class Switch:
         self._stack.close()
 
     def host(self, *shared: Path, number: int | None = None, lines: str | None = None) -> Host:
-        """A new host.
+        """Start a host.
 
         Args:
-            shared: folders that it has in common with others, where they are here.
-            number: of a host that was killed, and comes back; else the next one.
-            lines: of its ``/etc/hosts``; else the names of the first hosts.
+            shared: folders that hosts share, under the same paths.
+            number: of a killed host to restart; None for a new host.
+            lines: of ``/etc/hosts``; None for the names of the first hosts.
         """
         number = len(self.hosts) if number is None else number
         host = self._stack.enter_context(
@@ -110,7 +110,7 @@ class Switch:
 
     def unplug(self, host: Host) -> None:
         """Remove the port of a host that was killed."""
-        with suppress(subprocess.CalledProcessError):  # the system may have, with the host
+        with suppress(subprocess.CalledProcessError):  # the kernel may have removed it with the host
             self.configure(f"link delete {host.port}")
 
     def configure(self, *lines: str) -> None:
@@ -119,14 +119,14 @@ class Switch:
 
 
 class Host:
-    """A machine of one's own; see :meth:`Switch.host`, which makes it.
+    """A host, created by :meth:`Switch.host`.
 
     Attributes:
         name: of the host.
         address: on its interface.
-        output: a folder out here for what its commands print.
-        pid: of its first process, as it is seen from outside.
-        is_alive: whether nobody has killed it.
+        output: a folder of this machine for the output of commands.
+        pid: of the first process, as seen from this machine.
+        is_alive: whether the host runs.
     """
 
     def __init__(self, switch: Switch, number: int, shared: Sequence[Path], lines: str) -> None:
@@ -137,7 +137,7 @@ class Host:
         self.is_alive = True
         self._switch = switch
         self._lines = lines
-        # What lies elsewhere than in /tmp remains there anyway.
+        # Folders outside /tmp keep their paths anyway.
         kept = {path.resolve() for path in (ROOT, Path(sys.prefix), *shared)}
         self._kept = sorted(each for each in kept if each.is_relative_to("/tmp"))
         self._kept = [each for each in self._kept if not any(p in kept for p in each.parents)]
@@ -167,13 +167,13 @@ class Host:
 
     @property
     def entering(self) -> list[str]:
-        """The words before a command that runs on this host."""
+        """The words before a command that enters this host."""
         kinds = ("--net", "--pid", "--mount", "--uts", "--ipc")
         change_folder = 'cd "$0" && exec "$@"'
         return ["nsenter", "--target", str(self.pid), *kinds, "sh", "-c", change_folder, str(HOME)]
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Of a command that is to run here: this process's with ``given``, and a home of the host's own."""
+        """Return the environment of a command on this host: that of this process with ``given``."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
         return {**own, "HOME": str(HOME), "PYTHONPATH": str(ROOT), **given}
 
@@ -216,6 +216,6 @@ def _hosts_file() -> str:
 
 
 def _ip(pid: int, lines: Sequence[str]) -> None:
-    """Have ``ip`` do some things in the network of a process."""
+    """Run lines of ``ip`` in the network of a process."""
     command, script = ["nsenter", "--target", str(pid), "--net", "ip", "-batch", "-"], "\n".join(lines)
     subprocess.run(command, input=script, capture_output=True, text=True, timeout=SECONDS, check=True)

@@ -1,4 +1,4 @@
-"""Jobs on a prepared data set that cluster cases run."""
+"""Jobs on prepared data, for cases on clusters."""
 
 import os
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE
 from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.config import RunConfig
 from hybrid.data.prepare.dataset_location import ensure_prepared
@@ -26,7 +26,7 @@ from workers.rendezvous.bootstrap import JoinedCluster
 
 @dataclass(frozen=True)
 class Trained:
-    """What a few steps left behind.
+    """The result of a few steps.
 
     Attributes:
         losses: of each step, over all trainers.
@@ -42,7 +42,7 @@ class Trained:
 
 @contextmanager
 def opened(cluster: JoinedCluster, config: RunConfig, cache: StoragePath) -> Iterator[DatasetSession]:
-    """A job on a running cluster."""
+    """Open a session on a running cluster."""
     session = DatasetSession(cluster.topology, config, ensure_prepared(config, cache))
     try:
         yield session
@@ -70,16 +70,16 @@ def train(
 def evaluate(
     cluster: JoinedCluster, config: RunConfig, cache: StoragePath, num_steps: int
 ) -> tuple[Snapshot, Metrics]:
-    """All rows after the first steps of an epoch, and the metrics of the test samples."""
+    """Return all rows after the first steps of an epoch, and the metrics of the test samples."""
     with opened(cluster, config, cache) as session:
         session.train(0, 0, num_steps, 0)
         return snapshot(session), session.evaluate(num_steps)
 
 
 def compare(cluster: JoinedCluster, config: RunConfig, cache: StoragePath, num_steps: int) -> None:
-    """Train here and in one process; DifferenceError where the results differ."""
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        view = TerminalView(Console(file=nowhere))
+    """Train on the cluster and in one process; raise DifferenceError if results differ."""
+    with open(os.devnull, "w", encoding="utf-8") as null:
+        view = TerminalView(Console(file=null))
         Comparison(config, num_steps).run(
             cluster.topology, lambda: ensure_prepared(config, cache), view, SharedFolders([])
         )

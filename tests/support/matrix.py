@@ -1,9 +1,9 @@
-"""Jobs small enough to be trained twice by the dozen, in all the ways that they can differ."""
+"""Small jobs that differ in cluster, model and training, to be compared with one process."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,11 +13,12 @@ from torch import nn
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
+from hybrid.config.key import CallSignatures, toml_value
 from hybrid.config.sections import NET_CALLS, SCHEDULE_CALLS
 from hybrid.config.table_sections import PLACEMENT_CALLS, TABLE_OPTIMIZERS
 from hybrid.dense.net_builder import build_dense_net, build_remote_net
 from hybrid.embedding.table_spec import tables_of
-from hybrid.engine.table_setup import place_tables
+from hybrid.engine.model_builder import place_tables
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
 from hybrid.protocol.update_rules import Staleness
@@ -32,7 +33,7 @@ STEPS = 12
 TOLERANCE = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
 ROWS = {"a": 7, "b": 12, "c": 9, "d": 5}
 _LARGEST_BAG = 4
-# Sequences of a table of their own, and of one that is also read by a feature of one id.
+# Sequences of an own table, and of a table that a feature of one id also reads.
 SEQUENCES = {name: ColumnSection(pooling="none", max_ids=_LARGEST_BAG - 1) for name in ("a", "b")}
 DENSE_OPTIMIZERS = {"SGD": "SGD(momentum = 0.9)", "AdamW": "AdamW(eps = 0.01)"}
 TASKS: dict[str, dict[str, TaskSection]] = {
@@ -52,9 +53,16 @@ TASKS: dict[str, dict[str, TaskSection]] = {
 }
 
 
+def call_text(signatures: CallSignatures, name: str, arguments: Mapping[str, object]) -> str:
+    """Return the value of a key with this name and those of the arguments that the name takes."""
+    known = signatures.parse("", name).arguments
+    given = [f"{key} = {toml_value(value)}" for key, value in arguments.items() if key in known]
+    return f"{name}({', '.join(given)})"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One job: its cluster, its model, and how it is trained."""
+    """One job: cluster, model and training."""
 
     trainers: int = 2
     workers: int = 2
@@ -72,7 +80,7 @@ class Case:
     non_finite: str = "stop"
     schedule: str = "constant"
     weight_decay: float = 0.0
-    all_rows: bool = False  # of the optimizers that can have it
+    all_rows: bool = False  # for optimizers that support it
     dense_optimizer: str = "SGD"
     autocast: str = "none"
     shared_table: bool = True
@@ -88,7 +96,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The values that are not the default ones."""
+        """The values that are not defaults."""
         fields = dataclasses.fields(self)
         shown = {f.name: v for f in fields if (v := getattr(self, f.name)) != f.default}
         return f"{self.trainers}x{self.workers}-" + "-".join(
@@ -99,22 +107,24 @@ class Case:
 
     @property
     def config(self) -> RunConfig:
-        """The configuration; eps is large, since a small one makes whole steps out of rounding errors."""
+        """The configuration. A small eps would turn rounding errors into steps, so it is large."""
         warmup = 0 if self.schedule in ("constant", "one_cycle") else 4
+        sizes = {"cross_layers": 1, "experts": 2, "expert_mlp": [5, 3]}
         config = small_config(
             cluster={"trainers": self.trainers, "workers": self.workers},
             embedding={
                 "dim": 4,
                 "pooling": self._pooling,
-                "placement": PLACEMENT_CALLS.text(self.placement, {"pooled_by": self.pooled_by}),
-                "optimizer": TABLE_OPTIMIZERS.text(
+                "placement": call_text(PLACEMENT_CALLS, self.placement, {"pooled_by": self.pooled_by}),
+                "optimizer": call_text(
+                    TABLE_OPTIMIZERS,
                     self.optimizer,
                     {"eps": 1e-2, "weight_decay": self.weight_decay, "all_rows": self.all_rows},
                 ),
                 "learning_rate": 0.1,
             },
             dense={
-                "net": NET_CALLS.text(self.net, {"cross_layers": 1, "experts": 2, "expert_mlp": [5, 3]}),
+                "net": call_text(NET_CALLS, self.net, sizes),
                 "top_mlp": self.top_mlp,
                 "bottom_mlp": (9, 6),
                 "device": "cpu,cpu" if self.parallel == "replicas" else "cpu",
@@ -135,10 +145,10 @@ class Case:
                 "non_finite": self.non_finite,
             },
             schedule={
-                "kind": SCHEDULE_CALLS.text(self.schedule, {"decay_every": 5, "warmup_steps": warmup}),
+                "kind": call_text(SCHEDULE_CALLS, self.schedule, {"decay_every": 5, "warmup_steps": warmup}),
             },
         )
-        # Nets other than dcn_v2 take tables of one width only.
+        # Other nets than dcn_v2 need tables of one width.
         tables = {"d": TableSection(dim=2)} if self.net == "dcn_v2" else {}
         if self.shared_table:
             tables["bc"] = TableSection(features=("b", "c"))
@@ -158,18 +168,21 @@ class Case:
         bags: Collection[str] = SEQUENCES if self._has_sequences else ("a", "b", "c")
         if self.features == "one_hot":
             bags = ()
-        features = tuple(FeatureSpec(name, rows, name in bags) for name, rows in ROWS.items())
+        weighted = self.features.startswith("weight")
+        features = tuple(
+            FeatureSpec(name, rows, weighted or name in bags, weighted) for name, rows in ROWS.items()
+        )
         return InputSpec(("x", "y"), features)
 
     def batches(self, trainer: int) -> list[Batch]:
-        """The batches of one trainer."""
+        """Return the batches of one trainer."""
         generator = torch.Generator().manual_seed(100 + trainer)
         if self.inputs == "even":
             sizes = [6] * STEPS
-        else:  # some end early, and one of three or four has none at all
+        else:  # some trainers have fewer batches; one of three or four has none
             length = {0: STEPS if self.trainers == 1 else 8, 1: STEPS, 2: 0, 3: 3}[trainer]
             sizes = torch.randint(1, 9, (length,), generator=generator).tolist()
-        # Where shares are even, the trainer itself knows what all of them hold together.
+        # With even slices, a trainer knows the size of the global batch.
         total = self.trainers * 6 if self.inputs == "even" else 0
         return [self._batch(size, total, generator) for size in sizes]
 
@@ -192,7 +205,7 @@ class Case:
             columns = [torch.randint(3, (size,), generator=generator), torch.randn(size, generator=generator)]
             labels = torch.stack([labels, *columns, 1 - labels], dim=1)
             sample_weights = torch.randint(0, 2, labels.shape, generator=generator).float()
-        elif self.tasks == "weighted" and size != 3:  # others of the same step have some
+        elif self.tasks == "weighted" and size != 3:  # other slices of the step have weights
             sample_weights = torch.rand(size, generator=generator) * torch.randint(
                 0, 2, (size,), generator=generator
             )
@@ -203,17 +216,17 @@ class Case:
             if size != 3:
                 sample_weights = torch.rand(labels.shape, generator=generator)
                 sample_weights *= torch.randint(0, 4, labels.shape, generator=generator) > 0
-            # No two trainers have one of them.
+            # Groups differ between trainers.
             drawn = torch.randint(0, 3, (size,), generator=generator)
             groups = generator.initial_seed() + 1000 * drawn.sort().values
         return Batch(dense_BF, sparse, labels, total, weights=sample_weights, groups=groups)
 
     def skipping(self) -> Case:
-        """The same, but that it skips steps that are not finite."""
+        """Return the same case with non-finite steps skipped."""
         return dataclasses.replace(self, non_finite="skip")
 
-    def shares(self, make_batches: MakeBatches | None = None) -> list[list[Batch]]:
-        """The batches of all trainers, step by step, as one process sees them."""
+    def slices(self, make_batches: MakeBatches | None = None) -> list[list[Batch]]:
+        """Return the batches of all trainers by step."""
         own = [list((make_batches or self.batches)(trainer)) for trainer in range(self.trainers)]
         steps = []
         empty = Batch.empty(2, len(ROWS))
@@ -224,7 +237,7 @@ class Case:
         return steps
 
     def nets(self) -> tuple[DenseNet, nn.Module | None]:
-        """The dense net that every trainer starts from, and the remote net."""
+        """Return the initial dense net and the remote net."""
         config, spec = self.config, self.input_spec
         tables, _ = place_tables(config, spec, {})
         widths = [table.width for table in tables_of(spec, tables)]
@@ -232,7 +245,7 @@ class Case:
         return build_dense_net(config, spec, widths), remote_net
 
     def reference(self, start: Snapshot) -> Reference:
-        """One process with the rows of ``start``."""
+        """Return one process with the rows of ``start``."""
         config, spec = self.config, self.input_spec
         tables, _ = place_tables(config, spec, {})
         rows = {part.parameter.removeprefix("table "): rows_RD for part, rows_RD in start.items()}
@@ -241,13 +254,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training on a cluster gave.
+    """The result of training on a cluster.
 
     Attributes:
-        losses: of each step, over all trainers.
+        losses: of each step, summed over trainers.
         skipped_steps: of each trainer.
-        start: the rows before.
-        end: everything, after.
+        start: the rows before training.
+        end: all state after training.
     """
 
     losses: list[float]
@@ -263,8 +276,8 @@ def train_case(
     """Train a case to its end; runs in the master's process.
 
     Args:
-        make_batches: instead of the case's own.
-        rounds: how often the batches are gone through.
+        make_batches: replaces the batches of the case.
+        rounds: number of passes over the batches.
     """
     names = [[] if net is None else [name for name, _ in net.named_parameters()] for net in case.nets()]
     session = Session(cluster.topology, case.config, case.input_spec, STEPS)
@@ -290,23 +303,23 @@ def check_against_one_process(
     *,
     bits: bool = False,
 ) -> Reference:
-    """See that losses, every parameter, and every optimizer's state are those of one process; returns it.
+    """Check that losses, parameters and optimizer state equal those of one process; return that process.
 
     Args:
         make_batches, rounds: as in :func:`train_case`.
-        bits: whether every bit must be the same.
+        bits: whether all bits must be equal.
     """
     reference = case.reference(outcome.start)
     losses: list[float] = []
     for _ in range(rounds):
         reference.see_all_updates()
-        losses += [reference.step(shares) for shares in case.shares(make_batches)]
+        losses += [reference.step(slices) for slices in case.slices(make_batches)]
     end = reference_snapshot(reference)
     rtol, atol = (0.0, 0.0) if bits else TOLERANCE[case.dtype]
     assert len(outcome.losses) == rounds * STEPS
     torch.testing.assert_close(outcome.losses, losses, rtol=rtol, atol=atol, equal_nan=True)
     assert outcome.end.keys() == end.keys()
     for part, tensor in end.items():
-        apart = f"{part} is another than in one process"
-        torch.testing.assert_close(outcome.end[part], tensor, rtol=rtol, atol=atol, msg=apart)
+        message = f"{part} differs from one process"
+        torch.testing.assert_close(outcome.end[part], tensor, rtol=rtol, atol=atol, msg=message)
     return reference

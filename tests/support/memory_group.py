@@ -1,4 +1,4 @@
-"""A memory control group of a test's own, in which the kernel ends a process for want of memory."""
+"""A memory control group of a test, in which the kernel kills a process that exceeds the limit."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ _NO_LIMIT = -1
 
 
 def own_group(pid: int | str = "self") -> Path | None:
-    """The group of a process, where groups of this kind are and may be changed."""
+    """Return the folder of a process's group; None if such groups are missing or not writable."""
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -27,7 +27,7 @@ def own_group(pid: int | str = "self") -> Path | None:
 
 @contextmanager
 def child_group() -> Iterator[Path]:
-    """A new group, to which this process and what it starts belong for the length of a ``with`` block."""
+    """Move this process, and those it starts, into a new group for the length of a ``with`` block."""
     parent = own_group()
     assert parent is not None
     group = parent / f"hybrid-test-{os.getpid()}"
@@ -45,7 +45,7 @@ def _join(group: Path) -> None:
 
 
 def starve(pid: int) -> None:
-    """Have the kernel end a process of this one's group for want of memory.
+    """Let the kernel kill a process of this group because it exceeds the memory limit.
 
     A process of its own sees to it, and that there is enough again: this one may not live so long.
     """

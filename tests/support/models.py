@@ -1,4 +1,4 @@
-"""Models of ``hybrid.models`` against implementations that are written otherwise: a sample at a time."""
+"""Comparison of models in ``hybrid.models`` with plain implementations that compute a sample at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ Parameters: TypeAlias = Mapping[str, Tensor]
 
 
 def vectors(*shape: int, seed: int) -> Tensor:
-    """Inputs that get gradients."""
+    """Return random inputs that require gradients."""
     return random(*shape, seed=seed, dtype=torch.float64).requires_grad_()
 
 
@@ -21,13 +21,13 @@ def check_model(
     *inputs: Tensor,
     run: Callable[..., Any] | None = None,
 ) -> None:
-    """See that a model's outputs, and the gradients of all parameters and inputs, are those of ``plain``.
+    """Check that outputs, and gradients of all parameters and inputs, are those of ``plain``.
 
-    And that every parameter gets a gradient of an empty share too: zeros.
+    An empty slice gives every parameter a gradient of zeros.
 
     Args:
-        plain: of the module's parameters by name, and the inputs.
-        run: what to call with the inputs, where that is not the module.
+        plain: takes the module's parameters by name, and the inputs.
+        run: called with the inputs instead of the module.
     """
     module.double()
     run = run or module
@@ -42,7 +42,7 @@ def check_model(
 
 
 def _with_gradients(outputs: Any, leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and gradients of a sum of them in which each has a weight of its own."""
+    """Return the outputs, and the gradients of their sum with random weights."""
     each = list(outputs) if isinstance(outputs, tuple) else [outputs]
     total = torch.stack(
         [(out * random(*out.shape, seed=40 + k, dtype=torch.float64)).sum() for k, out in enumerate(each)]
@@ -52,7 +52,7 @@ def _with_gradients(outputs: Any, leaves: Sequence[Tensor]) -> tuple[list[Tensor
 
 
 def plain_mlp(parameters: Parameters, prefix: str, x_H: Tensor, ends_linear: bool = False) -> Tensor:
-    """Linear layers, each with a ReLU behind it; the last may be without."""
+    """Apply linear layers with a ReLU after each, or after each but the last."""
     names = [name for name in parameters if name.startswith(f"{prefix}.")]
     numbers = sorted({int(name.removeprefix(f"{prefix}.").split(".")[0]) for name in names})
     for number in numbers:
@@ -64,13 +64,13 @@ def plain_mlp(parameters: Parameters, prefix: str, x_H: Tensor, ends_linear: boo
 
 
 def plain_logit(parameters: Parameters, prefix: str, x_H: Tensor) -> Tensor:
-    """The number at the end of an MLP, or all of them where there are several."""
+    """Return the output of an MLP: a scalar if it has one."""
     logit_1 = plain_mlp(parameters, prefix, x_H, ends_linear=True)
     return logit_1.squeeze(0)
 
 
 def within(parameters: Parameters, prefix: str) -> dict[str, Tensor]:
-    """Those of a module in the module."""
+    """Return the parameters of a submodule."""
     return {
         name.removeprefix(f"{prefix}."): each
         for name, each in parameters.items()

@@ -1,4 +1,4 @@
-"""Namespaces of tests' own: their first process, which others may join, and with which all of them end."""
+"""Namespaces of tests: a first process, which others can enter, and which ends all of them."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ import pytest
 
 SECONDS = 20.0
 _KINDS = ("ipc", "uts", "net", "pid", "mnt")  # the last, since the files of /proc are another's then
-_FIRST_OF_ALL = """
+_FIRST_PROCESS = """
 import signal
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what is left to it is no zombie
 print("ready", flush=True)
@@ -26,7 +26,7 @@ while True:
 
 @cache
 def hosts_refused() -> str:
-    """Why this system has no hosts for this process; empty where it has."""
+    """Return why this process cannot create hosts; empty if it can."""
     if os.geteuid() != 0:
         return "hosts are namespaces, which take root to make"
     if missing := [tool for tool in ("setpriv", "unshare", "nsenter", "ip", "mount") if not _has(tool)]:
@@ -44,14 +44,14 @@ def _has(tool: str) -> bool:
 
 @contextmanager
 def first_process(flags: Sequence[str], script: str, *arguments: str) -> Iterator[int]:
-    """The first process of new namespaces, by its number out here; ends with the block, or with this process.
+    """Start the first process of new namespaces; yield its pid. It ends with the block or with this process.
 
     Args:
         flags: of ``unshare``, which namespaces.
         script: of bash, for which ``arguments`` are, run before it is ready.
     """
     command = ["setpriv", "--pdeathsig", "KILL", "unshare", *flags, "--fork", "--kill-child"]
-    be_first = shlex.join([sys.executable, "-S", "-E", "-c", _FIRST_OF_ALL])
+    be_first = shlex.join([sys.executable, "-S", "-E", "-c", _FIRST_PROCESS])
     command += ["bash", "-ec", f"{script}\nexec {be_first}", "bash", *arguments]
     with subprocess.Popen(  # with its complaints, since it has some where its child is killed
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -71,7 +71,7 @@ def first_process(flags: Sequence[str], script: str, *arguments: str) -> Iterato
 
 
 def processes_in(first: int) -> list[psutil.Process]:
-    """Those of a pid namespace, zombies left out."""
+    """Return the processes of a pid namespace, without zombies."""
     with suppress(OSError):
         return list(_sharing(os.readlink(f"/proc/{first}/ns/pid")))
     return []
@@ -86,7 +86,7 @@ def _sharing(namespace: str) -> Iterator[psutil.Process]:
 
 
 def enter(first: int) -> None:
-    """Have this process go on in the namespaces of another; what is left outside ends as it does."""
+    """Move this process into the namespaces of another one."""
     libc = ctypes.CDLL(None, use_errno=True)
     files = [os.open(f"/proc/{first}/ns/{kind}", os.O_RDONLY) for kind in _KINDS]
     for file in files:

@@ -1,19 +1,18 @@
-"""All that takes its time to import, for processes to be forked from one that has imported it."""
+"""Imports that take long, for a process from which others are forked."""
 
 # ruff: noqa: F401
 
 from cryptography.hazmat.backends import default_backend
 
-from workers.module_imports import importing_much
+from workers.module_imports import fast_imports
 
-with importing_much():
+with fast_imports():
     import pytest  # by modules of cases
     import support.cluster
     import support.forked_commands
     import support.reporting
     import torch._dynamo
 
-    import workers.roles.master
-    import workers.roles.role_main
+    import workers.master
 
     default_backend()  # which each role would import with its first key

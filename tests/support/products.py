@@ -1,4 +1,4 @@
-"""Which matrix products oneDNN computes."""
+"""Record of the matrix products that oneDNN computes."""
 
 import pytest
 from torch import Tensor
@@ -7,7 +7,7 @@ from hybrid.dense import matmul
 
 
 def noted_products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Samples, inputs and outputs of each product that oneDNN computes in this process from now on."""
+    """Return a list that receives samples, inputs and outputs of each product of oneDNN in this process."""
     computed: list[tuple[int, ...]] = []
     onednn = matmul.multiply_by_onednn
 

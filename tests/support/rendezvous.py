@@ -1,36 +1,42 @@
-"""A rendezvous in the test's own process, and roles and strangers that come to it."""
+"""A rendezvous in the process of the test, and roles and unauthenticated peers that connect to it."""
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from hybrid.config import RunConfig
+from hybrid.config.loading import load_config
 from hybrid.errors import ClusterError, HybridError
 from hybrid.security.secret import Secret
-from hybrid.topology import Role, RoleKind, Topology
+from hybrid.topology import Role, RoleKind
+from workers.rendezvous.bootstrap import RendezvousStore
 from workers.rendezvous.heartbeat import (
-    Acceptance,
     HeartbeatInterval,
     HeartbeatSender,
     Registration,
-    RegistrationPolicy,
+    own_versions,
     register,
 )
-from workers.rendezvous.master_address import listen
+from workers.rendezvous.host_setup import listen
 from workers.rendezvous.rendezvous_server import RendezvousServer
-from workers.rendezvous.rendezvous_store import RendezvousStore
 from workers.rendezvous.secure_channel import GREETING, KEY_BYTES, Channel
 
 SECONDS = 5.0
 ADDRESS = "127.0.0.1"
 WORKER = Role(RoleKind.WORKER)
-TOPOLOGY = Topology(2, 2)
-ACCEPTANCE = Acceptance("", "there", "network", "lo")
+CONFIG = load_config(None, ["cluster.trainers=2", "cluster.workers=2"])
+
+
+def registration(role: Role = WORKER, host: str = "here") -> Registration:
+    """Return the registration of this process as a role."""
+    return Registration(str(role), host, os.getpid(), own_versions(), "files", "network")
 
 
 class Quick(HeartbeatInterval):
-    """Signs of life every 10 ms, of which thousands may be missing: a busy machine is not frozen."""
+    """Heartbeats every 10 ms, of which thousands may be missing: a busy machine is not frozen."""
 
     @property
     def turns(self) -> int:
@@ -38,12 +44,12 @@ class Quick(HeartbeatInterval):
 
 
 @dataclass
-class Meeting:
-    """A rendezvous that is open.
+class OpenRendezvous:
+    """An open rendezvous.
 
     Attributes:
-        lost: what its master was told.
-        heard: what its roles have found out.
+        lost: errors that its master reports.
+        failures: errors that its roles report.
     """
 
     rendezvous: RendezvousServer
@@ -51,17 +57,17 @@ class Meeting:
     port: int
     interval: HeartbeatInterval
     lost: list[HybridError] = field(default_factory=list)
-    heard: list[ClusterError] = field(default_factory=list)
+    failures: list[ClusterError] = field(default_factory=list)
 
-    def channel(self, patience_seconds: float | None = None) -> Channel:
-        """A connection of one who has the secret.
+    def channel(self, silence_seconds: float | None = None) -> Channel:
+        """Connect with the secret.
 
         Args:
-            patience_seconds: how long the master may be silent from now on, where that is another time.
+            silence_seconds: how long the master may be silent from now on, if not the usual time.
         """
         channel = Channel(ADDRESS, self.port, self.secret, self.interval)
-        if patience_seconds is not None:
-            channel.interval = HeartbeatInterval(patience_seconds)
+        if silence_seconds is not None:
+            channel.interval = HeartbeatInterval(silence_seconds)
         return channel
 
     @contextmanager
@@ -73,19 +79,19 @@ class Meeting:
         finally:
             store.close()
 
-    def pulse(self, role: Role = WORKER, patience_seconds: float | None = None) -> HeartbeatSender:
+    def heartbeats(self, role: Role = WORKER, silence_seconds: float | None = None) -> HeartbeatSender:
         """A role's heartbeats, after its registration."""
-        channel = self.channel(patience_seconds)
+        channel = self.channel(silence_seconds)
         try:
-            register(channel, Registration.of(role))
+            register(channel, registration(role))
         except BaseException:
             channel.close()
             raise
-        return HeartbeatSender(channel, self.heard.append)
+        return HeartbeatSender(channel, self.failures.append)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """The master does nothing for the length of a ``with`` block."""
+        """Freeze the master for the length of a ``with`` block."""
         go_on = threading.Event()
         self.rendezvous._call_soon(go_on.wait, SECONDS)
         try:
@@ -93,8 +99,10 @@ class Meeting:
         finally:
             go_on.set()
 
-    def stranger(self, timeout_seconds: float = SECONDS, source: str = ADDRESS) -> socket.socket:
-        """A connection, from an address of this machine, of one who was greeted and has said nothing yet."""
+    def connect_unauthenticated(
+        self, timeout_seconds: float = SECONDS, source: str = ADDRESS
+    ) -> socket.socket:
+        """Connect from an address of this machine, and receive the greeting and key of the master."""
         connection = socket.create_connection((ADDRESS, self.port), timeout_seconds, (source, 0))
         greeting = connection.recv(len(GREETING) + KEY_BYTES, socket.MSG_WAITALL)
         assert greeting.startswith(GREETING)
@@ -102,12 +110,14 @@ class Meeting:
 
 
 @contextmanager
-def meeting(timeout_seconds: float | None = None, acceptance: Acceptance = ACCEPTANCE) -> Iterator[Meeting]:
+def open_rendezvous(
+    timeout_seconds: float | None = None, config: RunConfig = CONFIG
+) -> Iterator[OpenRendezvous]:
     """An open rendezvous; its roles may be silent for so long, or for a minute, with frequent heartbeats."""
     interval = Quick(60.0) if timeout_seconds is None else HeartbeatInterval(timeout_seconds)
+    cluster = replace(config.cluster, heartbeat_timeout_seconds=interval.timeout_seconds)
     secret, lost = Secret.fresh(), list[HybridError]()
-    policy = RegistrationPolicy(TOPOLOGY, acceptance, lost.append)
     with listen(ADDRESS, 0) as listener:
         port = listener.getsockname()[1]
-        with RendezvousServer(listener, secret, policy, interval, lost.append) as rendezvous:
-            yield Meeting(rendezvous, secret, port, interval, lost)
+        with RendezvousServer(listener, secret, replace(config, cluster=cluster), lost.append) as rendezvous:
+            yield OpenRendezvous(rendezvous, secret, port, interval, lost)

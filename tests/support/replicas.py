@@ -9,7 +9,7 @@ import torch
 from support.seeded import seeded
 from torch import Tensor, nn
 
-from hybrid.dense.data_parallel.replicas import DataParallel, data_parallel
+from hybrid.dense.data_parallel import DataParallel, data_parallel
 
 CPUS = ["cpu", "cpu"]
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -45,12 +45,12 @@ CALLS = [as_module, as_function]
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
-    """Those of the parameters that have one."""
+    """Return the gradients of the parameters that have one."""
     return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
 
 def count_cycles(call: Callable[[], object]) -> int:
-    """How many objects ``call`` leaves in cycles of references."""
+    """Return the number of objects that ``call`` leaves in reference cycles."""
     gc.freeze()
     gc.disable()
     try:
@@ -88,7 +88,7 @@ class ScaleAndShift(nn.Module):
 
 
 class Calls(nn.Module):
-    """Calls a function with the modules that it holds, and its own arguments."""
+    """Calls a function with its submodules and the arguments."""
 
     def __init__(self, function: Callable[..., Any], *held: nn.Module) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ FAILING = Calls(_fail)
 
 
 class ConvNet(nn.Module):
-    """Four 2 x 2 convolutions, each with weights of a type and memory format of its own."""
+    """Four 2 x 2 convolutions, each with its own dtype and memory format."""
 
     def __init__(self, formats: Sequence[torch.memory_format], dtypes: Sequence[torch.dtype]) -> None:
         super().__init__()

@@ -1,9 +1,6 @@
-"""What a master imports to report its run, for processes to be forked from: it takes its time."""
+"""Imports that a master needs for its report, for processes to be forked from: they take long."""
 
-from workers.run_folder.curves import temporary_font_cache
-
-with temporary_font_cache():
-    import matplotlib.backends.backend_agg
-    import matplotlib.figure  # noqa: F401
-    import tensorboard.compat.proto.event_pb2  # type: ignore[import-untyped]
-    import tensorboard.summary.writer.record_writer  # type: ignore[import-untyped]  # noqa: F401
+import matplotlib.backends.backend_agg
+import matplotlib.figure  # noqa: F401
+import tensorboard.compat.proto.event_pb2  # type: ignore[import-untyped]
+import tensorboard.summary.writer.record_writer  # type: ignore[import-untyped]  # noqa: F401

@@ -1,4 +1,4 @@
-"""Input files as a run reads them and prepares them, a line each."""
+"""Input files, and reading and preparing them in one call."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,47 +14,48 @@ from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.fitting import (
     FittedStatistics,
+    Moments,
     ValueCounts,
     bucketed_numbers,
-    holds_several,
+    fit_encoder,
+    group_by_vocabulary,
+    has_several_values,
     rank,
-    vocabularies,
 )
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.input_files import list_files
-from hybrid.data.parse.sources import RawBlock, Source
+from hybrid.data.parse.sources import RawBlock, read_blocks
 from hybrid.data.prepare.preparation import prepare
-from hybrid.data.values.invalid_rows import InvalidRowReport
-from hybrid.data.values.scaling import Moments
-from hybrid.data.values.targets import Targets
+from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
+from hybrid.data.values.model_columns import Targets
 from hybrid.storage.remote_path import StoragePath
 
 
 def csv_config(*paths: StoragePath, **keys: Any) -> RunConfig:
-    """A run on CSV files, with some keys of [data]."""
+    """Return the configuration of a run on CSV files, with some keys of [data]."""
     return RunConfig(data=DataSection(format="csv", path=tuple(map(str, paths)), **keys))
 
 
 def prepared(config: RunConfig, cache: Path) -> tuple[PreparedDataset, PreparedDataset]:
-    """The training samples and the test samples."""
+    """Prepare data; return the training samples and the test samples."""
     folder = prepare(config, cache)
     return PreparedDataset.open(folder, "train"), PreparedDataset.open(folder, "test")
 
 
 def write(path: Path, text: str | bytes) -> Path:
-    """A file of this content."""
+    """Write a file; return its path."""
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
 
 
 def write_cities(path: Path, num_rows: int) -> Path:
-    """A CSV whose row i holds x = i, city = c(i % 5), and i % 3 tags."""
+    """Write a CSV whose row i has x = i, city = c(i % 5), and i % 3 tags."""
     rows = [f"{i % 2},{i},c{i % 5},{'|'.join(f't{j}' for j in range(i % 3))}" for i in range(num_rows)]
     return write(path, "label,x,city,tags\n" + "\n".join(rows))
 
 
 def whole(dataset: PreparedDataset) -> Batch:
-    """All samples of a split."""
+    """Return all samples of a split."""
     return dataset.gather(np.arange(dataset.num_samples), 1)
 
 
@@ -66,12 +67,12 @@ def read(
     tasks: Mapping[str, TaskSection] = MappingProxyType({}),
     columns: Mapping[str, ColumnSection] = MappingProxyType({}),
 ) -> tuple[RawBlock, InvalidRowReport]:
-    """All rows of some files as one block, and the report of the bad ones."""
+    """Return all rows of some files as one block, and the report of invalid rows."""
     files = list_files(tuple(map(str, paths)), "data.path")
-    source = Source(files, data, with_labels, block_bytes, tasks=tasks, columns=columns)
-    log = source.new_log()
-    blocks = list(source.blocks(log))
-    assert blocks, "the test wants rows"
+    layout = Layout.of(data, columns, tasks, with_labels=with_labels)
+    log = InvalidRowLog(data.max_invalid_fraction)
+    blocks = list(read_blocks(files, layout, log, block_bytes=block_bytes))
+    assert blocks
     targets = [b.targets for b in blocks if b.targets is not None]
     block = RawBlock(
         np.concatenate([b.dense_BF for b in blocks]),
@@ -94,22 +95,22 @@ def fit(
     columns: Mapping[str, ColumnSection] = MappingProxyType({}),
     tables: Mapping[str, TableSection] = MappingProxyType({}),
 ) -> FeatureEncoder:
-    """An encoder that is fitted on some blocks."""
+    """Return an encoder fitted on some blocks."""
     layout = Layout.of(data, columns, with_labels=False)
     statistics = FittedStatistics.of(layout)
     counts: dict[str, list[ValueCounts]] = {}
     for block in blocks:
         statistics.moments = statistics.moments.plus(Moments.of(block.dense_BF, layout.transforms))
         for k, column in enumerate(block.sparse):
-            statistics.several_K[k] |= holds_several(column)
+            statistics.several_K[k] |= has_several_values(column)
             statistics.quantiles_K[k].add(bucketed_numbers(layout.sparse[k], column))
-        for name, group in vocabularies(layout.sparse, tables).items():
+        for name, group in group_by_vocabulary(layout.sparse, tables).items():
             counts.setdefault(name, []).extend(ValueCounts.of(block.sparse[k]) for k in group)
     ranked = {name: rank(each)[0] for name, each in counts.items()}
-    return FeatureEncoder.of_statistics(layout, tables, statistics, ranked)
+    return fit_encoder(layout, tables, statistics, ranked)
 
 
 def located(report: InvalidRowReport, path: Path) -> list[str]:
-    """The examples of a report, as ``LINE: what is wrong``; all are of ``path``."""
+    """Return the examples of a report as ``LINE: reason``; all must be of ``path``."""
     assert all(example.startswith(f"{path}:") for example in report.examples)
     return [example.removeprefix(f"{path}:") for example in report.examples]

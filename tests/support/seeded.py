@@ -1,4 +1,4 @@
-"""Values and modules that are the same in every call."""
+"""Random values and modules from fixed seeds."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,12 +10,12 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normally distributed values."""
+    """Return normally distributed values."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def seeded(make: Callable[[], M], seed: int = 0) -> M:
-    """A module whose weights are drawn at random."""
+    """Return a module with random weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()

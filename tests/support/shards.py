@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybrid.batch import SparseFeatures
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_manifest import Files, Manifest
+from hybrid.checkpoint.checkpoint_folders import Files, Manifest
 from hybrid.custom_loop.backend import LocalTables as LocalTables
 from hybrid.embedding.placement import Placement, Shard, place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
@@ -28,8 +28,14 @@ RULES = UpdateRules(1, timeout_seconds=PATIENCE_SECONDS)
 
 
 def shards_of(placement: Placement, name: str) -> list[Shard]:
-    """The shards of one table, by index."""
+    """Return the shards of one table, by index."""
     return [shard for shard in placement.shards if shard.table.name == name]
+
+
+def shard_tensors(host: TableShards, shard: Shard) -> dict[str, Tensor]:
+    """Return the rows and the optimizer state of a shard, as views."""
+    (group,) = (each for each in host.groups if shard in each.group.shards)
+    return group.shard_tensors(shard)
 
 
 def train(step: int, trainer: int = 0) -> Ticket:
@@ -52,7 +58,7 @@ def specs(placement: str = "table", optimizer: str = "adam", dim: int = 3) -> li
 
 
 def is_alone_in_memory(tensor: Tensor) -> bool:
-    """Whether RPC sends this tensor and nothing else: it sends all memory that a view is of."""
+    """Whether RPC sends only this tensor; for a view it sends the whole storage."""
     starts = tensor.storage_offset() == 0
     return tensor.is_contiguous() and starts and tensor.untyped_storage().nbytes() == tensor.nbytes
 
@@ -86,7 +92,7 @@ def plain_vectors(each: "Cluster", sparse: SparseFeatures, rows: dict[str, Tenso
 def check_step(
     each: "Cluster", sparse: SparseFeatures, purpose: Purpose = Purpose.TRAIN, step: int = 0
 ) -> None:
-    """See that vectors, and float64 rows after a step of SGD, are those of plain torch."""
+    """Check that vectors, and float64 rows after a step of SGD, equal those of plain torch."""
     before = {name: rows_RD.requires_grad_() for name, rows_RD in each.whole().items()}
     expected_BE = plain_vectors(each, sparse, before)
     pooled_BE = each.embeddings.lookup(sparse, Ticket(0, step, step, 0, purpose)).wait()
@@ -108,9 +114,9 @@ class Cluster:
     """All workers of a run in this process.
 
     Args:
-        multi_hot: the features, of all that read the tables, that hold any number of ids.
-        order: of the features; that of the tables if it is empty.
-        local: makes of each worker's tables what answers for them.
+        multi_hot: names of the features with any number of ids.
+        order: names of the features in order; empty for the order of the tables.
+        local: returns the source of each worker's tables.
     """
 
     def __init__(
@@ -133,18 +139,20 @@ class Cluster:
             if self.placement.of_worker(worker)
         }
         for host in self.hosts.values():
-            host.initialise(seed)
+            host.initialize(seed)
         table_of = {feature: table for table in tables for feature in table.features}
         self.features = [
             FeatureSpec(name, table_of[name].num_rows, name in multi_hot) for name in order or table_of
         ]
-        self.table_of_feature = [table_of[feature.name].read_by(feature.name) for feature in self.features]
-        answering = {worker: local(host) for worker, host in self.hosts.items()}
+        self.table_of_feature = [
+            table_of[feature.name].for_feature(feature.name) for feature in self.features
+        ]
+        sources = {worker: local(host) for worker, host in self.hosts.items()}
         spec = InputSpec((), tuple(self.features))
-        self.embeddings = Embeddings(tables, spec, self.placement, answering)
+        self.embeddings = Embeddings(tables, spec, self.placement, sources)
 
     def drain(self) -> None:
-        """Return once all gradients that the workers have are applied."""
+        """Wait until all received gradients are applied."""
         for host in self.hosts.values():
             host.barrier.drain()
 
@@ -161,11 +169,11 @@ class Cluster:
             host.lookup(evaluate(first + num_steps), []).wait()
 
     def whole(self) -> dict[str, Tensor]:
-        """Rows and optimizer state of whole tables, put together from the shards."""
+        """Return rows and optimizer state of whole tables, joined from the shards."""
         tensors: dict[str, Tensor] = {}
         for table in self.tables:
             for shard in shards_of(self.placement, table.name):
-                for name, part in self.hosts[shard.worker].shard_tensors(shard).items():
+                for name, part in shard_tensors(self.hosts[shard.worker], shard).items():
                     unknown = part.new_full((table.num_rows, *part.shape[1:]), torch.nan)
                     into = tensors.setdefault(f"{table.name}.{name}", unknown)
                     into[shard.index :: shard.count] = part
@@ -197,7 +205,7 @@ def cluster(
     rules: UpdateRules = RULES,
     **more: Any,
 ) -> Cluster:
-    """A :class:`Cluster` as long as ``stack``."""
+    """Return a :class:`Cluster` that ``stack`` closes."""
     each = Cluster(tables, num_workers, seed, rules, **more)
     stack.callback(each.close)
     return each
@@ -207,15 +215,15 @@ def cluster(
 def hosting(
     rules: UpdateRules, optimizer: str = "sgd", num_rows: int = 6, **settings: Any
 ) -> Iterator[TableShards]:
-    """One table of ``num_rows`` rows of two values, on one worker; a step of 1.0 times the gradient.
+    """Yield one table of ``num_rows`` rows of two values on one worker, with a learning rate of 1.
 
     Args:
-        settings: of the optimizer, besides.
+        settings: other settings of the optimizer.
     """
     spec = OptimizerSpec(optimizer, 1.0, **settings)
     table = TableSpec("t", num_rows, 2, Pooling.SUM, ("t",), spec, 1.0)
     host = TableShards(place([table], 1), 0, dataclasses.replace(rules, timeout_seconds=PATIENCE_SECONDS))
-    host.initialise(seed=7)
+    host.initialize(seed=7)
     try:
         yield host
     finally:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from hybrid.transport.shared_memory.shared_block import SharedMemory
+from hybrid.transport.shared_memory.shared_slots import SharedSlots
 
 SECONDS = 10.0
 Result = TypeVar("Result")
@@ -25,9 +25,9 @@ def together(size: int, work: Callable[[int, dist.ProcessGroup], Result]) -> lis
         return list(pool.map(run, range(size)))
 
 
-def joined(size: int, timeout_seconds: float = SECONDS) -> list[SharedMemory]:
+def joined(size: int, timeout_seconds: float = SECONDS) -> list[SharedSlots]:
     """The parts of all members, by place."""
-    parts = together(size, lambda rank, group: SharedMemory.join(group, rank, True, timeout_seconds))
+    parts = together(size, lambda rank, group: SharedSlots.join(group, rank, True, timeout_seconds))
     assert all(part is not None for part in parts)
     return [part for part in parts if part is not None]
 

@@ -1,10 +1,11 @@
 """Both ends of a connection of the socket transport in one process."""
 
+import mmap
 import socket
 
 from hybrid.security.secret import Secret
 from hybrid.topology import Role, RoleKind, Topology
-from hybrid.transport.shared_memory.lent_blocks import BorrowedMemory, LentMemory, MemoryPair
+from hybrid.transport.shared_memory.tensor_blocks import MemoryPair
 from hybrid.transport.socket.frames import FrameKind, Frames
 from hybrid.transport.socket.handshake import Connection, Identity
 
@@ -24,13 +25,10 @@ def identity(
     return Identity(role, topology, secret, run_id, timeout_seconds)
 
 
-def shared() -> tuple[MemoryPair, MemoryPair]:
+def shared(num_bytes: int = MemoryPair.NUM_BYTES) -> tuple[MemoryPair, MemoryPair]:
     """Memory as both ends of a connection have it."""
-    lent = LentMemory(), LentMemory()
-    borrowed = [BorrowedMemory(each.descriptor) for each in lent]
-    for each in lent:
-        each.close()
-    return MemoryPair(lent[0], borrowed[1]), MemoryPair(lent[1], borrowed[0])
+    memory = memoryview(mmap.mmap(-1, num_bytes))
+    return MemoryPair(memory, True), MemoryPair(memory, False)
 
 
 def frames(is_one_host: bool = False) -> tuple[Frames, Frames]:

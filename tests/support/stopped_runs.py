@@ -1,4 +1,4 @@
-"""Runs on a cluster of a test that are stopped in their midst, and what they leave behind."""
+"""Runs on a cluster of a test that are stopped or interrupted, and the records that they leave."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,29 +24,28 @@ from hybrid.protocol.update_rules import Staleness
 from hybrid.storage.remote_path import StoragePath
 from workers.cluster_task import TrainTask
 from workers.console.terminal import TerminalView, TrainingProgress
-from workers.controller.deployment import Saving
+from workers.controller.deployment import HeldCheckpoint
 from workers.controller.remote_trainer import TrainerReport
 from workers.controller.session import DatasetSession
 from workers.controller.shared_folders import SharedFolders
-from workers.exit_codes import ExitCode
-from workers.jobs.training_job import Training
+from workers.exit_codes import STOP_REQUEST, ExitCode
+from workers.jobs import training_job
 from workers.rendezvous.bootstrap import JoinedCluster
 from workers.run_folder.run_access import checkpoint_root
-from workers.signals import STOP_REQUEST
 
 _TIMED = ("time", "samples_per_second", "phase_seconds")
 
 
 class InterruptedRunError(Exception):
-    """Stands for what kills a run."""
+    """Stands for a kill of the run."""
 
 
 class View(TerminalView):
-    """A screen that nobody sees, which ends the run at a line of progress.
+    """A console without output that collects notes, and interrupts the run at a line of progress.
 
     Args:
-        last_step: of that line; 0 for the end of the run.
-        saved_step: a checkpoint that is to be there then.
+        last_step: step of that line; 0 for the end of the run.
+        saved_step: step of a checkpoint that must exist then.
     """
 
     def __init__(self, run: Path, last_step: int = 0, saved_step: int = 0) -> None:
@@ -59,8 +57,7 @@ class View(TerminalView):
         self._saved_step = saved_step
 
     def note(self, text: str) -> None:
-        of_every_run = r"dense net |\d+ embedding table|run folder |batch normalization "
-        if not re.match(of_every_run, text):
+        if not re.match(r"dense net |\d+ embedding table|run folder |batch normalization ", text):
             self.notes.append(text)
 
     def warn(self, text: str) -> None:
@@ -71,18 +68,18 @@ class View(TerminalView):
 
     def progress(self, progress: TrainingProgress) -> None:
         if progress.step == self._last_step:
-            there = checkpoint_root(self._run)
-            saved = step_folder(there, self._saved_step)
-            assert eventually(lambda: saved in list_checkpoints(there), PATIENCE_SECONDS)
+            root = checkpoint_root(self._run)
+            saved = step_folder(root, self._saved_step)
+            assert eventually(lambda: saved in list_checkpoints(root), PATIENCE_SECONDS)
             raise InterruptedRunError
 
 
-class Asking(DatasetSession):
-    """A session in the midst of which its run is asked to stop.
+class StoppedSession(DatasetSession):
+    """A session whose run receives a request to stop.
 
     Attributes:
-        moment: while it trains, evaluates, counts or saves, and at or after which step.
-        calls: how many steps trainers were to take at a time.
+        moment: activity and step of the request.
+        calls: number of steps of each call of the trainers.
     """
 
     moment = ("", 0)
@@ -95,41 +92,52 @@ class Asking(DatasetSession):
         return super().train(epoch, first_step, num_steps, steps_before)
 
     def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
-        if self.moment == ("evaluating", steps_before):
-            signal.raise_signal(STOP_REQUEST)
+        self._stop_at("evaluating", steps_before)
         yield from super().evaluation(steps_before)
-        if self.moment == ("done evaluating", steps_before):
-            signal.raise_signal(STOP_REQUEST)
+        self._stop_at("done evaluating", steps_before)
 
     def take_staleness(self, step: int) -> Staleness:
-        self._ask_if_it_is(("counting staleness", step))
+        self._stop_at("counting staleness", step)
         return super().take_staleness(step)
 
-    def begin_save(self, folder: StoragePath, step: int, *args: Any) -> Saving:
-        self._ask_if_it_is(("saving", step))
+    def begin_save(self, folder: StoragePath, step: int, *args: Any) -> HeldCheckpoint:
+        self._stop_at("saving", step)
         return super().begin_save(folder, step, *args)
 
-    def _ask_if_it_is(self, moment: tuple[str, int]) -> None:
-        if self.moment == moment:
-            self.moment = ("", 0)  # it may come again
+    def _stop_at(self, activity: str, step: int) -> None:
+        if self.moment == (activity, step):
+            self.moment = ("", 0)  # once
             signal.raise_signal(STOP_REQUEST)
 
 
-@contextmanager
-def sessions_closed(moment: tuple[str, int]) -> Iterator[list[Asking]]:
-    """Close what a run that does not come to its end has left on the cluster."""
-    made: list[Asking] = []
+def _run(
+    cluster: JoinedCluster,
+    config: RunConfig,
+    cache: StoragePath,
+    task: TrainTask,
+    view: View,
+    moment: tuple[str, int] = ("", 0),
+    call_seconds: float | None = None,
+) -> tuple[ExitCode | None, list[int]]:
+    """Run a task; return its code, None if it is interrupted, and the steps of each call of the trainers."""
+    sessions: list[StoppedSession] = []
 
-    def make(*args: Any) -> Asking:
-        made.append(Asking(*args))
-        made[-1].moment, made[-1].calls = moment, []
-        return made[-1]
+    def make(*args: Any) -> StoppedSession:
+        sessions.append(StoppedSession(*args))
+        sessions[-1].moment, sessions[-1].calls = moment, []
+        return sessions[-1]
 
-    with patch("workers.jobs.training_job.DatasetSession", make):
+    job = "workers.jobs.training_job"
+    seconds = training_job.CALL_SECONDS if call_seconds is None else call_seconds
+    code = None
+    with view, patch(f"{job}.DatasetSession", make), patch(f"{job}.CALL_SECONDS", seconds):
         try:
-            yield made
+            code = training_job.Training(config, task).run(
+                cluster.topology, lambda: ensure_prepared(config, cache), view, SharedFolders([])
+            )
         except InterruptedRunError:
-            made[-1].close()
+            sessions[-1].close()
+    return code, sessions[-1].calls
 
 
 def train(
@@ -141,55 +149,40 @@ def train(
     last_step: int = 0,
     saved_step: int = 0,
 ) -> list[str]:
-    """Train in a run folder, to the end or as far as :class:`View` says; the notes."""
+    """Train in a run folder, to the end or as far as :class:`View` allows; return the notes."""
     view = View(run, last_step, saved_step)
-    with view, sessions_closed(("", 0)):
-        task = TrainTask(run, resume, time.time())
-        Training(config, task).run(
-            cluster.topology, lambda: ensure_prepared(config, cache), view, SharedFolders([])
-        )
+    _run(cluster, config, cache, TrainTask(run, resume, time.time()), view)
     return view.notes
 
 
 def stop(
     cluster: JoinedCluster, config: RunConfig, cache: StoragePath, run: Path, moment: tuple[str, int]
-) -> tuple[ExitCode, list[str]]:
-    """Train in a run folder until the run is asked to stop: whether it came to its end, and what it said."""
+) -> tuple[ExitCode | None, list[str]]:
+    """Train in a run folder until the run is requested to stop; return its code and its status lines."""
     view = View(run)
     signal.signal(STOP_REQUEST, signal.default_int_handler)
-    # However slow the machine is, a call goes as far as the next thing that is due.
-    with view, sessions_closed(moment), patch("workers.jobs.training_job.CALL_SECONDS", CASE_SECONDS):
-        training = Training(config, TrainTask(run, False, time.time()))
-        return training.run(
-            cluster.topology, lambda: ensure_prepared(config, cache), view, SharedFolders([])
-        ), view.statuses
+    # A call lasts until an evaluation or a checkpoint is due, also on a slow machine.
+    code, _ = _run(cluster, config, cache, TrainTask(run, False, time.time()), view, moment, CASE_SECONDS)
+    return code, view.statuses
 
 
 def calls_of(
     cluster: JoinedCluster, config: RunConfig, cache: StoragePath, run: Path, seconds: float
 ) -> list[int]:
-    """Train where a call of the trainers is to take so long; the steps of each call."""
-    view = View(run)
-    with (
-        view,
-        sessions_closed(("", 0)) as sessions,
-        patch("workers.jobs.training_job.CALL_SECONDS", seconds),
-    ):
-        training = Training(config, TrainTask(run, False, time.time()))
-        has_ended = training.run(
-            cluster.topology, lambda: ensure_prepared(config, cache), view, SharedFolders([])
-        )
-        assert has_ended is ExitCode.DONE
-        return sessions[0].calls
+    """Train with calls of about ``seconds``; return the number of steps of each call."""
+    task = TrainTask(run, False, time.time())
+    code, calls = _run(cluster, config, cache, task, View(run), call_seconds=seconds)
+    assert code is ExitCode.DONE
+    return calls
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says of training, without what depends on the clock."""
+    """Return the records of metrics.jsonl on training, without times."""
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [{k: v for k, v in r.items() if k not in _TIMED} for r in records if r["kind"] != "checkpoint"]
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    """Of all tensors of a checkpoint."""
+    """Return the checksums of all files of tensors in a checkpoint."""
     files = Checkpoint.open(folder).manifest.files
     return {name: sha256 for name, (_, sha256) in files.items() if name.endswith(".safetensors")}

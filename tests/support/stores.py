@@ -1,7 +1,8 @@
-"""An S3 server in this process, and a proxy before it that does what networks and stores do now and then."""
+"""Servers of object stores on this machine, and a proxy that causes failures of networks and stores."""
 
+import dataclasses
+import json
 import logging
-import os
 import re
 import shutil
 import socket
@@ -16,11 +17,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Self
 
+import pytest
 from pyarrow import fs
 from support import gcs_server
 
+from hybrid.config import RunConfig
+from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.storage import files
-from hybrid.storage.remote_path import RemotePath
+from hybrid.storage.remote_path import RemotePath, parse_path
 
 BUCKET = "bucket"
 CREDENTIALS = {
@@ -29,21 +33,21 @@ CREDENTIALS = {
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
+_OPEN_BUCKET = "open"
 _TIMEOUT_SECONDS = 20.0
-_REFUSAL = b"<Error><Code>%s</Code><Message>planted</Message></Error>"
+_REFUSAL = b"<Error><Code>%s</Code><Message>of the test</Message></Error>"
 
-# Of a request, by its method and path with query: what becomes of it.
+# Of a request, by its method and path with query: the failure, or None.
 Plan = Callable[[str, str], str | None]
 
 
 class Store:
-    """An S3 server on loopback, with one bucket, which the environment names to all clients."""
+    """An S3 server in this process, with one bucket; the environment gives its address to all clients."""
 
     def __init__(self) -> None:
         from moto.server import ThreadedMotoServer
 
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line a request
-
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs each request
         self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
         self._server.start()
         host, port = self._server.get_host_and_port()
@@ -52,27 +56,27 @@ class Store:
         self.request("PUT", f"/{BUCKET}")
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """What the server answers to a request that nobody has signed."""
+        """Return the response to an unsigned request."""
         connection = HTTPConnection(self.address, timeout=_TIMEOUT_SECONDS)
         connection.request(method, path, body)
-        answer = connection.getresponse().read()
+        response = connection.getresponse().read()
         connection.close()
-        return answer
+        return response
 
     def close(self) -> None:
         self._server.stop()
 
 
 class Proxy:
-    """Stands before a store; each request comes to what ``plan`` says of it.
+    """Forwards requests to a store; ``plan`` selects failures.
 
-    That is None (it is passed on), ``cut`` (its connection is, once it is read), ``lose`` (the store hears of
-    it, and its answer is cut), ``torn`` (half of the answer comes), ``slow``, or a status such as ``503``.
+    A failure is ``cut`` (the connection is cut before the request is forwarded), ``lose`` (after it is
+    forwarded), ``torn`` (in the middle of the response), ``slow``, or a status such as ``503``.
 
     Attributes:
         plan: see above.
         seen: methods and paths of all requests so far.
-        num_bytes: of the store's answers so far.
+        num_bytes: of the store's responses so far.
     """
 
     def __init__(self, store: Store) -> None:
@@ -109,15 +113,15 @@ class Proxy:
     def handle(self, client: BaseHTTPRequestHandler, store: Store) -> None:
         body = _body(client)
         self.seen.append((client.command, client.path))
-        fate = self.plan(client.command, client.path)
-        if fate == "cut":
+        failure = self.plan(client.command, client.path)
+        if failure == "cut":
             _cut(client)
             return
-        if fate is not None and fate.isdecimal():
-            code = {"503": b"SlowDown", "500": b"InternalError", "403": b"AccessDenied"}[fate]
-            _answer(client, int(fate), _REFUSAL % code)
+        if failure is not None and failure.isdecimal():
+            code = {"503": b"SlowDown", "500": b"InternalError", "403": b"AccessDenied"}[failure]
+            _respond(client, int(failure), _REFUSAL % code)
             return
-        if fate == "slow":
+        if failure == "slow":
             time.sleep(0.3)
         connection = HTTPConnection(store.address, timeout=_TIMEOUT_SECONDS)
         dropped = ("expect", "connection", "transfer-encoding")
@@ -126,10 +130,10 @@ class Proxy:
         response = connection.getresponse()
         content = response.read()
         self.num_bytes += len(content)
-        if fate == "lose":
+        if failure == "lose":
             _cut(client)
         else:
-            _answer(client, response.status, content, response.headers.items(), is_torn=fate == "torn")
+            _respond(client, response.status, content, response.headers.items(), is_torn=failure == "torn")
         connection.close()
 
 
@@ -150,7 +154,7 @@ def _cut(client: BaseHTTPRequestHandler) -> None:
         client.connection.shutdown(socket.SHUT_RDWR)
 
 
-def _answer(
+def _respond(
     client: BaseHTTPRequestHandler,
     status: int,
     content: bytes,
@@ -174,21 +178,15 @@ def _answer(
 
 @contextmanager
 def named_by_environment(values: dict[str, str]) -> Iterator[None]:
-    """Have processes that start in here, and this one, read these from the environment."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
+    """Set environment variables in the context."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, value)
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def sent(folder: Path, target: RemotePath) -> RemotePath:
-    """A folder in a store with all files of one of this machine."""
+    """Copy the files of a folder into a store; return their folder there."""
     for path in folder.rglob("*"):
         if path.is_file():
             files.copy(path, target / str(path.relative_to(folder)))
@@ -196,23 +194,23 @@ def sent(folder: Path, target: RemotePath) -> RemotePath:
 
 
 AZURITE = shutil.which("azurite-blob")
-# What every Azurite has, and anybody may know.
+# The public account of every Azurite.
 _ACCOUNT = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
 @contextmanager
 def google_bucket() -> Iterator[RemotePath]:
-    """A bucket of Google's; nobody needs credentials for it."""
+    """A bucket of Google's; it needs no credentials."""
     with _serving([sys.executable, gcs_server.__file__]) as address:
         yield RemotePath(f"gs://{BUCKET}", "", f"anonymous=true&scheme=http&endpoint_override={address}")
 
 
 @contextmanager
 def azure_container(folder: Path) -> Iterator[RemotePath]:
-    """A container of Azure's, whose key the environment has; ``folder`` is for what its server leaves."""
+    """A container of Azure's, whose key is in the environment; its server writes to ``folder``."""
     assert AZURITE is not None
-    # It does not know the newest version of what it speaks, which pyarrow asks for.
+    # pyarrow requests a newer version of the API.
     flags = [
         "--blobPort",
         "0",
@@ -222,16 +220,16 @@ def azure_container(folder: Path) -> Iterator[RemotePath]:
         "--silent",
     ]
     with _serving([AZURITE, "--blobHost", "127.0.0.1", *flags], folder) as address:
-        made = {"blob_storage_authority": address, "blob_storage_scheme": "http"}
-        made |= {"dfs_storage_authority": address, "dfs_storage_scheme": "http"}
-        fs.AzureFileSystem(_ACCOUNT, account_key=_KEY, **made).create_dir(BUCKET)
+        options = {f"{kind}_storage_authority": address for kind in ("blob", "dfs")}
+        options |= {f"{kind}_storage_scheme": "http" for kind in ("blob", "dfs")}
+        fs.AzureFileSystem(_ACCOUNT, account_key=_KEY, **options).create_dir(BUCKET)
         with named_by_environment({"AZURE_STORAGE_KEY": _KEY}):
             yield RemotePath(f"abfs://{_ACCOUNT}@{address}", BUCKET, "enable_tls=false")
 
 
 @contextmanager
 def _serving(command: list[str], folder: Path | None = None) -> Iterator[str]:
-    """The address at which a program listens, which says so in a line."""
+    """Start a program that prints the address of its server in a line; yield the address."""
     command = ["setpriv", "--pdeathsig", "KILL", *command]
     with subprocess.Popen(
         command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
@@ -242,3 +240,26 @@ def _serving(command: list[str], folder: Path | None = None) -> Iterator[str]:
             yield next(found[1] for line in lines if (found := re.search(r"listens on http://(\S+)", line)))
         finally:
             server.kill()
+
+
+def in_store(config: RunConfig, store: Store, folder: Path, address: str = "") -> RunConfig:
+    """Return a configuration with its data in a store that needs no credentials, by their URL.
+
+    Roles of a cluster that is older than the store have no credentials.
+
+    Args:
+        folder: of the roles' local files.
+        address: of the store, or of a proxy.
+    """
+    everything = f"arn:aws:s3:::{_OPEN_BUCKET}/*"
+    statement = {"Effect": "Allow", "Principal": "*", "Action": "s3:*", "Resource": everything}
+    store.request("PUT", f"/{_OPEN_BUCKET}")
+    store.request("PUT", f"/{_OPEN_BUCKET}?policy", json.dumps({"Statement": [statement]}).encode())
+    query = f"endpoint_override={address or store.address}&scheme=http&region=us-east-1&anonymous=true"
+    url = f"s3://{_OPEN_BUCKET}/prepared"
+    data = dataclasses.replace(
+        config.data, cache_folder=f"{url}?{query}", local_cache_folder=str(folder / "local")
+    )
+    config = config.replace(data=data)
+    ensure_prepared(config, parse_path(url))
+    return config

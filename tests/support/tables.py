@@ -1,4 +1,4 @@
-"""Small click logs as files, for tests that read their own data."""
+"""Small click logs as files."""
 
 import gzip
 from pathlib import Path
@@ -11,7 +11,7 @@ from hybrid.data.parse.column_layout import CRITEO_DENSE, CRITEO_SPARSE
 
 
 def clicks(num_rows: int) -> list[tuple[int, float, str, str]]:
-    """Rows of label, x, user and item; x and the user tell something of the label."""
+    """Return rows of label, x, user and item; the label depends on x and the user."""
     random = np.random.default_rng(1)
     x, user, item = (
         random.normal(size=num_rows),
@@ -26,7 +26,7 @@ def clicks(num_rows: int) -> list[tuple[int, float, str, str]]:
 
 
 def write_csv(path: Path, num_rows: int) -> Path:
-    """With a header; one line has a label that is none, as line 4."""
+    """Write a CSV with a header; line 4 has an invalid label."""
     lines = [",".join(map(str, row)) for row in clicks(num_rows)]
     path.write_text("\n".join(["label,x,user,item", *lines[:2], "maybe,0.5,u1,i1", *lines[2:]]) + "\n")
     return path
@@ -39,7 +39,7 @@ def write_parquet(path: Path, num_rows: int) -> Path:
 
 
 def write_criteo(path: Path, num_rows: int) -> Path:
-    """Gzip, in Criteo's layout, with missing values."""
+    """Write a gzip file in Criteo's layout, with missing values."""
     with gzip.open(path, "wt") as file:
         for label, x, user, item in clicks(num_rows):
             dense = [str(round(10 * x)), *[""] * (len(CRITEO_DENSE) - 1)]

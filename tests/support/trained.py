@@ -12,36 +12,35 @@ from support.shards import LocalTables
 from torch import Tensor, nn
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, REMOTE_FILE, Manifest, write_text
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, Manifest, write_copy, write_text
 from hybrid.checkpoint.tensor_file import pack_dense, write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE, load_config
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.encode.vocabulary import VOCABULARIES_FILE
 from hybrid.data.prepare.preparation import prepare
-from hybrid.dense.net_builder import extra_columns
 from hybrid.embedding.placement import place
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.engine.model_builder import Blueprint
-from hybrid.engine.table_setup import table_specs
+from hybrid.engine.model_builder import Blueprint, table_specs
 from hybrid.engine.train_step import predict_step
-from hybrid.inference.model_outputs import prediction_columns
 from hybrid.inference.raw_rows import file_rows
+from hybrid.inference.trained_module import prediction_columns
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateRules
 from hybrid.user_code.run_signature import signed_toml
-from workers.model_commands.prediction_commands import predict
+from workers.model_commands import predict
 
 _WORKERS = 2
 COLUMNS = ("clicked", "price", "age", "user", "item", "tags")
 
 
 def write_clicks(path: Path, num_rows: int = 120, seed: int = 1) -> Path:
-    """Rows of a click log with numbers, missing ones too, categories, and lists of them."""
+    """Write a click log with numbers, missing values, categories, and lists of categories."""
     draw = random.Random(seed)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -58,10 +57,10 @@ SHOP_COLUMNS = ("time", "price", "age", "user", "item", "tags", "seen")
 
 
 def write_shop(path: Path, num_rows: int = 150, seed: int = 1) -> Path:
-    """Rows with dates, ids with weights, histories, and four labels; anything may be missing."""
+    """Write rows with dates, weighted ids, histories, and four labels; any value may be missing."""
     draw = random.Random(seed)
 
-    def perhaps(text: str) -> str:
+    def or_missing(text: str) -> str:
         return text if draw.random() < 0.9 else draw.choice(["", "?"])
 
     with path.open("w", newline="") as file:
@@ -78,12 +77,12 @@ def write_shop(path: Path, num_rows: int = 150, seed: int = 1) -> Path:
             row.append(f"i{draw.randrange(4)}")
             clicked = draw.randrange(2)
             labels = [clicked, draw.randrange(2), f"{draw.random():.2f}", draw.randrange(5), draw.random()]
-            writer.writerow([*map(perhaps, row), tags, seen, *labels])
+            writer.writerow([*map(or_missing, row), tags, seen, *labels])
     return path
 
 
 def shop_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
-    """Of a run on such a file in ``folder``: four tasks, and columns of every kind."""
+    """Return the configuration of a run on :func:`write_shop`, with four tasks and columns of every kind."""
     data: dict[str, object] = {
         "path": write_shop(folder / "shop.csv"),
         "dense": ["price", "days"],
@@ -91,7 +90,7 @@ def shop_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
         "weight": "importance",
         "group": "user",
     }
-    given: dict[str, Mapping[str, object]] = {
+    merged: dict[str, Mapping[str, object]] = {
         "tasks.click": {"label": "clicked"},
         "tasks.buy": {"label": "bought", "mask": "clicked"},
         "tasks.spent": {"type": "regression"},
@@ -108,28 +107,28 @@ def shop_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
         **sections,
         "data": {**data, **sections.get("data", {})},
     }
-    return clicks_config(folder, **given)
+    return clicks_config(folder, **merged)
 
 
 def history_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
-    """Of a run on such a file in ``folder``: sequences, of items as candidates are, and of weighted ids."""
+    """Return the configuration of a run on :func:`write_shop` with sequences of items and weighted ids."""
     data = {
         "path": write_shop(folder / "shop.csv"),
         "dense": ["price"],
         "sparse": ["user", "item", "seen", "tags"],
     }
-    given: dict[str, Mapping[str, object]] = {
+    merged: dict[str, Mapping[str, object]] = {
         "columns.seen": {"max_ids": 3, "too_many_ids": "keep_last", "pooling": "none"},
         "columns.tags": {"kind": "weighted", "max_ids": 3, "pooling": "none"},
         "tables.item": {"features": ["item", "seen"]},
         **sections,
         "data": {**data, **sections.get("data", {})},
     }
-    return clicks_config(folder, **given)
+    return clicks_config(folder, **merged)
 
 
 def predicted_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float64]]:
-    """What ``hybrid predict`` writes for the rows of a file, by column."""
+    """Return the columns that ``hybrid predict`` writes for the rows of a file."""
     output = inputs.with_suffix(".predicted")
     output.unlink(missing_ok=True)
     predict(run, [str(inputs)], output)
@@ -139,7 +138,7 @@ def predicted_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float
 
 
 def engine_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float64]]:
-    """What the training engine computes for the rows of a file, by column of ``hybrid predict``."""
+    """Return the predictions of the training engine for the rows of a file, by column."""
     trained = TrainedRun.read(run, print)
     blueprint, step = trained.blueprint, trained.stored.manifest.step
     placement = place(blueprint.tables, 1)
@@ -156,33 +155,29 @@ def engine_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float64]
     return {name: values.numpy() for name, values in columns.items()}
 
 
-def as_columns(given: Mapping[str, Tensor]) -> dict[str, npt.NDArray[np.float64]]:
-    """What a model gives as predict writes it: of classes a column for each."""
-    found: dict[str, npt.NDArray[np.float64]] = {}
-    for name, values in given.items():
+def largest_difference(
+    predictions: Mapping[str, Tensor], expected: Mapping[str, npt.NDArray[np.float64]]
+) -> float:
+    """Return the largest difference of predictions from the columns of :func:`predicted_columns`."""
+    columns: dict[str, npt.NDArray[np.float64]] = {}
+    for name, values in predictions.items():
         numbers = np.asarray(values.detach(), np.float64)
         if numbers.ndim == 1:
-            found[name] = numbers
+            columns[name] = numbers
         else:
-            found |= {f"{name}.{place}": column for place, column in enumerate(numbers.T)}
-    return found
-
-
-def largest_difference(given: Mapping[str, Tensor], expected: Mapping[str, npt.NDArray[np.float64]]) -> float:
-    """Between what a model gives and what predict writes; the columns must be the same."""
-    found = as_columns(given)
-    assert list(found) == list(expected)
-    return max(float(np.abs(found[name] - expected[name]).max()) for name in found)
+            columns |= {f"{name}.{index}": column for index, column in enumerate(numbers.T)}
+    assert list(columns) == list(expected)
+    return max(float(np.abs(columns[name] - expected[name]).max()) for name in columns)
 
 
 def texts_of(inputs: Path) -> dict[str, list[str]]:
-    """The columns of a CSV, as texts."""
+    """Return the columns of a CSV file, as texts."""
     header, *rows = csv.reader(inputs.read_text().splitlines())
     return {name: [row[i] for row in rows] for i, name in enumerate(header)}
 
 
 def clicks_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
-    """Of a run on such a file in ``folder``."""
+    """Return the configuration of a run on :func:`write_clicks` in ``folder``."""
     data: dict[str, object] = {
         "format": "csv",
         "path": write_clicks(folder / "clicks.csv"),
@@ -193,7 +188,7 @@ def clicks_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
         "test_fraction": 0.4,
         "cache_folder": folder / "prepared",
     }
-    given: dict[str, Mapping[str, object]] = {
+    merged: dict[str, Mapping[str, object]] = {
         "embedding": {"dim": 4, "placement": "row"},
         "train": {"batch_size": 32},
         **sections,
@@ -201,21 +196,21 @@ def clicks_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
     }
     return load_config(
         None,
-        [f"{section}.{key}={value}" for section, keys in given.items() for key, value in keys.items()],
+        [f"{section}.{key}={value}" for section, keys in merged.items() for key, value in keys.items()],
     )
 
 
 def write_trained(folder: Path, config: RunConfig) -> Path:
-    """A run folder with a checkpoint of a model that is not trained, nor as it starts."""
+    """Write a run folder with a checkpoint of an untrained model, away from its initial parameters."""
     prepared = prepare(config, Path(config.data.cache_folder))
-    encoder = FeatureEncoder.load(prepared)
-    spec = encoder.input_spec
-    tables = table_specs(config, spec, extra_columns(config.dense.net))
+    spec = FeatureEncoder.load(prepared).input_spec
+    tables = table_specs(config, spec)
     placement = place(tables, _WORKERS)
     blueprint = Blueprint(config, spec, tables)
     partial = checkpoint_folders.begin(checkpoint_folders.step_folder(folder, 1))
     files = write_text(partial, CONFIG_FILE, signed_toml(config))
-    files |= write_text(partial, feature_encoder.FILE_NAME, encoder.text)
+    files |= write_copy(partial, feature_encoder.FILE_NAME, prepared / feature_encoder.FILE_NAME)
+    files |= write_copy(partial, VOCABULARIES_FILE, prepared / VOCABULARIES_FILE)
     files |= write_text(
         partial, dataset_manifest.COPY_NAME, (prepared / dataset_manifest.FILE_NAME).read_text()
     )
@@ -224,7 +219,7 @@ def write_trained(folder: Path, config: RunConfig) -> Path:
         files |= write_tensors(partial, REMOTE_FILE, pack_dense(_moved(remote_net), {}))
     for worker in range(_WORKERS):
         shards = TableShards(placement, worker, UpdateRules(1), blueprint.dtype)
-        shards.initialise(3)
+        shards.initialize(3)
         for group in shards.groups:
             group.weight_RD.mul_(4.0)
         shards.begin_save(is_copied=False)
@@ -236,8 +231,10 @@ def write_trained(folder: Path, config: RunConfig) -> Path:
 
 
 def _moved(net: nn.Module) -> dict[str, Tensor]:
-    """Its parameters, away from where they start."""
+    """Return the parameters of a net plus noise."""
     draw = torch.Generator().manual_seed(5)
     state: dict[str, Tensor] = net.state_dict()
-    noise = {name: 0.1 * torch.randn(each.shape, generator=draw) for name, each in state.items()}
-    return {name: each + noise[name].to(each.dtype) for name, each in state.items()}
+    return {
+        name: each + (0.1 * torch.randn(each.shape, generator=draw)).to(each.dtype)
+        for name, each in state.items()
+    }

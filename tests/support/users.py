@@ -12,7 +12,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it become
 
 @contextmanager
 def connected_as_another_user(name: bytes) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of another user, connected to a socket of AF_UNIX; it ends when its connection does."""
+    """Start a process of another user that connects to a Unix socket; it ends with its connection."""
     connect = f"s = socket.socket(1); s.connect({name!r}); print(flush=True); s.recv(1)"
     command = ["/usr/bin/env", "python3", "-Sc", f"import os, socket; os.setuid(1); {connect}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:

@@ -1,4 +1,4 @@
-"""Samples for tests that need no workers: with vectors at hand."""
+"""Samples whose vectors are known, for tests without workers."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from hybrid.protocol.ticket import Ticket
 
 
 def micro_batch(dense_BF: Tensor, pooled_BE: Tensor, step: int = 0, part: int = 0) -> MicroBatch[Batch]:
-    """Samples whose lookup is answered with ``pooled_BE``."""
+    """Return samples whose lookup has the response ``pooled_BE``."""
     batch = Batch.empty(0, 0)._replace(dense_features=dense_BF, labels=torch.zeros(len(dense_BF)))
     vectors: Future[Tensor] = Future()
     vectors.set_result(pooled_BE)

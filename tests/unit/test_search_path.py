@@ -1,4 +1,4 @@
-"""The current folder is searched last: nothing in it takes the place of what the project imports."""
+"""The working directory is searched last; imports of many modules are not slowed by garbage collection."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from workers.module_imports import search_working_directory_last
 
 @pytest.fixture
 def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with modules whose names the project, Python and packages have as well."""
+    """Return a working directory with modules named as those of the project, Python and packages."""
     for name in ("hybrid", "workers", "torch"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise AssertionError(__file__)\n")
@@ -26,7 +26,7 @@ def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("before", ["", None, "link"])
-def test_it_is_searched_last_and_once(
+def test_working_directory_is_searched_last_and_once(
     before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
@@ -38,7 +38,7 @@ def test_it_is_searched_last_and_once(
     assert sys.path == ["/a", "/b", os.getcwd()]
 
 
-def test_a_command_imports_nothing_of_it(crowded: Path) -> None:
+def test_a_command_imports_nothing_of_the_working_directory(crowded: Path) -> None:
     (crowded / "workers/__init__.py").unlink()
     (crowded / "workers").rmdir()  # python -m looks for the command itself there, before any of it can run
     environment = {**os.environ, "PYTHONPATH": f":{ROOT}"}
@@ -49,10 +49,10 @@ def test_a_command_imports_nothing_of_it(crowded: Path) -> None:
     assert ended.stdout.startswith("[run]")
 
 
-def test_roles_are_forked_from_a_process_that_imports_nothing_of_it(
+def test_a_fork_server_imports_nothing_of_the_working_directory(
     crowded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(crowded), *sys.path])
     search_working_directory_last()
     with ForkServer(["support.forked"]) as server:
-        assert forked.exit_code(server, forked.exit_with, 0) == 0
+        assert forked.end_of(server, forked.exit_with, 0).exit_code == 0

@@ -1,4 +1,4 @@
-"""What torch compiles is kept where nobody else can put anything, before torch is imported."""
+"""Private folders for compiled code, which are chosen before torch is imported."""
 
 import os
 import subprocess
@@ -10,8 +10,8 @@ import torch
 from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
-from workers import cli
-from workers.compile_cache import choose_compile_cache
+from workers import cli, commands
+from workers.cli import choose_compile_cache
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "QUACK_CACHE_DIR": "quack"}
 
@@ -21,9 +21,10 @@ HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (*VARIABLES, "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, "")  # so that what is set meanwhile is undone
-    monkeypatch.setenv(HEADERS, "")
-    monkeypatch.delenv(HEADERS)
+        monkeypatch.setenv(name, "")  # monkeypatch restores it
+    for name in (HEADERS, "MPLCONFIGDIR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
@@ -33,53 +34,43 @@ def chosen() -> dict[str, str]:
     return {name: os.environ[name] for name in VARIABLES}
 
 
-def test_it_is_among_the_users_own_caches(home: Path) -> None:
+def test_torch_compiles_into_a_private_folder_of_the_user(home: Path) -> None:
+    """A release of torch that uses other folders fails here."""
     choose_compile_cache()
     assert chosen() == {name: f"{home}/.cache/hybrid/torch/{sub}" for name, sub in VARIABLES.items()}
     assert (home / ".cache/hybrid/torch").stat().st_mode & 0o777 == 0o700
-
-
-def test_torch_keeps_there_what_it_compiles(home: Path) -> None:
-    """What a new release of torch keeps elsewhere fails here."""
-    choose_compile_cache()
-
     assert cache_dir() == f"{home}/.cache/hybrid/torch/inductor"
     assert triton_cache_dir(0) == f"{home}/.cache/hybrid/torch/inductor/triton/0"
     # It needs packages of a GPU.
     quack = Path(torch.__file__).with_name("_vendor") / "quack/cache/__init__.py"
     assert 'os.getenv("QUACK_CACHE_DIR"' in quack.read_text()
+    assert "MPLCONFIGDIR" not in os.environ
+    assert os.environ[HEADERS] == "0", "precompiled headers would be in a folder that anybody can make first"
+    assert HEADERS in Path(config.__file__).read_text()
 
 
-def test_headers_that_torch_compiles_beforehand_are_not_taken_from_the_temporary_folder(home: Path) -> None:
-    """It keeps them there, under a name that anybody can take first, whatever is named for its cache."""
-    choose_compile_cache()
-    assert os.environ[HEADERS] == "0"
-    assert HEADERS in Path(config.__file__).read_text(), "torch reads it when it is imported"
-
-
-def test_what_the_user_has_set_is_left_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_user_stay(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     monkeypatch.setenv(HEADERS, "1")
     choose_compile_cache()
+    quack = f"{home}/.cache/hybrid/torch/quack"
+    assert chosen() == {"TORCHINDUCTOR_CACHE_DIR": "mine", "QUACK_CACHE_DIR": quack}
     assert os.environ[HEADERS] == "1"
-    assert chosen() == {
-        "TORCHINDUCTOR_CACHE_DIR": "mine",
-        "QUACK_CACHE_DIR": f"{home}/.cache/hybrid/torch/quack",
-    }
 
 
-def test_where_others_could_put_something_it_is_a_fresh_folder(home: Path) -> None:
+def test_a_folder_that_others_can_write_is_replaced_by_a_new_one(home: Path) -> None:
     (home / ".cache/hybrid/torch").mkdir(parents=True)
     (home / ".cache/hybrid/torch").chmod(0o777)
     choose_compile_cache()
-    (fresh,) = {Path(path).parent for path in chosen().values()}
-    assert fresh.name.startswith("hybrid-torch-")
-    assert fresh.stat().st_mode & 0o777 == 0o700
+    (new,) = {Path(path).parent for path in chosen().values()}
+    assert new.name.startswith("hybrid-torch-")
+    assert os.environ["MPLCONFIGDIR"] == str(new)
+    assert new.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_fresh_folder_goes_with_its_process(tmp_path: Path) -> None:
+def test_a_temporary_folder_is_removed_with_its_process(tmp_path: Path) -> None:
     (tmp_path / ".cache").touch()
-    code = "from workers.compile_cache import *; choose_compile_cache(); print(len(os.listdir()))"
+    code = "from workers.cli import *; choose_compile_cache(); print(len(os.listdir()))"
     kept = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "XDG_CACHE_HOME")}
     ended = subprocess.run(
         [sys.executable, "-c", f"import os; {code}"],
@@ -97,14 +88,14 @@ def test_a_fresh_folder_goes_with_its_process(tmp_path: Path) -> None:
      ["worker", "--index", "0", "--master", "a"]],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip
-def test_every_command_that_may_import_torch_sets_it_first(
+def test_commands_choose_the_folder_before_they_import_torch(
     arguments: list[str], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object) -> None:
         assert chosen()["TORCHINDUCTOR_CACHE_DIR"] == f"{home}/.cache/hybrid/torch/inductor"
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli._COMMANDS, arguments[0], stop)
+    monkeypatch.setattr(commands, f"{arguments[0]}_command", stop)
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
     assert end.value.code == 130

@@ -1,15 +1,23 @@
-"""Lines of text for the user, and log records for finding a cause. Free of torch.
+"""Lines of text for the user, warnings about data, and the setup of logging. Free of torch.
 
-Nothing else in ``hybrid`` and ``workers`` prints. Log records go to stderr, which is the log file of a role
-under ``hybrid launch``.
+All other modules print through this one or ``terminal``. Log records go to stderr, which is the log file of a
+role under ``hybrid launch``.
 """
+
+from __future__ import annotations
 
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybrid.data.dataset.dataset_manifest import DatasetReport
+    from hybrid.data.encode.feature_encoder import UnknownValues
+    from hybrid.data.values.invalid_rows import InvalidRowReport
 
 # Control characters of both sets, bidirectional marks, separators of lines and paragraphs, and surrogates,
 # which stand for bytes of file names that are not UTF-8.
@@ -18,6 +26,7 @@ _INVISIBLE = re.compile(
 )
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PACKAGES = ("hybrid", "workers")
+_MAX_COLUMNS = 20
 
 
 class Verbosity(IntEnum):
@@ -41,8 +50,8 @@ def logging_to_stderr(level: Verbosity, *, is_role_log: bool = False) -> Iterato
     """Send log records to stderr while the block lasts, and set the verbosity of this process.
 
     Args:
-        level: QUIET logs errors, NORMAL warnings too, VERBOSE also what the process does.
-        is_role_log: stderr is the log file of a role, which always has what the process does.
+        level: QUIET logs errors; NORMAL also warnings; VERBOSE also records of level INFO.
+        is_role_log: whether stderr is the log file of a role. Such a file always has INFO records.
     """
     global _verbosity
     if is_role_log:
@@ -74,7 +83,7 @@ def print_line(text: str, *, to_stderr: bool = False) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print a text of several lines that the program has written itself."""
+    """Print a text of several lines without escapes; only for text of the program, not of files."""
     print(text, end="", flush=True)
 
 
@@ -85,3 +94,47 @@ def visible(text: str) -> str:
     right to left.
     """
     return _INVISIBLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def data_notes(report: DatasetReport) -> Iterator[str]:
+    """Yield warnings about the rows of a split that affect its metrics."""
+    yield from invalid_row_lines(report.bad_rows)
+    for label in report.labels:
+        of_task = f" for task {label.name}" if len(report.labels) > 1 else ""
+        if report.num_rows and not label.count:
+            yield f"none of {report.num_rows:,} test rows has a label{of_task}: there are no metrics"
+        if label.only is not None and label.kind == "binary":
+            rows = f"all {label.count:,} test rows have label {label.only:g}{of_task}"
+            yield f"{rows}: AUC is undefined for them"
+    excessive = sorted((u for u in report.unknown if u.is_excessive), key=lambda u: -u.fraction)
+    if excessive:
+        columns = ", ".join(
+            f"{u.fraction:.0%} of {u.name} ({u.expected:.0%} expected)" for u in excessive[:_MAX_COLUMNS]
+        )
+        more = f" and {len(excessive) - _MAX_COLUMNS} more columns" if len(excessive) > _MAX_COLUMNS else ""
+        yield (
+            f"warning: the model does not know many of the values: {columns}{more}; check that they are "
+            "written as in the training files (expected is the fraction of training rows whose value no "
+            "other training row has)"
+        )
+
+
+def invalid_row_lines(report: InvalidRowReport) -> Iterator[str]:
+    """Yield the number of skipped rows by reason, then examples; nothing if all rows are valid."""
+    if not report.total:
+        return
+    counts = {reason.replace("_", " "): count for reason, count in report.counts.items() if count}
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+    yield f"skipped {report.total:,} invalid row(s): {reasons}"
+    for example in report.examples:
+        yield f"  {example}"
+
+
+def unknown_fractions(unknown: Sequence[UnknownValues]) -> str:
+    """Return the fraction of unknown values by column, the largest first; "none" if all are known."""
+    columns = sorted((u for u in unknown if u.count), key=lambda u: -u.fraction)
+    shown = [f"{u.name} {u.fraction:.2%}" for u in columns[:_MAX_COLUMNS]]
+    if len(columns) > _MAX_COLUMNS:
+        rest = columns[_MAX_COLUMNS:]
+        shown.append(f"and {len(rest)} more columns, at most {rest[0].fraction:.2%}")
+    return ", ".join(shown) or "none"

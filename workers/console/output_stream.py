@@ -1,6 +1,6 @@
 """Output that may go away while a command runs: a closed pipe, a full disk, a closed terminal.
 
-Python code prints on: text that cannot be written is lost, and the command reports the loss once.
+Printing raises no error: text that cannot be written is lost, and the command reports the loss once.
 """
 
 import io
@@ -8,48 +8,42 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 _STDOUT, _STDERR = 1, 2
 
 
+@dataclass
 class LostOutput:
     """The output streams of a process that cannot be written any more.
 
-    Args:
-        command: its name, for messages.
+    Attributes:
+        command: name of the command, for messages.
         run_continues: whether the command does more than print.
         names: of stdout and stderr, for messages.
-        report_to: descriptor for messages; None for no messages.
+        report_to: descriptor to which messages are written.
+        streams: names of the lost streams.
     """
 
-    def __init__(
-        self, command: str, run_continues: bool, names: tuple[str, str], report_to: int | None
-    ) -> None:
-        self._command = command
-        self._run_continues = run_continues
-        self._names = dict(zip((_STDOUT, _STDERR), names, strict=True))
-        self._report_to = report_to
-        self._reported: set[str] = set()
-
-    @property
-    def any(self) -> bool:
-        """Whether output was lost."""
-        return bool(self._reported)
+    command: str
+    run_continues: bool
+    names: tuple[str, str]
+    report_to: int
+    streams: set[str] = field(default_factory=set)
 
     def add(self, descriptor: int, error: OSError) -> None:
-        """Report that a stream cannot be written, and redirect it to the null device."""
-        _open_null_device(descriptor, os.O_WRONLY)
-        name = self._names[descriptor]
-        if name in self._reported:
+        """Report once that a stream cannot be written."""
+        name = self.names[descriptor - _STDOUT]
+        if name in self.streams:
             return
-        self._reported.add(name)
-        # A command that only prints has nothing to report to a reader that closes the pipe.
-        is_news = self._run_continues or not isinstance(error, BrokenPipeError)
-        if self._report_to is not None and self._report_to != descriptor and is_news:
-            effect = "output is lost, the run continues" if self._run_continues else "output is lost"
+        self.streams.add(name)
+        # If a reader closes the pipe of a command that only prints, nothing is wrong.
+        should_report = self.run_continues or not isinstance(error, BrokenPipeError)
+        if self.report_to != descriptor and should_report:
+            effect = "output is lost, the run continues" if self.run_continues else "output is lost"
             with suppress(OSError):
-                os.write(self._report_to, f"{self._command}: {name}: {error.strerror}; {effect}\n".encode())
+                os.write(self.report_to, f"{self.command}: {name}: {error.strerror}; {effect}\n".encode())
 
 
 class _TolerantFile(io.FileIO):
@@ -73,11 +67,11 @@ def tolerate_lost_output(
     *,
     run_continues: bool,
     names: tuple[str, str] = ("stdout", "stderr"),
-    report_to: int | None = _STDERR,
+    report_to: int = _STDERR,
 ) -> Iterator[LostOutput]:
     """Keep this process running in the block although stdout or stderr cannot be written.
 
-    A closed descriptor counts as one that cannot be written; files that are opened later get other numbers.
+    A closed descriptor is replaced by one that refuses writes, so that no other file gets its number.
 
     Args:
         command, run_continues, names, report_to: see :class:`LostOutput`.
@@ -86,9 +80,10 @@ def tolerate_lost_output(
         try:
             os.fstat(descriptor)
         except OSError:
-            _open_null_device(descriptor, os.O_RDONLY)
+            opened = os.open(os.devnull, os.O_RDONLY)  # gets the lowest free number
+            os.set_inheritable(opened, True)
     lost, before = LostOutput(command, run_continues, names, report_to), (sys.stdout, sys.stderr)
-    # Tests replace the streams by files of their own.
+    # Tests replace the streams.
     if sys.stdout is sys.__stdout__:
         sys.stdout = _wrap(sys.stdout, _TolerantFile(_STDOUT, lost.add))
     if sys.stderr is sys.__stderr__:
@@ -97,25 +92,16 @@ def tolerate_lost_output(
         yield lost
     finally:
         for file, previous in zip((sys.stdout, sys.stderr), before, strict=True):
-            if file is not None and file is not previous:
+            if file is not previous:
                 file.flush()
         sys.stdout, sys.stderr = before
 
 
-def _open_null_device(descriptor: int, flags: int) -> None:
-    """Open the null device as ``descriptor``: read-only, it refuses writes; write-only, it takes them."""
-    opened = os.open(os.devnull, flags)
-    os.set_inheritable(opened, True)
-    if opened != descriptor:
-        os.dup2(opened, descriptor)
-        os.close(opened)
-
-
-def _wrap(before: Any, file: io.FileIO) -> io.TextIOWrapper:
-    """Return ``file`` as text with the settings of the stream before, which is None if that was closed."""
+def _wrap(previous: Any, file: io.FileIO) -> io.TextIOWrapper:
+    """Return ``file`` as a text stream with the settings of ``previous``, which is None if it was closed."""
     return io.TextIOWrapper(
         io.BufferedWriter(file),
-        encoding=getattr(before, "encoding", "utf-8"),
-        errors=getattr(before, "errors", "backslashreplace"),
-        line_buffering=getattr(before, "line_buffering", False) or file.fileno() == _STDERR,
+        encoding=getattr(previous, "encoding", "utf-8"),
+        errors=getattr(previous, "errors", "backslashreplace"),
+        line_buffering=getattr(previous, "line_buffering", False) or file.fileno() == _STDERR,
     )

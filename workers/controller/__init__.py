@@ -1,6 +1,6 @@
 """A job on a cluster, from the master's side: its objects on other roles, and the calls to them.
 
-Begin with ``session``, with prepared data or without. ``deployment`` creates, saves and
-loads the objects, ``remote_trainer`` is the one on each trainer, ``trainer_script`` runs a script there.
-``shared_folders`` checks what other hosts see.
+Begin with ``session``. ``deployment`` creates, saves and loads the objects of a job. ``remote_trainer`` is
+the object on each trainer. ``user_code_jobs`` has the jobs of scripts and functions. ``shared_folders``
+checks that all hosts share the folders of a run.
 """

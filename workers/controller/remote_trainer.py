@@ -10,22 +10,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid.batch import Batch, by_task, split_outputs
-from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, Files
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Files
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense, write_tensors
-from hybrid.config.loading import with_own
+from hybrid.config.loading import apply_settings
 from hybrid.data.batches.batch_loader import BatchLoader, BatchStream
 from hybrid.data.prepare.dataset_location import open_split
-from hybrid.dense.custom_net import batch_norm_warning
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.dense.devices import choose_devices
+from hybrid.dense.net_builder import batch_norm_warning
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.trainer.lookup import TableSource
-from hybrid.engine.ddp import DdpMode, DdpModel
+from hybrid.engine.ddp import DdpMode, DdpModel, SharedMemoryReduce
 from hybrid.engine.execution_backends import apply_backend
-from hybrid.engine.gradient_reduction import SharedMemoryReduce
 from hybrid.engine.losses import Objective
 from hybrid.engine.model_builder import Blueprint
 from hybrid.engine.step_feed import Feed, StepInput
@@ -40,28 +39,7 @@ from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.storage.remote_path import StoragePath
 from hybrid.transport import RemoteHosted, RemoteNet, RemoteTables
 from hybrid.transport.shared_memory.host_aggregation import HostAggregation, can_aggregate, saves_work
-from hybrid.transport.shared_memory.shared_block import SharedMemory
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerJob:
-    """The job that the master gives to every trainer.
-
-    Attributes:
-        blueprint: of the nets and tables.
-        placement: the worker of each row.
-        rules: how gradients become updates.
-        remote_tables: a stub for every worker that holds rows.
-        remote_net: the remote dense net, or None.
-        data_source: of the prepared data (:func:`open_split`); None if the caller gives batches.
-    """
-
-    blueprint: Blueprint
-    placement: Placement
-    rules: UpdateRules
-    remote_tables: dict[int, RemoteTables]
-    remote_net: RemoteNet | None
-    data_source: str | None
+from hybrid.transport.shared_memory.shared_slots import SharedSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +47,11 @@ class TrainerReport:
     """A trainer's report of some steps.
 
     Attributes:
-        losses: this trainer's part of the loss, one value per step.
-        outputs, labels: of all samples, for the first task; NaN is the label of a sample without weight.
+        losses: this trainer's summand of the loss, one value per step.
+        outputs, labels: of this trainer's samples, for the first task. If a sample has weight 0, its label is
+            NaN.
         phase_seconds: time by phase.
         skipped_steps: number of steps without an update.
-        weighted: sparse features with an id weight other than 1 in batches of the caller.
     """
 
     losses: list[float]
@@ -81,20 +59,34 @@ class TrainerReport:
     labels: Tensor
     phase_seconds: dict[str, float]
     skipped_steps: int
-    weighted: tuple[str, ...] = ()
 
 
 class Trainer:
-    """Lives on a trainer process; the master creates it there and calls its methods.
+    """The object of a job in a trainer process. The master creates it and calls its methods.
 
     Args:
         index: this trainer's index.
-        job: the model and its data.
+        blueprint: blueprint of the nets and tables.
+        placement: the worker of each row.
+        rules: how gradients become updates.
+        remote_tables: a stub for every worker that holds rows.
+        remote_net: the remote dense net, or None.
+        data_source: location of the prepared data, for :func:`open_split`; None if the caller gives batches.
         settings: this role's values of keys marked "by host".
     """
 
-    def __init__(self, index: int, job: TrainerJob, settings: Sequence[str] = ()) -> None:
-        blueprint = replace(job.blueprint, config=with_own(job.blueprint.config, settings))
+    def __init__(
+        self,
+        index: int,
+        blueprint: Blueprint,
+        placement: Placement,
+        rules: UpdateRules,
+        remote_tables: dict[int, RemoteTables],
+        remote_net: RemoteNet | None,
+        data_source: str | None,
+        settings: Sequence[str] = (),
+    ) -> None:
+        blueprint = replace(blueprint, config=apply_settings(blueprint.config, settings))
         self._config = config = blueprint.config
         self._spec = spec = blueprint.input_spec
         self._sequences = blueprint.sequences
@@ -105,38 +97,37 @@ class Trainer:
         self._clock = StepClock()
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
-        sources = self._sources(job)
-        self._embeddings = Embeddings(blueprint.tables, spec, job.placement, sources, self._clock)
+        sources = self._sources(remote_tables)
+        self._embeddings = Embeddings(blueprint.tables, spec, placement, sources, self._clock)
         net = blueprint.dense_net().to(self._device)
         self._num_parameters = sum(parameter.numel() for parameter in net.parameters())
-        model = blueprint.model(net, job.remote_net)
+        model = blueprint.model(net, remote_net)
         self._placement = apply_backend(model, blueprint, devices)
-        self._optimizer = DenseOptimizer(blueprint.optimizer(model.net), job.rules.schedule)
+        self._optimizer = DenseOptimizer(blueprint.optimizer(model.net), rules.schedule)
         reduce = None
         if dist.get_backend(self._group) == "gloo":
             seconds = config.cluster.timeout_seconds
             reduce = SharedMemoryReduce.join(self._placement.group, index, self._device, seconds)
         self._model = DdpModel(model, DdpMode(dense.ddp), self._placement, self._clock, reduce)
         decided: list[RemoteHosted[Any]] = [
-            *job.remote_tables.values(),
-            *([job.remote_net] if job.remote_net else []),
+            *remote_tables.values(),
+            *([remote_net] if remote_net else []),
         ]
-        self._guard = Guard(job.rules, decided, self._group, self._reducing_device)
+        self._guard = Guard(rules, decided, self._group, self._reducing_device)
         self._objective = Objective(config.all_tasks)
-        self._spans_processes = job.rules.mode is UpdateMode.SYNC or job.remote_net is not None
-        tables = list(job.remote_tables.values())
-        mode, parts = job.rules.mode, job.rules.parts
+        self._spans_processes = rules.mode is UpdateMode.SYNC or remote_net is not None
+        tables = list(remote_tables.values())
+        mode, parts = rules.mode, rules.parts
         self._feed = Feed[Batch](self._embeddings, tables, index, mode, parts, self._clock)
         self._stream: BatchStream | None = None
         self._position = (-1, 0)
         self._held: tuple[str, dict[str, Tensor]] = (DENSE_FILE, {})
-        self._weighted: set[int] = set()  # features with id weights in batches of the caller
         self._loaders: dict[str, BatchLoader] = {}
-        if job.data_source is not None:
+        if data_source is not None:
             for split in ("train", "test"):
                 is_training = split == "train"
                 self._loaders[split] = BatchLoader(
-                    open_split(job.data_source, split, config.data),
+                    open_split(data_source, split, config.data),
                     batch_size=config.train.batch_size,
                     trainer_index=index,
                     num_trainers=config.cluster.trainers,
@@ -173,33 +164,35 @@ class Trainer:
             steps_before: steps taken since the start of the run.
 
         Raises:
-            DataError: a batch has other features or tasks than the job, an invalid label or weight, or a
-                split group with a ranking loss.
+            DataError: a batch has other features or tasks than the job, an invalid label or weight, or, with
+                a ranking loss, a split group; or ids of an unweighted feature have weights.
         """
         self._close_stream()
         spec = self._spec
         empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
         batches = make_batches(self._index)
-        own = [*self._checked(batches)] if isinstance(batches, Sequence) else self._checked(batches)
+        checked = self._check_batches(batches)
+        local = [*checked] if isinstance(batches, Sequence) else checked
         num_tasks, has_ranking = len(self._config.task_specs), self._config.has_ranking_loss
-        own_steps = align_batches(own, empty, self._group, self._reducing_device, num_tasks, has_ranking)
-        self._feed.begin(own_steps, steps_before)
+        aligned = align_batches(local, empty, self._group, self._reducing_device, num_tasks, has_ranking)
+        self._feed.begin(aligned, steps_before)
         report = self._train(self._feed, steps_before)
         self._feed.rejoin()
-        names = [feature.name for feature in spec.sparse_features]
-        return replace(report, weighted=tuple(names[k] for k in sorted(self._weighted)))
+        return report
 
-    def _checked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def _check_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         spec, tasks = self._spec, self._config.task_specs
         for number, batch in enumerate(batches):
             try:
                 batch.check(len(spec.dense_features), len(spec.sparse_features), tasks)
                 if self._config.has_ranking_loss:
                     batch.check_groups()
+                for k in BatchIds(batch.sparse_features).weighted_features:
+                    if not spec.sparse_features[k].weighted:
+                        name = spec.sparse_features[k].name
+                        raise DataError(f"ids of {name} have weights; set weighted=True in its FeatureSpec")
             except DataError as error:
                 raise DataError(f"trainer {self._index}, batch {number}: {error}") from error
-            if batch.sparse_features.weights_L is not None:
-                self._weighted |= BatchIds(batch.sparse_features).weighted
             yield batch
 
     def _train(self, inputs: Iterable[StepInput[Batch]], steps_before: int) -> TrainerReport:
@@ -209,7 +202,7 @@ class Trainer:
         outputs: list[Tensor] = []
         labels: list[Tensor] = []
         skipped_steps = 0
-        for step, (batch, micro_batches) in enumerate(inputs, steps_before):
+        for step, (batch, micro_batches, _) in enumerate(inputs, steps_before):
             seed_step(self._config.run.seed, self._index, step, self._devices)
             result = train_step(
                 self._model,
@@ -234,7 +227,7 @@ class Trainer:
         return TrainerReport(losses, outputs_N, labels_N, self._clock.take(), skipped_steps)
 
     def evaluate(self, first_step: int, num_steps: int, steps_before: int) -> Predictions:
-        """Return predictions for this trainer's slice of some steps, at least one, of the test data."""
+        """Return predictions for this trainer's slice of the test data, for at least one step."""
         module = self._model.module.eval()
         parts = []
         clock = StepClock()
@@ -245,12 +238,12 @@ class Trainer:
                 parts.append(Predictions.of(batch, outputs_BO, self._sequences))
         return Predictions.concatenate(parts)
 
-    def num_parameters(self) -> int:
-        """Return the number of parameters of the local dense net."""
-        return self._num_parameters
+    def describe(self) -> tuple[int, str | None]:
+        """Return the number of parameters of the local dense net, and a warning about it, if there is one."""
+        return self._num_parameters, batch_norm_warning(self._model.net, self._config)
 
-    def settle(self) -> None:
-        """See :meth:`Feed.settle`."""
+    def flush(self) -> None:
+        """See :meth:`Feed.flush`."""
         self._feed.flush()
 
     def begin_save(self, name: str | None) -> None:
@@ -259,11 +252,11 @@ class Trainer:
         All trainers that hold a net together are called at the same time.
 
         Args:
-            name: of the file to write; None if this trainer only sends its part of the net to others.
+            name: name of the file to write; None if this trainer only sends its part of the net to others.
         """
-        whole = self._placement.full_state(self._model.net, self._optimizer.optimizer)
+        full = self._placement.full_state(self._model.net, self._optimizer.optimizer)
         if name is not None:
-            self._held = name, pack_dense(*whole)
+            self._held = name, pack_dense(*full)
 
     def write(self, folder: StoragePath) -> Files:
         """Write the held copy into a checkpoint folder, and release it."""
@@ -280,10 +273,6 @@ class Trainer:
         net, state = self._placement.local_state(self._model.net, *stored)
         load_state(self._model.net, net, folder)
         self._optimizer.load(state, folder)
-
-    def batch_norm_warning(self) -> str | None:
-        """See :func:`hybrid.dense.custom_net.batch_norm_warning`."""
-        return batch_norm_warning(self._model.net, self._config)
 
     def record(self, steps: range) -> None:
         """See :meth:`StepClock.record`."""
@@ -304,15 +293,15 @@ class Trainer:
             self._stream.close()
             self._stream = None
 
-    def _sources(self, job: TrainerJob) -> Mapping[int, TableSource]:
-        """Return the source of each worker's rows: the worker, or the aggregated requests of this host."""
-        config, tables = self._config, list(job.remote_tables.values())
+    def _sources(self, remote_tables: dict[int, RemoteTables]) -> Mapping[int, TableSource]:
+        """Return the source of each worker's rows: the worker's stub, or the aggregation of this host."""
+        config, tables = self._config, list(remote_tables.values())
         if not can_aggregate(config) or dist.get_backend(self._group) != "gloo":
-            return job.remote_tables
+            return remote_tables
         timeout_seconds = config.cluster.timeout_seconds
-        memory = SharedMemory.join(self._group, self._index, True, timeout_seconds)
+        memory = SharedSlots.join(self._group, self._index, True, timeout_seconds)
         if memory is None or not saves_work(len(memory.members), len(tables)):
-            return job.remote_tables
+            return remote_tables
         return HostAggregation(memory, tables).sources()
 
     @property

@@ -1,47 +1,46 @@
-"""A job on a cluster, on the master: its objects on other roles, and the calls to them."""
+"""Sessions: a job on a cluster, from the master's side, with prepared data or with batches of the caller."""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar, TypeVarTuple
 
 from hybrid import transport
 from hybrid.batch import Batch
-from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_folders import Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.validation import recorded_steps
+from hybrid.data.batches.batch_loader import check_ranking_losses
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest
-from hybrid.data.dataset.group_order import check_ranking_losses
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.prepare.dataset_location import open_split, source_of
-from hybrid.engine.model_builder import Blueprint
-from hybrid.engine.table_setup import place_tables
+from hybrid.data.prepare.dataset_location import open_split
+from hybrid.engine.model_builder import Blueprint, place_tables
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.input_spec import InputSpec
 from hybrid.metrics import Metrics, Predictions, check_custom_metrics
 from hybrid.primitives.step_timings import Span
-from hybrid.protocol.learning_rate_schedule import Schedule
-from hybrid.protocol.update_rules import Staleness, UpdateRules
+from hybrid.protocol.update_rules import Schedule, Staleness, UpdateRules
 from hybrid.server.barrier import UpdateBarrier
+from hybrid.storage.files import read_text
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, Topology
 from hybrid.user_code.run_signature import signed_toml
 from workers.controller.deployment import (
     BULK_TIMEOUT_SECONDS,
-    NOTHING_COUNTED,
-    Called,
-    Counted,
-    Saving,
+    MAX_FRACTION_FOR_COPIES,
+    NO_COUNTS,
+    HeldCheckpoint,
+    JobObject,
+    StoredCounts,
     deploy,
-    has_memory_for_copies,
     hold,
     load,
+    memory_shortage,
 )
 from workers.controller.remote_trainer import Trainer, TrainerReport
 from workers.step_profile import Profile
@@ -56,9 +55,9 @@ class Session:
 
     Args:
         topology: the roles of the cluster.
-        config: the job.
+        config: the configuration of the job.
         input_spec: the features of a batch.
-        total_steps: of the whole run; learning rates may depend on it.
+        total_steps: number of steps of the run; learning rates may depend on it.
         ids_per_sample: mean number of ids of multi-hot features, for the placement of tables.
         data_folder: a prepared data set; None if the caller gives batches.
 
@@ -66,9 +65,9 @@ class Session:
         HybridError: a worker's host has no memory for its tables.
 
     Attributes:
-        config: the job.
-        warnings: lines for the user, before training.
-        blueprint: of its nets and tables.
+        config: the configuration of the job.
+        warning: a warning to show before training; None if there is none.
+        blueprint: blueprint of the nets and tables.
         placement: the worker of each row.
         recorded: the steps that every role records for [profile], from the start or resume of the run.
         meanwhile: called repeatedly while the session waits for roles.
@@ -82,22 +81,19 @@ class Session:
         total_steps: int,
         *,
         ids_per_sample: Mapping[str, float] = MappingProxyType({}),
-        data_folder: Path | None = None,
+        data_folder: StoragePath | None = None,
     ) -> None:
         self.meanwhile: Callable[[], object] = lambda: None
         self.config = config
         self._data_folder = data_folder
-        self._weighted: set[str] = set()  # features with id weights in batches of the caller
         self._total_steps = total_steps
         self.recorded = recorded_steps(config.profile, 0, total_steps)
-        source = None if data_folder is None else source_of(data_folder)
+        source = None if data_folder is None else str(data_folder.absolute())
         tables, self.placement = place_tables(config, input_spec, ids_per_sample, source)
         self.blueprint = Blueprint(config, input_spec, tables)
-        self.warnings: list[str] = []
         rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
         self._deployed = deploy(topology, self.blueprint, self.placement, rules, source)
-        if warning := self.trainers[0].call(Trainer.batch_norm_warning).wait():
-            self.warnings.append(warning)
+        self._num_parameters, self.warning = self.trainers[0].call(Trainer.describe).wait()
         self._start_recording()
 
     @property
@@ -108,7 +104,6 @@ class Session:
     def describe_model(self) -> tuple[str, str]:
         """Return a line about the dense net and a line about the tables: sizes and learning rates."""
         dense, tables = self.config.dense, self.blueprint.tables
-        parameters = self.trainers[0].call(Trainer.num_parameters).wait()
         remote = " and a remote net on worker 0" if dense.remote_mlp else ""
         rows = sum(table.num_rows for table in tables)
         num_bytes = sum(shard.num_bytes for shard in self.placement.shards)
@@ -116,8 +111,8 @@ class Session:
             f"{t.optimizer.name} with learning rate {t.optimizer.learning_rate:g}": None for t in tables
         }
         return (
-            f"dense net {dense.net}: {parameters:,} parameters{remote}, {dense.optimizer_name} with learning "
-            f"rate {dense.learning_rate:g}",
+            f"dense net {dense.net}: {self._num_parameters:,} parameters{remote}, {dense.optimizer_name} "
+            f"with learning rate {dense.learning_rate:g}",
             f"{len(tables)} embedding table(s): {rows:,} rows, {num_bytes / 2**20:,.1f} MiB with optimizer "
             f"state, {', '.join(optimizers)}",
         )
@@ -130,18 +125,16 @@ class Session:
         Args:
             make_batches: a function of a module that every trainer can import.
         """
-        reports = self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.train_on, make_batches, steps_before)
-        self._weighted |= {name for report in reports for name in report.weighted}
-        return reports
+        return self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.train_on, make_batches, steps_before)
 
     def take_staleness(self, step: int) -> Staleness:
         """Return the staleness of the table updates since the last call.
 
-        In async mode, the updates of all workers count. In other modes all workers have the same updates, and
-        those of one worker count, so that the result does not depend on the number of workers.
+        In async mode, the updates of all workers count. In other modes all workers have the same updates.
+        Then only one worker counts, so that the result does not depend on the number of workers.
 
         Args:
-            step: number of steps taken; outside of async mode, their updates are awaited.
+            step: number of steps taken. Except in async mode, the call waits for the updates of these steps.
         """
         tables = self._deployed.tables.values()
         is_async = self.config.train.update == "async"
@@ -158,12 +151,12 @@ class Session:
         Raises:
             ConfigError: no recorded step was taken.
         """
-        self._deployed.settle(self._meanwhile)
+        self._deployed.flush(self._meanwhile)
         spans: dict[Role, list[Span]] = defaultdict(list)
-        everything = self._deployed.everything
-        taken = transport.gather([each.call(Called.take_spans) for each in everything])
-        for each, its_spans in zip(everything, taken, strict=True):
-            spans[each.role] += its_spans
+        objects = self._deployed.objects
+        responses = transport.gather([each.call(JobObject.take_spans) for each in objects])
+        for each, response in zip(objects, responses, strict=True):
+            spans[each.role] += response
         profile = Profile(spans)
         if not profile.steps:
             rule = "none of these steps has been taken"
@@ -172,17 +165,17 @@ class Session:
 
     def _start_recording(self) -> None:
         if self.recorded:
-            transport.gather([each.call(Called.record, self.recorded) for each in self._deployed.everything])
+            transport.gather([each.call(JobObject.record, self.recorded) for each in self._deployed.objects])
 
     def save(self, folder: StoragePath, step: int, epoch: int, metrics: Metrics | None = None) -> StoragePath:
         """Write a checkpoint after all steps taken: every worker writes its rows, trainer 0 the dense net.
 
-        ``hybrid evaluate`` and ``hybrid predict`` read it. If the caller gives batches, the model reads the
-        numbers of files unchanged, table rows as ids, and weights of features that had id weights.
+        ``hybrid evaluate`` and ``hybrid predict`` read the checkpoint. If the caller gives batches, these
+        commands read the values of files without encoding: numbers as they are, and ids as table rows.
 
         Args:
             step, epoch: number of completed steps and epochs.
-            metrics: of the last evaluation, if there was one.
+            metrics: metrics of the last evaluation, if there was one.
         """
         self.begin_save(folder, step, epoch, metrics, in_background=False).write()
         return folder
@@ -193,38 +186,38 @@ class Session:
         step: int,
         epoch: int,
         metrics: Metrics | None = None,
-        progress: Counted = NOTHING_COUNTED,
+        progress: StoredCounts = NO_COUNTS,
         in_background: bool = True,
-    ) -> Saving:
-        """Begin :meth:`save`: let every role hold its part, as of the steps taken.
+    ) -> HeldCheckpoint:
+        """Begin :meth:`save`: make every role hold its part of the checkpoint after the steps taken.
 
-        It must be written before the next one begins. Training can continue meanwhile if the roles hold
-        copies: if ``in_background``, and workers have memory for copies.
+        A checkpoint must be written before the next one begins. Training can continue during the writing if
+        the roles hold copies.
 
         Args:
             progress: the counts of the run.
+            in_background: whether roles hold copies, if workers have enough memory for copies.
         """
         placement, deployed = self.placement, self._deployed
         values = dict(metrics or {})
         holders = [each.role for each in deployed.tables.values()]
-        is_copied = in_background and has_memory_for_copies(placement, holders)
+        is_copied = in_background and not memory_shortage(placement, holders, MAX_FRACTION_FOR_COPIES)
         writers = hold(deployed, self.config.dense, is_copied, self._meanwhile)
         texts, vocabularies = {CONFIG_FILE: signed_toml(self.config)}, {}
         if (data := self._data_folder) is None:
-            encoder = FeatureEncoder.of_rows(self.blueprint.input_spec, self._weighted)
-            texts[feature_encoder.FILE_NAME] = encoder.text
+            encoder = FeatureEncoder.of_rows(self.blueprint.input_spec)
+            texts[feature_encoder.FILE_NAME] = encoder.to_json()
         else:
-            texts[feature_encoder.FILE_NAME] = (data / feature_encoder.FILE_NAME).read_text(encoding="utf-8")
-            manifest = data / dataset_manifest.FILE_NAME
-            texts[dataset_manifest.COPY_NAME] = manifest.read_text(encoding="utf-8")
-            vocabularies = feature_encoder.vocabularies_of(data)
-        return Saving(
+            texts[feature_encoder.FILE_NAME] = read_text(data / feature_encoder.FILE_NAME)
+            texts[dataset_manifest.COPY_NAME] = read_text(data / dataset_manifest.FILE_NAME)
+            vocabularies = feature_encoder.vocabulary_files(data)
+        return HeldCheckpoint(
             folder,
             Manifest(step, epoch, placement.shapes, {}, values, dict(progress.values)),
             texts,
             progress.reports,
             lambda partial: [
-                w.call(Called.write, partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers
+                w.call(JobObject.write, partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers
             ],
             is_copied,
             vocabularies,
@@ -233,18 +226,15 @@ class Session:
     def load(self, stored: Checkpoint) -> None:
         """Load a checkpoint; CheckpointError if it is of another model."""
         load(self._deployed, self.config.dense, stored)
-        if self._data_folder is None:
-            sparse = FeatureEncoder.load(stored.parts).sparse
-            self._weighted |= {encoding.name for encoding in sparse if encoding.weighted}
         self.recorded = recorded_steps(self.config.profile, stored.manifest.step, self._total_steps)
         self._start_recording()
 
     def close(self) -> None:
         """End the background threads of the other roles."""
-        transport.gather([each.call(Called.close) for each in self._deployed.everything])
+        transport.gather([each.call(JobObject.close) for each in self._deployed.objects])
 
     def _meanwhile(self) -> None:
-        self.meanwhile()  # which may change while a call is waited for
+        self.meanwhile()  # the attribute may change during a wait
 
     def _on_trainers(
         self,
@@ -256,7 +246,7 @@ class Session:
         try:
             return transport.gather(calls, self._meanwhile)
         except ClusterError as error:
-            # Trainers that wait for the failed one stop waiting.
+            # Trainers that wait for the failed trainer stop waiting.
             for each in self._deployed.hosted:
                 each.call_barrier(UpdateBarrier.fail, f"the run has failed: {error}")
             raise
@@ -267,20 +257,20 @@ class DatasetSession(Session):
 
     Attributes:
         steps_per_epoch: number of steps of a pass over all training samples.
-        reports: of the training and the test samples.
+        reports: reports of the training and the test samples.
         has_test_rows: whether there are test samples.
-        best_auc: AUC of the first task that no model can exceed on the test samples; None if it is unknown or
+        best_auc: the best reachable AUC of the first task on the test samples; None if it is unknown or
             metrics are weighted.
         limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
-        total_steps: of the run.
+        total_steps: number of steps of the run.
     """
 
-    def __init__(self, topology: Topology, config: RunConfig, data_folder: Path) -> None:
+    def __init__(self, topology: Topology, config: RunConfig, data_folder: StoragePath) -> None:
         check_custom_metrics(config.all_tasks)
         train = open_split(data_folder, "train", config.data)
         test = open_split(data_folder, "test", config.data)
         if not test.num_samples and config.data.test_fraction:
-            rule = "leaves no test rows; raise it, set it to 0 to train without, or set data.test_path"
+            rule = "leaves no test rows; raise it, set it to 0 for no evaluation, or set data.test_path"
             raise ConfigError("data.test_fraction", rule, config.data.test_fraction)
         check_ranking_losses(config.all_tasks, train, config.train.batch_size)
         self.best_auc = None if config.data.weighted_metrics else test.report.labels[0].best_auc
@@ -314,7 +304,7 @@ class DatasetSession(Session):
         return Predictions.concatenate(parts).metrics(self.config.all_tasks, is_weighted=is_weighted)
 
     def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
-        """Yield the predictions of all trainers for the test set, some steps at a time."""
+        """Yield the predictions of all trainers for the test set, for several steps at a time."""
         for first in range(0, self._test_steps, _EVAL_STEPS_PER_CALL):
             count = min(_EVAL_STEPS_PER_CALL, self._test_steps - first)
             timeout = self._timeout_seconds(count)
@@ -324,14 +314,14 @@ class DatasetSession(Session):
         """Load a checkpoint.
 
         Raises:
-            CheckpointError: it is of another model.
-            DataError: it was trained on other samples; names the changed file.
+            CheckpointError: the checkpoint is of another model.
+            DataError: the checkpoint was trained on other samples; the message names the changed file.
         """
         rule = "continue with that version, or start a new run"
         trained_on = DataManifest.read(stored.parts / dataset_manifest.COPY_NAME, rule)
         assert self._data_folder is not None
-        now = DataManifest.read(self._data_folder / dataset_manifest.FILE_NAME)
-        trained_on.check_same(now, "resume with the same files, or start a new run")
+        current = DataManifest.read(self._data_folder / dataset_manifest.FILE_NAME)
+        trained_on.check_same(current, "resume with the same files, or start a new run")
         super().load(stored)
 
     def _timeout_seconds(self, num_steps: int) -> float:

@@ -5,8 +5,8 @@
     master                                      role on another host
     ──────                                      ────────────────────
     prepared data: checksum of the manifest   ► reads that manifest
-    checkpoints: a file of random bytes in    ► reads it; a role that will write
-      the folder, removed afterwards              there writes and removes a file
+    run folder: a file of random bytes,       ► reads it; a role that will write
+      removed afterwards                          there writes and removes a file
 
 Nothing is checked if all roles see the files of the master's host.
 """
@@ -15,25 +15,23 @@ import hashlib
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid import transport
-from hybrid.checkpoint.checkpoint_manifest import write_errors
+from hybrid.checkpoint.checkpoint_folders import write_errors
 from hybrid.data.dataset.dataset_manifest import FILE_NAME
-from hybrid.data.prepare.dataset_location import source_of
 from hybrid.errors import CheckpointError, DataError, StorageError
 from hybrid.storage import files
-from hybrid.storage.private_files import make_folder
-from hybrid.storage.remote_path import RemotePath, StoragePath, is_url
+from hybrid.storage.remote_path import RemotePath, StoragePath
 from hybrid.topology import Role, RoleKind
 
 _DATA_KEY = "data.cache_folder"
 _PREFIX = ".seen-by-all-"
 _TOKEN_BYTES = 16
-_CHECK_SECONDS = 60.0  # a network file system may be slow
+_SECONDS = 60.0  # a network file system may be slow
 
 
 def filesystem_id() -> str:
@@ -43,7 +41,7 @@ def filesystem_id() -> str:
 
 
 class FolderCheck:
-    """Created on a role, it reads a file that the master sees.
+    """A check on a role: it reads a file that the master sees, and compares the content.
 
     Args:
         key: the configuration key of the folder.
@@ -77,7 +75,7 @@ class FolderCheck:
 
 @dataclass(frozen=True, slots=True)
 class SharedFolders:
-    """The folders that all roles share.
+    """Checks of the folders that all roles share.
 
     Attributes:
         remote_roles: roles on other hosts, or with other mounts, than the master.
@@ -85,70 +83,54 @@ class SharedFolders:
 
     remote_roles: Sequence[Role]
 
-    def check_data(self, folder: Path) -> None:
+    def check_data(self, folder: StoragePath) -> None:
         """Check that all trainers see the master's prepared data; a store is visible to all.
 
         Raises:
-            RemoteError: a trainer does not; names both hosts, the folder and the remedy.
+            RemoteError: a trainer sees other data; the message names both hosts, the folder and the remedy.
         """
         trainers = [role for role in self.remote_roles if role.kind is RoleKind.TRAINER]
-        if trainers and not is_url(source_of(folder)):
+        if trainers and not isinstance(folder, RemotePath):
             manifest = folder.absolute() / FILE_NAME
             _check(_DATA_KEY, manifest, manifest.read_bytes(), dict.fromkeys(trainers, False))
 
-    def check_checkpoints(self, folder: StoragePath) -> None:
-        """Check that all roles see the folder of the run's checkpoints, and that writers can write there.
+    def check_run(self, run: StoragePath) -> None:
+        """Check that all roles see the run folder, and that roles that write checkpoints can write there.
 
         Raises:
-            CheckpointError: the master cannot write there.
-            RemoteError: another role cannot.
+            CheckpointError: the master cannot write into the folder.
+            RemoteError: another role cannot see the folder, or cannot write into it.
         """
-        if self.remote_roles:
-            content = secrets.token_hex(_TOKEN_BYTES)
-            # Workers and at least the first trainer write a part of each checkpoint.
-            writes = {role: role.kind is RoleKind.WORKER or role.index == 0 for role in self.remote_roles}
-            with _temporary_file(folder.absolute() / f"{_PREFIX}{content}", content.encode()) as file:
-                _check("run.folder", file, content.encode(), writes)
+        if not self.remote_roles:
+            return
+        content = secrets.token_hex(_TOKEN_BYTES)
+        file = run.absolute() / f"{_PREFIX}{content}"
+        # Workers and at least the first trainer write a part of each checkpoint.
+        writes = {role: role.kind is RoleKind.WORKER or role.index == 0 for role in self.remote_roles}
+        with write_errors(file):
+            files.write_bytes(file, content.encode())
+        try:
+            _check("run.folder", file, content.encode(), writes)
+        finally:
+            with suppress(OSError, StorageError):  # the error of the check is more useful
+                files.remove(file)
 
 
 def _check(key: str, file: StoragePath, content: bytes, writes: Mapping[Role, bool]) -> None:
-    """Check a file on all roles, and wait for all before the first error, since the file is removed then."""
+    """Check a file on all roles, and raise the first error.
+
+    All checks have ended before the error is raised, because the caller then removes the file.
+    """
     master, digest = socket.gethostname(), hashlib.sha256(content).hexdigest()
+    checks = [
+        transport.create(role, FolderCheck, key, file, digest, will_write, master, timeout_seconds=_SECONDS)
+        for role, will_write in writes.items()
+    ]
     errors = []
-    checks = []
-    for role, will_write in writes.items():
-        what = key, file, digest, will_write, master
-        checks.append(transport.create(role, FolderCheck, *what, timeout_seconds=_CHECK_SECONDS))
     for check in checks:
         try:
             check.wait()
-        except (transport.RemoteError, transport.RejectedCallError, transport.LostError) as error:
+        except (transport.RemoteError, transport.LostError) as error:
             errors.append(error)
     if errors:
         raise errors[0]
-
-
-@contextmanager
-def _temporary_file(path: StoragePath, content: bytes) -> Iterator[StoragePath]:
-    """Create a file for this block, and its folder if it is missing."""
-    missing: list[Path] = []
-    if not isinstance(path, RemotePath):  # stores have no folders
-        missing = [each for each in path.parents if not each.exists()]
-        with write_errors(path.parent):
-            make_folder(path.parent)
-    try:
-        try:
-            files.write_bytes(path, content)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
-        try:
-            yield path
-        except BaseException:
-            with suppress(OSError, StorageError):  # the first error says more
-                files.remove(path)
-            raise
-        files.remove(path)
-    finally:
-        with suppress(OSError):  # another process has put something there
-            for each in missing:
-                each.rmdir()

@@ -1,6 +1,5 @@
-"""The jobs of a master: train, compare, or run user code.
+"""The jobs of a master that train and compare; ``workers.controller.user_code_jobs`` has the others.
 
-Begin with ``training_job``. ``checkpoint_schedule`` decides when a checkpoint is due and which are kept,
-``run_counters`` counts what a checkpoint must restore. ``comparison`` trains twice and measures the
-difference. ``user_code_jobs`` run a script or a function.
+Begin with ``training_job``. ``checkpoint_schedule`` decides when a checkpoint is due, and which are kept, and
+has the counts that a checkpoint restores. ``comparison`` trains twice and measures the difference.
 """

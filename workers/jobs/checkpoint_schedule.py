@@ -1,28 +1,166 @@
-"""The checkpoints of a run: when they are due, how they are written, and which are kept."""
+"""The checkpoints of a run: the counts that they restore, when they are due, and which are kept."""
+
+from __future__ import annotations
 
 import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_manifest import BEST, MANIFEST_FILE, OWES_EVALUATION, Best, Manifest
-from hybrid.config import CheckpointSection
+from hybrid.checkpoint.checkpoint_folders import BEST, MANIFEST_FILE, OWES_EVALUATION, Best, Manifest
+from hybrid.config import CheckpointSection, TaskSection
 from hybrid.config.task_sections import is_lower_better
 from hybrid.errors import CheckpointError, StorageError
-from hybrid.metrics import Metrics
-from workers.controller.deployment import Saving
+from hybrid.metrics import Metrics, score
+from hybrid.protocol.update_rules import Staleness
+from workers.controller.deployment import HeldCheckpoint, StoredCounts
+from workers.controller.remote_trainer import TrainerReport
 from workers.controller.session import Session
-from workers.jobs.run_counters import Tally
 from workers.run_folder.run_files import RunFolder
 
 _POLL_SECONDS = 0.05
 _WRITE_ERRORS = (CheckpointError, StorageError)  # a store may refuse even a listing
+
+
+class _Report(NamedTuple):
+    """A trainer's summand of the loss of each step, and the outputs and labels of its samples."""
+
+    losses: Tensor
+    outputs: Tensor
+    labels: Tensor
+
+
+@dataclass
+class Interval:
+    """The steps since the last log step.
+
+    Attributes:
+        num_steps: number of steps.
+        seconds: time of the trainers for these steps.
+        phase_seconds: time by phase, mean over the trainers; in a resumed run, since the resume.
+        staleness: staleness of the table updates; None in sync mode.
+        reports: reports of each trainer, one per call.
+    """
+
+    num_steps: int = 0
+    seconds: float = 0.0
+    phase_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    staleness: Staleness | None = None
+    reports: dict[int, list[_Report]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, reports: Sequence[TrainerReport], seconds: float) -> None:
+        """Add further steps."""
+        self.num_steps += len(reports[0].losses)
+        self.seconds += seconds
+        for trainer, report in enumerate(reports):
+            losses = torch.tensor(report.losses, dtype=torch.float64)
+            self.reports[trainer].append(_Report(losses, report.outputs, report.labels))
+            for phase, phase_seconds in report.phase_seconds.items():
+                self.phase_seconds[phase] += phase_seconds / len(reports)
+
+    @property
+    def _merged(self) -> _Report:
+        """The reports of all trainers as one, in the order of their ranks."""
+        return _concatenate(_concatenate(self.reports[trainer]) for trainer in sorted(self.reports))
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of all trainers."""
+        return len(self._merged.labels)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the steps."""
+        return math.fsum(self._merged.losses.tolist()) / self.num_steps
+
+    def score(self, task: TaskSection) -> float:
+        """Return the score of the first task over all samples, from predictions before each step's update."""
+        _, outputs_N, labels_N = self._merged
+        has_label_N = ~labels_N.isnan()
+        return score(task, outputs_N[has_label_N], labels_N[has_label_N])
+
+
+def _concatenate(reports: Iterable[_Report]) -> _Report:
+    return _Report(*map(torch.cat, zip(*reports, strict=True)))
+
+
+@dataclass
+class Tally:
+    """The counts of a run.
+
+    Attributes:
+        samples: number of training samples.
+        seconds: time of the trainers for these samples.
+        skipped_steps: see :class:`workers.controller.remote_trainer.TrainerReport`.
+        interval: the steps since the last log step.
+    """
+
+    samples: int = 0
+    seconds: float = 0.0
+    skipped_steps: int = 0
+    interval: Interval = field(default_factory=Interval)
+
+    def add(self, reports: Sequence[TrainerReport], seconds: float) -> None:
+        """Add further steps."""
+        self.samples += sum(len(report.labels) for report in reports)
+        self.seconds += seconds
+        self.skipped_steps += reports[0].skipped_steps  # the same on every trainer
+        self.interval.add(reports, seconds)
+
+    def count_staleness(self, session: Session, step: int) -> None:
+        """Add the staleness of all updates before ``step``, the next step, to ``interval.staleness``.
+
+        The call may wait for the last updates. Make it before each use of the value, not at each :meth:`add`.
+        """
+        if session.config.train.update != "sync":
+            staleness = self.interval.staleness or Staleness()
+            self.interval.staleness = staleness + session.take_staleness(step)
+
+    def pack(self) -> StoredCounts:
+        """Return the counts as a checkpoint stores them."""
+        values = {
+            "samples": self.samples,
+            "seconds": self.seconds,
+            "skipped_steps": self.skipped_steps,
+            "interval_num_steps": self.interval.num_steps,
+            "interval_seconds": self.interval.seconds,
+            "interval_staleness": self.interval.staleness and dataclasses.astuple(self.interval.staleness),
+        }
+        tensors: dict[str, Tensor] = {}
+        for trainer, reports in self.interval.reports.items():
+            packed = _concatenate(reports)._asdict()
+            tensors |= {f"{name}.{trainer}": tensor for name, tensor in packed.items()}
+        return StoredCounts(values, tensors)
+
+    @classmethod
+    def unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tally:
+        """Return the counts that :meth:`pack` has stored; new ones without ``values``.
+
+        Raises:
+            CheckpointError: another version has stored the counts.
+        """
+        if not values:
+            return cls()
+        try:
+            staleness = values["interval_staleness"]
+            interval = Interval(values["interval_num_steps"], values["interval_seconds"])
+            interval.staleness = staleness and Staleness(*staleness)
+            for trainer in range(len(tensors) // len(_Report._fields)):
+                interval.reports[trainer] = [_Report(*(tensors[f"{n}.{trainer}"] for n in _Report._fields))]
+            return cls(values["samples"], values["seconds"], values["skipped_steps"], interval)
+        except (KeyError, TypeError) as error:
+            rule = "resume it with the version of hybrid that wrote it, or start a new run"
+            raise CheckpointError(f"another version wrote the counts in the checkpoint: {rule}") from error
 
 
 class Moment(NamedTuple):
@@ -30,7 +168,7 @@ class Moment(NamedTuple):
 
     Attributes:
         step, epoch: number of completed steps and epochs.
-        metrics: of the last evaluation, if there was one.
+        metrics: metrics of the last evaluation, if there was one.
         tally: the counts of the run.
         owes_evaluation: whether an evaluation of this step is due and not done.
     """
@@ -42,33 +180,32 @@ class Moment(NamedTuple):
     owes_evaluation: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingCheckpoint:
+class _PendingCheckpoint(NamedTuple):
     """A checkpoint that is being written.
 
     Attributes:
         best: the best evaluation, once this checkpoint is complete.
         seconds_stopped: how long training has waited for it.
-        written: the seconds and the bytes that were written, and why old checkpoints could not be removed.
+        written: the writing time in seconds and the number of bytes, once the checkpoint is complete.
     """
 
     step: int
     best: Best | None
     seconds_stopped: float
-    written: Future[tuple[float, int, str]]
+    written: Future[tuple[float, int]]
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run while it trains; at most one is being written at a time.
+    """The checkpoints of a run, written while it trains; at most one is being written at a time.
 
-    A checkpoint that cannot be written is reported and skipped; the next one is tried when it is due. Only
-    the last checkpoint of a run must succeed.
+    If a checkpoint cannot be written, a warning is shown and training continues. Only the last checkpoint of
+    a run must succeed.
 
     Args:
         session: the job to save.
         run: folder for checkpoints and their log entries.
-        section: when checkpoints are due, how many are kept, and by which metric the best.
-        warn: called with each line for the user.
+        section: configuration: when checkpoints are due, how many are kept, and the metric of the best.
+        warn: called with each warning, also by the thread that writes.
         progress: the progress in the checkpoint of a resumed run; empty for a new run.
 
     Attributes:
@@ -97,7 +234,7 @@ class Checkpoints:
 
     @property
     def expected_best(self) -> Best | None:
-        """``best`` after the pending checkpoint is written."""
+        """The value of ``best`` after the pending checkpoint is written."""
         return self._pending.best if self._pending else self.best
 
     def steps_to_next(self, step: int) -> float:
@@ -112,7 +249,7 @@ class Checkpoints:
             is_evaluated: whether ``now.metrics`` belong to this step.
         """
         expected = self.expected_best
-        is_best = is_evaluated and self._better(now, expected) != expected
+        is_best = is_evaluated and self._choose_best(now, expected) != expected
         steps, minutes = self._section.every_steps, self._section.every_minutes
         is_due = steps and now.step % steps == 0
         is_due = is_due or (minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes)
@@ -120,8 +257,8 @@ class Checkpoints:
             start = time.perf_counter()
             self.finish()
             self._begun_at = time.monotonic()
-            best = self._better(now, self.best) if is_evaluated else self.best
-            with self._warning_of_failure(now.step):
+            best = self._choose_best(now, self.best) if is_evaluated else self.best
+            with self._warn_on_failure(now.step):
                 if self._exists(now):
                     self._add_evaluation(now, best)
                 else:
@@ -136,51 +273,44 @@ class Checkpoints:
         """Wait for the pending checkpoint, which is removed if it fails; return whether there was one."""
         if self._pending is None:
             return False
-        with self._warning_of_failure(self._pending.step):
+        with self._warn_on_failure(self._pending.step):
             self._end()
         return True
 
     def write_last(self, now: Moment, is_stopped: bool = False) -> None:
-        """Write the last checkpoint of a run that ends, or was asked to stop, unless it exists.
+        """Write the last checkpoint of a run that ends, or was requested to stop, unless it exists.
 
         Raises:
-            CheckpointError: it cannot be written; the message names the run's last checkpoint.
+            CheckpointError: the checkpoint cannot be written.
         """
         self.finish()
-        best = self.best if is_stopped else self._better(now, self.best)
+        best = self.best if is_stopped else self._choose_best(now, self.best)
         try:
-            if self._exists(now):  # it was due at this step, or the run was stopped here before
+            if self._exists(now):  # the checkpoint was due at this step, or the run was stopped here before
                 self._add_evaluation(now, best)
             else:
                 self._begin(now, best, time.perf_counter(), in_background=False)
                 self._end()
         except _WRITE_ERRORS as error:
-            why = "the run was asked to stop" if is_stopped else "the run is at its end"
-            try:
-                before = checkpoint_folders.list_checkpoints(self._run.checkpoint_root)
-                state = f"only its state at {before[0].name} is saved" if before else "nothing of it is saved"
-            except StorageError:  # as in the error that is raised
-                state = "its saved checkpoints cannot be listed now"
-            raise CheckpointError(f"{error}; {why}, and {state}") from error
+            raise CheckpointError(f"{error}; the last state of the run is not saved") from error
 
     @contextmanager
-    def _warning_of_failure(self, step: int) -> Iterator[None]:
+    def _warn_on_failure(self, step: int) -> Iterator[None]:
         try:
             yield
         except _WRITE_ERRORS as error:
             self._warn(f"no checkpoint of step {step}: {error}; training continues")
 
     def _add_evaluation(self, now: Moment, best: Best | None) -> None:
-        """Add the evaluation to the checkpoint of this step, written by a run that stopped before it."""
+        """Add the evaluation to the checkpoint of this step, if a stopped run wrote it without evaluation."""
         folder = checkpoint_folders.step_folder(self._run.checkpoint_root, now.step)
-        there = Manifest.read(folder / MANIFEST_FILE)
-        if there.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
+        manifest = Manifest.read(folder / MANIFEST_FILE)
+        if manifest.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
             self._run.sync()
             metrics = dict(now.metrics or {})
-            progress = {**there.progress, BEST: best, OWES_EVALUATION: False}
-            dataclasses.replace(there, metrics=metrics, progress=progress).write(folder)
-            if trouble := self._prune(best):
-                self._warn(trouble)
+            progress = {**manifest.progress, BEST: best, OWES_EVALUATION: False}
+            dataclasses.replace(manifest, metrics=metrics, progress=progress).write(folder)
+            self._prune(best)
         self.best = best
 
     def _exists(self, now: Moment) -> bool:
@@ -189,14 +319,14 @@ class Checkpoints:
         ) in checkpoint_folders.list_checkpoints(self._run.checkpoint_root)
 
     def _begin(self, now: Moment, best: Best | None, start: float, in_background: bool) -> None:
-        """Let every role hold its part, and begin to write; training has waited since ``start``."""
+        """Make every role hold its rows and nets, and begin to write; training has waited since ``start``."""
         now.tally.count_staleness(self._session, now.step)
         packed = now.tally.pack()
-        more = {BEST: best, OWES_EVALUATION: now.owes_evaluation}
-        progress = packed._replace(values={**packed.values, **more})
+        evaluation = {BEST: best, OWES_EVALUATION: now.owes_evaluation}
+        progress = packed._replace(values={**packed.values, **evaluation})
         folder = checkpoint_folders.step_folder(self._run.checkpoint_root, now.step)
         saving = self._session.begin_save(folder, now.step, now.epoch, now.metrics, progress, in_background)
-        written: Future[tuple[float, int, str]] = Future()
+        written: Future[tuple[float, int]] = Future()
         # A daemon thread does not keep a failed process alive.
         threading.Thread(
             target=self._write, args=(saving, best, written), name="checkpoint", daemon=True
@@ -208,41 +338,37 @@ class Checkpoints:
                 self._warn("no memory for copies of the tables: training waits while checkpoints are written")
         self._pending = _PendingCheckpoint(now.step, best, time.perf_counter() - start, written)
 
-    def _write(self, saving: Saving, best: Best | None, written: Future[tuple[float, int, str]]) -> None:
+    def _write(self, saving: HeldCheckpoint, best: Best | None, written: Future[tuple[float, int]]) -> None:
         start = time.perf_counter()
         try:
             self._run.sync()
-            sealed = saving.write()
+            files = saving.write().files
             seconds = time.perf_counter() - start
-            trouble = self._prune(best)
-            num_bytes = sum(size for size, _ in sealed.files.values())
-            written.set_result((seconds, num_bytes, trouble))
-        except BaseException as error:  # raised by finish
+            self._prune(best)
+            written.set_result((seconds, sum(size for size, _ in files.values())))
+        except BaseException as error:  # finish and write_last raise it
             written.set_exception(error)
 
-    def _prune(self, best: Best | None) -> str:
+    def _prune(self, best: Best | None) -> None:
         try:
             checkpoint_folders.prune(self._run.checkpoint_root, self._section.keep_last, best and best.step)
         except _WRITE_ERRORS as error:
-            return f"an old checkpoint could not be removed: {error}"
-        return ""
+            self._warn(f"an old checkpoint could not be removed: {error}")
 
     def _end(self) -> None:
+        """Wait for the pending checkpoint, and log it; raise its error."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
         self._await(pending.written)
-        seconds, num_bytes, trouble = pending.written.result()
+        self._run.log_checkpoint(pending.step, pending.seconds_stopped, *pending.written.result())
         self.best = pending.best
-        self._run.log_checkpoint(pending.step, pending.seconds_stopped, seconds, num_bytes)
-        if trouble:
-            self._warn(trouble)
 
-    def _await(self, written: Future[tuple[float, int, str]]) -> None:
+    def _await(self, written: Future[tuple[float, int]]) -> None:
         while not wait([written], _POLL_SECONDS).done:
             self._session.meanwhile()
 
-    def _better(self, now: Moment, best: Best | None) -> Best | None:
-        """Return the better one of the current evaluation and ``best``."""
+    def _choose_best(self, now: Moment, best: Best | None) -> Best | None:
+        """Return the current evaluation if it is better than ``best``, else ``best``."""
         metric = self._section.keep_best
         if metric == "none" or now.metrics is None:
             return best

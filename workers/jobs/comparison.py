@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from rich.table import Table
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hybrid import transport
 from hybrid.batch import Batch
-from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, REMOTE_FILE, shard_file
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.config import RunConfig
@@ -28,16 +28,17 @@ from hybrid.data.prepare.dataset_location import open_split
 from hybrid.errors import HybridError
 from hybrid.metrics import Predictions
 from hybrid.reference.reference_training import Reference
+from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
 from workers.console.terminal import TerminalView
 from workers.controller.remote_trainer import Trainer
 from workers.controller.session import DatasetSession, Session
 from workers.controller.shared_folders import SharedFolders
-from workers.controller.trainer_script import run_script
+from workers.controller.user_code_jobs import run_script
 from workers.exit_codes import ExitCode
 
-# Relative and absolute. Rounding is 1e-16 in float64, but an optimizer that divides by the gradient norm
-# multiplies it by rate / eps if the exact gradient is zero: by 5e6 for the default tables.
+# Relative and absolute tolerance. A rounding error is about 1e-16 in float64. If the exact gradient is zero,
+# an optimizer that divides by the gradient's size multiplies the error by rate / eps: 5e6 for default tables.
 TOLERANCES = {"float64": (1e-7, 1e-8), "float32": (1e-5, 1e-6)}
 VALUE = "value"
 
@@ -64,37 +65,38 @@ class Difference:
     """The difference of two tensors that should be equal.
 
     Attributes:
-        part: name of the tensor.
+        name: name of the tensor.
         largest: largest absolute difference.
         ratio: largest difference as a fraction of the tolerance.
     """
 
-    part: TensorName
+    name: TensorName
     largest: float
     ratio: float
 
     @classmethod
-    def between(cls, part: TensorName, ours: Tensor, expected: Tensor) -> Difference:
+    def between(cls, name: TensorName, actual: Tensor, expected: Tensor) -> Difference:
+        """Compare two tensors of one shape; a NaN on either side is an infinite difference."""
         if not expected.numel():
-            return cls(part, 0.0, 0.0)
-        apart = (ours.double() - expected.double()).abs().nan_to_num(torch.inf)
+            return cls(name, 0.0, 0.0)
+        distance = (actual.double() - expected.double()).abs().nan_to_num(torch.inf)
         if not expected.is_floating_point():  # such as the step count of a batch normalization
-            return cls(part, apart.max().item(), torch.inf if apart.any() else 0.0)
+            return cls(name, distance.max().item(), torch.inf if distance.any() else 0.0)
         relative, absolute = TOLERANCES["float64" if expected.dtype == torch.float64 else "float32"]
-        allowed = absolute + relative * expected.double().abs()
-        return cls(part, apart.max().item(), (apart / allowed).max().item())
+        tolerance = absolute + relative * expected.double().abs()
+        return cls(name, distance.max().item(), (distance / tolerance).max().item())
 
 
 def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence[str] = ()) -> Snapshot:
-    """Return the rows, the nets of all trainers, the remote net, and the optimizer state of a cluster.
+    """Return the tables, the nets of all trainers, the remote net, and the optimizer state of a cluster.
 
     Args:
-        names, remote_names: of the parameters of the dense net and of the remote net, in order; without
-            names, only the tables are returned.
+        names, remote_names: names of the parameters of the dense net and of the remote net, in order. A net
+            without names is left out.
     """
     with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
         stored = Checkpoint.open(session.save(Path(scratch) / "all", 0, 0))
-        found = stored_tables(stored)
+        tensors = stored_tables(stored)
         if names:
             folders = [Path(scratch) / str(index) for index in range(len(session.trainers))]
             transport.gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
@@ -103,68 +105,64 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
             )
             for index, folder in enumerate(folders):
                 packed = Checkpoint(folder, stored.manifest).tensors(DENSE_FILE)
-                found |= _net(f"trainer {index}", packed, names)
+                tensors |= _net(f"trainer {index}: ", packed, names)
         if remote_names:
-            found |= _net("remote net", stored.tensors(REMOTE_FILE), remote_names)
-        return found
+            tensors |= _net("remote net: ", stored.tensors(REMOTE_FILE), remote_names)
+        return tensors
 
 
 def stored_tables(stored: Checkpoint) -> Snapshot:
     """Return the full tables of a checkpoint, and their optimizer state."""
-    found: Snapshot = {}
+    tensors: Snapshot = {}
     for table, (num_rows, _, count) in stored.manifest.tables.items():
         for index in range(count):
             for kind, rows in stored.tensors(shard_file(table, index, count)).items():
-                part = TensorName(f"table {table}", VALUE if kind == "weight" else kind)
-                whole = found.setdefault(part, rows.new_empty(num_rows, *rows.shape[1:]))
-                whole[index::count] = rows
-    return found
+                name = TensorName(f"table {table}", VALUE if kind == "weight" else kind)
+                full = tensors.setdefault(name, rows.new_empty(num_rows, *rows.shape[1:]))
+                full[index::count] = rows
+    return tensors
 
 
-def _net(owner: str, packed: Mapping[str, Tensor], names: Sequence[str]) -> Snapshot:
+def _net(prefix: str, packed: Mapping[str, Tensor], names: Sequence[str]) -> Snapshot:
     net, states = unpack_dense(packed)
-    return _named(f"{owner}: ", net, {names[index]: state for index, state in states.items()})
+    return _named(prefix, net, {names[index]: state for index, state in states.items()})
 
 
-def _named(prefix: str, values: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> Snapshot:
+def _named(prefix: str, values: Mapping[str, Tensor], states: Mapping[Any, Mapping[str, Any]]) -> Snapshot:
     """Return parameters and their optimizer state under the names of a snapshot."""
-    found = {TensorName(f"{prefix}{name}"): tensor for name, tensor in values.items()}
+    tensors = {TensorName(f"{prefix}{name}"): tensor for name, tensor in values.items()}
     for name, state in states.items():
-        found |= {TensorName(f"{prefix}{name}", kind): tensor for kind, tensor in state.items()}
-    return found
+        for kind, value in state.items():
+            if value is not None:
+                tensors[TensorName(f"{prefix}{name}", kind)] = torch.as_tensor(value)
+    return tensors
 
 
 def reference_snapshot(reference: Reference) -> Snapshot:
     """Return the tensors of one process, under the same names as :func:`snapshot`."""
-    found: Snapshot = {}
-    for table, rows_RD in reference.tables.items():
-        found |= _named("table ", {table: rows_RD}, {table: reference.table_states[table]})
+    tensors = _named("table ", reference.tables, reference.table_states)
     nets: dict[str, nn.Module] = {f"trainer {index}": net for index, net in enumerate(reference.nets)}
     if reference.remote_net is not None:
         nets["remote net"] = reference.remote_net
     for owner, net in nets.items():
-        states = {
-            name: {kind: torch.as_tensor(value) for kind, value in state.items() if value is not None}
-            for name, state in reference.dense_state(net).items()
-        }
-        found |= _named(f"{owner}: ", net.state_dict(), states)
-    return found
+        tensors |= _named(f"{owner}: ", net.state_dict(), reference.dense_state(net))
+    return tensors
 
 
-def differences(ours: Snapshot, expected: Snapshot) -> list[Difference]:
+def differences(actual: Snapshot, expected: Snapshot) -> list[Difference]:
     """Return the difference of each tensor, in the order of ``expected``.
 
     Raises:
         DifferenceError: one side lacks a tensor.
     """
-    if ours.keys() != expected.keys():
-        alone = min(ours.keys() ^ expected.keys())
-        raise DifferenceError(f"{alone} exists on one side only")
-    return [Difference.between(part, ours[part], expected[part]) for part in expected]
+    if actual.keys() != expected.keys():
+        unmatched = min(actual.keys() ^ expected.keys())
+        raise DifferenceError(f"{unmatched} exists only on the cluster, or only in one process")
+    return [Difference.between(name, actual[name], expected[name]) for name in expected]
 
 
 class Comparison:
-    """Trains the first steps of a run twice.
+    """A job that trains the first steps of a run twice: on the cluster, and in one process.
 
     Args:
         steps: number of steps, at most those of the run.
@@ -177,7 +175,7 @@ class Comparison:
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
 
     def run(
-        self, topology: Topology, data: Callable[[], Path], view: TerminalView, folders: SharedFolders
+        self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView, folders: SharedFolders
     ) -> ExitCode:
         """Train on the cluster, then in this process, and print the differences.
 
@@ -188,8 +186,8 @@ class Comparison:
         folders.check_data(data_folder)
         view.status("placing tables and building nets")
         session = DatasetSession(topology, self._config, data_folder)
-        for line in session.warnings:
-            view.warn(line)
+        if session.warning:
+            view.warn(session.warning)
         blueprint = session.blueprint
         start = snapshot(session)
         rows = {table.name: start[TensorName(f"table {table.name}")] for table in blueprint.tables}
@@ -208,14 +206,14 @@ class Comparison:
         # Epoch, first step in it, number of steps, steps before.
         per_epoch = session.steps_per_epoch
         runs = [
-            (before // per_epoch, 0, min(per_epoch, steps - before), before)
-            for before in range(0, steps, per_epoch)
+            (steps_before // per_epoch, 0, min(per_epoch, steps - steps_before), steps_before)
+            for steps_before in range(0, steps, per_epoch)
         ]
         losses: list[float] = []
         for run in runs:
             reports = session.train(*run)
-            losses += [sum(parts) for parts in zip(*(report.losses for report in reports), strict=True)]
-        ours = snapshot(session, *reference.parameter_names)
+            losses += [sum(summands) for summands in zip(*(report.losses for report in reports), strict=True)]
+        actual = snapshot(session, *reference.parameter_names)
         metrics = session.evaluate(steps) if session.has_test_rows else None
         session.close()
         self.doing = "while training in one process"
@@ -225,7 +223,7 @@ class Comparison:
         for epoch, _, count, _ in runs:
             reference.see_all_updates()
             expected_losses += [reference.step(each) for each in _slices(self._config, dataset, epoch, count)]
-        ours[TensorName("loss of every step")] = torch.tensor(losses, dtype=self._dtype)
+        actual[TensorName("loss of every step")] = torch.tensor(losses, dtype=self._dtype)
         expected = reference_snapshot(reference)
         expected[TensorName("loss of every step")] = torch.tensor(expected_losses, dtype=self._dtype)
         evaluated = []
@@ -235,56 +233,62 @@ class Comparison:
                 open_split(data_folder, "test", section), batch_size=self._config.train.batch_size
             )
             with test.batches(0) as batches:
-                parts = [Predictions.of(b, reference.outputs(b), blueprint.sequences) for b in batches]
-            alone = Predictions.concatenate(parts).metrics(tasks, is_weighted=section.weighted_metrics)
-            scores = [metric_name(tasks, name, task.score) for name, task in tasks.items()]
+                predictions = [Predictions.of(b, reference.outputs(b), blueprint.sequences) for b in batches]
+            single = Predictions.concatenate(predictions).metrics(tasks, is_weighted=section.weighted_metrics)
+            scores = [metric_name(tasks, name, task.main_metric) for name, task in tasks.items()]
             evaluated = [
-                f"test {metric_title(name)}: cluster {metrics[name]:.6f}, one process {alone[name]:.6f}"
+                f"test {metric_title(name)}: cluster {metrics[name]:.6f}, one process {single[name]:.6f}"
                 for name in scores
             ]
-        judge(view, differences(ours, expected), self._config.train.dtype, evaluated)
+        judge(view, differences(actual, expected), self._config.train.dtype, evaluated)
         return ExitCode.DONE
 
 
-def judge(view: TerminalView, found: Sequence[Difference], dtype: str, metrics: Sequence[str] = ()) -> None:
+def judge(
+    view: TerminalView, compared: Sequence[Difference], dtype: str, metrics: Sequence[str] = ()
+) -> None:
     """Print the differences and the lines of ``metrics``.
 
     Raises:
         DifferenceError: a tensor differs by more than rounding in ``dtype``.
     """
-    same = sum(each.largest == 0 for each in found)
-    view.show(comparison_table(found), *metrics, f"{same} of {len(found)} tensors are the same bit for bit")
+    num_same = sum(each.largest == 0 for each in compared)
+    equal = f"{num_same} of {len(compared)} tensors are the same bit for bit"
+    view.show(comparison_table(compared), *metrics, equal)
     relative, absolute = TOLERANCES[dtype]
-    apart = [each for each in found if each.ratio > 1]
-    if not apart:
+    failed = [each for each in compared if each.ratio > 1]
+    if not failed:
         return
-    farthest = max(apart, key=lambda each: each.ratio)
+    worst = max(failed, key=lambda each: each.ratio)
     message = (
-        f"{len(apart)} of {len(found)} tensors differ by more than the tolerance, {absolute:g} + "
-        f"{relative:g} of the value; the farthest is {farthest.part}, by {farthest.largest:.2g}"
+        f"{len(failed)} of {len(compared)} tensors differ by more than the tolerance, {absolute:g} + "
+        f"{relative:g} of the value. Relative to the tolerance, {worst.name} differs most, by "
+        f"{worst.largest:.2g}"
     )
     if dtype == "float32":
         message += (
             ". In float32, rounding alone can exceed the tolerance, because Adagrad and Adam divide a "
-            "gradient by its own size. Compare in float64 before you look for a mistake: --dtype float64"
+            "gradient by its own size. Compare in float64 before you look for a mistake: --dtype float64, "
+            "and for a script its module and inputs in float64 (.double())"
         )
     raise DifferenceError(message)
 
 
-def comparison_table(found: Sequence[Difference]) -> Table:
+def comparison_table(compared: Sequence[Difference]) -> Table:
     """Return a table with the differences of each parameter and its optimizer state, the largest last."""
     by_parameter: dict[str, list[Difference]] = {}
-    for each in found:
-        by_parameter.setdefault(each.part.parameter, []).append(each)
+    for each in sorted(compared, key=lambda each: each.ratio):
+        # The differences are in ascending order: the largest one of a parameter decides the row's position.
+        by_parameter[each.name.parameter] = [*by_parameter.pop(each.name.parameter, []), each]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("largest difference of", no_wrap=True)
     for heading in ("value", "optimizer state", "of tolerance"):
         table.add_column(heading, justify="right")
-    for parameter, members in sorted(by_parameter.items(), key=lambda item: _farthest(item[1])):
-        value = max((m.largest for m in members if m.part.kind == VALUE), default=0.0)
-        state = max((m.largest for m in members if m.part.kind != VALUE), default=0.0)
+    for parameter, members in by_parameter.items():
+        value = max((m.largest for m in members if m.name.kind == VALUE), default=0.0)
+        state = max((m.largest for m in members if m.name.kind != VALUE), default=0.0)
         cells = [f"{number:.1e}" if number else "none" for number in (value, state)]
-        ratio = _farthest(members)
+        ratio = members[-1].ratio
         if ratio <= 1:
             table.add_row(parameter, *cells, f"{ratio:.2%}" if ratio else "")
         else:
@@ -293,29 +297,25 @@ def comparison_table(found: Sequence[Difference]) -> Table:
     return table
 
 
-def _farthest(members: Sequence[Difference]) -> float:
-    return max(member.ratio for member in members)
-
-
 def _slices(
     config: RunConfig, dataset: PreparedDataset, epoch: int, count: int
 ) -> Iterator[tuple[Batch, ...]]:
     """Yield the local batches of all trainers for the first ``count`` steps of an epoch."""
-    loaders = [
-        BatchLoader(
-            dataset,
-            batch_size=config.train.batch_size,
-            trainer_index=index,
-            num_trainers=config.cluster.trainers,
-            seed=config.run.seed,
-            shuffle=config.data.is_shuffled,
-            lanes=config.data.shuffle_lanes,
-            by_group=config.has_ranking_loss,
-        )
-        for index in range(config.cluster.trainers)
-    ]
+    num_trainers = config.cluster.trainers
     with ExitStack() as stack:
-        streams = [stack.enter_context(loader.batches(epoch)) for loader in loaders]
+        streams = []
+        for index in range(num_trainers):
+            loader = BatchLoader(
+                dataset,
+                batch_size=config.train.batch_size,
+                trainer_index=index,
+                num_trainers=num_trainers,
+                seed=config.run.seed,
+                shuffle=config.data.is_shuffled,
+                lanes=config.data.shuffle_lanes,
+                by_group=config.has_ranking_loss,
+            )
+            streams.append(stack.enter_context(loader.batches(epoch)))
         yield from islice(zip(*streams, strict=True), count)
 
 
@@ -327,34 +327,23 @@ def compare_script(config: RunConfig, path: str, arguments: tuple[str, ...], clu
 
     Raises:
         DifferenceError: a difference is larger than rounding.
-        HybridError: the script takes fewer steps, or has no optimizer.
+        HybridError: the script takes fewer steps.
     """
-    alone = cluster.with_name("alone")
-    before = BACKEND.set(SingleProcess(config, alone))
+    single = cluster.with_name("single")
+    token = BACKEND.set(SingleProcess(config, single))
     try:
         torch.set_num_threads(config.cluster.threads)
         run_script(path, arguments)
     finally:
-        BACKEND.reset(before)
-    found = differences(_snapshot(cluster), _snapshot(alone))
-    try:
-        with TerminalView() as view:
-            judge(view, found, config.train.dtype)
-    except DifferenceError as error:
-        if config.train.dtype != "float32":
-            raise
-        raise DifferenceError(
-            f"{error}, with the script's module and inputs in float64 (.double())"
-        ) from None
+        BACKEND.reset(token)
+    if not single.exists():
+        raise HybridError("--steps: the script ends before it has taken these steps; compare fewer steps")
+    with TerminalView() as view:
+        judge(view, differences(_script_snapshot(cluster), _script_snapshot(single)), config.train.dtype)
 
 
-def _snapshot(folder: Path) -> Snapshot:
-    if not folder.exists():
-        raise HybridError("--steps: the script ends before so many; compare fewer")
+def _script_snapshot(folder: Path) -> Snapshot:
     stored = Checkpoint.open(folder)
     net, states = unpack_dense(stored.tensors(DENSE_FILE))
-    found = stored_tables(stored)
-    found |= {TensorName(f"module: {name}"): tensor for name, tensor in net.items()}
-    for number, state in states.items():
-        found |= {TensorName(f"optimizer: parameter {number}", kind): each for kind, each in state.items()}
-    return found
+    tensors = stored_tables(stored) | _named("module: ", net, {})
+    return tensors | _named("optimizer: parameter ", {}, states)

@@ -8,50 +8,44 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_manifest import BEST, OWES_EVALUATION, PROGRESS_FILE, Best
+from hybrid.checkpoint.checkpoint_folders import BEST, OWES_EVALUATION, PROGRESS_FILE, Best
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.config import RunConfig
-from hybrid.config.task_sections import leading_score, metric_title, shown_metrics
+from hybrid.config import RunConfig, TrainSection
+from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
 from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics, Predictions
+from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
 from workers.cluster_task import TrainTask
-from workers.console.data_notes import data_notes
-from workers.console.terminal import ProfileSummary, Summary, TerminalView, TrainingProgress
+from workers.console.messages import data_notes, unknown_fractions
+from workers.console.terminal import TerminalView, TrainingProgress, format_number
 from workers.controller.session import DatasetSession
 from workers.controller.shared_folders import SharedFolders
-from workers.exit_codes import ExitCode
-from workers.jobs.checkpoint_schedule import Checkpoints, Moment
-from workers.jobs.run_counters import Interval, Tally
-from workers.run_folder.run_access import checkpoint_root
+from workers.exit_codes import ExitCode, StopRequest
+from workers.jobs.checkpoint_schedule import Checkpoints, Interval, Moment, Tally
+from workers.run_folder.run_access import RESULT_FILE, checkpoint_root, command_name
 from workers.run_folder.run_files import RunFolder
-from workers.run_folder.run_paths import RESULT_FILE, command_name
-from workers.signals import StopRequest
 
-_NUM_PROFILE_SPANS = 6  # in the summary
 # Approximate time of a call to the trainers, which a requested stop waits for.
 CALL_SECONDS = 1.0
-_PATIENCE = "train.patience"  # ends a run before its last step
-_AGAIN = "; again to stop at once"
+_PATIENCE = "train.patience"  # this key can end a run before its last step
+_SECOND_CTRL_C = "; a second Ctrl-C stops at once"
 
 
-def is_patience_over(patience: int, every: int, best: Best | None, step: int) -> bool:
-    """Whether a run ends after ``step``, since its last evaluations were not better than the best.
+def is_patience_over(train: TrainSection, steps_per_epoch: int, best: Best | None, step: int) -> bool:
+    """Whether a run ends after ``step``, because its last evaluations did not improve on the best one.
 
-    Evaluations are counted by the steps at which they are due, so that a resumed run counts the same.
-
-    Args:
-        patience: number of evaluations without a better one; 0 never ends the run.
-        every: steps between two evaluations.
+    The count of evaluations follows from the step, so a resumed run ends at the same step.
     """
+    every = train.eval_every_steps or steps_per_epoch
     best_step = 0 if best is None or math.isnan(best.value) else best.step
-    return 0 < patience <= step // every - best_step // every
+    return 0 < train.patience <= step // every - best_step // every
 
 
 class Training:
-    """One run from its first step, or the first after a checkpoint, to its summary.
+    """A job that trains a run, from its first step or a checkpoint, to its summary.
 
-    Nothing is written before the first step.
+    The run folder is written only after all roles have their tables and nets.
 
     Attributes:
         doing: current activity, for error messages.
@@ -69,26 +63,30 @@ class Training:
         self._step = 0
         self._metrics: Metrics | None = None  # of the last evaluation
         self._tally = Tally()
-        self._profile: ProfileSummary | None = None
+        self._profile: Path | None = None
         self._owes_evaluation = False
         self._seconds_per_step = CALL_SECONDS
         self._stop = StopRequest(config.cluster.timeout_seconds)
         self._is_stop_announced = False
 
     def run(
-        self, topology: Topology, data: Callable[[], Path], view: TerminalView, folders: SharedFolders
+        self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView, folders: SharedFolders
     ) -> ExitCode:
-        """Train, evaluate, write checkpoints and results; return DONE, or the code of a requested stop."""
+        """Train, evaluate, and write checkpoints and results.
+
+        Returns:
+            DONE, or the exit code of a requested stop.
+        """
         data_folder = data()
         folders.check_data(data_folder)
-        folders.check_checkpoints(checkpoint_folders.checkpoints_folder(self._run))
+        folders.check_run(self._run)
         view.status("placing tables and building nets")
         session = DatasetSession(topology, self._config, data_folder)
-        for line in session.warnings:
-            view.warn(line)
+        if session.warning:
+            view.warn(session.warning)
         for line in session.describe_model():
             view.note(line)
-        view.note(f"run folder {self._run}; Ctrl-C saves a checkpoint and stops, twice stops at once")
+        view.note(f"run folder {self._run}; Ctrl-C saves a checkpoint and stops{_SECOND_CTRL_C}")
         for report in session.reports:
             for line in data_notes(report):
                 view.warn(line)
@@ -96,7 +94,7 @@ class Training:
             view.note("no test rows (data.test_fraction = 0): nothing is evaluated")
         progress = self._resume(session, view)
         if self._task.resume:
-            checkpoint_folders.drop_later(self._run, self._step)
+            checkpoint_folders.remove_after(self._run, self._step)
             is_evaluated = not self._owes_evaluation
             opened = RunFolder.reopen(self._task.folder, self._config, self._step, is_evaluated)
         else:
@@ -107,8 +105,8 @@ class Training:
             self._train(session, view)
             if not self._is_over(session):
                 self.doing = "while writing the checkpoint"
-                session.meanwhile = lambda: None  # the next line announces the stop
-                view.status(f"saving step {self._step}{_AGAIN}")
+                session.meanwhile = lambda: None  # the next line already announces the stop
+                view.status(f"saving step {self._step}{_SECOND_CTRL_C}")
                 self._checkpoints.write_last(self._moment(session), is_stopped=True)
                 session.close()
                 return self._stop.code
@@ -139,7 +137,8 @@ class Training:
             rule = f"the run has taken all {total} steps; raise it to continue"
             raise ConfigError(session.limit, rule)
         best = Best(*progress[BEST]) if progress.get(BEST) else None
-        if (self._task.folder / RESULT_FILE).exists() and self._is_patience_over(session, best, step):
+        has_ended = is_patience_over(self._config.train, session.steps_per_epoch, best, step)
+        if has_ended and (self._task.folder / RESULT_FILE).exists():
             by = metric_title(self._config.best_by)
             rule = f"the run ended without a better {by}; raise it to continue"
             raise ConfigError(_PATIENCE, rule, self._config.train.patience)
@@ -154,14 +153,14 @@ class Training:
         return progress
 
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
-        """Take steps until the run ends or is asked to stop."""
+        """Take steps until the run ends or is requested to stop."""
         while not self._is_over(session) and not self._stop.is_requested:
             if not self._owes_evaluation:
                 self._take_steps(session, view)
             is_evaluated = self._owes_evaluation and self._evaluate(session, view)
             if self._step < session.total_steps and not self._owes_evaluation:
                 self._checkpoints.write_if_due(self._moment(session), is_evaluated)
-            if is_evaluated and not self._is_over(session):  # the summary has the last one
+            if is_evaluated and not self._is_over(session):  # the summary shows the last evaluation
                 assert self._metrics is not None
                 metrics = self._metrics
                 view.evaluation(self._step, {name: metrics[name] for name in shown_metrics(self._tasks)})
@@ -173,13 +172,9 @@ class Training:
         """Whether the run has finished."""
         if self._owes_evaluation:
             return False
-        best = self._checkpoints.expected_best
-        return self._step >= session.total_steps or self._is_patience_over(session, best, self._step)
-
-    def _is_patience_over(self, session: DatasetSession, best: Best | None, step: int) -> bool:
-        train = self._config.train
-        every = train.eval_every_steps or session.steps_per_epoch
-        return is_patience_over(train.patience, every, best, step)
+        best, train = self._checkpoints.expected_best, self._config.train
+        has_lost_patience = is_patience_over(train, session.steps_per_epoch, best, self._step)
+        return self._step >= session.total_steps or has_lost_patience
 
     def _take_steps(self, session: DatasetSession, view: TerminalView) -> None:
         per_epoch, total = session.steps_per_epoch, session.total_steps
@@ -213,7 +208,7 @@ class Training:
                 epoch=epoch + 1,
                 epochs=self._config.train.epochs,
                 loss=interval.loss,
-                score_name=leading_score(self._tasks),
+                score_name=main_metric(self._tasks),
                 score=interval.score(next(iter(self._tasks.values()))),
                 samples_per_second=interval.num_samples / interval.seconds,
                 seconds_left=(total - self._step) * interval.seconds / interval.num_steps,
@@ -223,17 +218,15 @@ class Training:
             self._folder.log_progress(progress)
             view.progress(progress)
         if self._profile is None and session.recorded and self._step >= session.recorded.stop:
-            profile = session.take_profile()
-            folder, top = self._folder.write_profile(profile), dict(profile.top(_NUM_PROFILE_SPANS))
-            self._profile = ProfileSummary(folder, profile.step_seconds, top)
+            self._profile = self._folder.write_profile(session.take_profile())
 
     def _announce_stop(self, session: DatasetSession, view: TerminalView, step: int) -> None:
-        """Make the view announce a requested stop, at ``step``, while trainers are called."""
+        """Make the view announce a stop at ``step``, if a stop is requested during the next call."""
 
         def announce() -> None:
             if self._stop.is_requested and not self._is_stop_announced:
                 self._is_stop_announced = True
-                view.status(f"stopping after step {step}{_AGAIN}")
+                view.status(f"stopping after step {step}{_SECOND_CTRL_C}")
 
         session.meanwhile = announce
 
@@ -242,11 +235,11 @@ class Training:
         return Moment(self._step, epochs_done, self._metrics, self._tally, self._owes_evaluation)
 
     def _steps_of_next_call(self, within: int, per_epoch: int, total: int) -> int:
-        """Return the steps until the next log line, evaluation, checkpoint, check for a stop, or end."""
+        """Return the number of steps until a log line, evaluation, checkpoint, stop check, or the end."""
         train = self._config.train
         if math.isnan(self._seconds_to_first_step):
-            return 1  # the first log line comes at once
-        stops = [
+            return 1  # the first log line appears as soon as possible
+        limits = [
             train.log_every_steps - self._step % train.log_every_steps,
             per_epoch - within,
             total - self._step,
@@ -254,22 +247,22 @@ class Training:
             self._checkpoints.steps_to_next(self._step),
         ]
         if train.eval_every_steps:
-            stops.append(train.eval_every_steps - self._step % train.eval_every_steps)
-        return int(min(stops))
+            limits.append(train.eval_every_steps - self._step % train.eval_every_steps)
+        return int(min(limits))
 
     def _evaluate(self, session: DatasetSession, view: TerminalView) -> bool:
-        """Evaluate unless the run is asked to stop meanwhile; return whether it is done."""
+        """Evaluate; return False if a stop is requested before the end of the evaluation."""
         self.doing = f"while evaluating after step {self._step}"
         view.status("evaluating")
         self._announce_stop(session, view, self._step)
-        parts: list[Predictions] = []
-        for some in session.evaluation(self._step):
+        predictions: list[Predictions] = []
+        for chunk in session.evaluation(self._step):
             if self._stop.is_requested:
                 return False
-            parts += some
+            predictions += chunk
         self._owes_evaluation = False
         is_weighted = session.config.data.weighted_metrics
-        metrics = Predictions.concatenate(parts).metrics(self._tasks, is_weighted=is_weighted)
+        metrics = Predictions.concatenate(predictions).metrics(self._tasks, is_weighted=is_weighted)
         self._metrics = metrics
         self._folder.log_evaluation(self._step, metrics)
         return True
@@ -292,30 +285,51 @@ class Training:
             "samples_per_second": rate,
             "seconds_to_first_step": self._seconds_to_first_step,
         }
-        self._folder.finish(result, leading_score(self._tasks))
+        self._folder.finish(result, main_metric(self._tasks))
         run_folder, train = self._folder.checkpoint_root, self._config.train
-        named = shlex.quote(str(run_folder))  # a URL may have characters that a shell interprets
+        quoted = shlex.quote(str(run_folder))  # a URL may have characters that a shell interprets
         limit = session.limit if self._step == session.total_steps else _PATIENCE
-        more = {
+        raised_limit = {
             "train.epochs": train.epochs + 1,
             "train.max_steps": 2 * train.max_steps,
             _PATIENCE: train.patience + 1,
         }[limit]
         rows = "" if session.has_test_rows else " --input FILE"
-        view.summary(
-            Summary(
-                metrics=self._metrics and {name: self._metrics[name] for name in shown_metrics(self._tasks)},
-                score=leading_score(self._tasks),
-                step=self._step,
-                best=best,
-                best_auc=session.best_auc,
-                samples_per_second=rate,
-                run_folder=run_folder,
-                curves=self._folder.curves,
-                resume=f"{command_name()} launch --resume {named} --set {limit}={more}",
-                evaluate=f"{command_name()} evaluate {named}{rows}",
-                predict=f"{command_name()} predict {named}{rows} --output FILE",
-                profile=self._profile,
-                unknown=session.reports[1].unknown,
-            )
-        )
+        commands = {
+            "resume": f"{command_name()} launch --resume {quoted} --set {limit}={raised_limit}",
+            "evaluate": f"{command_name()} evaluate {quoted}{rows}",
+            "predict": f"{command_name()} predict {quoted}{rows} --output FILE",
+        }
+        view.summary(self._results(session, best, rate), commands)
+
+    def _results(self, session: DatasetSession, best: Best | None, rate: float) -> dict[str, str]:
+        """Return the results of the run for the summary, by label."""
+        score, results = main_metric(self._tasks), {}
+        test = f"test {metric_title(score)}"
+        if self._metrics is None:
+            results[test] = "none: there are no test rows"
+        else:
+            metrics, best_auc = self._metrics, session.best_auc
+            reachable = "" if best_auc is None else f" (best reachable {format_number(best_auc)})"
+            results[test] = f"{format_number(metrics[score])} at step {self._step:,}{reachable}"
+            names = [name for name in shown_metrics(self._tasks) if name != score]
+            results |= {metric_title(name): format_number(metrics[name]) for name in names}
+        is_best_earlier = best is not None and best.step != self._step
+        if best is not None and is_best_earlier:
+            value = f"{format_number(best.value)} at step {best.step:,}"
+            results[f"best {metric_title(best.metric)}"] = value
+        if unknown := session.reports[1].unknown:
+            results["unknown values"] = unknown_fractions(unknown)
+        results["throughput"] = f"{rate:,.0f} samples/s"
+        run = self._folder.checkpoint_root
+        results["run folder"], results["curves"] = str(run), str(self._folder.curves)
+        last = str(checkpoint_folders.step_folder(run, self._step))
+        if best is not None and is_best_earlier:
+            results["last checkpoint"] = f"{last} (resume starts here)"
+            folder = checkpoint_folders.step_folder(run, best.step)
+            results["best checkpoint"] = f"{folder} (evaluate and predict use it)"
+        else:
+            results["checkpoint"] = last
+        if self._profile is not None:
+            results["profile"] = str(self._profile)
+        return results

@@ -1,6 +1,5 @@
-"""A cluster on this machine: its processes are started, supervised, stopped and restarted.
+"""A cluster on this machine: the start, supervision, stop and restart of its processes.
 
-Begin with ``launcher``. A ``fork_server`` imports torch once and forks the roles, in a network of their
-own (``network_namespace``). ``role_processes`` supervises one start, ``role_failure``
-describes how a role failed, ``restarts`` decides whether to try again.
+Begin with ``launcher``, which decides on restarts. A ``fork_server`` imports torch once and forks the roles,
+in a network namespace. ``role_processes`` supervises one start and describes how each role failed.
 """

@@ -5,83 +5,73 @@
     launcher                     server                        role
     ────────                     ──────                        ────
     "isolate"         ─────────► enters a network namespace
-    "listen"          ─────────► opens a socket there
-                      ◄───────── the socket
-    "start worker 0"  ─────────► forks  ─────────────────────► runs
-                      ◄───────── "started", with its pid       │
-                      ◄───────── "ended", and how  ◄───────────┘ exit code or signal
+    "preload"         ─────────► imports torch
+    "start"           ─────────► listens, forks all roles ───► run
+                      ◄───────── their pids                    │
+                      ◄───────── ProcessEnd ◄──────────────────┘ report, exit code or signal
     "signal worker 0" ─────────► signals it
 
-The system kills the server when the launcher ends, and the roles when the server ends, even frozen ones.
-The fork server of multiprocessing lets its children run on and leaves a socket folder behind. Free of torch,
-as the launcher is.
+The system kills the server when the launcher ends, and the roles when the server ends, even frozen roles.
+The fork server of ``multiprocessing`` is not used: its children outlive it, and it leaves a socket folder
+behind. Free of torch, as the launcher is.
 """
 
 import ctypes
+import fcntl
 import importlib
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Self, TypeAlias
 
 import psutil
 
 from hybrid.errors import ClusterError, HybridError
-from workers.launching.network_namespace import enter_network_namespace
-from workers.module_imports import importing_much
-from workers.rendezvous.master_address import listen
-from workers.signals import HANDLED_SIGNALS, STOP_REQUEST
+from workers.exit_codes import HANDLED_SIGNALS, STOP_REQUEST
+from workers.module_imports import fast_imports
+from workers.rendezvous.host_setup import LOOPBACK, listen
 
-MARKER = b"."  # ancillary data needs a byte to travel with
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_MAX_DESCRIPTORS = 8
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
+_SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914  # linux/sockios.h
+_IFF_UP = 1
+_INTERFACE_FLAGS = struct.Struct("16sh22x")  # struct ifreq of netdevice(7)
 _END_SECONDS = 10.0
-_REPLY_SECONDS = 30.0
-_IMPORT_SECONDS = 600.0
+_REPLY_SECONDS = 600.0  # a request may include the import of torch
 _POLL_SECONDS = 0.01
-# Ctrl-Z stops the server too, for a moment: it counts as frozen if it is stopped at two checks in a row.
-_CHECK_SECONDS = 2.0
 
-
-class BrokenServerError(ClusterError):
-    """The server cannot import a module; another server could not either."""
+# The response to a request: the pids of started processes, nothing, or the error.
+Reply: TypeAlias = dict[str, int] | Exception | None
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """A process was started."""
+class ProcessEnd:
+    """The event that a process has ended.
 
-    name: str
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A process has ended: with an exit code, or minus the number of the signal that killed it."""
+    Attributes:
+        exit_code: of the process; minus the number of the signal if a signal killed it.
+        report: the report that the process sent, or None.
+    """
 
     name: str
     exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
-class ServerReply:
-    """The server's reply to a request; None means success."""
-
-    error: Exception | None
+    report: Any = None
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the system kill this process when its parent ends, in whatever state both are.
+    """Make the system kill this process when its parent ends, even if this process is frozen.
 
     Args:
         parent: pid of the parent.
@@ -89,7 +79,7 @@ def end_with_parent(parent: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has ended already
         os._exit(1)
 
 
@@ -97,133 +87,134 @@ def serve(descriptor: int, launcher: int) -> None:
     """Run the server until the launcher ends.
 
     Args:
-        descriptor: of the socket to the launcher.
-        launcher: its pid.
+        descriptor: of the connection to the launcher.
+        launcher: pid of the launcher.
     """
     end_with_parent(launcher)
-    for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # the launcher's: all trainers would take one GPU
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # with them, all trainers would use the same GPU
         os.environ.pop(name, None)
     # A terminal or scheduler may send these to every process; only the launcher acts on them.
     for number in HANDLED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
     signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_REQUEST])  # until the master is ready for it
-    server = _Server(socket.socket(fileno=descriptor))
+    server = _Server(Connection(descriptor))
     with suppress(EOFError):
         while True:
             server.handle_events()
 
 
 class _Server:
-    """Handles the requests of the launcher by the methods of their names."""
+    """The server's side: handles the requests of the launcher, and reports the ends of processes."""
 
-    def __init__(self, to_launcher: socket.socket) -> None:
-        self._socket = to_launcher
-        self._connection = Connection(os.dup(to_launcher.fileno()))
-        self._processes: dict[str, ForkProcess] = {}
-        self._is_isolated = False
+    def __init__(self, to_launcher: Connection) -> None:
+        self._connection = to_launcher
+        self._handlers: dict[str, Callable[..., Reply]] = {
+            "isolate": enter_network_namespace,
+            "preload": _import,
+            "start": self._start,
+        }
+        self._processes: dict[str, tuple[ForkProcess, Connection]] = {}
 
     def handle_events(self) -> None:
         """Wait for a request or the end of a process, and handle it; EOFError if the launcher has ended."""
-        by_sentinel = {process.sentinel: name for name, process in self._processes.items()}
+        by_sentinel = {process.sentinel: name for name, (process, _) in self._processes.items()}
         for ready in wait([self._connection, *by_sentinel]):
             if ready is self._connection:
                 request, *args = self._connection.recv()
-                getattr(self, request)(*args)
+                if request == "signal":
+                    self._signal(*args)
+                    continue
+                try:
+                    reply = self._handlers[request](*args)
+                except (OSError, HybridError) as error:
+                    reply = error
+                self._connection.send(reply)
             else:
-                process = self._processes.pop(by_sentinel[ready])  # type: ignore[index]  # a number
+                process, reports = self._processes.pop(by_sentinel[ready])  # type: ignore[index]  # a number
                 process.join()
-                self._connection.send(Ended(process.name, process.exitcode or 0))
+                report = None
+                with reports, suppress(EOFError):
+                    report = reports.recv() if reports.poll() else None
+                self._connection.send(ProcessEnd(process.name, process.exitcode or 0, report))
                 process.close()
 
-    def isolate(self) -> None:
-        """Enter a network namespace."""
-        error = None
-        try:
-            if not self._is_isolated:
-                enter_network_namespace()
-            self._is_isolated = True
-        except OSError as raised:
-            error = raised
-        self._connection.send(ServerReply(error))
+    def _start(self, work: bytes, address: str, port: int) -> dict[str, int]:
+        """Fork processes; see :meth:`ForkServer.start`."""
+        with listen(address, port) as listener:
+            target, calls = pickle.loads(work)
+            context = multiprocessing.get_context("fork")
+            pids = {}
+            for name, args in calls.items():
+                reader, writer = context.Pipe(duplex=False)
+                run = (os.getpid(), target, (*args, listener, writer))
+                process = context.Process(target=self._run, args=run, name=name)
+                process.start()
+                writer.close()
+                self._processes[name] = process, reader
+                pids[name] = process.pid or 0
+        return pids
 
-    def listen(self, address: str, port: int) -> None:
-        """Send a listening socket to the launcher."""
-        try:
-            listener = listen(address, port)
-        except HybridError as error:
-            self._connection.send(ServerReply(error))
-            return
-        with listener:
-            self._connection.send(ServerReply(None))
-            socket.send_fds(self._socket, [MARKER], [listener.fileno()])
-
-    def preload(self, modules: Sequence[str]) -> None:
-        """Import modules."""
-        error = None
-        try:
-            with importing_much():
-                for module in modules:
-                    importlib.import_module(module)
-        except Exception as raised:
-            reason = f"{type(raised).__name__}: {' '.join(str(raised).split())}"
-            error = BrokenServerError(f"the process that starts the roles has failed: {reason}")
-        self._connection.send(ServerReply(error))
-
-    def start(self, name: str, work: bytes, num_files: int) -> None:
-        """Fork a process that runs a pickled function."""
-        files = socket.recv_fds(self._socket, len(MARKER), _MAX_DESCRIPTORS)[1] if num_files else []
-        context = multiprocessing.get_context("fork")
-        process = context.Process(target=self._run, args=(work, files, os.getpid()), name=name)
-        process.start()
-        for file in files:
-            os.close(file)
-        self._processes[name] = process
-        self._connection.send(Started(name, process.pid or 0))
-
-    def signal(self, name: str, number: int) -> None:
+    def _signal(self, name: str, number: int) -> None:
         """Send a signal to a process unless it has ended."""
-        # A process that is not reaped keeps its pid.
-        if (process := self._processes.get(name)) is not None and process.pid is not None:
-            os.kill(process.pid, number)
+        # The pid cannot belong to another process, since this one is not reaped.
+        if name in self._processes and (pid := self._processes[name][0].pid) is not None:
+            os.kill(pid, number)
 
-    def _run(self, work: bytes, files: list[int], server: int) -> None:
+    def _run(self, server: int, target: Callable[..., None], args: Sequence[Any]) -> None:
         end_with_parent(server)
         self._connection.close()
-        self._socket.close()
-        target, args = pickle.loads(work)
-        target(*args, *files)
+        target(*args)
+
+
+def _import(modules: Sequence[str]) -> None:
+    try:
+        with fast_imports():
+            for module in modules:
+                importlib.import_module(module)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise HybridError(f"the process that starts the roles has failed: {reason}") from None
+
+
+def spawn_server(connection: socket.socket, inherited: Sequence[int]) -> Any:
+    """Start the process of a server in a new interpreter; return it as a :class:`subprocess.Popen`.
+
+    Args:
+        connection: the server's end of the connection to the launcher.
+        inherited: file descriptors that the server and its processes hold.
+    """
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from workers.launching.fork_server import serve; "
+        f"serve({connection.fileno()}, {os.getpid()})"
+    )
+    # The signals are blocked until the server ignores them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
+    try:
+        command = [sys.executable, "-c", code]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[connection.fileno(), *inherited])
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
 
 
 class ForkServer:
-    """The launcher's side of the server; the end of its ``with`` block ends the server and its processes.
+    """The launcher's side of the server; its ``with`` block ends the server and all roles.
 
-    Every method raises ClusterError if the server has ended, and with it every process.
+    Every method raises ClusterError if the server has ended; all roles have ended then.
 
     Args:
-        preload: modules to import before the first fork.
+        preload: modules to import before the first start.
+        inherited: see :func:`spawn_server`.
 
     Attributes:
-        is_isolated: whether its processes run in a network namespace.
+        is_isolated: whether the server and the roles are in a network namespace.
     """
 
-    def __init__(self, preload: Sequence[str]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            code = (
-                f"import sys; sys.path[:] = {sys.path!r}; from workers.launching.fork_server import serve; "
-                f"serve({theirs.fileno()}, {os.getpid()})"
-            )
-            # Blocked until the server ignores them itself.
-            signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-                )
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
-        self._socket = ours
-        self._connection = Connection(os.dup(ours.fileno()))
+    def __init__(self, preload: Sequence[str], inherited: Sequence[int] = ()) -> None:
+        launcher_end, server_end = socket.socketpair()
+        with server_end:
+            self._process = spawn_server(server_end, inherited)
+        self._connection = Connection(launcher_end.detach())
         self._preload = tuple(preload)
         self._pids: dict[str, int] = {}
         self.is_isolated = False
@@ -234,7 +225,6 @@ class ForkServer:
     def __exit__(self, *_: object) -> None:
         self._end()
         self._connection.close()
-        self._socket.close()
 
     def is_running(self) -> bool:
         """Whether the server runs; its processes end with it."""
@@ -246,16 +236,9 @@ class ForkServer:
         Raises:
             OSError: the system does not allow it.
         """
-        self._request("isolate")
-        self._await_reply()
-        self.is_isolated = True
-
-    def listen(self, address: str, port: int) -> socket.socket:
-        """Return a socket of :func:`workers.rendezvous.listener.listen` in the network of the processes."""
-        self._request("listen", address, port)
-        self._await_reply()
-        _, (descriptor,), *_ = socket.recv_fds(self._socket, len(MARKER), 1)
-        return socket.socket(fileno=descriptor)
+        if not self.is_isolated:
+            self._call("isolate")
+            self.is_isolated = True
 
     @property
     def has_imported(self) -> bool:
@@ -263,82 +246,83 @@ class ForkServer:
         return not self._preload
 
     def preload(self) -> None:
-        """Import the modules of the server; the first start does it otherwise.
+        """Import the modules in the server, unless that is done; ``start`` calls this, too.
 
         Raises:
-            BrokenServerError: a module cannot be imported.
+            HybridError: a module cannot be imported. A new server would fail in the same way.
         """
-        if not self.has_imported:
-            self._request("preload", self._preload)
-            self._preload = ()
-            self._await_reply(_IMPORT_SECONDS)
+        if self._preload:
+            modules, self._preload = self._preload, ()
+            self._call("preload", modules)
 
     def start(
-        self, name: str, target: Callable[..., None], args: Sequence[Any], files: Sequence[int]
-    ) -> None:
-        """Start a process that runs ``target(*args, *files)``; the event ``Started`` follows.
+        self,
+        target: Callable[..., None],
+        calls: Mapping[str, Sequence[Any]],
+        address: str = "127.0.0.1",
+        port: int = 0,
+    ) -> dict[str, int]:
+        """Start processes that run ``target(*args, listener, reports)``; each ends with an event.
 
         Args:
-            name: unique among the running processes.
-            target: a function of a module.
-            files: file descriptors; the process gets duplicates of them.
+            target: a function of a module. All processes share ``listener``, a socket that listens on the
+                address. ``reports`` is a connection for one report to the launcher.
+            calls: the arguments of each process, by its name.
+            address, port: see :func:`listen`.
+
+        Returns:
+            The pids by name.
 
         Raises:
-            BrokenServerError: as :meth:`preload`.
+            HybridError: see :meth:`preload`, or the server cannot listen on the address.
         """
         self.preload()
-        self._request("start", name, pickle.dumps((target, tuple(args))), len(files))
-        if files:
-            socket.send_fds(self._socket, [MARKER], list(files))
+        self._pids = self._call("start", pickle.dumps((target, calls)), address, port)
+        return dict(self._pids)
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to a process; nothing happens if it has ended."""
-        self._request("signal", name, number)
+        self._send(("signal", name, number))
 
-    def event(self, timeout_seconds: float) -> Started | Ended | None:
-        """Return the next event, or None after the timeout; ends a frozen server."""
-        message = self._receive(timeout_seconds)
-        assert not isinstance(message, ServerReply), "no request is open"
+    def event(self, timeout_seconds: float) -> ProcessEnd | None:
+        """Wait for the next end of a process; return None after the timeout."""
+        if not self._connection.poll(timeout_seconds):
+            return None
+        message = self._receive()
+        assert isinstance(message, ProcessEnd), "no request is open"
         return message
 
-    def _await_reply(self, seconds: float = _REPLY_SECONDS) -> None:
-        # Events of processes before the reply belong to the start before.
-        while not isinstance(message := self._receive(seconds), ServerReply):
-            if message is None:
-                raise self._dead_server(f"has not replied for {seconds:g} s")
-        if message.error is not None:
-            raise message.error
+    def _call(self, *request: object) -> dict[str, int]:
+        """Send a request; return the pids of the reply, or raise its error."""
+        self._send(request)
+        while self._connection.poll(_REPLY_SECONDS):
+            reply = self._receive()
+            if isinstance(reply, Exception):
+                raise reply
+            if not isinstance(reply, ProcessEnd):  # a role of the previous start
+                return reply or {}
+        raise self._dead_server(f"has not replied for {_REPLY_SECONDS:g} s")
 
-    def _receive(self, timeout_seconds: float) -> Started | Ended | ServerReply | None:
-        deadline, was_frozen = time.monotonic() + timeout_seconds, False
+    def _receive(self) -> ProcessEnd | Reply:
         try:
-            while not self._connection.poll(min(max(0.0, deadline - time.monotonic()), _CHECK_SECONDS)):
-                if time.monotonic() >= deadline:
-                    return None
-                is_frozen = psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
-                if is_frozen and was_frozen:
-                    raise self._dead_server("was frozen")
-                was_frozen = is_frozen
-            message: Started | Ended | ServerReply = self._connection.recv()
+            message: ProcessEnd | Reply = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._dead_server() from error
-        if isinstance(message, Started):
-            self._pids[message.name] = message.pid
-        elif isinstance(message, Ended):
-            del self._pids[message.name]
+        if isinstance(message, ProcessEnd):
+            self._pids.pop(message.name, None)
         return message
 
     def _end(self) -> None:
         """End the server and wait until its processes, which end with it, have ended."""
         self._process.kill()  # a normal exit would take seconds to unload torch
-        # On a busy machine this takes longer; nothing can refuse the signal, so nothing is left to do.
+        # A process cannot refuse SIGKILL, so nothing else helps if a busy machine takes longer.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         deadline = time.monotonic() + _END_SECONDS
         while any(map(is_alive, self._pids.values())) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
-    def _request(self, *request: object) -> None:
+    def _send(self, request: object) -> None:
         try:
             self._connection.send(request)
         except OSError as error:
@@ -355,3 +339,50 @@ def is_alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def enter_network_namespace() -> None:
+    """Move this process, and those that it forks later, into a new network namespace.
+
+    Root creates the network namespace directly. Other users create a user namespace, too, and keep their user
+    id. Many systems allow that without privileges. The system requires that the process has no threads yet.
+
+    Raises:
+        OSError: the system does not allow it; the process is unchanged.
+    """
+    child = os.fork()  # tries first, since this process could not undo one that succeeds in part
+    if not child:
+        error = 1
+        try:
+            _enter()
+            error = 0
+        except OSError as raised:
+            error = raised.errno or error
+        finally:
+            os._exit(error)
+    if error := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise OSError(error, os.strerror(error))
+    _enter()
+
+
+def _enter() -> None:
+    try:
+        _unshare(_CLONE_NEWNET)
+    except PermissionError:
+        user, group = os.geteuid(), os.getegid()
+        _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
+        process = Path("/proc/self")
+        (process / "setgroups").write_text("deny")
+        (process / "uid_map").write_text(f"{user} {user} 1")
+        (process / "gid_map").write_text(f"{group} {group} 1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        request = _INTERFACE_FLAGS.pack(LOOPBACK.encode(), 0)
+        name, flags = _INTERFACE_FLAGS.unpack(fcntl.ioctl(control, _SIOCGIFFLAGS, request))
+        fcntl.ioctl(control, _SIOCSIFFLAGS, _INTERFACE_FLAGS.pack(name, flags | _IFF_UP))
+
+
+def _unshare(flags: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(flags) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

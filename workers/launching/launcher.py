@@ -1,39 +1,45 @@
-"""The launcher: starts every role of a cluster on this machine, supervises them, and reports failures.
+"""The launcher: starts every role of a cluster on this machine, supervises them, and restarts them.
 
-Roles that are started by hand do the same work. The launcher adds a fast start (torch is imported once, in a
-server process that forks the roles), log files, exit codes of killed processes, and restarts.
+Roles that are started by hand do the same work. The launcher adds log files, messages about killed processes,
+and restarts. Its start is fast: a server process imports torch once and forks the roles.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import errno
+import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Self
 
 from rich.console import Console
+from rich.control import Control
+from rich.segment import ControlType
 
 from hybrid.config import RunConfig
-from hybrid.errors import ClusterError
+from hybrid.errors import ClusterError, HybridError
 from hybrid.security.secret import Secret
+from hybrid.storage.private_files import open_file
+from hybrid.storage.remote_path import StoragePath, is_url
 from workers.cluster_task import Task, TrainTask
 from workers.console.messages import print_line
 from workers.console.terminal import TerminalView
-from workers.exit_codes import Cause, ExitCode, Interrupt, ReportedError, code_of
-from workers.launching import network_namespace
-from workers.launching.fork_server import BrokenServerError, ForkServer
-from workers.launching.restarts import Restarts
-from workers.launching.role_failure import RoleFailure
-from workers.launching.role_processes import RoleProcesses
-from workers.rendezvous.host_requirements import allow_open_files
-from workers.run_folder.run_access import checkpoint_root
-from workers.run_folder.run_state import describe_saved_state
-from workers.signals import StopRequest
+from workers.exit_codes import Cause, ExitCode, Interrupt, ReportedError, StopRequest, code_of
+from workers.launching.fork_server import ForkServer
+from workers.launching.role_processes import RoleFailure, RoleProcesses
+from workers.rendezvous.host_setup import AUTO, LOOPBACK, allow_open_files, is_loopback
+from workers.run_folder.run_access import RunState, checkpoint_root, describe_saved_state, run_write_errors
 
+RESTARTS_FILE = "restarts.jsonl"
 # DDP imports torch._dynamo, which takes as long as torch itself.
-_PRELOAD = ("torch._dynamo", "workers.roles.master", "workers.roles.role_main")
+_PRELOAD = ("torch._dynamo", "workers.master")
+# Texts of exceptions that a missing network causes.
+_NO_NETWORK_TEXTS = (
+    os.strerror(errno.ENETUNREACH),
+    "Temporary failure in name resolution",
+    "Name or service not known",
+)
 
 
 def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
@@ -44,7 +50,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
     Args:
         folder: for the roles' logs.
         task: the work of the cluster.
-        lock: descriptor of the folder's lock, which every role gets.
+        lock: descriptor of the folder's lock, which every role inherits.
 
     Raises:
         ReportedError: a role failed; the message is the first cause.
@@ -52,21 +58,22 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
         Interrupt: the user or the system requested a stop.
     """
     allow_open_files(config.cluster)
-    with _Screen() as screen, ExitStack() as stack:
+    with ExitStack() as stack:
+        stack.callback(_restore_screen)
         restarts = Restarts(folder, config.cluster.max_restarts)
-        server = stack.enter_context(_start_server(config, folder, screen))
+        server = stack.enter_context(_start_server(config, folder, lock))
         while True:
             roles = RoleProcesses(server, config, folder)
-            # The master has its own timeout; this one is for a master that cannot be reached.
+            # The master has its own timeout. This longer one is for a master that does not react.
             seconds = config.cluster.timeout_seconds + 2 * config.cluster.stop_timeout_seconds
             stop = StopRequest(seconds, roles.request_stop)
-            failure = _run_once(server, roles, config, task, lock, screen, stop)
+            failure = _run_once(server, roles, config, task, stop)
             if failure is None:
                 return
             if not isinstance(task, TrainTask):
                 raise ReportedError(failure.message, code_of(failure.cause, has_stepped=False))
             if restarts.is_finished():
-                screen.report(f"{failure.message}; the run had finished, nothing is lost")
+                _report(f"{failure.message}; the run had finished, nothing is lost")
                 return
             if failure.cause is Cause.STOPPED:
                 raise Interrupt(stop.code or ExitCode.INTERRUPTED, failure.message)
@@ -74,82 +81,146 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
                 state = describe_saved_state(folder, "launch")
                 message = f"{failure.message}; the run was asked to stop; {state}"
                 raise ReportedError(message, restarts.code_of(failure))
-            screen.report(restarts.after(failure))
+            _report(restarts.plan_restart(failure))
             task = dataclasses.replace(task, resume=True, started_at=time.time())
             if not server.is_running():
-                server = stack.enter_context(_start_server(config, folder, screen))
+                server = stack.enter_context(_start_server(config, folder, lock))
 
 
 @contextmanager
-def _start_server(config: RunConfig, folder: Path, screen: _Screen) -> Iterator[ForkServer]:
+def _start_server(config: RunConfig, folder: Path, lock: int) -> Iterator[ForkServer]:
     """Start the server that forks the roles, in a network namespace if possible."""
-    with ForkServer(_PRELOAD) as server:
-        if network_namespace.is_wanted(config, checkpoint_root(folder)):
+    with ForkServer(_PRELOAD, [lock]) as server:
+        if uses_namespace(config, checkpoint_root(folder)):
             try:
                 server.isolate()
             except OSError as error:
-                screen.report(network_namespace.describe_exposure(error))
+                _report(
+                    f"no network namespace ({error.strerror}): until all roles are connected, other users of "
+                    "this machine can reach their ports (docs/security.md); "
+                    'cluster.namespace = "off" hides this line'
+                )
         yield server
 
 
+def uses_namespace(config: RunConfig, folder: StoragePath) -> bool:
+    """Whether a launch may use a network namespace: all its connections stay on loopback.
+
+    Args:
+        folder: the root of checkpoints, which may differ from the configuration.
+    """
+    section, data = config.cluster, config.data
+    first_rows = (table.initial for table in config.tables.values())
+    if any(map(is_url, (str(folder), data.cache_folder, *data.path, *data.test_path, *first_rows))):
+        return False  # a store needs the network
+    is_loopback_interface = section.interface in (AUTO, LOOPBACK)
+    return section.namespace == "auto" and is_loopback_interface and is_loopback(section.master_address)
+
+
+def namespace_hint(failure: str) -> str:
+    """Return the remedy for a failure in a network namespace, if the namespace caused it."""
+    if not any(text in failure for text in _NO_NETWORK_TEXTS):
+        return ""
+    return '; the processes of launch have no network unless cluster.namespace = "off"'
+
+
 def _run_once(
-    server: ForkServer,
-    roles: RoleProcesses,
-    config: RunConfig,
-    task: Task,
-    lock: int,
-    screen: _Screen,
-    stop: StopRequest,
+    server: ForkServer, roles: RoleProcesses, config: RunConfig, task: Task, stop: StopRequest
 ) -> RoleFailure | None:
     """Start a cluster and wait until all its processes have ended; return the first failure."""
-    section = config.cluster
-    with server.listen(section.master_address, section.master_port) as listener:  # the master gets a copy
+    try:
         if not server.has_imported:
-            try:
-                with TerminalView() as view:
-                    view.status("importing PyTorch")
-                    server.preload()
-            except ClusterError as error:
-                is_broken = isinstance(error, BrokenServerError)
-                return RoleFailure(str(error), Cause.REFUSED if is_broken else Cause.KILLED)
-        secret = Secret.find(section.secret_file) or Secret.fresh()
-        screen.has_region = True
-        roles.start(task, secret, listener, lock)
+            with TerminalView() as view:
+                view.status("importing PyTorch")
+                server.preload()
+        roles.start(task, Secret.find(config.cluster.secret_file) or Secret.fresh())
+    except ClusterError as error:
+        return RoleFailure(str(error), Cause.KILLED)
     with stop.handling_signals() if isinstance(task, TrainTask) else nullcontext():
         failure = roles.wait()
     roles.end()
-    screen.has_region = not roles.has_cleared_screen
     if failure is not None and server.is_isolated:
-        return dataclasses.replace(failure, message=failure.message + network_namespace.hint(failure.message))
+        return dataclasses.replace(failure, message=failure.message + namespace_hint(failure.message))
     return failure
 
 
-class _Screen:
-    """The terminal that the launcher shares with the masters of its starts.
+def _report(line: str) -> None:
+    """Print an event that does not end the launch."""
+    _restore_screen()
+    print_line(f"hybrid launch: {line}", to_stderr=True)
 
-    Attributes:
-        has_region: whether the live region of a master, perhaps a killed one, may be on the terminal.
+
+def _restore_screen() -> None:
+    """Clear the line of the cursor, where a killed master may have left its live region; show the cursor."""
+    console = Console()
+    if console.is_terminal:
+        console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
+        console.show_cursor()
+
+
+class Restarts:
+    """The restarts of one run: their limit, messages and records.
+
+    Args:
+        folder: the run folder.
+        maximum: number of restarts in a row without a new checkpoint.
     """
 
-    has_region = False
+    def __init__(self, folder: Path, maximum: int) -> None:
+        self._folder = folder
+        self._maximum = maximum
+        self._at_start = RunState.of(folder)
+        self._without_checkpoint = 0
+        self._first: RoleFailure | None = None  # failure since the last checkpoint
 
-    def __enter__(self) -> Self:
-        return self
+    def plan_restart(self, failure: RoleFailure) -> str:
+        """Record a restart from the newest checkpoint, and return the message about it.
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, KeyboardInterrupt):
-            self.has_region = True  # at least the ^C that the terminal shows
-        self._leave_region()
+        Raises:
+            ReportedError: the run must not be restarted; the message has the reason.
+        """
+        before, now = self._at_start, RunState.of(self._folder)
+        has_stepped = now.has_stepped_since(before)
+        if (now.checkpoint_step or 0) > (before.checkpoint_step or 0):
+            self._without_checkpoint, self._first = 0, None
+        self._first = self._first or failure
+        if code_of(failure.cause, has_stepped) is ExitCode.FAILED:
+            remedy = (
+                "; a restart would run out of memory before the first step; free memory, or choose smaller "
+                'tables (embedding.dim, data.vocabulary = "hash")'
+            )
+            is_starved = failure.cause is Cause.STARVED
+            raise ReportedError(failure.message + remedy * is_starved, ExitCode.FAILED)
+        if self._without_checkpoint == self._maximum:
+            limit = f"{self._maximum} restart(s) without a new checkpoint (cluster.max_restarts)"
+            raise ReportedError(self._first.message + (f"; stopped after {limit}" if self._maximum else ""))
+        self._without_checkpoint += 1
+        self._at_start = now
+        step = now.logged_step if has_stepped else now.resumed_step
+        start = now.checkpoint_step or 0
+        lost = f"steps {start} to {step - 1} are lost" if step > start else "nothing is lost"
+        has_checkpoint = now.checkpoint_step is not None
+        next_start = f"resuming from step {start}" if has_checkpoint else "starting from the beginning"
+        record = {
+            "time": round(time.time(), 3),
+            "cause": failure.cause.value,
+            "message": failure.message,
+            "step": step,
+            "resumed_step": now.resumed_step,
+        }
+        path, write_error = self._folder / RESTARTS_FILE, ""
+        try:
+            with run_write_errors(path), open(path, "a", encoding="utf-8", opener=open_file) as file:
+                file.write(f"{json.dumps(record)}\n")
+        except HybridError as error:  # the run can continue without the record
+            write_error = f"; {error}"
+        return f"{failure.message}; {lost}, {next_start}{write_error}"
 
-    def _leave_region(self) -> None:
-        """Move the cursor below the live region."""
-        console = Console()
-        console.show_cursor()
-        if self.has_region and console.is_terminal:
-            console.line()
-        self.has_region = False
+    def code_of(self, failure: RoleFailure) -> ExitCode:
+        """Return the exit code of a run that is not restarted."""
+        return code_of(failure.cause, RunState.of(self._folder).has_stepped_since(self._at_start))
 
-    def report(self, line: str) -> None:
-        """Print an event that does not end the launch."""
-        self._leave_region()
-        print_line(f"hybrid launch: {line}", to_stderr=True)
+    def is_finished(self) -> bool:
+        """Whether the run has finished since the last start."""
+        result = RunState.of(self._folder).result
+        return result is not None and result != self._at_start.result

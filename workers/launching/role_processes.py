@@ -1,12 +1,15 @@
-"""The processes of one start of a cluster: started, supervised and ended, in whatever state they are."""
+"""The processes of one start of a cluster: their start, supervision, end and failures.
 
-import dataclasses
+Imports torch only in the processes of roles, or to describe an error.
+"""
+
 import logging
 import os
 import signal
 import socket
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,32 +18,140 @@ from hybrid.errors import ClusterError, HybridError
 from hybrid.security.secret import Secret
 from hybrid.storage.private_files import make_folder, open_file
 from hybrid.topology import MASTER, Role, RoleKind
-from hybrid.user_code.tracebacks import log_traceback
+from hybrid.user_code.user_modules import log_traceback
 from workers.cluster_task import ScriptTask, Task, TrainTask
 from workers.console.messages import Verbosity, logging_to_stderr, verbosity
 from workers.console.output_stream import tolerate_lost_output
-from workers.exit_codes import Cause, ExitCode, Interrupt, exit_code
-from workers.launching.fork_server import Ended, ForkServer, Started
-from workers.launching.role_failure import RoleFailure, RoleProcess, describe
+from workers.exit_codes import STOP_REQUEST, Cause, ExitCode, cause_of, exit_code
+from workers.launching.fork_server import ForkServer
+from workers.rendezvous.host_setup import MasterAddress
 from workers.rendezvous.interrupt import end_now
-from workers.rendezvous.master_address import MasterAddress
-from workers.run_folder.run_paths import log_path, run_write_errors
-from workers.signals import STOP_REQUEST
+from workers.run_folder.run_access import log_path, run_write_errors
 
-# After the first failure, another role may still report the cause, or be seen to have been killed.
+# How long to wait after the first failure: another role may report the cause, or end by a signal.
 _GRACE_SECONDS = {Cause.KILLED: 0.0, Cause.STARVED: 0.0, Cause.SILENT: 2.0, Cause.ECHO: 2.0}
 _DEFAULT_GRACE_SECONDS = 0.5
 _END_SECONDS = 5.0
 _WAIT_SECONDS = 60.0
+_MAX_LOG_BYTES = 4096
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleFailure:
+    """The failure of a role.
+
+    Attributes:
+        message: one line.
+        at: ``time.monotonic()`` when the launcher or the role noticed the failure.
+    """
+
+    message: str
+    cause: Cause
+    at: float = field(default_factory=time.monotonic)
+
+    @property
+    def order(self) -> tuple[bool, int, float]:
+        """Sort key that puts the first cause first: killed processes, then errors, then consequences."""
+        consequences = {Cause.STOPPED: -1, Cause.ECHO: 1, Cause.SILENT: 2}
+        is_killed = self.cause in (Cause.KILLED, Cause.STARVED)
+        return not is_killed, consequences.get(self.cause, 0), self.at
+
+
+def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
+    """Convert an error of ``role`` to the failure that the role reports to the launcher.
+
+    Args:
+        folder: of the logs. If a log has a traceback of the error, the message has its path.
+    """
+    try:
+        from hybrid import transport
+        from hybrid.user_code.user_modules import describe_error, needs_traceback
+    except ImportError:  # which is also the cause of the failure
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return RoleFailure(f"{role}: {text}", Cause.EXCEPTION)
+    message = str(error) if isinstance(error, HybridError) else f"{role}: {describe_error(error)}"
+    logged_by = role if needs_traceback(error) else None
+    if isinstance(error, transport.RemoteError):
+        logged_by = error.role if error.failure.is_logged else None
+    log = "" if logged_by is None else f"; see {log_path(folder, logged_by)}"
+    return RoleFailure(" ".join(message.split()) + log, cause_of(error))
+
+
+def count_oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel has killed for memory in this control group, or on this machine.
+
+    Args:
+        root: folder with proc and sys.
+    """
+    group = ""
+    with suppress(OSError):  # version 2 of control groups has one line, 0::/GROUP
+        group = (root / "proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
+    for path in (root / "sys/fs/cgroup" / group / "memory.events", root / "proc/vmstat"):
+        with suppress(OSError):
+            for line in path.read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
+    return 0
+
+
+@dataclass(slots=True)
+class RoleProcess:
+    """The process of a role under the launcher.
+
+    Attributes:
+        failure: of the role; None while the process runs and after a normal end.
+    """
+
+    role: Role
+    log: Path
+    pid: int = 0  # 0 before the start
+    has_ended: bool = False
+    failure: RoleFailure | None = None
+    _oom_kills_before: int = field(default_factory=count_oom_kills)
+    _log_bytes_before: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._log_bytes_before = self.log.stat().st_size if self.log.exists() else 0
+
+    def record_end(self, exit_code: int, report: object) -> None:
+        """Record that the process has ended.
+
+        Args:
+            exit_code: of the process; minus the number of the signal if a signal killed it.
+            report: the RoleFailure that the role has reported, if any.
+        """
+        self.has_ended = True
+        if exit_code:
+            self.failure = report if isinstance(report, RoleFailure) else self._infer_failure(exit_code)
+
+    def _infer_failure(self, exit_code: int) -> RoleFailure:
+        """Return the failure of a role that has not reported one."""
+        process, log = f"{self.role} (pid {self.pid})", ""
+        with suppress(FileNotFoundError), self.log.open("rb") as file:
+            file.seek(max(self._log_bytes_before, file.seek(0, os.SEEK_END) - _MAX_LOG_BYTES))
+            log = file.read().decode(errors="replace")
+        if exit_code > 0:
+            # A role that waits in torch reports nothing, but its last log line may have the cause.
+            before, _, text = log.rstrip("\n").rpartition("\n")[2].partition(f"hybrid {self.role}: ")
+            last_line = f": {text}" if text and not before else ""
+            message = f"{process} exited with code {exit_code}{last_line}; see {self.log}"
+            return RoleFailure(message, Cause.SILENT)
+        number = signal.Signals(-exit_code)
+        is_oom = number is signal.SIGKILL and count_oom_kills() > self._oom_kills_before
+        is_oom |= number is signal.SIGABRT and "std::bad_alloc" in log  # C++ code without memory
+        reason = ", probably since memory ran out" if is_oom else ""
+        cause = Cause.STARVED if is_oom else Cause.KILLED
+        return RoleFailure(f"{process} was killed by {number.name}{reason}; see {self.log}", cause)
 
 
 class RoleProcesses:
     """All roles of a cluster, as processes of this machine.
 
     Args:
-        server: forks them.
-        folder: for their logs.
+        server: forks the roles.
+        folder: for the logs of the roles.
 
     Attributes:
         is_stop_requested: whether the master was asked to stop.
@@ -51,39 +162,29 @@ class RoleProcesses:
         self._config = config
         self._folder = folder
         self._processes: dict[str, RoleProcess] = {}
-        self._ended_at: float | None = None  # of the first failure, or of the master
+        self._ended_at: float | None = None  # the time of the first failure, or of the master's end
         self.is_stop_requested = False
 
-    def start(self, task: Task, secret: Secret, listener: socket.socket, lock: int) -> None:
+    def start(self, task: Task, secret: Secret) -> None:
         """Start every role.
 
-        Args:
-            listener: the socket of the rendezvous, for the master.
-            lock: descriptor of the run's lock, which every role holds while it lives.
-
         Raises:
-            HybridError: logs cannot be written.
+            HybridError: the master cannot listen.
         """
-        logs = log_path(self._folder, MASTER).parent
-        with run_write_errors(logs):
-            make_folder(logs)
-        address = MasterAddress(self._config.cluster.master_address, listener.getsockname()[1])
-        for role in self._config.cluster.topology.roles:
-            source, files = (self._config, [listener.fileno()]) if role == MASTER else (address, [])
-            reader, writer = os.pipe()
-            reports = Connection(reader, writable=False)
-            self._processes[str(role)] = RoleProcess(role, log_path(self._folder, role), reports)
-            args = (role, source, self._folder, task, secret, verbosity())
-            try:
-                self._server.start(str(role), _role_main, args, [writer, lock, *files])
-            finally:
-                os.close(writer)
+        section, calls = self._config.cluster, {}
+        for role in section.topology.roles:
+            self._processes[str(role)] = RoleProcess(role, log_path(self._folder, role))
+            calls[str(role)] = (role, self._config, self._folder, task, secret, verbosity())
+        pids = self._server.start(run_role, calls, section.master_address, section.master_port)
+        for name, pid in pids.items():
+            self._processes[name].pid = pid
+            _LOG.info("%s runs as process %d", name, pid)
 
     def wait(self) -> RoleFailure | None:
         """Wait until all roles have ended; return the first failure, or None if none failed."""
         while self._running:
             left = _WAIT_SECONDS
-            if self._ended_at is not None:  # how long the other roles may take to end by themselves
+            if self._ended_at is not None:  # the other roles get some time to end by themselves
                 graces = [_GRACE_SECONDS.get(each.cause, _DEFAULT_GRACE_SECONDS) for each in self._failures]
                 grace = min([2 * self._config.cluster.stop_timeout_seconds, *graces])
                 left = self._ended_at + grace - time.monotonic()
@@ -91,7 +192,7 @@ class RoleProcesses:
                 break
             try:
                 self._handle_event(left)
-            except ClusterError as error:  # with the server, all roles have ended
+            except ClusterError as error:  # the server has ended, and all roles with it
                 return self._first_failure() or RoleFailure(str(error), Cause.KILLED)
         if self._running and not self._failures:
             stuck = ", ".join(str(process.role) for process in self._running)
@@ -99,36 +200,18 @@ class RoleProcesses:
         return self._first_failure()
 
     def request_stop(self, code: ExitCode) -> None:
-        """Make the master save a checkpoint and stop; called by a signal handler during :meth:`wait`.
-
-        Args:
-            code: the exit code of the launcher.
-
-        Raises:
-            Interrupt: the master has not started yet.
-        """
-        if self._master.pid is None:
-            raise Interrupt(code)
+        """Make the master save a checkpoint and stop; called by a signal handler during :meth:`wait`."""
         self.is_stop_requested = True
         self._server.signal(str(MASTER), STOP_REQUEST)
 
-    @property
-    def has_cleared_screen(self) -> bool:
-        """Whether the master has removed its live region from the terminal."""
-        return self._master.has_ended and (self._master.failure is None or self._master.has_reported)
-
     def end(self) -> None:
         """Kill every process that still runs."""
-        with suppress(ClusterError):  # with the server, all roles have ended
+        with suppress(ClusterError):  # the server has ended, and all roles with it
             for process in self._running:
                 self._server.signal(str(process.role), signal.SIGKILL)
             deadline = time.monotonic() + _END_SECONDS
             while self._running and (left := deadline - time.monotonic()) > 0:
                 self._handle_event(left)
-
-    @property
-    def _master(self) -> RoleProcess:
-        return self._processes[str(MASTER)]
 
     @property
     def _running(self) -> list[RoleProcess]:
@@ -140,57 +223,49 @@ class RoleProcesses:
 
     def _handle_event(self, timeout_seconds: float) -> None:
         event = self._server.event(timeout_seconds)
-        if isinstance(event, Started):
-            self._processes[event.name].pid = event.pid
-            _LOG.info("%s runs as process %d", event.name, event.pid)
-        elif isinstance(event, Ended):
-            self._processes[event.name].end(event.exit_code)
+        if event is not None:
+            self._processes[event.name].record_end(event.exit_code, event.report)
             _LOG.info("%s ended with exit code %d", event.name, event.exit_code)
             if self._ended_at is None and (event.exit_code or event.name == str(MASTER)):
                 self._ended_at = time.monotonic()
 
     def _first_failure(self) -> RoleFailure | None:
-        first = min(self._failures, key=lambda failure: failure.order, default=None)
-        if first is None or first.logged_by is None:
-            return first
-        message = f"{first.message}; see {log_path(self._folder, first.logged_by)}"
-        return dataclasses.replace(first, message=message)
+        return min(self._failures, key=lambda failure: failure.order, default=None)
 
 
-def _role_main(
+def run_role(
     role: Role,
-    source: RunConfig | MasterAddress,
+    config: RunConfig,
     folder: Path,
     task: Task,
     secret: Secret,
     level: Verbosity,
-    reports: int,
-    lock: int,
-    listener: int | None = None,
+    listener: socket.socket,
+    reports: Connection,
 ) -> None:
-    """Run a role in its process, with its output in its log and its failure reported to the launcher.
+    """Run a role in its process; write output to its log, and report a failure to the launcher.
 
     Args:
-        source: the configuration for the master; the master's address for other roles.
-        reports, lock, listener: file descriptors; the lock is only held.
+        listener: the socket of the rendezvous, for the master.
+        reports: connection to the launcher.
     """
-    if not isinstance(task, TrainTask):  # nothing to save; the server has ignored this signal
+    if not isinstance(task, TrainTask):  # the server ignores it, but this task has nothing to save
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    to_launcher = Connection(reports, readable=False)
     path, launchers_stderr = log_path(folder, role), os.dup(2)
-    prints = role == (Role(RoleKind.TRAINER, 0) if isinstance(task, ScriptTask) else MASTER)
+    has_stdout = role == (Role(RoleKind.TRAINER, 0) if isinstance(task, ScriptTask) else MASTER)
     try:
-        # The output of torch's C++ code goes there too.
+        # Descriptor 2 is replaced, since torch's C++ code writes to it.
         with run_write_errors(path):
+            make_folder(path.parent)
             descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except HybridError as error:
-        to_launcher.send(describe(role, error))
+        reports.send(describe_failure(role, error, folder))
         end_now(ExitCode.FAILED)
     os.dup2(descriptor, 2)
-    if not prints:
+    if not has_stdout:
         os.dup2(descriptor, 1)
     os.close(descriptor)
-    names = ("stdout" if prints else str(path), str(path))
+    names = ("stdout" if has_stdout else str(path), str(path))
     command = f"hybrid {task.command}"
     with (
         tolerate_lost_output(command, run_continues=True, names=names, report_to=launchers_stderr),
@@ -201,18 +276,19 @@ def _role_main(
             if role == MASTER:
                 signal.signal(STOP_REQUEST, signal.default_int_handler)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_REQUEST])
-            from workers.roles import master
-            from workers.roles.role_main import serve
+            from workers import master
+            from workers.rendezvous.bootstrap import serve
 
-            if isinstance(source, MasterAddress):
-                serve(role, source, secret)  # the launcher decides on the exit code
+            if role == MASTER:
+                master.run(config, task, secret, listener)
             else:
-                bound = None if listener is None else socket.socket(fileno=listener)
-                master.run(source, task, secret, bound)
+                with listener:
+                    address = MasterAddress(config.cluster.master_address, listener.getsockname()[1])
+                serve(role, address, secret)  # the launcher decides on the exit code
         except KeyboardInterrupt as interrupt:
-            to_launcher.send(RoleFailure(str(interrupt), Cause.STOPPED))
+            reports.send(RoleFailure(str(interrupt), Cause.STOPPED))
             end_now(exit_code(interrupt))
         except Exception as error:
-            to_launcher.send(describe(role, error))
+            reports.send(describe_failure(role, error, folder))
             log_traceback(error)
             end_now(exit_code(error))  # threads of torch may wait for a lost role

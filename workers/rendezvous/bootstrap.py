@@ -4,19 +4,18 @@
 
     master                                   trainer i, worker j
     ──────                                   ───────────────────
-    listens on the rendezvous port           connects, registers
-    rejects a second role of one name, and
-      other versions; else: configuration ──► reads it, chooses its interface
-    waits for every role, names those        writes: host, pid, mounts
-      that are missing after the timeout
+    listens on the rendezvous port           connects, registers: host, pid, mounts
+    rejects a duplicate role or other
+      versions; else: configuration      ──► reads it, chooses its interface
+    waits for every role; after the
+      timeout, reports missing roles
     writes "go"                          ──► waits for it
                      all: connect once to each role of another host, join the RPC group
 
 Every connection begins with a handshake (:mod:`workers.rendezvous.secure_channel`). The registration of a
-role (:mod:`workers.rendezvous.heartbeat`) is its first heartbeat (:mod:`workers.rendezvous.heartbeat`).
+role is its first heartbeat (:mod:`workers.rendezvous.heartbeat`).
 """
 
-import dataclasses
 import json
 import os
 import secrets
@@ -36,59 +35,40 @@ import torch.distributed as dist
 
 from hybrid import transport
 from hybrid.config import RunConfig
-from hybrid.config.loading import read_toml_text, to_toml, with_own
+from hybrid.config.loading import apply_settings, read_toml_text
 from hybrid.dense.devices import choose_backend, choose_devices
 from hybrid.errors import ClusterError, first_line
 from hybrid.security.closed_listeners import close_listeners_after
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
-from hybrid.transport.shared_memory.lent_blocks import own_network
+from hybrid.transport.shared_memory.tensor_blocks import network_id
 from hybrid.transport.socket.handshake import address_of
-from workers.controller.deployment import local_constructors
 from workers.controller.shared_folders import filesystem_id
-from workers.exit_codes import WARNING, ExitCode, StopMessage, exit_code
+from workers.controller.user_code_jobs import local_constructors
+from workers.exit_codes import STOP_REQUEST, WARNING, ExitCode, StopMessage, exit_code, forwarding_signals
 from workers.rendezvous.heartbeat import (
-    Acceptance,
     HeartbeatInterval,
     HeartbeatSender,
     Registration,
-    RegistrationPolicy,
+    own_versions,
     register,
 )
-from workers.rendezvous.host_requirements import allow_open_files, check_reachable, choose_interface
-from workers.rendezvous.interrupt import Interrupter, StoppedError, last_words, run_interruptibly
-from workers.rendezvous.master_address import MasterAddress
-from workers.rendezvous.rendezvous_server import STOP, TWICE, VERDICT, RendezvousServer
-from workers.rendezvous.rendezvous_store import RendezvousStore
+from workers.rendezvous.host_setup import MasterAddress, allow_open_files, choose_interface
+from workers.rendezvous.interrupt import Interrupter, StoppedError, describe_final_error, run_interruptibly
+from workers.rendezvous.rendezvous_server import LATE, MEMBER, START_DECISION, STOP, STORE, RendezvousServer
 from workers.rendezvous.secure_channel import Channel, connect
-from workers.signals import STOP_REQUEST, forwarding_signals
 
-# How long the master of a failed run waits for roles to learn the reason and leave.
-_FAREWELL_SECONDS = 5.0
+# How long the master of a failed run waits for roles to receive the reason and leave.
+_LEAVE_SECONDS = 5.0
 _LONGEST_WAIT = timedelta(minutes=1)
 _RUN_ID_BYTES = 16
 _GO = "go"
-_HOSTS, _FAILURE = "hosts", "failure"
+_HOSTS = "hosts"
 _BACKLOG = 1024
-_LONGEST_ATTEMPT_SECONDS = 10.0  # in which the system sends four packets
+_LONGEST_ATTEMPT_SECONDS = 10.0  # enough for four connection attempts (SYN packets) of the kernel
 _DONE = StopMessage()
-# Until a role has the configuration.
+# The interval until a role has the configuration.
 _FIRST_INTERVAL = HeartbeatInterval(RunConfig().cluster.heartbeat_timeout_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A role and its host.
-
-    Attributes:
-        files: see :func:`filesystem_id`; the same for roles that see the same files.
-        network: see :func:`own_network`; the same for roles that reach each other by loopback.
-    """
-
-    host: str
-    pid: int
-    files: str
-    network: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +84,95 @@ class JoinedCluster:
     role: Role
     topology: Topology
     store: dist.Store
-    members: dict[Role, Member]
+    members: dict[Role, Registration]
     rendezvous: RendezvousServer | None = None
+
+
+class RendezvousStore(dist.Store):
+    """A client of the cluster's key-value store, instead of ``TCPStore``, which has no authentication.
+
+    Python and C++ code of any thread can use the store. An interrupt ends a wait. Torch keeps only the C++
+    part of this object, so the caller must keep the object while torch may use it.
+
+    Args:
+        connect: creates a connection to the master.
+        timeout_seconds: default timeout of ``get`` and ``wait``.
+
+    Raises:
+        DistStoreError: a key was not set in time.
+        DistNetworkError: the connection to the master ended.
+        ClusterError: the master is frozen.
+    """
+
+    def __init__(self, connect: Callable[[], Channel], timeout_seconds: float) -> None:
+        super().__init__()
+        self._connect = connect
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._idle: list[Channel] = []  # a request that waits does not block another one
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Store a value."""
+        self._request("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of ``key``, once it exists."""
+        return self._await("get", [key], self._timeout)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Wait until all ``keys`` exist."""
+        self._await("wait", keys, self._timeout if timeout is None else timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all ``keys`` exist."""
+        return self._request("check", *keys) == b"1"
+
+    def add(self, key: str, amount: int) -> int:
+        """Add ``amount`` to the number of ``key``, initially 0, and return the sum."""
+        return int(self._request("add", key, str(amount)))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Store ``desired`` if the value is ``expected``, or both are empty; return the value afterwards."""
+        return self._request("compare_set", key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; whether it existed."""
+        return self._request("delete_key", key) == b"1"
+
+    deleteKey = delete_key  # the name that C++ calls
+
+    def clone(self) -> "RendezvousStore":
+        """Return this object, since requests of different threads do not block each other."""
+        return self
+
+    def _await(self, operation: str, keys: Sequence[str], timeout: timedelta) -> bytes:
+        seconds = timeout.total_seconds()
+        return self._request(operation, str(seconds), *keys, seconds=seconds)
+
+    def _request(self, *request: str | bytes, seconds: float = 0.0) -> bytes:
+        fields = [field.encode() if isinstance(field, str) else field for field in request]
+        try:
+            if self._idle:
+                channel = self._idle.pop()
+            else:
+                channel = self._connect()
+                channel.send(STORE)
+            try:
+                channel.send(*fields)
+                kind, *response = channel.receive(seconds)
+            except BaseException:
+                channel.close()  # else a late response would be read as that of the next request
+                raise
+        except OSError as error:
+            raise dist.DistNetworkError(str(error)) from error
+        self._idle.append(channel)
+        if kind == LATE:
+            raise dist.DistStoreError(f"{request[0]!r} of {request[2:]!r} timed out after {seconds:g} s")
+        return response[0]
+
+    def close(self) -> None:
+        """Close idle connections."""
+        while self._idle:
+            self._idle.pop().close()
 
 
 @contextmanager
@@ -119,12 +186,12 @@ def lead(
 
     Args:
         listener: a listening socket for the rendezvous server.
-        code_of: exit code of a cluster that an error ends.
+        code_of: returns the exit code of roles for an error that ends the cluster.
 
     Raises:
         ClusterError: a role is missing, or was lost.
-        ConfigError: this host has no such interface.
-        HybridError: a role has other versions.
+        ConfigError: this host does not have the configured interface.
+        HybridError: a role has other versions of hybrid-parallel, torch or Python.
     """
     section = config.cluster
     address, port, *_ = listener.getsockname()
@@ -132,21 +199,19 @@ def lead(
     torch.set_num_threads(section.threads)
     interrupter = Interrupter(f"hybrid {MASTER}", section.stop_timeout_seconds, code_of)
     interval = HeartbeatInterval(section.heartbeat_timeout_seconds)
-    acceptance = Acceptance(to_toml(config), socket.gethostname(), own_network(), interface)
-    policy = RegistrationPolicy(section.topology, acceptance, interrupter.interrupt)
-    server = RendezvousServer(listener, secret, policy, interval, interrupter.interrupt, _signal_main_thread)
+    server = RendezvousServer(listener, secret, config, interrupter.interrupt, _signal_main_thread)
     with interrupter.enabled(), server as rendezvous:
         own_address, seconds = MasterAddress(address, port), section.start_timeout_seconds
-        with _connected(partial(connect, own_address, secret, interval, seconds), seconds) as store:
+        with _open_store(partial(connect, own_address, secret, interval, seconds), seconds) as store:
             try:
-                members = _gather(store, section.topology, section.start_timeout_seconds)
+                members = _await_members(store, section.topology, section.start_timeout_seconds)
                 cluster = JoinedCluster(MASTER, section.topology, store, members, rendezvous)
-                with _in_groups(cluster, config, secret, interface, ()):
+                with _torch_groups(cluster, config, secret, interface, ()):
                     yield cluster
             except BaseException as error:
-                rendezvous.stop(StopMessage(code_of(error), last_words(error)), _FAREWELL_SECONDS)
+                rendezvous.stop(StopMessage(code_of(error), describe_final_error(error)), _LEAVE_SECONDS)
                 raise
-            # Roles need the store to leave the RPC group, until the last one has left.
+            # Roles need the store until the last role has left the RPC group.
             rendezvous.await_departures(section.timeout_seconds)
 
 
@@ -156,25 +221,26 @@ def join(
 ) -> Iterator[JoinedCluster]:
     """Join a cluster as a trainer or a worker, and leave it at the end.
 
-    After an error, end the process by :func:`end_now`: Python would wait for threads of torch, which may wait
-    for a role that is gone.
+    After an error, end the process by :func:`end_now`. Python would wait for threads of torch, which may wait
+    for a lost role.
 
     Args:
-        address: of the master, which sends the configuration.
-        settings: the role's own; see :func:`with_own`.
+        address: address of the master, which sends the configuration.
+        settings: settings of this role; see :func:`apply_settings`.
 
     Raises:
-        ClusterError: there is no master, the role is taken, or another one was lost.
-        ConfigError: a role may not have a setting, this host has no such interface, others cannot reach it,
+        ClusterError: there is no master, the role is already taken, or another role was lost.
+        ConfigError: a setting is not allowed for one role, this host does not have the configured interface,
             or the master has another secret.
-        HybridError: there is no such role, or the master has other versions.
+        HybridError: the cluster has no such role, or the master has other versions.
         StoppedError: the run has ended; see its exit code.
     """
-    own = with_own(RunConfig(), settings).cluster
+    own = apply_settings(RunConfig(), settings).cluster
     channel = connect(address, secret, _FIRST_INTERVAL, own.start_timeout_seconds)
+    host, pid = socket.gethostname(), os.getpid()
+    registration = Registration(str(role), host, pid, own_versions(), filesystem_id(), network_id())
     try:
-        master = register(channel, Registration.of(role))
-        config = read_toml_text(master.config)
+        config = read_toml_text(register(channel, registration))
         channel.interval = interval = HeartbeatInterval(config.cluster.heartbeat_timeout_seconds)
     except BaseException:
         channel.close()
@@ -184,60 +250,58 @@ def join(
         stack.enter_context(interrupter.enabled())
         heartbeat = stack.enter_context(HeartbeatSender(channel, interrupter.interrupt))
         stack.enter_context(forwarding_signals(heartbeat.forward_signal))
-        config = with_own(config, settings)
+        config = apply_settings(config, settings)
         section = config.cluster
         allow_open_files(section)
         interface = choose_interface(section.interface, channel.local_address)
-        if own_network() != master.network:
-            check_reachable(role, interface, master)
         torch.set_num_threads(section.threads)
         seconds = section.start_timeout_seconds
-        store = stack.enter_context(_connected(partial(connect, address, secret, interval, seconds), seconds))
-        member = Member(socket.gethostname(), os.getpid(), filesystem_id(), own_network())
-        store.set(f"member/{role}", json.dumps(dataclasses.astuple(member)))
-        # The master names missing roles after its own timeout, so its message may come that much later.
-        if not _appears(store, VERDICT, timedelta(seconds=2 * seconds)):
-            raise ClusterError(f"no word from the master for {2 * seconds:g} s")
-        if (verdict := store.get(VERDICT).decode()) != _GO:
-            word = StopMessage.parse(verdict)
-            raise StoppedError(f"stopped by the master: {word.reason}", word.code)
+        store = stack.enter_context(
+            _open_store(partial(connect, address, secret, interval, seconds), seconds)
+        )
+        # The master reports missing roles after its timeout, which may start up to one timeout later.
+        if not _is_set_within(store, START_DECISION, timedelta(seconds=2 * seconds)):
+            raise ClusterError(f"no message from the master for {2 * seconds:g} s")
+        if (decision := store.get(START_DECISION).decode()) != _GO:
+            message = StopMessage.parse(decision)
+            raise StoppedError(f"stopped by the master: {message.reason}", message.code)
         cluster = JoinedCluster(role, section.topology, store, {})
-        with _in_groups(cluster, config, secret, interface, local_constructors(settings)):
+        with _torch_groups(cluster, config, secret, interface, local_constructors(settings)):
             yield cluster
 
 
 @contextmanager
-def _in_groups(
+def _torch_groups(
     cluster: JoinedCluster,
     config: RunConfig,
     secret: Secret,
     interface: str,
     constructors: Iterable[partial[Any]],
 ) -> Iterator[None]:
-    """Join torch's groups with all roles, and leave them with all roles."""
+    """Join torch's RPC group and process group together with all roles, and leave them at the end."""
     run_interruptibly(partial(_start_torch, cluster, config, secret, interface, constructors))
     yield
     try:
         run_interruptibly(partial(transport.stop, config.cluster.timeout_seconds))
-    except RuntimeError as error:  # of torch, if another role has left early, which reports the reason
+    except RuntimeError as error:  # of torch, if another role left early; that role reports the reason
         raise StoppedError(f"another role went away: {first_line(error)}") from error
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @contextmanager
-def _connected(connect: Callable[[], Channel], timeout_seconds: float) -> Iterator[RendezvousStore]:
+def _open_store(connect: Callable[[], Channel], timeout_seconds: float) -> Iterator[RendezvousStore]:
     store = RendezvousStore(connect, timeout_seconds)
     try:
         yield store
-    except dist.DistNetworkError as error:  # of any request to the store, torch's included
+    except dist.DistNetworkError as error:  # of any request to the store, also by torch
         raise StoppedError(f"the master went away: {first_line(error)}") from error
     finally:
         store.close()
 
 
-def _appears(store: dist.Store, key: str, timeout: timedelta) -> bool:
-    """Whether ``key`` exists within that time."""
+def _is_set_within(store: dist.Store, key: str, timeout: timedelta) -> bool:
+    """Wait up to ``timeout`` for ``key``; return whether it exists."""
     try:
         store.wait([key], timeout)
     except dist.DistStoreError:
@@ -252,7 +316,7 @@ def _start_torch(
     interface: str,
     constructors: Iterable[partial[Any]],
 ) -> None:
-    """Join the groups of torch; returns when every role has joined."""
+    """Join the groups of torch; return when every role has joined."""
     section = config.cluster
     role, store = cluster.role, cluster.store
     check_connections(role, store, interface, section.timeout_seconds)
@@ -282,18 +346,17 @@ def _start_torch(
 
 
 def check_connections(role: Role, store: dist.Store, interface: str, timeout_seconds: float) -> None:
-    """Return once every role has connected to those of other hosts; at once if all are on one host.
+    """Check that every pair of roles on different hosts can connect; return when every role has checked.
 
-    Process groups and RPC connect every pair of roles, on ports that the system chooses. If a firewall blocks
-    them, torch waits long and names nobody. So the master collects the results of these attempts, and starts
-    the cluster or names a pair that is blocked.
+    Process groups and RPC connect every pair of roles, on ports that the kernel chooses. If a firewall blocks
+    these ports, torch waits long and does not name the roles. With one host, nothing is checked.
 
     Args:
-        interface: on which others reach this role.
-        timeout_seconds: of an attempt, up to ten seconds.
+        interface: network interface on which other roles reach this role.
+        timeout_seconds: timeout of an attempt, at most ten seconds.
 
     Raises:
-        ClusterError: two roles cannot connect.
+        ClusterError: this role cannot connect to another one.
     """
     hosts = json.loads(store.get(_HOSTS))
     if len({network for _, network in hosts.values()}) == 1:
@@ -301,76 +364,73 @@ def check_connections(role: Role, store: dist.Store, interface: str, timeout_sec
     family, address = address_of(interface)
     with socket.create_server((address, 0), family=family, backlog=_BACKLOG) as listener:
         store.set(f"address/{role}", json.dumps(listener.getsockname()[:2]))
-        failure = ""
-        here, network = hosts[str(role)]
-        for other, (there, others_network) in hosts.items():
-            if failure or others_network == network:
+        host, network = hosts[str(role)]
+        for other, (other_host, other_network) in hosts.items():
+            if other_network == network:
                 continue
-            others_address = tuple(json.loads(store.get(f"address/{other}")))
+            other_address = tuple(json.loads(store.get(f"address/{other}")))
             seconds = min(timeout_seconds, _LONGEST_ATTEMPT_SECONDS)
             try:
-                socket.create_connection(others_address, seconds, source_address=(address, 0)).close()
+                socket.create_connection(other_address, seconds, source_address=(address, 0)).close()
             except OSError as error:
-                host, port = others_address
-                failure = (
-                    f"{role} on host {here} cannot reach {other} on host {there} at {host}:{port} "
-                    f"({error.strerror or first_line(error)}); is there a firewall between them? "
-                    "Roles connect to each other on any port"
-                )
-        store.set(f"failure/{role}", failure)
-        if role == MASTER:
-            all_failures = [store.get(f"failure/{each}").decode() for each in hosts]
-            store.set(_FAILURE, next(filter(None, all_failures), ""))
-        first_failure = store.get(_FAILURE).decode()
-    if first_failure and role == MASTER:
-        raise ClusterError(first_failure)
-    if first_failure:  # the master reports it
-        raise StoppedError(failure or f"stopped by the master: {first_failure}")
+                ip, port = other_address
+                raise ClusterError(
+                    f"{role} on host {host} (interface {interface}) cannot reach {other} on host "
+                    f"{other_host} at {ip}:{port} ({error.strerror or first_line(error)}); check "
+                    "cluster.interface, and whether a firewall is between them: roles connect to each other "
+                    "on any port"
+                ) from error
+        store.set(f"connected/{role}", "")
+        store.wait([f"connected/{each}" for each in hosts])
 
 
 def _signal_main_thread(number: int) -> None:
-    """Stop the master, since a signal asked another role to stop."""
-    ours = number if number == WARNING else STOP_REQUEST
-    signal.pthread_kill(threading.main_thread().ident or 0, ours)
+    """Send a signal to the main thread of the master, after another role received signal ``number``."""
+    own = number if number == WARNING else STOP_REQUEST
+    signal.pthread_kill(threading.main_thread().ident or 0, own)
 
 
-def announce_stop(cluster: JoinedCluster, word: StopMessage = _DONE) -> None:
-    """Make every role stop; called by the master."""
-    if not word.reason:
-        cluster.store.set(STOP, str(word))
+def announce_stop(cluster: JoinedCluster, message: StopMessage = _DONE) -> None:
+    """Stop every role; called by the master."""
+    if not message.reason:
+        cluster.store.set(STOP, str(message))
     elif cluster.rendezvous is not None:
-        cluster.rendezvous.stop(word, _FAREWELL_SECONDS)
+        cluster.rendezvous.stop(message, _LEAVE_SECONDS)
+
+
+def serve(role: Role, address: MasterAddress, secret: Secret, settings: Sequence[str] = ()) -> ExitCode:
+    """Serve the master's calls as a trainer or worker until it stops this role; return the exit code."""
+    with join(role, address, secret, settings) as cluster:
+        return await_stop(cluster)
 
 
 def await_stop(cluster: JoinedCluster) -> ExitCode:
-    """Wait until the master announces the end, and serve calls meanwhile; return the exit code.
+    """Serve calls until the master stops this role; return the exit code.
 
     Raises:
-        ClusterError: the run failed, or the master went away.
+        ClusterError: the run failed, or the connection to the master ended.
     """
-    while not _appears(cluster.store, STOP, _LONGEST_WAIT):
+    while not _is_set_within(cluster.store, STOP, _LONGEST_WAIT):
         pass
-    word = StopMessage.parse(cluster.store.get(STOP).decode())
-    if word.reason:
-        raise StoppedError(f"stopped by the master: {word.reason}", word.code)
-    return word.code
+    message = StopMessage.parse(cluster.store.get(STOP).decode())
+    if message.reason:
+        raise StoppedError(f"stopped by the master: {message.reason}", message.code)
+    return message.code
 
 
-def _gather(store: dist.Store, topology: Topology, timeout_seconds: float) -> dict[Role, Member]:
-    """Wait for every role; ClusterError if one is missing."""
+def _await_members(store: dist.Store, topology: Topology, timeout_seconds: float) -> dict[Role, Registration]:
+    """Wait for all registrations; ClusterError if a role is missing after the timeout."""
     roles = [*topology.trainers, *topology.workers]
     deadline = time.monotonic() + timeout_seconds
     for role in roles:
         left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
-        if not _appears(store, f"member/{role}", left):
-            missing = ", ".join(str(each) for each in roles if not store.check([f"member/{each}"]))
-            twice = ", ".join(str(each) for each in roles if store.check([f"{TWICE}/{each}"]))
-            hint = f"; started twice: {twice}" if twice else ""
+        if not _is_set_within(store, f"{MEMBER}/{role}", left):
+            missing = ", ".join(str(each) for each in roles if not store.check([f"{MEMBER}/{each}"]))
             limit = f"{timeout_seconds:g} s (cluster.start_timeout_seconds)"
-            raise ClusterError(f"missing after {limit}: {missing}{hint}")
-    members = {role: Member(*json.loads(store.get(f"member/{role}"))) for role in roles}
+            raise ClusterError(f"missing after {limit}: {missing}")
+    members = {role: Registration.unpacked(store.get(f"{MEMBER}/{role}")) for role in roles}
     hosts = {str(role): (each.host, each.network) for role, each in members.items()}
-    store.set(_HOSTS, json.dumps({str(MASTER): (socket.gethostname(), own_network())} | hosts))
+    store.set(_HOSTS, json.dumps({str(MASTER): (socket.gethostname(), network_id())} | hosts))
     store.set("run", secrets.token_hex(_RUN_ID_BYTES))
-    store.set(VERDICT, _GO)
+    store.set(START_DECISION, _GO)
     return members

@@ -1,4 +1,4 @@
-"""Errors of other threads, raised in the main thread, and a certain end of the process. Free of torch."""
+"""Raising errors of other threads in the main thread, and ending a stuck process; does not import torch."""
 
 import atexit
 import os
@@ -23,27 +23,24 @@ class StoppedError(ReportedError):
 
 
 class LostRoleError(ClusterError):
-    """A role is gone, or sends no heartbeats."""
-
-
-class LostHostError(LostRoleError):
-    """All roles of a host are gone or out of reach, or the master's host was: no log says why."""
+    """A role has ended, or sends no heartbeats."""
 
 
 class EndedRoleError(ReportedError, LostRoleError):
-    """A role has ended with an error, which it reported."""
+    """A role has ended with an error that the role reported."""
 
 
 class Interrupter:
-    """Raises an error in the main thread, wherever it waits, or else ends the process.
+    """Raises an error in the main thread; if the main thread does not react, ends the process.
 
-    A call into torch that waits for a frozen role notices no signal. Nor do torch's own threads, for which
-    Python would wait at its end. So a process whose ``with`` block has failed ends as soon as Python does,
-    and prints the error and ends ``seconds`` after the error at the latest.
+    A call into torch that waits for a frozen role does not handle signals. At exit, Python would also wait
+    for threads of torch. So after an error, the process ends without this wait when Python exits. If Python
+    does not exit within ``seconds``, the process prints the error and ends.
 
     Args:
-        name: of the process, for the message.
-        code_of: exit code of a process that an error ends.
+        name: name of the process in the message.
+        seconds: time from the error to the forced end.
+        code_of: returns the exit code for the error that ends the process.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class Interrupter:
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
-        """Accept interrupts during a ``with`` block of the main thread."""
+        """Allow interrupts during a ``with`` block of the main thread."""
         previous = signal.signal(_SIGNAL, self._raise)
         self._is_enabled = True
         try:
@@ -75,7 +72,7 @@ class Interrupter:
                 self._timer.cancel()
 
     def interrupt(self, error: HybridError) -> None:
-        """Raise ``error`` in the main thread; called by another thread. Only the first error counts."""
+        """Raise ``error`` in the main thread; called by another thread. Later errors have no effect."""
         with self._lock:
             if not self._is_enabled or self._error is not None:
                 return
@@ -101,32 +98,32 @@ class Interrupter:
     def _end(self) -> None:
         assert self._error is not None
         try:
-            print_line(f"{self._name}: {last_words(self._error)}", to_stderr=True)
-        finally:  # the log may be full
+            print_line(f"{self._name}: {describe_final_error(self._error)}", to_stderr=True)
+        finally:  # printing may fail on a full disk
             end_now(self._code_of(self._error))
 
 
 def run_interruptibly(function: Callable[[], None]) -> None:
-    """Run a function that may wait in torch, where the main thread would not notice an interrupt.
+    """Run a function in a thread, because it may wait in torch and the main thread must handle interrupts.
 
-    It runs in a thread of its own. After an interrupt, nobody waits for that thread.
+    After an interrupt, the thread is abandoned.
     """
-    ended: Future[None] = Future()
+    result: Future[None] = Future()
 
     def run() -> None:
         try:
             function()
         except BaseException as error:  # raised in the main thread
-            ended.set_exception(error)
+            result.set_exception(error)
         else:
-            ended.set_result(None)
+            result.set_result(None)
 
     threading.Thread(target=run, name="interruptible", daemon=True).start()
-    ended.result()
+    result.result()
 
 
-def last_words(error: BaseException) -> str:
-    """Return the line that a process reports to others about the error that ends it."""
+def describe_final_error(error: BaseException) -> str:
+    """Return the line that a process reports about the error that ends it."""
     return "interrupted" if isinstance(error, KeyboardInterrupt) else first_line(error)
 
 

@@ -1,87 +1,97 @@
-"""The master's rendezvous server: authenticates roles, stores their keys and monitors their heartbeats.
+"""The master's rendezvous server: authentication of roles, key-value store, and monitoring of heartbeats.
 
-One thread with an event loop serves all connections, so a role that waits for a key costs nothing. Free of
-torch.
+One thread with an event loop serves all connections, so a role that waits for a key takes no thread. This
+module does not import torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
-import logging
 import socket
 import threading
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from hybrid.config import RunConfig
-from hybrid.errors import ClusterError, first_line
+from hybrid.config.loading import to_toml
+from hybrid.errors import ClusterError, HybridError, first_line
+from hybrid.security.rejected_messages import RejectionLog
 from hybrid.security.secret import Secret
-from workers.exit_codes import StopMessage, exit_code
+from hybrid.topology import MASTER
+from workers.exit_codes import ExitCode, StopMessage, exit_code
 from workers.rendezvous.heartbeat import (
     ACCEPTED,
+    ALIVE,
     HEARTBEATS,
     REJECTED,
     RUN_ENDED,
+    SIGNALED,
     TAKEN,
-    Acceptance,
-    ConnectedRole,
     HeartbeatInterval,
-    HeartbeatMonitor,
     Registration,
-    RegistrationPolicy,
+    own_versions,
 )
-from workers.rendezvous.interrupt import LostRoleError
-from workers.rendezvous.master_address import DEFAULT_PORT, listen
+from workers.rendezvous.host_setup import DEFAULT_PORT, listen
+from workers.rendezvous.interrupt import EndedRoleError, LostRoleError
 from workers.rendezvous.secure_channel import ChannelError, FrameCipher, MasterChannel, authenticate
 
-STOP, VERDICT = "stop", "verdict"  # keys under which roles wait for the master's decision
-TWICE = "twice"  # prefix of the keys of roles that registered more than once
+STOP, START_DECISION = "stop", "start_decision"  # keys for which roles wait, set by the master
+MEMBER = "member"  # prefix of the keys of registrations
 STORE = b"store"  # purpose of a connection that reads and writes keys
 LATE = b"late"
 _DONE = b"done"
 
-_LOG = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 5.0
-# As many as connect within a tenth of a second at most: a role needs no more time for the handshake.
+# Even in a flood, so many connections take 0.1 s, and a role completes its handshake faster.
 MAX_UNAUTHENTICATED = 512
 _BUFFER_BYTES = 4096
 _SECONDS_WITHOUT_DESCRIPTORS = 0.1
-_LINE_EVERY_SECONDS = 10.0
 _END_SECONDS = 5.0
-_POLL_SECONDS = 0.05
-# The main thread knows what the run was doing when a role was lost, so its message comes first.
+_POLL_SECONDS = 0.01
+# Before other roles get the error, the main thread has this time to report the error with more details.
 _GRACE_SECONDS = 1.0
 
 
 class RendezvousServer:
-    """Serves the rendezvous of a cluster for the length of a ``with`` block.
+    """Serves the rendezvous of a cluster during a ``with`` block.
 
     Args:
-        listener: a listening socket, which is closed at the end.
-        policy: decides about registrations.
-        interval: of heartbeats.
-        on_failure: called with the error of a role that is lost.
-        on_signal: called with the number of a signal that asked a role to stop.
+        listener: a listening socket; closed at the end.
+        config: configuration of the run; sent to each role that registers.
+        on_failure: called with an error if a role is lost or has other versions.
+        on_signal: called with the number of a signal to stop that a role received.
+        end_reason: why the run has ended, for roles that register later; empty if the run has not ended.
     """
 
     def __init__(
         self,
         listener: socket.socket,
         secret: Secret,
-        policy: RegistrationPolicy,
-        interval: HeartbeatInterval,
-        on_failure: Callable[[ClusterError], None],
+        config: RunConfig,
+        on_failure: Callable[[HybridError], None],
         on_signal: Callable[[int], None] = lambda _: None,
+        end_reason: str = "",
     ) -> None:
         self._listener = listener
-        self._policy = policy
+        self._topology = config.cluster.topology
+        # A configuration may have very many keys.
+        self._response = ACCEPTED, zlib.compress(to_toml(config).encode())
         self._on_failure = on_failure
-        self._acceptor = _Acceptor(secret)
+        self._end_reason = end_reason
+        self._secret = secret
+        # Tasks of unauthenticated connections by address, in the order of arrival.
+        self._unauthenticated: defaultdict[str, dict[asyncio.Task[object], None]] = defaultdict(dict)
+        self._rejections = RejectionLog("connection")
         self._keys = KeyValues()
-        self._monitor = HeartbeatMonitor(interval, self._lose, on_signal)
+        self._interval = HeartbeatInterval(config.cluster.heartbeat_timeout_seconds)
+        self._on_signal = on_signal
+        self._silent_turns: dict[Registration, int] = {}  # of registered roles that have not left
+        self._arriving = 0  # authenticated peers that have not registered yet
         self._registered: set[str] = set()
         self._failure = b""
         self._loop = asyncio.new_event_loop()
@@ -96,27 +106,26 @@ class RendezvousServer:
         self._call_soon(self._closing.set)
         self._thread.join(_END_SECONDS)
 
-    def stop(self, word: StopMessage, wait_seconds: float) -> None:
-        """Report to every role that the run has failed, and wait until they left; the first report counts."""
-        self._call_soon(self._stop, word)
+    def stop(self, message: StopMessage, wait_seconds: float) -> None:
+        """Report a failure of the run to every role, and wait until all have left; the first call counts."""
+        self._call_soon(self._stop, message)
         self.await_departures(wait_seconds)
 
     def await_registrations(self, timeout_seconds: float) -> None:
         """Wait until every role of the cluster has registered."""
-        topology = self._policy.topology
-        names = {str(role) for role in (*topology.trainers, *topology.workers)}
+        names = {str(role) for role in self._topology.roles if role != MASTER}
         deadline = time.monotonic() + timeout_seconds
         while not self._registered.issuperset(names) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
     def await_departures(self, timeout_seconds: float) -> None:
         """Wait until every role has left or is lost."""
-        departed = threading.Event()
-        self._call_soon(self._monitor.call_after_departures, departed.set)
-        departed.wait(timeout_seconds)
+        deadline = time.monotonic() + timeout_seconds
+        while (self._silent_turns or self._arriving) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
     def _call_soon(self, function: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # the loop has failed, and its error is on the way
+        with suppress(RuntimeError):  # the loop has failed; on_failure reports its error
             self._loop.call_soon_threadsafe(function, *args)
 
     def _run(self) -> None:
@@ -127,19 +136,19 @@ class RendezvousServer:
             self._on_failure(ClusterError(f"the rendezvous has failed: {first_line(error)}"))
 
     async def _serve(self) -> None:
-        forever = self._monitor.count_silence(), self._accept_all()
-        background = [asyncio.create_task(each) for each in forever]
+        endless = self._count_silence(), self._accept_all()
+        background = [asyncio.create_task(each) for each in endless]
         closing = asyncio.create_task(self._closing.wait())
         ended, _ = await asyncio.wait([*background, closing], return_when=asyncio.FIRST_COMPLETED)
         self._listener.close()
         for task in ended - {closing}:
-            task.result()  # an error: they do not return
+            task.result()  # raises the error that ended an endless task
 
     async def _accept_all(self) -> None:
-        """Accept one connection after the other.
+        """Accept connections one by one.
 
-        An asyncio server accepts all that wait at once. Here, in a crowd, each connection is served once
-        before the next ones replace it.
+        An asyncio server accepts all pending connections at once. In a flood, it would close a connection in
+        favor of newer ones before it reads the connection once.
         """
         self._listener.setblocking(False)
         tasks: set[asyncio.Task[None]] = set()
@@ -157,92 +166,44 @@ class RendezvousServer:
     async def _handle(self, connection: socket.socket, address: str) -> None:
         cipher, is_local = None, connection.getsockname()[0] == address
         try:
-            cipher = await self._acceptor.authenticate(connection, address)
+            cipher = await self._authenticate(connection, address)
         finally:
             if cipher is None:
                 connection.close()
         if cipher is not None:
-            with self._monitor.arrival() as end_arrival:
-                reader, writer = await asyncio.open_connection(sock=connection, limit=_BUFFER_BYTES)
-                channel = MasterChannel(reader, writer, cipher)
+            reader, writer = await asyncio.open_connection(sock=connection, limit=_BUFFER_BYTES)
+            channel = MasterChannel(reader, writer, cipher)
+            try:
+                self._arriving += 1
                 try:
                     purpose, *message = await channel.receive()
-                    end_arrival()
                     if purpose == HEARTBEATS:
-                        await self._register(channel, Registration.unpacked(message[0]), address, is_local)
-                    else:
-                        await self._keys.serve(channel)
-                except (OSError, EOFError):
-                    pass  # the role may live on; its heartbeats show that
+                        role = dataclasses.replace(Registration.unpacked(message[0]), is_local=is_local)
+                        response = self._register(role)
                 finally:
-                    writer.close()
+                    self._arriving -= 1
+                if purpose != HEARTBEATS:
+                    await self._keys.serve(channel)
+                elif response is self._response:
+                    await self._monitor(channel, role)
+                else:
+                    await channel.send(*response)
+            except (OSError, EOFError):
+                pass  # the end of a role is detected by its heartbeats
+            finally:
+                writer.close()
 
-    async def _register(
-        self, channel: MasterChannel, registration: Registration, address: str, is_local: bool
-    ) -> None:
-        role = registration.role
-        if role in self._registered:  # whatever else is wrong with this one, the cluster goes on
-            self._keys.set(f"{TWICE}/{role}", b"")
-            await channel.send(TAKEN)
-            return
-        if (reason := self._policy.rejection_reason(registration)) is not None:
-            await channel.send(REJECTED, reason.encode())
-            return
-        self._registered.add(role)
-        if self._policy.end_reason:
-            await channel.send(RUN_ENDED, self._policy.end_reason.encode())
-            return
-        response = ACCEPTED, self._policy.acceptance.packed()
-        connected = ConnectedRole(role, registration.host, registration.pid, address, is_local)
-        await self._monitor.monitor(channel, connected, response, lambda: self._failure)
+    async def _authenticate(self, connection: socket.socket, address: str) -> FrameCipher | None:
+        """Return the cipher of a peer that has the secret; None for another peer.
 
-    def _lose(self, error: LostRoleError) -> None:
-        if not self._failure:  # else the main thread is leaving with the first error
-            self._on_failure(error)
-        self._loop.call_later(_GRACE_SECONDS, self._stop, StopMessage(exit_code(error), str(error)))
-
-    def _stop(self, word: StopMessage) -> None:
-        self._failure = self._failure or str(word).encode()
-        for key in (VERDICT, STOP):
-            if not self._keys.has([key]):
-                self._keys.set(key, self._failure)
-
-
-def report_end(config: RunConfig, secret: Secret, reason: str) -> None:
-    """Tell restarted roles of a run that has ended to exit; returns once all have registered.
-
-    A role that does not register within ``cluster.start_timeout_seconds`` was not restarted.
-
-    Raises:
-        ConfigError: this host does not have the master's address, or its port is in use.
-    """
-    section = config.cluster
-    acceptance = Acceptance("", socket.gethostname(), "", "")
-    policy = RegistrationPolicy(section.topology, acceptance, lambda _: None, reason)
-    interval = HeartbeatInterval(section.heartbeat_timeout_seconds)
-    with listen(section.master_address, section.master_port or DEFAULT_PORT) as listener:
-        with RendezvousServer(listener, secret, policy, interval, lambda _: None) as server:
-            server.await_registrations(section.start_timeout_seconds)
-
-
-class _Acceptor:
-    """Authenticates peers. Unauthenticated peers are few, and get little time and memory."""
-
-    def __init__(self, secret: Secret) -> None:
-        self._secret = secret
-        # By address, in the order of their arrival.
-        self._unauthenticated: defaultdict[str, dict[asyncio.Task[object], None]] = defaultdict(dict)
-        self._rejected = 0
-        self._next_line_at = 0.0
-
-    async def authenticate(self, connection: socket.socket, address: str) -> FrameCipher | None:
-        """Return the cipher of a peer that has the secret; None for another peer."""
+        The number of unauthenticated peers, their time and their memory are limited.
+        """
         task = asyncio.current_task()
         assert task is not None, "each connection has a task"
         self._unauthenticated[address][task] = None
         if sum(map(len, self._unauthenticated.values())) > MAX_UNAUTHENTICATED:
-            # Disconnect the oldest of the most crowded address: peers of other addresses are not affected,
-            # and a peer that has the secret has the time to prove it.
+            # Disconnect the oldest peer of the address with the most peers. So a flood does not affect other
+            # addresses, and a role of the same address has time for its handshake.
             crowd = max(self._unauthenticated.values(), key=len)
             oldest = next(iter(crowd))
             del crowd[oldest]
@@ -251,36 +212,106 @@ class _Acceptor:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 return await authenticate(connection, self._secret)
         except ChannelError as error:
-            self._log(address, str(error))
+            self._rejections.add(f"{error}, from {address}")
         except (OSError, EOFError):
-            self._log(address, "no proof of the secret")
+            self._rejections.add(f"no proof of the secret, from {address}")
         finally:
             self._unauthenticated[address].pop(task, None)
             if not self._unauthenticated[address]:
                 del self._unauthenticated[address]
         return None
 
-    def _log(self, address: str, reason: str) -> None:
-        """Log a rejected peer, at most one line every ten seconds."""
-        self._rejected += 1
-        if time.monotonic() < self._next_line_at:
-            return
-        self._next_line_at = time.monotonic() + _LINE_EVERY_SECONDS
-        line = "%d connections refused, the last from %s: %s"
-        _LOG.warning(line, self._rejected, address, reason)
+    def _register(self, role: Registration) -> tuple[bytes, ...]:
+        """Register a role, and return the response for it."""
+        name = role.role
+        # Check this first: a duplicate must not end the run, whatever its versions are.
+        if name in self._registered:
+            return (TAKEN,)
+        if name == str(MASTER) or name not in map(str, self._topology.roles):
+            return REJECTED, f"there is no {name} in a cluster of {self._topology}".encode()
+        if (versions := own_versions()) != role.versions:
+            reason = (
+                f"{name} on host {role.host} has {role.versions}, the master on host "
+                f"{socket.gethostname()} {versions}; install the same on both"
+            )
+            self._on_failure(HybridError(reason))
+            return REJECTED, reason.encode()
+        self._registered.add(name)
+        if self._end_reason:
+            return RUN_ENDED, self._end_reason.encode()
+        self._keys.set(f"{MEMBER}/{name}", role.packed())
+        self._silent_turns[role] = 0
+        return self._response
+
+    async def _monitor(self, channel: MasterChannel, role: Registration) -> None:
+        """Receive the heartbeats of a role until it leaves; the registration is the first heartbeat."""
+        try:
+            message = [ALIVE]
+            response: tuple[bytes, ...] = self._response
+            while message[0] in (ALIVE, SIGNALED):
+                if message[0] == SIGNALED:
+                    self._on_signal(int(message[1]))
+                self._silent_turns[role] = 0
+                await channel.send(*response)
+                message = await channel.receive()
+                response = (self._failure,)
+            if reason := message[1].decode():
+                self._report_loss(EndedRoleError(f"{role} has ended: {reason}", ExitCode(int(message[2]))))
+        except (OSError, EOFError):
+            self._silent_turns.pop(role, None)
+            self._report_loss(LostRoleError(f"lost {role}"))
+        finally:
+            self._silent_turns.pop(role, None)
+
+    async def _count_silence(self) -> None:
+        """Count the silent turns of every role, without end."""
+        while True:
+            await asyncio.sleep(self._interval.turn_seconds)
+            for role in list(self._silent_turns):
+                self._silent_turns[role] += 1
+                if self._silent_turns[role] >= self._interval.turns:
+                    del self._silent_turns[role]
+                    self._report_loss(
+                        LostRoleError(self._interval.describe_silence(str(role), role.is_local))
+                    )
+
+    def _report_loss(self, error: LostRoleError) -> None:
+        if not self._failure:  # else the main thread already handles the first error
+            self._on_failure(error)
+        self._loop.call_later(_GRACE_SECONDS, self._stop, StopMessage(exit_code(error), str(error)))
+
+    def _stop(self, message: StopMessage) -> None:
+        self._failure = self._failure or str(message).encode()
+        for key in (START_DECISION, STOP):
+            if not self._keys.has([key]):
+                self._keys.set(key, self._failure)
+
+
+def report_end(config: RunConfig, secret: Secret, reason: str) -> None:
+    """Stop restarted roles of a run that has ended; return once all have registered.
+
+    A role that does not register within ``cluster.start_timeout_seconds`` is considered not restarted.
+
+    Raises:
+        ConfigError: this host does not have the master's address, or its port is in use.
+    """
+    section = config.cluster
+    with listen(section.master_address, section.master_port or DEFAULT_PORT) as listener:
+        with RendezvousServer(listener, secret, config, lambda _: None, end_reason=reason) as server:
+            server.await_registrations(section.start_timeout_seconds)
 
 
 class KeyValues:
-    """The keys and values that all roles share; belongs to an event loop.
+    """The keys and values that all roles share; for use in one event loop.
 
-    The operations are those of torch's own stores::
+    The operations are those of torch's stores::
 
         set key value                      check key ..              -> 1 if all exist
         get seconds key      -> value      add key amount            -> sum
         wait seconds key ..                compare_set key old new   -> the value afterwards
         delete_key key       -> 1 if it existed
 
-    The response to ``get`` and ``wait`` comes once every key exists, or is "late".
+    The response to ``get`` and ``wait`` is sent once every key exists; after the timeout, it is "late".
     """
 
     def __init__(self) -> None:
@@ -292,7 +323,7 @@ class KeyValues:
         return all(name in self._values for name in names)
 
     def set(self, key: str, value: bytes) -> None:
-        """Store a value, and wake up all that wait for one."""
+        """Store a value, and wake all waiting requests."""
         self._values[key] = value
         self._changed.set()
         self._changed = asyncio.Event()

@@ -10,14 +10,13 @@
     encrypted frames            ◄─►   encrypted frames
 
 Both sides generate a key pair for each connection, and exchange the public keys (X25519, RFC 7748). A proof
-is derived from the secret and both public keys, so nobody in between can replace a key. The keys of frames
-are derived from the secret and the result of the exchange. Nobody who has recorded a connection can compute
-them later, even with the secret. Each direction has its own key (``hybrid/security/sealed_stream.py``). An
-eavesdropper learns lengths only. Free of torch.
+is derived from the secret and both public keys, so a man in the middle cannot replace a key. The keys of
+frames are derived from the secret and the result of the exchange. So a recorded connection cannot be
+decrypted later, even with the secret. Each direction has its own key (``hybrid/security/secret.py``). An
+eavesdropper learns lengths only. This module does not import torch.
 """
 
 import asyncio
-import errno
 import hmac
 import socket
 import struct
@@ -30,13 +29,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 
 from hybrid.errors import ClusterError, ConfigError, first_line
 from hybrid.security.rejected_messages import RejectedMessage
-from hybrid.security.sealed_stream import TAG_BYTES, Direction
-from hybrid.security.secret import VARIABLE, Secret
+from hybrid.security.secret import TAG_BYTES, VARIABLE, DirectionCipher, Secret
 from workers.rendezvous.heartbeat import HeartbeatInterval
-from workers.rendezvous.master_address import MasterAddress, is_loopback
+from workers.rendezvous.host_setup import MasterAddress
 
-GREETING = b"hybrid-3"
-_FAMILY = b"hybrid-"  # first bytes of the greeting in every version
+GREETING = b"hybrid-4"
 KEY_BYTES = PROOF_BYTES = 32
 LARGEST_FRAME = 1 << 20
 _REJECTION = bytes(PROOF_BYTES)
@@ -44,43 +41,46 @@ _CONNECT_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _LENGTH = struct.Struct(">I")
 _READ_BYTES = 1 << 16
-_NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL)
 
 Side: TypeAlias = Literal["role", "master"]
 
 
 class ChannelError(ConnectionError):
-    """The other side, or somebody in between, broke the protocol."""
+    """The other side, or a man in the middle, violated the protocol."""
 
 
 class FrameCipher:
     """Encrypts the frames that one side of a connection sends, and decrypts those that it receives.
 
     Args:
-        public_keys: of this connection, the master's and then the role's.
+        public_keys: public key of the master, then that of the role.
         agreed: result of the key exchange.
+        side: the side that sends with this cipher.
     """
 
     def __init__(self, secret: Secret, public_keys: bytes, agreed: bytes, side: Side) -> None:
         other: Side = "role" if side == "master" else "master"
         self._sending, self._receiving = (
-            Direction(secret.key(f"rendezvous frames of {sender}", public_keys, agreed))
+            DirectionCipher(secret.key(f"rendezvous frames of {sender}", public_keys, agreed))
             for sender in (side, other)
         )
 
     def seal(self, fields: Sequence[bytes]) -> bytes:
-        """Return the frame of a message."""
+        """Return the encrypted frame of a message."""
         body = b"".join(_LENGTH.pack(len(field)) + field for field in fields)
         if len(body) > LARGEST_FRAME:
-            raise ValueError(f"a message of {len(body)} bytes; at most {LARGEST_FRAME} can be sent")
+            raise ValueError(f"a message has {len(body)} bytes; at most {LARGEST_FRAME} can be sent")
         sealed = self._sending.seal(body)
         return _LENGTH.pack(len(sealed)) + sealed
 
     def open(self, sealed: bytes) -> list[bytes]:
-        """Return the message of a frame, which comes without its length.
+        """Return the message of a frame.
+
+        Args:
+            sealed: the frame without its header.
 
         Raises:
-            ChannelError: it is not the frame that the other side has sent next.
+            ChannelError: ``sealed`` is not the next frame of the other side.
         """
         try:
             body = self._receiving.open(sealed)
@@ -98,7 +98,7 @@ def sealed_length(header: bytes) -> int:
     """Return the number of bytes after the header of a frame; ChannelError if there are too many."""
     length: int = _LENGTH.unpack(header)[0]
     if length > LARGEST_FRAME + TAG_BYTES:
-        raise ChannelError(f"a frame of {length} bytes")
+        raise ChannelError(f"a frame has {length} bytes")
     return length
 
 
@@ -114,7 +114,7 @@ class KeyPair:
         try:
             return self._private.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError:  # a point of small order, with which every exchange results in zeros
-            raise ChannelError("no public key") from None
+            raise ChannelError("invalid public key") from None
 
 
 def _proof(secret: Secret, side: Side, public_keys: bytes) -> bytes:
@@ -125,16 +125,16 @@ class Channel:
     """A role's side of a connection; for one thread at a time.
 
     Args:
-        interval: limits the silence of a master that owes a response.
+        interval: limits how long the master may be silent while a response is due.
 
     Attributes:
-        interval: may be replaced.
+        interval: see above; callers may replace it.
 
     Raises:
-        OSError: there is no master.
-        ConfigError: it has another secret.
-        ClusterError: something else listens there, or the master is frozen: its kernel has accepted the
-            connection, and nothing comes. A master on another host may also be unreachable.
+        OSError: no process listens there.
+        ConfigError: the master has another secret.
+        ClusterError: another program listens there. Or the master is frozen: its kernel accepts the
+            connection, but no data arrive. A master on another host may also be unreachable.
     """
 
     def __init__(self, address: str, port: int, secret: Secret, interval: HeartbeatInterval) -> None:
@@ -146,19 +146,19 @@ class Channel:
             self._where = f"{address}:{port}"
             self._is_same_host = self._socket.getsockname()[0] == self._socket.getpeername()[0]
             greeting = self._read(len(GREETING))
-            if greeting != GREETING and greeting.startswith(_FAMILY):
-                rule = "speaks as another version of this project does; install the same on every host"
-                raise ClusterError(f"the master at {self._where} {rule}")
             if greeting != GREETING:
-                raise ClusterError(f"what listens at {self._where} is no master; check address and port")
-            own, masters = KeyPair(), self._read(KEY_BYTES)
-            public_keys = masters + own.public
+                rule = "check address and port, and install the same version on every host"
+                raise ClusterError(
+                    f"the process that listens at {self._where} is no master of this version; {rule}"
+                )
+            own, master_key = KeyPair(), self._read(KEY_BYTES)
+            public_keys = master_key + own.public
             self._socket.sendall(own.public + _proof(secret, "role", public_keys))
             proof = self._read(PROOF_BYTES)
             if not hmac.compare_digest(proof, _proof(secret, "master", public_keys)):
                 rule = f"has another secret; give every role the same, or in {VARIABLE}"
                 raise ConfigError("cluster.secret_file", f"the master at {self._where} {rule}")
-            self._cipher = FrameCipher(secret, public_keys, own.agree(masters), "role")
+            self._cipher = FrameCipher(secret, public_keys, own.agree(master_key), "role")
         except BaseException:
             self.close()
             raise
@@ -169,23 +169,23 @@ class Channel:
         return str(self._socket.getsockname()[0])
 
     def send(self, *fields: bytes) -> None:
-        """Send a message; errors as of :meth:`receive`."""
+        """Send a message; for errors, see :meth:`receive`."""
         frame = self._cipher.seal(fields)
         self._socket.settimeout(self.interval.timeout_seconds)
         try:
             self._socket.sendall(frame)
         except TimeoutError:
-            raise self._silence() from None
+            raise self._silence_error() from None
 
     def receive(self, due_seconds: float = 0.0) -> list[bytes]:
         """Return the next message.
 
         Args:
-            due_seconds: from now, when the message is due; below 0 if it was due before.
+            due_seconds: time from now until the message is due; negative if it is overdue.
 
         Raises:
-            ClusterError: nothing came within the heartbeat timeout after that. The master is frozen or
-                unreachable.
+            ClusterError: no message arrived within the heartbeat timeout after the due time. The master is
+                frozen or unreachable.
             OSError: the connection is broken.
         """
         header = self._read(_LENGTH.size, due_seconds)
@@ -197,38 +197,38 @@ class Channel:
             deadline = time.monotonic() + seconds
             with suppress(TimeoutError):
                 while len(self._buffer) < count:
-                    # Look at least once: if this process was stopped, its time is over, and the message is
-                    # there.
+                    # Read at least once: if this process was stopped, the deadline has passed, but the
+                    # message has arrived.
                     self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
                     received = self._socket.recv(_READ_BYTES)
                     if not received:
                         raise ConnectionResetError("the connection was closed")
                     self._buffer += received
-                taken = bytes(self._buffer[:count])
+                result = bytes(self._buffer[:count])
                 del self._buffer[:count]
-                return taken
-        raise self._silence()
+                return result
+        raise self._silence_error()
 
-    def _silence(self) -> ClusterError:
-        if self._is_same_host:
-            return ClusterError(self.interval.describe_frozen("the master"))
-        return ClusterError(self.interval.describe_unreachable(f"the master at {self._where}"))
+    def _silence_error(self) -> ClusterError:
+        name = "the master" if self._is_same_host else f"the master at {self._where}"
+        return ClusterError(self.interval.describe_silence(name, self._is_same_host))
 
     def close(self) -> None:
+        """Close the connection."""
         self._socket.close()
 
 
 def connect(
     address: MasterAddress, secret: Secret, interval: HeartbeatInterval, timeout_seconds: float
 ) -> Channel:
-    """Connect to the master, which may not be there yet.
+    """Connect to the master, and retry until it listens.
 
     Args:
-        timeout_seconds: how long to wait for it to listen.
+        timeout_seconds: how long to retry.
 
     Raises:
-        ClusterError: it does not listen, is frozen, or is no master.
-        ConfigError: it has another secret.
+        ClusterError: no process listens, the master is frozen, or another program listens there.
+        ConfigError: the master has another secret.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -236,35 +236,13 @@ def connect(
             return Channel(address.host, address.port, secret, interval)
         except OSError as error:
             if time.monotonic() > deadline:
-                waited = f"no master at {address} after {timeout_seconds:g} s"
-                raise ClusterError(f"{waited}: {_diagnose(address, error)}") from error
+                reason = error.strerror or first_line(error)
+                raise ClusterError(
+                    f"no master at {address} after {timeout_seconds:g} s: {reason} (from host "
+                    f"{socket.gethostname()}); check that the master runs, its address and port "
+                    "(cluster.master), and firewalls"
+                ) from error
             time.sleep(_POLL_SECONDS)
-
-
-def _diagnose(address: MasterAddress, error: OSError) -> str:
-    """Return why no connection is possible, and what to check."""
-    host = socket.gethostname()
-    if isinstance(error, socket.gaierror):
-        return f"host {host} knows no {address.host} ({error.strerror}); check the name, or give its address"
-    if isinstance(error, ConnectionRefusedError):
-        resolved = ""
-        with suppress(OSError):
-            number = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][4][0]
-            # A name may be this host by mistake (Debian's 127.0.1.1).
-            if number != address.host and not is_loopback(address.host):
-                resolved = f" ({address.host} is {number} on host {host})"
-        return (
-            f"connection refused{resolved}, so nobody listens on that port there; start it, or "
-            "check the port and its cluster.master"
-        )
-    if error.errno in _NO_ROUTE:
-        return f"host {host} has no route to it ({error.strerror}); check the address and the network"
-    if isinstance(error, TimeoutError):
-        return (
-            f"nothing comes back to host {host}; check the address, and whether a firewall blocks port "
-            f"{address.port}"
-        )
-    return f"{first_line(error)}; start it, or check its log"
 
 
 class MasterChannel:
@@ -278,6 +256,7 @@ class MasterChannel:
         self._cipher = cipher
 
     async def send(self, *fields: bytes) -> None:
+        """Send a message."""
         self._writer.write(self._cipher.seal(fields))
         await self._writer.drain()
 
@@ -288,13 +267,13 @@ class MasterChannel:
 
 
 async def authenticate(connection: socket.socket, secret: Secret) -> FrameCipher:
-    """Shake hands with a peer that has connected to the master.
+    """Perform the handshake with a peer that has connected to the master.
 
     Args:
-        connection: in non-blocking mode.
+        connection: a socket in non-blocking mode.
 
     Raises:
-        ChannelError: the peer does not have the secret; it is told so.
+        ChannelError: the peer does not have the secret; the peer gets a rejection.
         OSError, EOFError: the connection is broken.
     """
     loop, own = asyncio.get_running_loop(), KeyPair()
@@ -304,11 +283,11 @@ async def authenticate(connection: socket.socket, secret: Secret) -> FrameCipher
         if not (chunk := await loop.sock_recv(connection, missing)):
             raise EOFError
         received += chunk
-    roles = received[:KEY_BYTES]
-    public_keys = own.public + roles
+    role_key = received[:KEY_BYTES]
+    public_keys = own.public + role_key
     if not hmac.compare_digest(received[KEY_BYTES:], _proof(secret, "role", public_keys)):
         await loop.sock_sendall(connection, _REJECTION)
         raise ChannelError("wrong secret")
-    cipher = FrameCipher(secret, public_keys, own.agree(roles), "master")
+    cipher = FrameCipher(secret, public_keys, own.agree(role_key), "master")
     await loop.sock_sendall(connection, _proof(secret, "master", public_keys))
     return cipher

@@ -1,5 +1,5 @@
-"""The files of a run: their names, writing them, locking the folder, and the rules for resuming.
+"""The files of a run.
 
-``run_paths`` names the files. ``run_files`` writes them (``append_only_file``, ``curves``), ``run_access``
-locks a run and copies its files to a store, ``run_state`` reads a run before it is resumed.
+``run_access`` has their paths, reads the progress of a run, locks its folder and copies its files to a store.
+``run_files`` writes them.
 """

@@ -1,39 +1,129 @@
-"""Access to a run: its lock, and the local files of a run in a store.
+"""A run's folder: paths, progress, rules for resuming, lock, and the local files of a run in a store.
 
-A store cannot append to a file. So logs, metrics.jsonl and other files are kept in a private folder of this
-machine, which names the store, and are uploaded before each checkpoint and at the end. Checkpoints are
-written to the store directly.
+Free of torch, for the launcher.
+
+A store cannot append to a file. So a run keeps logs, metrics.jsonl and other files in a private folder of
+this machine, and uploads the files before each checkpoint and at the end. The folder's file ``.store`` has
+the URL of the run. Checkpoints are written to the store directly.
 """
+
+from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
+import re
+import shlex
+import shutil
 import stat
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any, TypeAlias
 
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.config import RunConfig
+from hybrid.config.loading import CONFIG_FILE, fixed_values, load_config
+from hybrid.config.sections import NAMED_KEYS
 from hybrid.errors import ConfigError, HybridError, StorageError
 from hybrid.storage import files
 from hybrid.storage.private_files import make_folder, open_file, private_user_folder, refuse_link
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
+from hybrid.topology import Role
+from hybrid.user_code.run_signature import load_run_config
 from workers.console.messages import print_line
-from workers.run_folder.run_paths import run_write_errors
 
+RUNS = Path("runs")
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "result.json"  # exists only if the run has finished
+_LOCK_FILE = ".lock"
 _STORE_FILE = ".store"  # contains the URL of the run
-_DIGITS = 12
-_CLOCK_TOLERANCE_NS = 60_000_000_000  # between the clocks of this machine and of the store
-_NAME = ".lock"
+_DIGEST_CHARACTERS = 12
+_CLOCK_TOLERANCE_NS = 60_000_000_000  # the clocks of this machine and the store may differ
 _WAIT_SECONDS = 1.0  # the roles of a killed launch hold the lock for some milliseconds
 _POLL_SECONDS = 0.02
+_LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that limit the length of a run
+
+# Fields of a line of metrics.jsonl.
+Record: TypeAlias = dict[str, Any]
+_FileVersion: TypeAlias = tuple[int, int, int] | None  # inode, size, time of change; None if missing
+
+
+def run_path(config: RunConfig) -> StoragePath:
+    """Return the folder of a new run: run.folder, or a name from the run's name and the time."""
+    if config.run.folder:
+        return parse_path(config.run.folder)
+    first = path = RUNS / f"{config.run.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    number = 2
+    while path.exists():  # another run started in the same second
+        path = first.with_name(f"{first.name}.{number}")
+        number += 1
+    return path
+
+
+def refuse_existing(path: StoragePath) -> None:
+    """Raise ConfigError if ``path`` contains a run, or is a file."""
+    if files.is_file(path):
+        raise ConfigError("run.folder", "is a file; choose another folder", str(path))
+    if any(files.exists(path / name) for name in (CONFIG_FILE, METRICS_FILE, RESULT_FILE)):
+        rule = "contains a run already; choose another folder, or remove it"
+        raise ConfigError("run.folder", rule, str(path))
+
+
+def log_path(run: Path, role: Role) -> Path:
+    """Return the path of the log of a role that the launcher has started."""
+    return run / "logs" / f"{str(role).replace(' ', '-')}.log"
+
+
+@contextmanager
+def run_write_errors(path: Path, remedy: str = "set run.folder to another folder") -> Iterator[None]:
+    """Convert an OSError in this block to a HybridError that ``path`` cannot be written.
+
+    Args:
+        remedy: advice for the user, besides freeing space.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise HybridError(f"{path}: cannot be written: {reason}; free space there, or {remedy}") from error
+
+
+@contextmanager
+def scratch_logs(prefix: str) -> Iterator[Path]:
+    """Yield a temporary folder for logs; it is kept only if the message of an error contains its path."""
+    with run_write_errors(Path(tempfile.gettempdir()), "set TMPDIR to another folder"):
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+    is_named = False
+    try:
+        yield folder
+    except HybridError as error:
+        is_named = str(folder) in str(error)
+        raise
+    finally:
+        if not is_named:
+            shutil.rmtree(folder)
+
+
+def command_name() -> str:
+    """Return how the user can call this program from the current folder."""
+    script = Path(sys.executable).with_name("hybrid")
+    if shutil.which("hybrid"):
+        return "hybrid"
+    return os.path.relpath(script) if script.exists() else "python -P -m workers"
 
 
 def checkpoint_root(folder: Path) -> StoragePath:
-    """Return where the run with this local folder keeps its checkpoints: a store, or the folder itself.
+    """Return the folder of the run's checkpoints: the URL in its file ``.store``, or the local folder itself.
 
     Raises:
-        HybridError: the folder names a store, but this program has not made it for that store.
+        HybridError: the folder has a ``.store``, but is not the private folder that belongs to that URL.
     """
     path = folder / _STORE_FILE
     if not os.path.lexists(path):
@@ -59,9 +149,9 @@ def hold_run(run: StoragePath, is_resumed: bool) -> Iterator[tuple[Path, int]]:
         The local folder, and the descriptor of its lock; see :func:`run_lock`.
 
     Raises:
-        ConfigError: another launch holds the lock, or the folder cannot be made.
+        ConfigError: another launch holds the lock, or the folder cannot be created.
         HybridError: a folder in it is a symbolic link.
-        StorageError: the store refuses.
+        StorageError: the store rejects a request.
     """
     if not isinstance(run, RemotePath):
         for name in ("logs", "profile"):
@@ -92,7 +182,7 @@ def hold_run(run: StoragePath, is_resumed: bool) -> Iterator[tuple[Path, int]]:
 
 
 def _local_folder(run: RemotePath) -> Path:
-    digest = hashlib.sha256(str(run).encode()).hexdigest()[:_DIGITS]
+    digest = hashlib.sha256(str(run).encode()).hexdigest()[:_DIGEST_CHARACTERS]
     folder = private_user_folder("XDG_STATE_HOME", ".local/state", "runs")
     if folder is None:
         rule = "a run in a store needs a private folder on this machine"
@@ -104,12 +194,12 @@ def upload(folder: Path) -> None:
     """Upload the files of a run in a store that may have changed since the last upload.
 
     Raises:
-        StorageError: the store refuses.
+        StorageError: the store rejects a request.
     """
     store = checkpoint_root(folder)
     if not isinstance(store, RemotePath):
         return
-    uploaded = {entry.path: entry for part in (store, store / "logs") for entry in files.list_entries(part)}
+    uploaded = {entry.path: entry for root in (store, store / "logs") for entry in files.list_entries(root)}
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
         if any(part.startswith(".") for part in relative.parts) or not path.is_file():
@@ -121,41 +211,33 @@ def upload(folder: Path) -> None:
             files.copy(path, target)
 
 
-def remove_file(folder: Path, name: str) -> None:
-    """Remove a file of a run, here and in its store."""
-    (folder / name).unlink(missing_ok=True)
-    store = checkpoint_root(folder)
-    if isinstance(store, RemotePath):
-        files.remove(store / name)
-
-
 @contextmanager
 def run_lock(folder: Path) -> Iterator[int]:
-    """Lock a run folder, which is made if it is missing, and yield the descriptor of the lock.
+    """Lock a run folder, which is created if missing, and yield the descriptor of the lock.
 
-    The system releases the lock with the last process that has the descriptor, so it is never stale. Each
-    role inherits the descriptor: no other launch writes to the folder while a role lives.
+    Each role inherits the descriptor, and the system releases the lock when the last process with it ends. So
+    the lock is never stale, and no other launch writes to the folder while a role lives.
 
     Raises:
-        ConfigError: another launch holds the lock, or the folder cannot be made.
+        ConfigError: another launch holds the lock, or the folder cannot be created.
     """
-    path = folder / _NAME
+    path = folder / _LOCK_FILE
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         make_folder(folder)
         descriptor = _acquire(path)
     except BlockingIOError as error:
-        rule = "is in use by another launch; stop that one, or choose another folder"
+        rule = "is in use by another launch; stop that launch, or choose another folder"
         raise ConfigError("run.folder", rule, str(folder)) from error
     except OSError as error:
-        rule = f"cannot be made: {error.strerror}; choose another folder"
+        rule = f"cannot be created: {error.strerror}; choose another folder"
         raise ConfigError("run.folder", rule, str(folder)) from error
     try:
         yield descriptor
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
-        with suppress(OSError):  # they are not empty: they contain a run
+        with suppress(OSError):  # not empty, since they contain a run
             for each in missing:
                 each.rmdir()
 
@@ -176,3 +258,131 @@ def _acquire(path: Path) -> int:
                 raise
         os.close(descriptor)
         time.sleep(_POLL_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The progress of a run at one time.
+
+    Attributes:
+        logged_step: the last step in metrics.jsonl.
+        checkpoint_step: the step of the newest checkpoint; None if there is none.
+        log, result: the versions of metrics.jsonl and of result.json.
+    """
+
+    logged_step: int
+    checkpoint_step: int | None
+    log: _FileVersion
+    result: _FileVersion
+
+    @classmethod
+    def of(cls, folder: Path) -> RunState:
+        """Return the state of a run folder, which may be empty or missing."""
+        log = folder / METRICS_FILE
+        records = read_records(log) if log.is_file() else []
+        logged = next((each["step"] for each in reversed(records) if each["kind"] == "train"), 0)
+        return cls(
+            logged, newest_step(checkpoint_root(folder)), _version(log), _version(folder / RESULT_FILE)
+        )
+
+    @property
+    def resumed_step(self) -> int:
+        """The step from which the run would resume."""
+        return self.checkpoint_step or 0
+
+    def has_stepped_since(self, before: RunState) -> bool:
+        """Return whether the run has taken a step since the start at which its state was ``before``."""
+        return self.log != before.log and self.logged_step > before.resumed_step
+
+
+def describe_saved_state(folder: Path, command: str) -> str:
+    """Describe what a stopped run has saved and lost, and how to resume it.
+
+    Args:
+        command: the command that takes ``--resume``: launch, or master.
+    """
+    state = RunState.of(folder)
+    lost = state.logged_step - state.resumed_step
+    parts = [f"steps {state.resumed_step} to {state.logged_step - 1} are lost"] if lost > 0 else []
+    if state.checkpoint_step is None:
+        return "; ".join(["nothing is saved", *parts])
+    resume = f"{command_name()} {command} --resume {shlex.quote(str(checkpoint_root(folder)))}"
+    return "; ".join([f"step {state.checkpoint_step} is saved", *parts, f"to resume: {resume}"])
+
+
+def newest_step(folder: StoragePath) -> int | None:
+    """Return the step of a run's newest checkpoint, from its name; None if there is none."""
+    return next(map(checkpoint_folders.parse_step, checkpoint_folders.list_checkpoints(folder)), None)
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the records of metrics.jsonl, without lines that a kill or a power cut has damaged."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record:
+                records.append(record)
+    return records
+
+
+def _version(path: Path) -> _FileVersion:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def load_resumed_config(run: StoragePath, overrides: Sequence[str], trust_code: bool = False) -> RunConfig:
+    """Return the configuration of a run to resume, with overrides.
+
+    Args:
+        trust_code: whether to trust a run that the user has not signed.
+
+    Raises:
+        ConfigError: there is no run; the run names code or paths but has no signature of the user; or an
+            override changes the model or the data.
+    """
+    if not files.is_file(run / CONFIG_FILE):
+        raise ConfigError("--resume", "contains no run", str(run))
+    config = load_run_config(run / CONFIG_FILE, overrides, trust_code, uses_paths=True)
+    check_same_model(run, config)
+    return config
+
+
+def check_same_model(run: StoragePath, config: RunConfig) -> None:
+    """Raise ConfigError if ``config`` has another model or other data than ``run``."""
+    before, now = fixed_values(load_config(run / CONFIG_FILE, is_stored=True)), fixed_values(config)
+    for dotted in before | now:
+        # A key of [tables.NAME] or [columns.NAME] without such a section has its default.
+        kind, _, rest = dotted.partition(".")
+        key = NAMED_KEYS.get(kind, {}).get(rest.rpartition(".")[2])
+        default = None if key is None else key.default
+        default = list(default) if isinstance(default, tuple) else default
+        old, new = before.get(dotted, default), now.get(dotted, default)
+        if old != new:
+            raise ConfigError(dotted, f"the run to resume has {old!r}; keep that, or start a new run", new)
+
+
+def newest_run(config: RunConfig) -> StoragePath | None:
+    """Return run.folder, or the newest run of this name; None if there is no run."""
+    folder = config.run.folder
+    if folder:
+        return parse_path(folder) if files.is_file(parse_path(folder) / CONFIG_FILE) else None
+    # run_path makes these names.
+    pattern = re.compile(rf"{re.escape(config.run.name)}-(\d{{8}}-\d{{6}})(?:\.(\d+))?")
+    runs = [
+        (match[1], int(match[2] or 1), path)
+        for path in RUNS.glob("*")
+        if (match := pattern.fullmatch(path.name)) and files.is_file(path / CONFIG_FILE)
+    ]
+    return max(runs)[2] if runs else None
+
+
+def is_finished(run: StoragePath, config: RunConfig) -> bool:
+    """Return whether a run has finished and ``config`` has the same limits of its length."""
+    if not files.exists(run / RESULT_FILE):
+        return False
+    before, now = load_config(run / CONFIG_FILE, is_stored=True).train, config.train
+    return all(getattr(before, key) == getattr(now, key) for key in _LIMITS)

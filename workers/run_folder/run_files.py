@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -10,35 +11,46 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import hybrid
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE
+from hybrid.config.task_sections import metric_title
 from hybrid.metrics import Metrics
+from hybrid.storage import files
 from hybrid.storage.private_files import make_folder, open_file
 from hybrid.user_code.run_signature import signed_toml
 from workers.console.terminal import TrainingProgress
-from workers.run_folder.append_only_file import AppendOnlyFile
-from workers.run_folder.curves import draw_curves
-from workers.run_folder.run_access import checkpoint_root, remove_file, upload
-from workers.run_folder.run_paths import METRICS_FILE, RESULT_FILE, refuse_existing, run_write_errors
-from workers.run_folder.run_state import read_records
+from workers.run_folder.run_access import (
+    METRICS_FILE,
+    RESULT_FILE,
+    Record,
+    checkpoint_root,
+    read_records,
+    refuse_existing,
+    run_write_errors,
+    upload,
+)
 from workers.step_profile import Profile
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class RunFolder:
-    """The files of one run; ``create`` or ``reopen`` it, and end it by ``close`` or ``with``.
+    """The files of one run; call ``create`` or ``reopen``, then ``close``, or use it in a ``with`` block.
 
-    Every method raises HybridError, which names the file, if one cannot be written.
+    Every method raises HybridError with the path of the file if a file cannot be written.
 
     Attributes:
         path: the local folder.
-        checkpoint_root: where its checkpoints are: the same folder, or a store.
-        make_room: called if the disk is full while something is logged; returns whether to try again.
+        checkpoint_root: the folder of checkpoints: ``path``, or a folder in a store.
+        make_room: called if the disk is full when a record is written; returns whether to try again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,18 +76,20 @@ class RunFolder:
     def reopen(cls, path: Path, config: RunConfig, step: int, is_evaluated: bool = True) -> RunFolder:
         """Open the folder of a run that resumes after ``step``; later records are dropped.
 
-        A run that was killed early may have left an empty folder.
+        The folder may be empty, if the run was killed early.
 
         Args:
             is_evaluated: whether the evaluation after ``step``, if one is due, was done.
         """
         with run_write_errors(path):
             make_folder(path)
-            remove_file(path, RESULT_FILE)
+            (path / RESULT_FILE).unlink(missing_ok=True)
+            if (root := checkpoint_root(path)) != path:  # a store
+                files.remove(root / RESULT_FILE)
         if (path / METRICS_FILE).is_file():
-            last = {"test": step if is_evaluated else step - 1}
+            last_steps = {"test": step if is_evaluated else step - 1}
             records = read_records(path / METRICS_FILE)
-            kept = [record for record in records if record["step"] <= last.get(record["kind"], step)]
+            kept = [record for record in records if record["step"] <= last_steps.get(record["kind"], step)]
             _write_text(path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
         _write_text(path / CONFIG_FILE, signed_toml(config))
         if not (path / "versions.json").exists():
@@ -107,8 +121,8 @@ class RunFolder:
             numbers["staleness_largest"] = progress.staleness.largest
         self._append("train", progress.step, numbers, phase_seconds=dict(progress.phase_seconds))
         self._events.write(progress.step, {f"train/{name}": value for name, value in numbers.items()})
-        shares = progress.phase_shares.items()
-        self._events.write(progress.step, {f"time_share/{phase}": share for phase, share in shares})
+        fractions = progress.phase_fractions.items()
+        self._events.write(progress.step, {f"time_share/{phase}": value for phase, value in fractions})
 
     def log_evaluation(self, step: int, metrics: Metrics) -> None:
         """Append the metrics of the test rows after ``step``."""
@@ -182,13 +196,13 @@ class _EventFile:
         self._add(file_version="brain.Event:2")
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Append the finite ones of some scalars."""
+        """Append scalars, without those that are not finite."""
         value = self._summary.Value
         values = [value(tag=tag, simple_value=x) for tag, x in numbers.items() if math.isfinite(x)]
         self._add(step=step, summary=self._summary(value=values))
 
     def restart(self, step: int) -> None:
-        """Let TensorBoard ignore the records of earlier files from ``step`` on."""
+        """Make TensorBoard ignore the records of earlier files from ``step`` on."""
         self._add(step=step, session_log=self._session_log(status=self._session_log.START))
 
     def close(self) -> None:
@@ -200,8 +214,52 @@ class _EventFile:
             self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
+class AppendOnlyFile:
+    """A file to which records are appended; created if it is missing.
+
+    Args:
+        make_room: called if the disk is full; returns whether to try again.
+
+    Raises:
+        HybridError: the path is a symbolic link.
+        OSError: the file cannot be opened. Methods raise it if a system call fails.
+    """
+
+    def __init__(self, path: Path, make_room: Callable[[], bool]) -> None:
+        self._make_room = make_room
+        self._descriptor = open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+
+    def write(self, record: bytes) -> None:
+        """Append a record; if that fails, the file is unchanged."""
+        try:
+            self._write(record)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._make_room():
+                raise
+            self._write(record)
+
+    def _write(self, record: bytes) -> None:
+        end = os.fstat(self._descriptor).st_size
+        try:
+            rest = memoryview(record)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:
+            with suppress(OSError):  # a file that cannot be truncated stays as it is
+                os.ftruncate(self._descriptor, end)
+            raise
+
+    def sync(self) -> None:
+        """Flush the file to the disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
 def _write_text(path: Path, text: str) -> None:
-    """Write a file atomically: a failure leaves the old one."""
+    """Write a file atomically: if that fails, the old file is unchanged."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     with run_write_errors(path):
         try:
@@ -241,3 +299,58 @@ def _versions() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def draw_curves(records: list[Record], path: Path, score: str = "auc") -> None:
+    """Draw the logged numbers into a PNG file.
+
+    Args:
+        score: the metric to draw beside the loss.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    train = [record for record in records if record["kind"] == "train"]
+    test = [record for record in records if record["kind"] == "test"]
+    loss_key = "log_loss" if not test or "log_loss" in test[0] else ""
+    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    (loss, quality), (throughput, phases) = figure.subplots(2, 2)
+    for axes, title in (
+        (loss, "Log loss" if loss_key else "Loss"),
+        (quality, metric_title(score)),
+        (throughput, "Throughput (samples a second)"),
+        (phases, "Time of a step by phase (%)"),
+    ):
+        axes.set_title(title, loc="left")
+        axes.set_xlabel("step")
+        axes.grid(axis="y", alpha=0.4)
+        axes.locator_params(axis="x", integer=True)
+        axes.spines[["top", "right"]].set_visible(False)
+    _draw_line(loss, train, "loss", "train")
+    _draw_line(loss, test, loss_key, "test")
+    _draw_line(quality, train, score, "train")
+    _draw_line(quality, test, score, "test")
+    _draw_line(throughput, train, "samples_per_second", "train")
+    throughput.set_ylim(bottom=0)
+    if train:
+        percentages: dict[str, list[float]] = {name: [] for name in train[0]["phase_seconds"]}
+        for record in train:
+            total = sum(record["phase_seconds"].values()) or 1.0
+            for name, seconds in record["phase_seconds"].items():
+                percentages[name].append(100 * seconds / total)
+        phases.stackplot([record["step"] for record in train], [*percentages.values()], labels=[*percentages])
+        phases.set_ylim(0, 100)
+        phases.legend(ncols=len(percentages), loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize=8)
+    with open(path, "wb", opener=open_file) as file:
+        figure.savefig(file, format="png")
+
+
+def _draw_line(axes: Axes, records: list[Record], key: str, label: str) -> None:
+    """Draw a number over the steps, with a gap where it is unknown."""
+    if not key or not records:
+        return
+    values: list[Any] = [math.nan if record[key] is None else record[key] for record in records]
+    marker = "o" if len(records) < 30 else ""
+    axes.plot([record["step"] for record in records], values, label=label, marker=marker, markersize=4)
+    axes.legend(frameon=False)

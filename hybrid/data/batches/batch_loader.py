@@ -4,40 +4,73 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import KW_ONLY, dataclass
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
+
 from hybrid.batch import Batch, slice_bounds
-from hybrid.data.dataset.group_order import GroupedOrder, check_group_sizes
-from hybrid.data.dataset.prepared_dataset import PreparedDataset, StepPlan, StepRows
-from hybrid.data.dataset.sample_order import FileOrder, LaneOrder, Order, ShuffledOrder
-from hybrid.errors import DataError
-from hybrid.primitives.grouping import whole_bounds
+from hybrid.config import TaskSection
+from hybrid.data.dataset.prepared_dataset import PreparedDataset, StepRows
+from hybrid.data.dataset.sample_order import RowOrder, ShuffledOrder, positions
+from hybrid.errors import ConfigError, DataError
+from hybrid.primitives.grouping import group_bounds
 
 READ_TIMEOUT_SECONDS = 120.0
 JOIN_TIMEOUT_SECONDS = 5.0
+
+
+def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedDataset, batch_size: int) -> None:
+    """Check that the training rows fit the ranking losses of ``tasks``, if there are any.
+
+    Raises:
+        ConfigError: a label is negative, which the loss does not allow.
+        DataError: a group is larger than a batch.
+    """
+    for (name, task), labels in zip(tasks.items(), dataset.report.labels, strict=True):
+        if task.ranking_loss.startswith("listwise") and labels.lowest is not None and labels.lowest < 0:
+            rule = f"takes labels of at least 0, and a training row has {labels.lowest:g}; try pairwise"
+            raise ConfigError(f"tasks.{name}.ranking_loss", rule, task.ranking_loss)
+    if any(task.ranking_loss for task in tasks.values()):
+        check_group_sizes(dataset, batch_size)
+
+
+def check_group_sizes(dataset: PreparedDataset, batch_size: int) -> None:
+    """Raise DataError if the rows are not ordered by group, or a group is larger than a batch."""
+    if dataset.group_starts is None:
+        raise DataError(
+            "batches of complete groups need training rows, data.group, and a folder as data.cache_folder"
+        )
+    largest = int(np.diff(dataset.group_starts).max(initial=0))
+    if largest > batch_size:
+        raise DataError(
+            f"the largest group of data.group has {largest:,} training rows, more than a batch of "
+            f"{batch_size:,}, which has complete groups: raise train.batch_size"
+        )
 
 
 @dataclass(frozen=True)
 class BatchLoader:
     """Divides a data set into global batches and reads one trainer's slice of each.
 
-    Step ``s`` of an epoch has the rows ``order.indices(s * batch_size, (s + 1) * batch_size)``, the same in
-    the same order for any number of trainers. Each trainer takes a contiguous slice; slices differ by one row
-    at most. The last batch may be smaller, and a slice of it empty.
+    Step ``s`` of an epoch has the rows ``order.indices(s * batch_size, (s + 1) * batch_size)``, in the same
+    order for any number of trainers. Each trainer takes a contiguous slice, and the sizes of slices differ by
+    at most one row. The last batch may be smaller, with empty slices.
 
-    By group, ``order`` is an order of complete groups. A group belongs to the step, and to the slice, in
-    whose range its last sample lies. There are as many steps, none of them empty. Steps and slices differ by
-    up to a group more, and a slice may be empty.
+    With ``by_group``, ``order`` is an order of complete groups. The last sample of a group determines the
+    step and the slice of the group. The number of steps is the same, and no step is empty. The sizes of steps
+    and slices may differ by a group, and a slice may be empty.
 
     Attributes:
         dataset: the split to read.
         batch_size: samples of a step over all trainers.
-        trainer_index, num_trainers: whose slice.
-        seed: of the shuffle.
+        trainer_index, num_trainers: the trainer of the slice, and the number of slices.
+        seed: the seed of the shuffle.
         shuffle: whether to draw a new order each epoch; otherwise rows come in file order.
-        lanes: of the shuffle (hybrid/data/dataset/sample_order.py); 0 for none.
+        lanes: the number of lanes of the shuffle (hybrid/data/dataset/sample_order.py); 0 for none.
         prefetch_batches: how many batches are read ahead.
         by_group: whether groups stay complete.
 
@@ -68,73 +101,92 @@ class BatchLoader:
         return -(-self.dataset.num_samples // self.batch_size)
 
     def batches(self, epoch: int, first_step: int = 0) -> BatchStream:
-        """Return the batches of an epoch from ``first_step`` on; close them, or use a ``with``."""
-        steps = range(first_step, self.steps_per_epoch)
-        dataset, batch_size, slices = self.dataset, self.batch_size, (self.trainer_index, self.num_trainers)
+        """Return the batches of an epoch from ``first_step`` on; the caller closes the stream."""
+        starts = range(first_step * self.batch_size, self.dataset.num_samples, self.batch_size)
+        is_over = threading.Event()
         if self.by_group:
-            assert dataset.group_starts is not None, "check_group_sizes comes first"
-            num_groups = len(dataset.group_starts) - 1
-            groups = GroupedOrder(dataset, self._order(num_groups, epoch).indices(0, num_groups))
-
-            def plan_groups(step: int) -> StepRows:
-                rows, ends = groups.indices(step * batch_size, (step + 1) * batch_size)
-                return StepRows(rows, *whole_bounds(ends, *slice_bounds(len(rows), *slices)))
-
-            step_plan = StepPlan(plan_groups)
+            steps = self._plan_groups(epoch, starts)
         else:
-            order = self._order(dataset.num_samples, epoch)
+            order = self._order(self.dataset.num_samples, epoch)
+            chunks_at_once = order.chunks_at_once(self.batch_size, self.num_trainers)
+            steps = self.dataset.fetch_ahead(self._plan_rows(order, starts), chunks_at_once, is_over)
+        return BatchStream(self._read(steps), self.prefetch_batches, is_over)
 
-            def plan_rows(step: int) -> StepRows:
-                rows = order.indices(step * batch_size, min((step + 1) * batch_size, dataset.num_samples))
-                return StepRows(rows, *slice_bounds(len(rows), *slices))
+    def _plan_rows(self, order: RowOrder, starts: range) -> Generator[StepRows, None, None]:
+        for start in starts:
+            rows = order.indices(start, min(start + self.batch_size, self.dataset.num_samples))
+            yield StepRows(rows, *slice_bounds(len(rows), self.trainer_index, self.num_trainers))
 
-            chunks_at_once = order.chunks_at_once(batch_size, self.num_trainers)
-            step_plan = dataset.plan_steps(plan_rows, steps, chunks_at_once)
+    def _plan_groups(self, epoch: int, starts: range) -> Generator[StepRows, None, None]:
+        assert self.dataset.group_starts is not None, "check_group_sizes comes first"
+        num_groups = len(self.dataset.group_starts) - 1
+        groups = GroupedOrder(self.dataset, self._order(num_groups, epoch).indices(0, num_groups))
+        for start in starts:
+            rows, ends = groups.indices(start, start + self.batch_size)
+            bounds = slice_bounds(len(rows), self.trainer_index, self.num_trainers)
+            yield StepRows(rows, *group_bounds(ends, *bounds))
 
-        def read(step: int) -> Batch:
-            planned = step_plan(step)
-            total_groups = dataset.total_groups(planned.rows) if self.by_group else None
-            weights = dataset.total_weights(planned.rows)
-            return dataset.gather(planned.own, len(planned.rows), weights, total_groups)
+    def _read(self, steps: Generator[StepRows, None, None]) -> Generator[Batch, None, None]:
+        with closing(steps):
+            for step in steps:
+                total_groups = self.dataset.total_groups(step.rows) if self.by_group else None
+                total_weights = self.dataset.total_weights(step.rows)
+                yield self.dataset.gather(step.local, len(step.rows), total_weights, total_groups)
 
-        return BatchStream(read, steps, self.prefetch_batches, step_plan.close)
+    def _order(self, number: int, epoch: int) -> RowOrder:
+        """Return the order of ``number`` rows or groups in an epoch."""
+        return ShuffledOrder(number, self.seed, epoch, self.lanes) if self.shuffle else RowOrder()
 
-    def _order(self, number: int, epoch: int) -> Order:
-        """Return the order of the numbers below ``number`` in an epoch."""
-        if not self.shuffle:
-            return FileOrder()
-        if self.lanes:
-            return LaneOrder(self.lanes, number, self.seed, epoch)
-        return ShuffledOrder(number, self.seed, epoch)
+
+class GroupedOrder:
+    """The rows of a split in an order of its groups; the memory is 16 bytes per group.
+
+    ::
+
+        rows of the file         0 a | 1 b | 2 a | 3 c | 4 b
+        group_rows.npy           0 2 | 1 4 | 3                groups in the order of their first rows
+        groups permuted          1 4 | 3 | 0 2                anew in each epoch
+        steps of two rows        1 4 | 3 | 0 2                a group is in the step of its last position
+
+    Args:
+        dataset: a data set with ``group_rows``.
+        groups_G: the indices of all groups, in the order of the epoch.
+    """
+
+    def __init__(self, dataset: PreparedDataset, groups_G: npt.NDArray[np.int64]) -> None:
+        assert dataset.group_rows is not None, "check_group_sizes comes first"
+        assert dataset.group_starts is not None
+        self._rows_N, self._starts_G1 = dataset.group_rows, dataset.group_starts
+        self._groups_G = groups_G
+        self._ends_G = np.diff(self._starts_G1)[groups_G].cumsum()
+
+    def indices(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the rows of the groups whose last row is at ``start`` .. ``stop`` - 1, and their ends."""
+        first, last = np.searchsorted(self._ends_G, [start, stop], side="right")
+        positions_B, sizes = positions(self._starts_G1, self._groups_G[first:last])
+        return self._rows_N[positions_B], sizes.cumsum()
 
 
 class BatchStream(Iterator[Batch]):
     """Batches that a thread reads, at most ``depth`` ahead of the consumer.
 
-    An error in the thread is raised where the batch is taken. ``close`` ends the thread at once.
+    An error in the thread is raised by ``next``. ``close`` ends the thread at once.
 
     Args:
-        end_reading: makes ``read`` return, or raise, at once.
+        batches: the batches; the thread closes the generator.
+        is_over: an event that ``close`` sets, and that ends ``batches`` at once.
     """
 
-    def __init__(
-        self,
-        read: Callable[[int], Batch],
-        steps: range,
-        depth: int,
-        end_reading: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._read = read
-        self._end_reading = end_reading
-        self._steps = steps
+    def __init__(self, batches: Generator[Batch, None, None], depth: int, is_over: threading.Event) -> None:
+        self._batches = batches
+        self._is_over = is_over
         self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         self._free = threading.Semaphore(depth)
-        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batch reader", daemon=True)
         self._thread.start()
 
     def __next__(self) -> Batch:
-        if self._closed.is_set():
+        if self._is_over.is_set():
             raise StopIteration
         try:
             item = self._ready.get(timeout=READ_TIMEOUT_SECONDS)
@@ -150,8 +202,7 @@ class BatchStream(Iterator[Batch]):
 
     def close(self) -> None:
         """End the reading thread; there are no further batches."""
-        self._closed.set()
-        self._end_reading()
+        self._is_over.set()
         self._free.release()
         self._thread.join(timeout=JOIN_TIMEOUT_SECONDS)
 
@@ -163,11 +214,11 @@ class BatchStream(Iterator[Batch]):
 
     def _run(self) -> None:
         try:
-            for step in self._steps:
-                self._free.acquire()
-                if self._closed.is_set():
-                    return
-                self._ready.put(self._read(step))
-            self._ready.put(StopIteration())
-        except BaseException as error:  # handed to the consumer
+            with closing(self._batches):
+                while True:
+                    self._free.acquire()
+                    if self._is_over.is_set():
+                        return
+                    self._ready.put(next(self._batches))
+        except BaseException as error:  # ``next`` raises it; StopIteration marks the end of the batches
             self._ready.put(error)

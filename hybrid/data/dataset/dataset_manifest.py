@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid.data.encode.unknown_values import UnknownValues
-from hybrid.data.parse.input_files import InputFile, sampled_checksum
+from hybrid.data.encode.feature_encoder import UnknownValues
+from hybrid.data.parse.input_files import InputFile, compute_sampled_checksum
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.storage.files import compute_checksum, read_bytes
 from hybrid.storage.remote_path import StoragePath
 
-FORMAT_VERSION = 5  # raise it whenever the same configuration would be prepared differently
+FORMAT_VERSION = 6  # raise it whenever the same configuration would be prepared differently
 FILE_NAME = "manifest.json"
 COPY_NAME = "data.json"  # in a checkpoint
 NO_INVALID_ROWS = InvalidRowReport({}, ())
@@ -26,10 +26,10 @@ class LabelReport:
     """The labels of one task in a split.
 
     Attributes:
-        name: of the task.
-        kind: of the task.
-        count: samples that count for the task.
-        mean, lowest, highest: of their labels; None without samples.
+        name: name of the task.
+        kind: kind of the task.
+        count: number of samples with a weight above 0 for the task.
+        mean, lowest, highest: statistics of their labels; None without samples.
         best_auc, best_log_loss: metrics of the true probabilities, if they are known.
     """
 
@@ -44,7 +44,7 @@ class LabelReport:
 
     @property
     def only(self) -> float | None:
-        """The only label of the samples, of a classification task; None if there are several."""
+        """The label that all samples of a classification task have; None if labels differ."""
         return self.lowest if self.kind != "regression" and self.lowest == self.highest else None
 
 
@@ -66,7 +66,7 @@ class DatasetReport:
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> DatasetReport:
-        """Return the report of JSON."""
+        """Return the report from parsed JSON."""
         bad_rows = InvalidRowReport(content["bad_rows"]["counts"], tuple(content["bad_rows"]["examples"]))
         unknown = tuple(UnknownValues(**column) for column in content["unknown"])
         labels = tuple(LabelReport(**task) for task in content["labels"])
@@ -75,9 +75,13 @@ class DatasetReport:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of a prepared data set: its size in bytes, and its checksums."""
+    """The checksums of a file of a prepared data set.
 
-    size: int
+    Attributes:
+        sampled: checksum of the size and of some blocks (:func:`compute_sampled_checksum`).
+        whole: SHA-256 of the full content.
+    """
+
     sampled: str
     whole: str
 
@@ -90,7 +94,7 @@ class DataManifest:
         input_spec: columns of the batches.
         splits: the report of each split.
         inputs: the input files of each split; a held-out split has none.
-        stored: every other file, by its path in the folder.
+        stored: checksums of every other file, by its path in the folder.
     """
 
     input_spec: InputSpec
@@ -106,11 +110,9 @@ class DataManifest:
         splits: dict[str, DatasetReport],
         inputs: dict[str, tuple[InputFile, ...]] | None = None,
     ) -> None:
-        """Complete ``folder``, which holds everything else."""
+        """Write the manifest of ``folder``, which has all other files already."""
         stored = {
-            str(path.relative_to(folder)): StoredFile(
-                path.stat().st_size, sampled_checksum(path), compute_checksum(path)
-            )
+            str(path.relative_to(folder)): StoredFile(compute_sampled_checksum(path), compute_checksum(path))
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
@@ -119,21 +121,13 @@ class DataManifest:
 
     @classmethod
     def read(cls, path: StoragePath, rule: str = "") -> DataManifest:
-        """Read what ``write`` wrote, or a copy of it; DataError if it is missing or of another version.
+        """Read a manifest, or a copy; DataError if the file is missing, invalid or of another version.
 
         Args:
-            rule: what to do about another version.
+            rule: advice for the message about another version.
         """
         try:
-            return cls.parse(read_bytes(path), str(path), rule)
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error})") from error
-
-    @classmethod
-    def parse(cls, data: bytes, path: str, rule: str = "") -> DataManifest:
-        """Parse the bytes of ``path``; DataError if they are of another version."""
-        try:
-            content = json.loads(data)
+            content = json.loads(read_bytes(path))
             if content["format"] != FORMAT_VERSION:
                 raise DataError(f"{path}: made by another version of this program" + (rule and f"; {rule}"))
             spec = content["input_spec"]
@@ -141,21 +135,17 @@ class DataManifest:
             return cls(
                 InputSpec(tuple(spec["dense_features"]), features),
                 {split: DatasetReport.of(report) for split, report in content["splits"].items()},
-                # Files of former versions have a checksum "whole" as well.
                 {
-                    split: tuple(
-                        InputFile(**{name: value for name, value in file.items() if name != "whole"})
-                        for file in files
-                    )
+                    split: tuple(InputFile(**file) for file in files)
                     for split, files in content["inputs"].items()
                 },
                 {name: StoredFile(**file) for name, file in content["stored"].items()},
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read ({error})") from error
 
     def check(self, folder: Path, split: str) -> None:
-        """Compare the size of each file of a split, and samples of it, with the manifest.
+        """Compare the size and some blocks of each file of a split with the manifest.
 
         Raises:
             DataError: a file is missing or altered, or there is no such split.
@@ -167,14 +157,14 @@ class DataManifest:
             if top in self.splits and top != split:
                 continue
             try:
-                found = sampled_checksum(folder / name)
+                found = compute_sampled_checksum(folder / name)
             except OSError as error:
                 raise DataError(f"{folder / name}: cannot be read ({error})") from error
             if found != file.sampled:
                 raise DataError(f"{folder / name}: altered since it was prepared")
 
     def check_same(self, now: DataManifest, remedy: str) -> None:
-        """Raise DataError, with the file and ``remedy``, if ``now`` has other samples."""
+        """Raise DataError if the manifest ``now`` has other samples; the message ends with ``remedy``."""
         if {n: f.whole for n, f in self.stored.items()} == {n: f.whole for n, f in now.stored.items()}:
             return
         for split, before in self.inputs.items():
@@ -186,5 +176,5 @@ class DataManifest:
                 known = f"{len(files)} {split} file(s), and {len(before)} when the run began"
                 raise DataError(f"data.path and data.test_path name {known}; {remedy}")
         raise DataError(
-            f"the data section makes other samples of its files than when the run began; {remedy}"
+            f"the configuration prepares other samples from the files than when the run began; {remedy}"
         )

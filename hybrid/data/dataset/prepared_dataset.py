@@ -4,11 +4,11 @@ A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (featu
 ``vocabularies.parquet`` (vocabulary.py), and a folder for each split, of plain ``.npy`` files::
 
     dense.npy        float32 (N, F)
-    ids.npy          int32 (N, K), the features of exactly one id a sample
-    labels.npy       uint8 (N, T), or float32 unless all tasks are binary; absent without labels
+    ids.npy          int32 (N, K), the features with exactly one id per sample
+    labels.npy       uint8 (N, T), or float32 unless all tasks are binary
     weights.npy      float32 (N, T), absent if all samples have the same weight
     groups.npy       int64 (N,), absent without groups
-    group_rows.npy   int64 (N,), of training rows with groups: the rows by group (group_order.py)
+    group_rows.npy   int64 (N,), of training rows with groups: the rows by group (batch_loader.py)
     group_starts.npy int64 (G + 1,), the start of each group in group_rows
     source_rows.npy  int64 (N,), the input row of each sample
     bag_K_ids.npy, bag_K_offsets.npy     int32 (L,) and int64 (N + 1,), of multi-hot feature K
@@ -17,7 +17,8 @@ A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (featu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +29,11 @@ from torch import Tensor
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.data.dataset.dataset_manifest import FILE_NAME, DataManifest, DatasetReport
-from hybrid.data.encode.feature_encoder import EncodedBlock
-from hybrid.data.encode.sparse_encoding import EncodedBags
+from hybrid.data.dataset.sample_order import positions
+from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.primitives.grouping import order_totals
+from hybrid.primitives.grouping import ranking_totals
 
 
 class StepRows(NamedTuple):
@@ -43,32 +44,19 @@ class StepRows(NamedTuple):
     stop: int
 
     @property
-    def own(self) -> npt.NDArray[np.int64]:
+    def local(self) -> npt.NDArray[np.int64]:
+        """The rows of the slice."""
         return self.rows[self.start : self.stop]
 
 
-class StepPlan:
-    """Returns the rows of each step, once they can be read; here, at any time."""
-
-    def __init__(self, plan: Callable[[int], StepRows]) -> None:
-        self._plan = plan
-
-    def __call__(self, step: int) -> StepRows:
-        """Return the rows of a step; steps come in their order."""
-        return self._plan(step)
-
-    def close(self) -> None:
-        """End it; another thread may call this."""
-
-
 class PreparedDataset:
-    """One split of a prepared data set, memory-mapped: any rows, in any order.
+    """A memory-mapped split of a prepared data set, whose rows can be read in any order.
 
     Args:
-        arrays: by their names.
+        arrays: the arrays of the split by name.
 
     Attributes:
-        folder: of a data set that was opened as one.
+        folder: the folder of a data set on this machine.
         input_spec: columns of the batches.
         report: sizes, labels, invalid rows.
         group_rows: int64 (N,), the rows by group, in file order within each; None without this order.
@@ -84,7 +72,7 @@ class PreparedDataset:
         self.report = report
         self._arrays = arrays
         self._dense, self._ids = arrays["dense"], arrays["ids"]
-        self._labels, self._weights, self._groups = map(arrays.get, ("labels", "weights", "groups"))
+        self._labels, self._weights, self._groups = arrays["labels"], *map(arrays.get, ("weights", "groups"))
         self.group_rows, self.group_starts = map(arrays.get, ("group_rows", "group_starts"))
         self._bags = {  # of each multi-hot feature, its ids, offsets and weights
             k: (arrays[f"bag_{k}_ids"], arrays[f"bag_{k}_offsets"], arrays.get(f"bag_{k}_weights"))
@@ -94,9 +82,9 @@ class PreparedDataset:
 
     @classmethod
     def open(cls, folder: Path, split: str) -> PreparedDataset:
-        """Open the split "train" or "test" of what ``prepare`` wrote.
+        """Open the split "train" or "test" of a folder that ``prepare`` wrote.
 
-        The size of each array, and a sample of its content, must be unchanged.
+        Sizes and samples of the content of all arrays are compared with the manifest.
 
         Raises:
             DataError: the data set is incomplete, or altered.
@@ -105,7 +93,7 @@ class PreparedDataset:
             manifest = DataManifest.read(folder / FILE_NAME)
             manifest.check(folder, split)
         except DataError as error:
-            raise DataError(f"{error}; delete {folder} to prepare it anew") from error
+            raise DataError(f"{error}; delete {folder} to prepare it again") from error
         dataset = cls(map_arrays(folder / split), manifest.input_spec, manifest.splits[split])
         dataset.folder = folder
         return dataset
@@ -115,20 +103,23 @@ class PreparedDataset:
         """The 0-based input row of each sample, (N,)."""
         return self._arrays["source_rows"]
 
-    def plan_steps(self, plan: Callable[[int], StepRows], steps: range, chunks_at_once: int) -> StepPlan:
-        """Return the plan of some steps, whose rows :meth:`gather` can read.
+    def fetch_ahead(
+        self, steps: Generator[StepRows, None, None], chunks_at_once: int, is_over: threading.Event
+    ) -> Generator[StepRows, None, None]:
+        """Return a generator of the same steps that yields each once :meth:`gather` can read its rows.
 
         Args:
-            plan: returns the rows of a step, whether they can be read or not.
-            chunks_at_once: see :class:`hybrid.data.dataset.sample_order.Order`.
+            chunks_at_once: see :class:`hybrid.data.dataset.sample_order.RowOrder`.
+            is_over: ends a wait for rows; another thread may set it.
         """
-        return StepPlan(plan)
+        return steps
 
     def close(self) -> None:
         """End the threads that read ahead."""
 
     @property
     def num_samples(self) -> int:
+        """The number of samples of the split."""
         return self.report.num_rows
 
     @property
@@ -149,18 +140,17 @@ class PreparedDataset:
         return self._groups is not None
 
     def total_weights(self, rows: npt.NDArray[np.int64]) -> Tensor | None:
-        """Return the sums of the weights of some samples by task; None if all have the same weight."""
+        """Return the sums of the weights of ``rows`` by task; None if all samples have the same weight."""
         if self._weights is None:
             return None
         return torch.from_numpy(self._weights.take(rows, axis=0).sum(0, dtype=np.float64))
 
     def total_groups(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return how much the groups of some samples, which are complete, count by task."""
-        assert self._labels is not None, "rows that are ordered by group have labels"
+        """Return the total weights of the groups of ``rows`` by task; the groups must be complete."""
         assert self._groups is not None
         labels_BT = torch.from_numpy(self._labels.take(rows, axis=0))
         weights_BT = None if self._weights is None else torch.from_numpy(self._weights.take(rows, axis=0))
-        return order_totals(labels_BT, weights_BT, torch.from_numpy(self._groups.take(rows)))
+        return ranking_totals(labels_BT, weights_BT, torch.from_numpy(self._groups.take(rows)))
 
     def gather(
         self,
@@ -171,15 +161,10 @@ class PreparedDataset:
     ) -> Batch:
         """Return the samples ``rows`` (B,), in that order, as a slice of a step of ``global_size`` samples.
 
-        If the data set has no labels, ``labels_B`` is NaN.
-
         Args:
-            total_weights: of all samples of the step; see :meth:`total_weights`.
-            total_groups: of all of them, if a loss is a ranking loss.
+            total_weights: :meth:`total_weights` of all samples of the step.
+            total_groups: :meth:`total_groups` of all samples of the step, for ranking losses.
         """
-        labels = torch.full((len(rows),), torch.nan)
-        if self._labels is not None:
-            labels = _by_task(self._labels.take(rows, axis=0))
         bags = []
         for ids_L, offsets, weights_L in self._bags.values():
             positions_L, lengths_B = positions(offsets, rows)
@@ -188,7 +173,7 @@ class PreparedDataset:
         return Batch(
             torch.from_numpy(self._dense.take(rows, axis=0)),
             sparse_features(self._ids.take(rows, axis=0), bags, self.input_spec.sparse_features),
-            labels,
+            _by_task(self._labels.take(rows, axis=0)),
             global_size,
             weights=None if self._weights is None else _by_task(self._weights.take(rows, axis=0)),
             total_weights=total_weights,
@@ -199,22 +184,8 @@ class PreparedDataset:
 
 def map_arrays(split: Path) -> dict[str, npt.NDArray[Any]]:
     """Map all arrays of a split into memory, by their names."""
-    # As plain ndarrays: slicing the memmap class costs more than the rows of a small batch.
+    # np.asarray, because slicing np.memmap costs more than reading the rows of a small batch.
     return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in sorted(split.glob("*.npy"))}
-
-
-def positions(
-    offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the positions of the items of the bags ``rows``, one bag after the other, and their lengths.
-
-    Args:
-        offsets: the start of each bag, and the end of the last.
-    """
-    starts_B = offsets[rows]
-    lengths_B = offsets[rows + 1] - starts_B
-    before_B = np.cumsum(lengths_B) - lengths_B
-    return np.repeat(starts_B - before_B, lengths_B) + np.arange(lengths_B.sum()), lengths_B
 
 
 def _by_task(values_BT: npt.NDArray[Any]) -> Tensor:
@@ -234,16 +205,16 @@ def sparse_features(
     one_id, multi_hot = iter(ids_KB), iter(bags)
     ids, weights, lengths = [], [], [np.zeros(1, np.int64)]
     for feature in features:
-        own_L = None
+        given_L = None
         if feature.multi_hot:
-            ids_L, lengths_B, own_L = next(multi_hot)
+            ids_L, lengths_B, given_L = next(multi_hot)
             ids.append(ids_L.astype(np.int64))
         else:
             lengths_B = np.ones(len(ids_BK), np.int64)
             ids.append(next(one_id))
         lengths.append(lengths_B)
         if is_weighted:
-            weights.append(np.ones(len(ids[-1]), np.float32) if own_L is None else own_L)
+            weights.append(np.ones(len(ids[-1]), np.float32) if given_L is None else given_L)
     weights_L = torch.from_numpy(np.concatenate(weights)) if weights else None
     ends = torch.from_numpy(np.cumsum(np.concatenate(lengths)))
     return SparseFeatures(torch.from_numpy(np.concatenate(ids)), ends, weights_L, len(features))

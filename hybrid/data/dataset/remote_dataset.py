@@ -1,252 +1,156 @@
-"""A prepared data set in an object store: its files, and how they are sent and opened.
+"""The format of a prepared data set in an object store: chunks of rows that can be read separately.
 
 ::
 
-    CACHE/FINGERPRINT/ATTEMPT/        a file beside it names the valid attempt (dataset_location.py)
-      features.json and others        all files beside the splits of a folder (prepared_dataset.py)
-      train/samples, samples.index    the rows in chunks (chunk_index.py)
-      train/weights, weights.index    if samples have weights
-      train/source_rows               int64, the input row of each sample
+    CACHE/FINGERPRINT/ATTEMPT/        a file beside it names the complete attempt (dataset_location.py)
+      manifest.json, ...              the files beside the splits of a folder (prepared_dataset.py)
+      train/source_rows.npy           as in a folder; weights.npy, too, since every trainer needs all of it
+      train/samples                   the rows, chunk after chunk
       test/...
-      chunks.json                     checksums of all of these but the chunks; written last
+      chunks.npz                      the index of the chunks of each split; written last
+
+The arrays of prepared_dataset.py hold a split column by column, so some rows are one range of each array.
+Here a chunk of 4096 rows (those of sample_order.py) is one range of one file::
+
+    samples          | chunk 0                                            | chunk 1 ...
+                     | dense | ids | labels | bag_0 offsets | bag_0 ids |
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from hybrid.data.dataset import dataset_manifest
-from hybrid.data.dataset.chunk_cache import ChunkCache
-from hybrid.data.dataset.chunk_index import (
-    SAMPLES,
-    WEIGHTS,
-    ChunkArray,
-    ChunkIndex,
-    ChunkLayout,
-)
 from hybrid.data.dataset.dataset_manifest import DataManifest
-from hybrid.data.dataset.fetched_split import FetchedDataset
 from hybrid.data.dataset.prepared_dataset import map_arrays
 from hybrid.data.dataset.sample_order import CHUNK_ROWS
 from hybrid.errors import DataError
 from hybrid.primitives.progress import Progress, ignore_progress
-from hybrid.storage.files import open_writer, read_bytes
-from hybrid.storage.object_stores import store_request
-from hybrid.storage.remote_path import RemotePath
+from hybrid.storage.files import copy, open_writer, read_bytes, write_bytes
+from hybrid.storage.remote_path import StoragePath
 
-FILE_NAME = "chunks.json"
-FORMAT_VERSION = 1
-INDEX, SOURCE_ROWS = ".index", "source_rows"
-_BLOCK_ROWS, _BLOCK_BYTES = 1 << 20, 8 << 20  # that are sent at a time
-_TARGETS = ("labels", "weights", "groups")
-_TEST_FRACTION = 1 / 8  # of data.local_cache_gb
-_WEIGHTS_FRACTION = 1 / 8  # of the cache of a split
+SAMPLES = "samples"
+_INDEX = "chunks.npz"
+_COPIED = ("source_rows", "weights")  # arrays that are sent as files
+_NOT_IN_CHUNKS = ("source_rows", "group_rows", "group_starts")
 
 
-class StoreFolder:
-    """A folder of an object store; its methods raise HybridError if the store refuses."""
+class ChunkIndex(NamedTuple):
+    """The chunks of a split in a store.
 
-    def __init__(self, folder: RemotePath) -> None:
-        self._folder = folder
+    Attributes:
+        arrays: A empty arrays by name, with the types and row shapes of the arrays in a chunk, in their
+            order.
+        lengths_AC: int64, the number of rows of each array in each of C chunks. Offsets of a bag have one row
+            more than the chunk, and the first is 0.
+        checksums_C: uint8 (C, 32), the SHA-256 of each chunk.
+    """
 
-        @cache  # opening a file requests its size
-        def open_file(name: str) -> pa.NativeFile:
-            with store_request(folder / name, "read") as (filesystem, path):
-                return filesystem.open_input_file(path)
+    arrays: dict[str, npt.NDArray[Any]]
+    lengths_AC: npt.NDArray[np.int64]
+    checksums_C: npt.NDArray[np.uint8]
 
-        self._open = open_file
+    @property
+    def row_bytes_A(self) -> npt.NDArray[np.int64]:
+        """The bytes of a row of each array."""
+        return np.array([each.itemsize * np.prod(each.shape[1:]) for each in self.arrays.values()], np.int64)
 
-    def __str__(self) -> str:
-        return str(self._folder)
+    @classmethod
+    def read(cls, folder: StoragePath, split: str) -> ChunkIndex:
+        """Read the index of a split.
 
-    def url(self, name: str) -> str:
-        """Return the URL of a file."""
-        return str(self._folder / name)
-
-    def read(self, name: str) -> bytes:
-        """Return the content of a file."""
+        Raises:
+            DataError: the data set is incomplete, or altered.
+            HybridError: the index cannot be read.
+        """
+        path = folder / _INDEX
         try:
-            return read_bytes(self._folder / name)
+            with np.load(BytesIO(read_bytes(path)), allow_pickle=False) as content:
+                names = [name for name in content.files if name.startswith(f"{split}/")]
+                arrays = {name.partition("/")[2]: content[name] for name in names}
+                return cls(arrays, content[f"{split}.lengths"], content[f"{split}.checksums"])
         except FileNotFoundError as error:
-            raise DataError(f"{self}: lacks {name}; delete it, and it is prepared anew") from error
-
-    def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Return some bytes of a file."""
-        with store_request(self._folder / name, "read"):
-            data: bytes = self._open(name).read_at(stop - start, start)
-            return data
-
-    def write(self, name: str, blocks: Iterator[bytes]) -> None:
-        """Write a file, which appears once it is complete."""
-        with open_writer(self._folder / name) as file:
-            for block in blocks:
-                file.write(block)
+            raise missing_error(path) from error
+        except KeyError as error:
+            raise DataError(f"{path}: has no split {split}") from error
+        except (ValueError, BadZipFile) as error:
+            raise altered_error(path) from error
 
 
-def send(
+def missing_error(path: StoragePath) -> DataError:
+    """Return the error for a missing file of a data set in a store."""
+    return DataError(f"{path}: is missing; delete its folder, and the data are prepared again")
+
+
+def altered_error(path: StoragePath, where: str = "") -> DataError:
+    """Return the error for an altered file of a data set in a store."""
+    return DataError(f"{path}: altered since it was prepared{where}; delete its folder")
+
+
+def send_dataset(
     folder: Path,
-    remote: StoreFolder,
+    target: StoragePath,
     report: Callable[[str], None] = ignore_progress,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Send a prepared data set to a store.
 
     Args:
+        target: the folder of the data set in the store.
         report: receives progress, one line at a time.
-        check: called between chunks; what it raises ends the transfer.
+        check: called between chunks; an exception from it ends the transfer.
 
     Raises:
-        HybridError: it cannot be sent.
+        HybridError: the data set cannot be sent.
     """
-    manifest = DataManifest.read(folder / dataset_manifest.FILE_NAME)
-    checksums: dict[str, str] = {}
-    targets: dict[str, list[ChunkArray]] = {}
-
-    def write(name: str, blocks: Iterable[bytes]) -> None:
-        digest = hashlib.sha256()
-
-        def digested() -> Iterator[bytes]:
-            for block in blocks:
-                digest.update(block)
-                yield block
-
-        remote.write(name, digested())
-        checksums[name] = digest.hexdigest()
-
-    for split, split_report in manifest.splits.items():
-        arrays, num_rows = map_arrays(folder / split), split_report.num_rows
-        targets[split] = [
-            ChunkArray(n, arrays[n].dtype, arrays[n].shape[1:]) for n in _TARGETS if n in arrays
-        ]
-        for name, layout in _layouts(manifest, targets[split]).items():
-            path = f"{split}/{name}"
-            progress = Progress(report, f"sending {remote.url(path)}")
-            index = ChunkIndex.of(arrays, layout, num_rows)
-            remote.write(path, _chunks(arrays, layout, num_rows, index, progress, check))
-            write(path + INDEX, [index.table.tobytes()])
-        rows = arrays[SOURCE_ROWS]
-        write(
-            f"{split}/{SOURCE_ROWS}",
-            (rows[start : start + _BLOCK_ROWS].tobytes() for start in range(0, len(rows), _BLOCK_ROWS)),
-        )
-    for file in sorted(each for each in folder.iterdir() if each.is_file()):
-        with file.open("rb") as opened:
-            write(file.name, iter(partial(opened.read, _BLOCK_BYTES), b""))
-    described = {
-        split: [[name, dtype.str, list(shape)] for name, dtype, shape, *_ in of_split]
-        for split, of_split in targets.items()
-    }
-    content = {"format": FORMAT_VERSION, "arrays": described, "checksums": checksums}
-    remote.write(FILE_NAME, iter([json.dumps(content, indent=1).encode()]))
+    index: dict[str, npt.NDArray[Any]] = {}
+    for split, split_report in DataManifest.read(folder / dataset_manifest.FILE_NAME).splits.items():
+        arrays = map_arrays(folder / split)
+        for name in _COPIED:
+            if name in arrays:
+                copy(folder / split / f"{name}.npy", target / split / f"{name}.npy")
+        arrays = {name: array for name, array in arrays.items() if name not in _NOT_IN_CHUNKS}
+        path = target / split / SAMPLES
+        progress, num_rows = Progress(report, f"sending {path}"), split_report.num_rows
+        lengths, checksums = list[list[int]](), list[bytes]()
+        with open_writer(path) as file:
+            for start in range(0, num_rows, CHUNK_ROWS):
+                check()
+                stop = min(start + CHUNK_ROWS, num_rows)
+                slices = _slices(arrays, start, stop)
+                data = b"".join(each.tobytes() for each in slices)
+                file.write(data)
+                lengths.append([*map(len, slices)])
+                checksums.append(hashlib.sha256(data).digest())
+                progress.add(stop - start)
+        index |= {f"{split}/{name}": array[:0] for name, array in arrays.items()}
+        index[f"{split}.lengths"] = np.array(lengths, np.int64).reshape(-1, len(arrays)).T
+        index[f"{split}.checksums"] = np.frombuffer(b"".join(checksums), np.uint8).reshape(-1, 32)
+    for source in sorted(folder.iterdir()):
+        if source.is_file():
+            copy(source, target / source.name)
+    content = BytesIO()
+    np.savez(content, **index)  # type: ignore[arg-type]
+    write_bytes(target / _INDEX, content.getvalue())
 
 
-def _chunks(
-    arrays: dict[str, npt.NDArray[Any]],
-    layout: ChunkLayout,
-    num_rows: int,
-    index: ChunkIndex,
-    progress: Progress,
-    check: Callable[[], None],
-) -> Iterator[bytes]:
-    for chunk in range(index.num_chunks):
-        check()
-        data = layout.pack(arrays, chunk, num_rows)
-        index.add(chunk, data)
-        yield data
-        progress.add(min(CHUNK_ROWS, num_rows - chunk * CHUNK_ROWS))
-
-
-def _layouts(manifest: DataManifest, targets: list[ChunkArray]) -> dict[str, ChunkLayout]:
-    """Return the layouts of the files of chunks of a split, by the names of the files."""
-    layouts = {SAMPLES: ChunkLayout.of_samples(manifest.input_spec, targets)}
-    if weights := tuple(each for each in targets if each.name == "weights"):
-        layouts[WEIGHTS] = ChunkLayout(weights, ())
-    return layouts
-
-
-class RemoteDataset:
-    """A prepared data set in a store.
-
-    Raises:
-        DataError: it is incomplete, or altered.
-        HybridError: it cannot be read.
-    """
-
-    def __init__(self, remote: StoreFolder) -> None:
-        self._remote = remote
-        try:
-            content = json.loads(remote.read(FILE_NAME))
-            if content["format"] != FORMAT_VERSION:
-                raise DataError(f"{remote}: made by another version of this program; delete it")
-            self._checksums: dict[str, str] = dict(content["checksums"])
-            self._targets = {
-                split: [ChunkArray(name, np.dtype(kind), tuple(shape)) for name, kind, shape in arrays]
-                for split, arrays in content["arrays"].items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{remote.url(FILE_NAME)}: cannot be read ({error!r}); delete {remote}"
-            ) from error
-        self.manifest = DataManifest.parse(
-            self.file(dataset_manifest.FILE_NAME), remote.url(dataset_manifest.FILE_NAME)
-        )
-
-    def file(self, name: str) -> bytes:
-        """Return the content of a file without chunks."""
-        data = self._remote.read(name)
-        if hashlib.sha256(data).hexdigest() != self._checksums.get(name):
-            raise DataError(f"{self._remote.url(name)}: altered since it was prepared; delete {self._remote}")
-        return data
-
-    def save_files(self, folder: Path) -> None:
-        """Write the files beside the splits into a local folder."""
-        for name in self._checksums:
-            if "/" not in name:
-                (folder / name).write_bytes(self.file(name))
-
-    def open(self, split: str, folder: Path, num_bytes: int) -> FetchedDataset:
-        """Open a split.
-
-        Args:
-            folder: of the rows that are fetched.
-            num_bytes: that the rows of all splits may take.
-        """
-        if split not in self._targets:
-            raise DataError(f"{self._remote.url(dataset_manifest.FILE_NAME)}: has no split {split}")
-        report = self.manifest.splits[split]
-        fraction = _TEST_FRACTION if split == "test" else 1 - _TEST_FRACTION
-        layouts = _layouts(self.manifest, self._targets[split])
-        fractions = {SAMPLES: fraction}
-        if WEIGHTS in layouts:
-            fractions = {
-                SAMPLES: fraction * (1 - _WEIGHTS_FRACTION),
-                WEIGHTS: fraction * _WEIGHTS_FRACTION,
-            }
-        caches: dict[str, ChunkCache] = {}
-        indices: dict[str, ChunkIndex] = {}
-        for name, layout in layouts.items():
-            path = f"{split}/{name}"
-            url = self._remote.url(path)
-            index = ChunkIndex.read(self.file(path + INDEX), layout, report.num_rows, url + INDEX)
-            fetch = partial(self._remote.read_range, path)
-            room = int(num_bytes * fractions[name])
-            caches[name] = ChunkCache(fetch, url, layout, index, report.num_rows, folder, room)
-            indices[name] = index
-        return FetchedDataset(
-            caches[SAMPLES],
-            caches.get(WEIGHTS),
-            fractions[SAMPLES],
-            indices[SAMPLES].total_ids,
-            lambda: np.frombuffer(self.file(f"{split}/{SOURCE_ROWS}"), np.int64),
-            self.manifest.input_spec,
-            report,
-        )
+def _slices(arrays: dict[str, npt.NDArray[Any]], start: int, stop: int) -> list[npt.NDArray[Any]]:
+    """Return the slice of each array for the samples from ``start`` to ``stop``."""
+    slices = []
+    for name, array in arrays.items():
+        if name.endswith("_offsets"):
+            slices.append(array[start : stop + 1] - array[start])
+        elif name.startswith("bag_"):
+            offsets = arrays[f"{name.rpartition('_')[0]}_offsets"]
+            slices.append(array[offsets[start] : offsets[stop]])
+        else:
+            slices.append(array[start:stop])
+    return slices

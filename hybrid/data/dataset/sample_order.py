@@ -6,20 +6,19 @@ A permutation of billions of rows in every trainer would be wasteful, so the shu
     chunks permuted         | c3 | c0 | c4 | c2 | c1 | ...
     rows permuted           |<- window of 256 ->|<- window
 
-Every row occurs exactly once an epoch, the order depends on (seed, epoch) alone, and only the window that is
-read is in memory. Up to 2**20 rows are one window, and are shuffled completely.
+Every row occurs exactly once per epoch, the order depends only on (seed, epoch), and only the current window
+is in memory. Up to 2**20 rows are one window, and are shuffled completely.
 
 A trainer's slice of a step may have any rows of a window, so all trainers read nearly all chunks. With lanes,
-the rows of a window are dealt to a number of lanes, and each lane is shuffled::
+the rows of a window are divided among a number of lanes, and each lane is shuffled::
 
     chunks permuted         | c3 | c0 | c4 | c2 | ...
     lanes                   |  lane 0 |  lane 1 | ...    the same rows for any number of trainers
     a step                  rows of lane 0, as many of lane 1, ...
 
-A slice of a step is contiguous, so it has rows of some lanes: a trainer reads their chunks, and few others.
+A slice of a step is contiguous, so it has rows of few lanes, and a trainer reads only the chunks of these
+lanes.
 """
-
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,40 +26,34 @@ import numpy.typing as npt
 CHUNK_ROWS = 4096
 WINDOW_CHUNKS = 256
 
-_CHUNK_STREAM = 0
-_WINDOW_STREAM = 1
-_LANE_STREAM = 2
-_GOLDEN = 0.6180339887498949  # its multiples are spread most evenly over 0 .. 1
+_CHUNK_STREAM, _WINDOW_STREAM, _LANE_STREAM = range(3)
+_GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are evenly spread
 
 
-class Order(Protocol):
-    """The rows of the steps of an epoch."""
+class RowOrder:
+    """The rows of the steps of an epoch; here in file order."""
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return the rows of a step that begins after ``start`` rows of the epoch and ends after ``stop``."""
-        ...
-
-    def chunks_at_once(self, batch_size: int, num_slices: int) -> int:
-        """Return the most chunks that the rows of a slice come from, in this window and the next."""
-        ...
-
-
-class FileOrder:
-    """The rows in file order."""
-
-    def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """See :class:`Order`."""
         return np.arange(start, stop)
 
     def chunks_at_once(self, batch_size: int, num_slices: int) -> int:
-        """See :class:`Order`; a step is a window."""
+        """Return the maximum number of chunks with the rows of a slice in this window and the next.
+
+        In file order, a step is a window.
+        """
         return 2 * (-(-batch_size // num_slices // CHUNK_ROWS) + 1)
 
 
-class _Windows:
-    """Windows of chunks of rows, in an order drawn from (seed, epoch).
+class ShuffledOrder(RowOrder):
+    """The rows 0 .. ``num_rows`` - 1, shuffled within windows or their lanes; see the module.
+
+    Lane ``l`` of ``L`` has ``(p + turn[l]) // L`` of the first ``p`` positions of an epoch. The lanes add up
+    to ``p``, and differ by at most one. The turns of adjacent lanes are far apart. So a range of lanes has a
+    proportional number of rows, even if a step has fewer rows than lanes.
 
     Args:
+        num_lanes: fixed for a run, so that its steps are the same for any number of trainers; 0 for none.
         chunk_rows, window_chunks: see the module.
     """
 
@@ -69,99 +62,73 @@ class _Windows:
         num_rows: int,
         seed: int,
         epoch: int,
+        num_lanes: int = 0,
         *,
         chunk_rows: int = CHUNK_ROWS,
         window_chunks: int = WINDOW_CHUNKS,
     ) -> None:
         self._num_rows = num_rows
         self._key = (seed, epoch)
+        self._has_lanes = num_lanes > 0
         self._chunk_rows = chunk_rows
         self._window_chunks = window_chunks
+        self._turns_L = np.argsort(np.argsort(np.arange(max(1, num_lanes)) * _GOLDEN % 1.0))
         num_chunks = -(-num_rows // chunk_rows)
         self._chunks = np.random.default_rng((*self._key, _CHUNK_STREAM)).permutation(num_chunks)
         sizes = np.minimum(num_rows - self._chunks * chunk_rows, chunk_rows)
         edges = np.concatenate([[0], np.cumsum(sizes)])
         self._window_starts = np.append(edges[:-1:window_chunks], num_rows)
-
-    def _window_of(self, position: int) -> tuple[int, int, int]:
-        """Return the number of the window of a position, its start and its end."""
-        window = int(np.searchsorted(self._window_starts, position, side="right")) - 1
-        first, last = self._window_starts[window : window + 2].tolist()
-        return window, first, last
-
-    def _rows(self, window: int) -> npt.NDArray[np.int64]:
-        """Return the rows of a window, chunk after chunk."""
-        chunks = self._chunks[window * self._window_chunks : (window + 1) * self._window_chunks]
-        rows = (chunks[:, None] * self._chunk_rows + np.arange(self._chunk_rows)).reshape(-1)
-        return rows[rows < self._num_rows]
-
-
-class ShuffledOrder(_Windows):
-    """The rows 0 .. ``num_rows`` - 1, shuffled within windows."""
-
-    _held: tuple[int, npt.NDArray[np.int64]] | None = None
+        self._window = -1, list[npt.NDArray[np.int64]]()  # index and lanes of the last window
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """See :class:`Order`."""
-        chosen = [np.empty(0, np.int64)]
-        while start < stop:
-            window, first, last = self._window_of(start)
-            end = min(stop, last)
-            if self._held is None or self._held[0] != window:
-                rows = self._rows(window)
-                np.random.default_rng((*self._key, _WINDOW_STREAM, window)).shuffle(rows)
-                self._held = (window, rows)
-            chosen.append(self._held[1][start - first : end - first])
-            start = end
-        return np.concatenate(chosen)
-
-    def chunks_at_once(self, batch_size: int, num_slices: int) -> int:
-        """See :class:`Order`: a slice may have rows of all chunks of a window."""
-        return min(2 * self._window_chunks, len(self._chunks))
-
-
-class LaneOrder(_Windows):
-    """The rows 0 .. ``num_rows`` - 1, shuffled within the lanes of windows; see the module.
-
-    Of the first ``p`` positions of an epoch, lane ``l`` of ``L`` has ``(p + turn[l]) // L``: these add up to
-    ``p``, and two lanes differ by at most one. Adjacent lanes have turns far apart, so the rows of several
-    lanes are proportional to their number, even in steps of fewer rows than lanes.
-
-    Args:
-        num_lanes: fixed for a run, so that its steps are the same for any number of trainers.
-        windows: further arguments of :class:`_Windows`.
-    """
-
-    def __init__(self, num_lanes: int, num_rows: int, seed: int, epoch: int, **windows: int) -> None:
-        super().__init__(num_rows, seed, epoch, **windows)
-        self._turns_L = np.argsort(np.argsort(np.arange(num_lanes) * _GOLDEN % 1.0))
-        self._held: tuple[int, list[npt.NDArray[np.int64]]] | None = None
-
-    def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """See :class:`Order`: the rows of lane 0, then those of lane 1, and so on."""
+        """See :class:`RowOrder`: the rows of lane 0, then those of lane 1, and so on."""
         chosen: list[list[npt.NDArray[np.int64]]] = [[np.empty(0, np.int64)] for _ in self._turns_L]
         while start < stop:
-            window, first, last = self._window_of(start)
+            window = int(np.searchsorted(self._window_starts, start, side="right")) - 1
+            first, last = self._window_starts[window : window + 2].tolist()
             end = min(stop, last)
-            before_L, *cuts_L = (self._given_L(position) for position in (first, start, end))
-            starts_L, stops_L = ((cut_L - before_L).tolist() for cut_L in cuts_L)
-            if self._held is None or self._held[0] != window:
-                lanes = np.split(self._rows(window), (self._given_L(last) - before_L).cumsum()[:-1])
-                for lane, rows in enumerate(lanes):
-                    np.random.default_rng((*self._key, _LANE_STREAM, window, lane)).shuffle(rows)
-                self._held = (window, lanes)
-            for lane, rows in enumerate(self._held[1]):
-                chosen[lane].append(rows[starts_L[lane] : stops_L[lane]])
+            if self._window[0] != window:
+                self._window = window, self._shuffled_lanes(window, first, last)
+            before_L, starts_L, stops_L = (self._count_rows_L(each) for each in (first, start, end))
+            bounds = zip((starts_L - before_L).tolist(), (stops_L - before_L).tolist(), strict=True)
+            for of_lane, rows, (lane_start, lane_stop) in zip(chosen, self._window[1], bounds, strict=True):
+                of_lane.append(rows[lane_start:lane_stop])
             start = end
-        return np.concatenate([rows for lane in chosen for rows in lane])
+        return np.concatenate([rows for of_lane in chosen for rows in of_lane])
+
+    def _shuffled_lanes(self, window: int, first: int, last: int) -> list[npt.NDArray[np.int64]]:
+        """Return the rows of each lane of a window, which has the positions from ``first`` to ``last``."""
+        chunks = self._chunks[window * self._window_chunks : (window + 1) * self._window_chunks]
+        rows = (chunks[:, None] * self._chunk_rows + np.arange(self._chunk_rows)).reshape(-1)
+        rows = rows[rows < self._num_rows]
+        ends_L = (self._count_rows_L(last) - self._count_rows_L(first)).cumsum()
+        lanes = np.split(rows, ends_L[:-1])
+        for lane, of_lane in enumerate(lanes):
+            stream = (_LANE_STREAM, window, lane) if self._has_lanes else (_WINDOW_STREAM, window)
+            np.random.default_rng((*self._key, *stream)).shuffle(of_lane)
+        return lanes
 
     def chunks_at_once(self, batch_size: int, num_slices: int) -> int:
-        """See :class:`Order`: those of a slice's lanes, of one more on either side, and of their edges."""
+        """See :class:`RowOrder`; count a slice's lanes, one more lane on each side, and their edges."""
         num_lanes = len(self._turns_L)
         lanes = min(-(-num_lanes // num_slices) + 2, num_lanes)
         chunks = min(2 * self._window_chunks, len(self._chunks))
         return min(-(-chunks * lanes // num_lanes) + 2, chunks)
 
-    def _given_L(self, position: int) -> npt.NDArray[np.int64]:
+    def _count_rows_L(self, position: int) -> npt.NDArray[np.int64]:
         """Return how many of the first ``position`` rows of the epoch each lane has."""
         return (position + self._turns_L) // len(self._turns_L)
+
+
+def positions(
+    offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the positions of the items of the bags ``rows``, one bag after the other, and their lengths.
+
+    Args:
+        offsets: the start of each bag, and the end of the last.
+    """
+    starts_B = offsets[rows]
+    lengths_B = offsets[rows + 1] - starts_B
+    before_B = np.cumsum(lengths_B) - lengths_B
+    return np.repeat(starts_B - before_B, lengths_B) + np.arange(lengths_B.sum()), lengths_B

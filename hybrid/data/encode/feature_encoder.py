@@ -1,14 +1,18 @@
 """The encoder of a model: rows to numbers, by vocabularies, hashing and scaling fitted on the training rows.
 
-Row 0 of every table is for missing values and for values unknown at training time.
+Row 0 of every table is for missing values and for values unknown at training time. Bucket 0 of a column holds
+the numbers below ``bounds[0]``. Bucket i holds the numbers from ``bounds[i - 1]`` up to, but not including,
+``bounds[i]``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,19 +21,16 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hybrid.checkpoint.checkpoint_folders import vocabulary_path
-from hybrid.config import TableSection
-from hybrid.data.encode.fitting import FittedStatistics, RankedValues, fitted_encoding, vocabularies
-from hybrid.data.encode.sparse_encoding import EncodedBags, SparseEncoding
+from hybrid.config.data_sections import TRANSFORMS
 from hybrid.data.encode.vocabulary import (
-    NO_VALUES,
     VOCABULARIES_FILE,
     Vocabulary,
     read_vocabularies,
     write_vocabularies,
 )
-from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import RawBlock
-from hybrid.data.values.scaling import DenseEncoding, scaled
+from hybrid.data.values.canonical import hash_texts
+from hybrid.data.values.column_values import MAX_NUMBER, is_list, take_or_default
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.storage.files import compute_checksum, exists, read_text
@@ -37,7 +38,135 @@ from hybrid.storage.remote_path import StoragePath
 
 FILE_NAME = "features.json"
 FORMAT_VERSION = 4
-_WITH_VALUES = 3  # the format that holds vocabularies itself
+# Unknown values are excessive if they exceed the expected fraction by _EXCESS, and are at least _MIN_UNKNOWN.
+_EXCESS, _MIN_UNKNOWN = 0.1, 10
+
+
+@dataclass(frozen=True)
+class DenseEncoding:
+    """The scaling of a numeric column.
+
+    Attributes:
+        name: of the column.
+        shift, scale: the scaled value of a number x is (transform(x) - shift) / scale.
+        missing: the scaled value of a missing number: the scaled training mean, or 0 without scaling.
+        transform: "none", or "log" for sign(x) * log(1 + |x|).
+    """
+
+    name: str
+    shift: float = 0.0
+    scale: float = 1.0
+    missing: float = 0.0
+    transform: str = "none"
+
+
+class EncodedBags(NamedTuple):
+    """The ids of a multi-hot feature of B samples.
+
+    Attributes:
+        ids_L: int32, the ids of all samples.
+        lengths_B: int64, the number of ids of each sample.
+        weights_L: float32, if the ids have weights.
+    """
+
+    ids_L: npt.NDArray[np.int32]
+    lengths_B: npt.NDArray[np.int64]
+    weights_L: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class SparseEncoding:
+    """The encoding of a categorical column.
+
+    Attributes:
+        name: of the column.
+        vocabulary: "build" (row 1 + index in ``values``), "hash", "identity" (values are rows), or "buckets"
+            (row 1 + bucket of a number).
+        num_rows: rows of the table, row 0 included.
+        multi_hot: whether a sample may hold any number of values; otherwise several count as unknown.
+        values: of vocabulary "build", the known values by falling frequency, in canonical texts.
+        expected_unknown: unknown fraction in rows like the training rows; see :class:`UnknownValues`.
+        bounds: the lower bound of each bucket but the lowest.
+        weighted: whether the ids have weights; such a feature is multi-hot.
+    """
+
+    name: str
+    vocabulary: str
+    num_rows: int
+    multi_hot: bool = False
+    values: Vocabulary | None = None
+    expected_unknown: float = 0.0
+    bounds: tuple[float, ...] = ()
+    weighted: bool = False
+
+    def rows(self, values: pa.Array) -> npt.NDArray[np.int32]:
+        """Return the table row of each text; 0 for an unknown text or null."""
+        if self.values is not None:
+            return (1 + self.values.indices(values)).astype(np.int32)
+        last = self.num_rows - 1
+        if self.vocabulary == "hash":
+            rows = 1 + (hash_texts(values) % np.uint64(last)).astype(np.int32)
+            return np.where(np.asarray(values.is_valid()), rows, np.int32(0))
+        texts = values.to_pylist()
+        return np.array([int(v) if v and v.isdecimal() and int(v) <= last else 0 for v in texts], np.int32)
+
+    def encode(self, column: pa.Array) -> npt.NDArray[np.int32] | EncodedBags:
+        """Return the table rows of a column of a ``RawBlock``; integers in it are table rows already."""
+        if self.vocabulary == "buckets":
+            numbers_B = column.to_numpy(zero_copy_only=False)
+            rows_B = 1 + np.searchsorted(np.array(self.bounds), numbers_B, side="right")
+            return np.where(np.isnan(numbers_B), 0, rows_B).astype(np.int32)
+        if not is_list(column):
+            if not self.multi_hot:
+                return self._encode_flat(column)
+            given_B = np.asarray(column.is_valid())
+            return EncodedBags(self._encode_flat(column)[given_B], given_B.astype(np.int64))
+        ids_L = self._encode_flat(column.flatten())
+        lengths_B = np.diff(np.asarray(column.offsets)).astype(np.int64)
+        if self.multi_hot:
+            return EncodedBags(ids_L, lengths_B)
+        ids_B = np.zeros(len(lengths_B), np.int32)
+        ids_B[lengths_B == 1] = ids_L[np.repeat(lengths_B == 1, lengths_B)]
+        return ids_B
+
+    def _encode_flat(self, coded: pa.DictionaryArray) -> npt.NDArray[np.int32]:
+        values = coded.dictionary
+        rows_D = values if pa.types.is_integer(values.type) else self.rows(values)
+        return take_or_default(np.asarray(rows_D, np.int32), coded.indices, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownValues:
+    """The values of one categorical column of a split that the training rows do not have.
+
+    The expected fraction is a leave-one-out estimate (Good, 1953): the fraction of training rows whose value
+    would be unknown if it were counted in the other rows only. A far larger fraction means that the new rows
+    are other data, or write values differently. Rows later than all training rows have no expected fraction,
+    because new users and items appear with time.
+
+    Attributes:
+        name: of the column.
+        count: number of unknown values; 0 with ``vocabulary = hash``.
+        num_values: number of values, missing ones excluded.
+        expected: the fraction that is unknown in rows like the training rows; None for later rows.
+    """
+
+    name: str
+    count: int
+    num_values: int
+    expected: float | None
+
+    @property
+    def fraction(self) -> float:
+        """The unknown fraction of the values that are not missing."""
+        return self.count / max(1, self.num_values)
+
+    @property
+    def is_excessive(self) -> bool:
+        """Whether the fraction exceeds the expected one by more than 0.1, with at least 10 unknown values."""
+        if self.expected is None:
+            return False
+        return self.count >= _MIN_UNKNOWN and self.fraction > self.expected + _EXCESS
 
 
 class EncodedBlock(NamedTuple):
@@ -45,8 +174,8 @@ class EncodedBlock(NamedTuple):
 
     Attributes:
         dense_BF: float32.
-        ids_BK: int32, one column for each feature of one id a sample, in their order.
-        bags: one for each multi-hot feature, in their order.
+        ids_BK: int32, one column for each feature with one id per sample, in the order of features.
+        bags: one for each multi-hot feature, in the order of features.
     """
 
     dense_BF: npt.NDArray[np.float32]
@@ -56,7 +185,7 @@ class EncodedBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureEncoder:
-    """Encodes parsed rows, the same way for training, evaluation and prediction.
+    """The encoder of parsed rows, the same for training, evaluation and prediction.
 
     Attributes:
         dense, sparse: one encoding for each column, in the order of the tensors of a batch.
@@ -66,153 +195,159 @@ class FeatureEncoder:
     sparse: tuple[SparseEncoding, ...]
 
     @classmethod
-    def of_statistics(
-        cls,
-        layout: Layout,
-        tables: Mapping[str, TableSection],
-        statistics: FittedStatistics,
-        ranked: Mapping[str, RankedValues],
-    ) -> FeatureEncoder:
-        """Return the encoder of fitted statistics.
-
-        Args:
-            ranked: the values of each vocabulary (:func:`hybrid.data.encode.fitting.vocabularies`).
-
-        Raises:
-            DataError: there are no rows.
-        """
-        if not statistics.moments.num_rows:
-            raise DataError("no row is left to train on; check data.path and data.test_fraction")
-        of_column = {k: ranked[name] for name, ks in vocabularies(layout.sparse, tables).items() for k in ks}
-        sparse = tuple(
-            fitted_encoding(column, of_column.get(k), statistics.quantiles_K[k], multi_hot=bool(several))
-            for k, (column, several) in enumerate(zip(layout.sparse, statistics.several_K, strict=True))
-        )
-        return cls(statistics.moments.encodings(layout.dense), sparse)
-
-    @classmethod
-    def of_rows(cls, spec: InputSpec, weighted: Collection[str] = ()) -> FeatureEncoder:
-        """Return an encoder that changes neither numbers nor ids, of a model that was trained on batches.
-
-        Args:
-            weighted: further features whose ids had weights.
-        """
+    def of_rows(cls, spec: InputSpec) -> FeatureEncoder:
+        """Return the encoder of a model trained on batches, which changes neither numbers nor ids."""
         dense = tuple(map(DenseEncoding, spec.dense_features))
-        sparse = []
-        for feature in spec.sparse_features:
-            has_weights = feature.weighted or feature.name in weighted
-            is_bag = feature.multi_hot or has_weights
-            sparse.append(
-                SparseEncoding(feature.name, "identity", feature.num_rows, is_bag, weighted=has_weights)
-            )
+        sparse = [
+            SparseEncoding(f.name, "identity", f.num_rows, f.multi_hot or f.weighted, weighted=f.weighted)
+            for f in spec.sparse_features
+        ]
         return cls(dense, tuple(sparse))
 
     @property
     def input_spec(self) -> InputSpec:
-        """The columns of :meth:`encode`."""
+        """The names of the columns, and the sizes of their tables."""
         features = (FeatureSpec(s.name, s.num_rows, s.multi_hot, s.weighted) for s in self.sparse)
         return InputSpec(tuple(d.name for d in self.dense), tuple(features))
 
     def encode(self, block: RawBlock) -> EncodedBlock:
         """Encode the rows of a block."""
-        dense_BF = scaled(block.dense_BF, self.dense)
+        dense_BF = _scale(block.dense_BF, self.dense)
         weights = iter(block.weights)
         one_id: list[npt.NDArray[np.int32]] = []
         bags: list[EncodedBags] = []
         for each, column in zip(self.sparse, block.sparse, strict=True):
             ids = each.encode(column)
-            if not isinstance(ids, EncodedBags):
-                one_id.append(ids)
-            elif each.weighted:
-                bags.append(ids._replace(weights_L=np.asarray(next(weights).flatten())))
+            if isinstance(ids, EncodedBags):
+                weights_L = np.asarray(next(weights).flatten()) if each.weighted else None
+                bags.append(ids._replace(weights_L=weights_L))
             else:
-                bags.append(ids)
-        ids_BK = np.empty((len(dense_BF), len(one_id)), np.int32)
-        for k, ids_B in enumerate(one_id):
-            ids_BK[:, k] = ids_B
+                one_id.append(ids)
+        ids_BK = np.stack(one_id, axis=1) if one_id else np.empty((len(dense_BF), 0), np.int32)
         return EncodedBlock(dense_BF, ids_BK, tuple(bags))
 
     @property
-    def text(self) -> str:
-        """The content of ``features.json`` in a folder without a file of vocabularies."""
-        sparse = [{**each.fields, "values": each.values.texts.to_pylist()} for each in self.sparse]
-        return self._to_json(_WITH_VALUES, sparse, {})
+    def vocabularies(self) -> list[Vocabulary]:
+        """The distinct vocabularies of the columns."""
+        distinct: list[Vocabulary] = []
+        for each in self.sparse:
+            if each.values is not None and each.values not in distinct:
+                distinct.append(each.values)
+        return distinct
 
     def save(self, folder: Path) -> None:
         """Write ``features.json`` into ``folder``, and the vocabularies beside it."""
-        distinct: list[Vocabulary] = []
-        sparse = []
-        for each in self.sparse:
-            index = None
-            if each.vocabulary == "build":
-                if each.values not in distinct:
-                    distinct.append(each.values)
-                index = distinct.index(each.values)
-            sparse.append({**each.fields, "values": index})
-        write_vocabularies(folder / VOCABULARIES_FILE, distinct)
-        sha256 = compute_checksum(folder / VOCABULARIES_FILE)
-        text = self._to_json(FORMAT_VERSION, sparse, {"vocabularies": sha256})
+        write_vocabularies(folder / VOCABULARIES_FILE, self.vocabularies)
+        text = self.to_json(compute_checksum(folder / VOCABULARIES_FILE))
         (folder / FILE_NAME).write_text(text, encoding="utf-8")
 
-    def _to_json(self, version: int, sparse: list[dict[str, Any]], more: dict[str, str]) -> str:
-        content = {
-            "format": version,
-            "dense": [asdict(each) for each in self.dense],
-            "sparse": sparse,
-            **more,
-        }
+    def to_json(self, sha256: str | None = None) -> str:
+        """Return the content of ``features.json``.
+
+        Args:
+            sha256: checksum of the file of the vocabularies; None if no column has one.
+        """
+        vocabularies = self.vocabularies
+        sparse = []
+        for each in self.sparse:
+            index = None if each.values is None else vocabularies.index(each.values)
+            sparse.append({**asdict(replace(each, values=None)), "values": index})
+        dense = [asdict(each) for each in self.dense]
+        content = {"format": FORMAT_VERSION, "dense": dense, "sparse": sparse, "vocabularies": sha256}
         return json.dumps(content, ensure_ascii=False)
 
     @classmethod
     def load(cls, folder: StoragePath) -> FeatureEncoder:
-        """Load what ``save`` or ``text`` wrote; DataError if it is missing or of another version."""
+        """Load the encoder that ``save`` wrote; DataError if it is missing, invalid or of another version."""
         path = folder / FILE_NAME
         content = _read_json(path)
-        version = content.get("format") if isinstance(content, dict) else None
-        if version not in (_WITH_VALUES, FORMAT_VERSION):
-            raise DataError(
-                f"{path}: format {version!r}, this version reads {_WITH_VALUES} and {FORMAT_VERSION}"
-            )
+        if (version := content.get("format")) != FORMAT_VERSION:
+            raise DataError(f"{path}: format {version!r}, this version reads {FORMAT_VERSION}")
         try:
-            known = None
-            if version == FORMAT_VERSION:
-                sha256 = content["vocabularies"]
+            sha256, known = content.get("vocabularies"), list[Vocabulary]()
+            if sha256 is not None:
                 known = read_vocabularies(_find_vocabularies(folder, sha256), sha256)
             dense = tuple(DenseEncoding(**d) for d in content["dense"])
             sparse = tuple(_sparse_encoding(s, known) for s in content["sparse"])
-            is_valid = all(d.is_valid() for d in dense) and all(s.is_valid() for s in sparse)
-        except (TypeError, KeyError, IndexError, pa.ArrowException) as error:
+            if not all(map(_is_valid_dense, dense)) or not all(map(_is_valid_sparse, sparse)):
+                raise TypeError("a value is invalid")
+        except (TypeError, KeyError, IndexError) as error:
             raise DataError(f"{path}: does not define the encoding of columns ({error!r})") from error
-        if not is_valid:
-            raise DataError(f"{path}: does not define the encoding of columns")
         return cls(dense, sparse)
 
 
-def vocabularies_of(folder: Path) -> dict[str, Path]:
-    """Return the vocabulary file of prepared data, by its name in a run."""
-    content = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
-    return {f"{content['vocabularies']}.parquet": folder / VOCABULARIES_FILE}
+def _scale(dense_BF: npt.NDArray[np.float64], encodings: Sequence[DenseEncoding]) -> npt.NDArray[np.float32]:
+    """Scale the numbers of B rows; NaN means missing."""
+    shift_F = np.array([each.shift for each in encodings])
+    scale_F = np.array([each.scale for each in encodings])
+    missing_F = np.array([each.missing for each in encodings])
+    scaled_BF = (transform_columns(dense_BF, [each.transform for each in encodings]) - shift_F) / scale_F
+    scaled_BF = np.where(np.isnan(scaled_BF), missing_F, scaled_BF)
+    return np.clip(scaled_BF, -MAX_NUMBER, MAX_NUMBER).astype(np.float32)
 
 
-def vocabularies_path(folder: StoragePath) -> StoragePath | None:
-    """Return the vocabulary file of prepared data or of a checkpoint; None if features.json has the values.
+def transform_columns(
+    dense_BF: npt.NDArray[np.float64], transforms: Sequence[str]
+) -> npt.NDArray[np.float64]:
+    """Apply the transform of each column."""
+    is_log_F = np.array([transform == "log" for transform in transforms], np.bool_)
+    if not is_log_F.any():
+        return dense_BF
+    return np.where(is_log_F, np.sign(dense_BF) * np.log1p(np.abs(dense_BF)), dense_BF)
+
+
+def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBlock) -> npt.NDArray[np.int64]:
+    """Return the numbers of unknown values and of all values of K categorical columns of a block, (2, K).
+
+    Args:
+        encoded: the result of ``FeatureEncoder.encode``.
+    """
+    counts: npt.NDArray[np.int64] = np.zeros((2, len(encoder.sparse)), np.int64)
+    one_id, bags = iter(encoded.ids_BK.T), iter(encoded.bags)
+    for k, (encoding, column) in enumerate(zip(encoder.sparse, block.sparse, strict=True)):
+        ids = next(bags).ids_L if encoding.multi_hot else next(one_id)
+        absent = 0
+        if not encoding.multi_hot:
+            absent = int((np.diff(column.offsets) == 0).sum()) if is_list(column) else column.null_count
+        counts[:, k] = (ids == 0).sum() - absent, len(ids) - absent  # a missing value has row 0, too
+    return counts
+
+
+def report_unknown(
+    encoder: FeatureEncoder, counts: npt.NDArray[np.int64], *, is_later: bool = False
+) -> tuple[UnknownValues, ...]:
+    """Return the unknown values of a split by column.
+
+    Args:
+        counts: the sum of :func:`count_unknown` over all blocks.
+        is_later: whether the rows of the split are later than the training rows.
+    """
+    return tuple(
+        UnknownValues(each.name, count, num_values, None if is_later else each.expected_unknown)
+        for each, count, num_values in zip(encoder.sparse, *counts.tolist(), strict=True)
+    )
+
+
+def vocabulary_files(folder: StoragePath) -> dict[str, StoragePath]:
+    """Return the vocabulary file by its name in the folder of a run; empty without vocabularies.
+
+    Args:
+        folder: prepared data or a checkpoint.
 
     Raises:
-        DataError: they are missing.
+        DataError: the file is missing.
     """
-    path = folder / FILE_NAME
-    content = _read_json(path)
-    if not isinstance(content, dict):
-        raise DataError(f"{path}: cannot be read")
-    sha256 = content.get("vocabularies")
-    return None if sha256 is None else _find_vocabularies(folder, sha256)
+    sha256 = _read_json(folder / FILE_NAME).get("vocabularies")
+    return {} if sha256 is None else {f"{sha256}.parquet": _find_vocabularies(folder, sha256)}
 
 
-def _read_json(path: StoragePath) -> Any:
+def _read_json(path: StoragePath) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if the file has another JSON value."""
     try:
-        return json.loads(read_text(path))
+        content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
+    return content if isinstance(content, dict) else {}
 
 
 def _find_vocabularies(folder: StoragePath, sha256: Any) -> StoragePath:
@@ -227,19 +362,39 @@ def _find_vocabularies(folder: StoragePath, sha256: Any) -> StoragePath:
     raise DataError(f"{beside}: the vocabularies are neither here nor in {of_run.parent}; {rule}")
 
 
-def _sparse_encoding(content: Any, known: Sequence[Vocabulary] | None) -> SparseEncoding:
-    """Return an encoding from JSON.
-
-    Args:
-        known: vocabularies, if the JSON has the index of one; None if it has the values.
-    """
-    given = content["values"]
-    if known is None:
-        if not all(type(value) is str for value in given):
-            raise TypeError("a value is no text")
-        values = Vocabulary.of(given)
-    else:
-        if given is not None and (type(given) is not int or given < 0):
-            raise TypeError("values must be the index of a vocabulary")
-        values = NO_VALUES if given is None else known[given]
+def _sparse_encoding(content: Any, known: Sequence[Vocabulary]) -> SparseEncoding:
+    """Return an encoding from JSON, which has the index of one of the ``known`` vocabularies, or null."""
+    index = content["values"]
+    if index is not None and (type(index) is not int or index < 0):
+        raise TypeError("values must be the index of a vocabulary")
+    values = None if index is None else known[index]
     return SparseEncoding(**{**content, "values": values, "bounds": tuple(content["bounds"])})
+
+
+def _is_valid_dense(encoding: DenseEncoding) -> bool:
+    """Return whether values that come from a file make an encoding."""
+    numbers = (encoding.shift, encoding.scale, encoding.missing)
+    return (
+        isinstance(encoding.name, str)
+        and all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
+        and encoding.scale > 0
+        and encoding.transform in TRANSFORMS
+    )
+
+
+def _is_valid_sparse(encoding: SparseEncoding) -> bool:
+    """Return whether values that come from a file make an encoding."""
+    minima = {"hash": 2, "identity": 1, "buckets": 2 + len(encoding.bounds)}
+    if encoding.values is not None:
+        minima = {"build": 1 + len(encoding.values)}
+    return (
+        isinstance(encoding.name, str)
+        and type(encoding.num_rows) is int
+        and minima.get(encoding.vocabulary, 1 << 31) <= encoding.num_rows <= np.iinfo(np.int32).max
+        and all(type(bound) is float and math.isfinite(bound) for bound in encoding.bounds)
+        and all(low < high for low, high in pairwise(encoding.bounds))
+        and type(encoding.multi_hot) is bool
+        and type(encoding.weighted) is bool
+        and (encoding.multi_hot or not encoding.weighted)
+        and type(encoding.expected_unknown) in (int, float)
+    )

@@ -1,10 +1,10 @@
-"""Statistics of the columns of data.sparse, fitted on the training rows, and the encodings that they give."""
+"""Statistics of the training rows, block by block, and the encoder that is fitted on them."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -13,43 +13,147 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybrid.config import TableSection
-from hybrid.config.resolved_columns import Column
+from hybrid.config.data_sections import Column
 from hybrid.config.validation import table_of_column
-from hybrid.data.encode.sparse_encoding import SparseEncoding
+from hybrid.data.encode.feature_encoder import (
+    DenseEncoding,
+    FeatureEncoder,
+    SparseEncoding,
+    transform_columns,
+)
 from hybrid.data.encode.vocabulary import Vocabulary
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.values import dates
-from hybrid.data.values.column_values import is_list
-from hybrid.data.values.scaling import Moments, Quantiles
+from hybrid.data.values.column_values import DATE_BOUNDS, is_list
+from hybrid.errors import DataError
+
+MAX_KEPT = 1 << 20
+
+
+class Moments(NamedTuple):
+    """Mean, deviation and range of F transformed columns, without NaN.
+
+    Attributes:
+        num_rows: number of rows, with NaN.
+        count_F: numbers that are not NaN.
+        mean_F: their mean.
+        squares_F: sum of the squared differences from the mean.
+        lowest_F, highest_F: smallest and largest number.
+    """
+
+    num_rows: int
+    count_F: npt.NDArray[np.int64]
+    mean_F: npt.NDArray[np.float64]
+    squares_F: npt.NDArray[np.float64]
+    lowest_F: npt.NDArray[np.float64]
+    highest_F: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, dense_BF: npt.NDArray[np.float64], transforms: Sequence[str]) -> Moments:
+        """Compute the moments of B rows of numbers as the files hold them."""
+        dense_BF = transform_columns(dense_BF, transforms)
+        given_BF = ~np.isnan(dense_BF)
+        count_F = given_BF.sum(0)
+        mean_F = np.where(given_BF, dense_BF, 0.0).sum(0) / np.maximum(count_F, 1)
+        squares_F = (np.where(given_BF, dense_BF - mean_F, 0.0) ** 2).sum(0)
+        lowest_F = np.fmin.reduce(dense_BF, initial=np.inf)
+        highest_F = np.fmax.reduce(dense_BF, initial=-np.inf)
+        return cls(len(dense_BF), count_F, mean_F, squares_F, lowest_F, highest_F)
+
+    def plus(self, block: Moments) -> Moments:
+        """Return the moments of the rows of both (Chan et al., 1979)."""
+        total_F = np.maximum(self.count_F + block.count_F, 1)
+        delta_F = block.mean_F - self.mean_F
+        return Moments(
+            self.num_rows + block.num_rows,
+            self.count_F + block.count_F,
+            self.mean_F + delta_F * block.count_F / total_F,
+            self.squares_F + (block.squares_F + delta_F**2 * self.count_F * block.count_F / total_F),
+            np.minimum(self.lowest_F, block.lowest_F),
+            np.maximum(self.highest_F, block.highest_F),
+        )
+
+    def encodings(self, columns: Sequence[Column]) -> tuple[DenseEncoding, ...]:
+        """Return the scaling of each column; a constant column is scaled to zeros."""
+        deviation_F = np.sqrt(self.squares_F / np.maximum(self.count_F, 1))
+        size_F = np.abs(self.mean_F)
+        constant_F = deviation_F <= 1e-12 * size_F
+        deviation_F[constant_F] = np.maximum(size_F[constant_F], 1.0)
+        encodings = []
+        values = (each.tolist() for each in (self.mean_F, deviation_F, self.lowest_F, self.highest_F))
+        for column, mean, deviation, lowest, highest in zip(columns, *values, strict=True):
+            shift, scale, missing = 0.0, 1.0, 0.0
+            if column.scaling == "standardize":
+                shift, scale = mean, deviation
+            elif column.scaling == "min_max" and lowest <= highest:
+                shift = lowest
+                if lowest < highest:
+                    scale = highest - lowest
+                    missing = (mean - lowest) / scale
+            encodings.append(DenseEncoding(column.name, shift, scale, missing, column.transform))
+        return tuple(encodings)
+
+
+class Quantiles:
+    """The quantiles of a column that arrives in blocks, in bounded memory.
+
+    Quantiles of up to ``MAX_KEPT`` numbers are exact. More numbers are replaced by ``MAX_KEPT / 2`` of them,
+    at evenly spaced ranks and with equal weights. A replacement shifts a rank by at most half of that
+    spacing. After N numbers, all shifts of a rank add up to at most N / (4 * (MAX_KEPT / 2) ** 2) of N: a
+    thousandth for a billion numbers.
+    """
+
+    def __init__(self) -> None:
+        self._values = np.empty(0)
+        self._weights = np.empty(0)
+
+    def add(self, numbers: npt.NDArray[np.float64]) -> None:
+        """Add numbers without NaN."""
+        for start in range(0, len(numbers), MAX_KEPT // 2):
+            block = numbers[start : start + MAX_KEPT // 2]
+            self._values = np.concatenate([self._values, block])
+            self._weights = np.concatenate([self._weights, np.ones(len(block))])
+            if len(self._values) > MAX_KEPT:
+                values, ends = self._sort()
+                half = MAX_KEPT // 2
+                step = ends[-1] / half
+                index = np.searchsorted(ends, (np.arange(half) + 0.5) * step, side="right")
+                self._values = values[np.minimum(index, len(values) - 1)]
+                self._weights = np.full(half, step)
+
+    def bounds(self, buckets: int) -> tuple[float, ...]:
+        """Return the lower bounds of equally full buckets except the lowest; fewer if numbers are equal."""
+        if not len(self._values):
+            return ()
+        values, ends = self._sort()
+        ranks = ends[-1] * np.arange(1, buckets) / buckets
+        bounds = np.unique(values[np.searchsorted(ends, ranks, side="right")])
+        return tuple(bounds[bounds > values[0]].tolist())
+
+    def _sort(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Return the kept values in ascending order, and the cumulative sums of their weights."""
+        order = np.argsort(self._values, kind="stable")
+        return self._values[order], np.cumsum(self._weights[order])
 
 
 class ValueCounts(NamedTuple):
-    """The counts of D values: an array of texts, and int64 (D,). A value may occur twice among them."""
+    """The counts of D values: an array of texts, and int64 (D,).
+
+    Ranked values are distinct, have counts above 0, and are in descending order of counts, then in order of
+    texts.
+    """
 
     values: pa.Array
     counts_D: npt.NDArray[np.int64]
 
     @classmethod
     def of(cls, column: pa.Array) -> ValueCounts:
-        """Count the values of a categorical column of a ``RawBlock``."""
+        """Count the values of a categorical column of a ``RawBlock``; the result may have a value twice."""
         flat = column.flatten() if is_list(column) else column
         return cls(flat.dictionary, np.bincount(flat.indices.drop_null(), minlength=len(flat.dictionary)))
 
-
-class RankedValues(NamedTuple):
-    """Distinct values, the most frequent first, by text among equals, and the count of each.
-
-    Attributes:
-        values: array of V texts.
-        counts_V: int64, all positive.
-    """
-
-    values: pa.Array
-    counts_V: npt.NDArray[np.int64]
-
     def count_known(self, min_count: int) -> int:
-        """Return how many values occur at least ``min_count`` times."""
-        return bisect_right(self.counts_V, -min_count, key=lambda count: -count)
+        """Return how many ranked values occur at least ``min_count`` times."""
+        return bisect_right(self.counts_D, -min_count, key=lambda count: -count)
 
 
 @dataclass
@@ -57,9 +161,10 @@ class FittedStatistics:
     """Statistics of the training rows, besides vocabularies.
 
     Attributes:
-        moments: of the dense columns.
-        several_K: which columns of data.sparse hold several values in a row.
-        quantiles_K: of the columns whose quantiles bound buckets; empty for the others.
+        moments: moments of the dense columns.
+        several_K: whether a row of a column of data.sparse has several values.
+        quantiles_K: quantiles of the columns whose buckets are bounded by quantiles; without numbers for
+            others.
     """
 
     moments: Moments
@@ -68,12 +173,14 @@ class FittedStatistics:
 
     @classmethod
     def of(cls, layout: Layout) -> FittedStatistics:
-        """Return the statistics of no rows."""
+        """Return statistics before the first row."""
         moments = Moments.of(np.empty((0, len(layout.dense))), ())
         return cls(moments, np.zeros(len(layout.sparse), np.bool_), [Quantiles() for _ in layout.sparse])
 
 
-def vocabularies(columns: Sequence[Column], tables: Mapping[str, TableSection]) -> dict[str, list[int]]:
+def group_by_vocabulary(
+    columns: Sequence[Column], tables: Mapping[str, TableSection]
+) -> dict[str, list[int]]:
     """Return the indices of the columns of each vocabulary.
 
     Columns that share a table share its vocabulary, so a value has the same row for each of them.
@@ -87,25 +194,26 @@ def vocabularies(columns: Sequence[Column], tables: Mapping[str, TableSection]) 
 
 
 def bucketed_numbers(column: Column, values: pa.Array) -> npt.NDArray[np.float64]:
-    """Return the numbers whose quantiles bound the buckets of a column; none for other columns."""
+    """Return the numbers of a column whose buckets are bounded by quantiles; empty for other columns."""
     if column.kind == "buckets" and column.quantiles:
         return np.asarray(values.drop_null())
     return np.empty(0)
 
 
-def holds_several(column: pa.Array) -> bool:
+def has_several_values(column: pa.Array) -> bool:
     """Return whether a row of a column of a ``RawBlock`` has more than one value."""
     return is_list(column) and bool((np.diff(np.asarray(column.offsets)) > 1).any())
 
 
-def rank(counts: Sequence[ValueCounts]) -> tuple[RankedValues, list[npt.NDArray[np.int64]]]:
-    """Rank values that were counted apart.
+def rank(counts: Sequence[ValueCounts]) -> tuple[ValueCounts, list[npt.NDArray[np.int64]]]:
+    """Add up counts of several blocks or columns, and rank the values.
 
     Returns:
-        The ranked values; for each count, the rank of each value: from 1, or 0 if it never occurs.
+        The ranked values; and for each of ``counts`` the ranks of its values, from 1, or 0 for values of
+        total count 0.
     """
     if not counts:
-        return RankedValues(pa.array([], pa.large_string()), np.empty(0, np.int64)), []
+        return ValueCounts(pa.array([], pa.large_string()), np.empty(0, np.int64)), []
     coded = pa.concat_arrays([each.values.cast(pa.large_string()) for each in counts]).dictionary_encode()
     index_D = np.asarray(coded.indices.fill_null(0))
     num_values = max(1, len(coded.dictionary))
@@ -119,38 +227,48 @@ def rank(counts: Sequence[ValueCounts]) -> tuple[RankedValues, list[npt.NDArray[
     rank_U = np.zeros(num_values, np.int64)
     rank_U[known[np.asarray(order)]] = np.arange(1, 1 + len(known))
     ends = np.cumsum([len(each.values) for each in counts])[:-1]
-    ranked = RankedValues(table["value"].combine_chunks(), np.asarray(table["count"]))
+    ranked = ValueCounts(table["value"].combine_chunks(), np.asarray(table["count"]))
     return ranked, np.split(rank_U[index_D], ends)
 
 
-def fitted_encoding(
-    column: Column, ranked: RankedValues | None, quantiles: Quantiles, *, multi_hot: bool
-) -> SparseEncoding:
-    """Return the encoding of a column of data.sparse.
+def fit_encoder(
+    layout: Layout,
+    tables: Mapping[str, TableSection],
+    statistics: FittedStatistics,
+    ranked: Mapping[str, ValueCounts],
+) -> FeatureEncoder:
+    """Return the encoder of fitted statistics.
 
     Args:
-        ranked: the values of all columns that share its vocabulary; None if it has no vocabulary.
-        quantiles: of its numbers, if they bound its buckets.
-        multi_hot: whether a training row has several values.
+        ranked: the values of each vocabulary (:func:`group_by_vocabulary`).
+
+    Raises:
+        DataError: there are no rows.
     """
-    weighted = column.kind == "weighted"
-    is_bag = column.kind != "cross" and (multi_hot or weighted)
-    if ranked is not None:
-        known = ranked.count_known(column.min_count)
-        # Without one of its rows, a value that occurs min_count times is unknown.
-        unknown_alone = int(ranked.counts_V[ranked.count_known(column.min_count + 1) :].sum())
-        return SparseEncoding(
-            column.name,
-            "build",
-            1 + known,
-            is_bag,
-            Vocabulary(ranked.values.slice(0, known)),
-            unknown_alone / max(1, int(ranked.counts_V.sum())),
-            weighted=weighted,
-        )
-    if column.kind in ("buckets", "hour", "weekday"):
-        bounds = dates.BOUNDS.get(column.kind, column.bounds)
-        if column.kind == "buckets" and column.quantiles:
-            bounds = quantiles.bounds(column.quantiles)
-        return SparseEncoding(column.name, "buckets", 2 + len(bounds), bounds=bounds)
-    return SparseEncoding(column.name, "hash", column.hash_rows, is_bag, weighted=weighted)
+    if not statistics.moments.num_rows:
+        raise DataError("no row is left to train on; check data.path and data.test_fraction")
+    of_column = {
+        k: ranked[name] for name, ks in group_by_vocabulary(layout.sparse, tables).items() for k in ks
+    }
+    sparse = []
+    for k, column in enumerate(layout.sparse):
+        has_weights = column.kind == "weighted"
+        is_bag = column.kind != "cross" and (bool(statistics.several_K[k]) or has_weights)
+        if (values := of_column.get(k)) is not None:
+            known = values.count_known(column.min_count)
+            encoding = SparseEncoding(column.name, "build", 1 + known, is_bag, weighted=has_weights)
+            # The leave-one-out estimate of UnknownValues: without one of its min_count rows, a value is
+            # unknown.
+            unknown_alone = int(values.counts_D[values.counts_D <= column.min_count].sum())
+            expected = unknown_alone / max(1, int(values.counts_D.sum()))
+            vocabulary = Vocabulary(values.values.slice(0, known))
+            encoding = replace(encoding, values=vocabulary, expected_unknown=expected)
+        elif column.kind in ("buckets", "hour", "weekday"):
+            bounds = DATE_BOUNDS.get(column.kind, column.bounds)
+            if column.kind == "buckets" and column.quantiles:
+                bounds = statistics.quantiles_K[k].bounds(column.quantiles)
+            encoding = SparseEncoding(column.name, "buckets", 2 + len(bounds), bounds=bounds)
+        else:
+            encoding = SparseEncoding(column.name, "hash", column.hash_rows, is_bag, weighted=has_weights)
+        sparse.append(encoding)
+    return FeatureEncoder(statistics.moments.encodings(layout.dense), tuple(sparse))

@@ -1,7 +1,7 @@
 """Vocabularies: the known values of categorical columns, and the Parquet file that holds them.
 
-A value takes its bytes and 20 more: 8 for its start, and 12 to find it by a hash of 64 bits. A value that the
-hash finds is compared byte by byte.
+In memory, a value takes the bytes of its text and 20 more: 8 for its offset, and 12 for its 64-bit hash and
+its index. After a match of hashes, the texts are compared.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from hybrid.data.parse.parquet_blocks import MAX_VALUES_PER_BYTE, check_claims
+from hybrid.data.parse.parquet_blocks import MAX_VALUES_PER_BYTE, check_claimed_sizes
 from hybrid.errors import DataError
 from hybrid.primitives.splitmix64 import splitmix64
 from hybrid.storage.files import compute_checksum, local_copy
@@ -34,11 +33,11 @@ _HASHED_AT_ONCE = 1 << 20
 _FACTORS = splitmix64(np.arange(4096, dtype=np.uint64)) | np.uint64(1)
 
 
-class Vocabulary(Sequence[str]):
+class Vocabulary:
     """Distinct texts in an order.
 
     Args:
-        texts: array of them, without null.
+        texts: an array without null.
     """
 
     def __init__(self, texts: pa.Array) -> None:
@@ -52,32 +51,14 @@ class Vocabulary(Sequence[str]):
     def __len__(self) -> int:
         return len(self.texts)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Vocabulary: ...
-
-    def __getitem__(self, index: int | slice) -> str | Vocabulary:
-        item = self.texts[index]
-        return Vocabulary(item) if isinstance(index, slice) else str(item.as_py())
-
     def __iter__(self) -> Iterator[str]:
         return iter(self.texts.to_pylist())
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Vocabulary):
-            return bool(self.texts.equals(other.texts))
-        return isinstance(other, Sequence) and self.texts.to_pylist() == [*other]
-
-    def __hash__(self) -> int:
-        return hash(len(self))
-
-    def __repr__(self) -> str:
-        return f"Vocabulary({len(self)} values)"
+        return isinstance(other, Vocabulary) and bool(self.texts.equals(other.texts))
 
     def indices(self, texts: pa.Array) -> npt.NDArray[np.int64]:
-        """Return the index of each of an array of texts; -1 if it is unknown, or null."""
+        """Return the index of each text; -1 for an unknown text or null."""
         texts = texts.cast(pa.large_string())
         index_N = np.full(len(texts), -1)
         if not len(self):
@@ -100,21 +81,21 @@ class Vocabulary(Sequence[str]):
 
     @cached_property
     def _by_hash(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
-        """The hashes of all texts, rising, and the index of each."""
+        """The hashes of all texts in ascending order, and the indices of their texts."""
         hashes = _hash(self.texts)
         order = np.argsort(hashes, kind="stable")
         return hashes[order], order.astype(np.int32)
 
 
 def text_bounds(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
-    """Return the start of each of N texts among their bytes, and the end of the last: (N + 1,)."""
+    """Return the N + 1 offsets of N texts: where each text starts, and where the last text ends."""
     if not len(texts):
         return np.zeros(1, np.int64)
     return np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
 
 
 def _hash(texts: pa.LargeStringArray) -> npt.NDArray[np.uint64]:
-    """Return 64 bits of each text: the sum of its bytes, multiplied by factors of their positions, mixed."""
+    """Return a 64-bit hash of each text: the sum of its bytes times factors of their positions, mixed."""
     hashes = [np.empty(0, np.uint64)]
     for start in range(0, len(texts), _HASHED_AT_ONCE):
         block = texts.slice(start, _HASHED_AT_ONCE)
@@ -128,11 +109,8 @@ def _hash(texts: pa.LargeStringArray) -> npt.NDArray[np.uint64]:
     return np.concatenate(hashes)
 
 
-NO_VALUES = Vocabulary.of(())
-
-
 def write_vocabularies(path: Path, vocabularies: Sequence[Vocabulary]) -> None:
-    """Write vocabularies in their order; the metadata of the file hold the size of each."""
+    """Write vocabularies one after the other; the metadata of the file hold their sizes."""
     sizes = json.dumps([len(each) for each in vocabularies])
     schema = pa.schema([pa.field(_COLUMN, pa.large_string(), False)], {_SIZES: sizes.encode()})
     with pq.ParquetWriter(
@@ -149,10 +127,13 @@ def write_vocabularies(path: Path, vocabularies: Sequence[Vocabulary]) -> None:
 
 
 def read_vocabularies(path: StoragePath, sha256: str) -> list[Vocabulary]:
-    """Return what ``write_vocabularies`` wrote.
+    """Return the vocabularies that ``write_vocabularies`` wrote.
+
+    Args:
+        sha256: the expected checksum of the file.
 
     Raises:
-        DataError: the file is missing, altered (it has another checksum), or claims more than it can hold.
+        DataError: the file is missing, has another checksum, or claims more values than it can hold.
     """
     try:
         with local_copy(path, sha256) as local:
@@ -160,7 +141,7 @@ def read_vocabularies(path: StoragePath, sha256: str) -> list[Vocabulary]:
                 raise DataError(f"{path}: altered since it was written")
             with pq.ParquetFile(local) as file:
                 metadata = file.metadata
-                check_claims(local, file, [0])
+                check_claimed_sizes(local, file, [0])
                 columns = [metadata.row_group(group).column(0) for group in range(metadata.num_row_groups)]
                 if any(not _ENCODINGS.issuperset(column.encodings) for column in columns):
                     raise ValueError("its values are not encoded as this program writes them")
@@ -169,7 +150,7 @@ def read_vocabularies(path: StoragePath, sha256: str) -> list[Vocabulary]:
                 sizes: list[int] = json.loads((file.schema_arrow.metadata or {})[_SIZES])
                 values = file.read().column(_COLUMN).combine_chunks()
         if values.null_count or sum(sizes) != len(values) or any(size < 0 for size in sizes):
-            raise ValueError("its values are not as many as its metadata say")
+            raise ValueError("the number of its values differs from its metadata")
     except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
     starts = [0, *accumulate(sizes)]

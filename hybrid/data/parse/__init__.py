@@ -1,5 +1,6 @@
-"""Files to columns: which files, where they are cut, and their rows with exact line numbers.
+"""Parsing: input files to columns, with exact line numbers.
 
-``input_files`` lists files, ``segments`` cuts them, ``delimited_text`` and ``parquet_blocks`` read them in
-blocks of bounded size, and ``sources`` turns a block into a ``RawBlock`` and its invalid rows.
+``input_files`` lists files. ``sources`` cuts files into segments, and converts rows to a ``RawBlock`` and
+invalid rows. ``column_layout`` defines the columns of a file. ``delimited_text`` and ``parquet_blocks`` each
+read one format, in blocks of bounded size.
 """

@@ -8,14 +8,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
-from hybrid.config.resolved_columns import Column, columns_of
+from hybrid.config.data_sections import Column, columns_of
 from hybrid.config.validation import check_columns, check_fields
 from hybrid.data.values.canonical import canonical_text
-from hybrid.data.values.invalid_rows import shown
-from hybrid.data.values.targets import TargetSpec
+from hybrid.data.values.invalid_rows import InvalidRow, format_value
+from hybrid.data.values.model_columns import TargetSpec
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import InputSpec
 from hybrid.storage.remote_path import StoragePath
@@ -26,17 +30,38 @@ CRITEO_LABEL = "label"
 _NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
+class TableBlock(NamedTuple):
+    """Consecutive rows of one file.
+
+    Attributes:
+        columns: the required columns by name, n rows each.
+        lines: int64 (n,), 1-based line (Parquet: row) in the file.
+        rows: int64 (n,), 0-based row in the block; invalid rows count, blank lines and the header do not.
+        num_rows: rows of the block, invalid ones included.
+        num_lines: lines of the block in the file.
+        invalid: the invalid rows, which ``columns`` lacks.
+    """
+
+    columns: dict[str, pa.Array]
+    lines: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    num_rows: int
+    num_lines: int
+    invalid: list[InvalidRow]
+
+
 @dataclass(frozen=True)
 class Layout:
     """The columns of a file and the format of its fields.
 
     Attributes:
-        data: the section, with the names of the columns if the format defines them.
+        data: the section [data]; if the format defines the columns, with their names.
         dense, sparse: the columns that the model reads.
         targets: labels, weights and groups.
-        with_labels: whether the columns of targets are read (they may be absent otherwise).
+        with_labels: whether the columns of targets are read; if not, the file may lack them.
         quotes: whether fields may be quoted with ``"``.
-        beside: further columns that are read and stay as they are, each after its key.
+        passthrough: further columns that are read without conversion, as pairs of configuration key and
+            column.
     """
 
     data: DataSection
@@ -45,7 +70,7 @@ class Layout:
     targets: TargetSpec
     with_labels: bool
     quotes: bool
-    beside: tuple[tuple[str, str], ...] = ()
+    passthrough: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(
@@ -55,6 +80,7 @@ class Layout:
         tasks: Mapping[str, TaskSection] = _NO_SECTIONS,
         *,
         with_labels: bool = True,
+        passthrough: tuple[tuple[str, str], ...] = (),
     ) -> Layout:
         """Return the layout of these sections; ConfigError if they contradict each other."""
         is_criteo = data.format == "criteo"
@@ -79,7 +105,7 @@ class Layout:
         if with_labels:
             check_columns(data, columns, tasks)
         targets = TargetSpec.of(tasks, data)
-        return cls(data, *columns_of(data, columns), targets, with_labels, quotes=not is_criteo)
+        return cls(data, *columns_of(data, columns), targets, with_labels, not is_criteo, passthrough)
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -92,16 +118,20 @@ class Layout:
         return [column.transform for column in self.dense]
 
     def require(self, names: Sequence[str], path: StoragePath) -> None:
-        """Check that ``path``, whose columns are ``names``, has every required one, once.
+        """Check that a file has every required column exactly once.
+
+        Args:
+            names: the columns of the file.
+            path: of the file, for messages.
 
         Raises:
-            ConfigError: it lacks one.
-            DataError: it has one twice.
+            ConfigError: a required column is missing.
+            DataError: a required column occurs twice.
         """
         for key, name in self._named:
             if name not in names:
                 nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-                hint = f"; did you mean {shown(nearest[0])}?" if nearest else ""
+                hint = f"; did you mean {format_value(nearest[0])}?" if nearest else ""
                 raise ConfigError(key, f"{path} has no such column{hint}", name)
             if names.count(name) > 1:
                 positions = " and ".join(str(i) for i, each in enumerate(names, start=1) if each == name)
@@ -110,19 +140,19 @@ class Layout:
 
     @property
     def _named(self) -> list[tuple[str, str]]:
-        """Every required column after the key that names it."""
+        """Pairs of a configuration key and a required column that the key names."""
         named = [(column.key("dense"), source) for column in self.dense for source in column.sources]
         named += [(column.key("sparse"), source) for column in self.sparse for source in column.sources]
         named += [("data.split", self.data.split_column)] if self.data.split_column else []
         named += self.targets.columns() if self.with_labels else []
-        return [*named, *self.beside]
+        return [*named, *self.passthrough]
 
 
-def section_for(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec) -> DataSection:
-    """Return how new files are read for a model: as its training files, with its columns.
+def create_file_section(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec) -> DataSection:
+    """Return the section [data] for new files of a trained model: its file format, with the model's columns.
 
     Raises:
-        ConfigError: no separator of several values in a field is set.
+        ConfigError: a multi-hot feature in CSV files has no separator.
     """
     file_format = config.data.format
     if file_format == "synthetic":  # there were no training files
@@ -137,6 +167,6 @@ def section_for(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec
     if data.format == "csv":
         for feature, column in zip(spec.sparse_features, columns_of(data, config.columns)[1], strict=True):
             if feature.multi_hot and column.kind == "value" and not column.separator:
-                rule = f"must be set where the model is trained, since {feature.name} holds several ids"
+                rule = f"must be set in the training configuration, since {feature.name} has several ids"
                 raise ConfigError("data.multi_hot_separator", rule)
     return data

@@ -1,4 +1,4 @@
-"""Delimited text in blocks of columns, with exact line numbers.
+"""Delimited text, plain or gzip, in blocks of columns with exact line numbers.
 
 pyarrow parses a block of complete lines in one thread, every field as a string. A row is one line. A quoted
 field cannot hold a line break; if one does, its lines are one invalid row. A stray quote invalidates its own
@@ -6,99 +6,84 @@ line, and not the lines after it.
 """
 
 import csv
+import gzip
+import io
+import os
+import select
 from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import chain, pairwise, repeat
-from typing import NamedTuple
+from contextlib import contextmanager
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv as pacsv
 
-from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.text_lines import (
-    BLOCK_BYTES,
-    BYTE_ORDER_MARK,
-    GZIP_MAGIC,
-    MAX_LINE_BYTES,
-    MAX_RECORD_BYTES,
-    OPEN_QUOTE,
-    Lines,
-    is_utf8,
-    open_text,
-    refuse_binary,
-    whole_lines,
-    without_returns,
-)
+from hybrid.data.parse.column_layout import Layout, TableBlock
+from hybrid.data.parse.input_files import convert_read_errors
 from hybrid.data.values.invalid_rows import InvalidRow, Reason
 from hybrid.errors import DataError
+from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
 
-MAX_BLOCK_BYTES = 1 << 30
-PEEK_BYTES = 1 << 20
-PEEK_LINES = 100
+STDIN = Path("standard input")  # the name in messages
+BLOCK_BYTES = 16 << 20
+PEEK_BYTES, PEEK_LINES = 1 << 20, 100
+MAX_LINE_BYTES = 16 << 20
+MAX_RECORD_BYTES = 64 << 10  # bytes within which an open quote must be closed
+# Every line takes memory, even if it is invalid or blank, and 16 MiB may hold 16 million empty lines.
+_MAX_BLOCK_LINES = 1 << 18
+_MAX_BLOCK_BYTES = 1 << 30
+_LOOK_BYTES = 1024  # enough to recognize gzip, and for the error message of a store
+_PACKED_BYTES = 4 << 20  # compressed bytes of one read
+_READ_BYTES = 1 << 20  # bytes of one read of a file descriptor
+_OPEN_QUOTE = "a quote is not closed"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_GZIP_MAGIC = b"\x1f\x8b"
+# How zip, bzip2, xz, zstd, 7z and Parquet files and UTF-16 text begin.
+_NOT_TEXT = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf", b"PAR1", b"\xff\xfe")
 
 
-class TableBlock(NamedTuple):
-    """Consecutive rows of one file.
-
-    Attributes:
-        columns: the required columns by name, n rows each.
-        lines: int64 (n,), 1-based line (Parquet: row) in the file.
-        rows: int64 (n,), 0-based row in the block; invalid rows count, blank lines and the header do not.
-        num_rows: rows of the block, invalid ones included.
-        num_lines: lines that it takes in the file.
-        invalid: the rows left out.
-    """
-
-    columns: dict[str, pa.Array]
-    lines: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]
-    num_rows: int
-    num_lines: int
-    invalid: list[InvalidRow]
-
-
-def read_text(path: StoragePath, layout: Layout, block_bytes: int = BLOCK_BYTES) -> Iterator[TableBlock]:
-    """Yield the required columns of a text file, plain or gzip, as blocks of strings.
-
-    Raises:
-        ConfigError: the file lacks a column.
-        DataError: the file cannot be read, or a line is longer than 16 MiB.
-    """
-    with open_text(path) as file:
-        chunks = iter(partial(file.read, block_bytes), b"")
-        yield from read_span(path, chunks, layout, is_first=True, is_last=True)
-
-
-def read_span(
-    path: StoragePath, chunks: Iterator[bytes], layout: Layout, *, is_first: bool, is_last: bool
+def read_lines(
+    path: StoragePath, chunks: Iterator[bytes], layout: Layout, *, is_start: bool = True
 ) -> Iterator[TableBlock]:
     """Yield the required columns of a segment of a text file; its lines are numbered from 1.
 
     Args:
-        chunks: the bytes of the segment; it begins and ends at a :func:`record_start`, or with the file.
-        is_first, is_last: whether the file begins with the segment, and ends with it.
-
-    Raises:
-        ConfigError, DataError: as in :func:`read_text`.
+        chunks: the bytes of the segment, which starts and ends at a :func:`find_record_start` or an end of
+            the file.
+        is_start: whether the file begins with the segment.
     """
     with open_text(path) as file:
         head = file.read(PEEK_BYTES)
-    blocks = whole_lines(path, chunks, is_start=is_first)
-    yield from _tables(path, head, blocks, layout, is_first=is_first, is_last=is_last)
+    yield from _parse_blocks(path, head, _cut_to_lines(path, chunks, is_start), layout, is_start)
 
 
-def record_start(path: StoragePath, at: int, layout: Layout) -> int:
-    """Return the start of the first row that is not complete in the bytes before ``at`` of a plain text file.
+def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
+    """Yield the required columns of plain text that arrives in chunks, each row as soon as it is complete.
 
-    Raises:
-        ConfigError, DataError: as in :func:`read_text`.
+    Args:
+        path: the name of the text in messages.
+        chunks: the bytes of the text, cut anywhere.
     """
+    blocks = _cut_to_lines(path, chunks, True)
+    head = b""
+    for block in blocks:
+        head += block
+        if head.strip() or len(head) > PEEK_BYTES:
+            break
+    if head.startswith(_GZIP_MAGIC):
+        raise DataError(f"{path}: is compressed by gzip; decompress it, for example with zcat")
+    if not head.strip():
+        raise DataError(f"{path}: no rows")
+    yield from _parse_blocks(path, head[:PEEK_BYTES], chain([head], blocks), layout, True)
+
+
+def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
+    """Return the start of the first row that is not complete before byte ``at`` of a plain text file."""
     with open_text(path) as file:
-        names, _ = column_names(path, file.read(PEEK_BYTES), layout)
-        layout.require(names, path)
+        names, _ = read_header(path, file.read(PEEK_BYTES), layout)
         for size in (2 * MAX_RECORD_BYTES, MAX_LINE_BYTES + 2 * MAX_RECORD_BYTES):
             start = max(0, at - size)
             file.seek(start)
@@ -106,58 +91,53 @@ def record_start(path: StoragePath, at: int, layout: Layout) -> int:
             end = window.rfind(b"\n") + 1
             if not start or end > size - MAX_RECORD_BYTES // 2:
                 break
-    if not end or not layout.quotes:
-        return start + end if end else at
-    cut = _Parser(names, layout).open_tail(without_returns(window[:end]))
-    if cut is None:
-        return start + end
-    num_open = without_returns(window[:end])[cut:].count(b"\n")
-    ends = np.flatnonzero(np.frombuffer(window[:end], np.uint8) == ord("\n"))
-    return start + (int(ends[-num_open - 1]) + 1 if num_open < len(ends) else 0)
+    if not end:
+        return at
+    text = _strip_carriage_returns(window[:end])
+    num_lines = text.count(b"\n", 0, _Parser(names, layout).count_complete(text))
+    ends = np.flatnonzero(np.frombuffer(window, np.uint8) == ord("\n"))
+    return start + (int(ends[num_lines - 1]) + 1 if num_lines else 0)
 
 
-def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
-    """Yield the required columns of plain text that arrives in pieces, each row as soon as it is complete.
-
-    Args:
-        path: the name of the text in messages.
-        chunks: its bytes, cut anywhere.
-
-    Raises:
-        ConfigError: it lacks a column.
-        DataError: there is no text, or it is not plain.
-    """
-    blocks = whole_lines(path, chunks)
-    head = b""
-    for block in blocks:
-        head += block
-        if head.strip() or len(head) > PEEK_BYTES:
-            break
-    if head.startswith(GZIP_MAGIC):
-        raise DataError(f"{path}: is packed by gzip; unpack it, such as by zcat")
-    if not head.strip():
-        raise DataError(f"{path}: no rows")
-    yield from _tables(path, head, chain([head], blocks), layout)
-
-
-def _tables(
-    path: StoragePath,
-    head: bytes,
-    blocks: Iterator[bytes],
-    layout: Layout,
-    *,
-    is_first: bool = True,
-    is_last: bool = True,
+def _parse_blocks(
+    path: StoragePath, head: bytes, blocks: Iterator[bytes], layout: Layout, is_start: bool
 ) -> Iterator[TableBlock]:
-    """Yield the required columns of the lines of ``blocks``, of a file that begins with ``head``."""
-    names, header_lines = column_names(path, head[:PEEK_BYTES], layout)
-    layout.require(names, path)
+    """Yield the required columns of ``blocks``, lines of a file that starts with ``head``."""
+    names, header_lines = read_header(path, head, layout)
     parser = _Parser(names, layout)
     line = 1
-    for block in parser.whole_records(blocks, is_last=is_last):
-        lines = Lines(block, line, max(0, header_lines - line + 1) if is_first else 0)
+    for block in parser.whole_records(blocks):
+        lines = _Lines(block, line, max(0, header_lines - line + 1) if is_start else 0)
         yield parser.parse(lines)
         line += lines.count
+
+
+class _Lines:
+    """The lines of a block, and which of them are kept as rows.
+
+    Args:
+        block: complete lines, each with a line feed.
+        first_line: number of the first line in the file.
+        skip: number of header lines at the start.
+    """
+
+    def __init__(self, block: bytes, first_line: int, skip: int) -> None:
+        self.block = block
+        self.bytes = np.frombuffer(block, np.uint8)
+        self.ends = np.flatnonzero(self.bytes == ord("\n"))
+        self.starts = np.concatenate([[0], self.ends[:-1] + 1])
+        self.count = len(self.ends)
+        self.first_line = first_line
+        self.keep = np.arange(self.count) >= skip
+
+    def __getitem__(self, i: int) -> bytes:
+        return self.block[self.starts[i] : self.ends[i]]
+
+    def join_kept(self) -> bytes:
+        """Return the kept lines as one text."""
+        if self.keep.all():
+            return self.block
+        return b"".join(self[i] + b"\n" for i in np.flatnonzero(self.keep).tolist())
 
 
 class _Parser:
@@ -165,11 +145,12 @@ class _Parser:
 
     def __init__(self, names: Sequence[str], layout: Layout) -> None:
         self._width = len(names)
-        self._layout = layout
+        self._quotes = layout.quotes
+        self._delimiter = layout.data.delimiter
         # pyarrow gets positions as names, since a header may hold the same name twice.
         keys = [str(i) for i in range(self._width)]
         self._required = {name: keys[names.index(name)] for name in layout.required}
-        self._read = pacsv.ReadOptions(column_names=keys, use_threads=False, block_size=MAX_BLOCK_BYTES)
+        self._read = pacsv.ReadOptions(column_names=keys, use_threads=False, block_size=_MAX_BLOCK_BYTES)
         self._convert = pacsv.ConvertOptions(
             column_types=dict.fromkeys(keys, pa.string()),
             include_columns=list(dict.fromkeys(self._required.values())),
@@ -177,49 +158,98 @@ class _Parser:
             check_utf8=False,
         )
 
-    def whole_records(self, blocks: Iterator[bytes], *, is_last: bool) -> Iterator[bytes]:
-        """Yield the same lines, in blocks that do not end within a row.
-
-        Args:
-            is_last: whether the file ends with the blocks. Otherwise the last of them ends with a row.
-        """
+    def whole_records(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
+        """Yield the same lines, in blocks that do not end within a row."""
         rest = b""
-        pairs = zip(blocks, repeat(b"more")) if is_last else pairwise(chain(blocks, [b""]))
-        for block, following in pairs:
+        for block in blocks:
             block = rest + block
-            cut = self.open_tail(block) if following else None
-            rest = b"" if cut is None else block[cut:]
-            if whole := block[:cut]:
-                yield whole
+            cut = self.count_complete(block)
+            rest = block[cut:]
+            if cut:
+                yield block[:cut]
         if rest:
             yield rest
 
-    def open_tail(self, block: bytes) -> int | None:
-        """Return the start of the lines at the end of ``block`` whose row may continue, if there are any."""
-        if not self._layout.quotes or b'"' not in block[-MAX_RECORD_BYTES:]:
-            return None
-        return Lines(block, 1, 0).open_tail(self._fault, self._is_record)
+    def count_complete(self, block: bytes) -> int:
+        """Return how many bytes precede the first line whose open quote a later block may close."""
+        if not self._quotes or b'"' not in block[-MAX_RECORD_BYTES:]:
+            return len(block)
+        lines = _Lines(block, 1, 0)
+        i = int(np.searchsorted(lines.starts, len(block) - MAX_RECORD_BYTES))
+        while i < lines.count:
+            if b'"' in lines[i] and self._fault(lines[i]) == _OPEN_QUOTE:
+                end = self._find_record_end(lines, i)
+                if end is None:
+                    return int(lines.starts[i])
+                i = end
+            i += 1
+        return len(block)
 
-    def parse(self, lines: Lines) -> TableBlock:
+    def parse(self, lines: _Lines) -> TableBlock:
         """Return the required columns of the rows of ``lines``."""
-        lines.drop_blank(self._width, self._layout.data.delimiter)
+        self._drop_blank(lines)
         row_of_line = np.cumsum(lines.keep) - 1
         num_rows = int(lines.keep.sum())
-        invalid = [] if lines.is_plain() else lines.drop_invalid(self._fault, self._is_record)
-        columns, uneven = self._columns(lines.kept())
-        # An open quote swallows the lines after it; in the last line it would not be detected.
+        block = lines.block
+        is_plain = b"\r" not in block and (block.isascii() or _is_utf8(block))
+        invalid = [] if is_plain else self._drop_invalid(lines)
+        columns, uneven = self._columns(lines.join_kept())
+        # pyarrow joins a line with an open quote to the next lines, so it returns fewer rows. The number of
+        # rows does not show an open quote in the last line.
         num_read = len(next(iter(columns.values()))) + len(uneven)
-        if num_read != lines.keep.sum() or self._fault(lines.last()):
-            invalid += lines.drop_invalid(self._fault, self._is_record)
-            columns, uneven = self._columns(lines.kept())
+        kept = np.flatnonzero(lines.keep)
+        if num_read != len(kept) or (len(kept) and self._fault(lines[int(kept[-1])])):
+            invalid += self._drop_invalid(lines)
+            columns, uneven = self._columns(lines.join_kept())
+            kept = np.flatnonzero(lines.keep)
+        numbers = lines.first_line + kept
         positions = [row.line for row in uneven]
-        numbers = lines.numbers()
         invalid += [row._replace(line=int(numbers[row.line])) for row in uneven]
-        rows = np.delete(row_of_line[lines.keep], positions)
+        rows = np.delete(row_of_line[kept], positions)
         return TableBlock(columns, np.delete(numbers, positions), rows, num_rows, lines.count, invalid)
 
+    def _drop_blank(self, lines: _Lines) -> None:
+        """Drop blank lines."""
+        lengths = lines.ends - lines.starts
+        lines.keep &= lengths > 0
+        # A row of n columns has at least n - 1 delimiters, and a longer blank line starts with a blank that
+        # is no delimiter. No other line is examined.
+        suspect = lengths < max(self._width - 1, 1)
+        for blank in {" ", "\t"} - {self._delimiter}:
+            suspect |= lines.bytes[lines.starts] == ord(blank)
+        for i in np.flatnonzero(suspect & lines.keep).tolist():
+            lines.keep[i] = bool(lines[i].strip())
+
+    def _drop_invalid(self, lines: _Lines) -> list[InvalidRow]:
+        """Drop the lines that cannot be split into fields; return them as invalid rows.
+
+        If an open quote joins a line to those after it, all of them are one invalid row.
+        """
+        invalid = []
+        last = -1
+        for i in np.flatnonzero(lines.keep).tolist():
+            if i <= last or not (fault := self._fault(lines[i])):
+                continue
+            last, last_line = i, 0
+            if fault == _OPEN_QUOTE and (end := self._find_record_end(lines, i)) is not None:
+                last, last_line = end, lines.first_line + end
+                fault = "a line break within quotes"
+            lines.keep[i : last + 1] = False
+            invalid.append(InvalidRow(lines.first_line + i, Reason.TEXT, fault, last_line))
+        return invalid
+
+    def _find_record_end(self, lines: _Lines, i: int) -> int | None:
+        """Return the line that closes the open quote of line ``i``, if the lines up to it are one row."""
+        start, at = int(lines.starts[i]), int(lines.ends[i])
+        while (at := lines.block.find(b'"', at, start + MAX_RECORD_BYTES)) >= 0:
+            end = int(np.searchsorted(lines.ends, at))
+            at = int(lines.ends[end])
+            if lines.block.count(b'"', start, at) % 2 == 0:
+                return end if self._is_record(lines.block[start:at]) else None
+        return None
+
     def _columns(self, block: bytes) -> tuple[dict[str, pa.Array], list[InvalidRow]]:
-        """Return the required columns, and the rows (from 0 in ``block``) of another number of columns."""
+        """Return the required columns, and the rows (from 0 in ``block``) with a wrong number of fields."""
         uneven: list[InvalidRow] = []
 
         def skip(row: pacsv.InvalidRow) -> str:
@@ -229,11 +259,11 @@ class _Parser:
 
         if not block:
             return {name: pa.array([], pa.string()) for name in self._required}, uneven
-        if block.startswith(BYTE_ORDER_MARK):  # not that of the file; pyarrow would drop it
-            block = BYTE_ORDER_MARK + block
+        if block.startswith(_BYTE_ORDER_MARK):  # a value that starts with the mark; pyarrow would drop it
+            block = _BYTE_ORDER_MARK + block
         options = pacsv.ParseOptions(
-            delimiter=self._layout.data.delimiter,
-            quote_char='"' if self._layout.quotes else False,
+            delimiter=self._delimiter,
+            quote_char='"' if self._quotes else False,
             ignore_empty_lines=False,
             invalid_row_handler=skip,
         )
@@ -242,31 +272,41 @@ class _Parser:
 
     def _fault(self, line: bytes) -> str:
         """Return why ``line`` cannot be split into fields; empty if it can."""
-        if not is_utf8(line):
+        if not _is_utf8(line):
             return "not UTF-8 text"
         if b"\r" in line:
             return "a carriage return within the line"
-        if self._layout.quotes and b'"' in line:
+        if self._quotes and b'"' in line:
             try:
                 next(self._split_strictly(line))
             except csv.Error:
-                return OPEN_QUOTE
+                return _OPEN_QUOTE
         return ""
 
     def _is_record(self, lines: bytes) -> bool:
-        """Return whether some lines, with the breaks between them, are one row."""
+        """Return whether ``lines``, with the line breaks between them, are one row."""
         try:
             return [len(fields) for fields in self._split_strictly(lines)] == [self._width]
         except (csv.Error, UnicodeDecodeError):
             return False
 
     def _split_strictly(self, lines: bytes) -> Iterator[list[str]]:
-        return csv.reader([lines.decode()], delimiter=self._layout.data.delimiter, strict=True)
+        return csv.reader([lines.decode()], delimiter=self._delimiter, strict=True)
 
 
-def column_names(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
-    """Return the names of the columns by position, and the number of lines up to the header."""
-    refuse_binary(path, head)
+def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
+    """Return the names of the columns by position, and the number of lines to the end of the header.
+
+    Args:
+        head: the start of the file.
+
+    Raises:
+        ConfigError: a required column is missing.
+        DataError: the file is empty, or is not text.
+    """
+    if head.startswith(_NOT_TEXT) or b"\0" in head:
+        rule = "unpack an archive (plain text and gzip are read), save text as UTF-8, or correct data.format"
+        raise DataError(f"{path}: is not text; {rule}")
     text = head.decode("utf-8-sig", errors="replace")
     peeked = []
     for number, line in enumerate(text.split("\n")[:PEEK_LINES], start=1):
@@ -280,20 +320,125 @@ def column_names(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequen
             except csv.Error:  # a field beyond the limit of the csv module is no header and no row
                 fields = [line]
         peeked.append((number, fields))
-    if not layout.data.columns:
+    names, header_lines = layout.data.columns, 0
+    if not names:
         if not peeked:
             raise DataError(f"{path}: the file is empty, expected a header line; check data.path")
-        number, fields = peeked[0]
+        header_lines, fields = peeked[0]
         if any("\r" in field for field in fields):
             raise DataError(
-                f"{path}:{number}: a carriage return within the header; lines must end in a line feed"
+                f"{path}:{header_lines}: a carriage return within the header; lines must end in a line feed"
             )
-        return [field.strip() for field in fields], number
-    if not layout.with_labels:
+        names = tuple(field.strip() for field in fields)
+    elif not layout.with_labels:
         features = {source for column in (*layout.dense, *layout.sparse) for source in column.sources}
         targets = {name for _, name in layout.targets.columns() if name not in features}
-        rest = tuple(name for name in layout.data.columns if name not in targets)
+        rest = tuple(name for name in names if name not in targets)
         widths = [len(fields) for _, fields in peeked]
-        if widths.count(len(rest)) > widths.count(len(layout.data.columns)):
-            return rest, 0
-    return layout.data.columns, 0
+        if widths.count(len(rest)) > widths.count(len(names)):
+            names = rest
+    layout.require(names, path)
+    return names, header_lines
+
+
+def _is_utf8(block: bytes) -> bool:
+    """Return whether ``block`` is UTF-8 text."""
+    try:
+        block.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _cut_to_lines(path: StoragePath, chunks: Iterator[bytes], is_start: bool) -> Iterator[bytes]:
+    """Yield the text of ``chunks`` in blocks of complete lines, each line with a line feed only.
+
+    Args:
+        path: of the text, for messages.
+        chunks: the bytes of the text, cut anywhere. The lines that end in a chunk are yielded before the next
+            chunk is read.
+        is_start: whether the chunks start the file, so that a byte order mark is removed.
+
+    Raises:
+        DataError: a line is longer than 16 MiB.
+    """
+    rest = b""
+    for chunk in chunks:
+        chunk = chunk.removeprefix(_BYTE_ORDER_MARK) if is_start else chunk
+        is_start = False
+        cut = chunk.rfind(b"\n") + 1
+        if cut:
+            yield from _limit_lines(b"".join((rest, memoryview(chunk)[:cut])))
+            rest = chunk[cut:]
+        else:
+            rest += chunk
+        if len(rest) > MAX_LINE_BYTES:
+            raise DataError(f"{path}: a line is longer than {MAX_LINE_BYTES >> 20} MiB; is it a text file?")
+    if rest:
+        yield from _limit_lines(rest + b"\n")
+
+
+def _strip_carriage_returns(block: bytes) -> bytes:
+    """Return ``block`` without carriage returns before line feeds."""
+    if b"\r" in block:  # a search for one byte takes a fiftieth of the time
+        while b"\r\n" in block:
+            block = block.replace(b"\r\n", b"\n")
+    return block
+
+
+def _limit_lines(block: bytes) -> Iterator[bytes]:
+    """Yield blocks of at most ``_MAX_BLOCK_LINES`` lines, without carriage returns before line feeds."""
+    block = _strip_carriage_returns(block)
+    is_end = np.frombuffer(block, np.uint8) == ord("\n")
+    if np.count_nonzero(is_end) <= _MAX_BLOCK_LINES:
+        yield block
+        return
+    ends = np.flatnonzero(is_end) + 1
+    for first, last in pairwise([0, *ends[_MAX_BLOCK_LINES - 1 :: _MAX_BLOCK_LINES].tolist(), len(block)]):
+        if first < last:
+            yield block[first:last]
+
+
+@contextmanager
+def open_text(path: StoragePath) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    """Open a text file, decompressed if it is gzip.
+
+    A read of a file in a store requests only the bytes of that read.
+
+    Raises:
+        DataError: the file cannot be read.
+        StorageError: the store refuses the request.
+    """
+    with convert_read_errors(path), storage.open_reader(path) as file:
+        is_packed = file.read(_LOOK_BYTES).startswith(_GZIP_MAGIC)
+        file.seek(0)
+        if is_packed:
+            ahead = io.BufferedReader(cast(io.RawIOBase, file), _PACKED_BYTES)
+            with gzip.GzipFile(fileobj=ahead) as unpacked:
+                yield unpacked
+        else:
+            yield file
+
+
+def read_descriptor(descriptor: int, size: int, *, at_once: bool) -> Iterator[bytes]:
+    """Yield the bytes of a pipe, a terminal or a file to its end, at most ``size`` at a time.
+
+    Args:
+        at_once: whether to yield bytes as soon as they arrive, instead of waiting for ``size`` bytes.
+
+    Raises:
+        DataError: the descriptor cannot be read.
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    chunk, block = bytearray(), b"more"
+    while block:
+        try:
+            block = os.read(descriptor, min(size - len(chunk), _READ_BYTES))
+        except OSError as error:
+            raise DataError(f"{STDIN}: cannot be read ({error.strerror})") from error
+        chunk += block
+        is_complete = len(chunk) == size or not block or (at_once and not poll.poll(0))
+        if chunk and is_complete:
+            yield bytes(chunk)
+            chunk.clear()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import pyarrow as pa
 
 from hybrid.config import DataSection
 from hybrid.errors import ConfigError, DataError, StorageError
@@ -17,13 +21,24 @@ SAMPLED_BLOCKS = 32
 SAMPLED_BLOCK_BYTES = 32 << 10
 
 
-def sampled_checksum(path: StoragePath) -> str:
+@contextmanager
+def convert_read_errors(path: StoragePath) -> Iterator[None]:
+    """Convert errors of reading a file to DataError; a StorageError stays."""
+    try:
+        yield
+    except (MemoryError, StorageError):
+        raise
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read ({error}); check the file and data.format") from error
+
+
+def compute_sampled_checksum(path: StoragePath) -> str:
     """Return a checksum of the size and of 32 blocks of 32 KiB, evenly spread, first and last included.
 
-    A file of at most 1 MiB is read completely. Changes elsewhere in a larger file are not detected.
+    A file of at most 1 MiB is read completely. In a larger file, changes between the blocks are not detected.
     """
     digest = hashlib.sha256()
-    with storage.open_reader(path, ahead=0) as file:
+    with storage.open_reader(path) as file:
         size = file.seek(0, io.SEEK_END)
         digest.update(size.to_bytes(8, "little"))
         last = max(0, size - SAMPLED_BLOCK_BYTES)
@@ -42,7 +57,7 @@ class InputFile:
         path: as the user names it, or its URL.
         real_path: the absolute path without links.
         size, modified_ns: as the system, or the store, reports them.
-        sampled: :func:`sampled_checksum`, or the store's name of the content
+        sampled: :func:`compute_sampled_checksum`, or the tag of the content in its store
             (:func:`hybrid.storage.files.content_tag`).
     """
 
@@ -55,29 +70,26 @@ class InputFile:
     @classmethod
     def of(cls, path: StoragePath) -> InputFile:
         """Read the identity of a file; DataError or StorageError if it cannot be read."""
-        try:
+        with convert_read_errors(path):
             found = storage.require_file(path)
             if isinstance(path, RemotePath):
-                real_path, sampled = str(path), storage.content_tag(path) or sampled_checksum(path)
+                real_path, sampled = str(path), storage.content_tag(path) or compute_sampled_checksum(path)
             else:
-                real_path, sampled = str(path.resolve()), sampled_checksum(path)
-        except StorageError:
-            raise
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error}); check the file and data.path") from error
+                real_path, sampled = str(path.resolve()), compute_sampled_checksum(path)
         return cls(str(path), real_path, found.size, found.mtime_ns, sampled)
 
 
 def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
-    """Return the files that ``paths`` name; of a folder, its files by name, without hidden ones.
+    """Return the files of ``paths``; a folder stands for its files, sorted by name, without hidden files.
 
     Args:
-        paths: of this machine, or URLs.
+        paths: local paths or URLs.
+        key: the configuration key of the paths, for messages.
 
     Raises:
-        ConfigError: ``paths`` is empty; messages name ``key``, their configuration key.
-        DataError: a path does not exist, is no regular file, or a folder holds no file, or folders, too.
-        StorageError: a store refuses.
+        ConfigError: ``paths`` is empty.
+        DataError: a path does not exist or is no regular file, or a folder is empty or contains a folder.
+        StorageError: a store refuses the request.
     """
     if not paths:
         raise ConfigError(key, "must name at least one file or folder")
@@ -96,10 +108,10 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
             if not inside:
                 raise DataError(f"{path}: the folder holds no files; check {key}")
         for each, is_folder in sorted(inside.items(), key=lambda entry: entry[0].name):
-            # The folder may hold more rows, or the test files: the user decides.
+            # A subfolder may hold training rows or test rows. The user must decide.
             if is_folder:
                 raise DataError(
-                    f"{each}: is a folder in a folder, which is not read; name it in {key} if it is to be"
+                    f"{each}: is a subfolder, and subfolders are not read; add its path to {key}, or move it"
                 )
             # A pipe, a socket or a device cannot be read twice.
             if isinstance(each, Path) and each.exists() and not each.is_file():
@@ -108,7 +120,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
     return tuple(files)
 
 
-def input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFile, ...]]:
+def find_input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFile, ...]]:
     """Return the training files and the test files of ``data``.
 
     Raises:
@@ -124,7 +136,7 @@ def input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFi
     for file in test:
         same = (t for t in train if t.real_path == file.real_path or (t.size and t.sampled == file.sampled))
         if (twin := next(same, None)) is not None:
-            rule = f"holds what the training file {twin.path} holds; a test on training rows tells nothing"
+            rule = f"has the same content as the training file {twin.path}; name a file with other rows"
             raise ConfigError("data.test_path", rule, file.path)
     return train, test
 

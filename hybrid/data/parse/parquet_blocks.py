@@ -1,8 +1,8 @@
-"""Parquet files in blocks whose size is bounded, whatever a small file claims to hold.
+"""Parquet files in blocks of bounded size.
 
-Parquet stores a value once and how often it occurs: a kilobyte may stand for gigabytes. So texts are read as
-dictionaries, few rows at a time, and decoded to at most ``MAX_DECODED_BYTES``. A row group that claims more
-than real data could be packed into its bytes is refused.
+Parquet can store a value once, with its number of repetitions, so a kilobyte may expand to gigabytes.
+Therefore, texts are read as dictionaries, a few rows at a time, and decoded to at most ``MAX_DECODED_BYTES``.
+A row group is rejected if its metadata claim more than real data compress to its size.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,32 +15,30 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.delimited_text import TableBlock
-from hybrid.data.values.column_values import is_list, without_maps
-from hybrid.errors import DataError, StorageError
+from hybrid.data.parse.column_layout import Layout, TableBlock
+from hybrid.data.parse.input_files import convert_read_errors
+from hybrid.data.values.column_values import convert_maps, is_list, list_lengths, take_or_default
+from hybrid.errors import DataError
 from hybrid.storage import files
 from hybrid.storage.remote_path import RemotePath, StoragePath
 
 BLOCK_ROWS = 65_536
 MAX_DECODED_BYTES = 64 << 20  # of the texts of one column of a block
 MAX_FIXED_BYTES = 4096  # of a value of fixed length
-# Of a column in a row group. Real data stay below one of the two.
+# Limits for a column of a row group: a fixed one, and one per compressed byte. The larger of the two applies.
 MAX_VALUES, MAX_VALUES_PER_BYTE = 16 << 20, 64
 MAX_UNPACKED_BYTES, MAX_UNPACKED_PER_BYTE = 256 << 20, 200
 
 
-def read_parquet(path: StoragePath, layout: Layout, groups: range | None = None) -> Iterator[TableBlock]:
+def read_parquet(
+    path: StoragePath, layout: Layout, start: int = 0, stop: int | None = None
+) -> Iterator[TableBlock]:
     """Yield the required columns of a Parquet file; its rows are numbered from 1.
 
     Args:
-        groups: the row groups to read; by default all.
-
-    Raises:
-        ConfigError: the file lacks a column.
-        DataError: the file cannot be read, or claims to hold more than it can.
+        start, stop: the row groups to read; by default all.
     """
-    with _read_errors(path):
+    with convert_read_errors(path):
         with open_parquet(path) as source, pq.ParquetFile(source) as file:
             layout.require(file.schema_arrow.names, path)
             names, metadata = list(layout.required), file.metadata
@@ -57,15 +55,15 @@ def read_parquet(path: StoragePath, layout: Layout, groups: range | None = None)
                     )
                     if any(each.has_dictionary_page for each in groups_of_column):
                         texts.append(column.path)
-            check_claims(path, file, columns)
-        # Reading texts as dictionaries takes no more than the file holds.
+            check_claimed_sizes(path, file, columns)
+        # A dictionary of texts takes no more memory than in the file.
         with open_parquet(path) as source, pq.ParquetFile(source, read_dictionary=texts) as file:
             first = 0
             # A batch has rows of one row group: pyarrow does not join dictionaries within lists.
-            for group in groups or range(file.num_row_groups):
+            for group in range(start, file.num_row_groups if stop is None else stop):
                 options = {"row_groups": [group], "columns": names, "use_threads": False}
                 for batch in file.iter_batches(BLOCK_ROWS, **options):
-                    whole = {name: without_maps(batch.column(name)) for name in names}
+                    whole = {name: convert_maps(batch.column(name)) for name in names}
                     start = 0
                     while start < batch.num_rows:
                         rest = {name: column.slice(start) for name, column in whole.items()}
@@ -77,47 +75,34 @@ def read_parquet(path: StoragePath, layout: Layout, groups: range | None = None)
                         first += size
 
 
-def parquet_names(path: StoragePath) -> list[str]:
-    """Return the names of the columns of a Parquet file; DataError if it cannot be read."""
-    with _read_errors(path), open_parquet(path) as source:
-        return list(pq.read_schema(source).names)
-
-
-@contextmanager
-def _read_errors(path: StoragePath) -> Iterator[None]:
-    try:
-        yield
-    except (MemoryError, StorageError):
-        raise
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: is not a readable Parquet file ({error}); check data.format") from error
-
-
 @contextmanager
 def open_parquet(path: StoragePath) -> Iterator[Path | IO[bytes]]:
-    """Yield what pyarrow reads a file from: a local path, or a file of a store that is read in ranges."""
+    """Yield a source for pyarrow: a local path, or a file object that reads ranges of a file in a store."""
     if isinstance(path, RemotePath):
-        with files.open_reader(path, ahead=0) as file:
+        with files.open_reader(path) as file:
             yield file
     else:
         yield path
 
 
 def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows: int) -> int:
-    """Return how many rows, from the first, have texts of at most ``MAX_DECODED_BYTES``."""
+    """Return how many of the first rows have texts of at most ``MAX_DECODED_BYTES`` in each column.
+
+    Raises:
+        DataError: the first row alone has more.
+    """
     fitting = num_rows
     for name, column in columns.items():
         ends_B = np.arange(1, len(column) + 1)
         flat = column
         if is_list(column):
-            ends_B = np.cumsum(np.asarray(pc.fill_null(pc.list_value_length(column), 0)))
+            ends_B = np.cumsum(list_lengths(column))
             flat = pc.list_flatten(column)
         for texts in flat.flatten() if pa.types.is_struct(flat.type) else [flat]:
             if not pa.types.is_dictionary(texts.type):
                 continue
-            sizes_D = np.append(np.asarray(pc.fill_null(pc.binary_length(texts.dictionary), 0)), 0)
-            index_L = np.asarray(texts.indices.fill_null(len(texts.dictionary)))
-            ends_L = np.cumsum(sizes_D[index_L], dtype=np.int64)
+            sizes_D = np.asarray(pc.fill_null(pc.binary_length(texts.dictionary), 0))
+            ends_L = np.cumsum(take_or_default(sizes_D, texts.indices, 0), dtype=np.int64)
             items = int(np.searchsorted(ends_L, MAX_DECODED_BYTES, side="right"))
             if items < len(ends_L):
                 fitting = min(fitting, int(np.searchsorted(ends_B, items, side="right")))
@@ -129,9 +114,16 @@ def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows:
     return fitting
 
 
-def check_claims(path: StoragePath, file: pq.ParquetFile, columns: Collection[int]) -> None:
-    """Raise DataError if a file claims to hold more in some columns, by their indices, than it can."""
-    rule = "write it anew, in row groups of fewer rows, if that is no mistake"
+def check_claimed_sizes(path: StoragePath, file: pq.ParquetFile, columns: Collection[int]) -> None:
+    """Check the sizes that the metadata of a file claim.
+
+    Args:
+        columns: indices of the columns to check.
+
+    Raises:
+        DataError: a column claims more than its compressed bytes can hold.
+    """
+    rule = "if the file is correct, write it again in row groups of fewer rows"
     for i in columns:
         schema = file.schema.column(i)
         name = schema.path

@@ -1,30 +1,47 @@
-"""The files of a split as blocks of parsed rows: CSV, Criteo's TSV, Parquet."""
+"""Input files as blocks of parsed rows: CSV, Criteo's TSV, Parquet.
+
+A file is cut into segments that are read independently. A segment is a byte range of plain text, a range of
+row groups of Parquet, or a complete gzip file. The cuts depend only on the file, not on the machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import gzip
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
-from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.delimited_text import PEEK_BYTES, TableBlock, column_names, read_stream, read_text
-from hybrid.data.parse.input_files import list_files
-from hybrid.data.parse.parquet_blocks import parquet_names, read_parquet
-from hybrid.data.parse.text_lines import BLOCK_BYTES, open_text
-from hybrid.data.values import column_values
-from hybrid.data.values.dates import seconds
-from hybrid.data.values.features import feature
-from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason, shown_cell
-from hybrid.data.values.targets import Targets, TargetSpec
-from hybrid.errors import ConfigError, DataError
+from hybrid.config import RunConfig
+from hybrid.data.parse.column_layout import Layout, TableBlock
+from hybrid.data.parse.delimited_text import (
+    BLOCK_BYTES,
+    PEEK_BYTES,
+    find_record_start,
+    open_text,
+    read_header,
+    read_lines,
+    read_stream,
+)
+from hybrid.data.parse.input_files import convert_read_errors, list_files
+from hybrid.data.parse.parquet_blocks import open_parquet, read_parquet
+from hybrid.data.values.column_values import hash_values, parse_numbers, parse_seconds
+from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason, format_cell
+from hybrid.data.values.model_columns import Targets, compute_feature, flat_column
+from hybrid.errors import DataError, HybridError
 from hybrid.primitives.progress import Progress, ignore_progress
+from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
+
+SEGMENT_BLOCKS = 4
+SEGMENT_ROWS = 1 << 18  # a segment of Parquet takes row groups until it has this many rows
 
 
 class RawBlock(NamedTuple):
@@ -32,14 +49,15 @@ class RawBlock(NamedTuple):
 
     Attributes:
         dense_BF: float64, NaN if missing.
-        sparse: for each sparse feature a dictionary array of B strings, null if missing, or an array of B
-            lists of such (several ids a sample), or of B numbers if buckets hold them.
+        sparse: one array of length B per sparse feature. Elements are strings (a dictionary array, null if
+            missing), lists of strings if a sample may have several ids, or numbers for buckets.
         targets: labels, weights and groups, or None.
-        source_rows_B: int64, 0-based row over all files in turn; invalid rows count, blank lines do not.
+        source_rows_B: int64, 0-based index over the rows of all files; invalid rows count, blank lines do
+            not.
         weights: an array of B lists of float32 for each sparse feature whose ids have weights.
-        split_B: the value of ``data.split_column``: int64, equal for equal values, or float64, times in
-            seconds; else None.
-        beside: the columns of ``Layout.beside`` as the file holds them, by name.
+        split_B: the column ``data.split_column``: int64 hashes of its values, or float64 times in seconds;
+            None without such a column.
+        passthrough: the columns of ``Layout.passthrough`` by name, not converted.
     """
 
     dense_BF: npt.NDArray[np.float64]
@@ -48,10 +66,10 @@ class RawBlock(NamedTuple):
     source_rows_B: npt.NDArray[np.int64]
     weights: tuple[pa.Array, ...] = ()
     split_B: npt.NDArray[np.int64] | npt.NDArray[np.float64] | None = None
-    beside: Mapping[str, pa.Array] = MappingProxyType({})
+    passthrough: Mapping[str, pa.Array] = MappingProxyType({})
 
     def select(self, mask_B: npt.NDArray[np.bool_]) -> RawBlock:
-        """Return the rows of a mask."""
+        """Return the rows where ``mask_B`` is true."""
         keep = pa.array(mask_B)
         return RawBlock(
             self.dense_BF[mask_B],
@@ -60,83 +78,134 @@ class RawBlock(NamedTuple):
             self.source_rows_B[mask_B],
             tuple(lists.filter(keep) for lists in self.weights),
             None if self.split_B is None else self.split_B[mask_B],
-            {name: column.filter(keep) for name, column in self.beside.items()},
+            {name: column.filter(keep) for name, column in self.passthrough.items()},
         )
 
 
-@dataclass(frozen=True)
-class Source:
-    """The rows of some files; each pass over ``blocks`` reads them anew, in the same blocks.
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A segment of an input file, or the whole file.
 
     Attributes:
-        files: in their order.
-        data: defines how they are read.
-        with_labels: whether every row must have its labels; otherwise labels are not read.
-        block_bytes: text that is read at a time.
-        report: receives progress, one line at a time.
-        tasks: the sections [tasks.NAME].
-        columns: the sections [columns.NAME].
-        text: read instead of the one file, whose path is only a name then; there is one pass over it.
-        beside: columns of the files to return as they are, each after what names it.
+        path: of the file.
+        start, stop: range of bytes (Parquet: of row groups); ``stop`` is None for the end of the file.
+        size: approximate number of bytes.
+        rows: number of rows, for Parquet only.
     """
 
-    files: tuple[StoragePath, ...]
-    data: DataSection
-    with_labels: bool = True
-    block_bytes: int = BLOCK_BYTES
-    report: Callable[[str], None] = ignore_progress
-    tasks: Mapping[str, TaskSection] = field(default_factory=dict)
-    columns: Mapping[str, ColumnSection] = field(default_factory=dict)
-    text: Iterator[bytes] | None = None
-    beside: tuple[tuple[str, str], ...] = ()
+    path: StoragePath
+    start: int = 0
+    stop: int | None = None
+    size: int = 0
+    rows: int = 0
 
-    def blocks(self, log: InvalidRowLog | None = None) -> Iterator[RawBlock]:
-        """Yield parsed rows, block by block.
 
-        Raises:
-            ConfigError: a key of the data section does not fit the files.
-            DataError: a file cannot be read, holds no valid row, or an invalid row is an error.
-        """
-        layout = self.layout
-        log = log or self.new_log()
-        first_row, progress = 0, Progress(self.report, "reading rows")
-        for path in self.files:
-            log.start_file()
-            if self.text is not None:
-                tables = read_stream(path, self.text, layout)
-            elif self.data.format == "parquet":
-                tables = read_parquet(path, layout)
-            else:
-                tables = read_text(path, layout, self.block_bytes)
-            for table in tables:
-                block, invalid = parse(path, table, layout, first_row)
-                log.add(path, len(block.source_rows_B), invalid)
-                first_row += table.num_rows
-                progress.add(table.num_rows)
-                if len(block.source_rows_B):
-                    yield block
-            log.finish_file(path)
+def split_files(
+    files: Sequence[StoragePath], layout: Layout, block_bytes: int = BLOCK_BYTES
+) -> list[Segment]:
+    """Return the segments of ``files`` in row order; errors of a file are raised when its segment is read."""
 
-    @property
-    def layout(self) -> Layout:
-        """The columns of the files."""
-        layout = Layout.of(self.data, self.columns, self.tasks, with_labels=self.with_labels)
-        return replace(layout, beside=self.beside)
+    def split(path: StoragePath) -> list[Segment]:
+        try:
+            size = storage.require_file(path).size
+            if layout.data.format == "parquet":
+                return _split_parquet(path, size)
+            return _split_text(path, size, layout, block_bytes)
+        except (OSError, pa.ArrowException, HybridError):
+            # Reading the file raises the same error, after the errors of the segments before.
+            return [Segment(path)]
 
-    @property
-    def targets(self) -> TargetSpec:
-        """Labels, weights and groups of the rows."""
-        return self.layout.targets
+    return [*chain.from_iterable(storage.map_concurrently(split, files))]
 
-    def new_log(self) -> InvalidRowLog:
-        """Return a log that treats invalid rows as the data section requires."""
-        return InvalidRowLog(self.data.max_invalid_fraction)
+
+def _split_parquet(path: StoragePath, size: int) -> list[Segment]:
+    with open_parquet(path) as source:
+        metadata = pq.read_metadata(source)
+    count = metadata.num_row_groups
+    starts, rows = [0], [0]
+    for group in range(count):
+        if rows[-1] >= SEGMENT_ROWS:
+            starts.append(group)
+            rows.append(0)
+        rows[-1] += metadata.row_group(group).num_rows
+    bounds = pairwise([*starts, count])
+    return [
+        Segment(path, a, b, size * (b - a) // max(1, count), n)
+        for (a, b), n in zip(bounds, rows, strict=True)
+    ]
+
+
+def _split_text(path: StoragePath, size: int, layout: Layout, block_bytes: int) -> list[Segment]:
+    with open_text(path) as file:
+        if isinstance(file, gzip.GzipFile):
+            return [Segment(path, size=size)]
+    step = SEGMENT_BLOCKS * block_bytes
+    starts = storage.map_concurrently(lambda at: find_record_start(path, at, layout), range(step, size, step))
+    cuts = pairwise(sorted({0, *starts, size}))
+    return [Segment(path, start, stop, stop - start) for start, stop in cuts] or [Segment(path)]
+
+
+def read_segment(segment: Segment, layout: Layout, block_bytes: int = BLOCK_BYTES) -> Iterator[TableBlock]:
+    """Yield the required columns of a segment, in blocks.
+
+    Lines are numbered from 1 in each segment.
+
+    Raises:
+        ConfigError: the file lacks a column.
+        DataError: the file cannot be read, holds a line of more than 16 MiB, or claims more than it can hold.
+    """
+    if layout.data.format == "parquet":
+        yield from read_parquet(segment.path, layout, segment.start, segment.stop)
+        return
+    stop = sys.maxsize if segment.stop is None else segment.stop
+
+    def chunks() -> Iterator[bytes]:
+        with open_text(segment.path) as file:
+            file.seek(segment.start)
+            while chunk := file.read(min(block_bytes, stop - file.tell())):
+                yield chunk
+
+    yield from read_lines(segment.path, chunks(), layout, is_start=not segment.start)
+
+
+def read_blocks(
+    files: Sequence[StoragePath],
+    layout: Layout,
+    log: InvalidRowLog,
+    *,
+    report: Callable[[str], None] = ignore_progress,
+    text: Iterator[bytes] | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> Iterator[RawBlock]:
+    """Yield the valid rows of ``files`` in blocks, and add the invalid rows to ``log``.
+
+    Args:
+        report: progress callback.
+        text: bytes to read instead of the only file, whose path is then only a name in messages.
+        block_bytes: bytes of one read of text.
+
+    Raises:
+        ConfigError: a key of the data section does not fit the files.
+        DataError: a file cannot be read, holds no valid row, or an invalid row is an error.
+    """
+    first_row, progress = 0, Progress(report, "reading rows")
+    for path in files:
+        if text is not None:
+            tables = read_stream(path, text, layout)
+        else:
+            tables = read_segment(Segment(path), layout, block_bytes)
+        for table in tables:
+            block, invalid = parse(path, table, layout, first_row)
+            log.add(path, len(block.source_rows_B), invalid)
+            first_row += table.num_rows
+            progress.add(table.num_rows)
+            if len(block.source_rows_B):
+                yield block
+    log.check_file()
 
 
 def check_columns(config: RunConfig) -> None:
     """Check that the first training file and the first test file have the columns of the configuration.
-
-    This needs no process of a cluster.
 
     Raises:
         ConfigError: a file lacks a column, or a key does not fit the files.
@@ -151,11 +220,12 @@ def check_columns(config: RunConfig) -> None:
         first += list_files(data.test_path, "data.test_path")[:1]
     for path in first:
         if data.format == "parquet":
-            layout.require(parquet_names(path), path)
+            with convert_read_errors(path), open_parquet(path) as source:
+                names = list(pq.read_schema(source).names)
+            layout.require(names, path)
         else:
             with open_text(path) as file:
-                names, _ = column_names(path, file.read(PEEK_BYTES), layout)
-            layout.require(names, path)
+                read_header(path, file.read(PEEK_BYTES), layout)
 
 
 def parse(
@@ -165,7 +235,7 @@ def parse(
 
     Args:
         path: of the file, for messages.
-        first_row: of the table, among all rows.
+        first_row: index of the first row of ``table`` over the rows of all files.
 
     Raises:
         DataError: the type of a column is wrong.
@@ -175,7 +245,7 @@ def parse(
 
     def reject(mask: npt.NDArray[np.bool_], reason: Reason, name: str, expected: str) -> None:
         for i in np.flatnonzero(mask & valid).tolist():
-            found = f"{name} is {shown_cell(table.columns[name], i)}, expected {expected}"
+            found = f"{name} is {format_cell(table.columns[name], i)}, expected {expected}"
             invalid.append(InvalidRow(int(table.lines[i]), reason, found))
         valid[mask] = False
 
@@ -184,28 +254,27 @@ def parse(
         targets = layout.targets.read(table.columns, reject) if layout.with_labels else None
         dense_BF = np.empty((len(valid), len(layout.dense)))
         for f, column in enumerate(layout.dense):
-            dense_BF[:, f], wrong = column_values.numbers(table.columns[column.source], data.missing)
+            dense_BF[:, f], wrong = parse_numbers(table.columns[column.source], data.missing)
             reject(wrong, Reason.NUMBER, column.source, "a finite number")
-        features = [feature(column, table.columns, data.missing, reject) for column in layout.sparse]
+        features = [compute_feature(column, table.columns, data.missing, reject) for column in layout.sparse]
         split_B: npt.NDArray[np.int64] | npt.NDArray[np.float64] | None = None
         if name := data.split_column:
-            if column_values.is_list(table.columns[name]):
-                raise ConfigError("data.split", "must be a column of one value a row, and holds lists", name)
+            splits = flat_column(table.columns, name, "data.split")
             if data.split_call.name == "time":
-                split_B, wrong = seconds(table.columns[name], data.missing)
+                split_B, wrong = parse_seconds(splits, data.missing)
                 expected = "a number, or a date such as 2024-01-31 09:30:00"
                 reject(wrong | np.isnan(split_B), Reason.SPLIT, name, expected)
             else:
-                split_B, wrong = column_values.hashes(table.columns[name], data.missing)
+                split_B, wrong = hash_values(splits, data.missing)
                 reject(wrong, Reason.SPLIT, name, "a value to split rows by")
         block = RawBlock(
             dense_BF,
-            tuple(each.values for each in features),
+            tuple(ids for ids, _ in features),
             targets,
             first_row + table.rows,
-            tuple(each.weights for each in features if each.weights is not None),
+            tuple(weights for _, weights in features if weights is not None),
             split_B,
-            {name: table.columns[name] for _, name in layout.beside},
+            {name: table.columns[name] for _, name in layout.passthrough},
         )
         return (block if valid.all() else block.select(valid)), invalid
     except MemoryError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -16,30 +18,28 @@ import numpy.typing as npt
 
 from hybrid.config import RunConfig
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
-from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.encode.fitting import FittedStatistics, vocabularies
-from hybrid.data.encode.unknown_values import report_unknown
+from hybrid.data.encode.feature_encoder import FeatureEncoder, report_unknown
+from hybrid.data.encode.fitting import FittedStatistics, fit_encoder, group_by_vocabulary
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.segments import Segment, split_files
-from hybrid.data.parse.text_lines import BLOCK_BYTES
+from hybrid.data.parse.delimited_text import BLOCK_BYTES
+from hybrid.data.parse.sources import SEGMENT_BLOCKS, Segment, split_files
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.holdout import Split
-from hybrid.data.prepare.memory_limit import MemoryLimit
 from hybrid.data.prepare.spill import SegmentLog
-from hybrid.data.prepare.split_writer import LabelSums, SplitPosition, SplitWriter, label_reports
+from hybrid.data.prepare.split_writer import LabelSums, SplitPosition, create_arrays, label_reports
 from hybrid.data.prepare.stages import (
     TEST,
     TRAIN,
     UNFINISHED,
     Piece,
-    ReportRows,
     encode_piece,
     fit_piece,
     parse_segment,
 )
 from hybrid.data.prepare.vocabulary_order import RankJob, rank_values
 from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
-from hybrid.errors import DataError
+from hybrid.errors import ConfigError, DataError
+from hybrid.primitives.available_memory import available_memory_bytes
 from hybrid.primitives.progress import Progress
 from hybrid.storage.remote_path import StoragePath
 
@@ -48,41 +48,75 @@ Result = TypeVar("Result")
 
 _BYTES_PER_THREAD = 32 << 20  # a smaller input gets fewer threads
 _CHECK_SECONDS = 0.5
+_SHARED_BYTES = 64 << 20  # logs and statistics of all segments
+_THREAD_BYTES = 128 << 20  # memory of a thread besides the rows that it parses
+# Measured upper limits of the memory for parsing: per byte of text with single values and with several values
+# in a field; per value of Parquet, and per byte of a Parquet file.
+_PER_BYTE, _PER_BYTE_OF_BAGS = 8, 20
+_PER_VALUE, _PER_PACKED_BYTE = 48, 20
+
+
+def limit_memory(
+    limit_bytes: int, segments: Sequence[Segment], layout: Layout, block_bytes: int, max_threads: int
+) -> tuple[int, int]:
+    """Return how many threads fit into a memory limit, and the bytes that a job of each may take.
+
+    Args:
+        limit_bytes: the limit, without the memory that the process has already. If it is 0, the limit is half
+            of the free memory, but at least the memory of one thread.
+
+    Raises:
+        ConfigError: the largest segment does not fit.
+    """
+    has_bags = any(column.separator or column.kind == "weighted" for column in layout.sparse)
+    per_byte = _PER_BYTE_OF_BAGS if has_bags else _PER_BYTE
+    at_once = SEGMENT_BLOCKS * block_bytes
+    parse_bytes = 0
+    for segment in segments:
+        if layout.data.format == "parquet":
+            values = segment.rows * len(layout.required)
+            needed = _PER_VALUE * values + _PER_PACKED_BYTE * segment.size
+        else:
+            needed = per_byte * (at_once if segment.stop is None else min(segment.size, at_once))
+        parse_bytes = max(parse_bytes, needed)
+    enough = _SHARED_BYTES + _THREAD_BYTES + parse_bytes
+    limit_bytes = limit_bytes or max(available_memory_bytes() // 2, enough)
+    if limit_bytes < enough:
+        gib = math.ceil(enough / 2**30 * 100) / 100
+        rule = f"is too little to parse a segment of the files; {gib:g} are enough"
+        raise ConfigError("data.prepare_memory_gb", rule, round(limit_bytes / 2**30, 3))
+    count = min(max_threads, (limit_bytes - _SHARED_BYTES) // (_THREAD_BYTES + parse_bytes))
+    return count, (limit_bytes - _SHARED_BYTES) // count - _THREAD_BYTES
 
 
 class FilesPreparation:
     """Prepares the samples of files, and writes the arrays of both splits.
 
     Args:
-        config: defines how files are read, and how rows are split.
-        folder: of the splits.
-        spill_folder: of intermediate files; segments that it holds are not parsed again.
+        config: defines how files are read, how rows are split, and the memory limit.
+        folder: the folder of the splits. Segments that an earlier preparation has parsed into it are reused.
         report: receives progress, one line at a time.
-        check: called twice a second; what it raises ends the preparation.
-        memory_bytes: the most that it takes; see :meth:`MemoryLimit.of`.
-        block_bytes: text that is parsed at a time.
+        check: called twice a second; an exception from it ends the preparation.
+        block_bytes: bytes of text that are parsed at once.
     """
 
     def __init__(
         self,
         config: RunConfig,
         folder: Path,
-        spill_folder: Path,
         report: Callable[[str], None],
         check: Callable[[], None],
-        memory_bytes: int = 0,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self._config = config
         self._layout = Layout.of(config.data, config.columns, config.tasks)
         self._folder = folder
-        self._spill = spill_folder
+        self._spill = folder / "segments"
         self._report = report
         self._progress = Progress(report)
-        self._done = 0.0  # fraction of the time that the phases so far take
+        self._fraction = 0.0  # fraction of the work that is done
         self._check = check
         self._should_stop = threading.Event()
-        self._memory_bytes = memory_bytes
         self._block_bytes = block_bytes
 
     def write(
@@ -101,39 +135,42 @@ class FilesPreparation:
             split: split_files(files, self._layout, self._block_bytes)
             for split, files in ((TRAIN, train), (TEST, test))
         }
-        of_both = [*segments[TRAIN], *segments[TEST]]
-        size = sum(segment.size for segment in of_both)
-        wanted = min(len(os.sched_getaffinity(0)), max(1, size // _BYTES_PER_THREAD))
-        limit = MemoryLimit.of(self._memory_bytes, of_both, self._layout, self._block_bytes)
-        count = limit.count_threads(wanted)
-        if count < wanted:
-            self._report(limit.line(count, wanted))
+        all_segments = [*segments[TRAIN], *segments[TEST]]
+        size = sum(segment.size for segment in all_segments)
+        most = min(len(os.sched_getaffinity(0)), max(1, size // _BYTES_PER_THREAD))
+        limit_bytes = int(self._config.data.prepare_memory_gb * 2**30)
+        count, job_bytes = limit_memory(limit_bytes, all_segments, self._layout, self._block_bytes, most)
+        if count < most:
+            rule = "data.prepare_memory_gb has no room for more"
+            self._report(f"preparing with {count} thread{'s' * (count != 1)}, not {most}: {rule}")
         self._spill.mkdir(parents=True, exist_ok=True)
         for unfinished in self._spill.glob(f"{UNFINISHED}*"):
             shutil.rmtree(unfinished)
-        # Ordering of values takes about as long as hashing them later would.
-        ordered = sum(map(len, vocabularies(self._layout.sparse, {}).values()))
+        # The ordering of values takes about as long as the hashing of other columns in the last phase.
+        ordered = sum(map(len, group_by_vocabulary(self._layout.sparse, {}).values()))
         ordering = 0.15 * ordered / max(1, len(self._layout.sparse))
         # Arrow and numpy release the interpreter's lock while they work, so threads use all cores.
         self._threads = ThreadPoolExecutor(count, "prepare")
         try:
             pieces, invalid_rows = self._parse(segments)
             statistics, starts = self._fit(pieces)
-            groups = vocabularies(self._layout.sparse, self._config.tables)
+            groups = group_by_vocabulary(self._layout.sparse, self._config.tables)
             paths = {name: self._spill / f"vocabulary-{i}" for i, name in enumerate(groups)}
             folders = [piece.folder for piece in pieces]
             jobs = []
             for name, group in groups.items():
                 columns = {k: self._layout.sparse[k] for k in group}
-                jobs.append(RankJob(columns, folders, paths[name], limit.job_bytes(count)))
-            for _ in self._map("ordering values", ordering, rank_values, jobs):
+                jobs.append(RankJob(columns, folders, paths[name], job_bytes))
+            rank = partial(rank_values, check=lambda: self._advance(0))
+            for _ in self._map("ordering values", ordering, rank, jobs):
                 pass
             ranked = {name: spill.read_ranked(path) for name, path in paths.items()}
-            encoder = FeatureEncoder.of_statistics(self._layout, self._config.tables, statistics, ranked)
+            encoder = fit_encoder(self._layout, self._config.tables, statistics, ranked)
             reports = self._encode(0.3 - ordering, pieces, encoder, starts, invalid_rows)
         finally:
             self._should_stop.set()
             self._threads.shutdown(cancel_futures=True)
+        shutil.rmtree(self._spill)
         return encoder, reports
 
     def _parse(
@@ -146,11 +183,10 @@ class FilesPreparation:
             for i, segment in enumerate(each)
         ]
 
-        def parse(job: tuple[Segment, Path], report: ReportRows) -> SegmentLog:
-            return parse_segment(*job, self._layout, self._block_bytes, report)
+        def parse(job: tuple[Segment, Path]) -> SegmentLog:
+            return parse_segment(*job, self._layout, self._block_bytes, self._advance)
 
-        sizes = [max(1, segment.size) for segment, _ in jobs]
-        parsed = zip(jobs, self._map("reading", 0.62, parse, jobs, sizes), strict=True)
+        parsed = zip(jobs, self._map("reading", 0.62, parse, jobs), strict=True)
         train, invalid_rows = self._collect(parsed, len(segments[TRAIN]))
         reports = {TRAIN: invalid_rows, TEST: NO_INVALID_ROWS}
         values = (each for piece in train for each in spill.read_split_values(piece.folder, piece.first_row))
@@ -172,8 +208,7 @@ class FilesPreparation:
         pieces = []
         first_row = lines = 0
         for (segment, folder), segment_log in islice(parsed, num_segments):
-            if segment.is_first:
-                log.start_file()
+            if not segment.start:
                 lines = 0
             for block in segment_log.blocks:
                 log.add(segment.path, block.num_valid, [row.after(lines) for row in block.invalid])
@@ -181,17 +216,15 @@ class FilesPreparation:
                 pieces.append(Piece(spill.piece_folder(folder, i), first_row + piece, None))
             lines += sum(block.num_lines for block in segment_log.blocks)
             first_row += sum(block.num_rows for block in segment_log.blocks)
-            if segment.is_last:
-                log.finish_file(segment.path)
         return pieces, log.finish()
 
     def _fit(self, pieces: Sequence[Piece]) -> tuple[FittedStatistics, dict[str, list[SplitPosition]]]:
-        """Return statistics of the training rows; for each split, the start of each piece, and the end."""
+        """Return statistics of the training rows; and for each split, the starts of pieces, and the end."""
         statistics = FittedStatistics.of(self._layout)
         nothing = SplitPosition(0, np.zeros(len(self._layout.sparse), np.int64))
         starts = {split: [nothing] for split in (TRAIN, TEST)}
         layout = self._layout
-        for of_piece in self._map("counting", 0.08, lambda piece, _: fit_piece(piece, layout), pieces):
+        for of_piece in self._map("counting", 0.08, lambda piece: fit_piece(piece, layout), pieces):
             for moments, numbers in zip(of_piece.moments, of_piece.numbers, strict=True):
                 statistics.moments = statistics.moments.plus(moments)
                 for quantiles, each in zip(statistics.quantiles_K, numbers, strict=True):
@@ -212,10 +245,12 @@ class FilesPreparation:
     ) -> dict[str, DatasetReport]:
         """Write the samples of all pieces; return the reports of the splits."""
         targets = self._layout.targets
+        for split, (*_, end) in starts.items():
+            create_arrays(self._folder / split, encoder.input_spec, targets, end)
 
-        def encode(job: int, _: ReportRows) -> dict[str, tuple[list[LabelSums], npt.NDArray[np.int64]]]:
-            starts_of = {split: each[job] for split, each in starts.items()}
-            return encode_piece(pieces[job], encoder, targets, starts_of, self._folder)
+        def encode(job: int) -> dict[str, tuple[list[LabelSums], npt.NDArray[np.int64]]]:
+            positions = {split: each[job] for split, each in starts.items()}
+            return encode_piece(pieces[job], encoder, positions, self._folder)
 
         sums: dict[str, list[LabelSums]] = {split: [] for split in starts}
         unknown = {split: np.zeros((2, len(encoder.sparse)), np.int64) for split in starts}
@@ -224,60 +259,44 @@ class FilesPreparation:
                 sums[split] += label_sums
                 unknown[split] += counts
         is_by_time = self._config.data.split_call.name == "time"
-        reports = {}
-        for split, (*_, end) in starts.items():
-            SplitWriter(self._folder / split, encoder.input_spec, targets, end).close()
-            reports[split] = DatasetReport(
+        return {
+            split: DatasetReport(
                 end.row,
                 label_reports(targets.tasks, sums[split]),
                 invalid_rows[split],
                 report_unknown(encoder, unknown[split], is_later=is_by_time and split == TEST),
             )
-        return reports
+            for split, (*_, end) in starts.items()
+        }
 
     def _map(
-        self,
-        phase: str,
-        weight: float,
-        work: Callable[[Job, ReportRows], Result],
-        jobs: Sequence[Job],
-        sizes: Sequence[int] = (),
+        self, phase: str, weight: float, work: Callable[[Job], Result], jobs: Sequence[Job]
     ) -> Iterator[Result]:
         """Yield the result of ``work`` for each job, in the order of the jobs.
 
         An exception of a job is raised in its turn, as if the jobs ran one after the other.
 
         Args:
-            weight: the usual fraction of the time that the phase takes, of rows like Criteo's.
-            sizes: of the jobs; by default all are alike.
+            weight: the fraction of the total time that the phase takes for rows like Criteo's.
         """
-        sizes = sizes or [1] * len(jobs)
-        total = max(1, sum(sizes))
-        done = [0.0] * len(jobs)
-        before = self._done
-        self._done += weight
         self._progress.start(phase)
-
-        def run(number: int) -> Result:
-            def report(rows: int, fraction: float) -> None:
-                done[number] = sizes[number] * fraction / total
-                self._progress.add(rows, min(1.0, before + weight * sum(done)))
-                if self._should_stop.is_set():
-                    raise _StoppedError
-
-            if self._should_stop.is_set():
-                raise _StoppedError
-            result = work(jobs[number], report)
-            report(0, 1.0)
-            return result
-
-        futures = [self._threads.submit(run, number) for number in range(len(jobs))]
-        for future in futures:
+        before = self._fraction
+        futures = [self._threads.submit(work, job) for job in jobs]
+        for i, future in enumerate(futures):
             self._check()
             while wait([future], _CHECK_SECONDS).not_done:
                 self._check()
-            yield future.result()
+            result = future.result()
+            self._fraction = min(1.0, before + weight * (i + 1) / len(jobs))
+            self._advance(0)
+            yield result
+
+    def _advance(self, rows: int) -> None:
+        """Count rows; end the job of this thread if the preparation has ended."""
+        if self._should_stop.is_set():
+            raise _StoppedError
+        self._progress.add(rows, self._fraction or None)
 
 
 class _StoppedError(Exception):
-    """Ends a job whose result is not used."""
+    """The preparation has ended, and the result of a job is not used."""

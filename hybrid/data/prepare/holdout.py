@@ -11,21 +11,21 @@ import numpy.typing as npt
 from hybrid.config import RunConfig
 from hybrid.primitives.splitmix64 import next_of
 
-MAX_SAMPLED = 1 << 20  # times in memory, to find the first test row
+MAX_SAMPLED = 1 << 20  # times that are kept in memory to find the last training row
 
 SplitValues = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Split:
-    """How rows are split.
+    """The rule that divides rows into training rows and test rows.
 
     Attributes:
         by: ``data.split``.
-        seed: of the run.
-        fraction: of the rows that are held out.
-        latest: with ``by = "time"``, the time of the last training row; that of a sample if there are more
-            than ``MAX_SAMPLED`` rows.
+        seed: the seed of the run.
+        fraction: the fraction of rows that is held out.
+        latest: with ``by = "time"``, the time of the last training row, estimated from a random sample if
+            there are more than ``MAX_SAMPLED`` rows.
     """
 
     by: str
@@ -70,7 +70,7 @@ class Split:
 
         Args:
             rows_B: numbers of the rows in the input.
-            values_B: of ``data.split_column``; None where the split is random.
+            values_B: the values of ``data.split_column``; None if the split is random.
         """
         if self.is_by_time:
             assert values_B is not None

@@ -1,4 +1,4 @@
-"""Parsed rows that are not yet encoded, on disk: a folder for each segment, in pieces of a few blocks.
+"""Intermediate files of parsed rows: a folder for each segment, with pieces of a few blocks.
 
 A piece holds its categorical columns as codes into the piece's distinct values, so that work on a value is
 done once for each distinct value::
@@ -22,15 +22,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybrid.data.encode.fitting import RankedValues
+from hybrid.data.encode.fitting import ValueCounts
 from hybrid.data.encode.vocabulary import text_bounds
 from hybrid.data.parse.sources import RawBlock
 from hybrid.data.prepare.holdout import SplitValues
 from hybrid.data.values.column_values import is_list
 from hybrid.data.values.invalid_rows import InvalidRow, Reason
-from hybrid.data.values.targets import Targets
+from hybrid.data.values.model_columns import Targets
 
 _ROWS, _VALUES, _SEGMENT = "rows.arrow", "words.arrow", "part.json"
+_ARRAYS = ("row", "dense", "labels", "weights", "groups", "split")  # columns of the rows
 _RANKED = ("texts.bin", "ends.bin", "counts.bin")
 
 
@@ -39,7 +40,7 @@ class BlockLog(NamedTuple):
 
     Attributes:
         num_rows: number of rows, invalid ones included.
-        num_lines: lines that they take.
+        num_lines: lines of these rows in the file.
         num_valid: number of valid rows.
         invalid: the invalid rows, with their lines in the segment.
     """
@@ -58,12 +59,12 @@ class SegmentLog:
     pieces: list[int]
 
     def write(self, folder: Path) -> None:
-        """Write it beside its pieces."""
+        """Write the log into the folder of its segment."""
         (folder / _SEGMENT).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> SegmentLog:
-        """Return what :meth:`write` wrote."""
+        """Return the log that :meth:`write` wrote."""
         content = json.loads((folder / _SEGMENT).read_text(encoding="utf-8"))
         blocks = [
             BlockLog(
@@ -80,10 +81,10 @@ def piece_folder(segment: Path, piece: int) -> Path:
 
 
 def write_piece(folder: Path, blocks: Sequence[RawBlock], first_row: int) -> None:
-    """Write some blocks.
+    """Write consecutive blocks as a piece.
 
     Args:
-        first_row: the first of their rows, as ``source_rows_B`` counts.
+        first_row: the first of the ``source_rows_B`` of the blocks.
     """
     folder.mkdir()
     columns = [_encode_column(column) for column in zip(*(block.sparse for block in blocks), strict=True)]
@@ -94,15 +95,15 @@ def write_piece(folder: Path, blocks: Sequence[RawBlock], first_row: int) -> Non
     for i, block in enumerate(blocks):
         content: dict[str, pa.Array] = {"row": pa.array((block.source_rows_B - first_row).astype(np.int32))}
         if block.dense_BF.shape[1]:
-            content["dense"] = _matrix(block.dense_BF.astype(np.float32 if is_float32 else np.float64))
+            content["dense"] = _to_arrow(block.dense_BF.astype(np.float32 if is_float32 else np.float64))
         content |= {f"sparse_{k}": codes[i] for k, (codes, _) in enumerate(columns)}
         content |= {f"weights_{k}": lists for k, lists in enumerate(block.weights)}
-        if block.targets is not None:
-            content["labels"] = _matrix(block.targets.labels_BT)
-            if block.targets.weights_BT is not None:
-                content["weights"] = _matrix(block.targets.weights_BT)
-            if block.targets.groups_B is not None:
-                content["groups"] = pa.array(block.targets.groups_B)
+        assert block.targets is not None
+        content["labels"] = _to_arrow(block.targets.labels_BT)
+        if block.targets.weights_BT is not None:
+            content["weights"] = _to_arrow(block.targets.weights_BT)
+        if block.targets.groups_B is not None:
+            content["groups"] = pa.array(block.targets.groups_B)
         if block.split_B is not None:
             content["split"] = pa.array(block.split_B)
         batches.append(pa.record_batch(content))
@@ -118,7 +119,7 @@ def _write(path: Path, batches: Sequence[pa.RecordBatch]) -> None:
             writer.write_batch(batch)
 
 
-def _matrix(matrix: npt.NDArray[Any]) -> pa.Array:
+def _to_arrow(matrix: npt.NDArray[Any]) -> pa.Array:
     flat = pa.array(np.ascontiguousarray(matrix).reshape(-1))
     return pa.FixedSizeListArray.from_arrays(flat, matrix.shape[1])
 
@@ -126,7 +127,7 @@ def _matrix(matrix: npt.NDArray[Any]) -> pa.Array:
 def _encode_column(column: Sequence[pa.Array]) -> tuple[list[pa.Array], pa.Array]:
     """Return a column of some blocks as codes, integers or lists of these, and the values of the codes.
 
-    A column of numbers stays as it is and has no values.
+    A column of numbers is returned unchanged, without values.
     """
     flat = [each.flatten() if is_list(each) else each for each in column]
     if not pa.types.is_dictionary(flat[0].type):
@@ -170,23 +171,18 @@ def read_piece(folder: Path, first_row: int, values: Sequence[pa.Array]) -> Iter
 
     Args:
         first_row: the first row of the piece among all rows.
-        values: for each column of data.sparse, what its codes become.
+        values: for each column of data.sparse, the values that replace its codes.
     """
     for batch in _read_batches(folder):
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        targets = None
-        if "labels" in columns:
-            optional = (columns.get("weights"), columns.get("groups"))
-            targets = Targets(
-                _array(columns["labels"]), *(None if each is None else _array(each) for each in optional)
-            )
+        arrays = {name: _to_numpy(columns[name]) for name in _ARRAYS if name in columns}
         yield RawBlock(
-            _array(columns["dense"]).astype(np.float64) if "dense" in columns else np.empty((len(batch), 0)),
+            arrays.get("dense", np.empty((len(batch), 0))).astype(np.float64),
             tuple(_decode(columns[f"sparse_{k}"], each) for k, each in enumerate(values)),
-            targets,
-            first_row + np.asarray(columns["row"]).astype(np.int64),
+            Targets(arrays["labels"], arrays.get("weights"), arrays.get("groups")),
+            first_row + arrays["row"].astype(np.int64),
             tuple(column for name, column in columns.items() if name.startswith("weights_")),
-            _array(columns["split"]) if "split" in columns else None,
+            arrays.get("split"),
         )
 
 
@@ -206,13 +202,13 @@ def _decode(column: pa.Array, values: pa.Array) -> pa.Array:
     return pa.DictionaryArray.from_arrays(column, values, safe=False)
 
 
-def _array(column: pa.Array) -> npt.NDArray[Any]:
+def _to_numpy(column: pa.Array) -> npt.NDArray[Any]:
     if pa.types.is_fixed_size_list(column.type):
         return np.asarray(column.flatten()).reshape(len(column), column.type.list_size)
     return np.asarray(column)
 
 
-def write_ranked(folder: Path, blocks: Iterable[RankedValues]) -> None:
+def write_ranked(folder: Path, blocks: Iterable[ValueCounts]) -> None:
     """Write a vocabulary into a new folder, block by block.
 
     The files have pyarrow's memory layout, so that they can be mapped: the texts end to end, the end of each
@@ -224,18 +220,18 @@ def write_ranked(folder: Path, blocks: Iterable[RankedValues]) -> None:
         texts, ends, counts = (files.enter_context((folder / name).open("wb")) for name in _RANKED)
         end = 0
         ends.write(bytes(8))
-        for values, counts_V in blocks:
+        for values, counts_D in blocks:
             bounds = text_bounds(values)
             data = values.buffers()[2]
             if data is not None:
                 texts.write(memoryview(data)[bounds[0] : bounds[-1]])
             ends.write((bounds[1:] + (end - bounds[0])).tobytes())
-            counts.write(counts_V.tobytes())
+            counts.write(counts_D.tobytes())
             end += int(bounds[-1] - bounds[0])
 
 
-def read_ranked(folder: Path) -> RankedValues:
-    """Return what :func:`write_ranked` wrote, mapped into memory."""
+def read_ranked(folder: Path) -> ValueCounts:
+    """Return the vocabulary that :func:`write_ranked` wrote, mapped into memory."""
     buffers = []
     for name in _RANKED:
         if not (folder / name).stat().st_size:  # an empty file cannot be mapped
@@ -245,7 +241,7 @@ def read_ranked(folder: Path) -> RankedValues:
             buffers.append(file.read_buffer())
     texts, ends, counts = buffers
     values = pa.LargeStringArray.from_buffers(len(ends) // 8 - 1, ends, texts)
-    return RankedValues(values, np.frombuffer(counts, np.int64))
+    return ValueCounts(values, np.frombuffer(counts, np.int64))
 
 
 def counts_path(folder: Path, k: int) -> Path:

@@ -1,12 +1,9 @@
-"""A writer of the arrays of a split, as prepared_dataset.py lists them."""
+"""Creation of the arrays of a split (see prepared_dataset.py), and writing of samples into them."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,54 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.config import TaskSection
-from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport, LabelReport
+from hybrid.data.dataset.dataset_manifest import LabelReport
+from hybrid.data.dataset.sample_order import positions
 from hybrid.data.encode.feature_encoder import EncodedBlock
-from hybrid.data.values.targets import Targets, TargetSpec
+from hybrid.data.values.model_columns import Targets, TargetSpec
 from hybrid.input_spec import InputSpec
 
 
 class SplitPosition(NamedTuple):
-    """A position in the arrays of a split: the samples before it, and the values of each sparse column."""
+    """A position in the arrays of a split: numbers of samples and of values per sparse column before it."""
 
     row: int
     values_K: npt.NDArray[np.int64]
-
-
-class _ArrayWriter:
-    """A segment of a ``.npy`` file, written from its first row on.
-
-    Args:
-        row: its first row.
-        is_end: whether the array ends with it; the shape is written then.
-    """
-
-    def __init__(
-        self, path: Path, dtype: npt.DTypeLike, row_shape: tuple[int, ...], row: int, *, is_end: bool
-    ) -> None:
-        self._dtype = np.dtype(dtype)
-        self._row_shape = row_shape
-        self._num_rows = row
-        self._is_end = is_end
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
-        self._file.seek(len(self._header()) + row * self._dtype.itemsize * math.prod(row_shape))
-
-    def append(self, rows: npt.NDArray[Any]) -> None:
-        self._file.write(np.ascontiguousarray(rows, self._dtype).data)
-        self._num_rows += len(rows)
-
-    def close(self) -> None:
-        if self._is_end:
-            self._file.seek(0)
-            self._file.write(self._header())
-        self._file.close()
-
-    def _header(self) -> bytes:
-        """Return the header; numpy pads it to the same length for any number of rows."""
-        header = BytesIO()
-        shape = (self._num_rows, *self._row_shape)
-        fields = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(header, fields)
-        return header.getvalue()
 
 
 class LabelSums(NamedTuple):
@@ -103,80 +64,86 @@ def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums])
     return tuple(reports)
 
 
-class SplitWriter:
-    """Writes a split of a prepared data set, or a segment of it, block by block; close it.
+def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: SplitPosition) -> None:
+    """Create the arrays of a split, with room for all of its samples.
 
     Args:
-        targets: labels, weights and groups; None if there are none.
-        start: of the segment; by default that of the split.
-        is_end: whether the split ends with the segment; the lengths of the arrays are written then.
+        end: the position after the last sample.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    features = spec.sparse_features
+    multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]
+
+    def create(name: str, num_rows: int, dtype: npt.DTypeLike, *row_shape: int) -> None:
+        path = folder / f"{name}.npy"
+        np.lib.format.open_memmap(path, "w+", dtype, (num_rows, *row_shape))
+        # If the disk is full, this fails; a write to a mapped array would kill the process.
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+
+    create("dense", end.row, np.float32, len(spec.dense_features))
+    create("ids", end.row, np.int32, len(features) - len(multi_hot))
+    create("source_rows", end.row, np.int64)
+    create("labels", end.row, np.uint8 if targets.is_binary else np.float32, len(targets.tasks))
+    if targets.has_weights:
+        create("weights", end.row, np.float32, len(targets.tasks))
+    if targets.has_groups:
+        create("groups", end.row, np.int64)
+    for k in multi_hot:
+        create(f"bag_{k}_offsets", end.row + 1, np.int64)
+        create(f"bag_{k}_ids", int(end.values_K[k]), np.int32)
+        if features[k].weighted:
+            create(f"bag_{k}_weights", int(end.values_K[k]), np.float32)
+
+
+class SplitWriter:
+    """Writes samples into the arrays of a split, block by block.
+
+    Args:
+        folder: the folder of the arrays.
+        start: the position of the first sample.
 
     Attributes:
-        label_sums: of each block.
+        label_sums: the label sums of each block.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        spec: InputSpec,
-        targets: TargetSpec | None,
-        start: SplitPosition | None = None,
-        *,
-        is_end: bool = True,
-    ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        features = spec.sparse_features
-        multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]
-        self._targets = targets
-        self._num_rows = first = 0 if start is None else start.row
-        self._bag_ends = {k: 0 if start is None else int(start.values_K[k]) for k in multi_hot}
-        self._arrays: dict[str, _ArrayWriter] = {}
-        self._files = ExitStack()
+    def __init__(self, folder: Path, spec: InputSpec, start: SplitPosition) -> None:
+        self._arrays = {path.stem: np.load(path, mmap_mode="r+") for path in folder.glob("*.npy")}
+        self._row = start.row
+        multi_hot = [k for k, feature in enumerate(spec.sparse_features) if feature.multi_hot]
+        self._bag_ends = {k: int(start.values_K[k]) for k in multi_hot}
         self.label_sums: list[LabelSums] = []
 
-        def create(name: str, row: int, dtype: npt.DTypeLike, *row_shape: int) -> None:
-            array = _ArrayWriter(folder / f"{name}.npy", dtype, row_shape, row, is_end=is_end)
-            self._files.callback(array.close)
-            self._arrays[name] = array
-
-        create("dense", first, np.float32, len(spec.dense_features))
-        create("ids", first, np.int32, len(features) - len(multi_hot))
-        create("source_rows", first, np.int64)
-        if targets is not None:
-            create("labels", first, np.uint8 if targets.is_binary else np.float32, len(targets.tasks))
-            if targets.has_weights:
-                create("weights", first, np.float32, len(targets.tasks))
-            if targets.has_groups:
-                create("groups", first, np.int64)
-        for k, end in self._bag_ends.items():
-            create(f"bag_{k}_offsets", first, np.int64)
-            self._arrays[f"bag_{k}_offsets"].append(np.array([end]))
-            create(f"bag_{k}_ids", end, np.int32)
-            if features[k].weighted:
-                create(f"bag_{k}_weights", end, np.float32)
-
-    def append(
-        self, block: EncodedBlock, targets: Targets | None, source_rows_B: npt.NDArray[np.int64]
-    ) -> None:
+    def append(self, block: EncodedBlock, targets: Targets, source_rows_B: npt.NDArray[np.int64]) -> None:
         """Add B samples."""
-        rows: dict[str, Any] = {"dense": block.dense_BF, "ids": block.ids_BK, "source_rows": source_rows_B}
-        if self._targets is not None:
-            assert targets is not None
-            rows |= {"labels": targets.labels_BT, "weights": targets.weights_BT, "groups": targets.groups_B}
-            self.label_sums.append(LabelSums.of(targets))
+        self._put(self._row, dense=block.dense_BF, ids=block.ids_BK, source_rows=source_rows_B)
+        self._put(self._row, labels=targets.labels_BT, weights=targets.weights_BT, groups=targets.groups_B)
         for (k, end), bag in zip(self._bag_ends.items(), block.bags, strict=True):
-            rows[f"bag_{k}_offsets"] = end + np.cumsum(bag.lengths_B)
-            rows[f"bag_{k}_ids"], rows[f"bag_{k}_weights"] = bag.ids_L, bag.weights_L
+            self._put(self._row + 1, **{f"bag_{k}_offsets": end + np.cumsum(bag.lengths_B)})
+            self._put(end, **{f"bag_{k}_ids": bag.ids_L, f"bag_{k}_weights": bag.weights_L})
             self._bag_ends[k] += len(bag.ids_L)
-        for name, array in self._arrays.items():
-            array.append(rows[name])
-        self._num_rows += len(source_rows_B)
+        self._row += len(source_rows_B)
+        self.label_sums.append(LabelSums.of(targets))
 
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
+    def _put(self, start: int, **arrays: npt.NDArray[Any] | None) -> None:
+        """Write the next rows of some arrays; None for those that the split lacks."""
+        for name, rows in arrays.items():
+            if rows is not None:
+                self._arrays[name][start : start + len(rows)] = rows
 
-    def report(self) -> DatasetReport:
-        """Return the report of the rows."""
-        labels = () if self._targets is None else label_reports(self._targets.tasks, self.label_sums)
-        return DatasetReport(self._num_rows, labels, NO_INVALID_ROWS)
+
+def write_group_order(split: Path) -> None:
+    """Write the rows of a split by group, if they have groups; the memory is about 40 bytes per row.
+
+    Args:
+        split: the folder of its complete arrays.
+    """
+    if not (split / "groups.npy").exists():
+        return
+    groups_N = np.load(split / "groups.npy", mmap_mode="r")
+    order_N = groups_N.argsort(kind="stable")
+    sorted_N = groups_N[order_N]
+    starts_G1 = np.append(np.flatnonzero(np.diff(sorted_N, prepend=sorted_N[:1] - 1)), len(sorted_N))
+    rows_N, sizes_G = positions(starts_G1, order_N[starts_G1[:-1]].argsort())
+    np.save(split / "group_rows.npy", order_N[rows_N])
+    np.save(split / "group_starts.npy", np.concatenate([[0], sizes_G.cumsum()]))

@@ -1,4 +1,4 @@
-"""The stages of a preparation: what a job does with a segment of the input, or with a piece of it.
+"""The stages of a preparation, each for a segment of the input or for a piece: some blocks of a segment.
 
 ::
 
@@ -14,46 +14,41 @@ The result of a stage depends on the files and the configuration alone, not on t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from hybrid.data.dataset.atomic_directory import sync_all
-from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.encode.fitting import ValueCounts, bucketed_numbers, holds_several
-from hybrid.data.encode.unknown_values import count_unknown
+from hybrid.data.encode.feature_encoder import FeatureEncoder, count_unknown
+from hybrid.data.encode.fitting import Moments, ValueCounts, bucketed_numbers, has_several_values
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.segments import SEGMENT_BLOCKS, SEGMENT_ROWS, Segment, read_segment
-from hybrid.data.parse.sources import RawBlock, parse
+from hybrid.data.parse.sources import SEGMENT_BLOCKS, SEGMENT_ROWS, RawBlock, Segment, parse, read_segment
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.holdout import Split
 from hybrid.data.prepare.spill import BlockLog, SegmentLog
 from hybrid.data.prepare.split_writer import LabelSums, SplitPosition, SplitWriter
 from hybrid.data.values.column_values import is_list
-from hybrid.data.values.scaling import Moments
-from hybrid.data.values.targets import TargetSpec
 
 TRAIN, TEST = "train", "test"
 UNFINISHED = "making-"  # prefix of the folder of a segment that is not complete
-# Receives the rows that a job has done since the last call, and the fraction of the job that is done by now.
-ReportRows: TypeAlias = Callable[[int, float], None]
 
 
 def parse_segment(
-    segment: Segment, target: Path, layout: Layout, block_bytes: int, report: ReportRows
+    segment: Segment, target: Path, layout: Layout, block_bytes: int, advance: Callable[[int], None]
 ) -> SegmentLog:
-    """Parse a segment into the folder ``target``, which appears atomically, unless it exists.
+    """Parse a segment into the folder ``target``, which appears atomically; reuse an existing folder.
+
+    Args:
+        advance: called with the number of rows of each block; an exception from it ends the parsing.
 
     Raises:
-        DataError, ConfigError: it cannot be read.
+        DataError, ConfigError: the segment cannot be read.
     """
     if target.exists():
         return SegmentLog.read(target)
-    report(0, 0.0)
     folder = target.with_name(f"{UNFINISHED}{target.name}")
     folder.mkdir(parents=True)
     log, held, row = SegmentLog([], []), list[RawBlock](), 0
@@ -64,16 +59,16 @@ def parse_segment(
         log.pieces.append(first_row)
         held.clear()
 
-    for table, fraction in read_segment(segment, layout, block_bytes):
+    for table in read_segment(segment, layout, block_bytes):
         block, invalid = parse(segment.path, table, layout, row)
         log.blocks.append(BlockLog(table.num_rows, table.num_lines, len(block.source_rows_B), invalid))
         if len(block.source_rows_B):
             held.append(block)
         row += table.num_rows
-        is_large = segment.format != "parquet" and len(held) >= SEGMENT_BLOCKS
+        is_large = layout.data.format != "parquet" and len(held) >= SEGMENT_BLOCKS
         if is_large or sum(len(each.source_rows_B) for each in held) >= SEGMENT_ROWS:
             write_held()
-        report(table.num_rows, fraction)
+        advance(table.num_rows)
     if held:
         write_held()
     log.write(folder)
@@ -83,11 +78,11 @@ def parse_segment(
 
 
 class Piece(NamedTuple):
-    """Some parsed blocks.
+    """Consecutive parsed blocks of a segment.
 
     Attributes:
-        folder: of its files.
-        first_row: its first row among all rows of the files of its split.
+        folder: the folder of the piece.
+        first_row: index of the first row over all files of the split.
         split: selects the test rows; None where all rows are test rows.
     """
 
@@ -113,9 +108,10 @@ class PieceStatistics(NamedTuple):
     """Statistics of a piece, besides the counts of its values.
 
     Attributes:
-        moments: of the training rows of each block.
-        numbers: of each block, the numbers of each column of data.sparse whose quantiles bound buckets.
-        several_K: which columns hold several values in a training row.
+        moments: moments of the training rows of each block.
+        numbers: for each block, the numbers of each column of data.sparse whose buckets are bounded by
+            quantiles.
+        several_K: whether a training row of a column has several values.
         sizes: for each split, the number of rows, and of values of each column of data.sparse.
     """
 
@@ -126,7 +122,7 @@ class PieceStatistics(NamedTuple):
 
 
 def fit_piece(piece: Piece, layout: Layout) -> PieceStatistics:
-    """Compute the statistics of the training rows of a piece; write the counts of its values beside it."""
+    """Compute the statistics of the training rows of a piece, and write the counts of values into it."""
     lengths = [len(values) for values in spill.read_values(piece.folder)]
     nothing = SplitPosition(0, np.zeros(len(lengths), np.int64))
     counts: list[npt.NDArray[np.int64]] = [np.zeros(length, np.int64) for length in lengths]
@@ -143,7 +139,7 @@ def fit_piece(piece: Piece, layout: Layout) -> PieceStatistics:
         pairs = zip(layout.sparse, rows.sparse, strict=True)
         statistics.numbers.append([bucketed_numbers(column, values) for column, values in pairs])
         for k, column in enumerate(rows.sparse):
-            statistics.several_K[k] |= holds_several(column)
+            statistics.several_K[k] |= has_several_values(column)
             if lengths[k]:
                 counts[k] += ValueCounts.of(column).counts_D
     for k, counts_D in enumerate(counts):
@@ -154,22 +150,21 @@ def fit_piece(piece: Piece, layout: Layout) -> PieceStatistics:
 def encode_piece(
     piece: Piece,
     encoder: FeatureEncoder,
-    targets: TargetSpec,
     positions: Mapping[str, SplitPosition],
     folder: Path,
 ) -> dict[str, tuple[list[LabelSums], npt.NDArray[np.int64]]]:
     """Write the samples of a piece.
 
     Args:
-        positions: of its first sample in each split.
-        folder: of the splits.
+        positions: the position of the first sample of the piece in each split.
+        folder: the folder of the splits.
 
     Returns:
         For each split, the sums of labels by block, and the counts of :func:`count_unknown`.
     """
     unknown = {split: np.zeros((2, len(encoder.sparse)), np.int64) for split in positions}
     values = spill.read_values(piece.folder)
-    # Of each distinct value of each column, the row of the table.
+    # For each column, the table row of each distinct value.
     rows_of_values = [
         pa.array(
             np.load(spill.rows_path(piece.folder, k))
@@ -178,13 +173,12 @@ def encode_piece(
         )
         for k, encoding in enumerate(encoder.sparse)
     ]
-    with ExitStack() as files:
-        writers = {}
-        for split, start in positions.items():
-            writer = SplitWriter(folder / split, encoder.input_spec, targets, start, is_end=False)
-            writers[split] = files.enter_context(closing(writer))
-        for split, rows in piece.blocks(rows_of_values):
-            encoded = encoder.encode(rows)
-            unknown[split] += count_unknown(encoder, rows, encoded)
-            writers[split].append(encoded, rows.targets, rows.source_rows_B)
+    writers = {
+        split: SplitWriter(folder / split, encoder.input_spec, start) for split, start in positions.items()
+    }
+    for split, rows in piece.blocks(rows_of_values):
+        assert rows.targets is not None
+        encoded = encoder.encode(rows)
+        unknown[split] += count_unknown(encoder, rows, encoded)
+        writers[split].append(encoded, rows.targets, rows.source_rows_B)
     return {split: (writer.label_sums, unknown[split]) for split, writer in writers.items()}

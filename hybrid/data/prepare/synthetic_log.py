@@ -2,29 +2,27 @@
 
 The label of a sample is drawn with probability sigmoid(logit), where::
 
-    logit = bias + effects of three numeric columns (two linear, one bent)
-                 + an effect of each id of the columns that matter
-                 + products of factors of the ids of some of them (a factorisation machine of rank 1)
+    logit = bias + effects of three numeric columns (two linear, one tanh)
+                 + an effect of each id of seven categorical columns
+                 + products of factors of the ids of four of these columns (a factorization machine of rank 1)
 
-The click is the column ``label``. Three other columns can be labels: ``converted``, of a click, ``spent``, a
-number, and ``stars``, a class from 0 to 4. ``weight`` can be ``data.weight``, and any categorical column
-``data.group``. The other columns, of up to 100,000 rows, have no effect. Ids are skewed as in real logs: u is
-uniform, id = floor(rows * u**3). Everything follows from the seed.
+The click is the column ``label``. Three other columns can be labels: ``converted`` (0 or 1; 1 only after a
+click), ``spent`` (a number), and ``stars`` (a class from 0 to 4). ``weight`` can be ``data.weight``, and any
+categorical column ``data.group``. The other categorical columns, with up to 100,000 ids, have no effect. Ids
+are skewed as in real logs: u is uniform, id = floor(rows * u**3). The seed determines the complete log.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hybrid.config import RunConfig
-from hybrid.data.encode.feature_encoder import EncodedBlock, FeatureEncoder
-from hybrid.data.encode.sparse_encoding import SparseEncoding
+from hybrid.data.encode.feature_encoder import DenseEncoding, EncodedBlock, FeatureEncoder, SparseEncoding
 from hybrid.data.parse.column_layout import CRITEO_DENSE, CRITEO_SPARSE
-from hybrid.data.values.scaling import DenseEncoding
-from hybrid.data.values.targets import Targets, TargetSpec
+from hybrid.data.values.model_columns import Targets, TargetSpec
 from hybrid.errors import ConfigError
 
 # fmt: off
@@ -78,23 +76,20 @@ def targets(config: RunConfig) -> TargetSpec:
     """Return the targets of a run; ConfigError if the click log has no such column, or of another kind."""
     spec = TargetSpec.of(config.tasks, dataclasses.replace(config.data, label=CLICKED))
     for name, task in spec.tasks.items():
-        if task.label not in (allowed := _LABELS[task.kind]):
-            rule = f"must be {' or '.join(allowed)} of the synthetic click log where type is {task.kind}"
-            raise ConfigError(f"tasks.{name}.label", rule, task.label)
-        if task.mask not in ("", *_LABELS["binary"]):
-            rule = f"must be {' or '.join(_LABELS['binary'])} of the synthetic click log"
-            raise ConfigError(f"tasks.{name}.mask", rule, task.mask)
+        _check_column(f"tasks.{name}.label", task.label, _LABELS[task.kind])
+        _check_column(f"tasks.{name}.mask", task.mask, ("", *_LABELS["binary"]))
         if task.kind == "classes" and task.classes != NUM_STARS:
-            rule = f"must be {NUM_STARS}, of {STARS} of the synthetic click log"
+            rule = f"must have {NUM_STARS} classes, like the column {STARS} of the synthetic click log"
             raise ConfigError(f"tasks.{name}.type", rule, task.type)
-    for key, column, known in (
-        ("weight", spec.data.weight, (WEIGHT,)),
-        ("group", spec.data.group, CRITEO_SPARSE),
-    ):
-        if column not in ("", *known):
-            rule = f"must be a column of the synthetic click log, one of {', '.join(known)}"
-            raise ConfigError(f"data.{key}", rule, column)
+    _check_column("data.weight", spec.data.weight, ("", WEIGHT))
+    _check_column("data.group", spec.data.group, ("", *CRITEO_SPARSE))
     return spec
+
+
+def _check_column(key: str, column: str, allowed: Collection[str]) -> None:
+    if column not in allowed:
+        rule = f"must be one of the columns {', '.join(filter(None, allowed))} of the synthetic click log"
+        raise ConfigError(key, rule, column)
 
 
 class ClickLog:
@@ -108,7 +103,7 @@ class ClickLog:
 
     @property
     def encoder(self) -> FeatureEncoder:
-        """The encoder, which changes nothing: values are rows already."""
+        """The encoder, which changes no value, because ids are table rows already."""
         sparse = (SparseEncoding(n, "identity", r) for n, r in zip(CRITEO_SPARSE, TABLE_ROWS, strict=True))
         return FeatureEncoder(tuple(map(DenseEncoding, CRITEO_DENSE)), tuple(sparse))
 
@@ -149,7 +144,7 @@ class ClickLog:
 
 
 def sigmoid(logits_B: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """exp(x) / (1 + exp(x))."""
+    """Return exp(x) / (1 + exp(x))."""
     odds_B: npt.NDArray[np.float32] = np.exp(logits_B)
     return odds_B / (1 + odds_B)
 

@@ -1,13 +1,14 @@
 """The order of a vocabulary, from the values of all pieces, within a memory limit.
 
-Values that fit into memory are ordered together. Otherwise the values of each piece are sorted by text on
-disk and cut at the same texts. The values between two cuts fit, are ordered alone, and form a run. Runs
-follow each other by text, so equally frequent values (a level) are in the order of the runs. The position of
-each level follows from the sizes of the levels, without comparing values of two runs::
+Values that fit into memory are ordered at once. Otherwise, the order is an external sort. The values of each
+piece are sorted by text on disk, and cut at the same texts. The values between two cuts form a run, which
+fits into memory and is ordered by itself. A level consists of the values of a run that have the same count.
+The vocabulary has the levels in descending order of counts, and levels with the same count in the order of
+runs. So the position of each level follows from the sizes of levels, without comparing values of two runs::
 
     sorted pieces   a b d | e     b c d | f     values, and the count of each; cut at e
                     3 1 1 | 2     1 1 1 | 1
-    runs            a b d c | e f               each in its order
+    runs            a b d c | e f               each run in its order
                     3 2 2 1 | 2 1
     vocabulary      a | b d | e | c | f         level by level, and run by run in each level
                     3 | 2 2 | 2 | 1 | 1
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import shutil
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,14 +27,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hybrid.config.resolved_columns import Column
-from hybrid.data.encode.fitting import RankedValues, ValueCounts, rank
+from hybrid.config.data_sections import Column
+from hybrid.data.encode.fitting import ValueCounts, rank
 from hybrid.data.encode.vocabulary import text_bounds
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.spill import read_ranked, write_ranked
-from hybrid.data.prepare.stages import ReportRows
 
-# What ordering takes for each value of a piece, and for each byte of it, if all values differ.
+# Memory that ordering takes per value of a piece, and per byte of its text, if all values differ.
 _BYTES_PER_VALUE, _BYTES_PER_BYTE = 140, 4
 
 
@@ -41,10 +41,10 @@ class RankJob(NamedTuple):
     """A vocabulary to order.
 
     Attributes:
-        columns: those that share it, by their index in data.sparse.
-        pieces: all of them.
-        folder: of the vocabulary.
-        memory_bytes: the most that the job takes.
+        columns: the columns that share the vocabulary, by their index in data.sparse.
+        pieces: the folders of all pieces.
+        folder: the folder of the vocabulary.
+        memory_bytes: the memory limit of the job.
     """
 
     columns: dict[int, Column]
@@ -64,22 +64,26 @@ class _PieceColumn(NamedTuple):
         values = spill.read_values(self.piece)[self.column]
         return ValueCounts(values, np.load(spill.counts_path(self.piece, self.column)))
 
-    def write_rows(self, rank_D: npt.NDArray[np.int64], ranked: RankedValues) -> None:
+    def write_rows(self, rank_D: npt.NDArray[np.int64], ranked: ValueCounts) -> None:
         """Write the table row of each value, from its rank in the vocabulary."""
         known = ranked.count_known(self.min_count)
         rows_D = np.where(rank_D <= known, rank_D, 0).astype(np.int32)
         np.save(spill.rows_path(self.piece, self.column), rows_D)
 
 
-def rank_values(job: RankJob, report: ReportRows) -> None:
-    """Order the values of a vocabulary, and write the table row of each value of each piece."""
+def rank_values(job: RankJob, check: Callable[[], None]) -> None:
+    """Order the values of a vocabulary, and write the table row of each value of each piece.
+
+    Args:
+        check: called repeatedly; an exception from it ends the job.
+    """
     pa.default_memory_pool().release_unused()
     sources = [
         _PieceColumn(piece, k, column.min_count) for piece in job.pieces for k, column in job.columns.items()
     ]
     need = sum(int(_memory_costs(spill.read_values(each.piece)[each.column])[-1]) for each in sources)
     if need > job.memory_bytes:
-        _merge(job, sources, report)
+        _merge(job, sources, check)
     else:
         ranked, ranks = rank([source.read() for source in sources])
         write_ranked(job.folder, [ranked])
@@ -88,7 +92,7 @@ def rank_values(job: RankJob, report: ReportRows) -> None:
 
 
 def _memory_costs(values: pa.Array) -> npt.NDArray[np.int64]:
-    """Return the bytes that ordering the first 0, 1, ..., all of some values takes."""
+    """Return the memory in bytes to order the first 0, 1, ..., N of N values."""
     bounds = text_bounds(values)
     costs: npt.NDArray[np.int64] = _BYTES_PER_VALUE * np.arange(len(bounds)) + _BYTES_PER_BYTE * (
         bounds - bounds[0]
@@ -96,21 +100,22 @@ def _memory_costs(values: pa.Array) -> npt.NDArray[np.int64]:
     return costs
 
 
-def _merge(job: RankJob, sources: Sequence[_PieceColumn], report: ReportRows) -> None:
+def _merge(job: RankJob, sources: Sequence[_PieceColumn], check: Callable[[], None]) -> None:
     """Order values that do not fit into memory together."""
     scratch = job.folder.with_name(f"{job.folder.name}-runs")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     paths = [scratch / f"sorted-{i}.arrow" for i in range(len(sources))]
-    # Between two cuts lie as many samples as there are sources, and less than a step of each source besides.
+    # Between two cuts are as many samples as sources, and less than a step of each source after its last
+    # sample. So a run takes at most ``memory_bytes``.
     step = max(1, job.memory_bytes // (2 * len(sources)))
     samples = []
-    for i, (source, path) in enumerate(zip(sources, paths, strict=True)):
+    for source, path in zip(sources, paths, strict=True):
+        check()
         samples.append(_sort(source.read(), path, step))
-        report(0, 0.4 * (i + 1) / len(sources))
     together = pa.concat_arrays(samples)
     cuts = together.take(pc.sort_indices(together))[len(sources) - 1 :: len(sources)].unique().to_pylist()
-    # Of each source, the bounds of its runs: values before a cut are less than it.
+    # For each source, the bounds of the runs in it. A run has the values below its upper cut.
     bounds = []
     for path in paths:
         values = _read_sorted(path)["value"]
@@ -119,6 +124,7 @@ def _merge(job: RankJob, sources: Sequence[_PieceColumn], report: ReportRows) ->
     bounds_IR = np.array(bounds)
     folders = [scratch / f"run-{r}" for r in range(len(cuts) + 1)]
     for r, run in enumerate(folders):
+        check()
         counts = []
         for path, start, stop in zip(paths, bounds_IR[:, r], bounds_IR[:, r + 1], strict=True):
             batch = _read_sorted(path).slice(start, stop - start)
@@ -126,7 +132,6 @@ def _merge(job: RankJob, sources: Sequence[_PieceColumn], report: ReportRows) ->
         of_run, ranks = rank(counts)
         write_ranked(run, [of_run])
         np.concatenate(ranks).astype(np.int32).tofile(run / "ranks.bin")
-        report(0, 0.4 + 0.4 * (r + 1) / (len(cuts) + 1))
     shifts = _write_levels(job.folder, [read_ranked(run) for run in folders])
     ranked, sizes_IR = read_ranked(job.folder), np.diff(bounds_IR)
     ends_IR = sizes_IR.cumsum(axis=0)
@@ -162,25 +167,25 @@ def _read_sorted(path: Path) -> pa.RecordBatch:
 
 
 def _write_levels(
-    folder: Path, runs: Sequence[RankedValues]
+    folder: Path, runs: Sequence[ValueCounts]
 ) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
     """Write the vocabulary of some runs, which follow each other by text.
 
     Returns:
-        For each run, the first rank of each level, rising (before them 0, of values that never occur), and
-        the difference between ranks of that level in the vocabulary and in the run.
+        For each run, two arrays: the first rank of each level, in ascending order; and the rank of the level
+        in the vocabulary minus its rank in the run. Both begin with 0, for values that never occur.
     """
-    firsts = [np.flatnonzero(np.diff(run.counts_V, prepend=0)) for run in runs]
+    firsts = [np.flatnonzero(np.diff(run.counts_D, prepend=0)) for run in runs]
     first_S = np.concatenate(firsts)
     stop_S = np.concatenate([np.append(f, len(run.values))[1:] for f, run in zip(firsts, runs, strict=True)])
     run_S = np.repeat(np.arange(len(runs)), [*map(len, firsts)])
-    count_S = np.concatenate([run.counts_V[f] for f, run in zip(firsts, runs, strict=True)])
+    count_S = np.concatenate([run.counts_D[f] for f, run in zip(firsts, runs, strict=True)])
     order = np.lexsort((run_S, -count_S))
     segments = zip(*(each[order].tolist() for each in (run_S, first_S, stop_S)), strict=True)
     write_ranked(
         folder,
         (
-            RankedValues(runs[r].values[first:stop], runs[r].counts_V[first:stop])
+            ValueCounts(runs[r].values[first:stop], runs[r].counts_D[first:stop])
             for r, first, stop in segments
         ),
     )

@@ -1,5 +1,5 @@
-"""Columns of a file to values: canonical texts, numbers, dates, buckets, crosses, weighted ids and targets.
+"""Columns of files to values: canonical texts, numbers, dates, buckets, crosses, weighted ids and targets.
 
-``features`` computes each column of data.sparse, ``targets`` the labels, and ``invalid_rows`` collects
-invalid rows.
+``column_values`` converts a column, ``model_columns`` computes the features and targets of a model, and
+``invalid_rows`` collects invalid rows.
 """

@@ -7,25 +7,27 @@ write ``TRUE``, ``true`` or ``1``. Each of these has one text:
 given                                   its text
 ======================================= ================================================================
 integers of any type                    ``5``
-floats of integral value; texts of      ``5``, in full: ``5.0``, ``5.00`` and ``5e+00`` are 5, and ``1e+06``
-digits, a point and zeros, or of the    is 1000000
-forms of floats ``5e+05``, ``5.0E5``
+floats of integral value; texts such    the digits of the integer: ``5``, ``5``, ``500000``
+as ``5.0``, ``5e+00``, ``5.0E5``
 -0, ``-0``, ``-0.0``                    ``0``
-other floats                            the shortest that reads back as the same: ``0.1``, ``1e-07``, ``inf``
-true and false; ``True``, ``true``,     ``1`` and ``0``
-``TRUE`` and the same of false
+other floats                            the shortest text that parses to the same float: ``0.1``, ``1e-07``
+true; ``True``, ``true``, ``TRUE``      ``1``
+false; ``False``, ``false``, ``FALSE``  ``0``
 dates, and times at midnight            ``2024-01-31``
-other times, with a ``T`` too           ``2024-01-31 09:30:00.5``, no zeros after the fraction; of UTC with a
-                                        ``Z`` at the end, midnight then shown
-null, and NaN in a column of floats     none: it is missing
-other texts, and decimals with a        as they are, without blanks around
+other times, also with a ``T``          ``2024-01-31 09:30:00.5``, without trailing zeros
+times in UTC                            ``2024-01-31 00:00:00Z``, also at midnight
+null, and NaN in a column of floats     none: the value is missing
+other texts, and decimals with a        unchanged, but without surrounding blanks
 fraction
 ======================================= ================================================================
 
-Texts that may mean something else stay different: leading zeros (``007`` and ``7``, postal codes), zeros
-after a fraction (``1.10`` and ``1.1``, versions), a leading plus (``+49``), an exponent without a sign
-(``5e0`` and ``12e45678`` may be hexadecimal, as about one in seventy of Criteo's hashes), and the text
-``nan``, unless ``data.missing`` names it.
+Texts that may have another meaning stay as they are:
+
+- Leading zeros, as in postal codes: ``007`` and ``7`` differ.
+- Trailing zeros of a fraction, as in versions: ``1.10`` and ``1.1`` differ.
+- A leading plus: ``+49``.
+- An exponent without a sign: ``5e0`` may be hexadecimal, like about one in seventy of Criteo's hashes.
+- The text ``nan``, unless ``data.missing`` has it.
 
 Floats hold integers exactly up to 2**53 (float32: 2**24). If a file has larger integers as floats, several
 ids may have become one. Such values are *inexact*, and their rows are invalid.
@@ -45,17 +47,17 @@ _EXPONENT = re.compile(r"(-?[1-9])(?:\.([0-9]+)(?:[eE]\+|E)|[eE]\+)([0-9]{1,3})"
 _TIME = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2})[ T]([0-9]{2}:[0-9]{2}:[0-9]{2})(\.[0-9]+)?(Z|\+00:?00)?")
 _WORDS = {"-0": "0", **dict.fromkeys(("True", "true", "TRUE"), "1")}
 _WORDS |= dict.fromkeys(("False", "false", "FALSE"), "0")
-# Matches every text that a rule changes, and few others: most columns hold none.
+# Matches every text that a rule changes, and few other texts. Most columns have no match.
 _SUSPECT = (
     r"^-?[0-9]+\.0+$|^-?[1-9](\.[0-9]+([eE]\+|E)|[eE]\+)[0-9]{1,3}$|^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T]|"
     r"^(-0|[Tt]rue|TRUE|[Ff]alse|FALSE)$"
 )
-_SUSPECT_BYTES = b".+-tTlF"  # each of these texts holds one of them; few columns do
+_SUSPECT_BYTES = b".+-tTlF"  # every suspect text has one of these bytes; few columns have any
 _MAX_EXACT = 2**53
 
 
-def canonical(values: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
-    """Return the texts of an array of any flat type, null if missing; and which are inexact."""
+def canonicalize(values: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
+    """Return the canonical texts of a flat array, null if missing, and a mask of the inexact values."""
     kind = values.type
     inexact_D = np.zeros(len(values), np.bool_)
     if pa.types.is_floating(kind):
@@ -64,8 +66,8 @@ def canonical(values: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
         texts = pa.array(numbers_D.astype(str), mask=np.isnan(numbers_D))
     elif pa.types.is_timestamp(kind) and kind.tz is not None:
         texts = pc.binary_join_element_wise(values.cast(pa.timestamp(kind.unit)).cast(pa.string()), "Z", "")
-    else:  # times without a zone included
-        texts = trimmed(values.cast(pa.string()))
+    else:  # also times without a zone
+        texts = trim_blanks(values.cast(pa.string()))
     content = _content(texts).tobytes()
     if not any(byte in content for byte in _SUSPECT_BYTES):
         return texts, inexact_D
@@ -82,7 +84,7 @@ def canonical(values: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
     ), inexact_D
 
 
-def trimmed(texts: pa.Array) -> pa.Array:
+def trim_blanks(texts: pa.Array) -> pa.Array:
     """Return an array of texts without surrounding blanks; the same array if it holds no blank."""
     content = _content(texts)
     if not len(content) or (content.min() > ord(" ") and content.max() < 128):
@@ -91,12 +93,12 @@ def trimmed(texts: pa.Array) -> pa.Array:
 
 
 def _content(texts: pa.Array) -> npt.NDArray[np.uint8]:
-    """Return the bytes of all texts of an array, and of the array that it is a slice of."""
+    """Return the bytes of all texts of an array; for a slice, those of the complete array."""
     return np.frombuffer(texts.buffers()[2] or b"", np.uint8)
 
 
 def canonical_text(text: str) -> tuple[str, bool]:
-    """Return the canonical text of ``text``, and whether it is an integer from too large a float."""
+    """Return the canonical text of ``text``, and whether the value is inexact."""
     if text in _WORDS:
         return _WORDS[text], False
     if match := _POINT.fullmatch(text):
@@ -115,8 +117,8 @@ def canonical_text(text: str) -> tuple[str, bool]:
     return text, False
 
 
-def stable_hashes(texts: pa.Array) -> npt.NDArray[np.uint64]:
-    """Return a 64-bit hash of each text, the same on every platform; null has that of the empty text."""
+def hash_texts(texts: pa.Array) -> npt.NDArray[np.uint64]:
+    """Return a 64-bit hash of each text, the same on every platform; null is hashed as the empty text."""
     contents = pc.fill_null(texts, "").cast(pa.large_binary()).to_numpy(zero_copy_only=False)
     digests = b"".join([blake2b(content, digest_size=8).digest() for content in contents])
     return np.frombuffer(digests, "<u8")

@@ -1,22 +1,53 @@
-"""Columns of any type as labels, numbers and categorical values.
+"""Columns of any type as labels, numbers, times and categorical values.
 
 Text arrives as strings. Parquet also has integers, floats, booleans, dictionaries and lists. Null is a
 missing value, and so is NaN in a column of floats, as numpy and pandas write it.
+
+Times are seconds since 1970:
+
+======================================= =========================================================
+given                                   meaning
+======================================= =========================================================
+``2024-01-31``                          midnight
+``2024-01-31 09:30``, also with a       that time; a zone after it (``Z``, ``+02:00``) is ignored
+``T``, seconds, or a fraction
+numbers                                 seconds since 1970, UTC
+dates and timestamps of Parquet         that time; for a timestamp with a zone, the local time of the zone
+======================================= =========================================================
+
+So hours and weekdays are those of the zone in the file, not of UTC.
 """
 
 import re
-from typing import NamedTuple
+from contextlib import suppress
+from datetime import date
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hybrid.data.values.canonical import canonical, canonical_text, stable_hashes, trimmed
+from hybrid.data.values.canonical import canonical_text, canonicalize, hash_texts, trim_blanks
+
+Numbers: TypeAlias = npt.NDArray[np.float64]
+T = TypeVar("T", bound=np.generic)
+Mask: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_NUMBER = float(np.finfo(np.float32).max)
 MAX_VALUE_BYTES = 4096  # of a categorical value, since vocabularies hold values in memory
+# The lower bounds of all buckets except the lowest.
+DATE_BOUNDS = {"hour": tuple(map(float, range(1, 24))), "weekday": tuple(map(float, range(1, 7)))}
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+_TIME = (
+    r"^[0-9]{4}-[0-9]{2}-[0-9]{2}"
+    r"([ T]([01][0-9]|2[0-3])(:[0-5][0-9]){1,2}([.][0-9]+)?(Z|[+-][0-9]{2}:?[0-9]{2})?)?$"
+)
+_ZONE = r"(Z|[+-][0-9]{2}:?[0-9]{2})$"
+_MAX_SECONDS = 253_402_300_800  # the year 10000; larger numbers count something else, such as milliseconds
+_DAY = 86_400
+_UNITS = {"date32[day]": _DAY, "date64[ms]": 1e-3, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds
+_FIRST_DAY = date(1970, 1, 1).toordinal()  # a Thursday
 
 
 class Values(NamedTuple):
@@ -24,46 +55,56 @@ class Values(NamedTuple):
 
     Attributes:
         coded: dictionary array of B strings, null if missing; or array of B lists of such, none null.
-        inexact_B: rows with an integer that was written as too large a float.
+        inexact_B: rows with an inexact value (see :mod:`hybrid.data.values.canonical`).
         too_long_B: rows with a value of more than ``MAX_VALUE_BYTES``.
     """
 
     coded: pa.Array
-    inexact_B: npt.NDArray[np.bool_]
-    too_long_B: npt.NDArray[np.bool_]
+    inexact_B: Mask
+    too_long_B: Mask
 
 
 def is_list(column: pa.Array) -> bool:
-    """Return whether each row holds any number of values."""
+    """Return whether the rows of a column are lists."""
     kind = column.type
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def without_maps(column: pa.Array) -> pa.Array:
-    """Return a column, as lists of pairs if it holds maps."""
+def convert_maps(column: pa.Array) -> pa.Array:
+    """Convert a column of maps to lists of (key, value) pairs; return any other column as it is."""
     if not pa.types.is_map(column.type):
         return column
     pairs = pa.StructArray.from_arrays([column.keys, column.items], ["key", "value"])
     return pa.ListArray.from_arrays(column.offsets, pairs)
 
 
-def values(column: pa.Array, missing: tuple[str, ...], separator: str = "") -> Values:
+def parse_values(column: pa.Array, missing: tuple[str, ...], separator: str = "") -> Values:
     """Return a categorical column in canonical texts (:mod:`hybrid.data.values.canonical`).
 
     Args:
-        missing: texts that mean missing; dropped from lists.
-        separator: splits a flat column into lists, if not empty.
+        missing: texts that mean missing; such values are null, and are dropped from lists.
+        separator: splits the texts of a flat column into lists, unless empty.
     """
     if separator and not is_list(column):
-        column = pc.split_pattern(pc.fill_null(decoded(column).cast(pa.string()), ""), separator)
+        column = pc.split_pattern(pc.fill_null(decode_dictionary(column).cast(pa.string()), ""), separator)
     if not is_list(column):
-        return flat_values(column, missing)
-    lengths_B = np.asarray(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
-    return keep_items(flat_values(pc.list_flatten(column), missing), lengths_B)
+        return parse_flat_values(column, missing)
+    return group_items(parse_flat_values(pc.list_flatten(column), missing), list_lengths(column))
 
 
-def keep_items(items: Values, lengths_B: npt.NDArray[np.int64]) -> Values:
-    """Return lists of the flat ``items`` that are not null; ``lengths_B`` counts all items of each row."""
+def list_lengths(column: pa.Array) -> npt.NDArray[np.int64]:
+    """Return the number of items of each list; 0 for null."""
+    return np.asarray(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
+
+
+def take_or_default(values_D: npt.NDArray[T], indices: pa.Array, if_null: int) -> npt.NDArray[T]:
+    """Return the elements of ``values_D`` at ``indices``; ``if_null`` for a null index."""
+    index: npt.NDArray[np.int64] = np.asarray(indices.fill_null(len(values_D)))
+    return np.append(values_D, np.array(if_null, values_D.dtype))[index]
+
+
+def group_items(items: Values, lengths_B: npt.NDArray[np.int64]) -> Values:
+    """Group flat items into B lists, without the null items; ``lengths_B`` counts all items of each row."""
     present_L = np.asarray(items.coded.is_valid())
     kept_before = np.concatenate([[0], np.cumsum(present_L)])
     offsets = kept_before[np.concatenate([[0], np.cumsum(lengths_B)])]
@@ -75,8 +116,8 @@ def keep_items(items: Values, lengths_B: npt.NDArray[np.int64]) -> Values:
     return Values(lists, inexact_B, too_long_B)
 
 
-def cut(lists: pa.ListArray, limit: int, *, from_start: bool) -> pa.ListArray:
-    """Return the first ``limit`` items of each list, or the last ones."""
+def truncate_lists(lists: pa.ListArray, limit: int, *, from_start: bool) -> pa.ListArray:
+    """Return the first ``limit`` items of each list, or its last ``limit`` items."""
     offsets = np.asarray(lists.offsets).astype(np.int64)
     lengths_B = np.diff(offsets)
     position_L = np.arange(lengths_B.sum()) - np.repeat(offsets[:-1] - offsets[0], lengths_B)
@@ -87,32 +128,29 @@ def cut(lists: pa.ListArray, limit: int, *, from_start: bool) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), kept)
 
 
-def flat_values(column: pa.Array, missing: tuple[str, ...]) -> Values:
-    """Return a flat column as :func:`values` does; work on a value is done once for each distinct one."""
+def parse_flat_values(column: pa.Array, missing: tuple[str, ...]) -> Values:
+    """Return a flat column as :func:`parse_values` does; each distinct value is processed once."""
     indices, distinct = _distinct(column)
-    texts, inexact_D = canonical(distinct)
+    texts, inexact_D = canonicalize(distinct)
     too_long_D = np.asarray(pc.fill_null(pc.greater(pc.binary_length(texts), MAX_VALUE_BYTES), False))
     absent_texts = pa.array([canonical_text(text)[0] for text in missing], pa.string())
     absent_D = np.asarray(pc.or_(texts.is_null(), pc.is_in(texts, value_set=absent_texts)))
-    # Nulls take the entry after the last.
-    index_B = np.asarray(indices.fill_null(len(distinct)))
-    absent_B = np.append(absent_D, True)[index_B]
+    absent_B = take_or_default(absent_D, indices, True)
     inexact_B, too_long_B = (
-        np.append(mask_D, False)[index_B] if mask_D.any() else np.zeros(len(index_B), np.bool_)
+        take_or_default(mask_D, indices, False) if mask_D.any() else np.zeros(len(indices), np.bool_)
         for mask_D in (inexact_D, too_long_D)
     )
+    index_B = np.asarray(indices.fill_null(0))
     coded = pa.DictionaryArray.from_arrays(pa.array(index_B, pa.int32(), mask=absent_B), texts)
     return Values(coded, inexact_B & ~absent_B, too_long_B & ~absent_B)
 
 
-def numbers(
-    column: pa.Array, missing: tuple[str, ...]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
-    """Return a numeric column as float64, NaN if missing, and which of its values are not finite numbers."""
-    column = decoded(column)
+def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
+    """Return a column as float64, NaN if missing, and a mask of values that are not finite numbers."""
+    column = decode_dictionary(column)
     has_text = is_text(column)
     if has_text:
-        column = trimmed(column)
+        column = trim_blanks(column)
         column = pc.if_else(pc.is_in(column, value_set=pa.array(missing, pa.string())), None, column)
         given = np.asarray(column.is_valid())
         try:
@@ -133,39 +171,90 @@ def numbers(
     return numbers_B, not_numbers
 
 
-def hashes(column: pa.Array, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Return a hash of each value of a flat column, and which rows have none."""
-    coded, inexact_B, too_long_B = values(column, missing)
-    hashes_D = np.append(stable_hashes(coded.dictionary), np.uint64(0))
-    hashes_B = hashes_D.view(np.int64)[np.asarray(coded.indices.fill_null(len(hashes_D) - 1))]
+def parse_seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
+    """Return seconds since 1970, NaN if missing, and a mask of values that are neither times nor numbers."""
+    column = decode_dictionary(column)
+    if pa.types.is_temporal(column.type):
+        numbers_B = column.cast(pa.int32() if pa.types.is_date32(column.type) else pa.int64()).to_numpy(
+            zero_copy_only=False
+        )
+        unit = _UNITS.get(str(getattr(column.type, "unit", column.type)), 1)
+        with np.errstate(invalid="ignore"):
+            wrong_B = np.abs(numbers_B.astype(np.float64)) * unit >= _MAX_SECONDS
+        if wrong_B.any():
+            column = pc.if_else(pa.array(wrong_B), None, column)
+        if getattr(column.type, "tz", None):
+            column = pc.local_timestamp(column)
+        microseconds = (
+            column.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).cast(pa.float64(), safe=False)
+        )
+        return microseconds.to_numpy(zero_copy_only=False) / 1e6, wrong_B
+    if not is_text(column):
+        return parse_numbers(column, missing)
+    texts = pc.utf8_trim_whitespace(column)
+    is_time_B = np.asarray(pc.fill_null(pc.match_substring_regex(texts, _TIME), False))
+    times = pa.array(is_time_B)
+    seconds_B, wrong_B = parse_numbers(pc.if_else(times, None, texts), missing)
+    dated = texts.filter(times)
+    days = pc.utf8_slice_codeunits(dated, 0, 10).dictionary_encode()
+    day_D = np.full(len(days.dictionary), np.nan)
+    for i, text in enumerate(days.dictionary.to_pylist()):
+        with suppress(ValueError):  # such as the 30th of February
+            day_D[i] = date.fromisoformat(text).toordinal() - _FIRST_DAY
+    past_minute = pc.replace_substring_regex(pc.utf8_slice_codeunits(dated, 16), _ZONE, "")
+    parts = (
+        (3600, pc.utf8_slice_codeunits(dated, 11, 13)),
+        (60, pc.utf8_slice_codeunits(dated, 14, 16)),
+        (1, pc.utf8_slice_codeunits(past_minute, 1)),
+    )
+    of_times: Numbers = day_D[np.asarray(days.indices)] * _DAY
+    for unit, digits in parts:
+        numbers_B = pc.if_else(pc.equal(digits, ""), "0", digits).cast(pa.float64())
+        of_times = of_times + unit * numbers_B.to_numpy(zero_copy_only=False)
+    seconds_B[is_time_B] = of_times
+    return seconds_B, wrong_B | (is_time_B & np.isnan(seconds_B))
+
+
+def parse_date_parts(column: pa.Array, missing: tuple[str, ...], kind: str) -> tuple[Numbers, Mask]:
+    """Return the hour (0-23) or weekday (Monday is 0), NaN if missing, and a mask of invalid values."""
+    seconds_B, wrong_B = parse_seconds(column, missing)
+    wrong_B |= np.abs(seconds_B) >= _MAX_SECONDS
+    seconds_B[wrong_B] = np.nan
+    return (seconds_B % _DAY // 3600 if kind == "hour" else (seconds_B // _DAY + 3) % 7), wrong_B
+
+
+def hash_values(column: pa.Array, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.int64], Mask]:
+    """Return a hash of each value of a flat column, and a mask of missing or invalid values."""
+    coded, inexact_B, too_long_B = parse_values(column, missing)
+    hashes_B = take_or_default(hash_texts(coded.dictionary).view(np.int64), coded.indices, 0)
     return hashes_B, np.asarray(coded.is_null()) | inexact_B | too_long_B
 
 
-def labels(
+def parse_labels(
     column: pa.Array, positive: tuple[str, ...], negative: tuple[str, ...]
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-    """Return a label column as 0 and 1, by canonical texts, and which of its values are neither."""
+) -> tuple[npt.NDArray[np.uint8], Mask]:
+    """Return labels as 0 and 1, by their canonical texts, and a mask of unknown labels."""
     indices, distinct = _distinct(column)
     known = pa.array([canonical_text(text)[0] for text in (*positive, *negative)], pa.string())
-    position_D = np.asarray(pc.fill_null(pc.index_in(canonical(distinct)[0], value_set=known), -1))
-    position_B = np.append(position_D, -1)[np.asarray(indices.fill_null(len(distinct)))]
+    position_D = np.asarray(pc.fill_null(pc.index_in(canonicalize(distinct)[0], value_set=known), -1))
+    position_B = take_or_default(position_D, indices, -1)
     return (position_B < len(positive)).astype(np.uint8), position_B < 0
 
 
 def _distinct(column: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Return the index of the value of each row, null for null, and the distinct values of a flat column."""
+    """Return the distinct values of a flat column, after the index of each row in them, null for null."""
     coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     if len(coded.dictionary) <= len(coded):
         return coded.indices, coded.dictionary
-    used = coded.indices.dictionary_encode()  # the dictionary is of more rows than these
+    used = coded.indices.dictionary_encode()  # the dictionary may have values of other rows
     return used.indices, coded.dictionary.take(used.dictionary)
 
 
 def is_text(column: pa.Array) -> bool:
-    """Return whether a flat column holds texts, and not as a dictionary."""
-    return bool(pa.types.is_string(column.type) or pa.types.is_large_string(column.type))
+    """Return whether a flat column holds texts without a dictionary."""
+    return isinstance(column, pa.StringArray | pa.LargeStringArray)
 
 
-def decoded(column: pa.Array) -> pa.Array:
+def decode_dictionary(column: pa.Array) -> pa.Array:
     """Return a column without its dictionary, if it has one."""
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column

@@ -16,8 +16,8 @@ from hybrid.errors import DataError
 from hybrid.storage.remote_path import StoragePath
 
 MAX_EXAMPLES = 10
-MAX_SHOWN = 60
-HOPELESS_ROWS = 10_000
+MAX_SHOWN = 60  # characters
+MAX_LEADING_INVALID = 10_000  # invalid rows of a file before its first valid row
 
 
 class Reason(StrEnum):
@@ -38,7 +38,7 @@ class Reason(StrEnum):
     SPLIT = "no_split_value"
 
 
-# Receives which rows are invalid, why, in which column of the file, and what is expected there.
+# Rejects rows: a mask of the rows, the reason, the column of the file, and the expected value.
 Reject: TypeAlias = Callable[[npt.NDArray[np.bool_], Reason, str, str], None]
 
 _ADVICE = {
@@ -62,10 +62,10 @@ class InvalidRow(NamedTuple):
     """An invalid row.
 
     Attributes:
-        line: its line, 1-based.
-        reason: why it is invalid.
-        found: what the row holds.
-        last: its last line if it takes several, else 0.
+        line: the first line of the row, 1-based.
+        reason: why the row is invalid.
+        found: a description of the invalid content.
+        last: the last line of a row of several lines, else 0.
     """
 
     line: int
@@ -74,27 +74,27 @@ class InvalidRow(NamedTuple):
     last: int = 0
 
     def after(self, lines: int) -> InvalidRow:
-        """Return the row with line numbers that count ``lines`` more before it."""
+        """Return the row with ``lines`` added to its line numbers."""
         return self._replace(line=self.line + lines, last=self.last + lines if self.last else 0)
 
     @property
     def text(self) -> str:
-        """What the row holds, with its last line if it takes several."""
+        """The description of the invalid content, with the last line of a row of several lines."""
         return f"{self.found}, to line {self.last}" if self.last else self.found
 
 
-def shown(value: object) -> str:
-    """Return a value of a file as a message shows it: on one line, and not too long."""
+def format_value(value: object) -> str:
+    """Return a value of a file for a message: on one line, at most ``MAX_SHOWN`` characters of it."""
     text = str(value).strip()
     return repr(text) if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]!r}... ({len(text):,} characters)"
 
 
-def shown_cell(column: pa.Array, i: int) -> str:
-    """Return the value of a row of a column as a message shows it."""
+def format_cell(column: pa.Array, i: int) -> str:
+    """Return the value of a row of a column for a message."""
     try:
-        return shown(column[i].as_py())
+        return format_value(column[i].as_py())
     except (OverflowError, ValueError):  # a time that Python cannot represent
-        return shown(column.slice(i, 1).cast(pa.string())[0])
+        return format_value(column.slice(i, 1).cast(pa.string())[0])
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class InvalidRowReport:
 
     @property
     def total(self) -> int:
+        """The number of skipped rows."""
         return sum(self.counts.values())
 
 
@@ -113,8 +114,8 @@ class InvalidRowLog:
     """Collects the invalid rows of one pass over the files of a split.
 
     Args:
-        max_fraction: ``finish`` raises DataError if a larger fraction of rows is invalid; 0 raises it at the
-            first.
+        max_fraction: ``finish`` raises DataError if a larger fraction of rows is invalid. If it is 0, ``add``
+            raises DataError at the first invalid row.
     """
 
     def __init__(self, max_fraction: float) -> None:
@@ -122,16 +123,20 @@ class InvalidRowLog:
         self._counts: Counter[Reason] = Counter()
         self._examples: list[str] = []
         self._valid = 0
-        self.start_file()
-
-    def start_file(self) -> None:
-        """Begin another file."""
+        # Of the current file.
+        self._path: StoragePath | None = None
         self._file_valid = 0
-        self._file_invalid: Counter[Reason] = Counter()
-        self._file_first: dict[Reason, InvalidRow] = {}
+        self._file_invalid: list[InvalidRow] = []  # before the first valid row of the file
 
     def add(self, path: StoragePath, num_valid: int, invalid: Sequence[InvalidRow]) -> None:
-        """Record the next block of ``path``."""
+        """Record the next block of ``path``, after all blocks of the files before.
+
+        Raises:
+            DataError: an invalid row is an error, or all rows of a file are invalid.
+        """
+        if path != self._path:
+            self.check_file()
+            self._path, self._file_valid = path, 0
         self._valid += num_valid
         self._file_valid += num_valid
         for row in sorted(invalid):
@@ -142,24 +147,24 @@ class InvalidRowLog:
             if len(self._examples) < MAX_EXAMPLES:
                 self._examples.append(example)
             self._counts[row.reason] += 1
-            self._file_invalid[row.reason] += 1
-            self._file_first.setdefault(row.reason, row)
-        if self._file_valid == 0 and self._file_invalid.total() >= HOPELESS_ROWS:
-            self.finish_file(path)
+        self._file_invalid = [] if self._file_valid else [*self._file_invalid, *sorted(invalid)]
+        if len(self._file_invalid) >= MAX_LEADING_INVALID:
+            self.check_file()
 
-    def finish_file(self, path: StoragePath) -> None:
-        """Raise DataError if all rows of ``path`` are invalid: then the configuration is wrong."""
-        if self._file_valid or not self._file_invalid:
+    def check_file(self) -> None:
+        """Raise DataError if all rows of the current file are invalid; the configuration is wrong then."""
+        if not (rows := self._file_invalid):
             return
-        reason, count = self._file_invalid.most_common(1)[0]
-        first = self._file_first[reason]
+        reason, count = Counter(row.reason for row in rows).most_common(1)[0]
+        first = next(row for row in rows if row.reason == reason)
         raise DataError(
-            f"{path}: no row can be used, {count} of {self._file_invalid.total()} as line {first.line}: "
+            f"{self._path}: no valid row among the first {len(rows)}, {count} like line {first.line}: "
             f"{first.text}; {_ADVICE[reason]}"
         )
 
     def finish(self) -> InvalidRowReport:
         """Return the report of the pass; DataError if too many rows are invalid."""
+        self.check_file()
         invalid = self._counts.total()
         if invalid > self._max_fraction * (self._valid + invalid):
             raise DataError(

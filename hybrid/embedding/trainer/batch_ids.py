@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
+from hybrid.embedding import kernels
+from hybrid.embedding.kernels import Ints
 from hybrid.embedding.table_spec import Pooling
 from hybrid.errors import DataError
 
@@ -15,9 +17,9 @@ class BatchIds:
     """The ids of one batch, feature by feature.
 
     Attributes:
-        ids_L: all ids.
-        weights_L: weight of each id, or None.
-        ends_K: where the ids of each feature end.
+        ids_L: all ids, int64.
+        weights_L: weight of each id, or None for ones.
+        ends_K: where the ids of each feature end in ``ids_L``.
 
     Raises:
         DataError: offsets or weights do not match the ids.
@@ -29,7 +31,10 @@ class BatchIds:
             raise DataError(f"a batch has {len(sparse.weights_L)} weights for {num_ids} ids")
         num_bags = num_ids if offsets is None else len(offsets) - 1
         if num_bags != sparse.batch_size * sparse.num_features:
-            raise DataError(f"a batch of {sparse.num_features} sparse features has {num_bags} bags of ids")
+            rule = "each feature must have one bag per sample"
+            raise DataError(
+                f"a batch of {sparse.num_features} sparse features has {num_bags} bags of ids; {rule}"
+            )
         # Compiled kernels do not check bounds.
         if offsets is not None and (offsets[0] != 0 or offsets[-1] != num_ids or (offsets.diff() < 0).any()):
             raise DataError(f"the offsets of a batch must rise from 0 to {num_ids}, the number of its ids")
@@ -47,7 +52,7 @@ class BatchIds:
         return torch.arange(len(self.ids_L) + 1) if self._offsets is None else self._offsets
 
     @cached_property
-    def weighted(self) -> frozenset[int]:
+    def weighted_features(self) -> frozenset[int]:
         """Indices of the features with an id whose weight is not 1."""
         if self.weights_L is None:
             return frozenset()
@@ -56,18 +61,18 @@ class BatchIds:
 
     @cached_property
     def mean_weights_L(self) -> Tensor:
-        """1/n for each id of a bag with n ids: weighted sums of rows are then means."""
+        """Weight 1/n for each id of a bag with n ids, so that the weighted sum of the rows is their mean."""
         lengths = self.offsets.diff()
-        # In float64; pooling rounds them to the type of the rows.
+        # In float64; pooling rounds the weights to the type of the rows.
         return torch.repeat_interleave(1.0 / lengths.clamp(min=1).double(), lengths)
 
     def pooling_weights(
         self, pooling: Pooling, is_weighted: bool, is_partial: bool = False
     ) -> tuple[Pooling, Tensor | None]:
-        """Return the pooling to use for a pooling, and the weight of each id or None.
+        """Return the pooling to compute, and the weight of each id or None.
 
-        A mean is a sum with weights 1/n if rows have weights, which torch's mean does not take, or if several
-        workers each pool a part of a bag, because partial means do not add up.
+        A mean becomes a sum with weights 1/n in two cases. If ids have weights, torch's mean does not take
+        them. If several workers pool parts of a bag, partial means do not add up.
 
         Args:
             is_weighted: whether the ids have weights.
@@ -83,7 +88,7 @@ class BatchIds:
         return int(self.ends_K.diff(prepend=self.ends_K.new_zeros(1))[list(features)].sum())
 
     def bounds(self, feature: int) -> Tensor:
-        """Return where the bags of a feature start and end among all ids, (B + 1)."""
+        """Return the offsets of the bags of a feature in ``ids_L``, (B + 1)."""
         first = feature * self.batch_size
         if self._offsets is None:
             return torch.arange(first, first + self.batch_size + 1)
@@ -95,3 +100,8 @@ class BatchIds:
             return self.ids_L.view(self._num_features, self.batch_size)
         ends = self.ends_K.tolist()
         return torch.stack([self.ids_L[ends[k] - self.batch_size : ends[k]] for k in features])
+
+    def write_addresses(self, features_F: Ints, bases_FS: Ints, counts_F: Ints, *out: Tensor) -> int:
+        """Write the addresses of the ids of some features; see :func:`kernels.write_bag_addresses`."""
+        bags = self.ids_L.numpy(), self.offsets.numpy(), self.batch_size
+        return kernels.write_bag_addresses(*bags, features_F, bases_FS, counts_F, *(t.numpy() for t in out))

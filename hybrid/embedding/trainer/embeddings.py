@@ -1,25 +1,46 @@
 """The trainer's side of a lookup: from the ids of a batch to vectors, in one message per worker and step.
 
-Features with one id per sample travel as distinct rows: each row is fetched once and copied to the samples
-here, and its gradients are summed here before they are sent. With skewed ids this is a fraction of the bytes.
-Sequences travel likewise. Other multi-hot features are pooled by the worker, which sends one vector per
-sample, or by the trainer from distinct rows, as the placement says. ``row_routes.py`` describes routes.
+For ids that are not pooled, the trainer requests each distinct row once and copies it to the samples. The
+gradients of each row are summed before they are sent. With skewed ids, this moves a fraction of the bytes.
+Bags are pooled by the workers, which send one vector per sample, or by the trainer from distinct rows. The
+placement decides which. ``routes.py`` describes routes.
+
+:class:`Embeddings` looks up the tables of a configured model, and returns one matrix with the vectors of all
+features. :class:`ModuleTables` looks up the tables of a custom module, and returns one tensor for each call.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
 from hybrid.embedding import kernels
+from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_spec import Pooling, TableSpec, tables_of
-from hybrid.embedding.trainer.bag_routes import BagRoute, MultiHotRoute, PoolRoute
 from hybrid.embedding.trainer.batch_ids import BatchIds
-from hybrid.embedding.trainer.lookup import ConcatenatedFeatures, Lookup, Outbox, TableSource
-from hybrid.embedding.trainer.row_routes import Items, LengthRoute, Route, RowRoute, SequenceRoute
+from hybrid.embedding.trainer.lookup import Lookup, Outbox, TableSource, contiguous_copy
+from hybrid.embedding.trainer.routes import (
+    AddressSpace,
+    Assembler,
+    DistinctRows,
+    Items,
+    Locations,
+    Responses,
+    Route,
+    Slot,
+    append,
+    bag_route,
+    pool_route,
+    row_route,
+    sequence_route,
+)
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
 from hybrid.primitives.step_timings import StepClock
@@ -32,7 +53,7 @@ class Embeddings:
     Args:
         tables, input_spec: the tables, and the features that read them.
         placement: which worker holds which rows.
-        sources: by worker that holds a shard, what answers requests.
+        sources: the table source of each worker that holds a shard.
         clock: records timings.
     """
 
@@ -47,6 +68,8 @@ class Embeddings:
         self._features = input_spec.sparse_features
         self._tables = tables_of(input_spec, tables)
         self._sequences = tuple(k for k, t in enumerate(self._tables) if t.sequence)
+        self._ends = list(accumulate(self.widths))  # of the output columns of each feature
+        self._width = sum(self.widths)
         self._num_rows_K = torch.tensor([t.num_rows for t in self._tables])
         self._placement = placement
         self._outbox = Outbox(sources, clock or StepClock())
@@ -64,12 +87,12 @@ class Embeddings:
             sparse: ids of K features for B samples.
             ticket: step, required version of the rows, and purpose. For training, the backward pass must
                 reach every lookup exactly once.
-            after: a prefetched lookup of an earlier step, with whose gradients the requests are sent; None to
-                send them now.
+            after: a prefetched lookup of an earlier step: the requests are sent with its gradients. None
+                sends the requests now.
 
         Raises:
-            DataError: an id is not a row of its table, a feature that is not multi-hot does not have one id
-                in each sample, a sequence is too long, or weighted ids have max pooling.
+            DataError: an id is not a row of its table, a feature that is not multi-hot does not have exactly
+                one id per sample, a sequence is too long, or ids with weights have max pooling.
         """
         items: Items = {worker: [] for worker in self._outbox.sources}
         with self._outbox.clock.span("ids"):
@@ -78,13 +101,14 @@ class Embeddings:
             routes = [
                 (route.start(ids, items), columns_F) for route, columns_F in self._routes_for(sparse, ids)
             ]
-        layout = ConcatenatedFeatures(routes, sum(self.widths))
+            lengths = [(self._ends[k] - 1, ids.bounds(k).diff()) for k in self._sequences]
+        layout = ConcatenatedFeatures(routes, self._width, lengths)
         return Lookup(ticket, items, layout, self._outbox, is_empty=not routes).start(after)
 
     def empty_lookup(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
-        """Return the lookup of no samples, without a request."""
+        """Return the lookup of an empty slice, which sends no request."""
         workers = self._outbox.sources if ticket.purpose is Purpose.PREFETCH else ()
-        layout = ConcatenatedFeatures((), sum(self.widths))
+        layout = ConcatenatedFeatures((), self._width)
         items: Items = {worker: [] for worker in workers}
         return Lookup(ticket, items, layout, self._outbox, is_empty=True).start(after)
 
@@ -93,9 +117,9 @@ class Embeddings:
         self._outbox.flush()
 
     def _routes_for(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, Tensor | None]]:
-        """Return the routes, each with the first output column of each vector; None for all, in order."""
+        """Return the routes of a batch, each with ``columns_F``; see :class:`ConcatenatedFeatures`."""
         every = range(len(self._features))
-        weighted = ids.weighted
+        weighted = ids.weighted_features
         bags = frozenset(
             k
             for k in every
@@ -104,24 +128,20 @@ class Embeddings:
         )
         if (bags, weighted) not in self._routes:
             rows = [k for k in every if k not in bags]
-            first_K = torch.tensor([0, *self.widths]).cumsum(0)
             routes = self._routes[bags, weighted] = []
             for route in make_routes(rows, sorted(bags), self._tables, self._placement, weighted):
                 columns_F = None
                 if route.features != tuple(every) or self._sequences:
-                    tables = [(k, self._tables[k]) for k in route.features]
-                    firsts = [first_K[k] + torch.arange(t.num_vectors) * t.dim for k, t in tables]
+                    tables = [(self._ends[k], self._tables[k]) for k in route.features]
+                    firsts = [end - t.width + torch.arange(t.num_vectors) * t.dim for end, t in tables]
                     columns_F = torch.cat(firsts)
                 routes.append((route, columns_F))
-            if self._sequences:
-                last_K = first_K[1:] - 1
-                routes.append((LengthRoute(self._sequences), last_K[list(self._sequences)]))
         return self._routes[bags, weighted]
 
     def _check(self, sparse: SparseFeatures, ids: BatchIds) -> None:
         if sparse.num_features != len(self._features):
             raise DataError(f"the batch has {sparse.num_features} sparse features, not {len(self._features)}")
-        position = kernels.first_outside(ids.ids_L.numpy(), ids.ends_K.numpy(), self._num_rows_K.numpy())
+        position = kernels.find_invalid_id(ids.ids_L.numpy(), ids.ends_K.numpy(), self._num_rows_K.numpy())
         if position >= 0:
             k = int((ids.ends_K <= position).sum())
             sample = int((ids.offsets[1:] <= position).sum()) - k * ids.batch_size
@@ -130,8 +150,8 @@ class Embeddings:
                 f"a row of table {self._tables[k].name} ({self._tables[k].num_rows} rows)"
             )
         if sparse.offsets is not None:
-            one_K1 = torch.tensor([not f.multi_hot for f in self._features]).unsqueeze(1)
-            wrong_KB = one_K1 & (sparse.offsets.diff().view(len(self._features), -1) != 1)
+            is_single_K1 = torch.tensor([not f.multi_hot for f in self._features]).unsqueeze(1)
+            wrong_KB = is_single_K1 & (sparse.offsets.diff().view(len(self._features), -1) != 1)
             if wrong_KB.any():
                 k, sample = wrong_KB.nonzero()[0].tolist()
                 raise DataError(f"feature {self._features[k].name}: sample {sample} must have exactly one id")
@@ -143,10 +163,49 @@ class Embeddings:
                     f"feature {name}, sample {sample}: {int(lengths_B[sample])} ids are more than the "
                     f"{limit} of a sequence (columns.{name}.max_ids)"
                 )
-        for k in ids.weighted.difference(self._sequences):
+        for k in ids.weighted_features.difference(self._sequences):
             if self._tables[k].pooling is Pooling.MAX:
                 name = self._features[k].name
-                raise DataError(f"feature {name}: weighted ids have no max pooling")
+                raise DataError(f"feature {name}: ids with weights cannot have max pooling; use sum or mean")
+
+
+class ConcatenatedFeatures(NamedTuple):
+    """A single output ``pooled_BE`` with the concatenated vectors of all features.
+
+    Attributes:
+        routes: the assembler of each route, and ``columns_F``: the first output column of each vector, or
+            None if the route has all features, in order. Empty if there are no samples.
+        width: E, number of output columns.
+        lengths: output column of the lengths of each sequence, and the lengths.
+    """
+
+    routes: Sequence[tuple[Assembler, Tensor | None]]
+    width: int
+    lengths: Sequence[tuple[int, Tensor]] = ()
+
+    def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
+        if not self.routes:
+            return (torch.empty(0, self.width),)
+        vectors = [assembler.vectors(responses) for assembler, _ in self.routes]
+        if self.routes[0][1] is None:
+            return (vectors[0].flatten(1),)
+        pooled_BE = vectors[0].new_empty(len(vectors[0]), self.width)
+        for (_, columns_F), vectors_BFD in zip(self.routes, vectors, strict=True):
+            assert columns_F is not None
+            kernels.scatter_columns(vectors_BFD.contiguous().numpy(), columns_F.numpy(), pooled_BE.numpy())
+        for column, lengths_B in self.lengths:
+            pooled_BE[:, column] = lengths_B
+        return (pooled_BE,)
+
+    def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+        grad_BE = contiguous_copy(*grads)
+        for assembler, columns_F in self.routes:
+            if columns_F is None:
+                grad_BFD = grad_BE.view(assembler.shape_BFD)
+            else:
+                grad_BFD = grad_BE.new_empty(assembler.shape_BFD)
+                kernels.gather_columns(grad_BFD.numpy(), columns_F.numpy(), grad_BE.numpy())
+            yield from assembler.gradients(grad_BFD)
 
 
 def make_routes(
@@ -158,36 +217,189 @@ def make_routes(
 ) -> list[Route]:
     """Return the routes of a batch.
 
+    Features of one width share a route. Multi-hot features need the same pooling, too, and all or none have
+    weights. If workers pool, their tables must also be in the same groups.
+
     Args:
         row_features: features with one id per sample, and sequences.
         bag_features: multi-hot features.
         tables: table of each feature, in feature order.
-        weighted: those of ``bag_features`` whose ids have weights.
+        weighted: multi-hot features whose ids have weights.
     """
-    by_table = placement.locations()
-    locations = [by_table[table.name] for table in tables]
-    # Features that share a route: same width; for bags, also same pooling and weighting, and same groups if
-    # workers pool.
+    of_table = placement.locations()
     of_dim: dict[int, list[int]] = defaultdict(list)
+    pooled: dict[tuple[int, Pooling, bool], list[int]] = defaultdict(list)  # by this trainer
+    bags: dict[tuple[object, Pooling, bool], list[int]] = defaultdict(list)  # pooled by workers
     for k in row_features:
         of_dim[tables[k].dim].append(k)
-    bags: dict[tuple[type[MultiHotRoute], Pooling, bool, object], list[int]] = defaultdict(list)
     for k in bag_features:
-        if tables[k].name in placement.pooled_by_trainers:
-            bags[PoolRoute, tables[k].pooling, k in weighted, tables[k].dim].append(k)
+        table, is_weighted = tables[k], k in weighted
+        if table.name in placement.pooled_by_trainers:
+            pooled[table.dim, table.pooling, is_weighted].append(k)
         else:
-            groups = tuple((at.worker, at.number) for at in locations[k])
-            bags[BagRoute, tables[k].pooling, k in weighted, groups].append(k)
-    routes: list[Route] = []
+            groups = tuple((at.worker, at.number) for at in of_table[table.name])
+            bags[groups, table.pooling, is_weighted].append(k)
+
+    def with_locations(features: list[int]) -> tuple[tuple[int, ...], Locations]:
+        return tuple(features), [of_table[tables[k].name] for k in features]
+
+    routes = []
     for _, features in sorted(of_dim.items()):
-        of_features = [locations[k] for k in features]
         if any(tables[k].sequence for k in features):
-            sizes_F = [tables[k].num_vectors for k in features]
-            routes.append(SequenceRoute(tuple(features), of_features, sizes_F))
+            routes.append(
+                sequence_route(*with_locations(features), [tables[k].num_vectors for k in features])
+            )
         else:
-            routes.append(RowRoute(tuple(features), of_features))
-    for (kind, pooling, is_weighted, _), features in sorted(
-        bags.items(), key=lambda item: item[0][0] is BagRoute
-    ):
-        routes.append(kind(tuple(features), [locations[k] for k in features], pooling, is_weighted))
+            routes.append(row_route(*with_locations(features)))
+    for (_, pooling, is_weighted), features in pooled.items():
+        routes.append(pool_route(*with_locations(features), pooling, is_weighted))
+    for (_, pooling, is_weighted), features in bags.items():
+        routes.append(bag_route(*with_locations(features), pooling, is_weighted))
     return routes
+
+
+class TableRequest(NamedTuple):
+    """A call of a table in a custom module.
+
+    Attributes:
+        table: name of the table.
+        ids_L: int64 rows of the table.
+        offsets: int64, where each bag starts (bags + 1); None for one vector per id.
+        weights_L: float32 weight of each id within its bag, or None for ones; for sum pooling only.
+        pooling: how a bag becomes one vector.
+    """
+
+    table: str
+    ids_L: Tensor
+    offsets: Tensor | None = None
+    weights_L: Tensor | None = None
+    pooling: Pooling = Pooling.SUM
+
+
+class ModuleTables:
+    """The trainer's side of the tables of a custom module.
+
+    Args:
+        tables: all tables.
+        placement: which worker holds which rows.
+        sources: the table source of each worker that holds a shard.
+        clock: records timings.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        placement: Placement,
+        sources: Mapping[int, TableSource],
+        clock: StepClock,
+    ) -> None:
+        self._tables = {table.name: table for table in tables}
+        self._locations = placement.locations()
+        self._pooled_by_trainers = frozenset(placement.pooled_by_trainers)
+        self._outbox = Outbox(sources, clock)
+        by_dim: dict[int, list[str]] = defaultdict(list)
+        for table in tables:
+            by_dim[table.dim].append(table.name)
+        self._spaces = {
+            dim: AddressSpace([self._locations[name] for name in names]) for dim, names in by_dim.items()
+        }
+        self._index_in_space = {name: index for names in by_dim.values() for index, name in enumerate(names)}
+        self._first_dims = {worker: placement.groups(worker)[0].dim for worker in sources}
+
+    def lookup(self, requests: Sequence[TableRequest], ticket: Ticket, after: Lookup | None = None) -> Lookup:
+        """Start a lookup on all workers, and do not wait. Each worker then expects gradients.
+
+        The outputs are the vectors of each call, (ids or bags, D), and a scalar zero. If the zero is part of
+        the loss, the backward pass reaches the lookup, even if the loss uses no vector.
+
+        Args:
+            ticket, after: see :meth:`Embeddings.lookup`.
+
+        Raises:
+            DataError: an id is not a row of its table, or offsets do not match the ids.
+        """
+        items: Items = {worker: [] for worker in self._outbox.sources}
+        with self._outbox.clock.span("ids"):
+            for request in requests:
+                self._check(request)
+            layout = self._layout(requests, items)
+        return Lookup(ticket, items, layout, self._outbox).start(after)
+
+    def empty_lookup(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
+        """Not used: in a custom loop, every trainer has a slice of every batch."""
+        raise AssertionError("no trainer of a custom loop ends before the others")
+
+    def flush(self) -> None:
+        """Wait until all sent gradients have arrived."""
+        self._outbox.flush()
+
+    def _layout(self, requests: Sequence[TableRequest], items: Items) -> _SeparateCalls:
+        """Append the requests to the messages of the workers."""
+        layout = _SeparateCalls(len(requests), [], [], [])
+        calls_of_dim: dict[int, list[int]] = defaultdict(list)
+        for call, request in enumerate(requests):
+            if request.offsets is None:
+                calls_of_dim[self._tables[request.table].dim].append(call)
+                continue
+            kind = pool_route if request.table in self._pooled_by_trainers else bag_route
+            is_weighted = request.weights_L is not None
+            route = kind((0,), [self._locations[request.table]], request.pooling, is_weighted)
+            sparse = SparseFeatures(request.ids_L, request.offsets, request.weights_L, 1)
+            layout.bags.append((call, route.start(BatchIds(sparse), items)))
+        for dim, calls in sorted(calls_of_dim.items()):
+            sizes = [len(requests[call].ids_L) for call in calls]
+            space = self._spaces[dim]
+            addresses_L = torch.empty(sum(sizes), dtype=space.dtype)
+            for call, out_L in zip(calls, addresses_L.split(sizes), strict=True):
+                index = self._index_in_space[requests[call].table]
+                space.write(requests[call].ids_L.view(1, -1), index, out_L.view(-1, 1))
+            layout.rows.append((calls, sizes, space.request(addresses_L, (sum(sizes), 1, dim), items)))
+        for worker, of_worker in items.items():
+            if not of_worker:  # without tensors, a response is not in the graph, and gets no gradients
+                slot = append(items, worker, (0, Bags(torch.empty(0, dtype=torch.int32))))
+                layout.unused.append((slot, self._first_dims[worker]))
+        return layout
+
+    def _check(self, request: TableRequest) -> None:
+        table = self._tables[request.table]
+        ends, rows = torch.tensor([len(request.ids_L)]), torch.tensor([table.num_rows])
+        position = kernels.find_invalid_id(request.ids_L.numpy(), ends.numpy(), rows.numpy())
+        if position >= 0:
+            raise DataError(
+                f"table {table.name}: id {int(request.ids_L[position])}, at position {position} of the call, "
+                f"is not a row of the table, which has {table.num_rows} rows"
+            )
+
+
+class _SeparateCalls(NamedTuple):
+    """The output tensors of the calls of a custom module, and a scalar zero.
+
+    Attributes:
+        num_calls: number of calls.
+        rows: for each width, the calls that do not pool: indices of the calls, numbers of ids, the rows.
+        bags: calls that pool: index of the call, and its assembler.
+        unused: requests without rows, to workers without rows of these calls, and the width of the response.
+    """
+
+    num_calls: int
+    rows: list[tuple[list[int], list[int], DistinctRows]]
+    bags: list[tuple[int, Assembler]]
+    unused: list[tuple[Slot, int]]
+
+    def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
+        vectors: dict[int, Tensor] = {}
+        for calls, sizes, rows in self.rows:
+            rows_UD, ranks_L = rows.collect(responses)
+            for call, ranks in zip(calls, ranks_L.split(sizes), strict=True):
+                vectors[call] = rows_UD.index_select(0, ranks)
+        for call, assembler in self.bags:
+            vectors[call] = assembler.vectors(responses).flatten(0, 1)
+        return *(vectors[call] for call in range(self.num_calls)), torch.zeros(())
+
+    def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+        for calls, _, rows in self.rows:
+            yield from rows.gradients(torch.cat([grads[call] for call in calls]))
+        for call, assembler in self.bags:
+            yield from assembler.gradients(contiguous_copy(grads[call]).view(assembler.shape_BFD))
+        for slot, dim in self.unused:
+            yield slot, torch.empty(0, dim)

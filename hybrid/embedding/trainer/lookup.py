@@ -1,8 +1,8 @@
-"""A pending lookup: from the responses of the workers to vectors, and from their gradients to messages.
+"""A pending lookup, which turns responses of workers into vectors, and gradients of vectors into messages.
 
-In ``sync`` mode a lookup is part of a distributed autograd context, which carries its gradients. A prefetched
-lookup is outside of any context: its responses are plain values, and an autograd function at their entry into
-the local graph sends their gradients, in one message per worker with the next lookup if there is one::
+In ``sync`` mode, a lookup is part of a distributed autograd context, which sends its gradients. A prefetched
+lookup is outside of any context, and its responses are plain values. An autograd function, the first of the
+local graph, sends their gradients. The message to each worker also has the next lookup, if there is one::
 
     step s     compute s:  backward ── gradients of s, ids of s+2 ──►  worker
     step s+1   compute s+1 ...                                         update s, then look up s+2
@@ -11,17 +11,16 @@ the local graph sends their gradients, in one message per worker with the next l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hybrid.embedding import kernels
 from hybrid.embedding.bags import Item
-from hybrid.embedding.trainer.row_routes import Assembler, Items, Responses, Slot
+from hybrid.embedding.trainer.routes import Items, Responses, Slot
 from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.primitives.step_timings import OpenSpan, StepClock
@@ -29,18 +28,20 @@ from hybrid.protocol.ticket import Purpose, Ticket
 
 
 class TableSource(Protocol):
-    """What answers the lookups of one worker: a stub of a remote worker, or the tables themselves."""
+    """The interface to the tables of one worker: a stub of a remote worker, or the tables themselves."""
 
-    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> ObservableResult[list[Tensor]]: ...
-
-    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> ObservableResult[list[Tensor]]:
-        """Send gradients; the response is empty."""
+    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> ObservableResult[list[Tensor]]:
+        """Request a tensor for each item."""
         ...
 
-    def exchange(
-        self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
+    def send_gradients(
+        self,
+        ticket: Ticket,
+        grads: Sequence[Tensor],
+        next_ticket: Ticket | None = None,
+        items: Sequence[Item] = (),
     ) -> ObservableResult[list[Tensor]]:
-        """Send gradients and look up, in one message."""
+        """Send gradients. With ``next_ticket``, the same message requests ``items``."""
         ...
 
     def skip(self) -> ObservableResult[list[Tensor]]:
@@ -53,57 +54,22 @@ class TableSource(Protocol):
 
 
 class OutputLayout(Protocol):
-    """How responses become the outputs of a lookup: one matrix, or a tensor per call."""
+    """The conversion of responses into the outputs of a lookup: one matrix, or a tensor per call."""
 
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
         """Return the outputs, given the responses of all workers."""
         ...
 
     def gradients(self, grads: Sequence[Tensor]) -> Iterable[tuple[Slot, Tensor]]:
-        """Return the gradient of each response tensor, given those of the outputs; none is a view."""
+        """Return the gradients of response tensors for the gradients of the outputs. No tensor is a view."""
         ...
 
 
-class ConcatenatedFeatures(NamedTuple):
-    """One output ``pooled_BE`` with the vectors of all features of a sample concatenated.
-
-    Attributes:
-        routes: the assembler of each route, and the first output column of each of its features; None for all
-            features, in order. Empty without samples.
-        width: E, number of output columns.
-    """
-
-    routes: Sequence[tuple[Assembler, Tensor | None]]
-    width: int
-
-    def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
-        if not self.routes:
-            return (torch.empty(0, self.width),)
-        vectors = [assembler.vectors(responses) for assembler, _ in self.routes]
-        if self.routes[0][1] is None:
-            return (vectors[0].flatten(1),)
-        pooled_BE = vectors[0].new_empty(len(vectors[0]), self.width)
-        for (_, columns_F), vectors_BFD in zip(self.routes, vectors, strict=True):
-            assert columns_F is not None
-            kernels.scatter_columns(vectors_BFD.contiguous().numpy(), columns_F.numpy(), pooled_BE.numpy())
-        return (pooled_BE,)
-
-    def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
-        grad_BE = contiguous_copy(*grads)
-        for assembler, columns_F in self.routes:
-            if columns_F is None:
-                grad_BFD = grad_BE.view(assembler.shape_BFD)
-            else:
-                grad_BFD = grad_BE.new_empty(assembler.shape_BFD)
-                kernels.gather_columns(grad_BFD.numpy(), columns_F.numpy(), grad_BE.numpy())
-            yield from assembler.gradients(grad_BFD)
-
-
 class Outbox:
-    """Connections to the workers, and pending messages with gradients and no lookup.
+    """The table sources of all workers, and pending messages that have gradients but no lookup.
 
     Args:
-        sources: by worker that holds a shard, what answers requests.
+        sources: the table source of each worker that holds a shard.
         clock: records timings.
     """
 
@@ -115,8 +81,7 @@ class Outbox:
     def add(self, sending: ObservableResult[object]) -> None:
         """Add a pending message; raise the error of a completed one."""
         arrived = [each for each in self._sent if each.done()]
-        self._sent = [each for each in self._sent if each not in arrived]
-        self._sent.append(sending)
+        self._sent = [*(each for each in self._sent if each not in arrived), sending]
         for each in arrived:
             each.wait()
 
@@ -135,10 +100,10 @@ class Lookup:
         items: the request to each worker.
         layout: how responses become outputs.
         outbox: sends the messages.
-        is_empty: whether there are no samples, so that workers get no request.
+        is_empty: whether the lookup has no samples, so that workers get no request.
 
     Attributes:
-        is_followed, is_closing: fields of the ticket of its gradients (:class:`Ticket`).
+        has_successor, is_last_before_checkpoint: fields of the ticket that is sent with the gradients.
     """
 
     def __init__(
@@ -149,7 +114,7 @@ class Lookup:
         outbox: Outbox,
         is_empty: bool = False,
     ) -> None:
-        self.is_followed = self.is_closing = False
+        self.has_successor = self.is_last_before_checkpoint = False
         self._ticket = ticket
         self._items = items
         self._layout = layout
@@ -173,27 +138,29 @@ class Lookup:
         return self
 
     def flush(self) -> None:
-        """Wait for the responses; the gradients that were sent with the requests have then arrived."""
+        """Wait for the responses. Gradients that were sent with the requests have then arrived, too."""
         for response in self._responses.values():
             response.wait()
 
     def wait(self) -> Tensor:
-        """Return the first output, ``pooled_BE`` of a lookup with one output."""
+        """Wait for the responses, and return the first output: ``pooled_BE`` of a configured model."""
         return self.outputs()[0]
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Wait for the responses, and return the outputs.
 
         Raises:
-            ClusterError: no request was sent, because the earlier gradients were not.
+            ClusterError: no request was sent, because the gradients of the earlier lookup were not sent.
         """
         if self._responses.keys() != self._sizes.keys():
-            raise ClusterError(f"step {self._ticket.step}: its lookup was not sent with earlier gradients")
+            raise ClusterError(
+                f"step {self._ticket.step}: no lookup was sent, because the earlier gradients were not"
+            )
         tensors = [tensor for worker in self._sizes for tensor in self._responses[worker].wait()]
         self._responses = {}  # free them early
         # Autograd records a function of plain values only if one of its inputs requires a gradient.
         anchor = torch.zeros(0, requires_grad=self._ticket.purpose is Purpose.PREFETCH)
-        with self._clock.span("join"):
+        with self._clock.span("assemble"):
             outputs: tuple[Tensor, ...] = _Assemble.apply(anchor, self, *tensors)  # type: ignore[no-untyped-call]
         return outputs
 
@@ -205,8 +172,8 @@ class Lookup:
         return self._layout.outputs(responses)
 
     def response_gradients(self, output_grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of these tensors; None for each if they are sent here."""
-        with self._clock.span("take apart"):
+        """Return the gradients of the response tensors, or None for each if this method sends them."""
+        with self._clock.span("split gradients"):
             grads: dict[int, dict[int, Tensor]] = {worker: {} for worker in self._sizes}
             for (worker, index), grad in self._layout.gradients(output_grads):
                 grads[worker][index] = grad.to(self._wire_dtype)
@@ -218,35 +185,38 @@ class Lookup:
         return [None] * sum(self._sizes.values())
 
     def _send_gradients(self, worker: int, grads: Sequence[Tensor]) -> None:
-        """Send gradients to a worker, in one message with the next lookup if there is one."""
-        source, following = self._outbox.sources[worker], self._next
-        ticket = self._ticket._replace(followed=self.is_followed, closing=self.is_closing)
+        """Send gradients to a worker, in one message with the next lookup, if there is one."""
+        source, successor = self._outbox.sources[worker], self._next
+        ticket = self._ticket._replace(
+            has_successor=self.has_successor, is_last_before_checkpoint=self.is_last_before_checkpoint
+        )
         send: Callable[[], ObservableResult[list[Tensor]]]
         if self._is_empty:
             send = source.skip
-        elif following is None or following._is_empty:
+        elif successor is None or successor._is_empty:
             send = partial(source.send_gradients, ticket, grads)
         else:
-            send = partial(source.exchange, ticket, grads, following._ticket, following._items[worker])
-        if following is not None:
-            following._send_request(worker, send, grads)
+            next_lookup = successor._ticket, successor._items[worker]
+            send = partial(source.send_gradients, ticket, grads, *next_lookup)
+        if successor is not None:
+            successor._send_request(worker, send, grads)
             return
-        with self._clock.span("serialise") as span:
-            _note_bytes(span, grads)
+        with self._clock.span("send") as span:
+            _record_bytes(span, grads)
             message = send()
         self._outbox.add(message)
 
     def _send_request(
         self, worker: int, send: Callable[[], ObservableResult[list[Tensor]]], grads: Sequence[Tensor] = ()
     ) -> None:
-        with self._clock.span("serialise") as span:
-            _note_bytes(span, grads, self._items[worker])
+        with self._clock.span("send") as span:
+            _record_bytes(span, grads, self._items[worker])
             self._responses[worker] = response = send()
-        if (call := self._clock.begin("call", flow=self._ticket.flow(worker))) is not None:
+        if (call := self._clock.begin("call")) is not None:
             response.add_done_callback(lambda _: call.close())
 
 
-def _note_bytes(span: OpenSpan | None, grads: Sequence[Tensor], items: Sequence[Item] = ()) -> None:
+def _record_bytes(span: OpenSpan | None, grads: Sequence[Tensor], items: Sequence[Item] = ()) -> None:
     """Record the bytes of a message."""
     if span is not None:
         tensors = [part for _, bags in items for part in bags if isinstance(part, Tensor)]
@@ -254,7 +224,7 @@ def _note_bytes(span: OpenSpan | None, grads: Sequence[Tensor], items: Sequence[
 
 
 class _Assemble(torch.autograd.Function):
-    """From response tensors to the outputs of a lookup."""
+    """Autograd function from response tensors to the outputs of a lookup."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: Lookup, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -267,7 +237,7 @@ class _Assemble(torch.autograd.Function):
 
 
 def contiguous_copy(grad: Tensor) -> Tensor:
-    """Return ``grad`` in contiguous memory that holds nothing else; a copy if it is a view.
+    """Return ``grad`` as a contiguous tensor that fills its storage; a copy if ``grad`` is a view.
 
     RPC sends the whole storage of a view, and crashes on an empty view that starts beyond its storage.
     """

@@ -1,10 +1,10 @@
 """Pre-update rows: rows before the last update, for the first step of a resumed run in ``pipelined`` mode.
 
-The lookup of step k is sent with the gradients of step k-2, and must not see the update of step k-1. A run
-that resumes from a checkpoint after step k-1 has only rows with that update. So the checkpoint also has the
-rows that the update has changed, with their values before::
+The lookup of step k is sent with the gradients of step k-2, and must not see the update of step k-1. But the
+rows of a checkpoint after step k-1 include that update. So the checkpoint also has the pre-update values of
+the rows that the update has changed::
 
-    undisturbed run   update k-2, look up k     update k-1    update k
+    without a stop    update k-2, look up k     update k-1    update k
     checkpoint                                            ▲ rows, and pre-update rows of update k-1
     resumed run                                           load, look up k as of update k-2    update k
 """
@@ -27,7 +27,7 @@ _ROWS, _WEIGHT = "rows.", "weight."
 
 
 class PreUpdateRows:
-    """The rows of one worker that an update has changed, with their values before.
+    """The rows of one worker that an update has changed, with their values before the update.
 
     Args:
         step: step of the update.
@@ -35,7 +35,7 @@ class PreUpdateRows:
 
     def __init__(self, step: int) -> None:
         self.step = step
-        # By index of a group: its distinct rows in ascending order, and their values before.
+        # For each group, by index: its changed rows in ascending order, and their previous values.
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def allocate(self, number: int, rows_U: Tensor, weight_RD: Tensor) -> Tensor:
@@ -95,18 +95,18 @@ class PreUpdateRows:
         """Read the pre-update rows of a checkpoint for a worker with these groups; None if there are none.
 
         Raises:
-            CheckpointError: they are of other tables.
+            CheckpointError: the pre-update rows do not fit the tables.
         """
         files = stored.pre_update_rows()
         if not files:
             return None
         previous = cls(stored.manifest.step - 1)
         for number, group in enumerate(groups):
-            found = [
+            of_files = [
                 _shard_rows(*each, file, path) for each in group.shard_starts for path, file in files.items()
             ]
-            rows_U, order_U = torch.cat([rows for rows, _ in found]).sort()
-            previous_UD = torch.cat([values for _, values in found])[order_U].to(dtype)
+            rows_U, order_U = torch.cat([rows for rows, _ in of_files]).sort()
+            previous_UD = torch.cat([values for _, values in of_files])[order_U].to(dtype)
             previous._parts[number] = rows_U.to(ids_dtype(group.num_rows)), previous_UD
         return previous
 
@@ -114,12 +114,16 @@ class PreUpdateRows:
 def _shard_rows(
     shard: Shard, start: int, file: Mapping[str, Tensor], path: StoragePath
 ) -> tuple[Tensor, Tensor]:
-    """Return the rows in the group, and their values, that a file has of a shard with first row ``start``."""
+    """Return the rows of a file that are in a shard, as rows of its group, and their values.
+
+    Args:
+        start: first row of the shard in the group.
+    """
     table = shard.table
     rows_U = file.get(_ROWS + table.name, torch.empty(0, dtype=torch.int64))
     previous_UD = file.get(_WEIGHT + table.name, torch.empty(0, table.dim))
     is_list = rows_U.dtype is torch.int64 and rows_U.ndim == 1
     if not is_list or previous_UD.shape != (len(rows_U), table.dim):
         raise CheckpointError(f"{path}: its pre-update rows do not fit table {table.name}")
-    is_mine_U = (rows_U % shard.count == shard.index) & (rows_U >= 0) & (rows_U < table.num_rows)
-    return rows_U[is_mine_U] // shard.count + start, previous_UD[is_mine_U]
+    is_in_shard_U = (rows_U % shard.count == shard.index) & (rows_U >= 0) & (rows_U < table.num_rows)
+    return rows_U[is_in_shard_U] // shard.count + start, previous_UD[is_in_shard_U]

@@ -1,7 +1,7 @@
 """Optimizers of rows: each step updates the touched rows, or all rows of a table.
 
-With w a touched row, g its gradient summed over the samples of the step, and r the learning rate of the step
-(that of the table times the factor of the schedule):
+A row is touched if the step looks it up. Let w be a touched row, and g its gradient summed over the samples
+of the step. The rate r is the learning rate of the table times the factor of the schedule:
 
 =============== =========================================== ========= =========== =========================
 name            update of a touched row                     state     decay       source
@@ -21,20 +21,19 @@ ftrl            see :class:`FTRL`                           2 D       closed for
 =============== =========================================== ========= =========== =========================
 
 ``state`` is the number of values per row of width D. ``decay`` is the effect of ``weight_decay``: "L2" first
-adds weight_decay * w to g, "apart" first multiplies w by 1 - r * weight_decay, "closed form" is an L2 penalty
-on w. Only touched rows decay. Likewise the buffer of ``momentum`` and the means of ``adam`` and ``adamw``
-change only with their row. These two count the steps of each row, so that the first steps of a rare row are
-corrected as first steps. The update of a row does not depend on which other rows a step touches.
+adds weight_decay * w to g. "apart" first multiplies w by 1 - r * weight_decay. "closed form" is an L2 penalty
+on w. Only touched rows decay. Likewise, the buffer of ``momentum`` and the means of ``adam`` and ``adamw``
+change only with their row. ``adam`` and ``adamw`` count steps per row, so a row's bias correction depends on
+its number of steps. The update of a row does not depend on which other rows a step touches.
 
-With ``all_rows``, each step updates every row, with a gradient of zero for rows that are not touched. A step
-then goes through the whole table. (Only ``sgd`` at a constant rate could update a row later, when it is next
-read.)
+With ``all_rows``, each step updates every row, with a gradient of zero for rows that are not touched. Each
+step then costs a pass over the table. Delaying updates until a row is next read would be exact only for
+``sgd`` at a constant rate.
 
-If torch has the optimizer, rows that are updated in every step have the bits of its single-tensor code.
+If torch has the optimizer, rows that are updated in every step have the bits of torch's single-tensor code.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -48,21 +47,21 @@ from hybrid.embedding.table_spec import OptimizerSpec
 from hybrid.primitives.huge_pages import zeros_in_large_pages
 
 
-def copy(whole: Tensor, rows_U: Tensor, to: Tensor) -> None:
-    """``to[:] = whole[rows_U]``, of contiguous matrices or vectors."""
-    kernels.take_rows(_matrix(whole), rows_U.numpy(), _matrix(to))
+def copy(full: Tensor, rows_U: Tensor, to: Tensor) -> None:
+    """``to[:] = full[rows_U]``, of contiguous matrices or vectors."""
+    kernels.take_rows(_matrix(full), rows_U.numpy(), _matrix(to))
 
 
-def _put(whole: Tensor, rows_U: Tensor, part: Tensor) -> None:
-    """``whole[rows_U] = part``, for a contiguous matrix or vector."""
-    kernels.put_rows(_matrix(whole), rows_U.numpy(), _matrix(part))
+def _put(full: Tensor, rows_U: Tensor, part: Tensor) -> None:
+    """``full[rows_U] = part``, for a contiguous matrix or vector."""
+    kernels.put_rows(_matrix(full), rows_U.numpy(), _matrix(part))
 
 
 def _matrix(tensor: Tensor) -> npt.NDArray[Any]:
     return tensor.view(len(tensor), -1).numpy() if len(tensor) else tensor.new_empty(0, 1).numpy()
 
 
-class RowOptimizer(ABC):
+class RowOptimizer:
     """Updates rows of a weight matrix in place.
 
     Attributes:
@@ -87,46 +86,41 @@ class RowOptimizer(ABC):
         """
         if not len(rows_U):
             return
-        full = (self.weight_RD, *self.state.values())
-        parts = [whole.new_empty(len(rows_U), *whole.shape[1:]) for whole in full]
-        for whole, part in zip(full, parts, strict=True):
-            copy(whole, rows_U, part)
+        tensors = (self.weight_RD, *self.state.values())
+        parts = [full.new_empty(len(rows_U), *full.shape[1:]) for full in tensors]
+        for full, part in zip(tensors, parts, strict=True):
+            copy(full, rows_U, part)
         weight_UD, *of_state = parts
         state = dict(zip(self.state, of_state, strict=True))
         self.update(weight_UD, grad_UD, self.spec.learning_rate * factor, state)
-        for whole, part in zip(full, parts, strict=True):
-            _put(whole, rows_U, part)
+        for full, part in zip(tensors, parts, strict=True):
+            _put(full, rows_U, part)
 
     def step_all(self, first: int, last: int, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
         """Apply one step to all rows from ``first`` to ``last``, in place.
 
         Args:
-            rows_U, grad_UD: the distinct touched rows among them, and their gradients; the others' are zero.
+            rows_U, grad_UD: the distinct touched rows of the range, and their gradients (0 for other rows).
             factor: see :meth:`step`.
         """
         weight_RD = self.weight_RD[first:last]
         grad_RD = torch.zeros_like(weight_RD)
         _put(grad_RD, rows_U - first, grad_UD)
-        state = {name: whole[first:last] for name, whole in self.state.items()}
+        state = {name: full[first:last] for name, full in self.state.items()}
         self.update(weight_RD, grad_RD, self.spec.learning_rate * factor, state)
 
-    @abstractmethod
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         """Update rows and their state in place, with learning rate ``rate``."""
+        raise NotImplementedError
 
     def _with_decay(self, grad_UD: Tensor, weight_UD: Tensor) -> Tensor:
         decay = self.spec.weight_decay
         return grad_UD.add(weight_UD, alpha=decay) if decay else grad_UD
 
 
-class Frozen(RowOptimizer):
-    """No optimizer: rows stay as they are, and gradients are dropped before they are merged."""
-
-    def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
-        raise AssertionError("frozen rows have no updates")
-
-
 class SGD(RowOptimizer):
+    """Stochastic gradient descent."""
+
     def step(self, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
         if self.spec.weight_decay:
             super().step(rows_U, grad_UD, factor)
@@ -140,6 +134,8 @@ class SGD(RowOptimizer):
 
 
 class Momentum(RowOptimizer):
+    """SGD with momentum."""
+
     values_state = ("buffer",)
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
@@ -149,6 +145,8 @@ class Momentum(RowOptimizer):
 
 
 class Adagrad(RowOptimizer):
+    """Adagrad with a sum of squares per value."""
+
     values_state = ("sum",)
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
@@ -158,6 +156,8 @@ class Adagrad(RowOptimizer):
 
 
 class RowwiseAdagrad(RowOptimizer):
+    """Adagrad with a sum of mean squares per row."""
+
     row_state = ("sum",)
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
@@ -167,12 +167,33 @@ class RowwiseAdagrad(RowOptimizer):
 
 
 class Adam(RowOptimizer):
+    """Adam with a number of steps per row."""
+
     values_state = ("mean", "square")
     row_state = ("steps",)
 
     def __init__(self, spec: OptimizerSpec, weight_RD: Tensor) -> None:
         super().__init__(spec, weight_RD)
-        self._corrections = BiasCorrections(spec.betas)
+        largest = max(spec.betas)
+        # From this step on, both powers are so small that 1 minus them rounds to 1.
+        self._last_distinct = 1 + int(-54 * math.log(2) / math.log(largest)) if largest > 0 else 1
+        self._corrections_N2 = torch.empty(0, 2, dtype=torch.float64)
+
+    def corrections(self, steps_U: Tensor) -> tuple[Tensor, Tensor]:
+        """Return 1 - beta1^n and sqrt(1 - beta2^n), float64 of shape (U, 1), for n of at least 1.
+
+        The values have the bits of torch.optim, which computes them with Python floats. In float32,
+        1 - 0.999^n loses half its digits if n is small. Powers of tensors differ from Python's in the last
+        bit. So the values are in a table, which grows with the largest n.
+        """
+        index_U = steps_U.long().clamp_(max=self._last_distinct)
+        if (largest := int(index_U.max())) >= len(self._corrections_N2):
+            beta1, beta2 = self.spec.betas
+            more = range(len(self._corrections_N2), largest + 1024)
+            rows = [(1 - beta1**n, (1 - beta2**n) ** 0.5) for n in more]
+            self._corrections_N2 = torch.cat([self._corrections_N2, torch.tensor(rows, dtype=torch.float64)])
+        correction_U1, root_U1 = self._corrections_N2.index_select(0, index_U).split(1, dim=1)
+        return correction_U1, root_U1
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         self._move(weight_UD, self._with_decay(grad_UD, weight_UD), rate, state)
@@ -181,7 +202,7 @@ class Adam(RowOptimizer):
         beta1, beta2 = self.spec.betas
         mean_UD = state["mean"].lerp_(grad_UD, 1 - beta1)
         square_UD = state["square"].mul_(beta2).addcmul_(grad_UD, grad_UD, value=1 - beta2)
-        correction_U1, root_U1 = self._corrections.of(state["steps"].add_(1))
+        correction_U1, root_U1 = self.corrections(state["steps"].add_(1))
         denominator_UD = square_UD.sqrt().div_(root_U1.to(square_UD.dtype)).add_(self.spec.eps)
         # torch computes number / tensor as a product with the reciprocal, which rounds twice.
         move_U1 = (correction_U1.new_tensor(-rate) / correction_U1).to(mean_UD.dtype)
@@ -189,36 +210,12 @@ class Adam(RowOptimizer):
 
 
 class AdamW(Adam):
+    """Adam with decoupled weight decay."""
+
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         if self.spec.weight_decay:
             weight_UD.mul_(1 - rate * self.spec.weight_decay)
         self._move(weight_UD, grad_UD, rate, state)
-
-
-class BiasCorrections:
-    """1 - beta1^n and sqrt(1 - beta2^n) for rows with different n, as exact as torch's for one n.
-
-    In float32, 1 - 0.999^n loses half its digits if n is small, and torch's powers of a tensor differ in the
-    last bit from Python's. So the values are in a table, which grows with the largest n.
-    """
-
-    def __init__(self, betas: tuple[float, float]) -> None:
-        self._betas = betas
-        largest = max(betas)
-        # From here on both powers are below half a unit in the last place of 1.
-        self._last_distinct = 1 + int(-54 * math.log(2) / math.log(largest)) if largest > 0 else 1
-        self.table_N2 = torch.empty(0, 2, dtype=torch.float64)
-
-    def of(self, steps_U: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both corrections, float64 of shape (U, 1), for at least one n, each 1 or more."""
-        index_U = steps_U.long().clamp_(max=self._last_distinct)
-        if (largest := int(index_U.max())) >= len(self.table_N2):
-            beta1, beta2 = self._betas
-            more = range(len(self.table_N2), largest + 1024)
-            rows = [(1 - beta1**n, (1 - beta2**n) ** 0.5) for n in more]
-            self.table_N2 = torch.cat([self.table_N2, torch.tensor(rows, dtype=torch.float64)])
-        correction_U1, root_U1 = self.table_N2.index_select(0, index_U).split(1, dim=1)
-        return correction_U1, root_U1
 
 
 class FTRL(RowOptimizer):
@@ -230,10 +227,10 @@ class FTRL(RowOptimizer):
 
     There are two differences from the paper: rows start at their initial values instead of zero, and r may
     change with a schedule. Both need a z whose solution is the current w. For a w other than zero there is
-    exactly one: -w ((beta + sqrt(n)) / r + weight_decay) - sign(w) l1. Each step starts from that z, and from
-    the stored z if w is zero. With initial rows of zero and a constant r this is the paper's algorithm;
-    otherwise a first step, or a change of r, moves w by its gradient only. A value with gradient zero, and a
-    learning rate of zero, change nothing.
+    exactly one: -w ((beta + sqrt(n)) / r + weight_decay) - sign(w) l1. Each step starts from that z; if w is
+    zero, from the stored z. With initial rows of zero and a constant r, this is the paper's algorithm.
+    Otherwise, neither the initial rows nor a change of r move w, only gradients do. If the gradient or the
+    learning rate is zero, w does not change.
     """
 
     values_state = ("z", "n")
@@ -246,18 +243,18 @@ class FTRL(RowOptimizer):
         spec, l1 = self.spec, self.spec.ftrl_l1
         n_UD = state["n"].addcmul_(grad_UD, grad_UD)
         scale_UD = n_UD.sqrt().add_(spec.ftrl_beta).div_(rate).add_(spec.weight_decay)
-        # The z of w minus sigma w is the z with the new n.
+        # The z for w and the old n, minus sigma w, is the z for w and the new n.
         z_UD = state["z"].masked_fill_(weight_UD != 0, 0.0).addcmul_(weight_UD, scale_UD, value=-1)
         if l1:
             z_UD.sub_(weight_UD.sign(), alpha=l1)
         z_UD.add_(grad_UD)
         solution_UD = softshrink(z_UD, l1).div_(scale_UD.neg_())
-        # Computed from z, a value with gradient zero would change by rounding in each step.
+        # If w were computed from z where the gradient is zero, rounding would change it in each step.
         torch.where(grad_UD == 0, weight_UD, solution_UD, out=weight_UD)
 
 
 OPTIMIZERS: dict[str, type[RowOptimizer]] = {
-    "frozen": Frozen,
+    "frozen": RowOptimizer,  # TableShards drops the gradients before they are merged
     "sgd": SGD,
     "momentum": Momentum,
     "adagrad": Adagrad,

@@ -1,42 +1,33 @@
-"""The tables of a worker: trainers look them up, and steps update them."""
+"""The tables of a worker: lookups of trainers, gradients of steps, and checkpoints."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import chain
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from hybrid.checkpoint.checkpoint_manifest import pre_update_file
+from hybrid.checkpoint.checkpoint_folders import pre_update_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding.bags import Bags, Item, pool, pool_and_record
-from hybrid.embedding.placement import Placement, Shard
+from hybrid.embedding.placement import Placement
 from hybrid.embedding.worker.pre_update_rows import PreUpdateRows
 from hybrid.embedding.worker.table_groups import TableGroup, TableUpdate
 from hybrid.errors import ClusterError
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
-from hybrid.server.barrier import UpdateBarrier
-from hybrid.server.hosted_module import Hosted
+from hybrid.server.barrier import HostedModule, UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
 
-
-class Gradients(NamedTuple):
-    """A trainer's gradients of one lookup.
-
-    Attributes:
-        items: the items of the lookup, each with the gradient of its vectors.
-        is_closing: see :class:`Ticket`.
-    """
-
-    items: list[tuple[int, Bags, Tensor]]
-    is_closing: bool
+# A trainer's gradients of one lookup: the items of the lookup, each with the gradient of its vectors.
+Gradients: TypeAlias = list[tuple[int, Bags, Tensor]]
 
 
-class TableShards(Hosted):
+class TableShards(HostedModule):
     """All tables of one worker. The master creates them as a ``RemoteModule``; trainers look them up.
 
-    Call ``initialise`` for a new model, or ``load`` for a checkpoint, before use.
+    Call ``initialize`` for a new model, or ``load`` for a checkpoint, before use.
 
     Args:
         placement: which worker holds which rows.
@@ -61,33 +52,32 @@ class TableShards(Hosted):
         self._rules = rules
         # Autograd records a function only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
-        # Prefetched lookups until their gradients arrive, by trainer, step and part.
+        # Items and read version of prefetched lookups without gradients yet, by trainer, step and part.
         self._prefetched: dict[tuple[int, int, int], tuple[list[Item], int]] = {}
-        self._previous: PreUpdateRows | None = None  # of the last update, if a checkpoint may follow it
+        self._step_before_checkpoint = -1
+        self._previous: PreUpdateRows | None = None  # of the last update, if a checkpoint may follow
         self._worker = worker
         self.barrier = UpdateBarrier[Gradients](rules, self._merge, self.clock)
 
-    def initialise(self, seed: int) -> None:
+    def initialize(self, seed: int) -> None:
         """Fill every table with its initial rows, a function of ``seed`` and the table's name."""
         for group in self.groups:
-            group.initialise(seed)
+            group.initialize(seed)
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
         """Return pooled vectors, one tensor per item, once the updates that the ticket requires are applied.
 
-        For ``Purpose.TRAIN`` the results carry gradients: the backward pass must reach each lookup exactly
-        once, and contributes its gradients to the update of the ticket's step. For ``Purpose.PREFETCH`` they
-        are plain values, and :meth:`receive` takes their gradients.
+        For ``Purpose.TRAIN``, the vectors require gradients. The backward pass must reach each lookup exactly
+        once, and contributes its gradients to the update of the ticket's step. For ``Purpose.PREFETCH``, the
+        vectors are plain values, and :meth:`receive` takes their gradients.
         """
-        return self.barrier.run_when_ready(
-            ticket, lambda: self.forward(ticket, items), ticket.flow(self._worker)
-        )
+        return self.barrier.run_when_ready(ticket, lambda: self.forward(ticket, items))
 
     def forward(self, ticket: Ticket, items: Sequence[Item]) -> list[Tensor]:
-        """Like :meth:`lookup`, with the current rows."""
+        """Run a :meth:`lookup` now, without waiting for updates."""
         if ticket.purpose is Purpose.PREDICT:
             return [pool(self.groups[group].weight_RD, bags) for group, bags in items]
-        with self.clock.span("pool", ticket.step, flow=ticket.flow(self._worker)):
+        with self.clock.span("pool", ticket.step):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
             # A prefetched lookup of a resumed run must not see the last update.
@@ -102,7 +92,7 @@ class TableShards(Hosted):
     def pool_and_record(
         self, items: Sequence[Item], previous: PreUpdateRows | None = None
     ) -> tuple[list[Tensor], list[Item]]:
-        """Return pooled vectors, and the items with what their gradients need.
+        """Return pooled vectors, and the items with ``winners_BD`` for their gradients.
 
         Args:
             previous: pre-update rows to read instead of the current ones, or None.
@@ -118,17 +108,17 @@ class TableShards(Hosted):
             recorded.append((group, recorded_bags))
         return pooled, recorded
 
-    def receive(self, ticket: Ticket, grads: Sequence[Tensor], *, updates_here: bool = False) -> None:
-        """Take the gradients of the vectors of a prefetched lookup, in their order.
+    def receive(self, ticket: Ticket, grads: Sequence[Tensor], *, should_update_here: bool = False) -> None:
+        """Take the gradients of a prefetched lookup, one per item, in the order of the items.
 
         Args:
-            updates_here: see :meth:`UpdateBarrier.contribute`.
+            should_update_here: see :meth:`UpdateBarrier.contribute`.
         """
         key = (ticket.trainer, ticket.step, ticket.part)
         if key not in self._prefetched:
             raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
         items, read_at = self._prefetched.pop(key)
-        self.contribute(ticket, items, grads, read_at, updates_here=updates_here)
+        self.contribute(ticket, items, grads, read_at, should_update_here=should_update_here)
 
     def contribute(
         self,
@@ -137,17 +127,17 @@ class TableShards(Hosted):
         grads: Sequence[Tensor],
         read_at: int,
         *,
-        updates_here: bool = False,
+        should_update_here: bool = False,
     ) -> None:
         """Pass a trainer's gradients of one lookup to the update barrier.
 
         Args:
-            read_at, updates_here: see :meth:`UpdateBarrier.contribute`.
+            read_at, should_update_here: see :meth:`UpdateBarrier.contribute`.
 
         Raises:
-            ClusterError: their shapes are not those of the vectors.
+            ClusterError: the shape of a gradient is not the shape of its vectors.
         """
-        gradients = []
+        gradients: Gradients = []
         for (group, bags), grad in zip(items, grads, strict=True):
             if grad.shape != (bags.num_bags, self.groups[group].group.dim):
                 raise ClusterError(
@@ -155,26 +145,20 @@ class TableShards(Hosted):
                     f"{bags.num_bags} vectors of {self.groups[group].group.dim}"
                 )
             gradients.append((group, bags, grad.to(self._dtype)))
-        self.barrier.contribute(
-            ticket, Gradients(gradients, ticket.closing), read_at, updates_here=updates_here
-        )
-
-    def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
-        """Return the rows and the optimizer state of a shard, as views."""
-        group = next(g for g in self.groups if shard in g.group.shards)
-        return group.shard_tensors(shard)
+        if ticket.is_last_before_checkpoint:
+            self._step_before_checkpoint = ticket.step
+        self.barrier.contribute(ticket, gradients, read_at, should_update_here=should_update_here)
 
     def load(self, folder: StoragePath, step: int) -> None:
         """Read every shard from a checkpoint, and continue after ``step`` steps."""
         checkpoint = Checkpoint.open(folder)
-        for shard in (shard for group in self.groups for shard in group.group.shards):
-            checkpoint.load_rows(shard.table.name, shard.index, shard.count, self.shard_tensors(shard))
+        for group in self.groups:
+            for shard in group.group.shards:
+                checkpoint.load_rows(shard.table.name, shard.index, shard.count, group.shard_tensors(shard))
         self._prefetched.clear()
-        self._previous = None
+        self._step_before_checkpoint, self._previous = -1, None
         if self._rules.mode is UpdateMode.PIPELINED:
-            self._previous = PreUpdateRows.read(
-                checkpoint, [group.group for group in self.groups], self._dtype
-            )
+            self._previous = PreUpdateRows.read(checkpoint, [each.group for each in self.groups], self._dtype)
         self.barrier.restart(step)
 
     def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
@@ -186,14 +170,13 @@ class TableShards(Hosted):
     def _merge(self, step: int, contributions: list[Gradients]) -> TableUpdate:
         # Groups that update all rows take part in each step, even if it touches none of them.
         parts: dict[int, list[tuple[Bags, Tensor]]] = {
-            number: [] for number, group in enumerate(self.groups) if group.steps_all_rows
+            number: [] for number, each in enumerate(self.groups) if each.group.optimizer.steps_all_rows
         }
-        for gradients in contributions:
-            for group, bags, grad_BD in gradients.items:
-                if not self.groups[group].is_frozen:
-                    parts.setdefault(group, []).append((bags, grad_BD))
+        for group, bags, grad_BD in chain(*contributions):
+            if self.groups[group].group.optimizer.name != "frozen":
+                parts.setdefault(group, []).append((bags, grad_BD))
         merged = {g: (self.groups[g], self.groups[g].merge(of_group)) for g, of_group in parts.items()}
-        self._previous = PreUpdateRows(step) if any(each.is_closing for each in contributions) else None
+        self._previous = PreUpdateRows(step) if step == self._step_before_checkpoint else None
         factor = self._rules.schedule.factor(step)
         return TableUpdate(merged, step, factor, self._rules.check_finite, self._previous)
 

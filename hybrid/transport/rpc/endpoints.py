@@ -22,31 +22,30 @@ from hybrid.errors import ClusterError
 from hybrid.primitives.available_memory import available_memory_bytes
 from hybrid.primitives.deferred_response import DeferredResponse, serve_caller
 from hybrid.protocol.ticket import PlainTicket, Ticket
-from hybrid.server.hosted_module import Hosted
-from hybrid.transport.rpc.pending_calls import Failure, failure_of
-from hybrid.user_code.function_names import from_reference, load_user_object
-from hybrid.user_code.tracebacks import PROJECT
+from hybrid.server.barrier import HostedModule
+from hybrid.transport.rpc.pending_calls import Failure, make_failure
+from hybrid.user_code.user_modules import PROJECT, from_reference, load_user_object
 
-# Modules that others have created here, by number, as long as they keep them.
+# Modules that other processes created here, by number, for as long as those processes refer to them.
 _modules: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
-# Constructors that add arguments of this process, by the name of their class.
+# By class name, constructors with arguments of this process.
 local_constructors: dict[str, partial[Any]] = {}
 
-# A lookup without its tensors: number of the tables, ticket, items.
+# A lookup without its tensors: number of the module, ticket, items.
 PlainLookup: TypeAlias = tuple[int, PlainTicket, Sequence[PackedItem]]
-# A trainer's segment of an exchange: the ticket and number of gradients, the ticket and items of a lookup;
-# either ticket may be None.
+# A trainer's segment of an exchange: ticket and number of gradients, ticket and items of a lookup. Without
+# gradients, or without a lookup, its ticket is None.
 PlainSegment: TypeAlias = tuple[PlainTicket | None, int, PlainTicket | None, Sequence[PackedItem]]
 
 
 @dataclass(frozen=True, slots=True)
-class Vitals:
-    """The state of a process.
+class ProcessStatus:
+    """Memory, threads and open files of a process.
 
     Attributes:
-        available_bytes: memory of its host.
-        live_contexts: of distributed autograd.
+        available_bytes: available memory of its host.
+        live_contexts: number of contexts of distributed autograd.
     """
 
     host: str
@@ -58,43 +57,38 @@ class Vitals:
     live_contexts: int
 
 
-def greet(tensor: Tensor) -> Tensor:
-    """Return a tensor, so that both sides connect for tensors, too."""
+def echo(tensor: Tensor) -> Tensor:
+    """Return the tensor; so both processes open their connections, the one for tensors included."""
     return tensor
 
 
-def vitals() -> Vitals:
-    """Return the state of this process."""
+def process_status() -> ProcessStatus:
+    """Return the status of this process."""
     process = psutil.Process()
-    contexts = int(dist_autograd._get_debug_info()["num_autograd_contexts"])
-    return Vitals(
+    return ProcessStatus(
         socket.gethostname(),
         process.pid,
         available_memory_bytes(),
         process.memory_info().rss,
         process.num_threads(),
         process.num_fds(),
-        contexts,
+        int(dist_autograd._get_debug_info()["num_autograd_contexts"]),
     )
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """See :meth:`TableShards.lookup`. The caller gets an exception like one of a later response."""
+    """See :meth:`TableShards.lookup`."""
     number, ticket, items = plain
     tables: TableShards = _modules[number]
-    try:
-        return tables.lookup(Ticket.of(ticket), unpack_items(items, tensors))
-    except Exception as error:  # reported to the caller
-        response: DeferredResponse[list[Tensor]] = DeferredResponse()
-        response.set_exception(error)
-        return response
+    return tables.lookup(Ticket.of(ticket), unpack_items(items, tensors))
 
 
 def exchange(plain: tuple[int, Sequence[PlainSegment]], tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
     """Receive the segments of one or several trainers: gradients, then lookups.
 
-    All gradients are received before the first lookup. An update that they complete is applied meanwhile.
+    All gradients are received before the first lookup. If they complete an update, it is applied in this
+    call.
 
     Returns:
         The tensors of all lookups.
@@ -105,7 +99,7 @@ def exchange(plain: tuple[int, Sequence[PlainSegment]], tensors: Sequence[Tensor
     looks_up = any(next_ticket is not None for _, _, next_ticket, _ in segments)
     for ticket, num_grads, next_ticket, items in segments:
         if ticket is not None:
-            tables.receive(Ticket.of(ticket), list(islice(rest, num_grads)), updates_here=looks_up)
+            tables.receive(Ticket.of(ticket), list(islice(rest, num_grads)), should_update_here=looks_up)
         if next_ticket is not None:
             lookups.append((Ticket.of(next_ticket), unpack_items(items, rest)))
     if len(lookups) == 1:
@@ -132,33 +126,32 @@ def call_net(number: int, ticket: PlainTicket, hidden_BH: Tensor) -> Future[Tens
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def norm(number: int, step: int) -> Future[float]:
-    """See :meth:`UpdateBarrier.norm`."""
-    hosted: Hosted = _modules[number]
-    return hosted.barrier.norm(step)
+def squared_norm(number: int, step: int) -> Future[float]:
+    """See :meth:`UpdateBarrier.squared_norm`."""
+    hosted: HostedModule = _modules[number]
+    return hosted.barrier.squared_norm(step)
 
 
 def _find_constructor(name: str) -> Callable[..., Any]:
-    """Return the class or function, "module:name", of this project or of the user's modules."""
+    """Return the class or function "module:name" of this project or of a user module."""
     if name in local_constructors:
         return local_constructors[name]
     module, _, qualified = name.partition(":")
     if module.partition(".")[0] not in PROJECT:
         return load_user_object(name)  # type: ignore[no-any-return]
-    found: Callable[..., Any] = getattr(importlib.import_module(module), qualified)
-    return found
+    return getattr(importlib.import_module(module), qualified)  # type: ignore[no-any-return]
 
 
 def create(name: str, args: tuple[Any, ...]) -> rpc.RRef[Any] | Failure:
-    """Construct an object of the class ``name`` here, and return a reference to it."""
+    """Construct an object of the class ``name``, and return a reference to it."""
     try:
         return rpc.RRef(_find_constructor(name)(*map(from_reference, args)))
     except Exception as error:  # returned as a value
-        return failure_of(error)
+        return make_failure(error)
 
 
 class FailedModule(nn.Module):
-    """Stands for a module whose constructor has failed."""
+    """A placeholder for a module whose constructor failed."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__()
@@ -168,14 +161,13 @@ class FailedModule(nn.Module):
 def create_module(name: str, args: tuple[Any, ...]) -> nn.Module:
     """Construct the module of a ``RemoteModule``; :func:`await_module` reports a failure."""
     try:
-        module: nn.Module = _find_constructor(name)(*map(from_reference, args))
-        return module
+        return _find_constructor(name)(*map(from_reference, args))  # type: ignore[no-any-return]
     except Exception as error:  # returned as a value
-        return FailedModule(failure_of(error))
+        return FailedModule(make_failure(error))
 
 
 def await_module(rref: rpc.RRef[nn.Module]) -> int | Failure:
-    """Return the number of a module that lives here, once it is constructed."""
+    """Return the number of a module of this process, once it is constructed."""
     module = rref.local_value()
     if isinstance(module, FailedModule):
         return module.failure
@@ -185,16 +177,20 @@ def await_module(rref: rpc.RRef[nn.Module]) -> int | Failure:
 
 
 def invoke(target: rpc.RRef[Any] | int, method: str, args: tuple[Any, ...]) -> Any:
-    """Call a public method of an object that lives here, or of the update barrier of a module's number."""
+    """Call a public method of an object of this process.
+
+    Args:
+        target: the object, or the number of a module, whose update barrier is the object.
+    """
     try:
         if method.startswith("_"):
             raise ClusterError(f"{method} cannot be called by RPC: it is not public")
         owned = _modules[target].barrier if isinstance(target, int) else target.local_value()
         return getattr(owned, method)(*map(from_reference, args))
     except Exception as error:  # returned as a value
-        return failure_of(error)
+        return make_failure(error)
 
 
-# Calls outside of distributed autograd, by the socket transport; a lookup within it is a call by RPC.
+# Functions that the socket transport calls. A lookup within distributed autograd is a call by RPC.
 SOCKET_CALLS = (lookup, exchange)
-CALLS = (lookup, greet, vitals, call_net, norm, create, await_module, invoke)
+CALLS = (lookup, echo, process_status, call_net, squared_norm, create, await_module, invoke)

@@ -1,1 +1,1 @@
-"""Memory that roles of one host share; start with ``shared_block`` and ``lent_blocks``."""
+"""Memory that roles of one host share; start with ``tensor_blocks`` and ``shared_slots``."""

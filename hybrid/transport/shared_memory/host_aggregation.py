@@ -2,19 +2,19 @@
 
 ::
 
-    trainer 0 ──────────────────────────┬── one message for all of them ──► worker 0
+    trainer 0 ──────────────────────────┬── one request for all of them ──► worker 0
     trainer 1 ── shared memory ──►──────┤
-    trainer 2 ── shared memory ──►──────┴── one message for all of them ──► worker 1
+    trainer 2 ── shared memory ──►──────┴── one request for all of them ──► worker 1
 
-The responses come back the same way. With T trainers on H hosts and W workers, a step sends H * W messages
+The responses take the same path back. With T trainers on H hosts and W workers, a step sends H * W requests
 instead of T * W. A worker gets the same segments, in the order of trainers, and computes the same bits. All
-trainers of a host take the same rounds: in each, every one has a segment for every worker, or nothing.
+trainers of a host take part in every round. In a round, each trainer has one segment, or none, per worker.
 
-What trainers exchange is one packet for each rank. A slot of shared memory holds::
+Trainers exchange one packet per pair of ranks. A slot of shared memory holds::
 
     start of the packet for each rank   8 bytes each, 0 for none
     packet: length of its head          8 bytes
-            head                        a pickle of numbers, text, and lists of such: it names no class
+            head                        a pickle of numbers, text, tuples and lists; it names no class
             tensors                     the bytes of each
 """
 
@@ -35,52 +35,53 @@ from hybrid.config import RunConfig
 from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.security.rejected_messages import PlainUnpickler
 from hybrid.transport.rpc import endpoints
-from hybrid.transport.rpc.pending_calls import PendingTensors, Reply
+from hybrid.transport.rpc.pending_calls import PendingTensors
 from hybrid.transport.rpc.stubs import RemoteTables
-from hybrid.transport.shared_memory.lent_blocks import (
+from hybrid.transport.shared_memory.shared_slots import SharedSlots
+from hybrid.transport.shared_memory.tensor_blocks import (
     align,
     layout_of,
     num_bytes,
     read_tensors,
     write_tensors,
 )
-from hybrid.transport.shared_memory.shared_block import SharedMemory
+from hybrid.transport.socket.socket_calls import Reply
 
 # Exchanging segments and responses costs about as much as two messages (docs/performance.md).
 _EXCHANGE_COST = 2
-_LEAST_SAVING = 4
+_MIN_SAVING = 4
 _SENDER = 0  # rank of the trainer that sends the requests
 _NUMBER = struct.Struct("<Q")
 
 
 def can_aggregate(config: RunConfig) -> bool:
-    """Whether the trainers of a run take the same rounds."""
+    """Whether all trainers of a run take part in every round, as aggregation requires."""
     return config.train.update != "sync" and config.dense.ddp != "none"
 
 
 def saves_work(num_trainers: int, num_workers: int) -> bool:
-    """Whether aggregation saves work with so many trainers of a host and so many workers."""
-    return (num_trainers - 1) * (num_workers - _EXCHANGE_COST) >= _LEAST_SAVING
+    """Whether aggregation saves work for ``num_trainers`` on one host."""
+    return (num_trainers - 1) * (num_workers - _EXCHANGE_COST) >= _MIN_SAVING
 
 
 class Packet(NamedTuple):
-    """What one trainer passes to another.
+    """Values and tensors that one trainer sends to another.
 
     Attributes:
-        values: numbers, text, and tuples and lists of such.
+        values: numbers, text, and tuples and lists of these.
     """
 
     values: list[Any]
     tensors: list[Tensor]
 
 
-def all_to_all(memory: SharedMemory, outgoing: Mapping[int, Packet]) -> dict[int, Packet]:
-    """Exchange packets by rank; all members call this at once.
+def all_to_all(memory: SharedSlots, outgoing: Mapping[int, Packet]) -> dict[int, Packet]:
+    """Exchange packets by rank; all members call this in the same turn.
 
-    Received tensors lie in the memory of their sender, and are valid until the next turn of ``memory``.
+    Received tensors are in the memory of their sender, and are valid until the next turn of ``memory``.
 
     Raises:
-        ClusterError: another trainer is gone, or late.
+        ClusterError: another trainer has ended, or is late.
     """
     packets = []
     starts = [0] * len(memory.members)
@@ -113,14 +114,14 @@ def all_to_all(memory: SharedMemory, outgoing: Mapping[int, Packet]) -> dict[int
 
 
 class HostAggregation:
-    """One trainer's part in the aggregation; for one thread at a time.
+    """The aggregation of requests on one trainer; for one thread at a time.
 
     Args:
-        memory: that the trainers share.
-        tables: of all workers, the same on each trainer, in the same order.
+        memory: the slots that the trainers share.
+        tables: the tables of all workers, in the same order on each trainer.
     """
 
-    def __init__(self, memory: SharedMemory, tables: Sequence[RemoteTables]) -> None:
+    def __init__(self, memory: SharedSlots, tables: Sequence[RemoteTables]) -> None:
         self._memory = memory
         self._workers = {each.role.index: each for each in tables}
         self._round = _Round()
@@ -131,7 +132,7 @@ class HostAggregation:
         return {index: AggregatedTables(tables, self) for index, tables in self._workers.items()}
 
     def call(self, worker: int, segment: endpoints.PlainSegment | None, tensors: Sequence[Tensor]) -> Reply:
-        """Add a segment of :func:`endpoints.exchange`, or nothing; the last one of a round sends it."""
+        """Add a segment of :func:`endpoints.exchange`, or None; the last call of a round sends them all."""
         if segment is not None:
             self._round.segments.values.append((worker, segment, len(tensors)))
             self._round.segments.tensors.extend(tensors)
@@ -144,11 +145,11 @@ class HostAggregation:
         tensors_of: dict[int, list[Tensor]] = {}
         for rank, packet in all_to_all(self._memory, {_SENDER: current.segments}).items():
             rest = iter(packet.tensors)
-            for each, its_segment, num_tensors in packet.values:
-                segments.setdefault(each, []).append(its_segment)
+            for each, segment_of_rank, num_tensors in packet.values:
+                segments.setdefault(each, []).append(segment_of_rank)
                 tensors_of.setdefault(each, []).extend(islice(rest, num_tensors))
-                current.receivers.setdefault(each, []).append((rank, len(its_segment[3])))
-        current.segments = Packet([], [])  # or they would be kept until the responses come
+                current.receivers.setdefault(each, []).append((rank, len(segment_of_rank[3])))
+        current.segments = Packet([], [])  # free the tensors before the responses arrive
         for each, of_worker in segments.items():
             current.responses[each] = self._workers[each].send_segments(of_worker, tensors_of[each])
         self._sent.append(current)
@@ -178,7 +179,7 @@ class HostAggregation:
                 for worker, error, num_tensors in packet.values:
                     current.replies[worker].complete(list(islice(rest, num_tensors)), error)
             for each in current.replies.values():
-                each.complete([])  # those without a segment
+                each.complete([])  # workers to which this trainer sent no segment
 
 
 @dataclass
@@ -186,10 +187,10 @@ class _Round:
     """One request of every trainer to each worker.
 
     Attributes:
-        segments: of this trainer.
-        replies: to them, by worker.
-        responses: of the workers, on the sender.
-        receivers: of each response: rank, and number of tensors.
+        segments: the segments of this trainer.
+        replies: the replies to these segments, by worker.
+        responses: the responses of the workers; on the sender only.
+        receivers: for each worker, the ranks that share its response, and their numbers of tensors.
     """
 
     segments: Packet = field(default_factory=lambda: Packet([], []))
@@ -209,7 +210,9 @@ class AggregatedTables(RemoteTables):
         """See :meth:`TableSource.skip`."""
         return PendingTensors(self.role, self._aggregation.call(self.role.index, None, ()))
 
-    def _send_segment(
-        self, segment: endpoints.PlainSegment, tensors: Sequence[Tensor]
+    def send_segments(
+        self, segments: Sequence[endpoints.PlainSegment], tensors: Sequence[Tensor]
     ) -> ObservableResult[Any]:
+        """Add one segment to the aggregated request."""
+        (segment,) = segments
         return self._aggregation.call(self.role.index, segment, tensors)

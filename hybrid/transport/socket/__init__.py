@@ -1,1 +1,1 @@
-"""Encrypted connections between trainers and workers; start with ``socket_client``."""
+"""Encrypted connections between trainers and workers; start with ``socket_calls``."""

@@ -2,13 +2,13 @@
 
 ::
 
-    length of the sealed head (4 bytes), of all that follows (8)
-    sealed head        a pickle of numbers, text, and lists of such: it names no class
-    sealed tensors     the bytes of each, in segments if it is huge; none if they lie in a block of memory
-                       that both ends have (lent_blocks.py)
+    two lengths        of the sealed head (4 bytes), and of all that follows the lengths (8 bytes)
+    sealed head        a pickle of numbers, text, tuples and lists; it names no class
+    sealed tensors     the bytes of each, in segments if it is huge; none if the tensors are in a block of
+                       shared memory (tensor_blocks.py)
 
-Tensors are sealed in place, and opened into their final memory. The lengths are not sealed: if one is wrong,
-the rest cannot be opened.
+"Sealed" means encrypted and authenticated. Tensors are encrypted in place, and decrypted into their final
+memory. The lengths are not encrypted; if one is wrong, decryption of the rest fails.
 """
 
 import io
@@ -26,27 +26,27 @@ from torch import Tensor
 from hybrid.errors import ClusterError
 from hybrid.security.message_signature import is_contiguous, memory_of
 from hybrid.security.rejected_messages import PlainUnpickler, RejectedMessage
-from hybrid.security.sealed_stream import TAG_BYTES, Direction
-from hybrid.transport.shared_memory.lent_blocks import DTYPES, Block, MemoryPair, layout_of
+from hybrid.security.secret import TAG_BYTES, DirectionCipher
+from hybrid.transport.shared_memory.tensor_blocks import DTYPES, Block, MemoryPair, layout_of
 
 _LENGTHS = struct.Struct("<IQ")
-_FIRST_BYTES = 1 << 16  # of a buffer, which grows
+_INITIAL_BUFFER_BYTES = 1 << 16
 
 
 class FrameKind(IntEnum):
     """The kinds of messages."""
 
-    CALL = 0  # its value: the name of a function, and its arguments besides tensors
+    CALL = 0  # value: the name of a function, and its arguments except tensors
     RESPONSE = 1
-    FAILURE = 2  # its value: a text of hybrid/security/rejected_messages.py
+    FAILURE = 2  # value: a text of hybrid/security/rejected_messages.py
 
 
 class Message(NamedTuple):
     """A call, or the response to it.
 
     Attributes:
-        number: of the call, on its connection.
-        value: numbers, text, and tuples and lists of such.
+        number: number of the call on its connection.
+        value: numbers, text, and tuples and lists of these.
     """
 
     kind: FrameKind
@@ -56,31 +56,35 @@ class Message(NamedTuple):
 
 
 class Frames:
-    """Both directions of one end of a connection; each for one thread at a time.
+    """Converts between messages and frames at one end of a connection; one thread at a time per direction.
 
     Args:
-        sending, receiving: seal and open.
-        expected: kinds of messages that may come.
-        memory: of both ends, if they are on one host.
+        sending, receiving: ciphers of the two directions.
+        expected: kinds of messages that this end may receive.
+        memory: memory that both ends share, if they are on one host.
     """
 
     def __init__(
-        self, sending: Direction, receiving: Direction, *expected: FrameKind, memory: MemoryPair | None = None
+        self,
+        sending: DirectionCipher,
+        receiving: DirectionCipher,
+        *expected: FrameKind,
+        memory: MemoryPair | None = None,
     ) -> None:
         self._sending = sending
         self._receiving = receiving
         self._expected = expected
         self._memory = memory
-        self._sealed = bytearray(_FIRST_BYTES)
-        self._received = bytearray(_FIRST_BYTES)
-        self._start = self._end = 0  # of the received bytes that are not opened yet
+        self._sealed = bytearray(_INITIAL_BUFFER_BYTES)
+        self._received = bytearray(_INITIAL_BUFFER_BYTES)
+        self._start = self._end = 0  # of the received bytes that are not decrypted yet
 
     def close(self) -> None:
-        """Release the memory of both ends, except for borrowed tensors in use."""
+        """Release the shared memory, except for tensors in use."""
         self._memory = None
 
     def seal(self, message: Message) -> memoryview:
-        """Return the frame of a message, valid until the next call.
+        """Return the encrypted frame of a message, valid until the next call.
 
         Raises:
             ClusterError: a tensor is not on the CPU.
@@ -89,9 +93,9 @@ class Frames:
         if not all(each.is_cpu for each in tensors):
             raise ClusterError("tensors on a GPU cannot be sent between trainers and workers")
         layout = layout_of(tensors)
-        block = None if memory is None else memory.lent.lend(tensors, layout)
-        returned = [] if memory is None else memory.borrowed.returned()
-        content = (message.kind.value, *message[1:3], layout, block and tuple(block), returned)
+        block = None if memory is None else memory.writer.write(tensors, layout)
+        released = [] if memory is None else memory.reader.take_released()
+        content = (message.kind.value, *message[1:3], layout, block and tuple(block), released)
         head = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
         segments: list[bytes | memoryview] = [head]
         if block is None:
@@ -110,15 +114,15 @@ class Frames:
         return frame
 
     def receive(self, connection: socket.socket) -> bool:
-        """Receive available bytes; whether there were any.
+        """Receive available bytes; return whether there were any.
 
         Args:
-            connection: in non-blocking mode.
+            connection: a socket in non-blocking mode.
 
         Raises:
             OSError: the connection is broken or closed.
         """
-        if self._end == len(self._received):  # grow by what a peer has sent, not by what it announces
+        if self._end == len(self._received):  # grow by the bytes received, not by an announced length
             rest = memoryview(self._received)[self._start : self._end]
             buffer = bytearray(len(self._received) * (1 if self._start else 2))
             buffer[: len(rest)] = rest
@@ -128,7 +132,7 @@ class Frames:
         except BlockingIOError:
             return False
         if not count:
-            raise ConnectionResetError("it has closed the connection")
+            raise ConnectionResetError("the connection was closed")
         self._end += count
         return True
 
@@ -136,7 +140,7 @@ class Frames:
         """Return the next message; None if it is not complete.
 
         Raises:
-            RejectedMessage: the other end has not sent it, or it holds something unexpected.
+            RejectedMessage: the other end did not send these bytes, or their content is unexpected.
         """
         if self._end - self._start < _LENGTHS.size:
             return None
@@ -158,10 +162,10 @@ class Frames:
     def _open(self, sealed: memoryview, head: int) -> Message:
         at = min(head, len(sealed))
         opened = io.BytesIO(self._receiving.open(sealed[:at]))
-        kind, number, value, layout, block, returned = PlainUnpickler(opened).load()
+        kind, number, value, layout, block, released = PlainUnpickler(opened).load()
         memory = self._memory  # another thread may close it meanwhile
         if memory is not None:
-            memory.lent.free(returned)
+            memory.writer.free(released)
         if block is None:
             tensors = []
             for dtype_number, shape in layout:
@@ -176,7 +180,7 @@ class Frames:
         elif memory is None:
             raise RejectedMessage("it names memory that does not exist")
         else:
-            tensors = memory.borrowed.tensors(Block(*block), layout)
+            tensors = memory.reader.read(Block(*block), layout)
         if at != len(sealed) or kind not in self._expected:
             raise RejectedMessage("its kind or its length is unexpected")
         return Message(FrameKind(kind), number, value, tensors)

@@ -1,4 +1,4 @@
-"""Connect each trainer to each worker, and authenticate both.
+"""Connect each trainer to each worker, with mutual authentication.
 
 ::
 
@@ -10,12 +10,12 @@
     index, random bytes, proof         ────────►   closes if the proof is wrong
                                        ◄────────   proof
 
-A proof is an empty message, sealed as the first one of its direction. The key of a direction is derived from
-the secret, the run, both names and the random bytes of both. So a recorded message is valid on no other
-connection, even if the original never arrives.
+A proof is an empty message, encrypted as the first one of its direction. The key of a direction is derived
+from the secret, the run, the names of both roles, and the random bytes of both. So a recorded message is
+valid on no other connection, even if the original never arrives.
 
-Within a host, they connect by a Unix socket, and each sends with its proof a descriptor of the memory that it
-lends to the other (``lent_blocks``). A worker stops listening once all trainers are connected.
+Within a host, the two connect by a Unix socket. With its proof, the trainer sends a descriptor of shared
+memory for large tensors (``tensor_blocks``). A worker stops listening once all trainers are connected.
 """
 
 import json
@@ -25,40 +25,36 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import psutil
 import torch.distributed as dist
 
 from hybrid.errors import ClusterError, first_line
-from hybrid.security.closed_listeners import is_same_user
 from hybrid.security.rejected_messages import RejectedMessage
-from hybrid.security.sealed_stream import TAG_BYTES, Direction
-from hybrid.security.secret import Secret
+from hybrid.security.secret import TAG_BYTES, DirectionCipher, Secret
 from hybrid.topology import Role, Topology
-from hybrid.transport.shared_memory.lent_blocks import BorrowedMemory, LentMemory, MemoryPair, own_host
+from hybrid.transport.shared_memory.tensor_blocks import MemoryPair, create_memory, host_id
 from hybrid.transport.socket.frames import FrameKind, Frames
 
 _RANDOM_BYTES = 16
 _HELLO = struct.Struct(f"<I{_RANDOM_BYTES}s{TAG_BYTES}s")  # index, random bytes, proof
 _ATTEMPT_SECONDS = 5.0
 _SECONDS_BETWEEN_ATTEMPTS = 0.05
-# As many as connect within a tenth of a second at most: a trainer needs no more time for its proof.
+# Even in a flood, so many connections take 0.1 s, and a trainer sends its proof faster.
 MAX_UNAUTHENTICATED = 512
-
-Accepted = TypeVar("Accepted")
 
 
 class WorkerAddress(NamedTuple):
-    """Where a worker listens.
+    """The addresses on which a worker listens.
 
     Attributes:
-        host: see :func:`own_host`.
-        name: of its Unix socket, in hexadecimal digits.
-        interface, port: for other hosts.
+        host: see :func:`host_id`.
+        name: name of its Unix socket, in hexadecimal digits.
+        interface, port: IP address and port for other hosts.
     """
 
     host: str
@@ -70,7 +66,8 @@ class WorkerAddress(NamedTuple):
         return f"{self.interface}:{self.port}"
 
     def connect(self) -> socket.socket:
-        if self.host != own_host():
+        """Connect by a Unix socket within a host, else by TCP; OSError if no process accepts."""
+        if self.host != host_id():
             connection = socket.create_connection((self.interface, self.port), _ATTEMPT_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection
@@ -93,11 +90,11 @@ class Connection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a role proves to the others.
+    """A role, and the secret by which it authenticates itself.
 
     Attributes:
-        run_id: random, new at each start of the cluster, and sent by the rendezvous.
-        timeout_seconds: how long to wait for the others.
+        run_id: random bytes of the rendezvous, new at each start of the cluster.
+        timeout_seconds: how long to wait for other roles.
     """
 
     role: Role
@@ -106,148 +103,71 @@ class Identity:
     run_id: bytes
     timeout_seconds: float
 
-    def directions(self, other: Role, random: bytes) -> tuple[Direction, Direction]:
-        """Return the directions to and from another role, on the connection with these random bytes."""
+    def directions(self, other: Role, random: bytes) -> tuple[DirectionCipher, DirectionCipher]:
+        """Return the ciphers to and from another role for the connection with the given random bytes."""
         to, back = (
             self.secret.key(f"socket from {a.rpc_name} to {b.rpc_name}", self.run_id + random)
             for a, b in ((self.role, other), (other, self.role))
         )
-        return Direction(to), Direction(back)
+        return DirectionCipher(to), DirectionCipher(back)
 
 
-class Peer:
-    """The other end of a connection, which is not authenticated yet.
+class _Peer:
+    """The unauthenticated peer of a worker's connection."""
 
-    Args:
-        nonce: bytes that an accepted peer has received.
-    """
-
-    def __init__(self, connection: socket.socket, nonce: bytes = b"") -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self.nonce = nonce
-        self.hello = b""
-        self.descriptors: list[int] = []
+        self.nonce = secrets.token_bytes(_RANDOM_BYTES)
+        self._hello = b""
+        self._descriptors: list[int] = []
 
-    def receive(self, num_bytes: int) -> bool:
-        """Receive up to ``num_bytes`` in all; whether all are there. OSError if no more will come."""
-        missing = num_bytes - len(self.hello)
-        if self.socket.family == socket.AF_UNIX:
-            received, descriptors, _, _ = socket.recv_fds(self.socket, missing, 1)
-            self.descriptors += descriptors
-        else:
-            received = self.socket.recv(missing)
+    def receive(self) -> bool:
+        """Receive bytes of the peer's hello; whether it is complete. OSError if the connection is closed."""
+        missing = _HELLO.size - len(self._hello)
+        received, descriptors, _, _ = socket.recv_fds(self.socket, missing, 1)
+        self._descriptors += descriptors
         if not received:
-            raise ConnectionResetError("it has closed the connection")
-        self.hello += received
-        return len(self.hello) == num_bytes
+            raise ConnectionResetError
+        self._hello += received
+        return len(self._hello) == _HELLO.size
 
-    def map_memory(self, lent: LentMemory | None) -> MemoryPair | None:
-        """Return the memory of both ends, if both are on one host.
+    def authenticate(self, own: Identity, connected: Collection[Role]) -> tuple[Role, Connection]:
+        """Return the trainer that the peer proved to be, and the connection.
 
         Raises:
-            RejectedMessage: the peer has sent none, or none of the right size.
+            RejectedMessage: the proof is wrong, or the trainer is connected already.
+            OSError, ValueError, IndexError: there is no such trainer, or its memory has the wrong size.
         """
-        if lent is None:
-            return None
-        if not self.descriptors:
-            raise RejectedMessage("it lends no memory")
-        try:
-            return MemoryPair(lent, BorrowedMemory(self.descriptors[0]))
-        except (OSError, ValueError) as error:
-            raise RejectedMessage("it lends no memory of the right size") from error
+        index, random, proof = _HELLO.unpack(self._hello)
+        trainer = own.topology.trainers[index]
+        to, back = own.directions(trainer, self.nonce + random)
+        back.open(proof)
+        if trainer in connected:
+            raise RejectedMessage("this trainer is connected already")
+        memory = None
+        if self.socket.family == socket.AF_UNIX:
+            memory = MemoryPair.map(self._descriptors[0], writes_first_half=False)
+        else:
+            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.sendall(to.seal(b""))
+        return trainer, Connection(self.socket, Frames(to, back, FrameKind.CALL, memory=memory))
 
     def close_descriptors(self) -> None:
-        while self.descriptors:
-            os.close(self.descriptors.pop())
+        """Close the received descriptors."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def close(self) -> None:
+        """Close the connection and the received descriptors."""
         self.close_descriptors()
         self.socket.close()
-
-
-def accept_peers(
-    listeners: Sequence[socket.socket],
-    hello_bytes: int,
-    accept: Callable[[Peer], tuple[int, Accepted]],
-    expected: set[int],
-    deadline: float,
-    nonce_bytes: int = 0,
-) -> dict[int, Accepted]:
-    """Accept each expected peer once, until ``deadline`` at most.
-
-    Unauthenticated peers are limited in number: a new one displaces the oldest. Each has sent ``hello_bytes``
-    at most.
-
-    Args:
-        accept: called with a peer that has sent its hello; returns its index and a result, or raises
-            RejectedMessage or OSError.
-        nonce_bytes: random bytes that each peer gets first.
-
-    Returns:
-        The results by index.
-    """
-    accepted: dict[int, Accepted] = {}
-    waiting: dict[object, Peer] = {}  # in the order of arrival
-    with selectors.DefaultSelector() as selector:
-
-        def forget(peer: Peer) -> None:
-            selector.unregister(peer.socket)
-            del waiting[peer.socket]
-
-        for listener in listeners:
-            listener.setblocking(False)
-            selector.register(listener, selectors.EVENT_READ, listener)
-        try:
-            while accepted.keys() != expected and (seconds := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(seconds):
-                    if key.data is not None:
-                        if (peer := _accept_connection(key.data, nonce_bytes)) is not None:
-                            waiting[peer.socket] = peer
-                            selector.register(peer.socket, selectors.EVENT_READ)
-                        if len(waiting) > MAX_UNAUTHENTICATED:
-                            oldest = next(iter(waiting.values()))
-                            forget(oldest)
-                            oldest.close()
-                    elif key.fileobj in waiting:  # else it was displaced
-                        peer = waiting[key.fileobj]
-                        try:
-                            if not peer.receive(hello_bytes):
-                                continue
-                            index, result = accept(peer)
-                        except (RejectedMessage, OSError):
-                            forget(peer)
-                            peer.close()
-                        else:
-                            forget(peer)
-                            peer.close_descriptors()
-                            accepted[index] = result
-        finally:
-            for peer in waiting.values():
-                peer.close()
-    return accepted
-
-
-def _accept_connection(listener: socket.socket, nonce_bytes: int) -> Peer | None:
-    try:
-        connection, _ = listener.accept()
-    except (ConnectionAbortedError, BlockingIOError):
-        return None
-    connection.setblocking(False)
-    peer = Peer(connection, secrets.token_bytes(nonce_bytes))
-    with suppress(OSError):
-        if connection.family != socket.AF_UNIX or is_same_user(connection):
-            if nonce_bytes:  # an accepted peer may have left already, and nothing is sent to it
-                connection.send(peer.nonce)
-            return peer
-    connection.close()
-    return None
 
 
 def connect_to_workers(own: Identity, store: dist.Store) -> dict[Role, Connection]:
     """Return a trainer's connections to all workers.
 
     Args:
-        store: in which the workers publish their addresses.
+        store: the store in which the workers publish their addresses.
 
     Raises:
         ClusterError: a worker cannot be reached in time.
@@ -259,7 +179,7 @@ def connect_to_workers(own: Identity, store: dist.Store) -> dict[Role, Connectio
         while worker not in connections:
             try:
                 connections[worker] = connect_to_worker(own, worker, address)
-            except OSError as error:  # other peers may have displaced this one
+            except OSError as error:  # the worker may have closed it, in favor of newer peers
                 if time.monotonic() > deadline:
                     raise ClusterError(
                         f"{own.role} cannot reach {worker} at {address}: {first_line(error)}"
@@ -272,104 +192,113 @@ def connect_to_worker(own: Identity, worker: Role, address: WorkerAddress) -> Co
     """Return a trainer's connection to a worker.
 
     Raises:
-        OSError: nobody answers there.
-        ClusterError: something else answers.
+        OSError: no process responds there.
+        ClusterError: the process there is not this worker of this run.
     """
-    peer = Peer(address.connect())
-    try:
-        with _lend_memory(peer.socket) as lent:
-            random = secrets.token_bytes(_RANDOM_BYTES)
-            while not peer.receive(_RANDOM_BYTES):
-                pass
-            to, back = own.directions(worker, peer.hello + random)
-            _send(peer.socket, _HELLO.pack(own.role.index, random, to.seal(b"")), lent)
-            while not peer.receive(_RANDOM_BYTES + TAG_BYTES):
-                pass
-            back.open(peer.hello[_RANDOM_BYTES:])
-            memory = peer.map_memory(lent)
-    except RejectedMessage as error:
-        peer.close()
-        raise ClusterError(f"what listens at {address} is not {worker} of this run") from error
-    except BaseException:
-        peer.close()
-        raise
-    peer.close_descriptors()
-    peer.socket.setblocking(False)
-    return Connection(peer.socket, Frames(to, back, FrameKind.RESPONSE, FrameKind.FAILURE, memory=memory))
+    memory = None
+    with ExitStack() as stack:
+        connection = stack.enter_context(address.connect())
+        random = secrets.token_bytes(_RANDOM_BYTES)
+        to, back = own.directions(worker, _receive(connection, _RANDOM_BYTES) + random)
+        hello = _HELLO.pack(own.role.index, random, to.seal(b""))
+        if connection.family == socket.AF_UNIX:
+            descriptor = create_memory(MemoryPair.NUM_BYTES)
+            try:
+                memory = MemoryPair.map(descriptor, writes_first_half=True)
+                socket.send_fds(connection, [hello], [descriptor])
+            finally:
+                os.close(descriptor)
+        else:
+            connection.sendall(hello)
+        try:
+            back.open(_receive(connection, TAG_BYTES))
+        except RejectedMessage as error:
+            raise ClusterError(
+                f"the process that listens at {address} is not {worker} of this run"
+            ) from error
+        stack.pop_all()
+    connection.setblocking(False)
+    return Connection(connection, Frames(to, back, FrameKind.RESPONSE, FrameKind.FAILURE, memory=memory))
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    received = b""
+    while len(received) < num_bytes:
+        if not (more := connection.recv(num_bytes - len(received))):
+            raise ConnectionResetError("the connection was closed")
+        received += more
+    return received
 
 
 def accept_trainers(own: Identity, store: dist.Store, interface: str) -> list[Connection]:
     """Return a worker's connections to all trainers.
 
+    If there are more than ``MAX_UNAUTHENTICATED`` peers, the oldest is disconnected.
+
     Args:
-        store: in which the worker publishes its address.
-        interface: on which it listens for other hosts.
+        store: the store in which the worker publishes its address.
+        interface: network interface on which the worker listens for other hosts.
 
     Raises:
         ClusterError: a trainer does not connect in time.
     """
     trainers = own.topology.trainers
-    connections: dict[int, Connection] = {}
-
-    def accept(peer: Peer) -> tuple[int, Connection]:
-        index, trainers_random, proof = _HELLO.unpack(peer.hello)
-        if index >= len(trainers) or index in connections:
-            raise RejectedMessage("this trainer is not expected")
-        to, back = own.directions(trainers[index], peer.nonce + trainers_random)
-        back.open(proof)
-        with _lend_memory(peer.socket) as lent:
-            if lent is None:
-                peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            memory = peer.map_memory(lent)
-            _send(peer.socket, to.seal(b""), lent)
-        connections[index] = Connection(peer.socket, Frames(to, back, FrameKind.CALL, memory=memory))
-        return index, connections[index]
-
+    connections: dict[Role, Connection] = {}
+    peers: dict[object, _Peer] = {}  # in the order of arrival
     family, address = address_of(interface)
-    with (
-        socket.create_server((address, 0), family=family, backlog=MAX_UNAUTHENTICATED) as listener,
-        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as unix_listener,
-    ):
+    with ExitStack() as stack:
+        listener = socket.create_server((address, 0), family=family, backlog=MAX_UNAUTHENTICATED)
+        unix_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listeners = [stack.enter_context(each) for each in (listener, unix_listener)]
+        selector = stack.enter_context(selectors.DefaultSelector())
         unix_listener.bind("")  # Linux chooses a name
         unix_listener.listen(MAX_UNAUTHENTICATED)
-        name = unix_listener.getsockname().hex()
-        host, port = listener.getsockname()[:2]
-        published = WorkerAddress(own_host(), name, host, port)
+        for each in listeners:
+            each.setblocking(False)
+            selector.register(each, selectors.EVENT_READ)
+        published = WorkerAddress(host_id(), unix_listener.getsockname().hex(), *listener.getsockname()[:2])
         store.set(own.role.rpc_name, json.dumps(published))
         deadline = time.monotonic() + own.timeout_seconds
-        expected = {*range(len(trainers))}
-        accept_peers((listener, unix_listener), _HELLO.size, accept, expected, deadline, _RANDOM_BYTES)
-    if missing := [str(each) for each in trainers if each.index not in connections]:
+
+        def forget(peer: _Peer) -> _Peer:
+            selector.unregister(peer.socket)
+            return peers.pop(peer.socket)
+
+        while len(connections) < len(trainers) and (seconds := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(seconds):
+                if key.fileobj in listeners:
+                    with suppress(ConnectionAbortedError, BlockingIOError):
+                        peer = _Peer(listeners[listeners.index(key.fileobj)].accept()[0])
+                        peers[peer.socket] = peer
+                        selector.register(peer.socket, selectors.EVENT_READ)
+                        peer.socket.setblocking(False)
+                        with suppress(OSError):  # the peer may have closed it
+                            peer.socket.send(peer.nonce)
+                    if len(peers) > MAX_UNAUTHENTICATED:
+                        forget(next(iter(peers.values()))).close()
+                elif (waiting := peers.get(key.fileobj)) is not None:  # else the peer was disconnected above
+                    try:
+                        if not waiting.receive():
+                            continue
+                        trainer, connection = waiting.authenticate(own, connections)
+                    except (RejectedMessage, OSError, ValueError, IndexError):
+                        forget(waiting).close()
+                    else:
+                        forget(waiting).close_descriptors()
+                        connections[trainer] = connection
+    for peer in peers.values():
+        peer.close()
+    if missing := [str(each) for each in trainers if each not in connections]:
         for connection in connections.values():
             connection.socket.close()
-        raise ClusterError(f"not connected to {own.role} in time: {', '.join(missing)}")
-    return [connections[each.index] for each in trainers]
+        raise ClusterError(f"did not connect to {own.role} in time: {', '.join(missing)}")
+    return [connections[each] for each in trainers]
 
 
 def address_of(interface: str) -> tuple[socket.AddressFamily, str]:
-    """Return family and IP address of an interface of this host; ClusterError if it has none."""
-    found = {each.family: each.address for each in reversed(psutil.net_if_addrs()[interface])}
+    """Return family and IP address of an interface, IPv4 first; ClusterError if it has no address."""
+    addresses = {each.family: each.address for each in reversed(psutil.net_if_addrs()[interface])}
     for family in (socket.AF_INET, socket.AF_INET6):
-        if family in found:
-            return family, found[family]
+        if family in addresses:
+            return family, addresses[family]
     raise ClusterError(f"the interface {interface} has no address (cluster.interface)")
-
-
-@contextmanager
-def _lend_memory(connection: socket.socket) -> Iterator[LentMemory | None]:
-    """Create memory for a peer on this host; its descriptor is closed at the end of the block."""
-    if connection.family != socket.AF_UNIX:
-        yield None
-        return
-    lent = LentMemory()
-    try:
-        yield lent
-    finally:
-        lent.close()
-
-
-def _send(connection: socket.socket, message: bytes, lent: LentMemory | None) -> None:
-    if lent is None:
-        connection.sendall(message)
-    else:
-        socket.send_fds(connection, [message], [lent.descriptor])

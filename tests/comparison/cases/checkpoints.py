@@ -1,4 +1,4 @@
-"""A checkpoint of one form of the dense net, loaded into another; runs in the master's process."""
+"""A checkpoint of one execution backend, loaded into another; runs in the master's process."""
 
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ STEPS = 3
 
 
 def reloaded(cluster: JoinedCluster, saved: Case, loaded: Case, folder: Path) -> tuple[Snapshot, Snapshot]:
-    """All that was trained before a checkpoint of ``saved``, and all that ``loaded`` has after loading it."""
+    """Return the tensors of ``saved`` at its checkpoint, and those of ``loaded`` after loading it."""
     names = [name for name, _ in saved.nets()[0].named_parameters()]
     session = Session(cluster.topology, saved.config, saved.input_spec, STEPS)
     session.train_on(partial(_first_batches, saved), 0)

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def split_net(code: str, index: int) -> list[Compared]:
-    """What ``code`` makes of a ``net``, as ``ddp``, and a plain copy: their outputs for the same inputs."""
+    """Return the outputs of the net that ``code`` defines as ``ddp``, and of a plain copy."""
     torch.manual_seed(1)
     names: dict[str, Any] = {"net": nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 3))}
     plain, inputs_BF = copy.deepcopy(names["net"]), torch.randn(5, 4)

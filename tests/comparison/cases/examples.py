@@ -13,7 +13,7 @@ ROW_VALUE = 0.5
 
 
 def get_linear(inputs: int, outputs: int) -> nn.Linear:
-    """A layer without bias whose weights are 1, but for the first, which is -1."""
+    """Return a layer without bias whose first weight is -1 and whose other weights are 1."""
     layer = nn.Linear(inputs, outputs, bias=False)
     with torch.no_grad():
         layer.weight.fill_(1.0)[0, 0] = -1.0
@@ -21,7 +21,7 @@ def get_linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def get_training_examples(num_trainers: int) -> list[Batch]:
-    """One batch a trainer; ``labels`` are the values, -1 or 1, that outputs are multiplied with.
+    """Return one batch for each trainer; ``labels`` are the factors of outputs, -1 or 1.
 
     Every example has a twin of the same features and the opposite value, at another trainer: over all
     trainers, their gradients cancel.
@@ -36,7 +36,7 @@ def get_training_examples(num_trainers: int) -> list[Batch]:
 
 
 def batch_of(examples: list[tuple[float, tuple[float, float], int]]) -> Batch:
-    """A batch of examples, each its value, dense features and row."""
+    """Return a batch of examples, each with value, dense features and row."""
     values, dense, rows = zip(*examples, strict=True)
     sparse = SparseFeatures(torch.tensor(rows), None, None, num_features=1)
     return Batch(torch.tensor(dense), sparse, torch.tensor(values), NUM_EXAMPLES)

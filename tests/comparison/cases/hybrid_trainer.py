@@ -1,7 +1,7 @@
 """The hybrid model of torch's test, built from this project's parts on a running cluster.
 
 ======================== ==================================================
-there                    here
+upstream                 this project
 ======================== ==================================================
 RemoteEM                 :class:`Tables`, looked up by ``Embeddings``
 RemoteNet                :class:`Net`, called through ``wire.RemoteNet``
@@ -31,8 +31,7 @@ from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.engine.ddp import DdpMode, DdpModel
-from hybrid.engine.dense_placement import DensePlacement
+from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.engine.step_feed import Feed
 from hybrid.engine.uneven_batches import align_batches
@@ -40,7 +39,7 @@ from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
-from hybrid.server.hosted_module import Hosted
+from hybrid.server.barrier import HostedModule
 from workers.rendezvous.bootstrap import JoinedCluster
 
 SECONDS = 10.0
@@ -51,14 +50,14 @@ PLACEMENT = place([TABLE], 1)
 
 
 class Tables(TableShards):
-    """The one table, every value of which starts alike."""
+    """The only table; all values start equal."""
 
-    def initialise(self, seed: int) -> None:
+    def initialize(self, seed: int) -> None:
         for group in self.groups:
             group.weight_RD.fill_(ROW_VALUE)
 
     def rows(self) -> Tensor:
-        """All rows, with all updates."""
+        """Return all rows after all updates."""
         self.barrier.drain()
         return self.groups[0].weight_RD.clone()
 
@@ -71,20 +70,20 @@ class Net(HostedNet):
         super().__init__(net, torch.optim.SGD(net.parameters(), lr=RATE), rules)
 
     def weight(self) -> Tensor:
-        """The weight, with all updates."""
+        """Return the weight after all updates."""
         self.barrier.drain()
         return self.parameter_list[0].detach().clone()
 
 
 class Concatenation(nn.Module):
-    """The interaction of torch's test."""
+    """The interaction of the upstream test."""
 
     def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
         return torch.cat([bottom_BH, pooled_BE], dim=1)
 
 
 class Trainer:
-    """Lives on a trainer; takes steps without updating its own net, as torch's test does."""
+    """An object on a trainer that takes steps without updating its net, as upstream."""
 
     def __init__(
         self, index: int, mode: str, tables: transport.RemoteTables, remote_net: transport.RemoteNet
@@ -98,10 +97,10 @@ class Trainer:
         self._feed = Feed[Batch](embeddings, [tables], index, UpdateMode.SYNC, 1, self._clock)
 
     def train(self, batches: list[Batch], steps_before: int) -> dict[str, Tensor]:
-        """One step a batch, for as long as any trainer has one; the last step's gradients by parameter."""
+        """Take steps until no trainer has a batch; return the last gradients by parameter."""
         empty = Batch.empty(NUM_DENSE, num_sparse=1)
         self._feed.begin(align_batches(iter(batches), empty, self._group, torch.device("cpu")), steps_before)
-        for _, (micro,) in self._feed:
+        for _, (micro,), _ in self._feed:
             self._step(micro)
         self._feed.rejoin()
         gradients = self._model.gradients
@@ -111,10 +110,10 @@ class Trainer:
         with dist_autograd.context() as context:
             output_B = self._model.module(micro, self._clock)
             values_B = micro.batch.labels
-            # torch's test multiplies (B, 1) with (B,), an outer product.
+            # Upstream multiplies (B, 1) with (B,), an outer product.
             assert output_B.shape == values_B.shape
-            # DDP there averages over trainers. Here a loss carries its share of the global batch, and
-            # gradients are summed; gradients that cancel in a mean cancel in a sum just so.
+            # Upstream, DDP averages over trainers. Here, a loss is weighted by its fraction of the global
+            # batch, and gradients are summed. Gradients that cancel in a mean also cancel in a sum.
             loss = (output_B * values_B).sum() / micro.batch.global_size
             dist_autograd.backward(context, [loss])
             self._model.collect(dist_autograd.get_gradients(context), is_last=True)
@@ -122,7 +121,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Trained:
-    """What training left behind.
+    """The result of training.
 
     Attributes:
         gradients: of the local net's parameters by name, of every trainer, of every round's last step.
@@ -138,20 +137,20 @@ class Trained:
 def hosted(
     cluster: JoinedCluster, num_trainers: int
 ) -> Iterator[tuple[transport.RemoteTables, transport.RemoteNet]]:
-    """The table and the remote net, on the cluster's first worker."""
+    """Create the table and the remote net on the first worker."""
     role = cluster.topology.workers[0]
     rules = UpdateRules(num_trainers, timeout_seconds=SECONDS)
     tables = transport.RemoteTables(role, transport.create_module(role, Tables, PLACEMENT, 0, rules))
     net = transport.RemoteNet(role, transport.create_module(role, Net, rules))
-    tables.call(TableShards.initialise, 0).wait()
+    tables.call(TableShards.initialize, 0).wait()
     try:
         yield tables, net
     finally:
-        transport.gather([host.call(Hosted.close) for host in (tables, net)])
+        transport.gather([host.call(HostedModule.close) for host in (tables, net)])
 
 
 def train(cluster: JoinedCluster, mode: str, shares: list[list[Batch]], rounds: int) -> Trained:
-    """Train some rounds over each trainer's share, a list of batches."""
+    """Train some rounds on a list of batches for each trainer."""
     roles = cluster.topology.trainers
     steps = max(len(share) for share in shares)
     with hosted(cluster, len(roles)) as (tables, net):
@@ -176,7 +175,7 @@ class _Echo:
 
 
 def echo(cluster: JoinedCluster, batch: Batch) -> Batch:
-    """A batch, to a trainer and back."""
+    """Send a batch to a trainer and back."""
     remote: transport.Remote[_Echo] = transport.create(
         cluster.topology.trainers[0], _Echo, timeout_seconds=SECONDS
     ).wait()

@@ -1,4 +1,4 @@
-"""All models of ``hybrid.models`` that have no other test on a cluster, in one module over shared tables.
+"""Models of ``hybrid.models`` without another test on a cluster, in one module with shared tables.
 
 Run as ``model_script.py OUTPUT [CONFIG]``; leaves in OUTPUT what came of it.
 """
@@ -16,8 +16,8 @@ from hybrid.custom_loop.cluster import Cluster
 from hybrid.models.din import DIN
 from hybrid.models.esmm import ESMM, entire_space_loss
 from hybrid.models.final_mlp import FinalMLP
+from hybrid.models.layers import pad_histories
 from hybrid.models.mmoe import MMoE
-from hybrid.models.padding import padded
 from hybrid.models.ple import PLE
 from hybrid.models.self_attention import SelfAttention, next_item_loss
 from hybrid.models.two_towers import TwoTowers, in_batch_softmax
@@ -27,7 +27,7 @@ SIZES = (9, 6, 1, 7)  # of the batches: of one of them, two trainers of three ha
 
 
 class Net(nn.Module):
-    """Every model over the vectors of users, items, and histories, padded and not."""
+    """All models on the vectors of users, items and histories, with and without padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class Net(nn.Module):
         self.attention = SelfAttention(DIM, LONGEST)
 
     def forward(self, batch: dict[str, Any], cluster: Cluster) -> Tensor:
-        """The sum of all models' losses, of each sample."""
+        """Return the sum of the losses of all models, by sample."""
         user, item, history = self.user(batch["user"]), self.item(batch["item"]), self.item(batch["history"])
         both, labels, is_item = torch.cat([user, item], dim=1), batch["labels"], batch["history"] > 0
-        seen = padded(self.item(batch["seen"]), batch["seen"].offsets)
+        seen = pad_histories(self.item(batch["seen"]), batch["seen"].offsets)
         logits = [self.din(item, *seen, user), self.final(both, user, item)]
         logits += [*self.mmoe(both).unbind(1), *self.ple(both).unbind(1)]
         label_of = [labels[:, 0], labels[:, 1]] * 3

@@ -1,4 +1,4 @@
-"""What each trainer computes of the comparisons between local and distributed autograd.
+"""Functions of trainers that compare local and distributed autograd.
 
 The nets here are torch's own, under torch's own DDP, but where the project's is named.
 """
@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybrid import transport
 from hybrid.batch import Batch
-from hybrid.embedding.trainer.lookup import ConcatenatedFeatures, Lookup, Outbox
-from hybrid.engine.ddp import DdpMode, DdpModel
-from hybrid.engine.dense_placement import DensePlacement
+from hybrid.embedding.trainer.embeddings import ConcatenatedFeatures
+from hybrid.embedding.trainer.lookup import Lookup, Outbox
+from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.engine.uneven_batches import align_batches
 from hybrid.models.dense_net import DenseNet
@@ -30,9 +30,9 @@ from workers.rendezvous.bootstrap import JoinedCluster
 SECONDS = 20.0
 
 Gradients: TypeAlias = dict[str, Tensor]
-# The gradients of distributed autograd, and those of a local backward pass.
+# Gradients of distributed autograd and of a local backward pass.
 Compared: TypeAlias = tuple[Gradients, Gradients]
-# Called on a trainer with its index.
+# A function that a trainer runs with its index.
 Job: TypeAlias = Callable[[int], list[Compared]]
 
 
@@ -41,13 +41,13 @@ class _Peer:
         self._index = index
 
     def run(self, job: Job) -> list[Compared]:
-        # Inputs differ from trainer to trainer; or all gradients would be the same before DDP reduces them.
+        # Inputs differ between trainers, so that gradients differ before DDP reduces them.
         torch.manual_seed(self._index)
         return job(self._index)
 
 
 def on_all_trainers(cluster: JoinedCluster, job: Job) -> list[list[Compared]]:
-    """What ``job`` gives on every trainer, all at once."""
+    """Run ``job`` on all trainers at the same time; return the results."""
     creating = [
         transport.create(r, _Peer, r.index, timeout_seconds=SECONDS) for r in cluster.topology.trainers
     ]
@@ -57,12 +57,12 @@ def on_all_trainers(cluster: JoinedCluster, job: Job) -> list[list[Compared]]:
 
 
 def _inputs(index: int, uneven: bool) -> list[Tensor]:
-    """One input; 3 on even trainers where they are to have different numbers."""
+    """Return one input, or 3 on even trainers if numbers are uneven."""
     return [torch.rand(3, 2) for _ in range(3 if uneven and index % 2 == 0 else 1)]
 
 
 def stock_ddp(uneven: bool, index: int) -> list[Compared]:
-    """torch's own DDP, in its own ``join`` where numbers of inputs differ."""
+    """Use torch's DDP, within its ``join`` if numbers of inputs are uneven."""
     net = nn.Linear(2, 3)
     ddp = DistributedDataParallel(net)
     with ddp.join(enable=uneven):
@@ -89,7 +89,7 @@ class _BottomOnly(nn.Module):
 
 
 def hybrid_model(uneven: bool, index: int) -> list[Compared]:
-    """The project's ``DdpModel``; a trainer that has run out of inputs goes on with empty ones."""
+    """Use ``DdpModel`` of this project; trainers with fewer inputs continue with empty ones."""
     assert dist.group.WORLD is not None
     model = HybridModel(DenseNet(nn.Linear(2, 3), _BottomOnly(), nn.Identity()))
     ddp_model = DdpModel(model, DdpMode.OUTSIDE, DensePlacement(dist.group.WORLD))
@@ -119,7 +119,7 @@ def _compare_ddp_model(ddp_model: DdpModel, batch: Batch) -> Compared:
 
 
 def sparse_gradients(index: int) -> list[Compared]:
-    """An ``EmbeddingBag`` with sparse gradients, under DDP; every gradient must be sparse."""
+    """Use an ``EmbeddingBag`` under DDP; every gradient must be sparse."""
     table = nn.EmbeddingBag(10, 3, sparse=True)
     ddp = DistributedDataParallel(table)
     ids_L, offsets = torch.randint(10, (10,)), torch.tensor([0, 4])
@@ -132,21 +132,21 @@ def sparse_gradients(index: int) -> list[Compared]:
     assert local is not None
     assert local.is_sparse
     assert distributed.is_sparse
-    # torch.equal knows no sparse tensors.
+    # torch.equal does not support sparse tensors.
     return [({"weight": distributed.to_dense()}, {"weight": local.to_dense()})]
 
 
 class _RemoteLayer:
-    """A layer on a worker, and its twin at hand with the same weight."""
+    """A layer on a worker, and a local layer with the same weight."""
 
     def __init__(self, remote_device: str, inputs: int, outputs: int) -> None:
         self.remote = RemoteModule(remote_device, nn.Linear, (inputs, outputs, False))
         self.local = nn.Linear(inputs, outputs, bias=False)
-        # The weight that came by RPC is a copy.
+        # RPC has copied the weight.
         self.local.load_state_dict(self.remote.get_module_rref().to_here().state_dict())
 
     def compared(self, context: int) -> tuple[Tensor, Tensor]:
-        """The gradient that the worker holds in a context, and the twin's."""
+        """Return the gradient on the worker in a context, and that of the local layer."""
         rref = self.remote.get_module_rref()
         assert self.local.weight.grad is not None
         return rpc.rpc_sync(rref.owner(), _remote_gradient, args=(rref, context)), self.local.weight.grad
@@ -157,7 +157,7 @@ def _remote_gradient(rref: rpc.RRef[nn.Linear], context: int) -> Tensor:
 
 
 def local_vs_remote(remote_device: str, index: int) -> list[Compared]:
-    """A layer on a worker, then a layer under DDP."""
+    """Use a layer on a worker, then a layer under DDP."""
     first, second = _RemoteLayer(remote_device, 10, 5), nn.Linear(5, 1)
     ddp, inputs_BF = DistributedDataParallel(second), torch.rand(10, 10)
     ddp(first.local(inputs_BF)).sum().backward()
@@ -168,7 +168,7 @@ def local_vs_remote(remote_device: str, index: int) -> list[Compared]:
 
 
 def chain(device: str, index: int) -> list[Compared]:
-    """Four layers, on a worker and under DDP in turn; those under DDP are on ``device``."""
+    """Use four layers, alternately on a worker and under DDP on ``device``."""
     here = torch.device(device)
     first, third = _RemoteLayer("worker0/cpu", 10, 7), _RemoteLayer("worker0/cpu", 5, 3)
     second, fourth = nn.Linear(7, 5).to(here), nn.Linear(3, 1).to(here)
@@ -194,7 +194,7 @@ def chain(device: str, index: int) -> list[Compared]:
 
 def _compared(layer: nn.Linear, context: int) -> tuple[Tensor, Tensor]:
     assert layer.weight.grad is not None
-    # RPC has no way from GPU to GPU here.
+    # RPC cannot send tensors from GPU to GPU here.
     return dist_autograd.get_gradients(context)[layer.weight].cpu(), layer.weight.grad.cpu()
 
 

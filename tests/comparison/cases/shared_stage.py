@@ -1,4 +1,4 @@
-"""What each trainer computes of the comparisons between a stage shared by a tensor group and a whole one."""
+"""Functions of trainers that compare a stage shared by a tensor group with an unsharded stage."""
 
 import copy
 
@@ -7,15 +7,13 @@ from comparison.cases.peers import Compared, Gradients
 from comparison.cases.tensor import HIDDEN, INPUTS, OUTPUTS, gradients_of, parts_of, random, trainers_mesh
 from torch import Tensor, nn
 
-from hybrid.dense.tensor_parallel.sharded_module import TensorParallel
-from hybrid.dense.tensor_parallel.sharding_plan import automatic_plan, parse_plan
-from hybrid.dense.tensor_parallel.shared_stage import SharedStage
+from hybrid.dense.tensor_parallel import SharedStage, TensorParallel, automatic_plan, parse_plan
 from hybrid.models.dcn_v2 import CrossInteraction
 from hybrid.models.dense_net import DenseNet
 
 
 def _stage(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
-    """A whole stage and the widths of its inputs."""
+    """Return an unsharded stage and the widths of its inputs."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
         if kind == "cross":
@@ -26,8 +24,8 @@ def _stage(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
         return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(3, 1), nn.Flatten(0)), (INPUTS,)
 
 
-# How many samples the ranks of a tensor group have, and whose inputs require a gradient.
-SHARES = (
+# Numbers of samples of the ranks of a tensor group, and the ranks whose inputs require a gradient.
+SLICES = (
     ((3, 2), (True, True)),
     ((2, 2), (True, True)),
     ((0, 4), (True, True)),
@@ -39,7 +37,7 @@ SHARES = (
 
 
 def shared(kind: str, dtype: torch.dtype, device: str, index: int) -> list[Compared]:
-    """A shared stage on each of ``SHARES``; each trainer has its own inputs.
+    """Compare a shared stage for each of ``SLICES``; each trainer has its own inputs.
 
     Under autocast where ``dtype`` is bfloat16.
     """
@@ -48,7 +46,7 @@ def shared(kind: str, dtype: torch.dtype, device: str, index: int) -> list[Compa
     mesh = trainers_mesh(torch.device(device).type)
     split = TensorParallel(copy.deepcopy(plain), mesh["tensor"], automatic_plan(plain))
     stage = SharedStage(split, mesh.get_group("tensor"))
-    return [_shared_once(plain, split, stage, widths, sizes, wanted, dtype) for sizes, wanted in SHARES]
+    return [_shared_once(plain, split, stage, widths, sizes, wanted, dtype) for sizes, wanted in SLICES]
 
 
 def _shared_once(
@@ -97,12 +95,12 @@ def _shared_once(
 
 
 def _to_send(tensors: Gradients) -> Gradients:
-    """Copies: RPC has no way from GPU to GPU here, and cannot send empty views of what is longer."""
+    """Return copies on the CPU: RPC cannot send GPU tensors here, nor empty views of larger tensors."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def gathered(dtype: torch.dtype, index: int) -> list[Compared]:
-    """A shared stage that doubles what it is given, in ``dtype``; numbers that every dtype holds exactly.
+    """Use a shared stage that doubles its input, on numbers that every dtype represents exactly.
 
     Neither the input nor the gradient is contiguous.
     """
@@ -126,7 +124,7 @@ class _Double(nn.Module):
 
 
 def planned(texts: list[str], index: int) -> list[Compared]:
-    """A stage that is split as a user says."""
+    """Use a stage with a user's sharding plan."""
     plain, (width,) = _stage("logits")
     plain.double()
     plan = parse_plan(texts, DenseNet(nn.Identity(), nn.Identity(), plain))["head"]

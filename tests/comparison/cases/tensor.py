@@ -1,4 +1,4 @@
-"""What each trainer computes of the comparisons between nets split over a tensor group and whole ones.
+"""Functions of trainers that compare nets sharded over a tensor group with unsharded ones.
 
 4 trainers make a mesh of data x tensor, 2 x 2. What is expected comes from a whole net on each trainer,
 which sees the inputs of all without communication: they are functions of the places in the mesh.
@@ -22,7 +22,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from hybrid.dense.tensor_parallel.sharded_module import (
+from hybrid.dense.tensor_parallel import (
+    SharedStage,
     TensorParallel,
     flatten_tensor,
     full_tensor,
@@ -31,7 +32,6 @@ from hybrid.dense.tensor_parallel.sharded_module import (
     trainer_mesh,
     unflatten_tensor,
 )
-from hybrid.dense.tensor_parallel.shared_stage import SharedStage
 
 TENSOR, DATA = 2, 2
 INPUTS, HIDDEN, OUTPUTS = 5, 7, 3  # over two ranks, none of them is even
@@ -45,7 +45,7 @@ def trainers_mesh(device_type: str = "cpu") -> DeviceMesh:
 
 
 class Mlp(nn.Module):
-    """The net of torch's test, with the same weights on all trainers."""
+    """Return the net of the upstream test, with the same weights on all trainers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def parts_of(split: TensorParallel, tensors: Mapping[str, Tensor]) -> Gradients:
-    """What of ``tensors``, by the parameters' names, this trainer should hold."""
+    """Return the shards of ``tensors``, by parameter name, that this trainer should hold."""
     named = {name: split.layouts.get(p) for name, p in split.module.named_parameters()}
     return {n: t if (layout := named[n]) is None else local_shard(t, layout) for n, t in tensors.items()}
 
@@ -95,7 +95,7 @@ def _loss(net: nn.Module, x_BX: Tensor) -> Tensor:
 
 
 def _mean_loss(net: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
-    """The loss whose gradients DDP gives; a data rank that has no input counts all the same."""
+    """Return the loss whose gradients DDP computes; a data rank without input also counts."""
     return torch.stack([_loss(net, x_BX) for x_BX in inputs]).sum() / DATA
 
 
@@ -105,7 +105,7 @@ def _differentiate(loss: Tensor, net: nn.Module) -> Gradients:
 
 
 def trained(optimizer: str, dtype: torch.dtype, steps: int, index: int) -> list[Compared]:
-    """Outputs and gradients of each step, then the parameters; the second input has another size."""
+    """Return outputs and gradients of each step, then the parameters; the second input has another size."""
     mlp = Mlp().to(dtype)
     split = _split_mlp(mlp)
     ddp, own = _under_ddp(split), trainers_mesh().get_local_rank("data")
@@ -127,7 +127,7 @@ def trained(optimizer: str, dtype: torch.dtype, steps: int, index: int) -> list[
 
 
 class _Table(nn.Embedding):
-    """The same rows wherever it is made."""
+    """A table with the same rows in every process."""
 
     def __init__(self) -> None:
         super().__init__(ROWS, INPUTS, _weight=random(1, ROWS, INPUTS))
@@ -138,7 +138,7 @@ def _table_gradient(rref: rpc.RRef[nn.Embedding], context: int) -> Tensor:
 
 
 def under_dist_autograd(form: str, steps: int, index: int) -> list[Compared]:
-    """Behind a table on a worker: the gradients that a context holds, here and there.
+    """Use a net after a table on a worker; return the gradients of the context on both sides.
 
     ``form`` is "alone", "ddp", an option of DDP, or "shared": trainer t has t samples of its own.
     """
@@ -149,7 +149,7 @@ def under_dist_autograd(form: str, steps: int, index: int) -> list[Compared]:
         net = _under_ddp(SharedStage(split, trainers_mesh().get_group("tensor")))
     elif form != "alone":
         net = _under_ddp(split, **({} if form == "ddp" else {form: True}))
-    # Whose losses the gradients of the net are of.
+    # The trainers whose losses determine the gradients of the net.
     counted = {"alone": [index, index], "shared": [0, 1, 2, 3]}.get(form, [0, 2])
     compared = []
     for step in range(steps):
@@ -170,7 +170,7 @@ def under_dist_autograd(form: str, steps: int, index: int) -> list[Compared]:
 
 
 def _ids(step: int, trainer: int, is_own: bool) -> Tensor:
-    """A trainer's ids: its own, or those of all in its tensor group."""
+    """Return the ids of a trainer: its own, or those of its tensor group."""
     if is_own:
         return (torch.arange(trainer) * 3 + step) % ROWS
     return (torch.arange(4) * (trainer // TENSOR + 2) + step) % ROWS
@@ -183,7 +183,7 @@ def _descend(net: nn.Module, gradients: Gradients) -> None:
 
 
 def joined(index: int) -> list[Compared]:
-    """torch's own ``join`` over the data group: its first rank has one input, its second has three."""
+    """Use torch's ``join`` over the data group; the first rank has one input, the second three."""
     mlp = Mlp()
     split = _split_mlp(mlp)
     ddp, own, counts = _under_ddp(split), trainers_mesh().get_local_rank("data"), (1, 3)
@@ -206,7 +206,7 @@ def joined(index: int) -> list[Compared]:
 
 
 def shards(index: int) -> list[Compared]:
-    """``full_tensor`` and ``local_shard``, inverse to each other, for even, uneven and too few rows."""
+    """Check that ``full_tensor`` and ``local_shard`` are inverse, for even, uneven and too few rows."""
     mesh, compared = trainers_mesh()["tensor"], []
     own = mesh.get_local_rank()
     for shape, placement in product([(4, 2), (7, 3), (1, 5)], [Shard(0), Shard(1), Replicate()]):
@@ -220,7 +220,7 @@ def shards(index: int) -> list[Compared]:
         if isinstance(placement, Shard):
             empty = values.narrow(placement.dim, 0, 0)
             pieces = [*values.chunk(TENSOR, placement.dim), empty][:TENSOR]
-        # Of other values, too, and of another dtype: as an optimizer's state is.
+        # Also for other values and another dtype, as of optimizer state.
         state = full_tensor((2 * shard).double(), layout)
         got = {"shard": shard, "whole": full_tensor(shard, layout), "state": state}
         compared.append((got, {"shard": pieces[own], "whole": values, "state": 2 * values.double()}))
@@ -228,7 +228,7 @@ def shards(index: int) -> list[Compared]:
 
 
 def own_weights(index: int) -> list[Compared]:
-    """The shards of a net whose weights differ from trainer to trainer, as they should not."""
+    """Return the shards of a net whose weights differ between trainers."""
     mlp = Mlp()
     for parameter in mlp.parameters():
         nn.init.constant_(parameter, index + 1)
@@ -237,7 +237,7 @@ def own_weights(index: int) -> list[Compared]:
 
 
 def gradient_of_squares(index: int) -> list[Compared]:
-    """A shard's gradient by way of the DTensor that it is part of, and an all-reduce that is under way."""
+    """Return a shard's gradient through its DTensor and an all-reduce in progress."""
     mesh = trainers_mesh()["tensor"]
     values = random(5, 7, 3)
     shard, layout = flatten_tensor(distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None))
@@ -253,7 +253,7 @@ def gradient_of_squares(index: int) -> list[Compared]:
 
 
 def few_outputs(index: int) -> list[Compared]:
-    """One output for two ranks under DDP: the second holds an empty shard."""
+    """Use a layer of one output on two ranks under DDP; the second has an empty shard."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(6)
         plain = nn.Linear(4, 1)
@@ -272,7 +272,7 @@ def few_outputs(index: int) -> list[Compared]:
 
 
 def mesh_ranks(index: int) -> list[Compared]:
-    """The ranks of this trainer's tensor group and data group."""
+    """Return the ranks of this trainer's tensor group and data group."""
     groups = {
         name: dist.get_process_group_ranks(trainers_mesh().get_group(name)) for name in ("tensor", "data")
     }

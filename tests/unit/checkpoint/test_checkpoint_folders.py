@@ -1,19 +1,34 @@
-"""Folders of checkpoints, on a disk and in a store: written atomically, listed, pruned."""
+"""Folders of checkpoints and their manifests, on a disk and in a store."""
 
-import dataclasses
 import errno
+import hashlib
+import json
+import math
 import os
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import SHAPES, SHARDS, names, write_checkpoint, write_run
+from support.checkpoints import SHAPES, SHARDS, flip_a_bit, names, write_checkpoint, write_run
 from support.stores import BUCKET, Proxy, Store
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
-from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, MANIFEST_FILE, Manifest, shard_file, write_text
+from hybrid.checkpoint.checkpoint_folders import (
+    BEST,
+    DENSE_FILE,
+    FORMAT,
+    MANIFEST_FILE,
+    Best,
+    Manifest,
+    list_checkpoints,
+    parse_step,
+    shard_file,
+    step_folder,
+    write_text,
+)
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.errors import CheckpointError, HybridError
@@ -28,6 +43,12 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> StoragePath:
         return tmp_path
     request.getfixturevalue("store")
     return parse_path(f"s3://{BUCKET}/runs/{tmp_path.name}")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a complete checkpoint after step 1."""
+    return write_checkpoint(tmp_path / "step-1")
 
 
 @pytest.fixture
@@ -70,10 +91,6 @@ def test_a_table_may_have_any_name(table: str, tmp_path: Path) -> None:
     assert Checkpoint.open(tmp_path).read_rows(table, (1, 2)).sum() == 2
 
 
-def test_names_that_file_systems_accept_are_not_shortened() -> None:
-    assert shard_file("a" * 236, 0, 1) == f"tables/{'a' * 236}.0-of-1.safetensors"
-
-
 class Killed(BaseException):
     """The death of the process."""
 
@@ -82,7 +99,7 @@ def die(*_: object, **__: object) -> None:
     raise Killed
 
 
-@pytest.mark.parametrize("last", ["tensor_file.struct.pack", "checkpoint_manifest.json.dumps", "os.rename"])
+@pytest.mark.parametrize("last", ["tensor_file.struct.pack", "checkpoint_folders.json.dumps", "os.rename"])
 def test_a_kill_while_writing_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
@@ -106,7 +123,7 @@ def test_files_without_a_manifest_are_no_checkpoint(run: StoragePath) -> None:
     assert list_checkpoints(run) == []
     with pytest.raises(CheckpointError, match="there is no checkpoint here"):
         Checkpoint.newest_valid(run, pytest.fail)
-    checkpoint_folders.drop_later(run, 0)
+    checkpoint_folders.remove_after(run, 0)
     assert all_files(run) == []
 
 
@@ -164,8 +181,7 @@ def test_folders_are_flushed_before_and_after_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    for module in ("checkpoint_manifest", "checkpoint_folders"):
-        monkeypatch.setattr(f"hybrid.checkpoint.{module}.sync", synced.append)
+    monkeypatch.setattr("hybrid.checkpoint.checkpoint_folders.sync", synced.append)
     write_checkpoint(tmp_path / "step-1")
     partial = tmp_path / "step-1.partial"
     assert (set(synced[:-1]), synced[-1]) == ({partial, partial / "tables"}, tmp_path)
@@ -177,7 +193,7 @@ def test_checkpoints_are_not_reached_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "run/checkpoints").symlink_to(tmp_path / "mine/checkpoints")
     for use in (
         lambda: checkpoint_folders.prune(tmp_path / "run", 1, None),
-        lambda: checkpoint_folders.drop_later(tmp_path / "run", 0),
+        lambda: checkpoint_folders.remove_after(tmp_path / "run", 0),
         lambda: Checkpoint.newest_valid(tmp_path / "run", print),
     ):
         with pytest.raises(HybridError, match=rf"^{tmp_path}/run/checkpoints: is a symbolic link"):
@@ -203,7 +219,7 @@ def test_two_runs_that_write_the_same_step_to_a_store_do_not_mix(store: Store) -
     checkpoint_folders.commit(one, Manifest(3, 0, {}, written[0]))
     with pytest.raises(CheckpointError, match=f"^{folder}: another run"):
         checkpoint_folders.commit(two, Manifest(3, 0, {}, written[1]))
-    checkpoint_folders.drop_later(run, 3)
+    checkpoint_folders.remove_after(run, 3)
     assert Checkpoint.open(folder).tensors(DENSE_FILE)["w"].eq(0).all()
     assert {each.parent.name for each in all_files(run)} == {one.name, folder.name}
 
@@ -233,14 +249,6 @@ def test_a_manifest_that_the_store_refuses_leaves_no_checkpoint(proxy: Proxy) ->
     assert list_checkpoints(run) == []
 
 
-def test_a_manifest_can_be_replaced(run: StoragePath) -> None:
-    folder = write_checkpoint(step_folder(run, 1))
-    dataclasses.replace(Manifest.read(folder / MANIFEST_FILE), metrics={"auc": 0.5}).write(folder)
-    stored = Checkpoint.open(folder)
-    assert stored.manifest.metrics == {"auc": 0.5}
-    assert stored.tensors(DENSE_FILE)["net.w"].equal(torch.arange(4.0))
-
-
 @pytest.mark.parametrize(
     ("keep_last", "best", "kept"),
     [(1, None, [5]), (2, None, [5, 4]), (2, 1, [5, 4, 1]), (2, 5, [5, 4]), (9, 2, [5, 4, 3, 2, 1])],
@@ -262,11 +270,154 @@ def test_a_kill_while_removing_leaves_no_checkpoint(tmp_path: Path, monkeypatch:
             checkpoint_folders.prune(tmp_path, 1, None)
     assert names(tmp_path / "checkpoints") == ["step-00000001.partial", "step-00000002"]
     assert steps(tmp_path) == [2]
-    checkpoint_folders.drop_later(tmp_path, 2)
+    checkpoint_folders.remove_after(tmp_path, 2)
     assert names(tmp_path / "checkpoints") == ["step-00000002"]
 
 
 def test_checkpoints_after_the_resumed_step_are_dropped(run: StoragePath) -> None:
     write_run(run, 8, 9, 10, 100_000_000)
-    checkpoint_folders.drop_later(run, 9)
+    checkpoint_folders.remove_after(run, 9)
     assert steps(run) == [9, 8]
+
+
+CHECKSUM = 64 * "0"
+Change = Callable[[dict[str, Any]], object]
+
+
+def test_numbers_that_are_not_finite_are_kept(tmp_path: Path) -> None:
+    Manifest(1, 0, {}, {}, {"auc": math.nan}).write(tmp_path)
+    assert math.isnan(Manifest.read(tmp_path / MANIFEST_FILE).metrics["auc"])
+    for best in (None, Best("auc", 0.75, 3), Best("log_loss", math.inf, 0)):
+        Manifest(5, 1, {}, {}, {}, {BEST: best}).write(tmp_path)
+        assert Manifest.read(tmp_path / MANIFEST_FILE).best == best
+
+
+@pytest.mark.parametrize("name", [DENSE_FILE, *SHARDS])
+def test_verification_finds_one_altered_bit(folder: Path, name: str) -> None:
+    checkpoint = Checkpoint.open(folder)
+    flip_a_bit(folder / name)
+    with pytest.raises(CheckpointError, match=f"^{folder / name}: missing or altered"):
+        checkpoint.manifest.verify(folder)
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=f"^{folder / name}: cannot be read: No such file"):
+        checkpoint.manifest.verify(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps({"format": FORMAT + 1}), rf"has format {FORMAT + 1}"),
+        (json.dumps({"format": 1, "step": 1}), r"has format 1"),
+        (500 * '{"a":' + "1" + 500 * "}", r"has format None"),
+        (json.dumps({"format": FORMAT, "step": 1}), "is not a manifest"),
+        (json.dumps({"format": FORMAT, "manifest": {}, "sha256": ""}), "altered"),
+        ("[]", "is not a manifest"),
+        ("{", "is not a manifest"),
+        (100_000 * "[", "is not a manifest"),
+        (100_000 * '{"format": 2, "sha256": "", "manifest": [[', "is not a manifest"),
+    ],
+    ids=lambda text: text[:60],
+)
+def test_other_files_are_refused_in_one_line(folder: Path, text: str, message: str) -> None:
+    path = folder / MANIFEST_FILE
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=rf"^{path}: {message}[^\n]*$"):
+        Checkpoint.open(folder)
+
+
+def test_an_altered_manifest_is_refused(folder: Path) -> None:
+    path = folder / MANIFEST_FILE
+    path.write_text(path.read_text().replace('"step": 1', '"step": 2'))
+    with pytest.raises(CheckpointError, match=f"^{path}: altered"):
+        Checkpoint.open(folder)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match=f"^{path}: is not a manifest: it is not a file$"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("name", [MANIFEST_FILE, DENSE_FILE])
+def test_a_fifo_in_place_of_a_file_is_refused(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    if name != MANIFEST_FILE:
+        forge(folder, lambda fields: fields["files"].update({name: [0, CHECKSUM]}))
+    with pytest.raises(CheckpointError, match=f"^{folder / name}: "):
+        Checkpoint.newest_valid(folder, print)
+
+
+def test_a_large_file_is_refused_in_little_memory(folder: Path) -> None:
+    os.truncate(folder / MANIFEST_FILE, 400 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=f"^{folder / MANIFEST_FILE}: .* more than 32 MiB$"):
+            Checkpoint.open(folder)
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def forge(folder: Path, change: Change) -> Path:
+    """Change the manifest of a checkpoint, and correct its checksum."""
+    path = folder / MANIFEST_FILE
+    fields = json.loads(path.read_text())["manifest"]
+    change(fields)
+    sha256 = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+    path.write_text(json.dumps({"format": FORMAT, "manifest": fields, "sha256": sha256}))
+    return path
+
+
+def put(*keys: str, value: object) -> Change:
+    """Return a function that sets ``fields[key][key]...`` to a value."""
+
+    def change(fields: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            fields = fields[key]
+        fields[keys[-1]] = value
+
+    return change
+
+
+OUTSIDE = [
+    *("../x", "..", ".", "...", "", "/etc/passwd", "tables/../../x", "tables/..", "a/b/c", "tables//x"),
+    *("dense.safetensors/", "a b", "a\x1b[31m", "a\n", "a\0b", "ä", "x" * 600),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *((put("files", name, value=[0, CHECKSUM]), ".* must be the name of a file") for name in OUTSIDE),
+        *((put("step", value=value), "step must be a count") for value in (-1, True, 10**40)),
+        (put("epoch", value=1.5), "epoch must be a count"),
+        (put("more", value=1), "its fields are not"),
+        (lambda fields: fields.pop("progress"), "its fields are not"),
+        (put("tables", value=[]), "tables must be an object"),
+        (put("files", value=None), "files must be an object"),
+        (put("metrics", value="auc"), "metrics must be an object"),
+        (put("progress", value=3), "progress must be an object"),
+        (put("tables", "C\x1b", value=[5, 3]), r"table 'C\\x1b' must have"),
+        (put("tables", "C1", value=[5, -3, 2]), "table 'C1' must have"),
+        (put("tables", "C1", value=[5, 3, 0]), "table 'C1' must have"),
+        (put("files", DENSE_FILE, value=["1", CHECKSUM]), "file dense"),
+        (put("files", DENSE_FILE, value=[1, "x"]), "file dense"),
+        (put("files", DENSE_FILE, value={}), "file dense"),
+        (put("metrics", "auc", value="0.7"), "metric 'auc' must be a number"),
+        (put("parts", value="../parts-0"), ".* must be the name of a folder"),
+        *(
+            (put("progress", "best", value=v), "best must be")
+            for v in (["auc", 0.5], ["auc", 0.5, -1], "abc")
+        ),
+    ],
+)
+def test_a_forged_manifest_is_refused(folder: Path, change: Change, message: str) -> None:
+    path = forge(folder, change)
+    with pytest.raises(CheckpointError, match=f"^{path}: is not a manifest: {message}[^\n]*$"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("count", [3, 2**62])
+def test_every_shard_of_a_table_must_be_listed(folder: Path, count: int) -> None:
+    path = forge(folder, put("tables", "C1", value=[5, 3, count]))
+    with pytest.raises(CheckpointError, match=f"^{path}: lists no tables/C1.0-of-{count}.safetensors"):
+        Checkpoint.open(folder)

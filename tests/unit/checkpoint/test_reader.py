@@ -7,17 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import flip_a_bit, write_run
+from support.checkpoints import flip_a_bit, write_checkpoint, write_run
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_folders import step_folder
-from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE, MANIFEST_FILE, Best, Manifest, shard_file
+from hybrid.checkpoint.checkpoint_folders import (
+    DENSE_FILE,
+    MANIFEST_FILE,
+    Best,
+    Manifest,
+    shard_file,
+    step_folder,
+)
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.errors import CheckpointError
 
 
-def test_a_file_of_another_format_is_an_error_of_one_line(folder: Path) -> None:
+def test_a_file_of_another_format_is_an_error_of_one_line(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
     size = (folder / DENSE_FILE).stat().st_size
     (folder / DENSE_FILE).write_bytes(b"x" * size)
     with pytest.raises(CheckpointError, match=f"^{folder / DENSE_FILE}: cannot be read: .*$"):
@@ -84,23 +91,16 @@ class TestNewestValid:
     def test_damaged_checkpoints_are_skipped_and_reported(
         self, tmp_path: Path, altered: list[tuple[int, str]], step: int
     ) -> None:
-        said: list[str] = []
+        logged: list[str] = []
         write_run(tmp_path, 2, 30, 110)
         paths = [step_folder(tmp_path, of_step) / name for of_step, name in altered]
         for path in paths:
             flip_a_bit(path)
-        assert Checkpoint.newest_valid(tmp_path, said.append).manifest.step == step
-        assert len(said) == bool(paths)
-        for line in said:
+        assert Checkpoint.newest_valid(tmp_path, logged.append).manifest.step == step
+        assert len(logged) == bool(paths)
+        for line in logged:
             damage = "; ".join(f"{path}: [^;]+" for path in paths)
             assert re.fullmatch(f"{damage}; step-{step:08d} is used instead", line)
-
-    def test_only_damaged_checkpoints_are_an_error(self, tmp_path: Path) -> None:
-        write_run(tmp_path, 2, 30)
-        for step in (2, 30):
-            flip_a_bit(step_folder(tmp_path, step) / DENSE_FILE)
-        with pytest.raises(CheckpointError, match=r"step-00000030/dense.* altered.*; .*step-00000002/dense"):
-            Checkpoint.newest_valid(tmp_path, pytest.fail)
 
     def test_a_named_checkpoint_must_be_valid(self, tmp_path: Path) -> None:
         write_run(tmp_path, 2, 30)
@@ -112,9 +112,9 @@ class TestNewestValid:
     def test_a_folder_without_a_manifest_is_no_checkpoint(self, tmp_path: Path) -> None:
         folder = step_folder(write_run(tmp_path, 1), 1)
         (folder / MANIFEST_FILE).unlink()
-        for place in (folder, tmp_path, tmp_path / "absent"):
-            with pytest.raises(CheckpointError, match=f"^{place}: there is no checkpoint here$"):
-                Checkpoint.newest_valid(place, pytest.fail)
+        for path in (folder, tmp_path, tmp_path / "absent"):
+            with pytest.raises(CheckpointError, match=f"^{path}: there is no checkpoint here$"):
+                Checkpoint.newest_valid(path, pytest.fail)
         with pytest.raises(CheckpointError, match=f"^{folder}: there is no checkpoint here$"):
             Checkpoint.open(folder)
 
@@ -129,7 +129,7 @@ class TestBestValid:
         return tmp_path
 
     def rank(self, run: Path, best: int | None, newest: int = 110) -> None:
-        """Let the newest checkpoint say which is the best."""
+        """Record the best checkpoint in the newest."""
         folder = step_folder(run, newest)
         progress = {"best": None if best is None else Best("auc", 0.75, best)}
         read = Manifest.read(folder / MANIFEST_FILE)
@@ -155,27 +155,24 @@ class TestBestValid:
 
     @pytest.mark.parametrize("is_there", [True, False])
     def test_the_newest_replaces_a_damaged_or_missing_best(self, run: Path, is_there: bool) -> None:
-        said: list[str] = []
+        logged: list[str] = []
         best = step_folder(run, 30)
         if is_there:
             flip_a_bit(best / DENSE_FILE)
         else:
             shutil.rmtree(best)
-        found = Checkpoint.best_valid(run, said.append)
+        found = Checkpoint.best_valid(run, logged.append)
         assert (found.manifest.step, found.standing) == (110, "the last")
         damage = f"{best / DENSE_FILE}: missing or altered since the checkpoint was written"
         gone = f"{best}: there is no checkpoint here"
-        assert said == [f"{damage if is_there else gone}; step-00000110 is used instead"]
+        assert logged == [f"{damage if is_there else gone}; step-00000110 is used instead"]
 
     def test_an_older_manifest_names_the_best_if_the_newest_is_damaged(self, run: Path) -> None:
-        said: list[str] = []
         self.rank(run, 2, newest=30)
         flip_a_bit(step_folder(run, 110) / MANIFEST_FILE)
-        found = Checkpoint.best_valid(run, said.append)
+        found = Checkpoint.best_valid(run, pytest.fail)
         assert found.manifest.step == 2
         assert found.standing == "the best (auc 0.7500); the last is step-00000110"
-        (line,) = said
-        assert line.endswith("; step-00000002 is used instead")
 
     def test_a_run_without_valid_checkpoints_is_an_error(self, run: Path) -> None:
         for step in (2, 30, 110):

@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import resource
 import struct
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hybrid.checkpoint.checkpoint_manifest import DENSE_FILE
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE
 from hybrid.checkpoint.tensor_file import (
     load_state,
     map_arrays,
@@ -26,7 +24,7 @@ from hybrid.errors import CheckpointError
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 ]
 
 
@@ -59,6 +57,13 @@ def test_the_library_reads_tensors_of_every_type_and_shape(tmp_path: Path) -> No
     for name, entry in json.loads(content[8 : 8 + length]).items():
         assert (8 + length + entry["data_offsets"][0]) % tensors[name].itemsize == 0, f"{name} is not aligned"
     assert files == {"deep/all.safetensors": (len(content), hashlib.sha256(content).hexdigest())}
+
+
+@pytest.mark.parametrize("name_length", range(1, 9))
+def test_tensors_are_aligned_for_any_length_of_the_header(tmp_path: Path, name_length: int) -> None:
+    write_tensors(tmp_path, "file", {"x" * name_length: torch.ones(1, dtype=torch.float64)})
+    (length,) = struct.unpack("<Q", (tmp_path / "file").read_bytes()[:8])
+    assert length % 8 == 0
 
 
 def test_mapped_arrays_equal_the_written_tensors_and_stay_valid(tmp_path: Path) -> None:
@@ -100,12 +105,6 @@ def write_header(path: Path, header: object, length: int | None = None) -> Path:
     return path
 
 
-def test_metadata_of_another_tool_is_no_tensor(tmp_path: Path) -> None:
-    path = write_header(tmp_path / "t", {"__metadata__": {"format": "pt"}, "w": FOUR_BYTES})
-    assert map_arrays(path)["w"].tolist() == read_tensors(path)["w"].tolist() == [0.0]
-    assert map_arrays(path).keys() == read_tensors(path).keys() == {"w"}
-
-
 @pytest.mark.parametrize(
     "header",
     [
@@ -141,33 +140,18 @@ def test_a_large_header_is_not_read(tmp_path: Path, length: int) -> None:
             read(path)
 
 
-def test_a_view_is_written_without_the_rest_of_its_storage(tmp_path: Path) -> None:
-    whole = torch.randn(10_000, 4)
-    write_tensors(tmp_path, "view", {"weight": whole[2:5]})
-    assert (tmp_path / "view").stat().st_size < 1000
-
-
 def test_an_unsupported_type_is_refused(tmp_path: Path) -> None:
     tensor = torch.empty(1, dtype=torch.complex128)
-    with pytest.raises(CheckpointError, match=r"cannot write \S+: odd is of torch.complex128, which safeten"):
+    with pytest.raises(CheckpointError, match=r"cannot write \S+: odd has type torch.complex128, which"):
         write_tensors(tmp_path, "f", {"odd": tensor})
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_size_limit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    """The system itself refuses: no file of this process may pass 1 MiB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
-        with pytest.raises(CheckpointError, match=f"^cannot write {tmp_path / 'f'}: File too large"):
-            write_tensors(tmp_path, "f", {"w": torch.zeros(1 << 20)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_is_an_error_with_the_missing_bytes(tmp_path: Path) -> None:
     (tmp_path / "f").symlink_to("/dev/full")
-    message = rf"^cannot write {tmp_path / 'f'}: No space left on device \([\d,]+ bytes of it are missing\)$"
+    message = (
+        rf"^cannot write {tmp_path / 'f'}: No space left on device \([\d,]+ bytes could not be written\)$"
+    )
     with pytest.raises(CheckpointError, match=message) as caught:
         write_tensors(tmp_path, "f", {"w": torch.zeros(3 << 20)})
     missing = int(str(caught.value).rpartition("(")[2].partition(" ")[0].replace(",", ""))
@@ -185,54 +169,33 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
 
 
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, first: int, num_steps: int) -> None:
-    for step in range(first, first + num_steps):
-        generator = torch.Generator().manual_seed(step)
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
         optimizer.zero_grad()
-        module(torch.randn(6, 4, generator=generator)).square().sum().backward()
+        module(torch.randn(6, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
         optimizer.step()
 
 
-def momentum(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
-
-
-@pytest.mark.parametrize(
-    "name", ["SGD", "momentum", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"]
-)
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adam", "NAdam", "RMSprop", "Rprop"])
 def test_training_resumes_from_a_file_with_the_same_bits(tmp_path: Path, name: str) -> None:
-    def make(module: nn.Module) -> torch.optim.Optimizer:
-        return momentum(module) if name == "momentum" else make_optimizer(module.parameters(), name, 0.01)
-
-    straight = net()
-    optimizer = make(straight)
-    train(straight, optimizer, 0, 3)
-    packed = pack_dense(straight.state_dict(), optimizer.state_dict()["state"])
-    train(straight, optimizer, 3, 3)  # training goes on while the copies are written
+    first, second = net(), net()
+    optimizer, again = (make_optimizer(module, name, 0.01) for module in (first, second))
+    train(first, optimizer, range(3))
+    packed = pack_dense(first.state_dict(), optimizer.state_dict()["state"])
+    train(first, optimizer, range(3, 6))  # training continues while the copies are written
     write_tensors(tmp_path, DENSE_FILE, packed)
-
-    resumed = net()
-    again = make(resumed)
     state, slots = unpack_dense(load_file(tmp_path / DENSE_FILE))
-    load_state(resumed, state, tmp_path)
+    load_state(second, state, tmp_path)
     again.load_state_dict({"state": slots, "param_groups": again.state_dict()["param_groups"]})
-    train(resumed, again, 3, 3)
-    assert_same_state(resumed.state_dict(), straight.state_dict())
-    for index, slot in optimizer.state_dict()["state"].items():
-        present = {key: value for key, value in slot.items() if value is not None}
-        if present:
-            assert_same_state(again.state_dict()["state"][index], present)
-
-
-def assert_same_state(first: Mapping[str, object], second: Mapping[str, object]) -> None:
-    assert first.keys() == second.keys()
-    for key, value in second.items():
-        assert torch.equal(torch.as_tensor(first[key]), torch.as_tensor(value)), key
+    train(second, again, range(3, 6))
+    ends = [
+        pack_dense(module.state_dict(), each.state_dict()["state"])
+        for module, each in ((first, optimizer), (second, again))
+    ]
+    assert_same(*ends)
 
 
 def test_a_state_of_another_net_is_an_error_of_one_line(tmp_path: Path) -> None:
-    state = net().state_dict()
     other = nn.Sequential(nn.Linear(4, 6))
-    with pytest.raises(CheckpointError, match=f"^{tmp_path}: is of another model: .*size mismatch") as caught:
-        load_state(other, state, tmp_path)
-    assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}: is of another model: .*size mismatch.*$"):
+        load_state(other, net().state_dict(), tmp_path)

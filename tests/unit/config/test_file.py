@@ -19,7 +19,14 @@ from hybrid.config import (
     TableSection,
     TrainSection,
 )
-from hybrid.config.loading import describe, load_config, read_toml_text, to_toml, validate, with_own
+from hybrid.config.loading import (
+    apply_settings,
+    describe,
+    load_config,
+    read_toml_text,
+    to_toml,
+    validate,
+)
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError
 
@@ -86,6 +93,9 @@ def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
         ("dense.top_mlp=[]", "dense", "top_mlp", ()),
         ("data.shuffle=none", "data", "shuffle", "none"),
         ("embedding.learning_rate=1", "embedding", "learning_rate", 1.0),
+        ("embedding.learning_rate=5e-324", "embedding", "learning_rate", 5e-324),
+        ("data.max_invalid_fraction=0", "data", "max_invalid_fraction", 0.0),
+        ("data.max_invalid_fraction=1", "data", "max_invalid_fraction", 1.0),
     ],
 )
 def test_overrides(override: str, section: str, key: str, value: object) -> None:
@@ -95,13 +105,9 @@ def test_overrides(override: str, section: str, key: str, value: object) -> None
 
 
 def test_overrides_of_tables_with_dots() -> None:
-    config = load_config(None, ["tables.user.dim=8", "tables.item.id.dim=4"])
+    """The last override of a key wins."""
+    config = load_config(None, ["tables.user.dim=7", "tables.user.dim=8", "tables.item.id.dim=4"])
     assert config.tables == {"user": TableSection(dim=8), "item.id": TableSection(dim=4)}
-
-
-def test_last_override_wins(tmp_path: Path) -> None:
-    config = _load(tmp_path, "[train]\nepochs = 2\n", "train.epochs=3", "train.epochs=4")
-    assert config.train.epochs == 4
 
 
 @pytest.mark.parametrize(
@@ -113,9 +119,12 @@ def test_last_override_wins(tmp_path: Path) -> None:
         ("train.batch_size=2.0", "train.batch_size"),
         ("train.batch_size=[2]", "train.batch_size"),
         ("train.batch_size=4\nepochs=2", "train.batch_size"),
+        ("data.max_invalid_fraction=-5e-324", "data.max_invalid_fraction"),
+        (f"data.max_invalid_fraction={math.nextafter(1.0, 2.0)}", "data.max_invalid_fraction"),
         ("dense.learning_rate=0", "dense.learning_rate"),
         ("dense.learning_rate=nan", "dense.learning_rate"),
         ("dense.learning_rate=inf", "dense.learning_rate"),
+        ("dense.learning_rate=1" + "0" * 400, "dense.learning_rate"),
         ("dense.learning_rate=true", "dense.learning_rate"),
         ("dense.net=[1]", "dense.net"),
         ("dense.net=dlmr", "dense.net"),
@@ -170,29 +179,6 @@ def test_unknown_key_has_nearest_key(name: str, nearest: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("key", "limit", "beyond"),
-    [
-        ("data.max_invalid_fraction", 0.0, math.nextafter(0.0, -1.0)),
-        ("data.max_invalid_fraction", 1.0, math.nextafter(1.0, 2.0)),
-    ],
-)
-def test_limits_are_inclusive(key: str, limit: float, beyond: float) -> None:
-    section, _, name = key.partition(".")
-    assert getattr(getattr(load_config(None, [f"{key}={limit}"]), section), name) == limit
-    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} = .*: must be "):
-        load_config(None, [f"{key}={beyond}"])
-
-
-def test_smallest_positive_number_is_accepted() -> None:
-    assert load_config(None, ["dense.learning_rate=5e-324"]).dense.learning_rate == 5e-324
-
-
-def test_integer_beyond_floats_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be a finite number, above 0"):
-        load_config(None, ["dense.learning_rate=1" + "0" * 400])
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[trian]", "{path}: [trian]: no such section; did you mean [train]?"),
@@ -201,24 +187,21 @@ def test_integer_beyond_floats_is_refused() -> None:
         ("[tables.user]\nweight = 1", "{path}: tables.user.weight: "),
         ("[train]\n'' = 1", "{path}: train: "),
         ("[metrics]\nrecall_at = 5", "{path}: metrics.recall_at: "),
-        ("train = 3", "train = 3: "),
+        ("train = 3", "{path}: train = 3: "),
         ("[train]\nepochs = \n", "{path}: is not valid TOML: Invalid value (at line 2, column 10)"),
         (b"# \xe9", "{path}: is not UTF-8 text (byte 2)"),
-        (None, "{path}: cannot read the configuration: No such file or directory"),
+        (None, "{path}: cannot read the configuration: Is a directory"),
     ],
 )
 def test_invalid_file_is_refused(tmp_path: Path, text: str | bytes | None, message: str) -> None:
     path = tmp_path / "run.toml"
-    if text is not None:
+    if text is None:
+        path.mkdir()
+    else:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert str(caught.value).startswith(message.format(path=path))
-
-
-def test_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the configuration: Is a directory"):
-        load_config(tmp_path)
 
 
 CSV = DataSection(format="csv", path=("x.csv",), sparse=("user",), dense=("age",))
@@ -255,14 +238,14 @@ CSV = DataSection(format="csv", path=("x.csv",), sparse=("user",), dense=("age",
          "dense_groups.g.optimizer_options"),
     ],
 )  # fmt: skip
-def test_rules_hold_for_configurations_of_code(config: RunConfig, key: str) -> None:
+def test_invalid_configuration_in_code_is_refused(config: RunConfig, key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(config)
     assert caught.value.key == key
     assert "\n" not in str(caught.value)
 
 
-def test_valid_configurations_of_code_pass() -> None:
+def test_valid_configuration_in_code_passes() -> None:
     validate(RunConfig())
     validate(RunConfig(schedule=ScheduleSection(kind="cosine(warmup_steps = 9)")))
     validate(RunConfig(data=CSV, dense=DenseSection(net="pkg.nets:mine", device="cuda:1")))
@@ -281,10 +264,7 @@ FULL = RunConfig(
 )
 
 
-INTEGER = RunConfig(cluster=ClusterSection(timeout_seconds=5))
-
-
-@pytest.mark.parametrize("config", [RunConfig(), FULL, INTEGER], ids=["defaults", "full", "5 in a float key"])
+@pytest.mark.parametrize("config", [RunConfig(), FULL], ids=["defaults", "full"])
 def test_written_toml_is_read_equal(tmp_path: Path, config: RunConfig) -> None:
     again = _load(tmp_path, to_toml(config))
     assert again == config
@@ -303,7 +283,7 @@ def test_role_overrides_keys_by_host_only() -> None:
         "cluster.secret_file": "of this host",
         "cluster.start_timeout_seconds": 5.0,
     }
-    own = back = with_own(FULL, [f"{key}={value}" for key, value in given.items()])
+    own = back = apply_settings(FULL, [f"{key}={value}" for key, value in given.items()])
     for key, value in given.items():
         section, _, name = key.partition(".")
         assert getattr(getattr(own, section), name) == value
@@ -328,21 +308,13 @@ def test_role_overrides_keys_by_host_only() -> None:
 )
 def test_invalid_setting_of_role_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        with_own(RunConfig(), [setting])
+        apply_settings(RunConfig(), [setting])
     assert caught.value.key == setting.partition("=")[0]
 
 
 def test_reference_page_is_current() -> None:
     page = (ROOT / "docs/config.md").read_text(encoding="utf-8")
     assert page == describe(), "run hybrid config --describe > docs/config.md"
-
-
-def test_reference_page_has_every_key() -> None:
-    page = describe()
-    named = {f"{kind}.NAME": keys for kind, keys in NAMED_KEYS.items()}
-    for section, keys in (SECTION_KEYS | named).items():
-        part = page.partition(f"## [{section}]\n")[2].partition("\n## ")[0]
-        assert [line.split("`")[1] for line in part.splitlines() if line.startswith("| `")] == list(keys)
 
 
 @pytest.mark.parametrize(

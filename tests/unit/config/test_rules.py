@@ -26,6 +26,7 @@ def test_compatible_keys_of_dense_nets_pass() -> None:
     validate(config(device="cpu,cpu", compile="script"))
     validate(config(device="cuda:0, cpu", optimizer="Adafactor"))
     validate(config(tensor_size=4))
+    validate(config(tensor_size=2, net="dcn_v2(3)"))
     validate(config(tensor_size=2, net="mine:net", tensor_plan=("head.0 = colwise_gathered",)))
     validate(config(compile="inductor", optimizer="Muon"))
 
@@ -40,6 +41,8 @@ def test_compatible_keys_of_dense_nets_pass() -> None:
         ({"tensor_size": 2, "device": "cpu,cpu"}, "device"),
         ({"tensor_plan": ("head = rowwise",)}, "tensor_plan"),
         ({"device": "cpu,cuda"}, "device"),
+        ({"device": "cpu,"}, "device"),
+        ({"device": "cuda:01"}, "device"),
         ({"compile": "jit"}, "compile"),
     ],
 )

@@ -9,7 +9,7 @@ from hybrid.config import CheckpointSection, DataSection, RunConfig, TaskSection
 from hybrid.config.loading import fixed_values, load_config, to_toml, validate
 from hybrid.config.task_sections import (
     is_lower_better,
-    leading_score,
+    main_metric,
     metric_name,
     metric_title,
     shown_metrics,
@@ -47,7 +47,7 @@ def test_class_task_has_one_output_per_class() -> None:
 
 def test_metric_names_begin_with_task_if_several() -> None:
     one, several = {"spent": SPENT}, {"spent": SPENT, "click": TaskSection(metrics=("ndcg@5", "my.mod:lift"))}
-    assert (leading_score(one), leading_score(several)) == ("rmse", "spent.rmse")
+    assert (main_metric(one), main_metric(several)) == ("rmse", "spent.rmse")
     assert metric_name(several, "click", "auc") == "click.auc"
     assert shown_metrics(one) == ["rmse", "mae"]
     assert shown_metrics(several)[-2:] == ["click.ndcg@5", "click.lift"]

@@ -1,8 +1,7 @@
 """What the master may construct on other roles."""
 
-from workers.controller.deployment import local_constructors
 from workers.controller.remote_trainer import Trainer
-from workers.controller.trainer_script import Script
+from workers.controller.user_code_jobs import Script, local_constructors
 
 
 def test_objects_that_read_the_configuration_get_the_settings_of_their_role() -> None:

@@ -1,4 +1,4 @@
-"""From what roles hold to a checkpoint: all files of all roles, or nothing."""
+"""Writing a checkpoint of all roles: all files or nothing."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from support.checkpoints import Call, write_checkpoint
 from support.shards import PATIENCE_SECONDS
 
 from hybrid import transport
-from hybrid.checkpoint.checkpoint_manifest import MANIFEST_FILE, PROGRESS_FILE, Files, Manifest, write_text
+from hybrid.checkpoint.checkpoint_folders import MANIFEST_FILE, PROGRESS_FILE, Files, Manifest, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import DenseSection
 from hybrid.config.loading import CONFIG_FILE
@@ -24,12 +24,12 @@ from hybrid.errors import CheckpointError
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, RoleKind
 from hybrid.transport import Failure, LostError, RemoteError
-from workers.controller.deployment import Saving, load
+from workers.controller.deployment import HeldCheckpoint, load
 
 WORKER = Role(RoleKind.WORKER, 0)
 
 
-def answered(files: Files) -> Call:
+def completed(files: Files) -> Call:
     future: Future[Files] = Future()
     future.set_result(files)
     return Call(future)
@@ -41,82 +41,77 @@ def failed(error: Exception) -> Call:
     return Call(future)
 
 
-def saving(folder: Path, start: Callable[[StoragePath], Sequence[Call]]) -> Saving:
+def saving(folder: Path, start: Callable[[StoragePath], Sequence[Call]]) -> HeldCheckpoint:
     manifest = Manifest(3, 0, {}, {}, {"auc": 0.5}, {"samples": 1})
-    return Saving(folder, manifest, {"note": "text"}, {"losses.0": torch.ones(2)}, start, True)
+    return HeldCheckpoint(folder, manifest, {"note": "text"}, {"losses.0": torch.ones(2)}, start, True)
 
 
-def test_the_files_of_all_roles_make_a_checkpoint(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_files_of_all_roles(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "step-3"
-    sealed = saving(folder, lambda partial: [answered(write_text(partial, n, n)) for n in "ab"]).write()
+    manifest = saving(folder, lambda partial: [completed(write_text(partial, n, n)) for n in "ab"]).write()
     stored = Checkpoint.newest_valid(folder, pytest.fail)
-    assert stored.manifest.files == sealed.files
-    assert set(sealed.files) == {"a", "b", "note", PROGRESS_FILE}
+    assert stored.manifest.files == manifest.files
+    assert set(manifest.files) == {"a", "b", "note", PROGRESS_FILE}
     assert stored.tensors(PROGRESS_FILE)["losses.0"].tolist() == [1, 1]
 
 
-def saved_with_vocabularies(folder: Path, source: Path) -> Saving:
+def saved_with_vocabularies(folder: Path, source: Path) -> HeldCheckpoint:
     source.write_text("values")
     return replace(saving(folder, lambda _: []), shared={"SHA.parquet": source})
 
 
-def test_the_checkpoints_of_a_run_share_its_vocabularies(tmp_path: Path) -> None:
+def test_vocabularies_are_shared_by_the_checkpoints_of_a_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in ("step-3", "step-4"):
-        sealed = saved_with_vocabularies(run / "checkpoints" / step, tmp_path / "source").write()
-        assert set(sealed.files) == {"note", PROGRESS_FILE}
-    assert [(path.name, path.read_text()) for path in (run / "vocabularies").iterdir()] == [
-        ("SHA.parquet", "values")
-    ]
+        stored = saved_with_vocabularies(run / "checkpoints" / step, tmp_path / "source").write()
+        assert set(stored.files) == {"note", PROGRESS_FILE}
+    shared = [(path.name, path.read_text()) for path in (run / "vocabularies").iterdir()]
+    assert shared == [("SHA.parquet", "values")]
+    alone = saved_with_vocabularies(tmp_path / "here" / "mine", tmp_path / "source").write()
+    assert alone.files["vocabularies.parquet"][0] == len("values")
+    Checkpoint.newest_valid(tmp_path / "here" / "mine", pytest.fail)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "here", "source"}
 
 
-def test_a_checkpoint_of_no_run_has_the_vocabularies_itself(tmp_path: Path) -> None:
-    folder = tmp_path / "here" / "mine"
-    sealed = saved_with_vocabularies(folder, tmp_path / "source").write()
-    assert sealed.files["vocabularies.parquet"][0] == len("values")
-    Checkpoint.newest_valid(folder, pytest.fail)
-    assert {path.name for path in tmp_path.iterdir()} == {"here", "source"}
-
-
-def test_where_vocabularies_cannot_be_kept_nothing_is_left(
+def test_nothing_is_left_if_vocabularies_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("hybrid.checkpoint.checkpoint_folders.os.rename", refuse)
+    monkeypatch.setattr("hybrid.checkpoint.checkpoint_folders.os.replace", refuse)
     with pytest.raises(CheckpointError, match=r"^cannot write \S+/vocabularies/SHA.parquet: No space left"):
         saved_with_vocabularies(tmp_path / "checkpoints" / "step-3", tmp_path / "source").write()
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "source"]
 
 
-def remote(is_users: bool) -> RemoteError:
-    failure = Failure("cannot write f: No space left on device", "CheckpointError", is_users, "host", False)
+def remote(is_self_contained: bool) -> RemoteError:
+    failure = Failure(
+        "cannot write f: No space left on device", "CheckpointError", is_self_contained, "host", False
+    )
     return RemoteError(WORKER, failure)
 
 
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
-        (remote(is_users=True), CheckpointError),
-        (remote(is_users=False), transport.RemoteError),
+        (remote(is_self_contained=True), CheckpointError),
+        (remote(is_self_contained=False), transport.RemoteError),
         (LostError(WORKER, "gone"), LostError),
     ],
     ids=["no room", "bug", "lost"],
 )
-def test_nothing_is_left_where_a_role_fails(
-    tmp_path: Path, error: Exception, raised: type[Exception]
-) -> None:
+def test_nothing_is_left_if_a_role_fails(tmp_path: Path, error: Exception, raised: type[Exception]) -> None:
     def start(partial: StoragePath) -> list[Call]:
-        return [answered(write_text(partial, "a", "a")), failed(error)]
+        return [completed(write_text(partial, "a", "a")), failed(error)]
 
-    with pytest.raises(raised, match=r"No space left|does not answer"):
+    with pytest.raises(raised, match=r"No space left|does not respond"):
         saving(tmp_path / "step-3", start).write()
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("fails", ["role", "master"])
-def test_what_a_failed_one_has_left_is_removed_once_nobody_writes_any_more(
+def test_files_are_removed_after_the_last_role_has_written(
     tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = threading.Event()
@@ -132,7 +127,7 @@ def test_what_a_failed_one_has_left_is_removed_once_nobody_writes_any_more(
 
         def start(partial: StoragePath) -> list[Call]:
             late = Call(pool.submit(write_late, partial))
-            return [failed(remote(is_users=True)), late] if fails == "role" else [late]
+            return [failed(remote(is_self_contained=True)), late] if fails == "role" else [late]
 
         if fails == "master":
             monkeypatch.setattr("workers.controller.deployment.write_text", fail)
@@ -145,7 +140,7 @@ def test_what_a_failed_one_has_left_is_removed_once_nobody_writes_any_more(
     assert not list(tmp_path.iterdir())
 
 
-class Told:
+class RecordingStub:
     """A stub that keeps the arguments of its calls."""
 
     def __init__(self) -> None:
@@ -153,17 +148,15 @@ class Told:
 
     def call(self, method: object, folder: Path, *_: object, timeout_seconds: float) -> Call:
         self.paths.append(folder)
-        return answered({})
+        return completed({})
 
 
-def test_roles_are_told_the_whole_path_of_what_they_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_roles_load_from_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may run in other folders than the master."""
     monkeypatch.chdir(tmp_path)
     folder = write_checkpoint(Path("run/step-1"))
     (folder / CONFIG_FILE).write_text("")
     stored = Checkpoint(folder, Manifest.read(folder / MANIFEST_FILE))
-    tables, trainer = Told(), Told()
+    tables, trainer = RecordingStub(), RecordingStub()
     load(cast(Any, SimpleNamespace(hosted=[tables], trainers=[trainer])), DenseSection(), stored)
     assert tables.paths == trainer.paths == [tmp_path / "run/step-1"]

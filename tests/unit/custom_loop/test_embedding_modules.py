@@ -1,4 +1,4 @@
-"""Tables as modules, beside those of torch; their rows in this process."""
+"""Tables as modules equal those of torch."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from hybrid.errors import DataError
 
 
 class Of(nn.Module):
-    """One table, called as it is asked to."""
+    """A module of one table."""
 
     def __init__(self, table: nn.Module) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Of(nn.Module):
 
 
 def rows(cluster: Cluster, table: nn.Module) -> tuple[Any, Tensor]:
-    """A module of a table that is distributed, and all of its rows."""
+    """Distribute a table; return its module and all of its rows."""
     model = cluster.distribute(Of(table))
     every = torch.arange(9)
     with torch.no_grad():
@@ -73,12 +73,6 @@ def test_weighted_embedding_bag_equals_torch(padding: int | None) -> None:
         assert torch.allclose(model(IDS, None, weights), of_torch(IDS, per_sample_weights=weights))
 
 
-def test_table_module_has_no_parameters() -> None:
-    table = hybrid.Embedding(9, 4, optimizer=hybrid.SGD(lr=0.1))
-    assert list(table.parameters()) == []
-    assert repr(table) == "Embedding(9, 4, optimizer=sgd)"
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -100,37 +94,36 @@ def test_wrong_calls_are_refused(call: Any, error: type[Exception], message: str
         call(model)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hybrid.Embedding(0, 4), "a table needs rows and columns"),
+        (lambda: hybrid.Embedding(4, 0), "a table needs rows and columns"),
+        (lambda: hybrid.Embedding(9, 4, init="ones"), "init is one of uniform, normal, zeros, not 'ones'"),
+        (lambda: hybrid.EmbeddingBag(9, 4, pooled_by="auto"), "pooled_by is one of workers, trainers"),
+        (lambda: hybrid.Embedding.from_pretrained("x", optimizer=hybrid.SGD(lr=0.1)), "give freeze=False"),
+        (lambda: hybrid.SGD(lr=-0.1), "lr cannot be"),
+        (lambda: hybrid.AdamW(lr=float("nan")), "lr cannot be"),
+        (lambda: hybrid.Adagrad(lr=0.1, eps=0.0), "eps cannot be"),
+        (lambda: hybrid.Adam(lr=0.1, betas=(0.9, 1.0)), "betas cannot be"),
+        (lambda: hybrid.Momentum(lr=0.1, momentum=1.0), "momentum cannot be"),
+        (lambda: hybrid.Ftrl(lr=0.1, l1=-1.0), "l1 cannot be"),
+    ],
+)
+def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 def test_call_of_a_table_before_distribute_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"model = hybrid\.connect\(\)\.distribute\(model\)"):
         hybrid.Embedding(9, 4)(IDS)
 
 
-@pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (-1, 3)])
-def test_empty_tables_are_refused(sizes: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="a table needs rows and columns"):
-        hybrid.Embedding(*sizes)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: hybrid.SGD(lr=-0.1),
-        lambda: hybrid.Adagrad(lr=0.1, eps=0.0),
-        lambda: hybrid.Adam(lr=0.1, betas=(0.9, 1.0)),
-        lambda: hybrid.Momentum(lr=0.1, momentum=1.0),
-        lambda: hybrid.Ftrl(lr=0.1, l1=-1.0),
-        lambda: hybrid.AdamW(lr=float("nan")),
-    ],
-)
-def test_invalid_optimizer_settings_are_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match="cannot be"):
-        make()
-
-
 @pytest.mark.parametrize("name", ["SGD", "Momentum", "Adagrad", "Adam", "AdamW"])
 @pytest.mark.parametrize("all_rows", [False, True], ids=["touched", "all"])
 def test_rows_without_a_call_decay_only_with_all_rows(name: str, all_rows: bool) -> None:
-    """Also those of a table that no pass has called."""
+    """Including rows of a table that no pass calls."""
 
     class Two(Of):
         def __init__(self, table: hybrid.Embedding, other: hybrid.Embedding) -> None:
@@ -165,11 +158,6 @@ def test_frozen_pretrained_rows_do_not_change(freeze: bool, tmp_path: Path) -> N
     assert torch.equal(now_RD[:6], rows_RD[:6]) is freeze
 
 
-def test_frozen_rows_have_no_optimizer(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="give freeze=False"):
-        hybrid.Embedding.from_pretrained(tmp_path / "rows.npy", optimizer=hybrid.SGD(lr=0.1))
-
-
 @pytest.mark.parametrize("kind", [hybrid.Embedding, hybrid.EmbeddingBag])
 def test_init_sets_the_distribution_of_initial_rows(kind: Any) -> None:
     _, normal_RD = rows(hybrid.connect(), kind(9, 400, init="normal", init_scale=0.1))
@@ -177,13 +165,6 @@ def test_init_sets_the_distribution_of_initial_rows(kind: Any) -> None:
     assert normal_RD.abs().max() > 0.2
     _, zeros_RD = rows(hybrid.connect(), kind(9, 400, init="zeros"))
     assert not zeros_RD.any()
-    with pytest.raises(ValueError, match="init is one of uniform, normal, zeros, not 'ones'"):
-        kind(9, 4, init="ones")
-
-
-def test_pooled_by_is_workers_or_trainers() -> None:
-    with pytest.raises(ValueError, match="pooled_by is one of workers, trainers, not 'auto'"):
-        hybrid.EmbeddingBag(9, 4, pooled_by="auto")
 
 
 class Shared(nn.Module):
@@ -222,5 +203,4 @@ def test_plain_module_equals_the_module() -> None:
         plain.eval(), (ids, bags), dynamic_shapes=({0: torch.export.Dim("n")},) * 2
     )
     assert torch.allclose(exported.module()(ids[:3], bags[:3]), plain(ids[:3], bags[:3]))
-    # The module itself goes on as it was.
     assert isinstance(model.bag, hybrid.EmbeddingBag)

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import hybrid
-from hybrid.custom_loop.global_batches import checksum, cut, global_batches, local_batches, size_of
+from hybrid.custom_loop.local_batches import checksum, cut, global_batches, local_batches, size_of
 from hybrid.errors import DataError
 
 
@@ -131,14 +131,16 @@ def test_invalid_batches_are_refused(batch: dict[str, Any], message: str) -> Non
         list(local_batches([batch], 0, 2, []))
 
 
-def test_data_that_is_not_iterable_is_refused() -> None:
-    with pytest.raises(DataError, match="cannot take batches of int"):
-        list(global_batches(3, None))
-
-
-def test_batches_of_different_structures_are_refused() -> None:
-    with pytest.raises(DataError, match="structures"):
-        list(global_batches([{"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)}], 2))
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (3, "cannot take batches of int"),
+        ([{"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)}], "structures"),
+    ],
+)
+def test_invalid_data_are_refused(data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list(global_batches(data, 2))
 
 
 def test_checksum_covers_every_tensor() -> None:

@@ -1,17 +1,12 @@
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.stores import BUCKET, Store
-from torch import Tensor, nn
 
 import hybrid
-from hybrid.custom_loop.global_batches import size_of
+from hybrid.custom_loop.local_batches import size_of
 from hybrid.errors import ConfigError, DataError
-from hybrid.storage.files import copy
-from hybrid.storage.remote_path import parse_path
 
 ROWS = [f"{i % 2},{i},u{i % 5},{'|'.join('ab'[: i % 3])}\n" for i in range(60)]
 TABLE = "label,price,user,tags\n" + "".join(ROWS)
@@ -59,30 +54,6 @@ def test_each_pass_has_another_order(tmp_path: Path) -> None:
     assert torch.equal(*(each.sort(dim=0).values for each in passes))
 
 
-def test_object_store_gives_the_same_batches(tmp_path: Path, store: Store) -> None:
-    """The input and the prepared data."""
-    file, there = config_of(tmp_path), f"s3://{BUCKET}/{tmp_path.name}"
-    copy(tmp_path / "clicks.csv", parse_path(f"{there}/clicks.csv"))
-    away = tmp_path / "away.toml"
-    away.write_text(file.read_text().replace(f'"{tmp_path}/c', f'"{there}/c'))
-    assert away.read_text().count("s3://") == 2
-    both = [
-        [
-            each.values
-            for split in hybrid.connect(config).prepare()
-            for each in split.local_batches(1, 2, 8, [])
-        ]
-        for config in (file, away)
-    ]
-    assert len(both[0]) > 4
-    for here, far in zip(*both, strict=True):
-        assert here.keys() == far.keys()
-        for name in ("label", "dense", "user"):
-            assert torch.equal(here[name], far[name])
-        assert torch.equal(here["tags"].values, far["tags"].values)
-        assert torch.equal(here["tags"].lengths, far["tags"].lengths)
-
-
 def test_reserved_column_name_is_refused(tmp_path: Path) -> None:
     file = config_of(tmp_path, '["dense"]', TABLE.replace("user", "dense"))
     with pytest.raises(ConfigError, match=r"data\.sparse"):
@@ -101,7 +72,7 @@ def test_batch_has_labels_weights_and_groups(tmp_path: Path) -> None:
     (whole,) = train.local_batches(0, 1, 100, [])
     values = whole.values
     assert {"click", "cost", "click.weights", "cost.weights", "group", "dense", "user", "tags"} == set(values)
-    assert torch.equal(values["click"], values["cost"] % 2)  # as the file has them
+    assert torch.equal(values["click"], values["cost"] % 2)
     assert torch.equal(values["cost.weights"], values["click"])
     assert values["click.weights"].tolist() == [1.0] * len(train)
     assert len(values["group"].unique()) == len(values["user"].unique()) == 5
@@ -134,33 +105,16 @@ def test_groups_of_prepared_data_stay_whole(tmp_path: Path) -> None:
         list(train.local_batches(0, 1, 5, [], "group"))
 
 
-class Tagged(nn.Module):
-    """Vectors of bags with their weights, and without."""
-
-    def __init__(self, num_rows: int) -> None:
-        super().__init__()
-        self.tags = hybrid.EmbeddingBag(num_rows, 4, mode="sum")
-
-    def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return self.tags(batch["tags"], per_sample_weights=batch["tags.weights"]), self.tags(batch["tags"])
-
-
 def test_prepared_batches_have_weights_of_ids(tmp_path: Path) -> None:
     rows = [f"{i % 2},{i},u{i % 5},{'|'.join(f'{t}:{i}' for t in 'ab'[: i % 3])}\n" for i in range(60)]
     file = config_of(tmp_path, table="label,price,user,tags\n" + "".join(rows))
     with file.open("a") as more:
         more.write('[columns.tags]\nkind = "weighted"\n[columns.price]\nnumeric_scaling = "none"\n')
-    cluster = hybrid.connect(file)
-    train, _ = cluster.prepare()
-    (share,) = train.local_batches(0, 1, 100, [])
-    whole = share.values
+    train, _ = hybrid.connect(file).prepare()
+    (local,) = train.local_batches(0, 1, 100, [])
+    whole = local.values
     assert set(whole) == {"label", "dense", "user", "tags", "tags.weights"}
     tags, weights = whole["tags"], whole["tags.weights"]
     assert torch.equal(tags.offsets, weights.offsets)
     assert torch.equal(tags.lengths, whole["dense"].view(-1).long() % 3)
     assert torch.equal(weights.values, whole["dense"].view(-1).repeat_interleave(tags.lengths))
-    model = cluster.distribute(Tagged(train.num_rows["tags"]))
-    with torch.no_grad():
-        vectors, once = model(whole)
-    row = int(whole["dense"].view(-1).argmax())
-    torch.testing.assert_close(vectors[row], once[row] * whole["dense"][row])

@@ -10,16 +10,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.samples import csv_config, fit, write
+from support.samples import csv_config, write
 
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
-from hybrid.data.parse import segments as segments_module
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.segments import Segment, split_files
-from hybrid.data.parse.sources import Source
+from hybrid.data.parse.sources import Segment, read_segment, split_files
 from hybrid.data.prepare import file_preparation, preparation, stages
 from hybrid.data.prepare.file_preparation import FilesPreparation
-from hybrid.data.prepare.memory_limit import MemoryLimit
 from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import HybridError
 from hybrid.primitives.progress import ignore_progress
@@ -80,13 +77,9 @@ def outcome(
     folder: Path,
     paths: tuple[Path, ...],
     block_bytes: int,
-    memory_bytes: int = ENOUGH,
 ) -> Any:
     """Return all prepared content of some files, or the error."""
-    parts = folder.with_suffix(".parts")
-    preparation = FilesPreparation(
-        config, folder, parts, ignore_progress, lambda: None, memory_bytes, block_bytes
-    )
+    preparation = FilesPreparation(config, folder, ignore_progress, lambda: None, block_bytes)
     try:
         encoder, reports = preparation.write(paths, ())
     except HybridError as error:
@@ -115,7 +108,6 @@ def test_segments_give_the_bytes_of_whole_files(
     in_segments(monkeypatch, 1)
     # Some records have line breaks, and must not be cut.
     monkeypatch.setattr("hybrid.data.parse.delimited_text.MAX_RECORD_BYTES", 2000)
-    monkeypatch.setattr("hybrid.data.parse.text_lines.MAX_RECORD_BYTES", 2000)
     parts = outcome(config, tmp_path / "parts", paths, 9000)
     assert not isinstance(whole, str)
     assert parts == whole
@@ -130,8 +122,8 @@ def test_threads_and_memory_change_no_bit(tmp_path: Path, monkeypatch: pytest.Mo
     assert not isinstance(alone, str)
     in_segments(monkeypatch, 3)
     assert outcome(config, tmp_path / "enough", paths, 20_000) == alone
-    monkeypatch.setattr(MemoryLimit, "job_bytes", lambda limit, count: 60_000)
-    assert outcome(config, tmp_path / "little", paths, 20_000, 300 << 20) == alone
+    monkeypatch.setattr(file_preparation, "limit_memory", lambda *_: (2, 60_000))
+    assert outcome(config, tmp_path / "little", paths, 20_000) == alone
 
 
 def test_row_groups_give_the_bytes_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +135,7 @@ def test_row_groups_give_the_bytes_of_the_whole_file(tmp_path: Path, monkeypatch
     config = config_of(tmp_path / "a.parquet", "plain")
     config = config.replace(data=dataclasses.replace(config.data, format="parquet"))
     whole = outcome(config, tmp_path / "whole", (tmp_path / "a.parquet",), 16 << 20)
-    monkeypatch.setattr("hybrid.data.parse.segments.SEGMENT_ROWS", 1000)
+    monkeypatch.setattr("hybrid.data.parse.sources.SEGMENT_ROWS", 1000)
     monkeypatch.setattr(stages, "SEGMENT_ROWS", 1000)
     in_segments(monkeypatch, 2)
     assert outcome(config, tmp_path / "parts", (tmp_path / "a.parquet",), 16 << 20) == whole
@@ -168,38 +160,25 @@ def test_interrupted_preparation_reuses_its_segments(tmp_path: Path, monkeypatch
     monkeypatch.setattr(preparation, "FilesPreparation", partial(FilesPreparation, block_bytes=4000))
     config = config_of(path, "plain")
     undisturbed = prepare(config, tmp_path / "other")
-    read, parsed = segments_module.read_segment, list[int]()
+    parsed = list[int]()
     left = 5
 
-    def read_segment(part: Segment, *args: Any) -> Any:
+    def read(segment: Segment, *args: Any) -> Any:
         if len(parsed) == left:
             raise KeyboardInterrupt
-        parsed.append(part.start)
-        return read(part, *args)
+        parsed.append(segment.start)
+        return read_segment(segment, *args)
 
-    monkeypatch.setattr(stages, "read_segment", read_segment)
+    monkeypatch.setattr(stages, "read_segment", read)
     for seed in (config.run.seed + 1, config.run.seed):  # other samples, then these
         parsed.clear()
         with pytest.raises(KeyboardInterrupt):
             prepare(config.replace(run=dataclasses.replace(config.run, seed=seed)), cache)
         (kept,) = (each for each in cache.iterdir() if each.is_dir())
-        assert len(list(kept.glob("train-*"))) == 5
+        assert len(list(kept.glob("segments/train-*"))) == 5
     left = -1
     found = prepare(config, cache)
     assert parsed == [part.start for part in split_files([path], Layout.of(config.data), 4000)]
     for file in (each.relative_to(found) for each in found.rglob("*") if each.is_file()):
         assert (found / file).read_bytes() == (undisturbed / file).read_bytes(), file
     assert [*cache.iterdir()] == [found]
-
-
-def test_segments_have_the_blocks_of_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Means and deviations, which are summed by block, have the same bits."""
-    path = write(tmp_path / "a.csv", text(4000, 1).replace(b'"', b""))
-    config = config_of(path, "plain", test_fraction=0.0)
-    source = Source((path,), config.data, block_bytes=3000)
-    expected = fit(source.blocks(), config.data).dense
-    in_segments(monkeypatch, 1)
-    preparation = FilesPreparation(
-        config, tmp_path / "new", tmp_path / "parts", ignore_progress, lambda: None, ENOUGH, 3000
-    )
-    assert preparation.write([path], [])[0].dense == expected

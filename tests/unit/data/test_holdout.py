@@ -26,8 +26,8 @@ def rows_of(path: Path, **keys: Any) -> tuple[list[int], list[int]]:
     return train.source_rows.tolist(), test.source_rows.tolist()
 
 
-def log(path: Path, when: list[str], seed: int = 0) -> Path:
-    draw = random.Random(seed)
+def log(path: Path, when: list[str]) -> Path:
+    draw = random.Random(0)
     rows = [f"{i % 2},i{i % 7},u{draw.randrange(60)},{at}\n" for i, at in enumerate(when)]
     return write(path, "label,item,user,when\n" + "".join(rows))
 
@@ -55,7 +55,7 @@ def test_split_by_time_holds_out_the_latest_rows(
     train, test = rows_of(path, split="time(when)", test_fraction=0.2)
     assert sorted(order[test]) == list(range(NUM_ROWS * 8 // 10, NUM_ROWS))
     assert sorted(order[train]) == list(range(NUM_ROWS * 8 // 10))
-    monkeypatch.setattr(holdout, "MAX_SAMPLED", 100)  # of very many rows, a part is looked at for the border
+    monkeypatch.setattr(holdout, "MAX_SAMPLED", 100)  # of very many rows, the border is that of a sample
     _, sampled = rows_of(path, split="time(when)", test_fraction=0.2, numeric_scaling="none")
     assert sorted(order[sampled]) == list(range(NUM_ROWS - len(sampled), NUM_ROWS))
     assert 0.1 < len(sampled) / NUM_ROWS < 0.3
@@ -72,7 +72,7 @@ def test_split_by_a_list_column_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": [0, 1], "item": ["a", "b"], "user": [["a"], ["b"]]}), path)
     config = csv_config(path, sparse=("item",), split="column(user)")
     config = config.replace(data=dataclasses.replace(config.data, format="parquet"))
-    with pytest.raises(ConfigError, match=r"^data\.split = 'user': must be a column of one value"):
+    with pytest.raises(ConfigError, match=r"^data\.split = 'user': must be a column with one value"):
         prepared(config, tmp_path)
 
 
@@ -81,14 +81,8 @@ def test_split_by_a_list_column_is_refused(tmp_path: Path) -> None:
     [
         ({"split": "time"}, r"data\.split = 'time': must name its column"),
         ({"split": "random(user)"}, r"data\.split = 'random\(user\)': takes no arguments"),
-        (
-            {"split": "time(w)", "test_path": ("b.csv",)},
-            r"data\.split = 'time\(w\)': must be random",
-        ),
-        (
-            {"split": "column(usr)"},
-            r"data\.split = 'usr': .*; did you mean 'user'\?",
-        ),
+        ({"split": "time(w)", "test_path": ("b.csv",)}, r"data\.split = 'time\(w\)': must be random"),
+        ({"split": "column(usr)"}, r"data\.split = 'usr': .*; did you mean 'user'\?"),
     ],
 )
 def test_contradictory_split_keys_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:

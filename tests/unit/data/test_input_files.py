@@ -14,15 +14,11 @@ from support.samples import csv_config
 from hybrid.config import DataSection, RunConfig, RunSection
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest
-from hybrid.data.dataset.prepared_dataset import PreparedDataset
-from hybrid.data.parse import input_files as module
-from hybrid.data.parse.input_files import input_files, list_files
+from hybrid.data.parse.input_files import find_input_files, list_files
 from hybrid.data.parse.sources import check_columns
 from hybrid.data.prepare.preparation import fingerprint, prepare
 from hybrid.errors import ConfigError, DataError
 
-ROW_BYTES = 8
-LARGE = 2 * module.SAMPLED_BLOCKS * module.SAMPLED_BLOCK_BYTES // ROW_BYTES  # rows of a file that is sampled
 config_of = partial(csv_config, sparse=("c",))
 
 
@@ -40,8 +36,6 @@ def replace(path: Path, old: bytes, new: bytes, at: int = 0) -> None:
     place = content.index(old, at)
     path.write_bytes(content[:place] + new + content[place + len(old) :])
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    after = path.stat()
-    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
 def test_replaced_file_of_equal_size_and_time_is_prepared_again(tmp_path: Path) -> None:
@@ -49,15 +43,6 @@ def test_replaced_file_of_equal_size_and_time_is_prepared_again(tmp_path: Path) 
     first = prepare(config_of(path), tmp_path / "cache")
     replace(path, b"\n1,", b"\n0,")
     assert prepare(config_of(path), tmp_path / "cache") != first
-
-
-def test_altered_arrays_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", LARGE)
-    folder = prepare(config_of(path, test_fraction=0.0), tmp_path / "cache")
-    labels = folder / "train" / "labels.npy"
-    replace(labels, b"\1", b"\0", at=200)
-    with pytest.raises(DataError, match=rf"{labels}: altered since it was prepared; delete {folder} to prep"):
-        PreparedDataset.open(folder, "train")
 
 
 def test_resumed_run_names_the_changed_input(tmp_path: Path) -> None:
@@ -72,7 +57,7 @@ def test_resumed_run_names_the_changed_input(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a.csv"), write(tmp_path / "b.csv")
     config = config_of(first, second)
     then = manifest_of(config)
-    keys = "the data section makes other samples of its files than when the run began"
+    keys = "the configuration prepares other samples from the files than when the run began"
     assert refused(config.replace(run=RunSection(seed=9))) == f"{keys}; resume"
     files = "data.path and data.test_path name 1 train file(s), and 2 when the run began"
     assert refused(config_of(first)) == f"{files}; resume"
@@ -86,7 +71,8 @@ def test_file_that_changes_during_preparation_is_refused(tmp_path: Path) -> None
     path = write(tmp_path / "a.csv")
 
     def append() -> None:
-        path.write_text(path.read_text() + "1,00001\n")
+        with path.open("a") as file:
+            file.write("1,00001\n")
 
     with pytest.raises(DataError, match=rf"{path}: has changed while it was read; start again"):
         prepare(config_of(path), tmp_path / "cache", check=append)
@@ -100,13 +86,14 @@ def test_training_file_as_test_file_is_refused(tmp_path: Path) -> None:
     link.symlink_to(path)
     for twin in (path, copy, link):
         with pytest.raises(
-            ConfigError, match=rf"data\.test_path = '{twin}': holds what the training file {path}"
+            ConfigError,
+            match=rf"data\.test_path = '{twin}': has the same content as the training file {path}",
         ):
-            input_files(config_of(path, test_path=(str(twin),)).data)
+            find_input_files(config_of(path, test_path=(str(twin),)).data)
     empty = [tmp_path / "1.csv", tmp_path / "2.csv"]
     for each in empty:
         each.touch()
-    input_files(config_of(empty[0], test_path=(str(empty[1]),)).data)
+    find_input_files(config_of(empty[0], test_path=(str(empty[1]),)).data)
 
 
 def test_nested_folder_is_refused(tmp_path: Path) -> None:
@@ -116,18 +103,9 @@ def test_nested_folder_is_refused(tmp_path: Path) -> None:
     assert list_files((str(tmp_path),), "data.path") == (tmp_path / "a.csv",)
     (tmp_path / "day=1").mkdir()
     with pytest.raises(
-        DataError, match=r"day=1: is a folder in a folder, which is not read; name it in data\.path"
+        DataError, match=r"day=1: is a subfolder, and subfolders are not read; add its path to data\.path"
     ):
         list_files((str(tmp_path),), "data.path")
-
-
-@pytest.mark.parametrize("label", [0, 1])
-def test_training_rows_with_one_label_are_refused(tmp_path: Path, label: int) -> None:
-    path = write(tmp_path / "a.csv", label=lambda i: label)
-    with pytest.raises(
-        DataError, match=rf"a\.csv: every training row has label {label}.*data\.positive_labels"
-    ):
-        prepare(config_of(path), tmp_path / "cache")
 
 
 def test_fingerprint_ignores_the_spelling_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +122,11 @@ def test_fingerprint_ignores_the_spelling_of_paths(tmp_path: Path, monkeypatch: 
     assert fingerprint(config_of(Path("a/t.csv"))) not in found
 
 
-@pytest.mark.parametrize("is_in_folder", [False, True])
-def test_pipe_is_refused(tmp_path: Path, is_in_folder: bool) -> None:
-    (tmp_path / "data").mkdir()
-    pipe = tmp_path / "data/a.csv"
-    os.mkfifo(pipe)
-    with pytest.raises(DataError, match=rf"^{pipe}: is not a regular file; check data\.path$"):
-        prepare(config_of(pipe.parent if is_in_folder else pipe), tmp_path / "cache")
+def test_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "a.csv")
+    for path in (pipe, tmp_path):
+        with pytest.raises(DataError, match=rf"^{pipe}: is not a regular file; check data\.path$"):
+            list_files([str(path)], "data.path")
 
 
 @pytest.mark.parametrize("file_format", ["csv", "parquet"])
@@ -162,11 +138,8 @@ def test_columns_are_checked_before_preparation(tmp_path: Path, file_format: str
         pq.write_table(pa.table({"label": [0, 1], "c": ["a", "b"]}), path)
     data = DataSection(format=file_format, path=(str(path),), sparse=("c",))
     check_columns(RunConfig(data=data))
-    for sparse, rule in (
-        (("c", "C1"), "{path} has no such column"),
-        (("c", "labels"), "did you mean 'label'"),
-    ):
-        with pytest.raises(ConfigError, match=rf"^data\.sparse = '{sparse[1]}'.*{rule.format(path=path)}"):
-            check_columns(RunConfig(data=dataclasses.replace(data, sparse=sparse)))
+    rule = f"{path} has no such column; did you mean 'label'"
+    with pytest.raises(ConfigError, match=rf"^data\.sparse = 'labels': {rule}"):
+        check_columns(RunConfig(data=dataclasses.replace(data, sparse=("c", "labels"))))
     with pytest.raises(DataError, match=r"nowhere: no such file or folder; check data\.test_path"):
         check_columns(RunConfig(data=dataclasses.replace(data, test_path=("nowhere",))))

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,17 @@ from support.samples import located, read, write
 
 from hybrid.config import ColumnSection, DataSection
 from hybrid.data.parse import parquet_blocks as module
-from hybrid.data.parse.sources import Source
+from hybrid.data.parse.column_layout import Layout
+from hybrid.data.parse.sources import read_blocks
+from hybrid.data.values.invalid_rows import InvalidRowLog
 from hybrid.errors import DataError
 
 DATA = DataSection(format="parquet", sparse=("city",), max_invalid_fraction=1.0)
 MANY = 1_000_000
+
+
+def count_blocks(path: Path, layout: Layout) -> int:
+    return len(list(read_blocks([path], layout, InvalidRowLog(1.0))))
 
 
 def labels(num_rows: int) -> pa.Array:
@@ -43,38 +48,38 @@ READING = """
 import sys
 from pathlib import Path
 from hybrid.config import DataSection
-from hybrid.data.parse.sources import Source
-data = DataSection(format="parquet", sparse=("city",), max_invalid_fraction=1.0)
-try:
-    for block in Source((Path(sys.argv[1]),), data).blocks():
-        pass
-except Exception as error:
-    print(f"{type(error).__name__}: {error}")
+from hybrid.data.parse.column_layout import Layout
+from hybrid.data.parse.sources import read_blocks
+from hybrid.data.values.invalid_rows import InvalidRowLog
+layout = Layout.of(DataSection(format="parquet", sparse=("city",), max_invalid_fraction=1.0))
+for name in sys.argv[1:]:
+    try:
+        for block in read_blocks([Path(name)], layout, InvalidRowLog(1.0)):
+            pass
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 
 
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
-        (long_text, "expected at most 4,096 bytes"),
-        (long_list, "claims 20,000,00[01] values in .* bytes; write it anew, in row groups of fewer rows"),
-        (long_items, "expected at most 4,096 bytes"),
-    ],
-)
-def test_small_parquet_file_takes_little_memory(
-    tmp_path: Path, column: Callable[[], pa.Array], message: str
-) -> None:
-    path = tmp_path / "a.parquet"
-    cities = column()
-    pq.write_table(pa.table({"label": labels(len(cities)), "city": cities}), path, store_schema=False)
-    assert path.stat().st_size < 20_000
-    command = [sys.executable, "-c", READING, str(path)]
+def test_small_parquet_files_take_little_memory(tmp_path: Path) -> None:
+    too_long = "expected at most 4,096 bytes"
+    too_many = "claims 20,000,00[01] values in .* bytes; if the file is correct, write it again in row groups"
+    files = {
+        "text": (long_text(), too_long),
+        "list": (long_list(), too_many),
+        "items": (long_items(), too_long),
+    }
+    for name, (cities, _) in files.items():
+        columns = {"label": labels(len(cities)), "city": cities}
+        pq.write_table(pa.table(columns), tmp_path / name, store_schema=False)
+        assert (tmp_path / name).stat().st_size < 20_000
+    command = [sys.executable, "-c", READING, *(str(tmp_path / name) for name in files)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    line, peak_kib = ended.stdout.splitlines()
+    *lines, peak_kib = ended.stdout.splitlines()
+    for line, (name, (_, message)) in zip(lines, files.items(), strict=True):
+        assert re.match(f"DataError: {tmp_path / name}: .*{message}", line)
     assert int(peak_kib) < 300_000
-    assert re.search(message, line)
-    assert line.startswith(f"DataError: {path}: ")
 
 
 def test_blocks_are_limited_by_decoded_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +90,7 @@ def test_blocks_are_limited_by_decoded_texts(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "a.parquet"
     pq.write_table(table, path, row_group_size=33)
     data = DataSection(format="parquet", sparse=("city", "tags"))
-    assert len(list(Source((path,), data).blocks())) > 5
+    assert count_blocks(path, Layout.of(data)) > 5
     block, report = read(data, path)
     assert located(report, path) == ["81: label is '2', expected '1' or '0'"]
     assert block.sparse[0].to_pylist() == cities
@@ -101,17 +106,17 @@ def test_blocks_are_limited_by_texts_in_pairs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_map: bool
 ) -> None:
     monkeypatch.setattr(module, "MAX_DECODED_BYTES", 100)
-    pairs: list[Any] = [[(f"{i:02}" * (1 + i % 5), float(i)), ("x", 1.0)][: i % 3] for i in range(80)]
+    expected = [[(f"{i:02}" * (1 + i % 5), float(i)), ("x", 1.0)][: i % 3] for i in range(80)]
+    pairs: list[Any] = [row if i % 2 else row or None for i, row in enumerate(expected)]
     kind: Any = pa.map_(pa.string(), pa.float64())
     if not is_map:
         kind = pa.list_(pa.struct([("id", pa.string()), ("weight", pa.float64())]))
-        pairs = [[{"id": each, "weight": weight} for each, weight in row] for row in pairs]
+        pairs = [row and [{"id": each, "weight": weight} for each, weight in row] for row in pairs]
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"label": labels(80), "tags": pa.array(pairs, kind)}), path, row_group_size=33)
     data, columns = DataSection(format="parquet", sparse=("tags",)), {"tags": ColumnSection(kind="weighted")}
-    assert len(list(Source((path,), data, columns=columns).blocks())) > 3  # as many row groups there are
+    assert count_blocks(path, Layout.of(data, columns)) > 3  # as many row groups there are
     block, _ = read(data, path, columns=columns)
-    expected = [[(f"{i:02}" * (1 + i % 5), float(i)), ("x", 1.0)][: i % 3] for i in range(80)]
     assert block.sparse[0].to_pylist() == [[each for each, _ in row] for row in expected]
     assert block.weights[0].to_pylist() == [[weight for _, weight in row] for row in expected]
     monkeypatch.setattr(module, "MAX_DECODED_BYTES", 5)
@@ -126,7 +131,7 @@ def test_implausible_compression_is_refused(tmp_path: Path, monkeypatch: pytest.
     read(DATA, path)
     monkeypatch.setattr(module, "MAX_UNPACKED_BYTES", 1 << 20)
     with pytest.raises(
-        DataError, match=r"column (city|label) claims 8,\d\d\d,\d\d\d bytes out of [\d,]+; write it"
+        DataError, match=r"column (city|label) claims 8,\d\d\d,\d\d\d bytes out of [\d,]+; if the file is"
     ):
         read(DATA, path)
     wide = pa.table({"label": labels(2), "city": pa.array([b"a" * 5000] * 2, pa.binary(5000))})

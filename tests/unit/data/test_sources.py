@@ -45,63 +45,21 @@ def test_header_quotes_byte_order_mark_and_column_order(tmp_path: Path) -> None:
     np.testing.assert_array_equal(block.dense_BF, [[1, 2], [3, 4]])
 
 
-@pytest.mark.parametrize("block_bytes", [1, 7, 64, 1 << 20])
-def test_result_does_not_depend_on_block_size(tmp_path: Path, block_bytes: int) -> None:
-    rows = [f"{i % 2},{i},{-i},v{i % 3}" for i in range(50)]
-    rows[3:3] = ["", "0,1"]
-    rows.append("2,1,1,z")
-    path = write(tmp_path / "a.csv", "\n".join(rows))
-    block, report = read(CSV, path, block_bytes=block_bytes)
-    assert block.dense_BF[:, 0].tolist() == list(range(50))
-    assert block.source_rows_B.tolist() == [i for i in range(51) if i != 3]
-    assert report.examples == (
-        f"{path}:5: 2 columns, expected 4",
-        f"{path}:53: label is '2', expected '1' or '0'",
-    )
-
-
 def test_every_kind_of_invalid_row_is_counted_and_located(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(invalid_rows, "MAX_EXAMPLES", 12)
-    lines = [
-        b"1,1,1,12345678901234567",
-        b"1,1,1",
-        b"yes,1,1,a",
-        b"1,abc,1,a",
-        b"1,1,nan,a",
-        b"1,1,1e999,a",
-        b"1,0x10,1,a",
-        b'1,1,1,"open',
-        b"0,2,2," + b"a" * 4096,
-        b"1,1,1,\xff\xfe",
-        b"\xff",
-        b"",
-        b"1,1,1," + b"b" * 4097,
-        b"1,1,1,1.2345678901234568e+16",
-        b"1",
-        b"0,3,3,5.0",
-    ]
+    lines = [b"1,1,1,12345678901234567", b"1,1,1", b"yes,1,1,a", b"1,abc,1,a", b"1,1,nan,a", b"1,1,1e999,a"]
+    lines += [b"1,0x10,1,a", b'1,1,1,"open', b"0,2,2," + b"a" * 4096, b"1,1,1,\xff\xfe", b"\xff", b""]
+    lines += [b"1,1,1," + b"b" * 4097, b"1,1,1,1.2345678901234568e+16", b"1", b"0,3,3,5.0"]
     path = write(tmp_path / "a.csv", b"\n".join(lines))
     block, report = read(CSV, path)
     assert block.dense_BF[:, 0].tolist() == [1, 2, 3]
     assert block.sparse[0].to_pylist() == ["12345678901234567", "a" * 4096, "5"]
     assert block.source_rows_B.tolist() == [0, 8, 14]
-    assert report.counts == {
-        "wrong_column_count": 2,
-        "unknown_label": 1,
-        "not_a_number": 4,
-        "broken_text": 3,
-        "inexact_id": 1,
-        "too_long_value": 1,
-        "unusable_label": 0,
-        "unusable_weight": 0,
-        "no_group": 0,
-        "not_a_date": 0,
-        "wrong_weight": 0,
-        "too_many_ids": 0,
-        "no_split_value": 0,
-    }
+    counts = {"wrong_column_count": 2, "unknown_label": 1, "not_a_number": 4, "broken_text": 3}
+    counts |= {"inexact_id": 1, "too_long_value": 1}
+    assert {reason: count for reason, count in report.counts.items() if count} == counts
     assert located(report, path) == [
         "2: 3 columns, expected 4",
         "3: label is 'yes', expected '1' or '0'",
@@ -139,8 +97,10 @@ def test_file_without_valid_rows_is_an_error(tmp_path: Path) -> None:
     narrow = write(tmp_path / "narrow.csv", "1;1;1;a\n0;1;1;b\n")
     with pytest.raises(DataError) as caught:
         read(CSV, narrow)
-    found = "no row can be used, 2 of 2 as line 1: 1 column, expected 4"
+    found = "no valid row among the first 2, 2 like line 1: 1 column, expected 4"
     assert str(caught.value) == f"{narrow}: {found}; check data.columns and data.delimiter"
+    with pytest.raises(DataError, match=f"^{narrow}: no valid row among the first 2, 2 like line 1"):
+        read(CSV, write(tmp_path / "a.csv", "1,1\n0,1,1,b\n"), narrow)
     income = write(tmp_path / "income.csv", ">50K,1,1,a\n" * 20_000)
     with pytest.raises(DataError, match=r"label is '>50K', expected '1' or '0'; set data\.positive_labels"):
         read(CSV, income, block_bytes=1000)
@@ -177,12 +137,6 @@ def test_files_and_folders_are_read_in_order(tmp_path: Path) -> None:
     assert report.counts["wrong_column_count"] == 3
 
 
-def test_multi_hot_fields_are_split(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", "1,0,0,a | b||a\n0,0,0,\n1,0,0,c\n")
-    block, _ = read(edit(multi_hot_separator="|"), path)
-    assert block.sparse[0].to_pylist() == [["a", "b", "a"], [], ["c"]]
-
-
 def test_parquet_of_many_types(tmp_path: Path) -> None:
     table = pa.table(
         {
@@ -205,12 +159,6 @@ def test_parquet_of_many_types(tmp_path: Path) -> None:
     ]
 
 
-def test_parquet_column_of_a_wrong_type_is_refused(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"label": [1], "x": [[1.0]], "y": [1], "city": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet: .*check the types"):
-        read(edit(format="parquet"), tmp_path / "a.parquet")
-
-
 NO_SUCH = "{path} has no such column; did you mean"
 
 
@@ -222,10 +170,7 @@ NO_SUCH = "{path} has no such column; did you mean"
         ({"label": "lable"}, f"data.label = 'lable': {NO_SUCH} 'label'?"),
         ({"columns": (), "label": "1"}, f"data.dense = 'x': {NO_SUCH}"),
         ({"delimiter": "||"}, "data.delimiter = '||': must be one character"),
-        (
-            {"negative_labels": ("0", "1.0")},
-            "data.negative_labels = '1.0': must not share values with data.positive_labels",
-        ),
+        ({"negative_labels": ("0", "1.0")}, "data.negative_labels = '1.0': must not share values with"),
         ({"positive_labels": ()}, "data.positive_labels: must name at least one label value"),
         ({"columns": ("label", "x", "x", "y", "city")}, "data.columns = 'x': names a column twice"),
         ({"sparse": ("city", "city")}, "data.sparse = ('city', 'city'): must name each column once"),
@@ -248,10 +193,10 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the folder holds no files"):
         list_files((str(tmp_path),), "data.path")
     cut = write(tmp_path / "cut.csv", gzip.compress(b"1,1,1,a\n" * 100)[:-10])
-    with pytest.raises(DataError, match=r"cut\.csv: cannot be read .*data\.path"):
+    with pytest.raises(DataError, match=r"cut\.csv: cannot be read .*data\.format"):
         read(CSV, cut)
     text = write(tmp_path / "a.parquet", "1,1,1,a\n")
-    with pytest.raises(DataError, match=r"a\.parquet: is not a readable Parquet file"):
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read .*data\.format"):
         read(edit(format="parquet"), text)
     empty = write(tmp_path / "empty.csv", "")
     with pytest.raises(DataError, match=rf"^{empty}: the file is empty, expected a header line; check data"):

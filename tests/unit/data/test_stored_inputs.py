@@ -15,7 +15,7 @@ from support.samples import csv_config, write
 from support.stores import BUCKET, Proxy, Store, sent
 
 from hybrid.config import RunConfig
-from hybrid.data.parse.input_files import input_files, list_files
+from hybrid.data.parse.input_files import InputFile, find_input_files, list_files
 from hybrid.data.prepare import file_preparation, preparation
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.preparation import fingerprint, prepare
@@ -89,7 +89,7 @@ def test_samples_of_stored_files_equal_those_of_local_files(
     write_files(here)
     sent(here, there)
     monkeypatch.setattr(preparation, "FilesPreparation", partial(FilesPreparation, block_bytes=BLOCK_BYTES))
-    monkeypatch.setattr("hybrid.data.parse.segments.SEGMENT_ROWS", 500)
+    monkeypatch.setattr("hybrid.data.parse.sources.SEGMENT_ROWS", 500)
     kind = "parquet" if write_files is write_parquet else "csv"
     expected = prepare(config_of(here, format=kind), tmp_path / "cache")
     monkeypatch.setattr(file_preparation, "_BYTES_PER_THREAD", 1)
@@ -109,12 +109,8 @@ def test_segments_of_stored_files_are_read_once(
     pq.write_table(pa.table({**rows, **{f"other{i}": rows["x"] for i in range(9)}}), here / "a.parquet")
     sent(here, there)
     monkeypatch.setattr(preparation, "FilesPreparation", partial(FilesPreparation, block_bytes=50_000))
-    for module, name in (
-        ("text_lines", "MAX_RECORD_BYTES"),
-        ("delimited_text", "MAX_RECORD_BYTES"),
-        ("delimited_text", "PEEK_BYTES"),
-    ):
-        monkeypatch.setattr(f"hybrid.data.parse.{module}.{name}", 2000)
+    for name in ("MAX_RECORD_BYTES", "PEEK_BYTES"):
+        monkeypatch.setattr(f"hybrid.data.parse.delimited_text.{name}", 2000)
     for name, least, most in (("a.csv", 1.0, 1.3), ("a.parquet", 0.2, 0.5)):
         with Proxy(store) as proxy:
             monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
@@ -128,7 +124,7 @@ def test_rewritten_stored_file_has_another_fingerprint(tmp_path: Path, there: Re
     config = config_of(file)
     before = fingerprint(config)
     assert fingerprint(config) == before
-    ((found,), _) = input_files(config.data)
+    ((found,), _) = find_input_files(config.data)
     assert (found.path, found.real_path, found.sampled) == (str(file), str(file), files.content_tag(file))
     files.write_bytes(file, text(200, 1).replace("\n1,", "\n0,", 1).encode())
     assert fingerprint(config) != before
@@ -146,9 +142,11 @@ def test_stored_folder_lists_its_files(there: RemotePath) -> None:
         files.write_bytes(there / "days" / name, b"1")
     assert list_files([str(there / "days")], "data.path") == (there / "days" / "a b", there / "days" / "b")
     files.write_bytes(there / "days" / "day=1" / "a", b"1")
-    with pytest.raises(DataError, match=r"day%3D1: is a folder in a folder, which is not read; name it in"):
+    with pytest.raises(
+        DataError, match=r"day%3D1: is a subfolder, and subfolders are not read; add its path to"
+    ):
         list_files([str(there / "days")], "data.path")
-    with pytest.raises(DataError, match=r"none\.csv: no such file or folder; check data\.path"):
-        list_files([str(there / "none.csv")], "data.path")
     with pytest.raises(StorageError, match="there is no such bucket; make it, or correct the URL"):
         list_files(["s3://no-such-bucket/a.csv"], "data.path")
+    with pytest.raises(StorageError, match="there is no such bucket"):
+        InputFile.of(parse_path("s3://no-such-bucket/a.csv"))

@@ -4,14 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from support.samples import prepared
 
 from hybrid.config import DataSection, RunConfig
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare import synthetic_log
 from hybrid.data.prepare.synthetic_log import TABLE_ROWS, ClickLog
-from hybrid.metrics import binary_metrics
 
 
 def only_block(log: ClickLog, split: str, rows: int) -> synthetic_log.SyntheticBlock:
@@ -54,9 +52,3 @@ def test_true_probabilities_are_calibrated() -> None:
     probabilities = synthetic_log.sigmoid(block.logits_B)
     for part in np.array_split(np.argsort(probabilities), 10):
         assert block.labels_B[part].mean() == pytest.approx(probabilities[part].mean(), abs=0.02)
-    log = ClickLog(3)
-    log._factors = [0 * factor for factor in log._factors]
-    linear = only_block(log, "train", 60_000)
-    labels_B = torch.from_numpy(block.labels_B)
-    best, without = (binary_metrics(torch.from_numpy(each.logits_B), labels_B) for each in (block, linear))
-    assert best.auc - without.auc > 0.05

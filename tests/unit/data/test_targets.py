@@ -1,5 +1,6 @@
 """Labels of several tasks, weights and groups: in files, in prepared data, and in batches."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from support.samples import csv_config, located, prepared, read, write
 
 from hybrid.config import DataSection, RunConfig, TaskSection
-from hybrid.data.batches.batch_loader import BatchLoader
 from hybrid.data.dataset.dataset_manifest import LabelReport
 from hybrid.errors import ConfigError, DataError
 
@@ -39,26 +39,6 @@ def table(path: Path, kind: str) -> Path:
     }
     pq.write_table(pa.table(columns), path)
     return path
-
-
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_labels_masks_weights_and_groups_are_read(tmp_path: Path, kind: str) -> None:
-    data = DataSection(**{**vars(DATA), "format": kind})
-    block, report = read(data, table(tmp_path / "a", kind), tasks=TASKS)
-    assert report.total == 0
-    targets = block.targets
-    assert targets is not None
-    assert targets.groups_B is not None
-    assert targets.weights_BT is not None
-    np.testing.assert_array_equal(
-        targets.labels_BT, [[1, 0, 2, -3.5], [0, 0, 0, 100], [1, 1, 1, 0], [0, 1, 2, 7]]
-    )
-    np.testing.assert_array_equal(
-        targets.weights_BT, [[1, 1, 1, 1], [0.5, 0, 0.5, 0.5], [0.25, 0.25, 0.25, 0.25], [2, 0, 2, 2]]
-    )
-    first, second, third, fourth = targets.groups_B.tolist()
-    assert first == third
-    assert len({first, second, fourth}) == 3
 
 
 def test_invalid_targets_are_located(tmp_path: Path) -> None:
@@ -102,8 +82,10 @@ def config_of(path: Path, tasks: dict[str, TaskSection], **keys: Any) -> RunConf
     return csv_config(path, sparse=("user",), test_fraction=0.0, **keys).replace(tasks=tasks)
 
 
-def test_batches_have_the_prepared_targets(tmp_path: Path) -> None:
-    config = config_of(write(tmp_path / "a.csv", TABLE), TASKS, weight="w", group="user")
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_batches_have_the_targets_of_the_file(tmp_path: Path, kind: str) -> None:
+    config = config_of(table(tmp_path / "a", kind), TASKS, weight="w", group="user")
+    config = config.replace(data=dataclasses.replace(config.data, format=kind))
     train, _ = prepared(config, tmp_path / "cache")
     assert train.report.labels == (
         LabelReport("click", "binary", 4, 0.5, 0, 1),
@@ -111,29 +93,18 @@ def test_batches_have_the_prepared_targets(tmp_path: Path) -> None:
         LabelReport("stars", "classes", 4, 1.25, 0, 2),
         LabelReport("spent", "regression", 4, 25.875, -3.5, 100),
     )
-    batch = train.gather(np.array([3, 0]), 4, train.total_weights(np.arange(4)))
-    assert batch.labels.tolist() == [[0, 1, 2, 7], [1, 0, 2, -3.5]]
+    batch = train.gather(np.arange(4), 4, train.total_weights(np.arange(4)))
+    assert batch.labels.tolist() == [[1, 0, 2, -3.5], [0, 0, 0, 100], [1, 1, 1, 0], [0, 1, 2, 7]]
     assert batch.weights is not None
-    assert batch.weights.tolist() == [[2, 0, 2, 2], [1, 1, 1, 1]]
+    assert batch.weights.tolist() == [[1, 1, 1, 1], [0.5, 0, 0.5, 0.5], [0.25] * 4, [2, 0, 2, 2]]
     assert batch.total_weights is not None
     assert batch.total_weights.tolist() == [3.75, 1.25, 3.75, 3.75]
     assert batch.groups is not None
-    assert {tensor.dtype for tensor in (batch.labels, batch.weights)} == {torch.float32}
+    first, second, third, fourth = batch.groups.tolist()
+    assert first == third
+    assert len({first, second, fourth}) == 3
+    assert batch.labels.dtype == batch.weights.dtype == torch.float32
     batch.check(0, 1, config.task_specs)
-
-
-def test_batches_have_the_total_weights_of_the_step(tmp_path: Path) -> None:
-    rows = [f"{i % 2},{1 + i / 8},u{i % 3}\n" for i in range(23)]
-    path = write(tmp_path / "a.csv", "label,w,user\n" + "".join(rows))
-    train, _ = prepared(config_of(path, {}, weight="w"), tmp_path / "cache")
-    loaders = [
-        BatchLoader(train, batch_size=10, trainer_index=i, num_trainers=4, shuffle=True) for i in range(4)
-    ]
-    for slices in zip(*(list(loader.batches(0)) for loader in loaders), strict=True):
-        weights = torch.cat([share.weights for share in slices if share.weights is not None])
-        for share in slices:
-            assert share.total_weights is not None
-            assert share.total_weights.tolist() == [weights.double().sum().item()]
 
 
 def test_only_relevant_task_keys_change_the_data_set(tmp_path: Path) -> None:
@@ -155,13 +126,10 @@ def test_only_relevant_task_keys_change_the_data_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        (
-            {"buy": TASKS["buy"]},
-            "every training row has label 0 for task buy, nothing to learn; check tasks.buy",
-        ),
+        ({"buy": TASKS["buy"]}, "every training row has label 0 for task buy, .*; check tasks.buy"),
         (
             {"buy": TaskSection(label="click", mask="w")},
-            "no training row counts for task buy; check tasks.buy.mas",
+            "no training row has a weight above 0 for task buy; check tasks",
         ),
     ],
 )
@@ -190,10 +158,8 @@ def test_tasks_of_the_click_log(tmp_path: Path) -> None:
     assert not (batch.labels[:, 1] > batch.labels[:, 0]).any()
     assert batch.labels[:, 3].unique().tolist() == [0, 1, 2, 3, 4]
     click, buy, spent, stars = test.report.labels
-    assert click.best_auc is not None
-    assert (buy.best_auc, spent.best_auc, stars.best_auc) == (None, None, None)
-    assert (click.count, stars.count) == (500, 500)
-    assert buy.count == round(500 * (click.mean or 0))
+    assert [each.best_auc is None for each in (click, buy, spent, stars)] == [False, True, True, True]
+    assert (click.count, buy.count, stars.count) == (500, round(500 * (click.mean or 0)), 500)
     assert batch.weights is not None
     assert batch.groups is not None
     assert 0.5 <= batch.weights[:, 0].min() < batch.weights[:, 0].max() <= 1.5
@@ -203,23 +169,11 @@ def test_tasks_of_the_click_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tasks", "data", "message"),
     [
-        (
-            {"a": TaskSection()},
-            {},
-            "tasks.a.label = 'a': must be label or converted of the synthetic click log",
-        ),
-        ({"label": TaskSection(mask="x")}, {}, "tasks.label.mask = 'x': must be label or converted"),
-        ({"stars": TaskSection(type="classes(4)")}, {}, "tasks.stars.type = 'classes\\(4\\)': must be 5"),
-        (
-            {},
-            {"weight": "w"},
-            "data.weight = 'w': must be a column of the synthetic click log, one of weight",
-        ),
-        (
-            {},
-            {"group": "user"},
-            "data.group = 'user': must be a column of the synthetic click log, one of C1",
-        ),
+        ({"a": TaskSection()}, {}, "tasks.a.label = 'a': must be one of the columns label, converted"),
+        ({"label": TaskSection(mask="x")}, {}, "tasks.label.mask = 'x': must be one of the columns label"),
+        ({"stars": TaskSection(type="classes(4)")}, {}, "tasks.stars.type = 'classes\\(4\\)': must have 5"),
+        ({}, {"weight": "w"}, "data.weight = 'w': must be one of the columns weight"),
+        ({}, {"group": "user"}, "data.group = 'user': must be one of the columns C1"),
     ],
 )
 def test_unknown_columns_of_the_click_log_are_refused(

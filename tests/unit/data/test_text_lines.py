@@ -7,7 +7,7 @@ import pytest
 from support.samples import located, read, write
 
 from hybrid.config import DataSection
-from hybrid.data.parse import text_lines as module
+from hybrid.data.parse import delimited_text as module
 from hybrid.errors import DataError
 
 CSV = DataSection(
@@ -21,7 +21,7 @@ RETURN = "a carriage return within the line"
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 30, 1 << 20])
 @pytest.mark.parametrize(
-    ("text", "cities", "said"),
+    ("text", "cities", "invalid"),
     [
         (TWO_BREAKS, {0: "a", 3: 'x, "y" z', 6: "b"}, BREAKS),
         (TWO_BREAKS.replace("\n", "\r\n"), {0: "a", 3: 'x, "y" z', 6: "b"}, BREAKS),
@@ -43,43 +43,40 @@ RETURN = "a carriage return within the line"
     ],
 )
 def test_stray_quotes_and_returns_invalidate_only_their_rows(
-    tmp_path: Path, text: str, cities: dict[int, str], said: dict[int, str], block_bytes: int
+    tmp_path: Path, text: str, cities: dict[int, str], invalid: dict[int, str], block_bytes: int
 ) -> None:
     path = write(tmp_path / "a.csv", text)
     block, report = read(CSV, path, block_bytes=block_bytes)
     assert dict(zip(block.source_rows_B.tolist(), block.sparse[0].to_pylist(), strict=True)) == cities
-    assert located(report, path) == [f"{line}: {what}" for line, what in said.items()]
-    assert report.counts["broken_text"] == report.total == len(said)
+    assert located(report, path) == [f"{line}: {reason}" for line, reason in invalid.items()]
+    assert report.counts["broken_text"] == report.total == len(invalid)
 
 
 def test_carriage_returns_as_line_ends_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "label,x,city\r1,1,a\r0,2,b\r")
     with pytest.raises(DataError, match=r"a\.csv:1: a carriage return within the header; lines must end in"):
         read(DataSection(format="csv", sparse=("city",)), path)
-    with pytest.raises(DataError, match="no row can be used, 1 of 1 as line 1: a carriage return within the"):
+    with pytest.raises(
+        DataError, match="no valid row among the first 1, 1 like line 1: a carriage return within the"
+    ):
         read(CSV, path)
 
 
 @pytest.mark.parametrize(
-    ("content", "what"),
+    "content",
     [
-        (b"PK\x03\x04\x14\0\0\0\x08\0abc\nde,f", "a zip archive; unpack it"),
-        (b"PAR1\x15\x04", "a Parquet file; set data.format = parquet"),
-        (b"BZh91AY&SY", "packed by bzip2"),
-        (b"\xfd7zXZ\0", "packed by xz"),
-        (b"\x28\xb5\x2f\xfd\x04", "packed by zstd"),
-        ("label,x,city\n".encode("utf-16"), "UTF-16 text; save it as UTF-8"),
-        (b"a" * 257 + b"ustar\x0000", "a tar archive"),
-        (b"1,2,a\n1,2,\0\n", "binary; check the file and data.format"),
-        (gzip.compress(b"PK\x03\x04", mtime=0), "a zip archive"),
+        b"PK\x03\x04\x14\0\0\0\x08\0abc\nde,f",
+        b"PAR1\x15\x04",
+        b"BZh91AY&SY",
+        "label,x,city\n".encode("utf-16"),
+        b"1,2,a\n1,2,\0\n",
+        gzip.compress(b"PK\x03\x04", mtime=0),
     ],
 )
 @pytest.mark.parametrize("columns", [(), ("label", "x", "city")])
-def test_binary_formats_are_named(
-    tmp_path: Path, content: bytes, what: str, columns: tuple[str, ...]
-) -> None:
+def test_binary_formats_are_refused(tmp_path: Path, content: bytes, columns: tuple[str, ...]) -> None:
     path = write(tmp_path / "a.csv", content)
-    with pytest.raises(DataError, match=rf"a\.csv: is not text but {what}") as raised:
+    with pytest.raises(DataError, match=r"a\.csv: is not text; unpack .* data\.format") as raised:
         read(DataSection(format="csv", columns=columns, sparse=("city",)), path)
     assert str(raised.value).isprintable()
 

@@ -1,4 +1,4 @@
-"""Compiled forms of a module: they compute the same, on the same parameters, or are refused in one line."""
+"""Compiled modules compute the same on the same parameters, or raise an error of one line."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def rows(size: int = 3) -> Tensor:
 
 
 def gradients(module: nn.Module, x: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """Of all ``parameters`` and of ``x``."""
+    """Return the gradients of all ``parameters`` and of ``x``."""
     return list(torch.autograd.grad(module(x).square().sum(), [*parameters, x]))
 
 
 def num_graphs() -> int:
-    """How many graphs ``torch.compile`` has captured so far."""
+    """Return the number of graphs that ``torch.compile`` has captured so far."""
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -46,6 +46,8 @@ def test_compiled_module_equals_the_module_for_any_batch_size(how: str) -> None:
     module = layers()
     form = compiled(module, how, [rows()])
     parameters = list(module.parameters())
+    assert all(a is b for a, b in zip(form.parameters(), parameters, strict=True))
+    assert all(each.training for each in module.modules())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     for size in (3, 7, 1, 0, 2):
         torch.testing.assert_close(form(rows(size)), module(rows(size)), rtol=1e-12, atol=1e-13)
@@ -66,26 +68,15 @@ def test_first_pass_has_the_bits_of_later_passes(how: str) -> None:
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("how", FORMS)
-def test_compiled_module_shares_parameters_and_buffers(how: str) -> None:
-    module = layers(nn.ReLU() if how == "trace" else nn.BatchNorm1d(6))
-    form = compiled(module, how, [rows()])
-    assert all(a is b for a, b in zip(form.parameters(), module.parameters(), strict=True))
-    assert all(a is b for a, b in zip(form.buffers(), module.buffers(), strict=True))
-    prefix = "_orig_mod." if how == "aot_eager" else ""
-    assert [name for name, _ in form.named_parameters()] == [
-        prefix + name for name, _ in module.named_parameters()
-    ]
-
-
 @pytest.mark.parametrize("how", ["script", "aot_eager"])
 @pytest.mark.parametrize("training", [True, False])
 def test_running_statistics_are_shared(how: str, training: bool) -> None:
     module, plain = layers(nn.BatchNorm1d(6)), layers(nn.BatchNorm1d(6))
-    module[2].eval()  # a mode of its own
+    module[2].eval()  # differs from the mode of the net
     form = compiled(module, how, [rows()])
     assert [each.training for each in module] == [True, True, False, True]
     torch.testing.assert_close([*module.buffers()], [*plain.buffers()], rtol=0, atol=0)
+    assert all(a is b for a, b in zip(form.buffers(), module.buffers(), strict=True))
     form.train(training)
     plain.train(training)
     for size in (3, 5):
@@ -102,14 +93,6 @@ def test_compilation_leaves_generators_and_gradients_alone(how: str) -> None:
     assert all(tensor.grad is None for tensor in (x, *module.parameters()))
 
 
-def test_scripted_dropout_follows_the_mode() -> None:
-    module = nn.Dropout()
-    form = compiled(module, "script", [rows()])
-    assert (form(rows(50)) == 0).any()
-    form.eval()
-    assert torch.equal(form(rows(50)), rows(50))
-
-
 @pytest.mark.parametrize("how", ["script", "trace"])
 def test_threads_may_compile_concurrently(how: str) -> None:
     with ThreadPoolExecutor(2) as pool:
@@ -119,12 +102,12 @@ def test_threads_may_compile_concurrently(how: str) -> None:
 
 class TestTorchCompile:
     @pytest.fixture(autouse=True)
-    def _forgetful(self) -> None:
-        """torch.compile remembers across compilations which sizes it has seen vary."""
+    def _reset_compiler(self) -> None:
+        """Make torch.compile forget which sizes varied in other tests."""
         torch._dynamo.reset()
 
     def test_other_batch_sizes_do_not_recompile(self) -> None:
-        """Nor where the example has as many samples as columns."""
+        """The example has as many samples as columns, which torch must not take for one size."""
         module = layers()
         form = compiled(module, "aot_eager", [rows(WIDTH)])
         before = num_graphs()
@@ -146,10 +129,8 @@ class TestTorchCompile:
         with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "compile_threads": 1}):
             with pytest.raises(ConfigError) as caught:
                 compiled(nn.Tanh(), "inductor", [rows()])
-        assert str(caught.value) == (
-            "dense.compile = 'inductor': inductor cannot compile Tanh: it needs a C++ compiler, which is "
-            "missing; install g++, or take aot_eager"
-        )
+        assert caught.value.key == "dense.compile"
+        assert "it needs a C++ compiler" in caught.value.rule
 
 
 class Branches(nn.Module):
@@ -162,11 +143,6 @@ class CountsSamples(nn.Module):
         for _ in range(x.size(0)):
             x = x + 1
         return x
-
-
-class NeedsSamples(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.view(x.size(0), -1)  # any width will do for an empty batch
 
 
 class Wrong(torch.autograd.Function):
@@ -205,14 +181,11 @@ BY_MODE = "it computes differently in training and in evaluation; take script"
     [
         (nn.Linear(WIDTH, 1), "script", r"RuntimeError: mat1 and mat2 must have the same dtype, .*:\d+\)"),
         (Raises(), "script", r"builtins.KeyError: mine \(test_compilation.py:\d+\)"),
-        (Raises(), "trace", "KeyError: 'mine'"),
         (Raises(), "aot_eager", "KeyError: 'mine'"),
         (Branches(), "trace", "Converting a tensor to a Python boolean .*; take script"),
         (CountsSamples(), "trace", "its trace has kept the example's number of samples; take script"),
-        (NeedsSamples(), "trace", "RuntimeError: cannot reshape tensor of 0 elements into shape .*"),
         (Underivable(), "script", ".+"),
         (ByMode(), "trace", BY_MODE),
-        (layers(nn.BatchNorm1d(6)), "trace", BY_MODE),
         (layers(nn.Dropout()), "trace", BY_MODE),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
@@ -223,11 +196,3 @@ def test_invalid_module_raises_an_error_of_one_line(module: nn.Module, how: str,
         compiled(module, how, [rows()])
     assert caught.value.key == "dense.compile"
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("module", [Branches(), CountsSamples(), ByMode()])
-def test_script_supports_what_trace_does_not(module: nn.Module) -> None:
-    form = compiled(module, "script", [rows()])
-    for mode in (True, False):
-        for size in (5, 0):
-            assert torch.equal(form.train(mode)(rows(size)), module.train(mode)(rows(size)))

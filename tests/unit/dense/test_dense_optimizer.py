@@ -10,9 +10,9 @@ from torch import nn
 
 from hybrid.checkpoint.tensor_file import pack_dense, unpack_dense
 from hybrid.config import DenseGroupSection, ScheduleSection
-from hybrid.dense.dense_optimizer import DenseOptimizer, make_optimizer, parameter_groups, squared_norm
+from hybrid.dense.dense_optimizer import DenseOptimizer, make_optimizer, squared_norm
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.protocol.learning_rate_schedule import Schedule
+from hybrid.protocol.update_rules import Schedule
 
 CLASSES = {
     name: cls
@@ -40,8 +40,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parame
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("adamw", "did you mean 'AdamW'"),
-        ("Adan", "choose from ASGD, .*SGD$"),
+        ("adamw", "choose from ASGD, .*SGD$"),
         ("lr_scheduler", "choose from"),
         ("Optimizer", "choose from"),  # the base class, which optimizes nothing
         ("__name__", "choose from"),
@@ -50,7 +49,7 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parame
 def test_unknown_optimizer_raises_an_error_with_a_hint(name: str, hint: str) -> None:
     rule = rf"^dense\.optimizer = '{name}': is not a class of torch.optim; {hint}"
     with pytest.raises(ConfigError, match=rule) as caught:
-        make_optimizer(net().parameters(), name, 0.1)
+        make_optimizer(net(), name, 0.1)
     assert not any(refused in str(caught.value) for refused in REFUSED)
 
 
@@ -59,7 +58,7 @@ def test_unknown_optimizer_raises_an_error_with_a_hint(name: str, hint: str) -> 
 )
 def test_unsupported_optimizer_raises_an_error(name: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rf"^dense.optimizer = '{name}': {rule}"):
-        make_optimizer(net().parameters(), name, 0.01)
+        make_optimizer(net(), name, 0.01)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +78,7 @@ def test_unsupported_optimizer_raises_an_error(name: str, rule: str) -> None:
 def test_every_optimizer_equals_torch(name: str, options: tuple[str, ...], arguments: dict[str, Any]) -> None:
     bias = name != "Muon"
     ours, theirs = net(bias), net(bias)
-    optimizer = make_optimizer(ours.parameters(), name, 0.01, options)
+    optimizer = make_optimizer(ours, name, 0.01, options)
     assert optimizer.defaults | arguments | {"lr": 0.01} == optimizer.defaults
     trained = train(ours, optimizer)
     reference = train(theirs, CLASSES[name](theirs.parameters(), lr=0.01, **arguments))  # type: ignore[call-arg]
@@ -87,64 +86,46 @@ def test_every_optimizer_equals_torch(name: str, options: tuple[str, ...], argum
     assert not any(map(torch.equal, trained, net(bias).parameters()))
 
 
-NOT_AN_OPTION = 'must hold texts such as "momentum = 0.9"'
-NOT_A_VALUE = "must be true, false, a finite number, text, or a list"
-
-
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options", "rule"),
     [
-        ("SGD", ["momentum"], f"'momentum': {NOT_AN_OPTION}"),
-        ("SGD", [""], f"'': {NOT_AN_OPTION}"),
-        ("SGD", ["momentum = 1\nnesterov = true"], f"'momentum = 1\\nnesterov = true': {NOT_AN_OPTION}"),
-        ("SGD", ["momentum = nan"], f"'momentum = nan': momentum {NOT_A_VALUE}"),
-        ("Adam", ["betas = [0.9, nan]"], f"'betas = [0.9, nan]': betas {NOT_A_VALUE}"),
-        ("SGD", ["momentum = {a = 1}"], f"'momentum = {{a = 1}}': momentum {NOT_A_VALUE}"),
+        ("SGD", ["momentum"], 'must be arguments such as "momentum = 0.9", each given once'),
+        ("SGD", ["momentum = 0.5", "momentum = 0.9"], 'must be arguments such as "momentum = 0.9"'),
         (
             "SGD",
             ["betas = [0.9, 0.99]"],
-            "'betas = [0.9, 0.99]': betas is not an argument of torch.optim.SGD; "
-            "choose from momentum, dampening, weight_decay, nesterov, foreach, fused",
+            "betas is not an argument of torch.optim.SGD; choose from momentum,",
         ),
-        ("SGD", ["lr = 1"], "'lr = 1': lr is dense.learning_rate"),
-        ("SGD", ["maximize = true"], "'maximize = true': maximize would raise the loss"),
-        ("SGD", ["capturable = true"], "'capturable = true': capturable is not an argument of"),
-        ("SGD", ["params = 1"], "'params = 1': params is not an argument of"),
-        ("SGD", ["momentum = 0.5", "momentum = 0.9"], "'momentum = 0.9': must give momentum once"),
-        ("SGD", ["momentum = true"], "'momentum = true': momentum must be a number, as its default 0 is"),
-        ("SGD", ['nesterov = "no"'], "'nesterov = \"no\"': nesterov must be true or false"),
-        ("Adam", ["betas = 0.9"], "'betas = 0.9': betas must be a list, as its default (0.9, 0.999) is"),
-        ("SGD", ["momentum = -1"], "['momentum = -1']: torch.optim.SGD refuses this: Invalid momentum"),
-        ("SGD", ["nesterov = true"], "['nesterov = true']: torch.optim.SGD refuses this: Nesterov momentum"),
-        ("Adam", ["betas = [0.9]"], "['betas = [0.9]']: torch.optim.Adam refuses this: "),
-        ("Adam", ['betas = ["a", "b"]'], '[\'betas = ["a", "b"]\']: torch.optim.Adam refuses this: '),
-        # torch looks at these only when it steps.
-        ("Muon", ["ns_steps = 100"], "['ns_steps = 100']: torch.optim.Muon refuses this: Number of steps"),
+        ("SGD", ["lr = 1"], "lr is dense.learning_rate"),
+        ("SGD", ["maximize = true"], "maximize would raise the loss"),
+        ("SGD", ["params = 1"], "params is not an argument of"),
+        ("SGD", ['nesterov = "no"'], "nesterov must be true or false"),
+        ("SGD", ["momentum = -1"], "torch.optim.SGD refuses this: Invalid momentum"),
+        ("SGD", ["momentum = {a = 1}"], "torch.optim.SGD refuses this: "),
+        ("SGD", ["differentiable = true"], "torch.optim.SGD refuses this: "),
+        ("Adam", ["betas = 0.9"], "torch.optim.Adam refuses this: "),
+        ("Adam", ["betas = [0.9]"], "torch.optim.Adam refuses this: "),
+        ("Adam", ["capturable = true"], "torch.optim.Adam refuses this: "),
+        # torch checks these only in a step.
+        ("Muon", ["ns_steps = 100"], "torch.optim.Muon refuses this: Number of steps"),
     ],
 )
-def test_invalid_option_raises_an_error(name: str, options: list[str], message: str) -> None:
+def test_invalid_option_raises_an_error(name: str, options: list[str], rule: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        make_optimizer(net(bias=name != "Muon").parameters(), name, 0.01, options)
-    assert str(caught.value).startswith(f"dense.optimizer = {message}")
+        make_optimizer(net(bias=name != "Muon"), name, 0.01, options)
+    assert (caught.value.key, caught.value.value) == ("dense.optimizer", options)
+    assert caught.value.rule.startswith(rule)
     assert "\n" not in str(caught.value)
-
-
-def test_check_of_options_does_not_change_the_net() -> None:
-    module = net()
-    optimizer = make_optimizer(module.parameters(), "Adam", 0.5, ["betas = [0.5, 0.9]"])
-    assert not optimizer.state
-    torch.testing.assert_close([*module.parameters()], [*net().parameters()], rtol=0, atol=0)
-    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_every_optimizer_resumes_from_its_state(name: str, tmp_path: Path) -> None:
     undisturbed, stored = (net(bias=name != "Muon") for _ in range(2))
-    optimizer = make_optimizer(undisturbed.parameters(), name, 0.01)
+    optimizer = make_optimizer(undisturbed, name, 0.01)
     train(undisturbed, optimizer)
     stored.load_state_dict(undisturbed.state_dict())
     _, state = unpack_dense(pack_dense({}, optimizer.state_dict()["state"]))
-    resumed = DenseOptimizer(make_optimizer(stored.parameters(), name, 0.01), Schedule())
+    resumed = DenseOptimizer(make_optimizer(stored, name, 0.01), Schedule())
     resumed.load(state, tmp_path)
     trained = train(stored, resumed.optimizer)
     torch.testing.assert_close(trained, train(undisturbed, optimizer), rtol=0, atol=0)
@@ -154,7 +135,7 @@ def test_every_optimizer_resumes_from_its_state(name: str, tmp_path: Path) -> No
     ("place", "shape"), [(4, [4, 3]), (0, [4]), (0, [4, 3, 1]), (0, [3, 4]), (1, [5]), (1, [2])]
 )
 def test_state_of_other_parameters_raises_an_error(place: int, shape: list[int], tmp_path: Path) -> None:
-    optimizer = DenseOptimizer(make_optimizer(net().parameters(), "Adam", 0.01), Schedule())
+    optimizer = DenseOptimizer(make_optimizer(net(), "Adam", 0.01), Schedule())
     message = f"^{tmp_path}: is of another model: optimizer state {place} does not fit$"
     with pytest.raises(CheckpointError, match=message):
         optimizer.load({place: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(shape)}}, tmp_path)
@@ -163,7 +144,7 @@ def test_state_of_other_parameters_raises_an_error(place: int, shape: list[int],
 class TestDenseOptimizer:
     def test_step_uses_only_the_given_gradients(self) -> None:
         used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-        unused.grad = torch.ones(2)  # left by somebody else; not of this step
+        unused.grad = torch.ones(2)  # of an earlier step
         optimizer = DenseOptimizer(torch.optim.SGD([used, unused], lr=0.5), Schedule())
         optimizer.step(0, {used: torch.tensor([1.0, 2.0])})
         assert used.tolist() == [0.5, 0.0]
@@ -171,7 +152,7 @@ class TestDenseOptimizer:
         assert used.grad is None
         assert unused.grad is None
 
-    def test_gradients_are_scaled_but_not_changed(self) -> None:
+    def test_scaling_does_not_change_the_gradients(self) -> None:
         parameter, gradient = nn.Parameter(torch.ones(2)), torch.tensor([1.0, 2.0])
         optimizer = DenseOptimizer(torch.optim.SGD([parameter], lr=0.5), Schedule())
         optimizer.step(0, {parameter: gradient}, scale=0.5)
@@ -224,10 +205,7 @@ def test_parameter_groups_keep_the_order_of_parameters() -> None:
         "slow": group("head.*.weight", rate=0.01),
         "plain": group("*.bias", options=("weight_decay = 0",)),
     }
-    groups = parameter_groups(module.named_parameters(), sections, is_remote=False)
-    optimizer = make_optimizer(
-        module.parameters(), "SGD", 0.5, ["weight_decay = 0.1", "momentum = 0.9"], groups
-    )
+    optimizer = make_optimizer(module, "SGD", 0.5, ["weight_decay = 0.1", "momentum = 0.9"], sections)
     flat = [parameter for each in optimizer.param_groups for parameter in each["params"]]
     assert all(a is b for a, b in zip(flat, module.parameters(), strict=True))
     settings = {
@@ -246,18 +224,21 @@ def test_parameter_groups_keep_the_order_of_parameters() -> None:
 
 
 def test_remote_parameter_names_have_a_prefix() -> None:
-    sections = {"remote": group("remote.0.*", rate=0.1), "biases": group("head.*.bias", "*.1.bias")}
-    local = parameter_groups(two_stage_net().named_parameters(), sections, is_remote=False)
-    assert [len(each.parameters) for each in local] == [0, 2]
+    sections = {"remote": group("remote.0.*", rate=0.1), "biases": group("head.*.bias", "*.1.bias", rate=0.2)}
+
+    def rates(net: nn.Module, is_remote: bool) -> list[float]:
+        optimizer = make_optimizer(net, "SGD", 0.5, (), sections, is_remote=is_remote)
+        return [each["lr"] for each in optimizer.param_groups for _ in each["params"]]
+
+    assert rates(two_stage_net(), is_remote=False) == [0.5, 0.5, 0.5, 0.2, 0.5, 0.2]
     remote = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    there = parameter_groups(remote.named_parameters(), sections, is_remote=True)
-    assert [len(each.parameters) for each in there] == [2, 1]
+    assert rates(remote, is_remote=True) == [0.1, 0.1, 0.5, 0.2]
 
 
 def test_invalid_group_raises_an_error() -> None:
     def refusal(is_remote: bool = False, **sections: DenseGroupSection) -> str:
         with pytest.raises(ConfigError) as caught:
-            parameter_groups(nn.Linear(1, 1).named_parameters(), sections, is_remote=is_remote)
+            make_optimizer(nn.Linear(1, 1), "SGD", 0.5, (), sections, is_remote=is_remote)
         return str(caught.value)
 
     assert refusal(a=group("head.*")) == (
@@ -277,9 +258,5 @@ def test_invalid_group_raises_an_error() -> None:
     ],
 )
 def test_invalid_group_option_raises_an_error(option: str, message: str) -> None:
-    module = nn.Linear(1, 1)
-    groups = parameter_groups(
-        module.named_parameters(), {"a": group("bias", options=(option,))}, is_remote=False
-    )
     with pytest.raises(ConfigError, match=rf"^dense_groups\.a\.optimizer_options = .*: {message}"):
-        make_optimizer(module.parameters(), "SGD", 0.5, (), groups)
+        make_optimizer(nn.Linear(1, 1), "SGD", 0.5, (), {"a": group("bias", options=(option,))})

@@ -1,4 +1,4 @@
-"""Which devices a trainer computes on."""
+"""Devices of trainers, and the backend of their process group."""
 
 import pytest
 import torch
@@ -8,66 +8,64 @@ from hybrid.dense.devices import choose_backend, choose_devices
 from hybrid.errors import ConfigError
 
 
-class TestDevice:
-    @pytest.fixture
-    def num_gpus(self, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
-        count: int = request.param
-        for name in ("LOCAL_RANK", "SLURM_LOCALID"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        return count
+@pytest.fixture
+def num_gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
+    count: int = request.param
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    return count
 
-    @pytest.mark.parametrize(
-        ("num_gpus", "setting", "trainer", "device"),
-        [
-            (0, "auto", 0, "cpu"),
-            (0, "cpu", 0, "cpu"),
-            (2, "cpu", 0, "cpu"),
-            (2, "auto", 0, "cuda:0"),
-            (2, "auto", 3, "cuda:1"),
-            (2, "cuda", 1, "cuda:1"),
-            (2, "cuda:1", 0, "cuda:1"),
-        ],
-        indirect=["num_gpus"],
-    )
-    def test_device_of_each_setting(self, num_gpus: int, setting: str, trainer: int, device: str) -> None:
-        assert choose_devices(DenseSection(device=setting), trainer) == [torch.device(device)]
 
-    @pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID"])
-    @pytest.mark.parametrize("num_gpus", [4], indirect=True)
-    def test_local_rank_selects_the_gpu(
-        self, num_gpus: int, name: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv(name, "2")
-        assert choose_devices(DenseSection(), 9) == [torch.device("cuda:2")]
+@pytest.mark.parametrize(
+    ("num_gpus", "setting", "trainer", "device"),
+    [
+        (0, "auto", 0, "cpu"),
+        (0, "cpu", 0, "cpu"),
+        (2, "cpu", 0, "cpu"),
+        (2, "auto", 0, "cuda:0"),
+        (2, "auto", 3, "cuda:1"),
+        (2, "cuda", 1, "cuda:1"),
+        (2, "cuda:1", 0, "cuda:1"),
+    ],
+    indirect=["num_gpus"],
+)
+def test_device_of_each_setting(num_gpus: int, setting: str, trainer: int, device: str) -> None:
+    assert choose_devices(DenseSection(device=setting), trainer) == [torch.device(device)]
 
-    @pytest.mark.parametrize(
-        ("num_gpus", "setting", "rule"),
-        [
-            (0, "cuda", r"this machine has 0 GPU\(s\)"),
-            (0, "cuda:0", r"this machine has 0 GPU\(s\)"),
-            (2, "cuda:2", r"this machine has 2 GPU\(s\)"),
-            (2, "gpu", "must be auto, cpu, cuda or cuda:N"),
-            (2, "cuda:-1", "must be auto, cpu, cuda or cuda:N"),
-            (2, "cuda:01", "must be auto, cpu, cuda or cuda:N"),
-        ],
-        indirect=["num_gpus"],
-    )
-    def test_invalid_device_raises_an_error(self, num_gpus: int, setting: str, rule: str) -> None:
-        with pytest.raises(ConfigError, match=rf"^dense\.device = '{setting}': {rule}$"):
-            choose_devices(DenseSection(device=setting), 0)
 
-    @pytest.mark.parametrize(
-        ("devices", "backend"),
-        [
-            (["a/cuda:0"], "nccl"),
-            (["a/cuda:0", "a/cuda:1"], "nccl"),
-            (["a/cuda:0", "b/cuda:0"], "nccl"),
-            (["a/cuda:0", "a/cuda:0"], "gloo"),
-            (["a/cuda:0", "a/cpu"], "gloo"),
-            (["cuda-host/cpu", "a/cpu"], "gloo"),
-        ],
-    )
-    def test_nccl_needs_one_gpu_per_trainer(self, devices: list[str], backend: str) -> None:
-        assert choose_backend(devices) == backend
+@pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID"])
+@pytest.mark.parametrize("num_gpus", [4], indirect=True)
+def test_local_rank_selects_the_gpu(num_gpus: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "2")
+    assert choose_devices(DenseSection(), 9) == [torch.device("cuda:2")]
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "setting", "rule"),
+    [
+        (0, "cuda", r"this machine has 0 GPU\(s\)"),
+        (0, "cuda:0", r"this machine has 0 GPU\(s\)"),
+        (2, "cuda:2", r"this machine has 2 GPU\(s\)"),
+    ],
+    indirect=["num_gpus"],
+)
+def test_invalid_device_raises_an_error(num_gpus: int, setting: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^dense\.device = '{setting}': {rule}$"):
+        choose_devices(DenseSection(device=setting), 0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend"),
+    [
+        (["a/cuda:0"], "nccl"),
+        (["a/cuda:0", "a/cuda:1"], "nccl"),
+        (["a/cuda:0", "b/cuda:0"], "nccl"),
+        (["a/cuda:0", "a/cuda:0"], "gloo"),
+        (["a/cuda:0", "a/cpu"], "gloo"),
+        (["cuda-host/cpu", "a/cpu"], "gloo"),
+    ],
+)
+def test_nccl_needs_one_gpu_per_trainer(devices: list[str], backend: str) -> None:
+    assert choose_backend(devices) == backend

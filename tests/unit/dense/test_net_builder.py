@@ -1,12 +1,14 @@
-"""Dense nets that a configuration names: at the edges of their inputs, in every form, by the seed alone."""
+"""Dense nets of a configuration, built-in and custom: sizes, empty batches, compilation, errors."""
 
 import dataclasses
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.matrix import call_text
 from support.seeded import random
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -27,7 +29,7 @@ from hybrid.models.ple import PLE
 from hybrid.models.wide_deep import WideAndDeep
 
 DIM, NUM_SPARSE = 4, 3
-# What a loop of one's own would call, for two dense features.
+# Calls of a custom loop, for two dense features.
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "dlrm": lambda: DLRM(2, NUM_SPARSE, DIM, bottom=(8,), top=(16, 12)),
     "dcn_v2": lambda: DCNv2(2 + NUM_SPARSE * DIM, num_layers=3, deep=(16, 12)),
@@ -35,15 +37,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "wide_deep": lambda: WideAndDeep(2, [DIM] * NUM_SPARSE, deep=(16, 12)),
     "mmoe": lambda: MMoE(2 + NUM_SPARSE * DIM, [1], 5, expert=(7, 6), tower=(16, 12)),
     "ple": lambda: PLE(2 + NUM_SPARSE * DIM, [1], 5, layers=(7, 6), tower=(16, 12)),
-}
-# Of what the interaction gives, for two dense features.
-HIDDEN_WIDTHS = {
-    "dlrm": DIM + 4 * 3 // 2,
-    "dcn_v2": 2 + NUM_SPARSE * DIM,
-    "deepfm": 1 + 2 + NUM_SPARSE * DIM,
-    "wide_deep": 1 + 2 + NUM_SPARSE * DIM,
-    "mmoe": 2 + NUM_SPARSE * DIM,
-    "ple": 2 + NUM_SPARSE * DIM,
 }
 
 
@@ -67,12 +60,6 @@ def _inputs(batch_size: int, num_dense: int, width: int) -> tuple[Tensor, Tensor
     return dense_BF.requires_grad_(), pooled_BE.requires_grad_()
 
 
-def _mlp_shapes(module: nn.Module) -> list[tuple[int, int]]:
-    return [
-        (layer.in_features, layer.out_features) for layer in module.modules() if isinstance(layer, nn.Linear)
-    ]
-
-
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in module.named_parameters()}
 
@@ -80,7 +67,7 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 @pytest.mark.parametrize("net_name", NETS)
 def test_net_has_the_configured_class_and_sizes(net_name: str) -> None:
     arguments = {"cross_layers": 3, "experts": 5, "expert_mlp": [7, 6]}
-    config, model = _config(NET_CALLS.text(net_name, arguments)), MODELS[net_name]()
+    config, model = _config(call_text(NET_CALLS, net_name, arguments)), MODELS[net_name]()
     net = build_dense_net(config, _input_spec(2), _widths(net_name))
     found = net if isinstance(model, DenseNet) else net.head
     assert type(found) is type(model)
@@ -104,16 +91,18 @@ def test_net_uses_onednn_where_preferred(
 @pytest.mark.parametrize("net_name", NETS)
 @pytest.mark.parametrize("num_dense", [0, 2])
 @pytest.mark.parametrize("batch_size", [0, 1, 5])
+@pytest.mark.parametrize("tasks", [{}, {"click": TaskSection(), "stars": TaskSection(type="classes(3)")}])
 def test_every_net_takes_every_batch_forward_and_backward(
-    net_name: str, num_dense: int, batch_size: int
+    net_name: str, num_dense: int, batch_size: int, tasks: dict[str, TaskSection]
 ) -> None:
     widths = _widths(net_name)
-    net = build_dense_net(_config(net_name), _input_spec(num_dense), widths).double()
+    config = _config(net_name).replace(tasks=tasks)
+    net = build_dense_net(config, _input_spec(num_dense), widths).double()
     dense_BF, pooled_BE = _inputs(batch_size, num_dense, sum(widths))
-    logits_B = net(dense_BF, pooled_BE).view(-1)
-    assert logits_B.shape == (batch_size,)
-    assert logits_B.dtype == torch.float64
-    logits_B.sum().backward()
+    logits_BO = net(dense_BF, pooled_BE).view(batch_size, -1 if batch_size else config.num_outputs)
+    assert logits_BO.shape == (batch_size, config.num_outputs)
+    assert logits_BO.dtype == torch.float64
+    logits_BO.sum().backward()
     assert pooled_BE.grad is not None
     assert pooled_BE.grad.shape == pooled_BE.shape
     for name, parameter in net.named_parameters():
@@ -124,7 +113,7 @@ def test_every_net_takes_every_batch_forward_and_backward(
 def _assert_same(
     form: nn.Module, plain: nn.Module, parameters: list[nn.Parameter], inputs: list[Tensor]
 ) -> None:
-    """Outputs and all gradients; TorchScript rounds some of them differently."""
+    """Check outputs and all gradients; TorchScript rounds some of them differently."""
     output, expected = form(*inputs), plain(*inputs)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
     if not isinstance(plain, nn.Identity):
@@ -149,7 +138,7 @@ def test_every_stage_compiles_to_torchscript(how: str, net_name: str, num_dense:
 
     for name, stage in net.named_children():
         form = compiled(stage, how, inputs(3)[name])
-        torch.jit.save(form, io.BytesIO())  # not with functions of Python's in it
+        torch.jit.save(form, io.BytesIO())  # which refuses Python functions
         for batch_size in (5, 0, 1):
             _assert_same(form, stage, list(stage.parameters()), inputs(batch_size)[name])
 
@@ -157,7 +146,7 @@ def test_every_stage_compiles_to_torchscript(how: str, net_name: str, num_dense:
 # torch.compile makes an instance of DotInteraction's autograd function, against torch's own rules.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    "net_name", [pytest.param(n, marks=() if n in ("dlrm", "ple") else pytest.mark.long) for n in NETS]
+    "net_name", [pytest.param(n, marks=() if n == "dlrm" else pytest.mark.long) for n in NETS]
 )
 def test_every_net_compiles_without_graph_breaks(net_name: str) -> None:
     widths = _widths(net_name)
@@ -193,10 +182,8 @@ def test_remote_net_fits_between_interaction_and_head(net_name: str) -> None:
     widths = _widths(net_name)
     net = build_dense_net(config, _input_spec(2), widths).double()
     remote = build_remote_net(config, _input_spec(2), widths).double()
-    assert _mlp_shapes(remote) == [(HIDDEN_WIDTHS[net_name], 7), (7, 9)]
-    assert [isinstance(layer, nn.ReLU) for layer in remote.children()] == [False, True] * 2
-    assert _mlp_shapes(net.head)[0][0] == 9
-    assert isinstance(net.head, MMoE | PLE) or _mlp_shapes(net.head) == [(9, 1)]
+    assert [isinstance(layer, nn.ReLU) for layer in remote] == [False, True] * 2
+    assert [layer.out_features for layer in remote if isinstance(layer, nn.Linear)] == [7, 9]
     for batch_size in (0, 4):
         dense_BF, pooled_BE = _inputs(batch_size, 2, sum(widths))
         hidden_BH = net.interaction(net.bottom(dense_BF), pooled_BE)
@@ -218,17 +205,112 @@ def test_dlrm_of_one_vector_raises_an_error() -> None:
     assert build_dense_net(_config("dlrm"), _input_spec(1, 1), (DIM,)) is not None
 
 
-TASKS = {"click": TaskSection(), "stars": TaskSection(type="classes(3)")}
+CUSTOM_NETS = """
+import torch
+from torch import nn
+from hybrid.models.dense_net import DenseNet
+
+class Join(nn.Module):
+    def forward(self, bottom, pooled):
+        return torch.cat([bottom, pooled], 1)
+
+def linear(config, input_spec, widths):
+    width = len(input_spec.dense_features) + sum(widths)
+    last = config.dense.remote_mlp[-1] if config.dense.remote_mlp else width
+    head = nn.Sequential(nn.Linear(last, 1), nn.Flatten(0))
+    return DenseNet(nn.Identity(), Join(), head)
+
+def wrong(config, input_spec, widths):
+    return nn.Linear(1, 1)
+
+def lazy(config, input_spec, widths):
+    return DenseNet(nn.Identity(), Join(), nn.Sequential(nn.LazyLinear(1), nn.Flatten(0)))
+
+def two_logits(config, input_spec, widths):
+    return DenseNet(nn.Identity(), Join(), nn.Linear(14, 2))
+
+def misfit(config, input_spec, widths):
+    return DenseNet(nn.Identity(), Join(), nn.Sequential(nn.Linear(14, 8), nn.Linear(9, 1)))
+
+class Pair(nn.Module):
+    def forward(self, bottom):
+        return bottom, bottom
+
+def pair(config, input_spec, widths):
+    return DenseNet(Pair(), Join(), nn.Linear(14, 1))
+
+class NoEmpty(nn.Module):
+    def forward(self, bottom, pooled):
+        return torch.cat([bottom / bottom.max(), pooled], 1)
+
+def no_empty(config, input_spec, widths):
+    return DenseNet(nn.Identity(), NoEmpty(), nn.Linear(14, 1))
+"""
 
 
-@pytest.mark.parametrize("net_name", NETS)
-@pytest.mark.parametrize("batch_size", [0, 5])
-def test_every_net_has_the_outputs_of_all_tasks(net_name: str, batch_size: int) -> None:
-    config, widths = _config(net_name).replace(tasks=TASKS), _widths(net_name)
-    net = build_dense_net(config, _input_spec(2), widths).double()
-    dense_BF, pooled_BE = _inputs(batch_size, 2, sum(widths))
-    assert net(dense_BF, pooled_BE).shape == (batch_size, 4)
-    local = build_dense_net(
-        config.replace(dense=dataclasses.replace(config.dense, remote_mlp=(7,))), _input_spec(2), widths
-    )
-    assert local.head(torch.zeros(batch_size, 7)).shape == (batch_size, 4)
+@pytest.fixture
+def custom_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "custom_nets_of_a_test.py").write_text(CUSTOM_NETS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def _custom(name: str, **dense: Any) -> tuple[RunConfig, InputSpec, Sequence[int]]:
+    """Return the arguments of a function that builds a net."""
+    config = RunConfig(dense=dataclasses.replace(DenseSection(), net=name, **dense))
+    sparse = tuple(FeatureSpec(f"C{k}", num_rows=10) for k in range(3))
+    return config, InputSpec(("I0", "I1"), sparse), (3, 4, 5)
+
+
+@pytest.mark.usefixtures("custom_module")
+def test_custom_net_is_built_by_its_function() -> None:
+    arguments = _custom("custom_nets_of_a_test:linear")
+    assert extra_columns("custom_nets_of_a_test:linear") == 0
+    net = build_dense_net(*arguments)
+    assert isinstance(net, DenseNet)
+    weight = next(net.parameters())
+    assert weight.shape == (1, 14)
+    torch.rand(1)
+    assert torch.equal(next(build_dense_net(*arguments).parameters()), weight)
+    remote_weight, _ = build_remote_net(
+        *_custom("custom_nets_of_a_test:linear", remote_mlp=(7,))
+    ).parameters()
+    assert remote_weight.shape == (7, 14)
+
+
+@pytest.mark.usefixtures("custom_module")
+def test_custom_net_has_the_outputs_of_all_tasks() -> None:
+    config, spec, widths = _custom("custom_nets_of_a_test:two_logits")
+    pair = {"a": TaskSection(), "b": TaskSection()}
+    assert isinstance(build_dense_net(config.replace(tasks=pair), spec, widths), DenseNet)
+    with pytest.raises(ConfigError, match=r"the head must return \[2, 3\] for 2 samples, by task, not"):
+        build_dense_net(config.replace(tasks={**pair, "c": TaskSection()}), spec, widths)
+
+
+@pytest.mark.usefixtures("custom_module")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("absent_nets_of_a_test:f", "cannot be imported: ModuleNotFoundError: No module named"),
+        ("custom_nets_of_a_test:wrong", "must return a hybrid.models.dense_net.DenseNet, not a Linear"),
+        ("custom_nets_of_a_test:lazy", r"has head\.0\.weight without a size; give its lazy layer all sizes"),
+        (
+            "custom_nets_of_a_test:two_logits",
+            r"the head must return \[2\] or \[2, 1\] for 2 samples, by task, not \[2, 2\]",
+        ),
+        (
+            "custom_nets_of_a_test:misfit",
+            r"the head fails for inputs \[2, 14\]: RuntimeError: .*mat1 and mat2 shapes cannot be "
+            r"multiplied \(2x8 and 9x1\); in head.1 of the net, Linear\(in_features=9, out_features=1, ",
+        ),
+        ("custom_nets_of_a_test:pair", "the bottom returns a tuple, not a tensor"),
+        (
+            "custom_nets_of_a_test:no_empty",
+            r"the interaction fails for inputs \[0, 2\] and \[0, 12\]: \S*custom_nets_of_a_test.py:\d+, "
+            r"in forward: RuntimeError: .*; in interaction of the net, NoEmpty",
+        ),
+    ],
+)
+def test_invalid_custom_net_raises_an_error(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        build_dense_net(*_custom(name))
+    assert caught.value.key == "dense.net"

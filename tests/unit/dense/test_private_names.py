@@ -12,15 +12,13 @@ PRIVATE_NAMES = {
     "torch._inductor.exc:InvalidCxxCompiler": "dense/compilation.py",
     "torch._dynamo.eval_frame:OptimizedModule": "dense/parameter_substitution.py",
     "torch.nn:Module._replicate_for_data_parallel": "dense/parameter_substitution.py",
-    "torch._utils:ExceptionWrapper": "dense/data_parallel/parallel_apply.py",
+    "torch._utils:ExceptionWrapper": "dense/data_parallel.py",
     "torch._C:_AutoDispatchBelowAutograd": "dense/matmul.py",
-    "torch.distributed.distributed_c10d:_get_default_store": "dense/tensor_parallel/sharded_module.py",
-    "torch.distributed._functional_collectives:AsyncCollectiveTensor": (
-        "dense/tensor_parallel/sharded_module.py"
-    ),
-    "torch.distributed.tensor._dtensor_spec:DTensorSpec": "dense/tensor_parallel/sharded_module.py",
+    "torch.distributed.distributed_c10d:_get_default_store": "dense/tensor_parallel.py",
+    "torch.distributed._functional_collectives:AsyncCollectiveTensor": ("dense/tensor_parallel.py"),
+    "torch.distributed.tensor._dtensor_spec:DTensorSpec": "dense/tensor_parallel.py",
     "torch.autograd.graph:Node._input_metadata": "custom_loop/loop_warnings.py",
-    "torch.utils._pytree:tree_map": "dense/tensor_parallel/sharded_module.py",
+    "torch.utils._pytree:tree_map": "dense/tensor_parallel.py",
 }
 
 

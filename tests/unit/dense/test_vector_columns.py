@@ -1,6 +1,5 @@
-"""Where a net finds the vectors of a column, and what nets that are built in make of sequences."""
+"""The layout of vectors in the sparse input of a net, and sequences in built-in nets."""
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from hybrid.config import ColumnSection, DenseSection, RunConfig
 from hybrid.config.sections import NETS
 from hybrid.dense.compilation import compiled
-from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
+from hybrid.dense.net_builder import build_dense_net, extra_columns
 from hybrid.dense.vector_columns import ColumnLayout
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -31,7 +30,7 @@ def config(net: str = "dcn_v2", **dense: Any) -> RunConfig:
 
 
 def samples(dim: int = DIM) -> tuple[Tensor, Tensor, Tensor]:
-    """The vectors of a user, of MOST items seen, padded, and of an item."""
+    """Return the vectors of a user, of MOST items seen, padded, and of an item."""
     size = len(LENGTHS)
     seen_BND = random(size, MOST, dim, seed=1, dtype=torch.float64)
     seen_BND *= (torch.arange(MOST) < torch.tensor(LENGTHS).unsqueeze(1)).unsqueeze(2)
@@ -47,16 +46,16 @@ def side_by_side(user_BD: Tensor, seen_BND: Tensor, item_BD: Tensor) -> Tensor:
 def test_layout_selects_each_column() -> None:
     user_BD, seen_BND, item_BD = samples(5)
     pooled_BE = side_by_side(user_BD, seen_BND, item_BD)
-    places = ColumnLayout(config(), SPEC, [5, MOST * 5 + 1, 5])
-    assert places.widths == [5] * (2 + MOST)
-    assert torch.equal(places.vector("user")(pooled_BE), user_BD)
-    assert torch.equal(places.vector("item")(pooled_BE), item_BD)
-    found_BND, is_there_BN = places.sequence("seen")(pooled_BE)
-    assert torch.equal(found_BND, seen_BND)
-    assert is_there_BN.sum(1).tolist() == list(LENGTHS)
-    assert torch.equal(is_there_BN, seen_BND.any(dim=2))
-    empty_BND, is_there_BN = places.sequence("seen")(pooled_BE[:0])
-    assert (empty_BND.shape, is_there_BN.shape) == ((0, MOST, 5), (0, MOST))
+    layout = ColumnLayout(config(), SPEC, [5, MOST * 5 + 1, 5])
+    assert layout.widths == [5] * (2 + MOST)
+    assert torch.equal(layout.vector("user")(pooled_BE), user_BD)
+    assert torch.equal(layout.vector("item")(pooled_BE), item_BD)
+    vectors_BND, is_item_BN = layout.sequence("seen")(pooled_BE)
+    assert torch.equal(vectors_BND, seen_BND)
+    assert is_item_BN.sum(1).tolist() == list(LENGTHS)
+    assert torch.equal(is_item_BN, seen_BND.any(dim=2))
+    empty_BND, is_item_BN = layout.sequence("seen")(pooled_BE[:0])
+    assert (empty_BND.shape, is_item_BN.shape) == ((0, MOST, 5), (0, MOST))
 
 
 @pytest.mark.parametrize(
@@ -72,9 +71,9 @@ def test_layout_selects_each_column() -> None:
     ],
 )
 def test_column_of_another_kind_raises_an_error(name: str, is_sequence: bool, message: str) -> None:
-    places = ColumnLayout(config(), SPEC, [DIM, MOST * DIM + 1, DIM])
+    layout = ColumnLayout(config(), SPEC, [DIM, MOST * DIM + 1, DIM])
     with pytest.raises(ConfigError) as caught:
-        places.sequence(name) if is_sequence else places.vector(name)
+        layout.sequence(name) if is_sequence else layout.vector(name)
     assert str(caught.value).startswith(message)
 
 
@@ -86,49 +85,29 @@ def as_columns(net: str, **dense: Any) -> tuple[RunConfig, InputSpec]:
 
 
 @pytest.mark.parametrize("net_name", NETS)
-@pytest.mark.parametrize("remote", [False, True])
-def test_built_in_nets_take_sequences_as_columns(net_name: str, remote: bool) -> None:
-    dense = {"remote_mlp": (7, 5)} if remote else {}
+def test_built_in_nets_take_sequences_as_columns(net_name: str) -> None:
     dim = DIM + extra_columns(net_name)
     user_BD, seen_BND, item_BD = samples(dim)
     dense_BF = random(len(LENGTHS), 2, seed=4, dtype=torch.float64)
-    outputs = []
-    for (of, spec), widths, pooled_BE in (
-        ((config(net_name, **dense), SPEC), [dim, MOST * dim + 1, dim], side_by_side(*samples(dim))),
-        (
-            as_columns(net_name, **dense),
-            [dim] * (2 + MOST),
-            torch.cat([user_BD, seen_BND.flatten(1), item_BD], dim=1),
-        ),
-    ):
-        net = build_dense_net(of, spec, widths).double()
-        hidden_BH = net.interaction(net.bottom(dense_BF), pooled_BE)
-        middle = build_remote_net(of, spec, widths).double() if remote else nn.Identity()
-        outputs.append(net.head(middle(hidden_BH)))
-    assert torch.equal(*outputs)
-
-
-@pytest.mark.parametrize("mode", ["script", "trace"])
-@pytest.mark.parametrize("net_name", ["dlrm", "deepfm"])
-def test_compiled_nets_over_sequences(net_name: str, mode: str) -> None:
-    dim = DIM + extra_columns(net_name)
+    separate = tuple(FeatureSpec(f"seen{n}", 9) for n in range(MOST))
+    columns = InputSpec(SPEC.dense_features, (SPEC.sparse_features[0], *separate, SPEC.sparse_features[2]))
     net = build_dense_net(config(net_name), SPEC, [dim, MOST * dim + 1, dim]).double()
-    pooled_BE = side_by_side(*samples(dim)).requires_grad_()
-    bottom_BH = net.bottom(random(len(LENGTHS), 2, seed=4, dtype=torch.float64)).detach().requires_grad_()
-    form = compiled(net.interaction, mode, [bottom_BH, pooled_BE])
-    torch.testing.assert_close(form(bottom_BH, pooled_BE), net.interaction(bottom_BH, pooled_BE))
+    plain = build_dense_net(config(net_name).replace(columns={}), columns, [dim] * (2 + MOST)).double()
+    output = net(dense_BF, side_by_side(user_BD, seen_BND, item_BD))
+    expected = plain(dense_BF, torch.cat([user_BD, seen_BND.flatten(1), item_BD], dim=1))
+    assert torch.equal(output, expected)
 
 
 class Mean(nn.Module):
     """The mean of what was seen, beside the item."""
 
-    def __init__(self, places: ColumnLayout) -> None:
+    def __init__(self, layout: ColumnLayout) -> None:
         super().__init__()
-        self.seen, self.item = places.sequence("seen"), places.vector("item")
+        self.seen, self.item = layout.sequence("seen"), layout.vector("item")
 
     def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
-        seen_BND, is_there_BN = self.seen(pooled_BE)
-        mean_BD = seen_BND.sum(dim=1) / is_there_BN.sum(dim=1, keepdim=True).clamp(min=1)
+        seen_BND, is_item_BN = self.seen(pooled_BE)
+        mean_BD = seen_BND.sum(dim=1) / is_item_BN.sum(dim=1, keepdim=True).clamp(min=1)
         return torch.cat([bottom_BH, mean_BD, self.item(pooled_BE)], dim=1)
 
 
@@ -141,9 +120,3 @@ def test_custom_net_over_a_sequence_can_be_compiled(mode: str) -> None:
     for size in (len(LENGTHS), 1, 0):
         inputs = bottom_BH[:size], pooled_BE[:size]
         torch.testing.assert_close(form(*inputs), net(*inputs))
-
-
-def test_sequence_without_a_length_raises_an_error() -> None:
-    columns = {"seen": dataclasses.replace(COLUMNS["seen"], max_ids=0)}
-    with pytest.raises(ConfigError, match=r"^columns\.seen\.max_ids = 0: must be the number of vectors"):
-        ColumnLayout(config().replace(columns=columns), SPEC, [DIM, DIM, DIM])

@@ -1,14 +1,70 @@
 """Pooling against plain tensor arithmetic; the private torch function relied upon."""
 
+import itertools
+
 import pytest
 import torch
-import torch.nn.functional as F
-from support.bags import BAGS, bags_of, every_kind, plain_pool, some_rows
+from torch import Tensor
 
-from hybrid.embedding import kernels
-from hybrid.embedding.bags import Bags, concatenate, pack_items, pool, pool_and_record, unpack_items
-from hybrid.embedding.row_gradients import RowGradients
+from hybrid.embedding.bags import (
+    Bags,
+    concatenate,
+    pool,
+    pool_and_record,
+)
 from hybrid.embedding.table_spec import Pooling
+
+ROWS, DIM = 13, 3
+
+# Bags with none, one, several and repeated ids; the first and the last are empty.
+BAGS = [[], [3, 3, 12], [0], [], [5, 3, 1, 0], [12, 12], []]
+
+
+def bags_of(lists: list[list[int]], pooling: Pooling = Pooling.SUM, weighted: bool = False) -> Bags:
+    ids_L = torch.tensor([i for bag in lists for i in bag], dtype=torch.int64)
+    offsets = torch.tensor([0] + [len(bag) for bag in lists]).cumsum(0)
+    weights_L = torch.linspace(-1, 2, len(ids_L)) if weighted else None
+    return Bags(ids_L, offsets, weights_L, pooling)
+
+
+every_kind = pytest.mark.parametrize(
+    "bags",
+    [
+        *(pytest.param(bags_of(BAGS, pooling), id=pooling) for pooling in Pooling),
+        pytest.param(bags_of(BAGS, Pooling.SUM, weighted=True), id="weighted"),
+        pytest.param(Bags(torch.tensor([4, 0, 4, 12, 0])), id="one id each"),
+        *(pytest.param(bags_of([[], [], []], pooling), id=f"empty bags, {pooling}") for pooling in Pooling),
+        *(pytest.param(bags_of([], pooling), id=f"no bags, {pooling}") for pooling in Pooling),
+        pytest.param(Bags(torch.empty(0, dtype=torch.int64)), id="no ids"),
+    ],
+)
+
+
+def some_rows(dtype: torch.dtype = torch.float64) -> Tensor:
+    """``weight_RD``, of which the rows 3 and 5, of one bag, are equal and the largest."""
+    weight_RD = torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight_RD[[3, 5]] = 4.0
+    return weight_RD.to(dtype)
+
+
+def plain_pool(weight_RD: Tensor, bags: Bags) -> Tensor:
+    """Pooling bag by bag with plain tensor arithmetic."""
+    offsets = bags.offsets.tolist() if bags.offsets is not None else list(range(len(bags.ids_L) + 1))
+    pooled = []
+    for start, stop in itertools.pairwise(offsets):
+        rows_LD = weight_RD[bags.ids_L[start:stop]]
+        if bags.weights_L is not None:
+            rows_LD = rows_LD * bags.weights_L[start:stop, None].to(rows_LD.dtype)
+        if start == stop:
+            pooled.append(weight_RD.new_zeros(weight_RD.shape[1]))
+        elif bags.pooling is Pooling.SUM:
+            pooled.append(rows_LD.sum(0))
+        elif bags.pooling is Pooling.MEAN:
+            pooled.append(rows_LD.mean(0))
+        else:
+            # As EmbeddingBag does, the first of equal rows takes the whole gradient.
+            pooled.append(rows_LD.gather(0, rows_LD.argmax(0, keepdim=True))[0])
+    return torch.stack(pooled) if pooled else weight_RD.new_zeros(0, weight_RD.shape[1])
 
 
 @every_kind
@@ -19,20 +75,20 @@ def test_pooling_equals_plain_arithmetic(bags: Bags) -> None:
     torch.testing.assert_close(pooled_BD, plain_pool(weight_RD, bags), rtol=1e-14, atol=1e-14)
 
 
-SINGLE = Bags(torch.tensor([1, 2]))
-
-
 @pytest.mark.parametrize(
     "parts",
     [
         *(
-            [bags_of(BAGS, weighted=first), bags_of(BAGS[::-1][:4], weighted=second)]
+            [
+                bags_of(bags, weighted=is_weighted)
+                for bags, is_weighted in ((BAGS, first), (BAGS[4:6], second), (BAGS[1:3], first))
+            ]
             for first in (False, True)
             for second in (False, True)
         ),
-        [SINGLE, bags_of(BAGS), SINGLE],
+        [Bags(torch.tensor([1, 2])), Bags(torch.tensor([4]))],
     ],
-    ids=["unweighted", "second weighted", "first weighted", "weighted", "single ids among bags"],
+    ids=["unweighted", "second weighted", "first weighted", "weighted", "single ids"],
 )
 def test_concatenated_bags_pool_as_their_parts(parts: list[Bags]) -> None:
     weight_RD = some_rows()
@@ -40,53 +96,10 @@ def test_concatenated_bags_pool_as_their_parts(parts: list[Bags]) -> None:
     torch.testing.assert_close(pool(weight_RD, concatenate(parts)), expected_BD, rtol=1e-14, atol=1e-14)
 
 
-def test_concatenated_bags_keep_winners() -> None:
-    parts = [pool_and_record(some_rows(), bags_of(bags, Pooling.MAX))[1] for bags in (BAGS, BAGS[::-1][:4])]
-    whole = pool_and_record(some_rows(), bags_of([*BAGS, *BAGS[::-1][:4]], Pooling.MAX))[1].winners_BD
-    winners_BD = concatenate(parts).winners_BD
-    assert whole is not None
-    assert winners_BD is not None
-    assert torch.equal(winners_BD, whole)
-
-
 def test_torch_has_the_private_embedding_bag() -> None:
-    """A torch that changes it must fail here first, loudly."""
+    """If a version of torch changes it, this test fails first."""
     assert str(torch.ops.aten._embedding_bag.default._schema) == (
         "aten::_embedding_bag(Tensor weight, Tensor indices, Tensor offsets, bool scale_grad_by_freq=False, "
         "int mode=0, bool sparse=False, Tensor? per_sample_weights=None, bool include_last_offset=False, "
         "int padding_idx=-1) -> (Tensor, Tensor, Tensor, Tensor)"
     )
-
-
-def test_torch_numbers_poolings_as_here() -> None:
-    weight_RD = some_rows()
-    ids_L, starts = torch.tensor([1, 5, 2]), torch.tensor([0, 3])
-    for mode, pooling in enumerate(Pooling):
-        result = torch.ops.aten._embedding_bag(weight_RD, ids_L, starts, False, mode, False, None, True)
-        assert torch.equal(result[0], F.embedding_bag(ids_L[None], weight_RD, mode=pooling.value))
-    assert torch.equal(result[3][0], ids_L[weight_RD[ids_L].argmax(0)])
-
-
-def test_unpacked_items_equal_packed_ones() -> None:
-    ids, offsets, weights = torch.tensor([3, 1, 2]), torch.tensor([0, 1, 3]), torch.tensor([0.5, 1.0, 2.0])
-    items = [
-        (0, Bags(ids)),
-        (2, Bags(ids, offsets, weights)),
-        (1, Bags(ids, offsets, None, Pooling.MAX)),
-        (0, Bags(ids, offsets, None, Pooling.MEAN)),
-    ]
-    plain, tensors = pack_items(items)
-    assert [type(value) for item in plain for value in item] == [int, str, bool, bool] * len(items)
-    assert unpack_items(plain, tensors) == items
-
-
-@pytest.mark.parametrize("pooling", list(Pooling))
-def test_gradients_are_of_the_rows_that_were_read(pooling: Pooling) -> None:
-    """Rows that change meanwhile, as in pipelined steps, change no gradient."""
-    weight_RD = some_rows()
-    _, bags = pool_and_record(weight_RD, bags_of(BAGS, pooling))
-    grad_BD = torch.randn(bags.num_bags, weight_RD.shape[1], dtype=torch.float64)
-    grouped = kernels.group_ids(bags.ids_L.numpy(), len(weight_RD))
-    expected_UD = RowGradients(bags, grad_BD, grouped).whole()
-    weight_RD.neg_()
-    assert torch.equal(RowGradients(bags, grad_BD, grouped).whole(), expected_UD)

@@ -1,13 +1,26 @@
-"""Placement: every row somewhere, once; loads in balance; overrides obeyed; both sides agree on layout."""
+"""Placement: where rows are, how loads are balanced, and which side pools bags."""
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from support.shards import shards_of
 
-from hybrid.embedding.placement import MIN_SPLIT_BYTES, Placement, bytes_per_row, bytes_per_sample, place
+from hybrid.batch import SparseFeatures
+from hybrid.embedding.bags import Item
+from hybrid.embedding.placement import (
+    MIN_SPLIT_BYTES,
+    Placement,
+    bytes_per_row,
+    bytes_per_sample,
+    place,
+    should_trainers_pool,
+)
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.batch_ids import BatchIds
+from hybrid.embedding.trainer.embeddings import make_routes
 from hybrid.errors import ConfigError
 
 SGD = OptimizerSpec("sgd", 0.1)
@@ -38,7 +51,7 @@ def workers_of(placement: Placement, name: str) -> list[int]:
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[list[TableSpec], int]:
-    """Some tables of every kind, and a number of workers."""
+    """Draw tables of every kind, and a number of workers."""
     num_workers = draw(st.integers(1, 6))
     kind = st.tuples(
         st.integers(1, 40),
@@ -109,22 +122,11 @@ def test_criteo_tables_balance_bytes_and_traffic(num_workers: int, divisor: int)
     assert max(moved) / (sum(moved) / num_workers) < 7 / 6
 
 
-def test_traffic_counts_ids_and_vectors() -> None:
-    shared = table("t", dim=16, features=("a", "b"))
-    assert bytes_per_sample(shared, {}) == 2 * 4 + 2 * 2 * 16 * 4
-    assert bytes_per_sample(shared, {"a": 10.0, "b": 2.5}) == 12.5 * 4 + 2 * 2 * 16 * 4
-
-
 def test_tables_with_long_bags_are_kept_apart() -> None:
     tables = [table(name, 100) for name in "abcd"]
     evenly, by_traffic = place(tables, 2), place(tables, 2, {"a": 100.0, "c": 100.0})
     assert workers_of(evenly, "a") == workers_of(evenly, "c")
     assert workers_of(by_traffic, "a") != workers_of(by_traffic, "c")
-
-
-def test_small_tables_are_spread_over_all_workers() -> None:
-    placement = place([table(f"t{i}", 2) for i in range(8)], 8)
-    assert sorted(w for i in range(8) for w in workers_of(placement, f"t{i}")) == list(range(8))
 
 
 def rows_of_bytes(num_bytes: int) -> int:
@@ -136,18 +138,14 @@ def rows_of_bytes(num_bytes: int) -> int:
     [
         (2 * MIN_SPLIT_BYTES, MIN_SPLIT_BYTES, True),
         (MIN_SPLIT_BYTES, 1024, True),
-        (MIN_SPLIT_BYTES - 16, 1024, False),  # too small to be worth it
-        (2 * MIN_SPLIT_BYTES, 2 * MIN_SPLIT_BYTES, False),  # a fair share exactly
+        (MIN_SPLIT_BYTES - 16, 1024, False),  # too small
+        (2 * MIN_SPLIT_BYTES, 2 * MIN_SPLIT_BYTES, False),  # the mean exactly
     ],
 )
 def test_auto_splits_only_large_tables_above_the_mean(big: int, small: int, is_split: bool) -> None:
     placement = place([table("big", rows_of_bytes(big)), table("small", rows_of_bytes(small))], 2)
     assert (len(shards_of(placement, "big")) == 2) is is_split
     assert len(shards_of(placement, "small")) == 1
-
-
-def test_auto_splits_nothing_on_one_worker() -> None:
-    assert [s.count for s in place(criteo(), 1).shards] == [1] * 26
 
 
 def test_placement_and_workers_of_a_table_are_kept() -> None:
@@ -189,3 +187,56 @@ def test_placement_does_not_depend_on_the_order_of_tables() -> None:
 def test_unknown_worker_is_refused(worker: int) -> None:
     with pytest.raises(ConfigError, match=rf"^tables\.t\.placement = {worker}"):
         place([table("t", workers=(0, worker))], 2)
+
+
+def moved_bytes(of: TableSpec, workers: int, samples: int, num_ids: int) -> float:
+    """Bytes of the requests for a batch of equally likely ids, and of its vectors and gradients."""
+    num_bags = len(of.features) * samples
+    ids_L = torch.from_numpy(np.random.default_rng(0).integers(0, of.num_rows, num_bags * num_ids))
+    sparse = SparseFeatures(ids_L, torch.arange(num_bags + 1) * num_ids, None, len(of.features))
+    items: dict[int, list[Item]] = {worker: [] for worker in range(workers)}
+    tables = [of.for_feature(name) for name in of.features]
+    for route in make_routes([], range(len(tables)), tables, place([of], workers)):
+        route.start(BatchIds(sparse), items)
+    requests = [bags for of_worker in items.values() for _, bags in of_worker]
+    request_bytes = sum(b.ids_L.nbytes + (b.offsets.nbytes if b.offsets is not None else 0) for b in requests)
+    return request_bytes + sum(2 * b.num_bags * of.dim * 4 for b in requests)
+
+
+@pytest.mark.parametrize("placement", ["table", "row"])
+@pytest.mark.parametrize("features", [{}, {"poolings": (Pooling.MEAN, Pooling.SUM)}])
+@pytest.mark.parametrize("num_ids", [1, 6, 20])
+@pytest.mark.parametrize("num_rows", [1, 50, 150, 300, 700, 5000])
+def test_trainers_pool_if_that_moves_less_than_half_the_bytes(
+    placement: str, features: dict[str, object], num_ids: int, num_rows: int
+) -> None:
+    of = table("a", num_rows, 8, placement=placement, **{"features": ("a", "b"), **features})
+    shards = len(place([of], 3).shards)
+    by_workers, by_trainers = (
+        moved_bytes(dataclasses.replace(of, pooled_by=side), 3, 300, num_ids)
+        for side in ("workers", "trainers")
+    )
+    expected = by_trainers < 0.5 * by_workers
+    assert should_trainers_pool(of, shards, dict.fromkeys("ab", float(num_ids)), 300) is expected
+
+
+@pytest.mark.parametrize("side", ["workers", "trainers"])
+def test_workers_pool_bags_of_unknown_sizes_unless_the_table_names_a_side(side: str) -> None:
+    of = table("a", 50)
+    assert should_trainers_pool(of, 1, {"a": 6.0}, 300)
+    assert not should_trainers_pool(of, 1, {"a": 6.0}, 0)
+    assert not should_trainers_pool(of, 1, {}, 300)
+    of = dataclasses.replace(of, pooled_by=side)
+    assert should_trainers_pool(of, 1, {}, 300) is (side == "trainers")
+    of = dataclasses.replace(of, poolings=(Pooling.MAX,))
+    assert [should_trainers_pool(of, num_shards, {}, 300) for num_shards in (1, 2)] == [
+        side == "trainers",
+        True,
+    ]
+
+
+def test_trainers_pool_more_tables_if_values_on_the_wire_are_small() -> None:
+    sides = [
+        should_trainers_pool(table("a", 230, 8), 1, {"a": 6.0}, 300, num_bytes) for num_bytes in (None, 2)
+    ]
+    assert sides == [False, True]

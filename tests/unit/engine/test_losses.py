@@ -1,7 +1,7 @@
-"""The loss of a step: what its parts add up to, however samples are shared, and what torch makes of it."""
+"""The loss of a step equals its definition, however samples are sliced, and has the bits of torch."""
 
-import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -84,7 +84,7 @@ def by_hand(outputs: Tensor, batch: Batch) -> Tensor:
 def test_loss_is_the_sum_of_weighted_means(has_weights: bool) -> None:
     outputs, batch = samples(has_weights)
     expected = by_hand(outputs, batch)
-    for loss in (Objective(TASKS)(outputs, batch), *ReferenceLoss(TASKS).parts([outputs], [batch])):
+    for loss in (Objective(TASKS)(outputs, batch), *ReferenceLoss(TASKS).contributions([outputs], [batch])):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
         found, wanted = (
             torch.autograd.grad(each, outputs, retain_graph=True)[0] for each in (loss, expected)
@@ -92,61 +92,30 @@ def test_loss_is_the_sum_of_weighted_means(has_weights: bool) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-15)
 
 
-@pytest.mark.parametrize("has_weights", [False, True])
-@pytest.mark.parametrize("cuts", [(SIZE,), (10, 20, SIZE), (0, 5, 5, SIZE)])
-def test_losses_of_uneven_slices_add_up(cuts: tuple[int, ...], has_weights: bool) -> None:
-    outputs, batch = samples(has_weights)
-    whole = Objective(TASKS)(outputs, batch)
-    starts = (0, *cuts[:-1])
-    parts = []
-    for start, stop in zip(starts, cuts, strict=True):
-        for micro in range(2):
-            half = (start + stop) // 2
-            mine = slice(start, half) if micro == 0 else slice(half, stop)
-            weights = None if batch.weights is None else batch.weights[mine]
-            share = batch_of(batch.labels[mine], weights, batch.total_weights)._replace(global_size=SIZE)
-            parts.append(Objective(TASKS)(outputs[mine], share))
-    total = torch.stack(parts).sum()
-    torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
-    found, wanted = (torch.autograd.grad(each, outputs, retain_graph=True)[0] for each in (total, whole))
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
-
-
 def ranked(has_weights: bool) -> tuple[Tensor, Batch]:
     outputs, batch = samples(has_weights)
     batch = batch._replace(groups=GROUPS)
-    return outputs, batch._replace(total_groups=batch.order_totals(len(RANKED)))
+    return outputs, batch._replace(total_groups=batch.ranking_totals(len(RANKED)))
 
 
 @pytest.mark.parametrize("has_weights", [False, True])
-def test_ranking_losses_equal_the_reference(has_weights: bool) -> None:
-    outputs, batch = ranked(has_weights)
-    found = Objective(RANKED)(outputs, batch)
-    expected = torch.stack(ReferenceLoss(RANKED).parts([outputs], [batch])).sum()
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    of_found, of_expected = (torch.autograd.grad(loss, outputs)[0] for loss in (found, expected))
-    torch.testing.assert_close(of_found, of_expected, rtol=1e-11, atol=1e-15)
-    plain = {name: dataclasses.replace(task, ranking_loss="") for name, task in RANKED.items()}
-    assert abs(found - Objective(plain)(outputs, batch)).item() > 0.1
-    # Of the whole batch by the reference, wherever a group's samples are: a split group would show.
-    shares = batch._replace(total_groups=None).split(3)
-    apart = outputs.split([len(share.labels) for share in shares])
-    again = torch.stack(ReferenceLoss(RANKED).parts(apart, shares)).sum()
-    torch.testing.assert_close(again, expected, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("has_weights", [False, True])
-@pytest.mark.parametrize("parts", [1, 2, 3, 8])
-def test_ranking_losses_of_slices_add_up(parts: int, has_weights: bool) -> None:
-    outputs, batch = ranked(has_weights)
-    whole = Objective(RANKED)(outputs, batch)
-    shares = batch.split(parts)
-    assert parts < 8 or not all(len(share.labels) for share in shares)
-    apart = outputs.split([len(share.labels) for share in shares])
-    total = torch.stack([Objective(RANKED)(*each) for each in zip(apart, shares, strict=True)]).sum()
-    torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
-    found, wanted = (torch.autograd.grad(each, outputs)[0] for each in (total, whole))
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
+@pytest.mark.parametrize("num_slices", [1, 2, 3, 8, 30])
+@pytest.mark.parametrize(("make", "tasks"), [(samples, TASKS), (ranked, RANKED)], ids=["means", "ranking"])
+def test_losses_of_slices_add_up(
+    make: Callable[[bool], tuple[Tensor, Batch]],
+    tasks: dict[str, TaskSection],
+    num_slices: int,
+    has_weights: bool,
+) -> None:
+    outputs, batch = make(has_weights)
+    expected = Objective(tasks)(outputs, batch)
+    slices = batch.split(num_slices)
+    assert num_slices < 30 or not all(len(each.labels) for each in slices)
+    of_slices = outputs.split([len(each.labels) for each in slices])
+    total = torch.stack([Objective(tasks)(*each) for each in zip(of_slices, slices, strict=True)]).sum()
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(each, outputs, retain_graph=True)[0] for each in (total, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("size", [7, 8, 1000])
@@ -171,7 +140,7 @@ def test_focal_loss_of_certain_predictions_is_finite(gamma: float) -> None:
     assert outputs.grad.isfinite().all()
 
 
-OWN = """
+CUSTOM = """
 def hinge(outputs, labels):
     return (1 - (2 * labels - 1) * outputs).clamp_min(0)
 
@@ -184,32 +153,32 @@ def broken(outputs, labels):
 
 
 @pytest.fixture
-def own_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_losses.py").write_text(OWN)
+def custom_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "custom_losses.py").write_text(CUSTOM)
     monkeypatch.syspath_prepend(tmp_path)
 
 
-@pytest.mark.usefixtures("own_losses")
+@pytest.mark.usefixtures("custom_losses")
 def test_custom_loss_is_called() -> None:
-    task = {"click": TaskSection(loss="own_losses:hinge")}
+    task = {"click": TaskSection(loss="custom_losses:hinge")}
     outputs, labels = torch.tensor([0.5, -3.0]), torch.tensor([1.0, 1.0])
     assert Objective(task)(outputs, batch_of(labels)).item() == 2.25
-    (part,) = ReferenceLoss(task).parts([outputs.unsqueeze(1)], [batch_of(labels)])
+    (part,) = ReferenceLoss(task).contributions([outputs.unsqueeze(1)], [batch_of(labels)])
     assert part.item() == 2.25
 
 
-@pytest.mark.usefixtures("own_losses")
+@pytest.mark.usefixtures("custom_losses")
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("summed", r"'own_losses:summed': must return one value per sample, \[2\], but returns \[\]$"),
+        ("summed", r"'custom_losses:summed': must return one value per sample, \[2\], but returns \[\]$"),
         (
             "broken",
-            r"'own_losses:broken': fails for two samples: .*own_losses.py:9, in broken: ",
+            r"'custom_losses:broken': fails for two samples: .*custom_losses.py:9, in broken: ",
         ),
-        ("absent", r"'own_losses:absent': cannot be imported: AttributeError"),
+        ("absent", r"'custom_losses:absent': cannot be imported: AttributeError"),
     ],
 )
 def test_invalid_custom_loss_raises_an_error(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"^tasks\.click\.loss = {message}"):
-        Objective({"click": TaskSection(loss=f"own_losses:{name}")})
+        Objective({"click": TaskSection(loss=f"custom_losses:{name}")})

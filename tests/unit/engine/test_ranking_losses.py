@@ -1,4 +1,4 @@
-"""Losses of the order within groups, against their definitions sample by sample."""
+"""Ranking losses equal their definitions, sample by sample."""
 
 import math
 from collections import defaultdict
@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.float64)
 def naive(
     kind: str, scores: list[float], labels: list[float], groups: list[int], weights: list[float]
 ) -> float:
-    """The loss by its formulas, in plain Python."""
+    """Compute the loss by its formulas in plain Python."""
     members = defaultdict(list)
     for i, group in enumerate(groups):
         if weights[i] > 0:
@@ -44,7 +44,7 @@ def naive(
 
 
 def samples(graded: bool, has_weights: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Groups of many sizes, in any order: of one sample, of one label, with ties, with none that count."""
+    """Return groups in random order: of one sample, of one label, with ties, and with weights of zero."""
     draw = torch.Generator().manual_seed(3)
     groups = torch.tensor([4] * 7 + [-2] * 5 + [9] + [1] * 3 + [6] * 2 + [8] * 4)
     labels = torch.randint(0, 4 if graded else 2, (len(groups),), generator=draw).float()
@@ -82,14 +82,6 @@ def test_loss_equals_its_definition(kind: str, graded: bool, has_weights: bool) 
 
 
 @pytest.mark.parametrize("kind", RANKING)
-@pytest.mark.parametrize("has_weights", [False, True])
-def test_gradients_equal_finite_differences(kind: str, has_weights: bool) -> None:
-    scores, labels, groups, weights = samples(True, has_weights)
-    scores.requires_grad_()
-    torch.autograd.gradcheck(lambda s: mean_of(kind, s, labels, groups, weights), scores)
-
-
-@pytest.mark.parametrize("kind", RANKING)
 def test_groups_without_pairs_add_nothing(kind: str) -> None:
     groups = torch.tensor([1, 1, 2, 3, 3])
     labels, weights = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0])
@@ -113,16 +105,6 @@ def test_distant_scores_have_finite_losses(kind: str) -> None:
     assert loss.item() == pytest.approx((first + second) / 2, rel=1e-12)
     assert scores.grad is not None
     assert scores.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("gap", [20.5, 30.0])
-def test_distant_scores_keep_their_digits(gap: float) -> None:
-    """Where log(1 + exp(-gap)) would be rounded to 0, or cut off beside the gap."""
-    scores = torch.tensor([gap, 0.0], dtype=torch.float64)
-    rest = math.log1p(math.exp(-gap))
-    for labels, expected in (([1.0, 0.0], rest), ([0.0, 1.0], gap + rest)):
-        loss = mean_of("pairwise", scores, torch.tensor(labels), torch.tensor([1, 1]))
-        assert loss.item() == pytest.approx(expected, rel=1e-14, abs=0)
 
 
 def test_negative_label_of_a_listwise_loss_raises_an_error() -> None:

@@ -1,4 +1,4 @@
-"""What nets draw: a function of seed, trainer and step."""
+"""Random numbers of a step: a function of seed, trainer and step."""
 
 import itertools
 
@@ -17,11 +17,8 @@ def drawn(seed: int, trainer: int, step: int) -> Tensor:
         return torch.nn.functional.dropout(torch.ones(1000))
 
 
-def test_step_seed_is_deterministic() -> None:
+def test_random_numbers_depend_only_on_seed_trainer_and_step() -> None:
     assert torch.equal(drawn(1, 0, 7), drawn(1, 0, 7))
-
-
-def test_step_seeds_differ() -> None:
     masks = [drawn(*key) for key in itertools.product((0, 1, 2**40), (0, 1), (0, 1, 2, 10**9))]
     for first, second in itertools.combinations(masks, 2):
         apart = (first != second).float().mean()
@@ -29,7 +26,7 @@ def test_step_seeds_differ() -> None:
 
 
 class Generator:
-    """One of a device's."""
+    """A random generator of a device."""
 
     seed = 0
 
@@ -38,7 +35,6 @@ class Generator:
 
 
 def test_only_generators_of_the_devices_are_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of every kind of device, as ``torch.manual_seed`` has them, take 70 times as long."""
     of_cuda = [Generator(), Generator(), Generator()]
     monkeypatch.setattr(torch.cuda, "default_generators", of_cuda)
     monkeypatch.delattr(torch, "manual_seed")

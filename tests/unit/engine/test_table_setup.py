@@ -1,10 +1,9 @@
-"""From configuration to table specs, and the plan that the command line prints."""
+"""Tables from the configuration and the columns, and their placement."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.stores import BUCKET, Store, sent
 
 from hybrid.config import (
     ClusterSection,
@@ -16,10 +15,9 @@ from hybrid.config import (
     TrainSection,
 )
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, tables_of
-from hybrid.engine.table_setup import place_tables, table_specs
+from hybrid.engine.model_builder import place_tables, table_specs
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.storage.remote_path import RemotePath
 
 COLUMNS = InputSpec(("age",), (FeatureSpec("user", 100), FeatureSpec("item", 25), FeatureSpec("friend", 400)))
 
@@ -69,9 +67,6 @@ def test_shared_table_has_the_most_rows() -> None:
     assert (people.name, people.num_rows, people.features) == ("people", 400, ("user", "friend"))
     assert people.init_scale == pytest.approx(1 / 20)
     assert item.name == "item"
-
-
-def test_shared_table_may_have_the_name_of_a_column() -> None:
     specs = table_specs(config(user=TableSection(features=("user", "friend"))), COLUMNS)
     assert [(t.name, t.features) for t in specs] == [("user", ("user", "friend")), ("item", ("item",))]
 
@@ -83,9 +78,9 @@ def test_shared_table_may_have_the_name_of_a_column() -> None:
         ({"t": TableSection(features=("user", "brand"))}, r"^tables\.t: there is no sparse column 'brand'$"),
         (
             {"t": TableSection(features=("user",)), "user": TableSection(dim=4)},
-            r"^tables\.user\.features = 'user': must not hold a column that tables\.t reads already$",
+            r"^tables\.user\.features = 'user': must not hold a column of tables\.t$",
         ),
-        # Without this rule column item would join user and friend unasked.
+        # Without this rule, column item would read the table of user and friend.
         ({"item": TableSection(features=("user", "friend"))}, r"^tables\.item\.features: must list .*'item'"),
     ],
 )
@@ -116,16 +111,9 @@ def test_pooling_side_depends_on_the_traffic() -> None:
     assert by_trainers() == ("tags",)
     assert by_trainers(train=TrainSection(batch_size=128, micro_batches=8)) == ()
     assert by_trainers(cluster=ClusterSection(trainers=16)) == ()
-    assert by_trainers(embedding=EmbeddingSection(placement="row"), cluster=ClusterSection(workers=60)) == (
-        "tags",
-        "shops",
-    )
-    assert by_trainers(embedding=EmbeddingSection(placement="auto(pooled_by = 'workers')")) == ()
-    sections = {
-        "tags": TableSection(placement='auto(pooled_by = "workers")'),
-        "shops": TableSection(placement='auto(pooled_by = "trainers")'),
-    }
-    assert by_trainers(tables=sections) == ("shops",)
+    workers = TableSection(placement='auto(pooled_by = "workers")')
+    trainers = TableSection(placement='auto(pooled_by = "trainers")')
+    assert by_trainers(tables={"tags": workers, "shops": trainers}) == ("shops",)
 
 
 def test_initializers_and_frozen_tables() -> None:
@@ -159,21 +147,6 @@ def test_shape_of_pretrained_rows_is_checked(tmp_path: Path) -> None:
         place_tables(config(item=TableSection(initial="nowhere.npy")), COLUMNS, {})
 
 
-def test_pretrained_rows_in_an_object_store(store: Store, tmp_path: Path) -> None:
-    np.save(tmp_path / "rows.npy", np.zeros((25, 16), np.float32))
-    url = str(sent(tmp_path, RemotePath(f"s3://{BUCKET}", tmp_path.name)) / "rows.npy")
-    tables, _ = place_tables(config(item=TableSection(initial=url)), COLUMNS, {})
-    assert tables[1].initial == url
-    with pytest.raises(ConfigError, match=rf"^tables\.item\.initial = '{url}': must have 25 rows of 8"):
-        place_tables(config(item=TableSection(initial=url, dim=8)), COLUMNS, {})
-
-
-def test_max_pooling_of_weighted_ids_raises_an_error() -> None:
-    columns = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True, weighted=True),))
-    with pytest.raises(ConfigError, match=r"^embedding\.pooling = 'max': must be sum or mean"):
-        table_specs(RunConfig(embedding=EmbeddingSection(pooling="max")), columns)
-
-
 def test_column_overrides_the_pooling_of_its_table() -> None:
     columns = {"user": ColumnSection(pooling="mean")}
     tables = {"people": TableSection(features=("user", "friend"))}
@@ -187,6 +160,8 @@ def test_column_overrides_the_pooling_of_its_table() -> None:
     max_of_user = RunConfig(columns={"user": ColumnSection(pooling="max")})
     with pytest.raises(ConfigError, match=r"^columns\.user\.pooling = 'max': must be sum or mean"):
         table_specs(max_of_user, weighted)
+    with pytest.raises(ConfigError, match=r"^embedding\.pooling = 'max': must be sum or mean"):
+        table_specs(RunConfig(embedding=embedding), weighted)
 
 
 def test_unpooled_column_is_a_sequence() -> None:
@@ -200,18 +175,9 @@ def test_unpooled_column_is_a_sequence() -> None:
     assert (seen.sequence, seen.width, seen.num_vectors) == (3, 13, 3)
     (item, seen) = table_specs(RunConfig(columns=columns), spec)
     assert (item.sequences, seen.sequences) == ((), (3,))
-
-
-def test_weighted_sequence_of_a_table_with_max_pooling() -> None:
-    spec = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True, weighted=True),))
-    columns = {"tags": ColumnSection(kind="weighted", pooling="none", max_ids=3)}
-    (tags,) = table_specs(RunConfig(embedding=EmbeddingSection(pooling="max"), columns=columns), spec)
-    assert tags.sequences == (3,)
-
-
-def test_sequence_of_a_single_id_column_raises_an_error() -> None:
-    columns = {"user": ColumnSection(pooling="none", max_ids=3)}
-    with pytest.raises(
-        ConfigError, match=r"^columns\.user\.pooling = 'none': needs a column of several ids: "
-    ):
-        table_specs(RunConfig(columns=columns), COLUMNS)
+    weighted = InputSpec((), (FeatureSpec("seen", 7, multi_hot=True, weighted=True),))
+    (seen,) = table_specs(RunConfig(embedding=EmbeddingSection(pooling="max"), columns=columns), weighted)
+    assert seen.sequences == (3,)
+    single = {"item": ColumnSection(pooling="none", max_ids=3)}
+    with pytest.raises(ConfigError, match=r"^columns\.item\.pooling = 'none': needs a column of several"):
+        table_specs(RunConfig(columns=single), spec)

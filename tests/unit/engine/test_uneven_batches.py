@@ -8,7 +8,7 @@ from support.shared_memory import together
 from hybrid.batch import Batch
 from hybrid.engine.uneven_batches import align_batches
 
-SIZES = ([3, 1], [2, 4, 5])
+SIZES = ([3, 0, 1], [2, 0, 4, 5])
 
 
 @pytest.mark.parametrize("is_list", [False, True])
@@ -21,6 +21,6 @@ def test_missing_batches_become_empty_ended_batches(is_list: bool) -> None:
         return [(len(each.labels), each.global_size, each.ended) for each in steps]
 
     assert together(2, align) == [
-        [(3, 5, False), (1, 5, False), (0, 5, True)],
-        [(2, 5, False), (4, 5, False), (5, 5, False)],
+        [(3, 5, False), (0, 0, False), (1, 5, False), (0, 5, True)],
+        [(2, 5, False), (0, 0, False), (4, 5, False), (5, 5, False)],
     ]

@@ -1,7 +1,6 @@
 """Exported models compute the predictions of ``hybrid predict``."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from support.trained import (
     history_config,
     largest_difference,
     predicted_columns,
-    shop_config,
     texts_of,
     write_clicks,
     write_shop,
@@ -24,14 +22,10 @@ from support.trained import (
 )
 
 from hybrid.errors import HybridError
-from hybrid.export import program_export
-from hybrid.export.name_map import NameMap
+from hybrid.inference import program_export
 from hybrid.inference.trained_module import load
-from workers.model_commands.model_exchange import export_run
-from workers.model_commands.prediction_commands import evaluate
+from workers.model_commands import export_run
 
-NO_NAMES = NameMap(())
-BINARY = ("auc", "log loss", "normalized entropy", "calibration", "accuracy")
 # Runs a program in a process that cannot import this project.
 ALONE = """
 import sys
@@ -46,7 +40,7 @@ torch.save(torch.export.load(program).module()(*torch.load(inputs)), output)
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run, exported as a program and as ONNX."""
     folder = tmp_path_factory.mktemp("exported") / "served"
-    export_run(run, folder, ["program", "onnx"], None, NO_NAMES)
+    export_run(run, folder, ["program", "onnx"], None)
     return folder
 
 
@@ -78,10 +72,6 @@ def check_as_predicted(run: Path, served: Path, new: Path) -> None:
     assert largest_difference(by_onnx(served, inputs), expected) < 1e-6
 
 
-def test_every_format_computes_the_predictions(run: Path, served: Path, tmp_path: Path) -> None:
-    check_as_predicted(run, served, write_clicks(tmp_path / "new.csv", 70, seed=2))
-
-
 @pytest.mark.parametrize(
     ("net", "pooling"),
     [
@@ -90,14 +80,14 @@ def test_every_format_computes_the_predictions(run: Path, served: Path, tmp_path
         pytest.param("wide_deep", "mean", marks=pytest.mark.long),
     ],
 )
-def test_other_nets(tmp_path: Path, net: str, pooling: str) -> None:
+def test_other_nets_compute_the_predictions(tmp_path: Path, net: str, pooling: str) -> None:
     config = clicks_config(tmp_path, dense={"net": net}, embedding={"dim": 4, "pooling": pooling})
     run = write_trained(tmp_path / "run", config)
-    export_run(run, tmp_path / "served", ["program", "onnx"], None, NO_NAMES)
+    export_run(run, tmp_path / "served", ["program", "onnx"], None)
     check_as_predicted(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
 
 
-def test_a_model_of_everything_at_once(tmp_path: Path) -> None:
+def test_float64_with_a_remote_net_and_a_shared_table(tmp_path: Path) -> None:
     """A remote net, a shared table, hashed ids, and float64."""
     sections: dict[str, dict[str, object]] = {
         "tables.shared": {"features": ["user", "tags"]},
@@ -106,7 +96,7 @@ def test_a_model_of_everything_at_once(tmp_path: Path) -> None:
         "train": {"dtype": "float64"},
     }
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
-    export_run(run, tmp_path / "served", ["program", "onnx", "tables"], None, NO_NAMES)
+    export_run(run, tmp_path / "served", ["program", "onnx", "tables"], None)
     assert {rows.dtype for rows in load_file(tmp_path / "served/tables.safetensors").values()} == {
         torch.float64
     }
@@ -114,9 +104,9 @@ def test_a_model_of_everything_at_once(tmp_path: Path) -> None:
     check_as_predicted(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
 
 
-def test_several_tasks_and_columns_of_every_kind(shop_run: Path, tmp_path: Path) -> None:
+def test_several_tasks_compute_the_predictions(shop_run: Path, tmp_path: Path) -> None:
     served = tmp_path / "served"
-    export_run(shop_run, served, ["program", "onnx"], None, NO_NAMES)
+    export_run(shop_run, served, ["program", "onnx"], None)
     check_as_predicted(shop_run, served, write_shop(tmp_path / "new.csv", 70, seed=2))
     content = json.loads((served / "preprocessing.json").read_text())
     ids = {"type": "int64", "shape": ["ids of tags"]}
@@ -134,7 +124,7 @@ def test_several_tasks_and_columns_of_every_kind(shop_run: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("net", ["din_net:build", pytest.param("dcn_v2", marks=pytest.mark.long)])
-def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_compute_the_predictions(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "class Interest"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "din_net", raising=False)
@@ -142,13 +132,8 @@ def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) ->
         write_trained(tmp_path / "run", history_config(tmp_path, dense={"net": net})),
         tmp_path / "served",
     )
-    export_run(run, served, ["program", "onnx"], None, NO_NAMES)
+    export_run(run, served, ["program", "onnx"], None)
     check_as_predicted(run, served, write_shop(tmp_path / "new.csv", 70, seed=2))
-    given = {
-        each["name"]: each["shape"]
-        for each in json.loads((served / "preprocessing.json").read_text())["inputs"]
-    }
-    assert (given["seen"], given["seen.offsets"]) == (["ids of seen"], ["samples + 1"])
 
 
 def test_columns_may_have_the_names_of_operators(tmp_path: Path) -> None:
@@ -161,17 +146,17 @@ def test_columns_may_have_the_names_of_operators(tmp_path: Path) -> None:
     (tmp_path / "c.csv").write_text(header + rows)
     data = {"path": tmp_path / "c.csv", "dense": [], "sparse": names.split(",")}
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, data=data))
-    export_run(run, tmp_path / "served", ["program", "onnx"], None, NO_NAMES)
+    export_run(run, tmp_path / "served", ["program", "onnx"], None)
     check_as_predicted(run, tmp_path / "served", tmp_path / "c.csv")
     (tmp_path / "d.csv").write_text((header + rows).replace("sigmoid", "probability"))
     data |= {"path": tmp_path / "d.csv", "sparse": names.replace("sigmoid", "probability").split(",")}
     run = write_trained(tmp_path / "other", clicks_config(tmp_path, data=data))
     with pytest.raises(HybridError, match="onnx: probability is an input and an output; rename the column"):
-        export_run(run, tmp_path / "none", ["onnx"], None, NO_NAMES)
+        export_run(run, tmp_path / "none", ["onnx"], None)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2])
-def test_any_number_of_samples_is_taken(run: Path, served: Path, size: int) -> None:
+def test_any_number_of_samples_is_accepted(run: Path, served: Path, size: int) -> None:
     model = load(run)
     tags: list[list[str]] = [[], ["a", "b"]][:size]
     inputs = model.encode(
@@ -210,9 +195,9 @@ def test_the_program_is_loaded_without_this_project(run: Path, served: Path, tmp
 def test_narrow_tables_are_in_every_format(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export_run(run, tmp_path / "served", ["program", "onnx", "tables"], "bfloat16", NO_NAMES)
+    export_run(run, tmp_path / "served", ["program", "onnx", "tables"], "bfloat16")
     printed = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
-    assert printed["tables"].startswith("bfloat16, 0.00 MiB of 0.00")
+    assert printed["tables"] == "bfloat16"
     assert "before" in printed["auc"]
     model = load(run)
     full = {name: model.rows(name).detach() for name in model.table_names}
@@ -224,21 +209,6 @@ def test_narrow_tables_are_in_every_format(
         assert 1e-6 < (exact - found["probability"]).abs().max() < 0.05
     tables = load_file(tmp_path / "served/tables.safetensors")
     assert all(torch.equal(tables[name], rows_RD.to(torch.bfloat16)) for name, rows_RD in full.items())
-    largest = max(float((rows_RD - tables[name]).abs().max()) for name, rows_RD in full.items())
-    assert printed["largest"].split()[1] == f"{largest:.2g}"
-
-
-def test_the_loss_of_precision_uses_the_weights_of_samples(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_trained(tmp_path / "run", shop_config(tmp_path, data={"weighted_metrics": "true"}))
-    evaluate(run, [])
-    expected = dict(line.rsplit(None, 1) for line in capsys.readouterr().out.splitlines()[1:])
-    export_run(run, tmp_path / "served", ["tables"], "bfloat16", NO_NAMES)
-    content = re.findall(r"^(.+?) +(\S+) before", capsys.readouterr().out, re.MULTILINE)
-    assert len(content) == 2 * len(BINARY) + 4
-    for name, value in content:
-        assert f"{float(value):.4f}" == expected[name], name
 
 
 CUSTOM_NET = """
@@ -264,20 +234,22 @@ def test_a_custom_net_may_reshape_some_columns(tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(tmp_path)
     body = "return pooled_BE[:, :8].reshape(pooled_BE.shape[0], 2, 4).sum(1)"
     run = custom_run(tmp_path, "reshaping", body, 4)
-    export_run(run, tmp_path / "served", ["program", "onnx"], None, NO_NAMES)
+    export_run(run, tmp_path / "served", ["program", "onnx"], None)
     check_as_predicted(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
     one_row = write_clicks(tmp_path / "one.csv", 1)
     found = by_program(tmp_path / "served", load(run).encode(texts_of(one_row)))
     assert largest_difference(found, predicted_columns(run, one_row)) < 1e-6
 
 
-def test_an_operator_that_onnx_lacks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_that_onnx_lacks_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     body = "return pooled_BE.repeat_interleave(pooled_BE.new_ones(12).long(), dim=1)"
     run = custom_run(tmp_path, "repeating", body, 12)
-    export_run(run, tmp_path / "served", ["program"], None, NO_NAMES)
+    export_run(run, tmp_path / "served", ["program"], None)
     with pytest.raises(HybridError, match=r"^--format onnx: .*No ONNX function found for .*[^\n]*$"):
-        export_run(run, tmp_path / "other", ["onnx"], None, NO_NAMES)
+        export_run(run, tmp_path / "other", ["onnx"], None)
     assert not list(tmp_path.glob("*other*"))
 
 
@@ -285,27 +257,7 @@ def test_an_error_of_the_exporter_has_its_reason(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(tmp_path)
     run = custom_run(tmp_path, "fixed", "return pooled_BE if len(pooled_BE) == 3 else -pooled_BE", 12)
     with pytest.raises(HybridError, match=r"^--format program: .*samples.*(specializ|constant)[^\n]*$"):
-        export_run(run, tmp_path / "served", ["program"], None, NO_NAMES)
-
-
-def test_the_preprocessing_describes_inputs_and_columns(run: Path, tmp_path: Path) -> None:
-    export_run(run, tmp_path / "served", ["tables"], None, NO_NAMES)
-    content = json.loads((tmp_path / "served/preprocessing.json").read_text())
-    assert [(each["name"], each["type"], each["shape"]) for each in content["inputs"]] == [
-        ("dense", "float32", ["samples", 2]),
-        ("user", "int64", ["samples"]),
-        ("item", "int64", ["samples"]),
-        ("tags", "int64", ["ids of tags"]),
-        ("tags.offsets", "int64", ["samples + 1"]),
-    ]
-    assert ([each["name"] for each in content["outputs"]], content["missing"]) == (["probability"], ["", "?"])
-    assert [(each["name"], each["source"]) for each in content["dense"]] == [
-        ("price", "price"),
-        ("age", "age"),
-    ]
-    assert [(each["name"], each["multi_hot_separator"]) for each in content["sparse"]] == [
-        *(("user", "|"), ("item", "|"), ("tags", "|"))
-    ]
+        export_run(run, tmp_path / "served", ["program"], None)
 
 
 def test_a_failed_export_leaves_no_files(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,8 +266,8 @@ def test_a_failed_export_leaves_no_files(run: Path, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(program_export, "write_preprocessing", fails)
     with pytest.raises(HybridError, match="served: cannot be written: No space left on device"):
-        export_run(run, tmp_path / "served", ["tables"], None, NO_NAMES)
+        export_run(run, tmp_path / "served", ["tables"], None)
     assert not list(tmp_path.iterdir())
     (tmp_path / "served").mkdir()
     with pytest.raises(HybridError, match="exists already"):
-        export_run(run, tmp_path / "served", ["tables"], None, NO_NAMES)
+        export_run(run, tmp_path / "served", ["tables"], None)

@@ -1,8 +1,8 @@
-"""Processes forked by a server: what it tells of them, and that none outlives it."""
+"""Processes forked by a server: what it reports of them, and that none outlives it."""
 
 import os
-import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,10 +12,11 @@ import psutil
 import pytest
 from support import forked
 from support.commands import eventually
+from support.namespaces import needs_namespaces
 
-from hybrid.errors import ClusterError
-from workers.launching.fork_server import BrokenServerError, Ended, ForkServer, Started
-from workers.signals import STOP_SIGNALS
+from hybrid.errors import ClusterError, ConfigError, HybridError
+from workers.exit_codes import STOP_SIGNALS
+from workers.launching.fork_server import ForkServer, ProcessEnd
 
 SECONDS = forked.SECONDS
 
@@ -27,12 +28,8 @@ def server() -> Iterator[ForkServer]:
 
 
 def running(server: ForkServer, target: Callable[..., None] = forked.pause) -> psutil.Process:
-    """A process, named one, that is to run on, once the server says that it is there."""
-    server.start("one", target, (), [])
-    event = server.event(SECONDS)
-    assert isinstance(event, Started)
-    assert event.name == "one"
-    return psutil.Process(event.pid)
+    """Return a running process, named one."""
+    return psutil.Process(server.start(target, {"one": ()})["one"])
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -42,65 +39,42 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def read_to_end(reader: int) -> str:
-    """What comes out of a pipe until nobody has its other end any more."""
-    text = b""
-    with open(reader, "rb", buffering=0) as file:
-        while select.select([file], [], [], SECONDS)[0]:
-            if not (part := file.read()):
-                return text.decode()
-            text += part
-    raise AssertionError("somebody still has the other end")
-
-
-def test_what_cannot_be_imported_is_told_and_not_tried_again() -> None:
+def test_failed_import_is_reported_in_one_line() -> None:
     reason = "the process that starts the roles has failed: ModuleNotFoundError: No module named 'no_such'"
-    for ask in (running, ForkServer.preload):
-        with ForkServer(["no_such"]) as server, pytest.raises(BrokenServerError, match=f"^{reason}$"):
-            ask(server)
-
-
-def test_it_imports_before_the_first_start_if_it_is_asked_to(server: ForkServer) -> None:
-    before = server.has_imported
-    server.preload()
-    assert (before, server.has_imported) == (False, True)
-    server.preload()  # once
-    running(server)
+    with ForkServer(["no_such"]) as server, pytest.raises(HybridError, match=f"^{reason}$") as raised:
+        running(server)
+    assert not isinstance(raised.value, ClusterError), "a restart would fail in the same way"
 
 
 @pytest.mark.parametrize(
     ("target", "args", "exit_code"),
     [(forked.exit_with, (0,), 0), (forked.exit_with, (3,), 3), (forked.fail, (), 1)],
-    ids=["in peace", "with a code", "with an exception"],
+    ids=["success", "a code", "an exception"],
 )
-def test_it_tells_how_a_process_ended(
+def test_exit_codes_are_reported(
     server: ForkServer, target: Callable[..., None], args: tuple[int, ...], exit_code: int
 ) -> None:
-    assert forked.exit_code(server, target, *args) == exit_code
+    assert forked.end_of(server, target, *args) == ProcessEnd("one", exit_code)
 
 
-def test_files_are_passed_on(server: ForkServer) -> None:
-    readers = []
-    for name in ("one", "two"):
-        reader, writer = os.pipe()
-        server.start(name, forked.write, (f"from {name}",), [writer])
-        os.close(writer)
-        readers.append(reader)
-    for reader, name in zip(readers, ("one", "two"), strict=True):
-        assert read_to_end(reader) == f"from {name}"
+def test_each_process_can_send_a_report(server: ForkServer) -> None:
+    server.start(forked.send, {name: (f"from {name}",) for name in ("one", "two")})
+    ends = [server.event(SECONDS) for _ in range(2)]
+    assert {each.name: each.report for each in ends if each} == {"one": "from one", "two": "from two"}
 
 
 @pytest.mark.parametrize("target", [forked.pause, forked.freeze])
-def test_a_signal_ends_a_process_whatever_it_does(server: ForkServer, target: Callable[..., None]) -> None:
+def test_a_signal_ends_a_process_in_any_state(server: ForkServer, target: Callable[..., None]) -> None:
     process = running(server, target)
     if target is forked.freeze:
         assert eventually(lambda: process.status() == psutil.STATUS_STOPPED, SECONDS)
     server.signal("one", signal.SIGKILL)
-    assert server.event(SECONDS) == Ended("one", -signal.SIGKILL)
-    server.signal("one", signal.SIGKILL)  # to nobody
+    assert server.event(SECONDS) == ProcessEnd("one", -signal.SIGKILL)
+    server.signal("one", signal.SIGKILL)  # it has ended
+    assert forked.end_of(server, forked.exit_with, 0) == ProcessEnd("one", 0)
 
 
-def test_signals_that_stop_a_launch_are_not_for_its_processes(server: ForkServer) -> None:
+def test_signals_for_the_launcher_do_not_stop_its_processes(server: ForkServer) -> None:
     process = running(server)
     for each in (process, psutil.Process(process.ppid())):
         for number in STOP_SIGNALS:  # as a terminal or a scheduler sends them to all at once
@@ -109,46 +83,15 @@ def test_signals_that_stop_a_launch_are_not_for_its_processes(server: ForkServer
     assert process.is_running()
 
 
-@pytest.mark.parametrize(
-    ("number", "how"),
-    [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "was frozen")],
-    ids=["killed", "frozen"],
-)
-def test_a_server_that_is_gone_takes_its_processes_with_it(
-    server: ForkServer, number: signal.Signals, how: str
-) -> None:
+def test_a_killed_server_takes_its_processes_with_it(server: ForkServer) -> None:
     process = running(server)
-    psutil.Process(process.ppid()).send_signal(number)
-    with pytest.raises(ClusterError, match=rf"the process that starts the roles \(pid \d+\) {how}$"):
+    psutil.Process(process.ppid()).kill()
+    with pytest.raises(ClusterError, match=r"the process that starts the roles \(pid \d+\) has ended$"):
         server.event(SECONDS)
     assert is_gone(process)
     assert not server.is_running()
     with pytest.raises(ClusterError, match="has ended"):
-        server.start("two", forked.pause, (), [])
-
-
-def test_a_server_that_goes_on_in_time_was_not_frozen(
-    server: ForkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frozen = psutil.Process(running(server).ppid())
-    looks = []
-
-    def poll(seconds: float) -> bool:
-        # Stopped at every second look.
-        looks.append(seconds)
-        frozen.suspend() if len(looks) % 2 else frozen.resume()
-        return False
-
-    monkeypatch.setattr(server._connection, "poll", poll)
-    assert server.event(0.3) is None
-    frozen.resume()
-    assert len(looks) > 2
-
-
-def test_processes_end_with_the_block() -> None:
-    with ForkServer(["support.forked"]) as server:
-        process = running(server, forked.freeze)
-    assert is_gone(process)
+        server.start(forked.pause, {"two": ()})
 
 
 def test_a_busy_machine_does_not_fail_the_end_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +102,11 @@ def test_a_busy_machine_does_not_fail_the_end_of_the_block(monkeypatch: pytest.M
         raise subprocess.TimeoutExpired(process.args, timeout or 0.0)
 
     with ForkServer(["support.forked"]) as server:
-        process = running(server)
+        process = running(server, forked.freeze)
         monkeypatch.setattr(subprocess.Popen, "wait", expire)
+    assert is_gone(process)
     monkeypatch.undo()
     assert busy[0].wait(SECONDS) == -signal.SIGKILL
-    assert eventually(lambda: is_gone(process), SECONDS)
 
 
 def test_processes_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
@@ -179,3 +122,27 @@ def test_processes_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
         launcher.kill()
     assert eventually(lambda: all(map(is_gone, [server, *processes])), 1.0)
     assert not list(tmp_path.iterdir())
+
+
+@needs_namespaces
+def test_processes_in_a_namespace_reach_only_each_other(server: ForkServer) -> None:
+    server.isolate()
+    server.isolate()  # a second time changes nothing
+    assert forked.end_of(server, forked.connect, None).exit_code == 0
+    with socket.create_server(("127.0.0.1", 0)) as outside:
+        assert forked.end_of(server, forked.connect, outside.getsockname()[1]).exit_code == 1
+    assert forked.end_of(server, forked.check_user, os.geteuid(), os.getegid()).exit_code == 0
+    assert server.is_isolated
+
+
+def test_processes_without_a_namespace_listen_on_the_network_of_the_machine(server: ForkServer) -> None:
+    pids = server.start(forked.pause, {"one": (), "two": ()})
+    ports = set()
+    for pid in pids.values():
+        connections = psutil.Process(pid).net_connections()
+        ports |= {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+    (port,) = ports
+    socket.create_connection(("127.0.0.1", port), SECONDS).close()
+    with pytest.raises(ConfigError, match=r"^cluster.master = \d+: Address already in use"):
+        server.start(forked.pause, {"three": ()}, port=port)
+    assert not server.is_isolated

@@ -1,4 +1,4 @@
-"""What each kind of task is measured by, as scikit-learn has it; and measures of the user's own."""
+"""Metrics of each kind of task equal those of scikit-learn; ties, masks, weights and edge cases."""
 
 import math
 from pathlib import Path
@@ -15,78 +15,113 @@ from sklearn.metrics import (
     roc_auc_score,
     root_mean_squared_error,
 )
-from torch import Tensor
 
-from hybrid.config import TaskSection
+from hybrid.config import RunConfig, TaskSection
 from hybrid.errors import ConfigError
-from hybrid.metrics.task_metrics import predicted, score, task_metrics
+from hybrid.metrics import Predictions, binary_metrics, compute_predictions, probabilities, score
+from hybrid.metrics.task_metrics import task_metrics
 
 DRAW = torch.Generator().manual_seed(2)
 NUMBERS, TRUE_NUMBERS = torch.randn(200, generator=DRAW), torch.randn(200, generator=DRAW)
 LOGITS, CLASSES = torch.randn(200, 4, generator=DRAW), torch.randint(0, 4, (200,), generator=DRAW).float()
 CLICKS = torch.randint(0, 2, (200,), generator=DRAW).float()
 ONE_GROUP = torch.zeros(200, dtype=torch.int64)
+CLICK_TASKS = RunConfig().all_tasks
 
 
-def test_regression_metrics_are_those_of_scikit_learn() -> None:
+def test_regression_metrics_equal_scikit_learn() -> None:
     task = TaskSection(type="regression", metrics=("ndcg@7",))
     gains = TRUE_NUMBERS.abs()
     found = task_metrics("spent", task, NUMBERS, gains, ONE_GROUP)
-    assert found["rmse"] == pytest.approx(
-        root_mean_squared_error(gains.double(), NUMBERS.double()), rel=1e-12
-    )
-    assert found["mae"] == pytest.approx(mean_absolute_error(gains.double(), NUMBERS.double()), rel=1e-12)
-    expected = ndcg_score([gains.double().numpy()], [NUMBERS.double().numpy()], k=7)
-    assert found["ndcg@7"] == pytest.approx(expected, rel=1e-12)
-    assert (found["num_samples"], score(task, NUMBERS, gains)) == (200, found["rmse"])
+    rmse = root_mean_squared_error(gains.double(), NUMBERS.double())
+    mae = mean_absolute_error(gains.double(), NUMBERS.double())
+    ndcg = ndcg_score([gains.double().numpy()], [NUMBERS.double().numpy()], k=7)
+    expected = {"rmse": rmse, "mae": mae, "num_samples": 200, "ndcg@7": ndcg}
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert score(task, NUMBERS, gains) == found["rmse"]
 
 
-@given(st.integers(0, 2**32), st.sampled_from([0.1, 1.0, 4.0]))
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 1.0, 4.0]))
 @settings(max_examples=10, deadline=None)
 def test_weighted_metrics_equal_scikit_learn(seed: int, spread: float) -> None:
-    """With scores that tie, of every kind of task."""
+    """Scores have ties; all weights are 1 where ``spread`` is 0, which equals no weights."""
     weights_N = (spread * torch.randn(200, generator=torch.Generator().manual_seed(seed))).exp()
+    given_N = weights_N if spread else None
     by = {"sample_weight": weights_N.double().numpy()}
     tied = NUMBERS.round(decimals=1)
-    found = task_metrics("click", TaskSection(), tied, CLICKS, None, weights_N)
-    probabilities, clicks = predicted(TaskSection(), tied).numpy(), CLICKS.numpy()
-    assert found["auc"] == pytest.approx(roc_auc_score(clicks, probabilities, **by), abs=1e-12)
+    found = task_metrics("click", TaskSection(), tied, CLICKS, None, given_N)
+    probabilities, clicks = compute_predictions(TaskSection(), tied).numpy(), CLICKS.numpy()
     loss, rate = log_loss(clicks, probabilities, **by), np.average(clicks, weights=by["sample_weight"])
-    assert found["log_loss"] == pytest.approx(loss, rel=1e-12)
     entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
-    assert found["normalised_entropy"] == pytest.approx(loss / entropy, rel=1e-12)
-    mean = np.average(probabilities, weights=by["sample_weight"])
-    assert found["calibration"] == pytest.approx(mean / rate, rel=1e-12)
-    assert found["accuracy"] == pytest.approx(accuracy_score(clicks, probabilities > 0.5, **by), rel=1e-12)
-    assert found["base_rate"] == pytest.approx(rate, rel=1e-12)
-    assert found["num_samples"] == 200
-    truth, numbers = TRUE_NUMBERS.double().numpy(), NUMBERS.double().numpy()
-    found = task_metrics("spent", TaskSection(type="regression"), NUMBERS, TRUE_NUMBERS, None, weights_N)
-    assert found["rmse"] == pytest.approx(root_mean_squared_error(truth, numbers, **by), rel=1e-12)
-    assert found["mae"] == pytest.approx(mean_absolute_error(truth, numbers, **by), rel=1e-12)
+    expected = {
+        "auc": roc_auc_score(clicks, probabilities, **by),
+        "log_loss": loss,
+        "normalized_entropy": loss / entropy,
+        "calibration": np.average(probabilities, weights=by["sample_weight"]) / rate,
+        "accuracy": accuracy_score(clicks, probabilities > 0.5, **by),
+        "base_rate": rate,
+        "num_samples": 200,
+    }
+    assert found == pytest.approx(expected, rel=1e-12)
+    found = task_metrics("spent", TaskSection(type="regression"), NUMBERS, TRUE_NUMBERS, None, given_N)
+    rmse = root_mean_squared_error(TRUE_NUMBERS.double(), NUMBERS.double(), **by)
+    assert found["rmse"] == pytest.approx(rmse, rel=1e-12)
     task = TaskSection(type="classes(4)")
-    found = task_metrics("stars", task, LOGITS, CLASSES, None, weights_N)
-    stars = CLASSES.numpy()
+    found = task_metrics("stars", task, LOGITS, CLASSES, None, given_N)
+    stars = CLASSES.long().numpy()
     assert found["accuracy"] == pytest.approx(accuracy_score(stars, LOGITS.argmax(1), **by), rel=1e-12)
-    assert found["log_loss"] == pytest.approx(log_loss(stars, predicted(task, LOGITS), **by), rel=1e-12)
+    assert found["log_loss"] == pytest.approx(
+        log_loss(stars, compute_predictions(task, LOGITS), **by), rel=1e-12
+    )
 
 
-@pytest.mark.parametrize(
-    ("task", "outputs", "labels"),
-    [
-        (TaskSection(), NUMBERS, CLICKS),
-        (TaskSection(type="regression"), NUMBERS, TRUE_NUMBERS),
-        (TaskSection(type="classes(4)"), LOGITS, CLASSES),
-    ],
-    ids=["binary", "regression", "classes"],
-)
-def test_integer_weights_equal_repeated_samples(task: TaskSection, outputs: Tensor, labels: Tensor) -> None:
-    times = torch.randint(1, 5, (200,), generator=torch.Generator().manual_seed(4))
-    once = task_metrics("t", task, outputs, labels, None, times.float())
-    outputs, labels = (each.repeat_interleave(times, 0) for each in (outputs, labels))
-    repeated = task_metrics("t", task, outputs, labels, None)
-    assert (once.pop("num_samples"), repeated.pop("num_samples")) == (200, int(times.sum()))
-    assert once == pytest.approx(repeated, rel=1e-12)
+def test_large_logits_do_not_overflow() -> None:
+    found = binary_metrics(torch.tensor([-1000.0, -900, 900, 1000]), torch.tensor([1.0, 0, 0, 1]))
+    assert found.log_loss == pytest.approx((1000 + 900) / 4)
+    assert found.auc == 0.5
+
+
+def test_auc_ranks_rounded_probabilities() -> None:
+    wrong = binary_metrics(torch.tensor([20.0, 20.0 + 2**-18]), torch.tensor([1.0, 0.0]))
+    assert wrong.auc == 0.0
+    one = binary_metrics(torch.tensor([100.0, 200.0]), torch.tensor([1.0, 0.0]))  # both are 1.0
+    assert one.auc == 0.5
+
+
+def test_auc_of_many_samples_is_exact() -> None:
+    size = 200_000
+    ranks_N = torch.randperm(size) + 1
+    labels_N = (torch.rand(size) < ranks_N / size).float()
+    positives = int(labels_N.sum())
+    wins = int(ranks_N[labels_N == 1].sum()) - positives * (positives + 1) // 2  # Mann and Whitney 1947
+    expected = wins / (positives * (size - positives))
+    assert binary_metrics(ranks_N / size, labels_N).auc == expected
+
+
+@given(st.integers(1, 70), st.floats(-30, 30, width=32))
+def test_probability_is_independent_of_the_position(size: int, logit: float) -> None:
+    assert len(probabilities(torch.full((size,), logit)).unique()) == 1
+
+
+@pytest.mark.parametrize("label", [0.0, 1.0])
+def test_single_class_has_no_auc(label: float) -> None:
+    found = binary_metrics(torch.tensor([0.0, 2.0]), torch.full((2,), label))
+    undefined = {name for name, value in found._asdict().items() if math.isnan(value)}
+    assert undefined == {"auc", "normalized_entropy"} | ({"calibration"} if label == 0 else set())
+
+
+def test_nan_outputs_give_nan_metrics() -> None:
+    outputs = NUMBERS.clone()
+    outputs[5] = math.nan
+    found = task_metrics("click", TaskSection(metrics=("gauc", "mrr")), outputs, CLICKS, ONE_GROUP)
+    assert all(math.isnan(found[name]) for name in ("auc", "log_loss", "gauc", "mrr"))
+
+
+def test_invalid_shapes_raise_an_error() -> None:
+    with pytest.raises(ValueError, match="no samples"):
+        binary_metrics(torch.empty(0), torch.empty(0))
+    with pytest.raises(ValueError, match="one length"):
+        binary_metrics(torch.zeros(3, 1), torch.zeros(3))
 
 
 def test_ranking_metrics_ignore_weights() -> None:
@@ -106,34 +141,105 @@ def test_metrics_without_samples_are_nan(task: TaskSection) -> None:
     found = task_metrics("t", task, outputs, CLICKS[:0], None)
     assert set(found) == set(task.metric_names)
     assert found.pop("num_samples") == 0
-    assert all(math.isnan(value) for value in found.values())
-    assert math.isnan(score(task, outputs, CLICKS[:0]))
+    assert all(math.isnan(value) for value in (*found.values(), score(task, outputs, CLICKS[:0])))
 
 
-def test_nan_output_gives_nan_ranking_metrics() -> None:
-    task = TaskSection(metrics=("gauc", "mrr"))
-    outputs = NUMBERS.clone()
-    outputs[5] = math.nan
-    found = task_metrics("click", task, outputs, CLICKS, ONE_GROUP)
-    assert math.isnan(found["gauc"])
-    assert math.isnan(found["mrr"])
-
-
-OWN = """
+CUSTOM = """
 def lift(predictions, labels):
     return labels[predictions > 0.5].mean() / labels.mean()
 
-def told(predictions, labels):
+def text(predictions, labels):
     return "good"
 """
 
 
 def test_custom_metric_gets_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "own_metrics.py").write_text(OWN)
+    (tmp_path / "custom_metrics.py").write_text(CUSTOM)
     monkeypatch.syspath_prepend(tmp_path)
-    found = task_metrics("click", TaskSection(metrics=("own_metrics:lift",)), NUMBERS, CLICKS, None)
+    found = task_metrics("click", TaskSection(metrics=("custom_metrics:lift",)), NUMBERS, CLICKS, None)
     assert found["lift"] == pytest.approx((CLICKS[NUMBERS > 0].mean() / CLICKS.mean()).item())
-    with pytest.raises(
-        ConfigError, match=r"^tasks\.click\.metrics = 'own_metrics:told': fails, or returns no"
-    ):
-        task_metrics("click", TaskSection(metrics=("own_metrics:told",)), NUMBERS, CLICKS, None)
+    with pytest.raises(ConfigError, match=r"^tasks\.click\.metrics = 'custom_metrics:text': fails, or ret"):
+        task_metrics("click", TaskSection(metrics=("custom_metrics:text",)), NUMBERS, CLICKS, None)
+
+
+class TestPredictions:
+    """400 samples, most of which occur many times, with outputs that differ in their last bits."""
+
+    @pytest.fixture
+    def noisy(self) -> Predictions:
+        generator = torch.Generator().manual_seed(1)
+        rows_N = torch.randint(-40, 40, (400,), generator=generator)
+        labels_N = (torch.rand(400, generator=generator) < (rows_N / 10).sigmoid()).float()
+        noise_N = torch.randn(400, generator=generator) * 1e-6
+        return Predictions(rows_N / 10 + noise_N, labels_N, rows_N)
+
+    def test_equal_samples_are_tied(self, noisy: Predictions) -> None:
+        clean_N = noisy.rows.double() / 10
+        expected = roc_auc_score(noisy.labels, clean_N)
+        assert noisy.metrics(CLICK_TASKS)["auc"] == pytest.approx(expected, abs=1e-15)
+        assert abs(binary_metrics(noisy.outputs, noisy.labels).auc - expected) > 1e-4
+        tied = noisy.tie_equal_samples()
+        assert torch.allclose(tied.outputs.double(), clean_N, rtol=0, atol=5e-6)
+        assert torch.equal(tied.tie_equal_samples().outputs, tied.outputs)
+        alone = noisy._replace(rows=torch.arange(400))
+        assert torch.equal(alone.tie_equal_samples().outputs, alone.outputs)
+
+    def test_metrics_are_independent_of_order_and_batches(self, noisy: Predictions) -> None:
+        order_N = torch.randperm(400)
+        parts = [Predictions(*(t[order_N][i : i + 37] for t in noisy[:3])) for i in range(0, 400, 37)]
+        joined = Predictions.concatenate(parts)
+        assert torch.equal(joined.outputs, noisy.outputs[order_N])
+        assert joined.metrics(CLICK_TASKS) == pytest.approx(noisy.metrics(CLICK_TASKS), rel=1e-9)
+        assert joined.metrics(CLICK_TASKS)["auc"] == noisy.metrics(CLICK_TASKS)["auc"]
+
+    def test_nan_output_affects_only_equal_samples(self, noisy: Predictions) -> None:
+        noisy.outputs[0] = math.nan
+        assert torch.equal(noisy.tie_equal_samples().outputs.isnan(), noisy.rows == noisy.rows[0])
+
+
+TASKS = {
+    "click": TaskSection(label="click"),
+    "stars": TaskSection(label="stars", type="classes(3)"),
+    "spent": TaskSection(label="spent", type="regression"),
+}
+
+
+class TestTasks:
+    """60 samples with three labels, of which weights of 0 exclude some."""
+
+    @pytest.fixture
+    def samples(self) -> Predictions:
+        generator = torch.Generator().manual_seed(3)
+        labels = [torch.randint(n, (60,), generator=generator) for n in (2, 3, 9)]
+        outputs_NO = torch.randn(60, 5, generator=generator)
+        weights_NT = torch.rand(60, 3, generator=generator) * (torch.rand(60, 3, generator=generator) < 0.7)
+        labels_NT = torch.stack(labels, dim=1).float()
+        return Predictions(outputs_NO, labels_NT, torch.arange(60), weights_NT, torch.arange(60) // 6)
+
+    @pytest.mark.parametrize("is_weighted", [False, True])
+    def test_each_task_has_its_outputs_samples_and_weights(
+        self, samples: Predictions, is_weighted: bool
+    ) -> None:
+        found = samples.metrics(TASKS, is_weighted=is_weighted)
+        assert samples.weights is not None
+        outputs = {"click": samples.outputs[:, 0]}
+        outputs |= {"stars": samples.outputs[:, 1:4], "spent": samples.outputs[:, 4]}
+        for t, (name, task) in enumerate(TASKS.items()):
+            weights_N, outputs_N = samples.weights[:, t], outputs[name]
+            counts_N = weights_N > 0
+            expected = task_metrics(
+                name,
+                task,
+                outputs_N[counts_N],
+                samples.labels[counts_N, t],
+                None,
+                weights_N[counts_N] if is_weighted else None,
+            )
+            assert {key: found[f"{name}.{key}"] for key in expected} == expected
+
+    def test_task_without_weighted_samples_has_nan_metrics(self, samples: Predictions) -> None:
+        assert samples.weights is not None
+        samples.weights[:, 0] = 0
+        found = samples.metrics(TASKS)
+        assert (found["click.num_samples"], math.isnan(found["click.auc"])) == (0, True)
+        assert not math.isnan(found["spent.rmse"])

@@ -7,7 +7,7 @@ import torch
 from support.models import Parameters, check_model, plain_mlp, vectors, within
 from torch import Tensor, nn
 
-from hybrid.models.self_attention import AttentionBlock, SelfAttention, last_of, next_item_loss
+from hybrid.models.self_attention import AttentionBlock, SelfAttention, last_queries, next_item_loss
 
 DIM, LONGEST, LENGTHS = 4, 6, (5, 1, 0, 3)
 IS_ITEM = torch.arange(5) < torch.tensor(LENGTHS).unsqueeze(1)
@@ -76,7 +76,7 @@ def test_heads_divide_the_vectors() -> None:
 def test_last_output_follows_the_last_item() -> None:
     wanted = vectors(4, 5, DIM, seed=1)
     expected = torch.stack([wanted[0, 4], wanted[1, 0], torch.zeros(DIM).double(), wanted[3, 2]])
-    torch.testing.assert_close(last_of(wanted, IS_ITEM), expected, rtol=0, atol=0)
+    torch.testing.assert_close(last_queries(wanted, IS_ITEM), expected, rtol=0, atol=0)
 
 
 def test_next_item_loss_is_the_mean_over_positions() -> None:

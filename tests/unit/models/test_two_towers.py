@@ -50,8 +50,8 @@ def test_the_loss_is_the_corrected_softmax(temperature: float) -> None:
     )
 
 
-def wholes(items: Tensor) -> Callable[[Tensor], Tensor]:
-    """Of what is asked for, in the order in which it is."""
+def full_arrays(items: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that gathers items, ids and frequencies, in this order."""
     whole = iter([items, IDS, LOG_Q])
     return lambda _: next(whole)
 
@@ -63,7 +63,7 @@ def test_losses_of_two_slices_add_up() -> None:
     expected = torch.autograd.grad(whole.sum(), [users, items])
     parts, gradients = [], [torch.zeros_like(users), torch.zeros_like(items)]
     for own in (slice(0, 4), slice(4, 6)):
-        losses = in_batch_softmax(users[own], items[own], IDS[own], LOG_Q[own], gather=wholes(items))
+        losses = in_batch_softmax(users[own], items[own], IDS[own], LOG_Q[own], gather=full_arrays(items))
         parts.append(losses)
         for total, part in zip(gradients, torch.autograd.grad(losses.sum(), [users, items]), strict=True):
             total += part
@@ -71,7 +71,7 @@ def test_losses_of_two_slices_add_up() -> None:
     torch.testing.assert_close(gradients, list(expected), rtol=1e-12, atol=1e-12)
 
 
-def test_a_batch_of_one_item_has_nothing_to_tell_apart() -> None:
+def test_a_batch_of_one_item_has_no_loss() -> None:
     users, items = vectors(3, 2, seed=1), vectors(3, 2, seed=2)
     losses = in_batch_softmax(users, items, torch.tensor([7, 7, 7]), torch.zeros(3))
     assert losses.tolist() == [0.0] * 3
@@ -82,4 +82,4 @@ def test_a_batch_of_one_item_has_nothing_to_tell_apart() -> None:
 
 def test_popularity_is_the_fraction_of_the_data() -> None:
     found = log_popularity(torch.tensor([[2, 0], [2, 2]]), 4)
-    assert found.exp().tolist() == pytest.approx([0.25, 0.25, 0.75, 0.25])  # never seen: as if once
+    assert found.exp().tolist() == pytest.approx([0.25, 0.25, 0.75, 0.25])  # unseen items count once

@@ -1,10 +1,105 @@
-"""How gradients become updates, and what workers measure of them."""
+"""Tickets, rules of updates, and schedules against torch.optim.lr_scheduler."""
+
+from itertools import islice
 
 import pytest
 
-from hybrid.config import RunConfig, TrainSection
-from hybrid.protocol.learning_rate_schedule import Schedule
-from hybrid.protocol.update_rules import Staleness, UpdateRules
+from hybrid.config import RunConfig, ScheduleSection, TrainSection
+from hybrid.errors import ConfigError
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.update_rules import Schedule, Staleness, UpdateRules
+from hybrid.reference.reference_training import learning_rate_factors
+
+STEPS = 60
+
+
+def factors(section: ScheduleSection, run_steps: int) -> list[float]:
+    schedule = Schedule.of(section, run_steps)
+    return [schedule.factor(step) for step in range(run_steps)]
+
+
+def check_against_torch(section: ScheduleSection, run_steps: int) -> None:
+    expected = list(islice(learning_rate_factors(section, run_steps), run_steps))
+    assert factors(section, run_steps) == pytest.approx(expected, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "constant(warmup_steps = {})",
+        "step(decay_every = 7, decay_factor = 0.3, warmup_steps = {})",
+        "cosine(final_factor = 0.2, warmup_steps = {})",
+        "polynomial(power = 2.5, final_factor = 0.1, warmup_steps = {})",
+        "cosine(steps = 120, initial_factor = 0.5, warmup_steps = {})",
+    ],
+)
+@pytest.mark.parametrize("warmup", [0, 1, 13, STEPS - 1])
+def test_every_step_equals_torch(kind: str, warmup: int) -> None:
+    check_against_torch(ScheduleSection(kind=kind.format(warmup)), STEPS)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, STEPS])
+@pytest.mark.parametrize("peak", [0.01, 0.3, 0.999999])
+@pytest.mark.parametrize(("initial", "final"), [(0.04, 4e-6), (0.5, 0.0), (0.1, 0.3)])
+def test_one_cycle_equals_torch(steps: int, peak: float, initial: float, final: float) -> None:
+    section = ScheduleSection(
+        kind=f"one_cycle(peak_fraction = {peak}, initial_factor = {initial}, final_factor = {final})"
+    )
+    check_against_torch(section, steps)
+
+
+def test_one_cycle_with_its_peak_at_the_first_step() -> None:
+    """Torch divides by zero at that step."""
+    section = ScheduleSection(kind="one_cycle(0.25)")
+    assert factors(section, 4) == pytest.approx([1.0, 0.75, 0.25, 0.0], abs=1e-12)
+
+
+def test_default_schedule_is_constant() -> None:
+    assert [Schedule().factor(step) for step in (0, 1, 10**9)] == [1.0] * 3
+    assert Schedule() == Schedule.of(ScheduleSection(), 0)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "polynomial", "one_cycle"])
+def test_last_factor_stays_after_the_end(kind: str) -> None:
+    schedule = Schedule.of(ScheduleSection(kind=f"{kind}(final_factor = 0.25)"), STEPS)
+    assert schedule.factor(STEPS) == schedule.factor(10 * STEPS) == pytest.approx(0.25, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "polynomial", "one_cycle"])
+def test_run_longer_than_its_schedule_raises_an_error(kind: str) -> None:
+    section = ScheduleSection(kind=f"{kind}(steps = 100)")
+    assert Schedule.of(section, 100).end == 100
+    with pytest.raises(ConfigError) as caught:
+        Schedule.of(section, 101)
+    assert caught.value.key == "schedule.kind"
+
+
+@pytest.mark.parametrize("kind", ["constant", "step"])
+def test_schedules_without_an_end_outlast_every_run(kind: str) -> None:
+    section = ScheduleSection(kind=f"{kind}(warmup_steps = 10)")
+    assert Schedule.of(section, 3).factor(5) == pytest.approx(0.04 + 0.96 / 2)
+    assert Schedule.of(section, 1000).factor(10) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["cosine", "polynomial"])
+@pytest.mark.parametrize(("steps", "end"), [(0, 20), (30, 30)])
+def test_warm_up_as_long_as_the_schedule_raises_an_error(kind: str, steps: int, end: int) -> None:
+    section, shorter = (
+        ScheduleSection(kind=f"{kind}(steps = {steps}, warmup_steps = {warmup})") for warmup in (end, end - 1)
+    )
+    Schedule.of(shorter, 20)
+    with pytest.raises(ConfigError) as caught:
+        Schedule.of(section, 20)
+    assert caught.value.key == "schedule.kind"
+
+
+@pytest.mark.parametrize(("has_successor", "is_last_before_checkpoint"), [(True, False), (False, True)])
+@pytest.mark.parametrize("purpose", Purpose)
+def test_ticket_round_trip(purpose: Purpose, has_successor: bool, is_last_before_checkpoint: bool) -> None:
+    ticket = Ticket(3, 5, 4, 1, purpose, has_successor, is_last_before_checkpoint)
+    assert {type(value) for value in ticket.plain} == {int, str, bool}
+    assert Ticket.of(ticket.plain) == ticket
+    assert Ticket.of(ticket.plain).purpose is purpose
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
@@ -12,13 +107,12 @@ from hybrid.protocol.update_rules import Staleness, UpdateRules
 def test_steps_that_may_be_clipped_or_skipped_are_decided(clip_norm: float | None, non_finite: str) -> None:
     config = RunConfig(train=TrainSection(clip_norm=clip_norm, non_finite=non_finite))
     rules = UpdateRules.of(config, Schedule())
-    assert rules.decided == (clip_norm is not None or non_finite == "skip")
+    assert rules.has_update_guard == (clip_norm is not None or non_finite == "skip")
     assert (rules.clip_norm, rules.check_finite) == (clip_norm, non_finite == "stop")
 
 
-class TestStaleness:
-    def test_losses_of_micro_batches_add_up(self) -> None:
-        whole = Staleness(2, 3, 2) + Staleness(1, 4, 4) + Staleness()
-        assert whole == Staleness(3, 7, 4)
-        assert whole.mean == pytest.approx(7 / 3)
-        assert Staleness().mean == 0.0
+def test_staleness_adds_up() -> None:
+    whole = Staleness(2, 3, 2) + Staleness(1, 4, 4) + Staleness()
+    assert whole == Staleness(3, 7, 4)
+    assert whole.mean == pytest.approx(7 / 3)
+    assert Staleness().mean == 0.0

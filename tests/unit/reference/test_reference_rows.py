@@ -1,4 +1,4 @@
-"""The reference's row optimizers: each row against an optimizer of its own, or against its formula."""
+"""Row optimizers of the reference: each row against a separate torch optimizer, or its formula."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.embedding.table_spec import OptimizerSpec
-from hybrid.reference.reference_rows import State, WholeTable, initial_state, update_rows
+from hybrid.reference.reference_rows import State, initial_state, update_rows
 
 ROWS, DIM, STEPS = 9, 5, 25
 RATE, EPS, BETAS, MOMENTUM, DECAY = 0.3, 1e-3, (0.8, 0.95), 0.7, 0.02
@@ -89,7 +89,6 @@ def test_each_row_has_the_bits_of_a_separate_torch_optimizer(
 def test_whole_table_equals_nn_embedding(name: str, decay: float, dtype: torch.dtype) -> None:
     spec = dataclasses.replace(make_spec(name, decay), all_rows=True)
     table_RD, state = begin(spec, dtype)
-    whole = WholeTable(spec, table_RD, state)
     embedding = nn.Embedding.from_pretrained(initial(dtype), freeze=False)
     optimizer = TORCH[name]([embedding.weight], decay)
     for step, (ids_U, grad_UD) in enumerate(steps(dtype)):
@@ -97,7 +96,7 @@ def test_whole_table_equals_nn_embedding(name: str, decay: float, dtype: torch.d
         optimizer.zero_grad()
         embedding(ids_U).backward(grad_UD)
         optimizer.step()
-        whole.step(rate, ids_U, grad_UD)
+        update_rows(spec, rate, table_RD, state, ids_U, grad_UD)
     assert torch.equal(table_RD, embedding.weight.detach())
     for ours, theirs in STATE_NAMES.get(name, {}).items():
         expected = optimizer.state[embedding.weight][theirs]
@@ -158,14 +157,6 @@ def test_ftrl_minimizes_its_penalized_objective() -> None:
         assert (slope_UD[w_UD == 0].abs() <= l1).all()
         assert ((slope_UD + l1 * w_UD.sign())[w_UD != 0].abs() < 1e-12).all()
     assert zeros
-
-
-@pytest.mark.parametrize("l1", [0.0, 0.5])
-def test_ftrl_keeps_the_initial_row_without_gradients(l1: float) -> None:
-    spec = make_spec("ftrl", DECAY, ftrl_l1=l1)
-    table_RD, state = begin(spec)
-    update_rows(spec, RATE, table_RD, state, torch.arange(ROWS), torch.zeros(ROWS, DIM))
-    torch.testing.assert_close(table_RD, initial(), rtol=1e-14, atol=0)
 
 
 def test_ftrl_at_rate_zero_changes_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The reference's learning rates, as torch's schedulers give them, against numbers worked out by hand."""
+"""Learning rates of the reference against numbers computed by hand."""
 
 from itertools import islice
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hybrid.config import ScheduleSection
-from hybrid.reference.reference_schedule import learning_rate_factors
+from hybrid.reference.reference_training import learning_rate_factors
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The one-process reference against models written out in a few lines of plain torch."""
+"""The reference in one process against models in a few lines of plain torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONSTANT = ScheduleSection()
 
 
 class Samples(NamedTuple):
-    """Samples as a plain model takes them; ``bought`` holds bags, the items of all of them one by one."""
+    """Samples of a plain model; ``bought`` has bags: the items of all bags, and their offsets."""
 
     dense_BF: Tensor
     user_B: Tensor
@@ -51,7 +51,7 @@ class Samples(NamedTuple):
         sparse = SparseFeatures(ids_L, offsets, weights_L, 3)
         return Batch(self.dense_BF, sparse, self.labels_B, size if global_size is None else global_size)
 
-    def share(self, start: int, stop: int) -> Samples:
+    def slice(self, start: int, stop: int) -> Samples:
         first, last = self.bought_offsets[start], self.bought_offsets[stop]
         return Samples(
             self.dense_BF[start:stop],
@@ -287,11 +287,11 @@ def test_two_trainers_in_each_ddp_mode(ddp: str, sizes: tuple[int, int]) -> None
         "none": ("remote_net",),
     }
     for step in samples(dtype=torch.float64):
-        shares = [step.share(0, sizes[0]), step.share(sizes[0], 16)]
+        slices = [step.slice(0, sizes[0]), step.slice(sizes[0], 16)]
         losses = []
-        for plain, share, size in zip(plains, shares, sizes, strict=True):
+        for plain, local, size in zip(plains, slices, sizes, strict=True):
             plain.zero_grad()
-            loss = plain.loss(share) * size / 16 if size else plain(share).sum()
+            loss = plain.loss(local) * size / 16 if size else plain(local).sum()
             loss.backward()
             losses.append(loss.item())
         for (name, first), second in zip(plains[0].named_parameters(), plains[1].parameters(), strict=True):
@@ -301,7 +301,7 @@ def test_two_trainers_in_each_ddp_mode(ddp: str, sizes: tuple[int, int]) -> None
                 first.grad = second.grad = first.grad + second.grad
         for optimizer in (*adams, *rows):
             optimizer.step()
-        assert reference.step([share.batch(16) for share in shares]) == pytest.approx(sum(losses), rel=1e-12)
+        assert reference.step([local.batch(16) for local in slices]) == pytest.approx(sum(losses), rel=1e-12)
     for trainer, plain in enumerate(plains):
         assert_same(reference, plain, 1e-11, trainer)
     logits = [reference.outputs(step.batch(), trainer) for trainer in range(2)]
@@ -314,14 +314,14 @@ def test_two_trainers_in_each_ddp_mode(ddp: str, sizes: tuple[int, int]) -> None
 def test_pipelined_reads_rows_that_lack_the_last_update(
     pooling: str, broken_step: int | None, decay: float
 ) -> None:
-    """Which, where all rows decay, is one of all rows; steps touch now these, now those."""
+    """If all rows decay, an update changes all of them. Steps read different rows."""
     plain = Plain(torch.float64, pooling)
     spec = OptimizerSpec("sgd", 0.3, weight_decay=decay, all_rows=decay > 0)
     reference = make_reference(spec, pooling, dtype="float64", update="pipelined", non_finite="skip")
     dense = torch.optim.SGD(plain.dense(), 0.1)
     after = [[table.detach().clone() for table in plain.tables()]]  # tables after each step
     for number, whole in enumerate(samples(dtype=torch.float64)):
-        step = whole.share(0, 5)
+        step = whole.slice(0, 5)
         if number == broken_step:
             step.dense_BF[0, 0] = math.nan
         for table, visible in zip(plain.tables(), after[max(0, number - 1)], strict=True):

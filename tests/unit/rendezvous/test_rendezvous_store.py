@@ -8,24 +8,23 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from support.rendezvous import SECONDS, Meeting, meeting
+from support.rendezvous import SECONDS, OpenRendezvous, open_rendezvous
 
 from hybrid.errors import ClusterError
-from workers.rendezvous.rendezvous_store import RendezvousStore
-from workers.rendezvous.secure_channel import LARGEST_FRAME
+from workers.rendezvous.bootstrap import RendezvousStore
 
 MOMENT = timedelta(milliseconds=20)
 FROZEN_SECONDS = 0.3
 
 
 @pytest.fixture(scope="module")
-def open_meeting() -> Iterator[Meeting]:
-    with meeting() as opened:
+def open_meeting() -> Iterator[OpenRendezvous]:
+    with open_rendezvous() as opened:
         yield opened
 
 
 @pytest.fixture
-def store(open_meeting: Meeting) -> Iterator[RendezvousStore]:
+def store(open_meeting: OpenRendezvous) -> Iterator[RendezvousStore]:
     with open_meeting.store() as opened:
         yield opened
 
@@ -64,7 +63,7 @@ def test_the_store_equals_a_store_of_torch(store: RendezvousStore) -> None:
 
 @pytest.mark.parametrize("question", ["get", "wait"])
 def test_a_wait_ends_when_the_last_key_comes(
-    question: str, store: RendezvousStore, open_meeting: Meeting
+    question: str, store: RendezvousStore, open_meeting: OpenRendezvous
 ) -> None:
     first, last = f"{question} first", f"{question} last"
     with ThreadPoolExecutor(1) as pool, open_meeting.store() as other:
@@ -76,7 +75,7 @@ def test_a_wait_ends_when_the_last_key_comes(
         assert asked.result(SECONDS) == (b"word" if question == "get" else None)
 
 
-def test_a_wait_ends_at_the_timeout(store: RendezvousStore, open_meeting: Meeting) -> None:
+def test_a_wait_ends_at_the_timeout(store: RendezvousStore, open_meeting: OpenRendezvous) -> None:
     began = time.monotonic()
     with pytest.raises(dist.DistStoreError, match=r"'wait' of \('no', 'such'\) timed out after 0.02 s"):
         store.wait(["no", "such"], MOMENT)
@@ -109,18 +108,9 @@ def test_an_interrupted_wait_leaves_the_store_usable(store: RendezvousStore) -> 
     assert store.get("after") == b"the answer to this question"
 
 
-def test_large_values_are_stored_or_rejected(store: RendezvousStore) -> None:
-    text = "x" * (LARGEST_FRAME - 100)
-    store.set("large", text)
-    assert store.get("large") == text.encode()
-    with pytest.raises(ValueError, match=f"at most {LARGEST_FRAME}"):
-        store.set("larger", "x" * LARGEST_FRAME)
-    assert store.get("large") == text.encode()
-
-
 @pytest.mark.parametrize("through", ["Python", "C++"])
 def test_a_frozen_master_is_named(through: str) -> None:
-    with meeting(FROZEN_SECONDS) as opened, opened.store() as store:
+    with open_rendezvous(FROZEN_SECONDS) as opened, opened.store() as store:
         asked = store if through == "Python" else dist.PrefixStore("within", store)
         assert asked.add("number", 1) == 1
         with opened.frozen():
@@ -132,7 +122,7 @@ def test_a_frozen_master_is_named(through: str) -> None:
 
 
 def test_without_the_master_there_is_an_error_at_once() -> None:
-    with meeting() as opened, opened.store() as store, ThreadPoolExecutor(1) as pool:
+    with open_rendezvous() as opened, opened.store() as store, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.wait, ["never"])
         assert store.add("the other waits", 1) == 1
         opened.rendezvous.__exit__(None, None, None)

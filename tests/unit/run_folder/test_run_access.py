@@ -12,9 +12,8 @@ from support.stores import BUCKET, Proxy, Store
 from hybrid.errors import ConfigError, HybridError, StorageError
 from hybrid.storage import files
 from hybrid.storage.remote_path import StoragePath, parse_path
-from workers.run_folder.run_access import checkpoint_root, hold_run, run_lock
+from workers.run_folder.run_access import RunState, checkpoint_root, hold_run, run_lock
 from workers.run_folder.run_files import RunFolder
-from workers.run_folder.run_state import RunState
 
 
 def test_a_second_launch_is_refused_until_the_first_ends(tmp_path: Path) -> None:
@@ -36,7 +35,7 @@ def killed_launch(folder: Path) -> int:
     return kept
 
 
-def test_a_role_of_a_killed_launch_is_waited_for(tmp_path: Path) -> None:
+def test_lock_waits_for_roles_of_a_killed_launch(tmp_path: Path) -> None:
     timer = threading.Timer(0.05, os.close, [killed_launch(tmp_path)])
     timer.start()
     with run_lock(tmp_path):
@@ -44,37 +43,31 @@ def test_a_role_of_a_killed_launch_is_waited_for(tmp_path: Path) -> None:
     timer.join()
 
 
-def test_a_lock_ends_with_the_process_that_held_it(tmp_path: Path) -> None:
-    ready, say_ready = os.pipe()
+def test_lock_ends_with_its_process(tmp_path: Path) -> None:
+    ready, ready_writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         with run_lock(tmp_path):
-            os.write(say_ready, b"x")
+            os.write(ready_writer, b"x")
             signal.pause()
         os._exit(0)
     assert os.read(ready, 1)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     os.close(ready)
-    os.close(say_ready)
+    os.close(ready_writer)
     assert (tmp_path / ".lock").exists()
     with run_lock(tmp_path):
         pass
 
 
-def test_an_unused_new_folder_is_removed(tmp_path: Path) -> None:
-    with run_lock(tmp_path / "new"):
-        pass
-    assert not (tmp_path / "new").exists()
-    with run_lock(tmp_path / "used"):
-        (tmp_path / "used/config.toml").touch()
-    assert [path.name for path in (tmp_path / "used").iterdir()] == ["config.toml"]
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file/run': cannot be made: Not a directory; choose another"):
-        with run_lock(tmp_path / "file/run"):
+def test_a_folder_is_made_and_removed_if_unused(tmp_path: Path) -> None:
+    for name, file in (("new", ".lock"), ("used", "config.toml")):
+        with run_lock(tmp_path / name):
+            (tmp_path / name / file).touch()
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["used", "used/config.toml"]
+    with pytest.raises(ConfigError, match=r"toml/run': cannot be created: Not a directory; choose another"):
+        with run_lock(tmp_path / "used/config.toml/run"):
             raise AssertionError
 
 
@@ -133,7 +126,7 @@ def test_only_a_folder_that_the_program_made_may_name_a_store(run: StoragePath, 
 
 def test_a_resumed_run_has_the_files_of_the_store(run: StoragePath) -> None:
     with hold_run(run, is_resumed=False) as (here, _):
-        (here / "config.toml").write_text("of a run elsewhere")
+        (here / "config.toml").write_text("of a remote run")
     files.write_bytes(run / "config.toml", b"newer")
     with hold_run(run, is_resumed=True) as (here, _):
         assert (here / "config.toml").read_text() == "newer"

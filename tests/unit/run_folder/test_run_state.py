@@ -4,28 +4,33 @@ import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from hybrid.config import RunConfig, RunSection
+from hybrid.config import RunConfig
 from hybrid.config.loading import load_config, to_toml
 from hybrid.errors import ConfigError, HybridError
 from hybrid.user_code.run_signature import load_run_config
-from workers.run_folder import run_paths
-from workers.run_folder.curves import temporary_font_cache
-from workers.run_folder.run_paths import run_path, scratch_logs
-from workers.run_folder.run_state import check_same_model, is_finished, load_resumed_config, newest_run
+from workers.run_folder import run_access
+from workers.run_folder.run_access import (
+    check_same_model,
+    command_name,
+    is_finished,
+    load_resumed_config,
+    newest_run,
+    refuse_existing,
+    run_path,
+    scratch_logs,
+)
 
 
 def config(name: str = "run", folder: str = "") -> RunConfig:
-    whole = RunConfig()
-    return whole.replace(run=dataclasses.replace(whole.run, name=name, folder=folder))
+    default = RunConfig()
+    return default.replace(run=dataclasses.replace(default.run, name=name, folder=folder))
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +45,9 @@ def make_run(name: str) -> Path:
     return folder
 
 
-def test_the_newest_run_of_the_name_is_resumed() -> None:
+def test_newest_run_of_the_name_is_resumed() -> None:
     make_run("click-20260101-235959")
-    wanted = make_run("click-20260102-000000.10")
+    newest = make_run("click-20260102-000000.10")
     make_run("click-20260102-000000.9")
     for other in (
         "click-through-20260104-000000",
@@ -51,32 +56,18 @@ def test_the_newest_run_of_the_name_is_resumed() -> None:
         "xclick-20260104-000000",
     ):
         make_run(other)
-    assert newest_run(config(name="click")) == wanted
+    assert newest_run(config(name="click")) == newest
 
 
-def test_without_such_a_run_there_is_none() -> None:
+def test_no_run_of_the_name_is_found() -> None:
     assert newest_run(config(name="click")) is None
     (Path("runs") / "click-20260104-000000/logs").mkdir(parents=True)  # failed before its first step
-    assert newest_run(config(name="click")) is None
-
-
-def test_a_name_is_no_pattern() -> None:
     make_run("axb-20260101-000000")
-    assert newest_run(config(name="a.b")) is None
-    assert newest_run(config(name="a*")) is None
+    for name in ("click", "a.b", "a*"):
+        assert newest_run(config(name=name)) is None
 
 
-def test_the_folder_of_a_run_is_found_by_its_name() -> None:
-    folder = Path(str(run_path(config(name="click"))))
-    folder.mkdir(parents=True)
-    second = Path(str(run_path(config(name="click"))))
-    for run in (folder, second):
-        run.mkdir(parents=True, exist_ok=True)
-        (run / "config.toml").touch()
-    assert newest_run(config(name="click")) == second
-
-
-def test_a_folder_that_was_chosen_is_the_only_one() -> None:
+def test_a_chosen_folder_is_the_only_candidate() -> None:
     make_run("run-20260101-000000")
     chosen = config(folder="chosen")
     assert newest_run(chosen) is None
@@ -96,7 +87,7 @@ def test_a_run_with_a_result_is_finished_unless_it_is_prolonged(setting: str) ->
     assert not is_finished(run, more)
 
 
-def test_a_run_keeps_its_model() -> None:
+def test_a_resumed_run_keeps_its_model() -> None:
     run = make_run("run-20260101-000000")
     (run / "config.toml").write_text("[embedding]\ndim = 12\n[train]\nepochs = 2\n")
     same = load_resumed_config(run, ["train.epochs=3"])
@@ -106,7 +97,7 @@ def test_a_run_keeps_its_model() -> None:
         check_same_model(run, RunConfig())
 
 
-def test_a_fifo_is_a_configuration_but_not_that_of_a_run() -> None:
+def test_a_fifo_is_no_configuration_of_a_run() -> None:
     run = make_run("run-20260101-000000")
     (run / "config.toml").unlink()
     os.mkfifo(run / "config.toml")
@@ -165,57 +156,49 @@ def test_a_column_section_of_defaults_changes_nothing() -> None:
         check_same_model(run, load_config(None, [*csv, "columns.age.kind=hour"]))
 
 
-@pytest.mark.parametrize("using", [lambda: scratch_logs("hybrid-run-"), temporary_font_cache])
-def test_a_temporary_folder_that_takes_no_files(
-    using: Callable[[], AbstractContextManager[object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MPLCONFIGDIR", raising=False)
+def test_unwritable_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     rule = "cannot be written: No such file or directory; free space there, or set TMPDIR to another folder"
-    with pytest.raises(HybridError, match=f"^{tmp_path / 'none'}: {rule}$"), using():
+    with pytest.raises(HybridError, match=f"^{tmp_path / 'none'}: {rule}$"), scratch_logs("hybrid-run-"):
         pytest.fail("there is no such folder")
 
 
-class TestPaths:
-    @pytest.fixture(autouse=True)
-    def new_year(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(run_paths, "datetime", SimpleNamespace(now=lambda: datetime(2030, 1, 2, 3, 4, 5)))
+@pytest.mark.parametrize("name", ["run", "v1.2"])
+def test_new_runs_have_name_and_time_and_are_numbered(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = datetime(2030, 1, 2, 3, 4, 5)
+    monkeypatch.setattr(run_access, "datetime", SimpleNamespace(now=lambda: now))
+    paths = []
+    for _ in range(3):
+        path = Path(str(run_path(config(name))))
+        path.mkdir(parents=True)
+        (path / "config.toml").touch()
+        assert newest_run(config(name)) == path
+        paths.append(str(path))
+    first = f"runs/{name}-20300102-030405"
+    assert paths == [first, f"{first}.2", f"{first}.3"]
+    assert run_path(config(folder="chosen")) == Path("chosen")
 
-    def test_a_run_is_named_after_itself_and_the_time(self) -> None:
-        assert run_paths.run_path(RunConfig()) == Path("runs/run-20300102-030405")
-        assert run_paths.run_path(RunConfig(run=RunSection(folder="here"))) == Path("here")
 
-    @pytest.mark.parametrize("name", ["run", "v1.2"])
-    def test_runs_of_the_same_second_are_numbered(self, name: str) -> None:
-        config = RunConfig(run=RunSection(name=name))
-        found = []
-        for _ in range(3):
-            found.append(Path(str(run_paths.run_path(config))))
-            found[-1].mkdir(parents=True)
-        first = f"runs/{name}-20300102-030405"
-        assert list(map(str, found)) == [first, f"{first}.2", f"{first}.3"]
+def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    refuse_existing(run)
+    run.mkdir()
+    (run / "notes.txt").write_text("mine")
+    refuse_existing(run)
+    (run / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=rf"^run\.folder = '{run}': contains a run already"):
+        refuse_existing(run)
+    with pytest.raises(ConfigError, match=r"notes\.txt': is a file; choose another"):
+        refuse_existing(run / "notes.txt")
 
-    def test_a_folder_that_holds_a_run_is_refused(self, tmp_path: Path) -> None:
-        run = tmp_path / "run"
-        run_paths.refuse_existing(run)
-        run.mkdir()
-        (run / "notes.txt").write_text("mine")
-        run_paths.refuse_existing(run)
-        (run / "metrics.jsonl").touch()
-        with pytest.raises(ConfigError, match=rf"^run\.folder = '{run}': contains a run already"):
-            run_paths.refuse_existing(run)
-        with pytest.raises(ConfigError, match=r"notes\.txt': is a file; choose another"):
-            run_paths.refuse_existing(run / "notes.txt")
 
-    def test_the_own_command_can_be_called(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        script = tmp_path / "bin" / "hybrid"
-        script.parent.mkdir()
-        monkeypatch.setattr("sys.executable", str(script.with_name("python")))
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("PATH", "/usr/bin")
-        assert run_paths.command_name() == "python -P -m workers"
-        script.touch(mode=0o755)
-        assert run_paths.command_name() == "bin/hybrid"
-        monkeypatch.setenv("PATH", str(script.parent))
-        assert run_paths.command_name() == "hybrid"
+def test_commands_for_the_user_can_be_called(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "bin" / "hybrid"
+    script.parent.mkdir()
+    monkeypatch.setattr("sys.executable", str(script.with_name("python")))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert command_name() == "python -P -m workers"
+    script.touch(mode=0o755)
+    assert command_name() == "bin/hybrid"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert command_name() == "hybrid"

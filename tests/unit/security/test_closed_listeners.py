@@ -148,20 +148,6 @@ def test_epoll_of_a_closed_listener_reports_nothing() -> None:
         listener.close()
 
 
-def test_after_an_error_nothing_is_closed() -> None:
-    started: list[socket.socket] = []
-
-    def fail_to_start() -> None:
-        with closed():
-            started.append(listening())
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail_to_start()
-    with started[0]:
-        assert is_open(started[0].getsockname())
-
-
 def test_no_descriptor_is_left_behind() -> None:
     before = len(os.listdir("/proc/self/fd"))
     with closed():

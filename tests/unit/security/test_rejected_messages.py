@@ -10,8 +10,8 @@ from hybrid.security.rejected_messages import (
     parse_exception,
     parse_rejection,
 )
-from hybrid.transport.rpc.pending_calls import failure_of
-from hybrid.user_code.tracebacks import kind_and_text
+from hybrid.transport.rpc.pending_calls import make_failure
+from hybrid.user_code.user_modules import kind_and_text
 
 TREE = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, HybridError)]
 
@@ -25,8 +25,8 @@ def test_a_deferred_exception_is_parsed(kind: type[Exception], words: str) -> No
     assert parse_exception(describe_exception(RuntimeError(f"RPC: {text}"))) == parse_exception(text)
     assert parse_rejection(text) is None
     assert error_class(kind.__name__) is (kind if kind in TREE else Exception)
-    failure = failure_of(RuntimeError(text))
-    assert (failure.kind, failure.is_users) == (kind.__name__, kind in TREE)
+    failure = make_failure(RuntimeError(text))
+    assert (failure.kind, failure.is_self_contained) == (kind.__name__, kind in TREE)
     assert failure.message == (str(error).strip() if kind in TREE else kind_and_text(error))
 
 
@@ -34,8 +34,12 @@ def test_an_outage_is_reported_by_its_class() -> None:
     error = CheckpointError("cannot write rows")
     error.__cause__ = OutageError("s3: is down")
     assert parse_exception(describe_exception(error)) == ("OutageError", "cannot write rows")
-    failure = failure_of(error)
-    assert (failure.kind, failure.message, failure.is_users) == ("OutageError", "cannot write rows", True)
+    failure = make_failure(error)
+    assert (failure.kind, failure.message, failure.is_self_contained) == (
+        "OutageError",
+        "cannot write rows",
+        True,
+    )
 
 
 def test_a_rejection_is_parsed() -> None:
@@ -62,6 +66,6 @@ PEER = "[10.77.0.2]:4711"
     ],
 )
 def test_a_lost_peer_logs_no_stack(text: str, is_logged: bool, caplog: pytest.LogCaptureFixture) -> None:
-    failure = failure_of(RuntimeError(text))
+    failure = make_failure(RuntimeError(text))
     assert (failure.message, failure.is_logged) == (f"RuntimeError: {text}", is_logged)
     assert bool(caplog.records) == is_logged

@@ -3,75 +3,178 @@
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterable
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future as Future_, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from support.barriers import (
-    NORM,
-    PATIENCE_SECONDS,
-    Applied,
-    Barrier,
-    Gate,
-    Merged,
-    ahead,
-    answer,
-    barrier,
-    give,
-    ignore,
-    is_done,
-    nothing,
-    when,
-)
+import torch
+from support.shards import hosting, train
 from torch.futures import Future
 
+from hybrid.embedding.bags import Bags
 from hybrid.errors import ClusterError
 from hybrid.primitives.step_timings import OpenSpan, StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import Staleness, UpdateMode, UpdateRules
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.server.barrier import Update, UpdateBarrier
+
+PATIENCE_SECONDS = 10.0
+NORM = 7.0
+Applied = list[list[str]]
+Barrier = UpdateBarrier[str]
+Result = TypeVar("Result")
+
+
+class Merged:
+    """An update that passes its contributions, with their factor, to ``apply``."""
+
+    def __init__(self, contributions: list[str], apply: Callable[[list[str]], None]) -> None:
+        self._contributions = contributions
+        self._apply = apply
+
+    def squared_norm(self) -> float:
+        return NORM
+
+    def apply(self, scale: float) -> None:
+        scaled = self._contributions if scale == 1.0 else [f"{scale}*{c}" for c in self._contributions]
+        self._apply(scaled)
+
+
+@contextmanager
+def barrier(
+    num_trainers: int,
+    apply: Callable[[list[str]], None],
+    mode: UpdateMode = UpdateMode.SYNC,
+    timeout_seconds: float = 2 * PATIENCE_SECONDS,
+    *,
+    parts: int = 1,
+    decided: bool = False,
+) -> Iterator[Barrier]:
+    """Yield a barrier whose threads have ended when the block ends."""
+
+    def merge(step: int, contributions: list[str]) -> Update:
+        return Merged(contributions, apply)
+
+    before = set(threading.enumerate())
+    rules = UpdateRules(num_trainers, mode, parts, check_finite=not decided, timeout_seconds=timeout_seconds)
+    each = Barrier(rules, merge)
+    try:
+        yield each
+    finally:
+        each.close()
+    assert set(threading.enumerate()) <= before
+
+
+def look_up(each: Barrier, version: int, work: Callable[[], Result], trainer: int = 0) -> Future[Result]:
+    """A lookup for step ``version`` that must see all updates before it."""
+    return each.run_when_ready(Ticket(trainer, version, version), work)
+
+
+def prefetch(
+    each: Barrier, trainer: int, step: int, work: Callable[[], Result], part: int = 0
+) -> Future[Result]:
+    """A lookup for ``step`` that must see all updates before it but the last."""
+    return each.run_when_ready(Ticket(trainer, step, max(0, step - 1), part, Purpose.PREFETCH), work)
+
+
+def contribute(
+    each: Barrier,
+    trainer: int,
+    step: int,
+    contribution: str = "",
+    *,
+    part: int = 0,
+    has_successor: bool = False,
+    should_update_here: bool = False,
+) -> None:
+    ticket = Ticket(trainer, step, step, part, Purpose.PREFETCH, has_successor)
+    each.contribute(ticket, contribution or f"t{trainer}s{step}", step, should_update_here=should_update_here)
+
+
+def nothing() -> None:
+    """A lookup of which only the time matters."""
+
+
+def ignore(contributions: list[str]) -> None:
+    """An update of which only the time matters."""
+
+
+def result_of(future: Future[Result]) -> Result:
+    """Return the result of ``future``; a bare ``wait`` would block even pytest's timeout."""
+    assert is_done(future, PATIENCE_SECONDS), "the lookup has not run"
+    return future.wait()
+
+
+def is_done(future: Future[Result], within_seconds: float = 0.02) -> bool:
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    return done.wait(within_seconds)
+
+
+class Gate:
+    """An ``apply`` that blocks each update until it is released, and records it."""
+
+    def __init__(self) -> None:
+        self.applied: Applied = []
+        self.entered = threading.Semaphore(0)
+        self._open = threading.Semaphore(0)
+
+    def __call__(self, contributions: list[str]) -> None:
+        self.entered.release()
+        assert self._open.acquire(timeout=PATIENCE_SECONDS)
+        self.applied.append(contributions)
+
+    def await_update(self) -> None:
+        assert self.entered.acquire(timeout=PATIENCE_SECONDS)
+
+    def release(self) -> None:
+        self._open.release()
 
 
 class TestLookups:
     def test_lookup_waits_for_its_version(self) -> None:
         gate = Gate()
         with barrier(1, gate) as each:
-            assert when(each, 0, lambda: "at once").done()
-            first, second = when(each, 1, lambda: len(gate.applied)), when(each, 2, lambda: len(gate.applied))
-            give(each, 0, 0)
-            gate.await_entry()
+            assert look_up(each, 0, lambda: "at once").done()
+            first, second = (look_up(each, version, lambda: len(gate.applied)) for version in (1, 2))
+            contribute(each, 0, 0)
+            gate.await_update()
             assert not first.done()  # the update is under way
-            gate.let_through()
-            assert answer(first) == 1
+            gate.release()
+            assert result_of(first) == 1
             assert not second.done()
-            give(each, 0, 1)
-            gate.let_through()
-            assert answer(second) == 2
+            contribute(each, 0, 1)
+            gate.release()
+            assert result_of(second) == 2
 
     def test_waiting_lookups_hold_no_thread(self) -> None:
         with barrier(1, ignore) as each:
             before = threading.active_count()
-            futures = [when(each, 1, partial(int, i)) for i in range(500)]
+            futures = [look_up(each, 1, partial(int, i)) for i in range(500)]
             assert threading.active_count() == before
             assert not any(future.done() for future in futures)
-            give(each, 0, 0)
-            assert [answer(future) for future in futures] == list(range(500))
+            contribute(each, 0, 0)
+            assert [result_of(future) for future in futures] == list(range(500))
 
     def test_failing_lookup_does_not_affect_others(self) -> None:
         def fail() -> float:
             return 1 / 0
 
         with barrier(1, ignore) as each:
-            at_once, later, fine = when(each, 0, fail), when(each, 1, fail), when(each, 1, lambda: "fine")
-            give(each, 0, 0)
-            assert answer(fine) == "fine"
+            at_once, later = (look_up(each, version, fail) for version in (0, 1))
+            fine = look_up(each, 1, lambda: "fine")
+            contribute(each, 0, 0)
+            assert result_of(fine) == "fine"
             for future in (at_once, later):
                 with pytest.raises(ZeroDivisionError):
-                    answer(future)
+                    result_of(future)
 
     def test_update_waits_for_the_read_of_a_prefetch(self) -> None:
-        """Not only until it arrived: rows must not change under its hands."""
+        """Rows must not change while they are read."""
         gate, reading, may_end = Gate(), threading.Event(), threading.Event()
 
         def read() -> int:
@@ -80,29 +183,20 @@ class TestLookups:
             return len(gate.applied)
 
         with barrier(1, gate, UpdateMode.PIPELINED) as each, ThreadPoolExecutor(1) as pool:
-            looking_up = pool.submit(ahead, each, 0, 1, read)
+            looking_up = pool.submit(prefetch, each, 0, 1, read)
             assert reading.wait(PATIENCE_SECONDS)
-            give(each, 0, 0, followed=True)
+            contribute(each, 0, 0, has_successor=True)
             assert not gate.entered.acquire(timeout=0.02)
             may_end.set()
-            gate.await_entry()
-            assert answer(looking_up.result()) == 0
-            gate.let_through()
-
-    def test_update_does_not_wait_for_other_lookups(self) -> None:
-        with barrier(1, ignore, UpdateMode.PIPELINED) as each:
-            answer(each.run_when_ready(Ticket(0, 1, 0, purpose=Purpose.PREDICT), nothing))
-            give(each, 0, 0, followed=True)
-            updated = when(each, 1, nothing)
-            assert not is_done(updated)
-            answer(ahead(each, 0, 1, nothing))
-            answer(updated)
+            gate.await_update()
+            assert result_of(looking_up.result()) == 0
+            gate.release()
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mode", list(UpdateMode))
 def test_threads_of_trainers_train_in_order(mode: UpdateMode, seed: int) -> None:
-    """Each step's gradients, and the lookups of the next step or the one after, arrive in any order."""
+    """Gradients, and lookups of the next step or the one after, arrive in any order."""
     num_trainers, num_steps, parts = 4, 30, 2
     distance = 1 if mode is UpdateMode.SYNC else 2
     applied: Applied = []
@@ -115,25 +209,33 @@ def test_threads_of_trainers_train_in_order(mode: UpdateMode, seed: int) -> None
             chance = random.Random(100 * seed + trainer)
             lookups: list[list[Future[int]]] = [[] for _ in range(num_steps)]
 
-            def own_updates() -> int:
+            def updates_of_trainer() -> int:
                 own = [text for of in list(applied) for text in of if text.startswith(f"t{trainer}")]
                 return len(own) // parts
 
             def look_up(step: int, part: int) -> None:
                 if step < num_steps:
                     ticket = Ticket(trainer, step, max(0, step + 1 - distance), part, Purpose.PREFETCH)
-                    lookups[step].append(each.run_when_ready(ticket, own_updates))
+                    lookups[step].append(each.run_when_ready(ticket, updates_of_trainer))
 
             def send(step: int, part: int) -> None:
-                text, is_followed = f"t{trainer}s{step}p{part}", distance == 2 and step + 1 < num_steps
-                updates_here = chance.random() < 0.5
-                give(each, trainer, step, text, part=part, followed=is_followed, updates_here=updates_here)
+                text, has_successor = f"t{trainer}s{step}p{part}", distance == 2 and step + 1 < num_steps
+                should_update_here = chance.random() < 0.5
+                contribute(
+                    each,
+                    trainer,
+                    step,
+                    text,
+                    part=part,
+                    has_successor=has_successor,
+                    should_update_here=should_update_here,
+                )
 
             for step, part in itertools.product(range(distance), range(parts)):
                 look_up(step, part)
             seen = []
             for step in range(num_steps):
-                seen += [answer(lookup) for lookup in lookups[step]]
+                seen += [result_of(lookup) for lookup in lookups[step]]
                 events = [*itertools.product([send], [step], range(parts))]
                 events += itertools.product([look_up], [step + distance], range(parts))
                 for do, of_step, part in chance.sample(events, len(events)):
@@ -152,7 +254,7 @@ def test_threads_of_trainers_train_in_order(mode: UpdateMode, seed: int) -> None
 
 
 class TestUpdatesHere:
-    """Where whoever completes an update makes it."""
+    """Updates in the thread of the contribution that completes them."""
 
     @pytest.mark.parametrize("mode", list(UpdateMode))
     def test_last_part_runs_the_update_in_its_thread(self, mode: UpdateMode) -> None:
@@ -161,47 +263,19 @@ class TestUpdatesHere:
             for step in range(3):
                 for part in range(2):
                     assert each.version == step
-                    give(each, 0, step, part=part, updates_here=True)
+                    contribute(each, 0, step, part=part, should_update_here=True)
                 assert each.version == step + 1
         assert threads == [threading.get_ident()] * 3
-
-    def test_one_update_runs_at_a_time(self) -> None:
-        gate = Gate()
-        with barrier(2, gate, UpdateMode.ASYNC) as each:
-            give(each, 0, 0)
-            gate.await_entry()
-            for step in range(2):
-                give(each, 1, step, updates_here=True)  # returns, though the gate is closed
-            gate.let_through()
-            gate.await_entry()
-            gate.let_through()
-            each.drain()
-        assert gate.applied == [["t0s0"], ["t1s0", "t1s1"]]
 
     def test_updater_applies_decided_steps(self) -> None:
         applied: Applied = []
         with barrier(1, applied.append, decided=True) as each:
-            give(each, 0, 0, updates_here=True)  # returns, though nobody has decided
-            answer(each.norm(0))
+            contribute(each, 0, 0, should_update_here=True)  # returns, though nobody has decided
+            result_of(each.squared_norm(0))
             assert applied == []
             each.decide(0, 1.0)
-            answer(when(each, 1, nothing))
+            result_of(look_up(each, 1, nothing))
         assert applied == [["t0s0"]]
-
-    def test_readers_answer_lookups_while_the_barrier_closes(self) -> None:
-        gate = Gate()
-        with barrier(1, gate) as each, ThreadPoolExecutor(2) as pool:
-            waiting = when(each, 1, lambda: (len(gate.applied), threading.current_thread().name))
-            updating = pool.submit(give, each, 0, 0, updates_here=True)
-            gate.await_entry()
-            closing = pool.submit(each.close)
-            assert not is_done(waiting)
-            gate.let_through()
-            number, name = answer(waiting)
-            assert number == 1
-            assert name.startswith("lookup")
-            for ended in (updating, closing):
-                ended.result(PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
@@ -209,49 +283,13 @@ def test_drain_waits_for_the_running_update(mode: UpdateMode) -> None:
     gate = Gate()
     with barrier(1, gate, mode) as each, ThreadPoolExecutor(1) as pool:
         each.drain()  # nothing is under way
-        give(each, 0, 0)
-        gate.await_entry()
+        contribute(each, 0, 0)
+        gate.await_update()
         drained = pool.submit(each.drain)
         assert not wait([drained], timeout=0.02).done
-        gate.let_through()
+        gate.release()
         drained.result(PATIENCE_SECONDS)
         assert gate.applied == [["t0s0"]]
-
-
-@pytest.mark.parametrize("updates_here", [False, True])
-def test_take_staleness_covers_updates_since_the_last_call(updates_here: bool) -> None:
-    with barrier(2, ignore) as each:
-        for step, trainer in itertools.product(range(3), range(2)):
-            read_at = max(0, step - 1)
-            each.contribute(Ticket(trainer, step, step), "", read_at, updates_here=updates_here)
-        each.drain()
-        assert each.take_staleness() == Staleness(6, 4, 1)
-        assert each.take_staleness() == Staleness()
-
-
-def test_staleness_of_missing_updates_is_an_error() -> None:
-    with (
-        barrier(1, ignore, timeout_seconds=0.05) as each,
-        pytest.raises(ClusterError, match=r"^step 2: updates before it are missing$"),
-    ):
-        each.take_staleness(2)
-
-
-def test_updates_do_not_wait_for_finished_trainers() -> None:
-    applied: Applied = []
-    with barrier(2, applied.append) as each:
-        give(each, 0, 0)
-        updated = when(each, 1, nothing)
-        assert not is_done(updated)
-        each.finish(1, 0)
-        answer(updated)
-        each.rejoin(1, 1)
-        give(each, 0, 1)
-        updated = when(each, 2, nothing)
-        assert not is_done(updated)
-        give(each, 1, 1)
-        answer(updated)
-    assert applied == [["t0s0"], ["t0s1", "t1s1"]]
 
 
 class TestRestart:
@@ -260,56 +298,34 @@ class TestRestart:
         with barrier(1, applied.append) as each:
             each.restart(293)
             assert each.version == 293
-            assert when(each, 293, lambda: "at once").done()
-            later = when(each, 294, lambda: len(applied))
+            assert look_up(each, 293, lambda: "at once").done()
+            later = look_up(each, 294, lambda: len(applied))
             with pytest.raises(AssertionError):
                 each.restart(294)  # somebody waits for it
-            give(each, 0, 293)
-            assert answer(later) == 1
-
-    def test_restart_forgets_finished_trainers_and_prefetches(self) -> None:
-        with barrier(1, ignore, UpdateMode.PIPELINED) as each:
-            answer(ahead(each, 0, 1, nothing))
-            each.finish(0, 0)
-            each.restart(0)
-            give(each, 0, 0, followed=True)
-            updated = when(each, 1, nothing)
-            assert not is_done(updated)
-            answer(ahead(each, 0, 1, nothing))
-            answer(updated)
+            contribute(each, 0, 293)
+            assert result_of(later) == 1
 
     def test_restart_may_go_back_to_decided_steps(self) -> None:
         with barrier(1, ignore, decided=True) as each:
             for start in (7, 5):
                 each.restart(start)
-                norm = each.norm(start)
+                norm = each.squared_norm(start)
                 assert not norm.done()
-                give(each, 0, start)
-                assert answer(norm) == NORM
+                contribute(each, 0, start)
+                assert result_of(norm) == NORM
                 each.decide(start, 1.0)
                 each.drain()
 
 
-def test_refused_gradients_change_nothing() -> None:
-    applied: Applied = []
-    with barrier(1, applied.append) as each:
-        give(each, 0, 0)
-        with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of step 0 twice$"):
-            give(each, 0, 0)
-        give(each, 0, 1)
-        answer(when(each, 2, nothing))
-    assert applied == [["t0s0"], ["t0s1"]]
-
-
-def assert_told(
+def assert_all_fail(
     waiting: Iterable[Future[Any]], each: Barrier, message: str, kind: type[Exception] = ClusterError
 ) -> None:
-    """See that who waits, and everybody who comes later with whatever, is told of a failure."""
+    """Check that pending and later calls raise a failure."""
     calls: list[Callable[[], object]] = [
-        *(partial(answer, future) for future in waiting),
-        lambda: answer(when(each, 0, nothing)),
-        lambda: give(each, 0, 1),
-        lambda: answer(each.norm(1)),
+        *(partial(result_of, future) for future in waiting),
+        lambda: result_of(look_up(each, 0, nothing)),
+        lambda: contribute(each, 0, 1),
+        lambda: result_of(each.squared_norm(1)),
         each.drain,
     ]
     for call in calls:
@@ -318,97 +334,78 @@ def assert_told(
 
 
 class TestDecided:
-    """Steps that wait for what the trainers make of their norm."""
+    """Steps that wait for the decision of the trainers."""
 
     def test_norm_is_known_once_all_gradients_arrived(self) -> None:
         applied: Applied = []
         with barrier(2, applied.append, decided=True) as each:
-            give(each, 1, 0)
-            early, next_one = each.norm(0), each.norm(1)
+            contribute(each, 1, 0)
+            early, next_one = each.squared_norm(0), each.squared_norm(1)
             assert not is_done(early)
-            give(each, 0, 0)
-            assert answer(early) == NORM
-            assert each.norm(0).done()  # for whoever asks late
-            assert answer(each.norm(0)) == NORM
+            contribute(each, 0, 0)
+            assert result_of(early) == NORM
+            assert each.squared_norm(0).done()  # a late call
+            assert result_of(each.squared_norm(0)) == NORM
             assert applied == []
             each.decide(0, 0.5)
-            answer(when(each, 1, nothing))
+            result_of(look_up(each, 1, nothing))
             assert applied == [["0.5*t0s0", "0.5*t1s0"]]
-            assert answer(each.norm(0)) == NORM  # even after the update
+            assert result_of(each.squared_norm(0)) == NORM  # even after the update
             assert not next_one.done()
             for trainer in range(2):
-                give(each, trainer, 1)
-            assert answer(next_one) == NORM
+                contribute(each, trainer, 1)
+            assert result_of(next_one) == NORM
             each.decide(1, 1.0)
             each.drain()
         assert applied[1] == ["t0s1", "t1s1"]
 
-    def test_a_dropped_step_counts_as_an_update(self) -> None:
-        applied: Applied = []
-        with barrier(1, applied.append, decided=True) as each:
-            give(each, 0, 0)
-            each.decide(0, None)
-            assert answer(when(each, 1, lambda: list(applied))) == []
-            give(each, 0, 1)
-            each.decide(1, 1.0)
-            assert answer(when(each, 2, lambda: list(applied))) == [["t0s1"]]
-
     def test_an_undecided_step_is_an_error(self) -> None:
-        message = r"^step 0: no decision of trainer 0 \(cluster.timeout_seconds\)$"
+        message = r"^step 0: no decision from trainer 0 \(cluster.timeout_seconds\)$"
         with barrier(1, ignore, decided=True, timeout_seconds=0.05) as each:
-            waiting = when(each, 1, nothing)
-            give(each, 0, 0)
-            assert_told([waiting], each, message)
+            waiting = look_up(each, 1, nothing)
+            contribute(each, 0, 0)
+            assert_all_fail([waiting], each, message)
             assert each.version == 0
 
     def test_close_ends_the_wait_for_a_decision(self) -> None:
         with barrier(1, ignore, decided=True) as each, ThreadPoolExecutor(1) as pool:
-            norm = each.norm(0)
-            give(each, 0, 0)
-            answer(norm)
+            norm = each.squared_norm(0)
+            contribute(each, 0, 0)
+            result_of(norm)
             pool.submit(each.close).result(PATIENCE_SECONDS)
 
 
 class TestFailure:
     def test_missing_trainers_are_named(self) -> None:
         with barrier(3, ignore, timeout_seconds=0.05) as each:
-            waiting = when(each, 1, nothing)
-            give(each, 1, 0)
+            waiting = look_up(each, 1, nothing)
+            contribute(each, 1, 0)
             missing = "trainer 0, trainer 2"
             message = rf"^step 0: no gradients from {missing} for 0.05 s \(cluster.timeout_seconds\)$"
-            assert_told([waiting], each, message)
+            assert_all_fail([waiting], each, message)
 
-    @pytest.mark.parametrize("updates_here", [False, True])
-    def test_a_failing_update_reaches_waiting_and_later_callers(self, updates_here: bool) -> None:
+    @pytest.mark.parametrize("should_update_here", [False, True])
+    def test_a_failing_update_reaches_waiting_and_later_callers(self, should_update_here: bool) -> None:
         def explode(_: list[str]) -> None:
             raise ArithmeticError("bad row")
 
         with barrier(1, explode) as each:
-            waiting = [when(each, 1, nothing), when(each, 5, nothing)]
-            norms = [each.norm(0), each.norm(1)]
-            give(each, 0, 0, updates_here=updates_here)
-            assert_told([*waiting, *norms], each, r"^bad row$", ArithmeticError)
+            waiting = [look_up(each, 1, nothing), look_up(each, 5, nothing)]
+            norms = [each.squared_norm(0), each.squared_norm(1)]
+            contribute(each, 0, 0, should_update_here=should_update_here)
+            assert_all_fail([*waiting, *norms], each, r"^bad row$", ArithmeticError)
             assert each.version == 0
 
     def test_remote_failure_reaches_waiting_and_later_callers(self) -> None:
         with barrier(2, ignore, decided=True) as each, ThreadPoolExecutor(1) as pool:
-            give(each, 0, 0)
-            waiting = when(each, 1, nothing), each.norm(0)
+            contribute(each, 0, 0)
+            waiting = look_up(each, 1, nothing), each.squared_norm(0)
             draining = pool.submit(each.drain)
             assert not wait([draining], timeout=0.02).done
             each.fail("trainer 1 is gone")
-            assert_told(waiting, each, r"^trainer 1 is gone$")
+            assert_all_fail(waiting, each, r"^trainer 1 is gone$")
             with pytest.raises(ClusterError, match=r"^trainer 1 is gone$"):
                 draining.result(PATIENCE_SECONDS)
-
-    def test_remote_failure_ends_the_wait_for_a_decision(self) -> None:
-        with barrier(1, ignore, decided=True) as each:
-            waiting, norm = when(each, 1, nothing), each.norm(0)
-            give(each, 0, 0)
-            answer(norm)
-            each.fail("trainer 0 is gone")
-            with pytest.raises(ClusterError, match=r"^trainer 0 is gone$"):
-                answer(waiting)
 
     def test_first_failure_is_reported(self) -> None:
         with barrier(1, ignore) as each:
@@ -421,27 +418,28 @@ class TestFailure:
 class TestClose:
     def test_close_fails_waiting_callers_and_is_idempotent(self) -> None:
         with barrier(2, ignore) as each:
-            waiting = when(each, 1, nothing), each.norm(0)
-            give(each, 0, 0)
+            waiting = look_up(each, 1, nothing), each.squared_norm(0)
+            contribute(each, 0, 0)
             each.close()
-            assert_told(waiting, each, "the worker is stopping")
+            assert_all_fail(waiting, each, "the worker is stopping")
 
-    def test_close_answers_lookups_of_the_running_update(self) -> None:
+    def test_close_waits_for_the_running_update_and_its_lookups(self) -> None:
         gate = Gate()
         with barrier(1, gate) as each, ThreadPoolExecutor(1) as pool:
-            futures = [when(each, 1, partial(int, i)) for i in range(200)]
-            too_late = when(each, 2, nothing)
-            give(each, 0, 0)
-            gate.await_entry()
+            futures = [look_up(each, 1, partial(int, i)) for i in range(200)]
+            later = look_up(each, 2, nothing)
+            contribute(each, 0, 0)
+            gate.await_update()
             closing = pool.submit(each.close)
-            gate.let_through()
+            assert not wait([closing], timeout=0.02).done
+            gate.release()
             closing.result(PATIENCE_SECONDS)
-            assert [answer(future) for future in futures] == list(range(200))
+            assert [result_of(future) for future in futures] == list(range(200))
             with pytest.raises(ClusterError, match="the worker is stopping"):
-                answer(too_late)
+                result_of(later)
 
     def test_close_answers_lookups_released_by_another_thread(self) -> None:
-        """Though that thread is slow to release them, and no update is under way any more."""
+        """That thread may be slow, and no update is running any more."""
 
         class SlowSpan(OpenSpan):
             def close(self) -> None:
@@ -450,13 +448,42 @@ class TestClose:
 
         class SlowClock(StepClock):
             def begin(self, *_: object, **__: object) -> OpenSpan:
-                return SlowSpan([], "wait", 1, None, None, 0)
+                return SlowSpan([], "wait", 1, None, 0)
 
         closing: list[Future_[None]] = []
         rules = UpdateRules(1, UpdateMode.SYNC, timeout_seconds=PATIENCE_SECONDS)
         each = Barrier(rules, lambda step, contributions: Merged(contributions, ignore), SlowClock())
         with ThreadPoolExecutor(1) as pool:
-            waiting = when(each, 1, lambda: "answered")
-            give(each, 0, 0, updates_here=True)
-            assert answer(waiting) == "answered"
+            waiting = look_up(each, 1, lambda: "answered")
+            contribute(each, 0, 0, should_update_here=True)
+            assert result_of(waiting) == "answered"
             closing[0].result(PATIENCE_SECONDS)
+
+    def test_closing_a_hosted_module_ends_its_threads(self) -> None:
+        before = set(threading.enumerate())
+        with hosting(UpdateRules(2)) as tables:
+            pending = tables.lookup(train(1), [(0, Bags(torch.tensor([1])))])
+            tables.close()
+            assert set(threading.enumerate()) <= before
+            with pytest.raises(ClusterError, match="the worker is stopping"):
+                result_of(pending)
+
+
+def test_steps_leave_no_memory_behind() -> None:
+    """Each step has a prefetched lookup, and an announced number of contributions."""
+
+    def train_steps(steps: range) -> None:
+        for step in steps:
+            result_of(prefetch(each, 0, step + 1, nothing))
+            each.expect(0, step, 2)
+            for part in range(2):
+                contribute(each, 0, step, part=part, has_successor=True, should_update_here=True)
+
+    with barrier(1, ignore, UpdateMode.PIPELINED) as each:
+        train_steps(range(100))
+        tracemalloc.start()
+        try:
+            train_steps(range(100, 1100))
+            assert tracemalloc.get_traced_memory()[0] < 50_000
+        finally:
+            tracemalloc.stop()

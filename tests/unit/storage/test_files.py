@@ -3,7 +3,7 @@
 import gzip
 import os
 from collections.abc import Callable
-from itertools import count
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,37 +17,40 @@ from hybrid.storage import files
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
 MIB = 1 << 20
-_numbers = count()
+KINDS = ("path", "store", "google", "azure")
+
+
+@pytest.fixture(params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> StoragePath:
+    """An empty folder of this machine or of a store."""
+    if request.param == "path":
+        return tmp_path
+    root = request.getfixturevalue(request.param)
+    bucket = root if isinstance(root, RemotePath) else parse_path(f"s3://{BUCKET}")
+    return bucket / tmp_path.name
 
 
 def some_bytes(num_bytes: int) -> bytes:
     return np.random.default_rng(7).bytes(num_bytes)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 5], ids=["empty", "small"])
-def test_a_file_is_read_as_it_was_written(folder: StoragePath, num_bytes: int) -> None:
-    check_read(folder / "a.bin", num_bytes)
+SIZES = [*product(KINDS, (0, 5)), ("path", 23 * MIB + 3), ("store", 23 * MIB + 3)]
 
 
-SLOW = [pytest.param(each, marks=pytest.mark.long) for each in ("google", "azure")]
-
-
-@pytest.mark.parametrize("folder", ["path", "store", *SLOW], indirect=True)
-def test_a_file_of_several_blocks_is_read_as_it_was_written(folder: StoragePath) -> None:
-    check_read(folder / "a.bin", 23 * MIB + 3)
-
-
-def check_read(file: StoragePath, num_bytes: int) -> None:
-    """Write a file, and read it by each function."""
-    content = some_bytes(num_bytes)
+@pytest.mark.parametrize(("folder", "num_bytes"), SIZES, indirect=["folder"])
+def test_a_file_is_read_as_it_was_written(
+    folder: StoragePath, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "BLOCK_BYTES", 2 * MIB)
+    file, content = folder / "a.bin", some_bytes(num_bytes)
     with files.open_writer(file) as writer:
         for start in range(0, num_bytes, 4 * MIB):
             writer.write(memoryview(content)[start : start + 4 * MIB])
     assert files.require_file(file).size == num_bytes
     assert files.read_bytes(file) == content
     assert b"".join(files.read_blocks(file)) == content
-    with files.local_copy(file, files.compute_checksum(file)) as here:
-        mapped = np.memmap(here, np.uint8) if num_bytes else np.empty(0)
+    with files.local_copy(file, files.compute_checksum(file)) as local:
+        mapped = np.memmap(local, np.uint8) if num_bytes else np.empty(0)
     assert mapped.tobytes() == content  # the file itself may be gone
 
 
@@ -76,12 +79,11 @@ def test_a_folder_that_may_not_be_read_is_one_line() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_ranges_are_read_in_order(folder: StoragePath) -> None:
-    content = some_bytes(100_000)
+def test_ranges_are_read_in_any_order(folder: StoragePath) -> None:
+    content = some_bytes(1000)
     files.write_bytes(folder / "a", content)
-    ranges = [(start, 7) for start in range(0, 99_990, 331)][::-1]
-    assert list(files.read_ranges(folder / "a", ranges)) == [content[s : s + n] for s, n in ranges]
-    assert files.read_range(folder / "a", 99_999, 10) == content[-1:]
+    read = files.open_ranges(folder / "a")
+    assert [read(400, 7), read(1, 2), read(999, 10)] == [content[400:407], content[1:3], content[-1:]]
 
 
 def test_python_reads_it_as_a_file(folder: StoragePath) -> None:
@@ -122,7 +124,6 @@ def test_a_missing_file_is_a_file_not_found_error(folder: StoragePath) -> None:
     reads: list[Callable[[StoragePath], object]] = [
         files.read_bytes,
         files.require_file,
-        files.require_file,
         files.compute_checksum,
     ]
     for read in reads:
@@ -131,24 +132,27 @@ def test_a_missing_file_is_a_file_not_found_error(folder: StoragePath) -> None:
         assert str(folder / "none") in str(caught.value)
 
 
-def test_the_tag_of_a_file_depends_on_its_content(store: Store) -> None:
-    folder = RemotePath(f"s3://{BUCKET}", f"files-{next(_numbers)}")
+@pytest.mark.parametrize("folder", ["store", "google", "azure"], indirect=True)
+def test_the_tag_of_a_file_depends_on_its_content(folder: RemotePath) -> None:
     for name, content in (("a", b"1"), ("b", b"2"), ("c", b"1")):
         files.write_bytes(folder / name, content)
     a, b, c = (files.content_tag(folder / name) for name in "abc")
+    if folder.root.startswith("abfs"):  # which has no tags
+        assert a == b == c == ""
+        return
     assert a == c != b
     files.write_bytes(folder / "a", b"2")
     assert files.content_tag(folder / "a") == b
 
 
 def test_only_the_requested_bytes_are_fetched(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, content = parse_path(f"s3://{BUCKET}/files-{next(_numbers)}"), some_bytes(3 * MIB)
+    file, content = parse_path(f"s3://{BUCKET}/large"), some_bytes(3 * MIB)
     files.write_bytes(file, content)
     with Proxy(store) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
-        with files.open_reader(file, ahead=0) as there:
-            there.seek(2 * MIB)
-            assert there.read(100) == content[2 * MIB :][:100]
+        with files.open_reader(file) as remote:
+            remote.seek(2 * MIB)
+            assert remote.read(100) == content[2 * MIB :][:100]
     assert proxy.num_bytes == 100
 
 

@@ -1,7 +1,8 @@
-"""Failures of a store: transient ones are retried, others, and unknown certificates, are one line."""
+"""Failures of stores: transient ones are retried, others are one line. Google and Azure differ from S3."""
 
 import hashlib
 import logging
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from threading import Thread
@@ -15,10 +16,10 @@ from support.stores import BUCKET, Proxy, Store
 from werkzeug.serving import make_server
 
 from hybrid.errors import OutageError, StorageError
-from hybrid.storage import files, store_clients
+from hybrid.storage import files, object_stores
 from hybrid.storage.remote_path import RemotePath, parse_path
-from hybrid.storage.store_clients import ATTEMPTS
 
+NO_BUCKET = RemotePath("s3://none", "")
 CONTENT = np.random.default_rng(3).bytes(23 << 20)
 
 
@@ -38,15 +39,15 @@ def through(proxy: Proxy, name: str) -> RemotePath:
     "fate", ["lose", *(pytest.param(each, marks=pytest.mark.long) for each in ("503", "500", "cut", "slow"))]
 )
 def test_a_transient_failure_is_retried(proxy: Proxy, fate: str) -> None:
-    """Each request once: initiating an upload, its parts, its end, looking, reading, listing, removing."""
-    asked = Counter[tuple[str, str]]()
+    """Each request fails once: those of an upload, of finding, reading, listing and removing a file."""
+    requests = Counter[tuple[str, str]]()
 
     def plan(method: str, path: str) -> str | None:
         request = method, path
-        asked[request] += 1
+        requests[request] += 1
         # The completion of an upload that the store has processed cannot be repeated.
         is_end = method == "POST" and "uploadId" in path
-        return None if asked[request] > 1 or (is_end and fate == "lose") else fate
+        return None if requests[request] > 1 or (is_end and fate == "lose") else fate
 
     file = through(proxy, f"again-{fate}")
     files.write_bytes(file, CONTENT[: 11 << 20])
@@ -56,7 +57,7 @@ def test_a_transient_failure_is_retried(proxy: Proxy, fate: str) -> None:
     assert [each.path for each in files.list_entries(file.parent) if each.path == file] == [file]
     files.remove(file)
     assert not files.exists(file)
-    assert max(asked.values()) > 1 or fate == "slow"
+    assert max(requests.values()) > 1 or fate == "slow"
 
 
 def test_a_truncated_response_is_retried(proxy: Proxy) -> None:
@@ -87,7 +88,7 @@ def test_a_store_that_stays_down_is_an_error(proxy: Proxy) -> None:
     proxy.plan = lambda method, path: "503"
     with pytest.raises(StorageError, match=r"cannot be read: .*the store is overloaded or down"):
         files.read_bytes(through(proxy, "down"))
-    assert len(proxy.seen) == ATTEMPTS
+    assert len(proxy.seen) == object_stores.ATTEMPTS
 
 
 @pytest.mark.parametrize(
@@ -97,35 +98,29 @@ def test_a_store_that_stays_down_is_an_error(proxy: Proxy) -> None:
 def test_an_outage_is_distinguished_from_a_refusal(
     proxy: Proxy, fate: str, kind: type[StorageError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_clients, "ATTEMPTS", 1)
+    monkeypatch.setattr(object_stores, "ATTEMPTS", 1)
     file = through(proxy, f"down-{fate}")
     files.write_bytes(file, b"content")
     proxy.plan = lambda method, path: fate
-    asked: dict[str, Callable[[], object]] = {
+    requests: dict[str, Callable[[], object]] = {
         "found": lambda: files.exists(file),
         "listed": lambda: files.list_entries(file.parent),
         "read": lambda: files.read_bytes(file),
         "written": lambda: files.write_bytes(file, b"new"),
         "removed": lambda: files.remove(file),
     }
-    for what, ask in asked.items():
-        with pytest.raises(StorageError, match=f"cannot be {what}: ") as caught:
-            ask()
+    for action, request in requests.items():
+        with pytest.raises(StorageError, match=f"cannot be {action}: ") as caught:
+            request()
         assert type(caught.value) is kind
 
 
 def test_an_unreachable_store_is_an_outage(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_clients, "ATTEMPTS", 1)
+    monkeypatch.setattr(object_stores, "ATTEMPTS", 1)
     with Proxy(store) as proxy:
         file = through(proxy, "gone")
     with pytest.raises(OutageError, match="AWS_ENDPOINT_URL"):
         files.read_bytes(file)
-
-
-def test_a_missing_bucket_is_no_outage(store: Store) -> None:
-    with pytest.raises(StorageError, match="there is no such bucket") as caught:
-        files.write_bytes(parse_path("s3://none/file"), b"content")
-    assert type(caught.value) is StorageError
 
 
 def test_a_refused_request_is_not_retried(proxy: Proxy) -> None:
@@ -177,3 +172,118 @@ def test_an_unknown_certificate_is_refused_at_once(address: str, monkeypatch: py
     assert "\n" not in str(caught.value)
     assert not isinstance(caught.value, OutageError)
     assert monotonic() - begun < 10
+
+
+@pytest.fixture(params=["google", "azure"])
+def other_store(request: pytest.FixtureRequest) -> RemotePath:
+    """The bucket of a store that is not S3's."""
+    root = request.getfixturevalue(request.param)
+    assert isinstance(root, RemotePath)
+    return root
+
+
+@pytest.fixture
+def unused_address() -> Iterator[str]:
+    """An address where no process listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", ["store", "google", "azure"])
+def test_a_missing_bucket_is_no_outage(kind: str, request: pytest.FixtureRequest) -> None:
+    root = request.getfixturevalue(kind)
+    if kind == "azure":
+        file = root.with_name("no-such-bucket") / "a"
+    else:
+        file = RemotePath("gs://no-such-bucket", "a", root.query) if kind == "google" else NO_BUCKET / "a"
+    requests: list[Callable[[], object]] = [
+        lambda: files.write_bytes(file, b"1"),
+        lambda: files.list_entries(file),
+        lambda: files.exists(file),
+    ]
+    for each in requests:
+        with pytest.raises(
+            StorageError, match="there is no such bucket; make it, or correct the URL"
+        ) as caught:
+            each()
+        assert type(caught.value) is StorageError
+    with pytest.raises(FileNotFoundError):
+        files.read_bytes(file)
+
+
+def test_a_file_is_replaced_atomically(other_store: RemotePath) -> None:
+    folder = other_store / "whole"
+    files.write_bytes(folder / "a", b"old")
+    with files.open_writer(folder / "a") as file:
+        file.write(bytes(65 << 20))
+        assert files.read_bytes(folder / "a") == b"old"
+    assert files.require_file(folder / "a").size == 65 << 20
+    assert [each.path for each in files.list_entries(folder, is_deep=True)] == [folder / "a"]
+
+
+def test_an_unreachable_google_is_an_outage(monkeypatch: pytest.MonkeyPatch, unused_address: str) -> None:
+    monkeypatch.setattr(object_stores, "RETRY_SECONDS", 1.0)
+    store = parse_path(f"gs://b/a?anonymous=true&scheme=http&endpoint_override={unused_address}")
+    with pytest.raises(OutageError, match="endpoint_override in the URL"):
+        files.read_bytes(store)
+
+
+@pytest.mark.long
+def test_an_unreachable_account_is_an_outage(monkeypatch: pytest.MonkeyPatch, unused_address: str) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "AAAA")
+    with pytest.raises(OutageError, match="account in the URL"):
+        files.read_bytes(parse_path(f"abfs://me@{unused_address}/box/a?enable_tls=false"))
+
+
+def test_a_wrong_key_is_refused(azure: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("AAAA", "!"):
+        monkeypatch.setenv("AZURE_STORAGE_KEY", key)
+        object_stores._client.cache_clear()
+        with pytest.raises(StorageError, match="; set AZURE_STORAGE_KEY"):
+            files.read_bytes(azure / "a")
+    monkeypatch.delenv("AZURE_STORAGE_KEY")
+    object_stores._client.cache_clear()
+    with pytest.raises(StorageError, match="; set AZURE_STORAGE_KEY"):
+        files.read_bytes(azure / "a")
+    object_stores._client.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("authority", "account", "prefix"),
+    [
+        ("box@me.dfs.core.windows.net", "me", "box/"),
+        ("me.blob.core.windows.net", "me", ""),
+        ("me@127.0.0.1:10000", "me", ""),
+        ("me@box", "me", "box/"),
+    ],
+)
+def test_a_url_of_azure_has_an_account(authority: str, account: str, prefix: str) -> None:
+    assert object_stores._split_azure_authority(authority)[:2] == (account, prefix)
+
+
+def test_a_url_of_azure_without_an_account_is_refused() -> None:
+    with pytest.raises(StorageError, match="names no account; write abfs://CONTAINER@ACCOUNT"):
+        files.read_bytes(parse_path("abfs://box/a"))
+
+
+STATUS = "google::cloud::Status(%s: Permanent error, with a last message of %s error_info={reason=, domain=})"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "text", "remedy", "kind"),
+    [
+        ("gs", STATUS % ("PERMISSION_DENIED", "Received HTTP status code: 403"), "GOOGLE_", StorageError),
+        ("gs", STATUS % ("UNAVAILABLE", "Could not create a OAuth2 access token"), "GOOGLE_", StorageError),
+        ("gs", STATUS % ("UNAVAILABLE", "Received HTTP status code: 503"), "try again later", OutageError),
+        ("gs", STATUS % ("UNKNOWN", "Work() - CURL error [60]=SSL"), "SSL_CERT_FILE", StorageError),
+        ("abfs", "Azure Error: [AuthorizationFailure] 403 Server failed", "AZURE_STORAGE_KEY", StorageError),
+        ("abfs", "Azure Error: [ServerBusy] 503 The server is busy", "try again later", OutageError),
+        ("abfss", "Fail to get a new connection. SSL peer certificate", "SSL_CERT_FILE", StorageError),
+    ],
+)
+def test_an_error_names_a_remedy(scheme: str, text: str, remedy: str, kind: type[StorageError]) -> None:
+    error = object_stores._store_error(RemotePath(f"{scheme}://b", "a"), "read", text)
+    assert remedy in str(error)
+    assert type(error) is kind
+    assert "error_info" not in str(error)

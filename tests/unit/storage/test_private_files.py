@@ -1,4 +1,4 @@
-"""Private folders, refused symbolic links, and the user's own folders."""
+"""Private folders, refused symbolic links, and folders in the user's home."""
 
 import ctypes
 import os
@@ -15,9 +15,9 @@ from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import HybridError
 from hybrid.storage.private_files import make_folder, private_user_folder
 from workers.exit_codes import Cause
-from workers.launching.network_namespace import enter_network_namespace
-from workers.launching.restarts import Restarts
-from workers.launching.role_failure import RoleFailure
+from workers.launching.fork_server import enter_network_namespace
+from workers.launching.launcher import Restarts
+from workers.launching.role_processes import RoleFailure
 from workers.run_folder.run_access import run_lock
 from workers.run_folder.run_files import RunFolder
 
@@ -32,7 +32,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def open_umask() -> Iterator[None]:
-    """A process whose new files are readable by everybody unless the program restricts them."""
+    """Make new files readable by all users unless the program restricts them."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -88,15 +88,13 @@ def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
 def test_a_record_of_restarts_that_is_a_link_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("kept")
     (tmp_path / "restarts.jsonl").symlink_to("mine")
-    line = Restarts(tmp_path, 3).after(RoleFailure("killed", Cause.KILLED))
+    line = Restarts(tmp_path, 3).plan_restart(RoleFailure("killed", Cause.KILLED))
     assert f"{tmp_path / 'restarts.jsonl'}: is a symbolic link" in line
     assert (tmp_path / "mine").read_text() == "kept"
 
 
 @pytest.mark.usefixtures("open_umask")
-def test_a_user_folder_is_below_the_home_or_where_a_variable_says(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_folder_is_below_the_home_or_a_variable(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert private_user_folder(VARIABLE, DEFAULT, "torch") == home / ".cache/hybrid/torch"
     assert {mode(home / path) for path in (".cache", ".cache/hybrid", ".cache/hybrid/torch")} == {0o700}
     monkeypatch.setenv(VARIABLE, "relative")
@@ -137,19 +135,20 @@ def test_user_folders_are_private_in_the_namespace_of_a_launch() -> None:
         os.chown(folder, ORDINARY_USER, ORDINARY_USER)
         child = os.fork()
         if not child:
+            code = 3
             try:
                 os.environ |= {"HOME": folder, VARIABLE: ""}
                 os.setgroups([])
                 os.setgid(ORDINARY_USER)
                 os.setuid(ORDINARY_USER)
                 ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # as after exec
-                is_private = private_user_folder(VARIABLE, DEFAULT) is not None
+                before = private_user_folder(VARIABLE, DEFAULT)
                 enter_network_namespace()
-                os._exit(0 if is_private and private_user_folder(VARIABLE, DEFAULT) is not None else 1)
+                code = 0 if before and private_user_folder(VARIABLE, DEFAULT) == before else 1
             except PermissionError:  # this system allows ordinary users no namespaces
-                os._exit(2)
+                code = 2
             finally:
-                os._exit(3)
+                os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code == 2:
         pytest.skip("the system allows ordinary users no namespaces")

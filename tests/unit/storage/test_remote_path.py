@@ -56,7 +56,7 @@ def test_a_remote_path_has_the_attributes_of_a_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("s3://me:secret@bucket/a", "s3://bucket: "),
         ("s3://me@bucket/a", "s3://bucket: "),
@@ -69,10 +69,10 @@ def test_a_remote_path_has_the_attributes_of_a_path() -> None:
         ("s3:///a", "names no bucket"),
     ],
 )
-def test_a_url_with_credentials_or_unknown_options_is_refused(text: str, said: str) -> None:
+def test_a_url_with_credentials_or_unknown_options_is_refused(text: str, message: str) -> None:
     with pytest.raises(StorageError) as caught:
         parse_path(text)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "secret@" not in str(caught.value)
     assert "=secret" not in str(caught.value)
 

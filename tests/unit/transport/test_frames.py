@@ -1,46 +1,57 @@
-"""Messages on a connection: what comes is what was sent, in whatever pieces it comes."""
+"""Messages on a connection, and tensors in memory that both ends have."""
 
+import gc
 import os
 import pickle
+import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from support.socket_ends import frames
+from support.socket_ends import frames, shared
 from torch import Tensor
 
 from hybrid.security import message_signature
 from hybrid.security.rejected_messages import RejectedMessage
+from hybrid.transport.shared_memory.tensor_blocks import (
+    MIN_BLOCK_BYTES,
+    Block,
+    BlockReader,
+    BlockWriter,
+    MemoryPair,
+    create_memory,
+    layout_of,
+)
 from hybrid.transport.socket.frames import FrameKind, Frames, Message
 
-WHOLE = 1 << 20
+LARGE = 1 << 20
 
 
-class Pieces:
-    """A connection on which what was given comes, so many bytes at a time."""
+class Chunks:
+    """A connection from which data is received in chunks of some bytes."""
 
-    def __init__(self, data: bytes, piece: int) -> None:
+    def __init__(self, data: bytes, size: int) -> None:
         self._data = memoryview(data)
-        self._piece = piece
+        self._size = size
 
-    def recv_into(self, room: memoryview) -> int:
+    def recv_into(self, buffer: memoryview) -> int:
         if not self._data:
             raise BlockingIOError
-        count = min(self._piece, len(room), len(self._data))
-        room[:count] = self._data[:count]
+        count = min(self._size, len(buffer), len(self._data))
+        buffer[:count] = self._data[:count]
         self._data = self._data[count:]
         return count
 
 
-def received(receiver: Frames, data: bytes, piece: int = WHOLE) -> Iterator[Message]:
-    pieces: Any = Pieces(data, piece)
-    while receiver.receive(pieces):
+def received(receiver: Frames, data: bytes, size: int = LARGE) -> Iterator[Message]:
+    connection: Any = Chunks(data, size)
+    while receiver.receive(connection):
         while (message := receiver.next()) is not None:
             yield message
 
 
-def answer(number: int, *tensors: Tensor) -> Message:
+def response(number: int, *tensors: Tensor) -> Message:
     return Message(FrameKind.RESPONSE, number, None, tensors)
 
 
@@ -48,11 +59,11 @@ def call(value: Any, *tensors: Tensor) -> Message:
     return Message(FrameKind.CALL, 1, value, tensors)
 
 
-def travelled(*tensors: Tensor) -> Sequence[Tensor]:
+def sent_and_received(*tensors: Tensor) -> Sequence[Tensor]:
     trainer, worker = frames()
-    (came,) = received(trainer, bytes(worker.seal(answer(3, *tensors))))
-    assert came[:3] == (FrameKind.RESPONSE, 3, None)
-    return came.tensors
+    (message,) = received(trainer, bytes(worker.seal(response(3, *tensors))))
+    assert message[:3] == (FrameKind.RESPONSE, 3, None)
+    return message.tensors
 
 
 @pytest.mark.parametrize(
@@ -65,71 +76,66 @@ def travelled(*tensors: Tensor) -> Sequence[Tensor]:
         torch.empty(0, 4),
         torch.tensor([float("nan"), -0.0, float("inf")]),
         torch.rand(6, 6)[:, 2],
-        torch.rand(4, 3).t(),
     ],
     ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
 )
 def test_a_received_tensor_has_the_same_bits(tensor: Tensor) -> None:
-    there = travelled(tensor)[0]
-    assert (there.dtype, there.shape) == (tensor.dtype, tensor.shape)
-    assert b"".join(message_signature.memory_of(there)) == b"".join(
-        message_signature.memory_of(tensor.contiguous())
-    )
-    there.fill_(1)  # it is the receiver's to write
+    copy = sent_and_received(tensor)[0]
+    assert (copy.dtype, copy.shape) == (tensor.dtype, tensor.shape)
+    bits, expected = (b"".join(message_signature.memory_of(t)) for t in (copy, tensor.contiguous()))
+    assert bits == expected
+    copy.fill_(1)  # the receiver may write it
 
 
 def test_a_received_call_equals_the_sent_one() -> None:
     value = ("a function", (7, (0, 1.5, True, None), [("text", -1)], {"key": 2}))
     trainer, worker = frames()
-    (came,) = received(worker, bytes(trainer.seal(call(value, torch.ones(2), torch.zeros(3)))))
-    assert came[:3] == (FrameKind.CALL, 1, value)
-    assert [each.tolist() for each in came.tensors] == [[1, 1], [0, 0, 0]]
+    (message,) = received(worker, bytes(trainer.seal(call(value, torch.ones(2), torch.zeros(3)))))
+    assert message[:3] == (FrameKind.CALL, 1, value)
+    assert [each.tolist() for each in message.tensors] == [[1, 1], [0, 0, 0]]
 
 
-@pytest.mark.parametrize("piece", [1, 7, 1000, WHOLE])
-def test_messages_are_read_from_chunks_of_any_size(piece: int) -> None:
+@pytest.mark.parametrize("size", [1, 7, 1000, LARGE])
+def test_messages_are_read_from_chunks_of_any_size(size: int) -> None:
     trainer, worker = frames()
-    sizes = [0, 1, 3000, 2, 20_000, 10]  # larger than the buffers begin, and smaller
-    data = b"".join(bytes(worker.seal(answer(i, torch.full((size,), i)))) for i, size in enumerate(sizes))
-    came = list(received(trainer, data, piece))
-    assert [each.number for each in came] == list(range(len(sizes)))
-    assert [each.tensors[0].tolist() for each in came] == [[i] * size for i, size in enumerate(sizes)]
+    lengths = [0, 1, 3000, 2, 20_000, 10]  # larger than the first buffers, and smaller
+    data = b"".join(bytes(worker.seal(response(i, torch.full((n,), i)))) for i, n in enumerate(lengths))
+    messages = list(received(trainer, data, size))
+    assert [each.number for each in messages] == list(range(len(lengths)))
+    assert [each.tensors[0].tolist() for each in messages] == [[i] * n for i, n in enumerate(lengths)]
 
 
 def test_huge_tensors_are_sent_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_signature, "LARGEST_SEGMENT", 1000)
     tensor = torch.rand(1234)
-    assert torch.equal(travelled(tensor, torch.ones(2))[0], tensor)
+    assert torch.equal(sent_and_received(tensor, torch.ones(2))[0], tensor)
 
 
 def test_a_frame_is_encrypted() -> None:
     trainer, _ = frames()
     ids = torch.full((100,), 0x4142434445464748)
     frame = bytes(trainer.seal(call(("hybrid.transport.rpc.endpoints:lookup", "a word"), ids)))
-    assert b"HGFEDCBA" not in frame
-    assert b"lookup" not in frame
-    assert b"a word" not in frame
+    assert not any(text in frame for text in (b"HGFEDCBA", b"lookup", b"a word"))
 
 
 def test_every_altered_byte_is_rejected() -> None:
     sealed = bytes(frames()[0].seal(call("f", torch.ones(3))))
-    for at in range(len(sealed)):
+    for i in range(len(sealed)):
         altered = bytearray(sealed)
-        altered[at] ^= 1
+        altered[i] ^= 1
         _, worker = frames()
         try:
-            came = list(received(worker, bytes(altered)))
+            assert list(received(worker, bytes(altered))) == [], f"altered byte {i} is accepted"
         except RejectedMessage:
             continue
-        assert came == [], f"byte {at} was altered, and nobody noticed"
-        assert at < 12, "a wrong length may have the receiver wait for more"
+        assert i < 12, "a wrong length may make the receiver wait for more"
 
 
 @pytest.mark.parametrize("order", [(0, 0), (1,)], ids=["repeated", "left out"])
 def test_a_frame_out_of_order_is_rejected(order: tuple[int, ...]) -> None:
     trainer, worker = frames()
     sealed = [bytes(trainer.seal(call(name))) for name in "fg"]
-    with pytest.raises(RejectedMessage, match="altered, repeated or left out"):
+    with pytest.raises(RejectedMessage, match="changed, or is not the next message"):
         list(received(worker, b"".join(sealed[each] for each in order)))
 
 
@@ -140,21 +146,24 @@ def test_a_claimed_length_allocates_no_memory() -> None:
     assert len(worker._received) < 1 << 20
 
 
-def test_a_message_of_the_wrong_kind_is_rejected() -> None:
+def test_a_message_of_the_wrong_kind_or_length_is_rejected() -> None:
     trainer, worker = frames()
     with pytest.raises(RejectedMessage, match="unexpected"):
         list(received(worker, bytes(trainer.seal(Message(FrameKind.FAILURE, 1, "no")))))
     trainer, worker = frames()
     with pytest.raises(RejectedMessage, match="unexpected"):
         list(received(trainer, bytes(worker.seal(call("f")))))
-
-
-def test_extra_bytes_after_a_message_are_rejected() -> None:
     trainer, worker = frames()
-    sealed = bytes(worker.seal(answer(1, torch.ones(3))))
+    sealed = bytes(worker.seal(response(1, torch.ones(3))))
     longer = sealed[:4] + (len(sealed) - 12 + 5).to_bytes(8, "little") + sealed[12:] + b"extra"
     with pytest.raises(RejectedMessage, match="unexpected"):
         list(received(trainer, longer))
+    trainer, worker = frames()
+    sealed = bytes(worker.seal(response(1, torch.ones(3))))
+    head = int.from_bytes(sealed[:4], "little")
+    truncated = sealed[:4] + head.to_bytes(8, "little") + sealed[12 : 12 + head]
+    with pytest.raises(RejectedMessage, match="larger than the message"):
+        list(received(trainer, truncated))
 
 
 @pytest.mark.parametrize("head", [b"", b"\x80", pickle.dumps(7), pickle.dumps((0, 1, None, [(99, (1,))]))])
@@ -166,10 +175,119 @@ def test_a_sealed_head_without_a_message_is_rejected(head: bytes) -> None:
         list(received(worker, lengths + sealed))
 
 
-def test_a_tensor_larger_than_its_message_is_rejected() -> None:
-    trainer, worker = frames()
-    sealed = bytes(worker.seal(answer(1, torch.ones(3))))
-    head = int.from_bytes(sealed[:4], "little")
-    cut = sealed[:4] + head.to_bytes(8, "little") + sealed[12 : 12 + head]
-    with pytest.raises(RejectedMessage, match="larger than the message"):
-        list(received(trainer, cut))
+@pytest.fixture
+def writer() -> BlockWriter:
+    return shared()[0].writer
+
+
+def write_block(writer: BlockWriter, *tensors: Tensor) -> Block:
+    block = writer.write(tensors, layout_of(tensors))
+    assert block is not None
+    return block
+
+
+def test_tensors_of_a_block_have_the_same_bits() -> None:
+    ours, theirs = shared()
+    sent = [
+        torch.rand(MIN_BLOCK_BYTES),
+        torch.rand(7, 5).t(),
+        torch.arange(9, dtype=torch.int32)[::2],
+        torch.empty(0, 4),
+        torch.tensor(float("nan")),
+        torch.tensor([True, False]),
+        torch.rand(33, requires_grad=True),
+    ]
+    read = theirs.reader.read(write_block(ours.writer, *sent), layout_of(sent))
+    for expected, tensor in zip(sent, read, strict=True):
+        assert (tensor.dtype, tensor.shape, tensor.requires_grad) == (expected.dtype, expected.shape, False)
+        assert torch.equal(tensor.nan_to_num(9), expected.nan_to_num(9))
+        assert tensor.is_contiguous()
+
+
+def test_a_block_in_use_is_not_reused() -> None:
+    ours, theirs = shared()
+    writer, reader = ours.writer, theirs.reader
+    sent = [torch.zeros(MIN_BLOCK_BYTES), torch.zeros(3)]
+    blocks = [write_block(writer, *sent) for _ in range(3)]
+    read = [reader.read(block, layout_of(sent)) for block in blocks]
+    starts = [block.start for block in blocks]
+    assert starts == sorted(set(starts))
+    assert reader.take_released() == []
+    kept = read[1][1][1:].numpy()  # a slice of a tensor keeps its block
+    read.clear()
+    gc.collect()
+    assert sorted(reader.take_released()) == [blocks[0].number, blocks[2].number]
+    assert reader.take_released() == [], "each once"
+    writer.free([blocks[0].number, blocks[2].number])
+    assert write_block(writer, torch.ones(MIN_BLOCK_BYTES)).start == starts[0]
+    assert write_block(writer, torch.ones(MIN_BLOCK_BYTES)).start > starts[1]
+    assert kept.tolist() == [0, 0]
+
+
+def test_the_first_large_enough_gap_is_reused(writer: BlockWriter) -> None:
+    blocks = [write_block(writer, torch.zeros(n * MIN_BLOCK_BYTES)) for n in (1, 1, 5, 1)]
+    writer.free([blocks[0].number, blocks[2].number])
+    assert write_block(writer, torch.zeros(3 * MIN_BLOCK_BYTES)).start == blocks[2].start
+    assert write_block(writer, torch.zeros(MIN_BLOCK_BYTES)).start == 0
+    assert write_block(writer, torch.zeros(MIN_BLOCK_BYTES)).start == blocks[2].start + 12 * MIN_BLOCK_BYTES
+
+
+def test_tensors_that_do_not_fit_are_not_written() -> None:
+    writer = shared(16 * MIN_BLOCK_BYTES)[0].writer
+    first = write_block(writer, torch.zeros(MIN_BLOCK_BYTES))
+    large = torch.zeros(MIN_BLOCK_BYTES + 64)
+    assert writer.write([large], layout_of([large])) is None
+    writer.free([first.number])
+    assert write_block(writer, large).start == 0
+
+
+def test_a_block_beyond_the_memory_is_rejected() -> None:
+    reader: BlockReader = shared()[1].reader
+    for start in (-64, MemoryPair.NUM_BYTES // 2 - MIN_BLOCK_BYTES):
+        with pytest.raises(ValueError, match="buffer length"):
+            reader.read(Block(1, start), layout_of([torch.zeros(MIN_BLOCK_BYTES)]))
+
+
+def test_memory_without_seals_is_rejected() -> None:
+    """A role that reads memory which its owner truncates ends by SIGBUS."""
+    descriptor = os.memfd_create("hybrid")
+    os.ftruncate(descriptor, MemoryPair.NUM_BYTES)
+    with pytest.raises(ValueError, match="not sealed"):
+        MemoryPair.map(descriptor, writes_first_half=False)
+    os.close(descriptor)
+    descriptor = create_memory(MIN_BLOCK_BYTES)
+    for size in (0, 2 * MIN_BLOCK_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    os.close(descriptor)
+
+
+def passed(sender: Frames, receiver: Frames, message: Message) -> Message:
+    """Send a message through a pair of sockets."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        ours.sendall(sender.seal(message))
+        assert receiver.receive(theirs)
+        result = receiver.next()
+    assert result is not None
+    return result
+
+
+def test_frames_return_blocks_for_reuse() -> None:
+    trainer, worker = frames(is_one_host=True)
+    addresses = set()
+    for number in range(20):
+        sent = Message(FrameKind.CALL, number, "f", [torch.full((MIN_BLOCK_BYTES,), number)])
+        request = passed(trainer, worker, sent)
+        reply = passed(worker, trainer, response(number, request.tensors[0] + 1))
+        assert reply.tensors[0].eq(number + 1).all()
+        addresses |= {request.tensors[0].data_ptr(), reply.tensors[0].data_ptr()}
+        del request, reply
+    assert len(addresses) <= 4
+
+
+def test_a_block_without_memory_is_rejected() -> None:
+    (with_memory, _), (_, worker) = frames(is_one_host=True), frames()
+    with pytest.raises(RejectedMessage, match="memory that does not exist"):
+        passed(with_memory, worker, call("f", torch.zeros(MIN_BLOCK_BYTES)))

@@ -6,12 +6,10 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from support.cluster import small_config
 from support.shared_memory import at_once, joined
 from torch import Tensor
 from torch.futures import Future
 
-from hybrid.config import RunConfig
 from hybrid.embedding.bags import Bags, Item
 from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import ObservableResult
@@ -24,10 +22,9 @@ from hybrid.transport.shared_memory.host_aggregation import (
     HostAggregation,
     Packet,
     all_to_all,
-    can_aggregate,
 )
-from hybrid.transport.shared_memory.lent_blocks import DTYPES
-from hybrid.transport.shared_memory.shared_block import SharedMemory
+from hybrid.transport.shared_memory.shared_slots import SharedSlots
+from hybrid.transport.shared_memory.tensor_blocks import DTYPES
 
 TRAINERS, WORKERS = 3, 4
 
@@ -59,7 +56,7 @@ class Worker(RemoteTables):
 class Trainer:
     """One of those that ask together, with stubs of its own of the workers."""
 
-    def __init__(self, memory: SharedMemory, failure: str | None = None) -> None:
+    def __init__(self, memory: SharedSlots, failure: str | None = None) -> None:
         self.index = memory.rank
         self.workers = [Worker(index, failure) for index in range(WORKERS)]
         self.sources = HostAggregation(memory, self.workers).sources()
@@ -116,7 +113,9 @@ def test_gradients_and_the_next_lookup_are_one_segment() -> None:
             grads = [torch.full((2, 3), float(10 * each.index + step))]
             if step < 4:
                 answers[step + 2] = [
-                    source.exchange(each.ticket(step), grads, each.ticket(step + 2), each.items(step + 2, w))
+                    source.send_gradients(
+                        each.ticket(step), grads, each.ticket(step + 2), each.items(step + 2, w)
+                    )
                     for w, source in each.sources.items()
                 ]
             else:
@@ -175,27 +174,6 @@ def test_responses_are_copied_from_reused_memory() -> None:
     at_once(keep, trainers())
 
 
-def test_a_lost_trainer_is_named() -> None:
-    first, *others = joined(TRAINERS)
-    for peer in (peer for other in others for peer in other._peers.values()):
-        peer.close()
-    with pytest.raises(ClusterError, match="trainer 1, of this host, is gone during a step"):
-        Trainer(first).look_up(0)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (small_config(train={"update": "pipelined"}), True),
-        (small_config(train={"update": "async"}), True),
-        (small_config(train={"update": "sync"}), False),
-        (small_config(train={"update": "pipelined"}, dense={"ddp": "none"}), False),
-    ],
-)
-def test_aggregation_requires_trainers_in_step(config: RunConfig, expected: bool) -> None:
-    assert can_aggregate(config) is expected
-
-
 def tensors(*pair: int) -> list[Tensor]:
     """Of every type, of shapes that depend on who has them for whom; some are empty."""
     first, second = pair
@@ -209,7 +187,7 @@ def tensors(*pair: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_all_to_all_exchanges_packets(size: int) -> None:
-    def exchange(memory: SharedMemory) -> None:
+    def exchange(memory: SharedSlots) -> None:
         rank = memory.rank
         outgoing = {to: Packet([rank, to, ("for", to)], tensors(rank, to)) for to in range(size)}
         for _ in range(3):

@@ -11,8 +11,8 @@ from hybrid.config import DenseSection, RunConfig, TaskSection
 from hybrid.config.loading import load_config, to_toml
 from hybrid.errors import ConfigError
 from hybrid.user_code.run_signature import load_run_config, signed_toml
+from workers.run_folder.run_access import load_resumed_config
 from workers.run_folder.run_files import RunFolder
-from workers.run_folder.run_state import load_resumed_config
 
 CUSTOM = RunConfig(dense=DenseSection(net="my_net:build"))
 
@@ -58,13 +58,6 @@ def test_code_that_this_user_has_not_signed_is_refused(forged: str, tmp_path: Pa
     path = written(tmp_path, text)
     check_refused(path)
     assert load_run_config(path, trust_code=True) == CUSTOM
-
-
-def test_signatures_of_older_runs_are_accepted(tmp_path: Path) -> None:
-    text = signed_toml(CUSTOM)
-    assert text.count("# signed by") == 1
-    path = written(tmp_path, text.replace("# signed by", "# own code signed by"))
-    assert load_run_config(path) == CUSTOM
 
 
 def test_a_default_configuration_needs_no_signature(tmp_path: Path, state: Path) -> None:

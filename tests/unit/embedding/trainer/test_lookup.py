@@ -1,4 +1,4 @@
-"""Lookups under way: when a trainer sends what, and what the messages of gradients hold."""
+"""Pending lookups: when a trainer sends messages, and their content."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ IDS = SparseFeatures(torch.tensor([4, 2, 4]), None, None, 1)
 
 
 def table(name: str, worker: int | None = 0, pooling: Pooling = Pooling.SUM, dim: int = 3) -> TableSpec:
-    """A whole table on one worker, or split over all."""
+    """Return a whole table on one worker, or a table that is split over all."""
     where = {"placement": "row"} if worker is None else {"workers": (worker,)}
     return TableSpec(name, 9, dim, pooling, (name,), OptimizerSpec("sgd", 1.0), 1.0, **where)
 
@@ -37,22 +37,22 @@ def prefetched(step: int) -> Ticket:
 
 
 class Watched(LocalTables):
-    """Tables that keep the gradients which reach them, as they are sent."""
+    """Tables that record the gradients that are sent to them."""
 
     def __init__(self, sent: list[Tensor], shards: TableShards) -> None:
         super().__init__(shards)
         self._sent = sent
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
-        answer = super().lookup(ticket, items)
-        for tensor in answer.wait():
+        response = super().lookup(ticket, items)
+        for tensor in response.wait():
             if tensor.requires_grad:
                 tensor.register_hook(self._sent.append)
-        return answer
+        return response
 
-    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Future[list[Tensor]]:
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor], *lookup: Any) -> Future[list[Tensor]]:
         self._sent += grads
-        return super().send_gradients(ticket, grads)
+        return super().send_gradients(ticket, grads, *lookup)
 
 
 @TRAINING
@@ -72,7 +72,7 @@ class Watched(LocalTables):
 def test_sent_gradients_are_no_views(
     stack: ExitStack, tables: list[TableSpec], multi_hot: list[str], size: int, beside: bool, purpose: Purpose
 ) -> None:
-    """Though their own come in a larger tensor. RPC ends the process at views beyond an empty storage."""
+    """RPC sends the whole storage of a view, and crashes on a view beyond an empty storage."""
     sent: list[Tensor] = []
     each = cluster(stack, tables, 2, multi_hot=multi_hot, local=partial(Watched, sent))
     bags = [[[b] * (b % 3 if f.multi_hot else 1) for b in range(size)] for f in each.features]
@@ -87,7 +87,7 @@ def test_sent_gradients_are_no_views(
 
 
 class Message:
-    """A message under way until it is told to have arrived, perhaps to an error."""
+    """A pending message; tests set whether it has arrived, and its error."""
 
     def __init__(self) -> None:
         self.has_arrived = False
@@ -107,7 +107,7 @@ class Message:
 
 
 class FakeHost:
-    """Answers every lookup with zeros, and lets messages of gradients hang in the air."""
+    """Responds to lookups with zeros, and leaves messages with gradients pending."""
 
     def __init__(self) -> None:
         self.tickets: list[Ticket] = []
@@ -117,19 +117,21 @@ class FakeHost:
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
         self.tickets.append(ticket)
-        answer: Future[list[Tensor]] = Future()
-        answer.set_result([torch.zeros(len(bags.ids_L), 3) for _, bags in items])
-        return answer
+        response: Future[list[Tensor]] = Future()
+        response.set_result([torch.zeros(len(bags.ids_L), 3) for _, bags in items])
+        return response
 
-    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Message:
+    def send_gradients(
+        self,
+        ticket: Ticket,
+        grads: Sequence[Tensor],
+        next_ticket: Ticket | None = None,
+        items: Sequence[Item] = (),
+    ) -> Message | Future[list[Tensor]]:
         self.sent.append((ticket, list(grads), Message()))
-        return self.sent[-1][2]
-
-    def exchange(
-        self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
-    ) -> Future[list[Tensor]]:
+        if next_ticket is None:
+            return self.sent[-1][2]
         self.exchanged.append((ticket, next_ticket))
-        self.sent.append((ticket, list(grads), Message()))
         return self.lookup(next_ticket, items)
 
     def skip(self) -> Message:
@@ -154,36 +156,16 @@ def train(embeddings: Embeddings, step: int) -> None:
     embeddings.lookup(IDS, prefetched(step)).wait().sum().backward()
 
 
-def test_gradients_of_a_prefetch_carry_its_ticket(host: FakeHost, embeddings: Embeddings) -> None:
-    train(embeddings, 3)
-    ((ticket, (grad_UD,), _),) = host.sent
-    assert ticket == host.tickets[0] == prefetched(3)
-    assert grad_UD.is_contiguous()
-    assert grad_UD.tolist() == [[1.0] * 3, [2.0] * 3]  # of the distinct rows 2 and 4
-
-
 def test_gradients_and_the_next_lookup_share_a_message(host: FakeHost, embeddings: Embeddings) -> None:
     first = embeddings.lookup(IDS, prefetched(0))
-    first.is_followed = True
     second = embeddings.lookup(IDS, prefetched(2), first)
     assert host.tickets == [prefetched(0)]  # it waits for the gradients
+    first.has_successor = first.is_last_before_checkpoint = True
     first.wait().sum().backward()
-    assert host.exchanged == [(prefetched(0)._replace(followed=True), prefetched(2))]
+    of_gradients = prefetched(0)._replace(has_successor=True, is_last_before_checkpoint=True)
+    assert host.exchanged == [(of_gradients, prefetched(2))]
     assert host.tickets == [prefetched(0), prefetched(2)]
     assert second.wait().shape == (3, 3)
-
-
-@pytest.mark.parametrize("is_last", [False, True])
-def test_ticket_of_gradients_is_set_when_they_are_sent(
-    host: FakeHost, embeddings: Embeddings, is_last: bool
-) -> None:
-    first = embeddings.lookup(IDS, prefetched(0))
-    if not is_last:
-        embeddings.lookup(IDS, prefetched(2), first)
-    first.is_closing = True
-    first.wait().sum().backward()
-    ((ticket, *_),) = host.sent
-    assert ticket == prefetched(0)._replace(closing=True)
 
 
 def test_errors_of_completed_messages_are_raised(host: FakeHost, embeddings: Embeddings) -> None:
@@ -194,11 +176,11 @@ def test_errors_of_completed_messages_are_raised(host: FakeHost, embeddings: Emb
     failed.has_arrived = fine.has_arrived = True
     with pytest.raises(ClusterError, match=r"^the worker has failed$"):
         train(embeddings, 3)
-    train(embeddings, 4)  # it is told once
+    train(embeddings, 4)  # the error is raised once
 
 
 def test_flush_waits_for_all_sent_gradients(host: FakeHost, embeddings: Embeddings) -> None:
-    """A checkpoint would lack the last steps else."""
+    """Otherwise a checkpoint would lack the last steps."""
     embeddings.flush()  # none were
     for step in range(2):
         train(embeddings, step)
@@ -213,7 +195,7 @@ def test_flush_waits_for_all_sent_gradients(host: FakeHost, embeddings: Embeddin
 
 @pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.PREFETCH])
 def test_empty_lookup_sends_no_request(host: FakeHost, embeddings: Embeddings, purpose: Purpose) -> None:
-    """Trainers that ask together hear of it: of the lookup ahead, and of its gradients."""
+    """With aggregation per host, both the prefetched lookup and its gradients are skipped."""
     is_ahead = purpose is Purpose.PREFETCH
     pooled_BE = embeddings.empty_lookup(Ticket(0, 0, 0, purpose=purpose)).wait()
     assert pooled_BE.shape == (0, 3)
@@ -244,5 +226,5 @@ def test_lookup_that_was_not_sent_raises(embeddings: Embeddings) -> None:
     first = embeddings.lookup(IDS, prefetched(0))
     second = embeddings.lookup(IDS, prefetched(2), first)
     first.wait()  # and no backward pass
-    with pytest.raises(ClusterError, match="step 2: its lookup was not sent"):
+    with pytest.raises(ClusterError, match="step 2: no lookup was sent"):
         second.wait()

@@ -1,4 +1,4 @@
-"""Rows as they were before the last update: saved, and read by the one lookup that must not see it."""
+"""Pre-update rows: saved, and read by the lookup that must not see the last update."""
 
 import dataclasses
 from collections.abc import Collection
@@ -11,7 +11,7 @@ from support.shards import PATIENCE_SECONDS, Cluster, cluster, evaluate, specs
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
-from hybrid.checkpoint.checkpoint_manifest import pre_update_file
+from hybrid.checkpoint.checkpoint_folders import pre_update_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.embedding.bags import Bags
@@ -22,15 +22,15 @@ from hybrid.protocol.update_rules import Staleness, UpdateMode, UpdateRules
 
 RULES = UpdateRules(1, UpdateMode.PIPELINED, timeout_seconds=PATIENCE_SECONDS)
 POOLED = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "max": Pooling.MAX}
-CUT = 3  # the step before which checkpoints are taken
+CUT = 3  # number of steps before the checkpoint
 SIZE = 6
 
 
 def tables(placement: str, whole: Collection[str] = ()) -> list[TableSpec]:
-    """Those of one id a sample are placed as asked, those that are pooled are whole.
+    """Return tables of one id per sample in a placement, and whole tables whose ids are pooled.
 
     Args:
-        whole: names of those of which all rows take every step.
+        whole: names of the tables of which each step updates all rows.
     """
     pooled = [
         TableSpec(name, 9, 3, pooling, (name,), OptimizerSpec("adam", 0.1), 1.0, "table")
@@ -58,25 +58,18 @@ def ids(each: Cluster, step: int) -> SparseFeatures:
     return SparseFeatures.from_bags(bags)
 
 
-def touched_rows(each: Cluster, step: int) -> dict[str, list[int]]:
-    """The rows of each table that a step names, in ascending order."""
-    sparse = ids(each, step)
-    ends = torch.as_tensor(sparse.offsets)[::SIZE].tolist()
-    parts = zip(each.features, ends, ends[1:], strict=False)
-    return {feature.name: sparse.ids_L[first:last].unique().tolist() for feature, first, last in parts}
-
-
-def ahead(step: int) -> Ticket:
+def prefetch(step: int) -> Ticket:
     return Ticket(0, step, max(0, step - 1), purpose=Purpose.PREFETCH)
 
 
-def train_ahead(each: Cluster, steps: range, closing: int = -1) -> dict[int, Tensor]:
-    """Train with lookups a step ahead; the vectors of each step, and of the one after, whose lookup stays."""
-    lookups = {step: each.embeddings.lookup(ids(each, step), ahead(step)) for step in steps[:1]}
+def train_ahead(each: Cluster, steps: range, last: int = -1) -> dict[int, Tensor]:
+    """Train with lookups a step ahead, and return the vectors of each step."""
+    lookups = {step: each.embeddings.lookup(ids(each, step), prefetch(step)) for step in steps[:1]}
     vectors = {}
     for step in steps:
-        lookups[step + 1] = each.embeddings.lookup(ids(each, step + 1), ahead(step + 1))
-        lookups[step].is_followed, lookups[step].is_closing = True, step == closing
+        lookups[step + 1] = each.embeddings.lookup(ids(each, step + 1), prefetch(step + 1))
+        lookups[step].has_successor = True
+        lookups[step].is_last_before_checkpoint = step == last
         vectors[step] = pooled_BE = lookups[step].wait()
         generator = torch.Generator().manual_seed(100 + step)
         pooled_BE.backward(torch.randn(pooled_BE.shape, generator=generator))
@@ -112,7 +105,7 @@ def test_resumed_run_has_the_bits_of_an_undisturbed_run(
 ) -> None:
     first, same, second = (pipelined(stack, *by, whole) for by in (saved_by, saved_by, loaded_by))
     expected = train_ahead(first, range(CUT + 3))
-    train_ahead(same, range(CUT), closing=CUT - 1)
+    train_ahead(same, range(CUT), last=CUT - 1)
     second.load(same.save(tmp_path / "step", CUT), CUT)
     staleness(second)
     vectors = train_ahead(second, range(CUT, CUT + 3))
@@ -122,57 +115,13 @@ def test_resumed_run_has_the_bits_of_an_undisturbed_run(
     assert staleness(second) == {Staleness(3, 3, 1)}
 
 
-def test_checkpoint_without_pre_update_rows_resumes_with_its_rows(stack: ExitStack, tmp_path: Path) -> None:
-    """As one that was written by a version that did not have them."""
-    first, second = pipelined(stack, "row", 2), pipelined(stack, "row", 2)
-    train_ahead(first, range(CUT))
-    folder = first.save(tmp_path / "step", CUT)
-    assert Checkpoint.open(folder).pre_update_rows() == {}
-    second.load(folder, CUT)
-    now = first.embeddings.lookup(ids(first, CUT), evaluate(CUT)).wait()
-    staleness(second)
-    assert torch.equal(train_ahead(second, range(CUT, CUT + 1))[CUT], now)
-    assert staleness(second) == {Staleness(1, 0, 0)}
-
-
-def test_pre_update_rows_are_those_of_the_last_update(stack: ExitStack, tmp_path: Path) -> None:
-    each = pipelined(stack, "row", 2)
-    initial, touched = each.whole(), touched_rows(each, 0)
-    train_ahead(each, range(2), closing=0)  # step 1 comes after it
-    assert Checkpoint.open(each.save(tmp_path / "1", 2)).pre_update_rows() == {}
-    each = pipelined(stack, "row", 2)
-    train_ahead(each, range(1), closing=0)
-    files = Checkpoint.open(each.save(tmp_path / "2", 1)).pre_update_rows()
-    assert {path.name for path in files} == {pre_update_file(0), pre_update_file(1)}
-    for table in each.tables:
-        key = f"{table.name}.weight"
-        found = [file for file in files.values() if f"rows.{table.name}" in file]
-        assert (
-            sorted(row for file in found for row in file[f"rows.{table.name}"].tolist())
-            == touched[table.name]
-        )
-        for file in found:
-            assert torch.equal(file[f"weight.{table.name}"], initial[key][file[f"rows.{table.name}"]])
-
-
-def test_pre_update_rows_of_all_rows_are_the_whole_table(stack: ExitStack, tmp_path: Path) -> None:
-    each = pipelined(stack, "row", 2, whole=("c",))
-    initial = each.whole()
-    train_ahead(each, range(1), closing=0)
-    files = Checkpoint.open(each.save(tmp_path / "step", 1)).pre_update_rows().values()
-    rows_U, earlier_UD = (torch.cat([file[f"{kind}.c"] for file in files]) for kind in ("rows", "weight"))
-    assert rows_U.sort().values.tolist() == list(range(23))
-    assert torch.equal(earlier_UD, initial["c.weight"][rows_U])
-    assert not (each.whole()["c.weight"] == initial["c.weight"]).any()
-
-
-def test_loaded_pre_update_rows_are_saved_again(stack: ExitStack, tmp_path: Path) -> None:
-    first, second = pipelined(stack, "row", 2), pipelined(stack, "row", 2)
-    train_ahead(first, range(CUT), closing=CUT - 1)
-    folder = first.save(tmp_path / "first", CUT)
-    second.load(folder, CUT)
-    again = second.save(tmp_path / "second", CUT)
-    assert Checkpoint.open(again).manifest.files == Checkpoint.open(folder).manifest.files
+def test_only_the_last_step_before_a_checkpoint_keeps_pre_update_rows(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    for name, last, expected in (("1", CUT - 1, 2), ("2", CUT - 2, 0)):
+        each = pipelined(stack, "row", 2)
+        train_ahead(each, range(CUT), last=last)
+        assert len(Checkpoint.open(each.save(tmp_path / name, CUT)).pre_update_rows()) == expected
 
 
 @pytest.mark.parametrize("is_stored", [False, True], ids=["at once", "through a checkpoint"])
@@ -182,16 +131,16 @@ def test_skipped_step_counts_as_an_update_without_change(
     each = cluster(stack, specs()[:1], 1, 7, dataclasses.replace(RULES, check_finite=False))
     (host,) = each.hosts.values()
     before = each.whole()["a.weight"]
-    host.lookup(ahead(0), [(0, Bags(torch.tensor([2])))]).wait()
-    host.receive(ahead(0)._replace(closing=True), [torch.full((1, 3), torch.nan)])
+    host.lookup(prefetch(0), [(0, Bags(torch.tensor([2])))]).wait()
+    host.receive(prefetch(0)._replace(is_last_before_checkpoint=True), [torch.full((1, 3), torch.nan)])
     host.barrier.decide(0, None)
     each.drain()
     if is_stored:
         each.load(each.save(tmp_path / "step", 1), 1)
     staleness(each)
-    (rows_UD,) = host.lookup(ahead(1), [(0, Bags(torch.arange(11)))]).wait()
+    (rows_UD,) = host.lookup(prefetch(1), [(0, Bags(torch.arange(11)))]).wait()
     assert torch.equal(rows_UD, before)
-    host.receive(ahead(1), [torch.ones(11, 3)])
+    host.receive(prefetch(1), [torch.ones(11, 3)])
     host.barrier.decide(1, 1.0)
     each.drain()
     assert staleness(each) == {Staleness(1, 1, 1)}
@@ -200,14 +149,14 @@ def test_skipped_step_counts_as_an_update_without_change(
 @pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.ASYNC])
 def test_other_modes_ignore_pre_update_rows(stack: ExitStack, tmp_path: Path, mode: UpdateMode) -> None:
     first = pipelined(stack, "row", 2)
-    train_ahead(first, range(CUT), closing=CUT - 1)
+    train_ahead(first, range(CUT), last=CUT - 1)
     folder = first.save(tmp_path / "first", CUT)
     rules = dataclasses.replace(RULES, mode=mode)
     second = cluster(stack, tables("row"), 2, 7, rules, multi_hot=list(POOLED))
     second.load(folder, CUT)
     now, ours = (
         e.embeddings.lookup(ids(e, CUT), ticket).wait()
-        for e, ticket in ((first, evaluate(CUT)), (second, ahead(CUT)))
+        for e, ticket in ((first, evaluate(CUT)), (second, prefetch(CUT)))
     )
     assert torch.equal(now, ours)
     assert Checkpoint.open(second.save(tmp_path / "second", CUT)).pre_update_rows() == {}
@@ -246,6 +195,6 @@ def test_pre_update_rows_out_of_range_are_ignored(stack: ExitStack, tmp_path: Pa
     dataclasses.replace(manifest, files=files).write(folder)
     each.load(folder, CUT)
     (host,) = each.hosts.values()
-    asked = [(n, Bags(torch.arange(g.group.num_rows))) for n, g in enumerate(host.groups)]
-    for (n, _), vectors in zip(asked, host.forward(ahead(CUT), asked), strict=True):
+    items = [(n, Bags(torch.arange(g.group.num_rows))) for n, g in enumerate(host.groups)]
+    for (n, _), vectors in zip(items, host.forward(prefetch(CUT), items), strict=True):
         assert torch.equal(vectors, host.groups[n].weight_RD)

@@ -1,4 +1,4 @@
-"""A worker's tables: what they cost, how they are saved, and loaded by another number of workers."""
+"""Tables of a worker: saved, and loaded by another number of workers."""
 
 import dataclasses
 import threading
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.shards import PATIENCE_SECONDS, cluster, prefetch, specs, train
+from support.shards import PATIENCE_SECONDS, cluster, prefetch, shard_tensors, specs, train
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_manifest import shard_file
+from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.table_spec import TableSpec
@@ -64,22 +64,22 @@ def test_initial_rows_do_not_depend_on_the_placement(stack: ExitStack) -> None:
 def test_save_waits_for_the_running_update(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last backward pass returns before its update is applied; a checkpoint must have it all the same."""
+    """The last backward pass returns before its update is applied; a checkpoint must have the update."""
     (host,) = cluster(stack, specs(optimizer="sgd"), 1).hosts.values()
     shard = host.groups[0].group.shards[0]
-    before = host.shard_tensors(shard)["weight"].clone()
+    before = host.groups[0].shard_tensors(shard)["weight"].clone()
     optimizer = host.groups[0].optimizer
     step = optimizer.step
-    under_way, may_end = threading.Event(), threading.Event()
+    has_begun, may_end = threading.Event(), threading.Event()
 
     def slow_step(rows_U: Tensor, grad_UD: Tensor, factor: float) -> None:
-        under_way.set()
+        has_begun.set()
         assert may_end.wait(PATIENCE_SECONDS)
         step(rows_U, grad_UD, factor)
 
     monkeypatch.setattr(optimizer, "step", slow_step)
     host.contribute(train(0), [(0, Bags(torch.tensor([1])))], [torch.ones(1, 3)], 0)
-    assert under_way.wait(PATIENCE_SECONDS)
+    assert has_begun.wait(PATIENCE_SECONDS)
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(host.begin_save, False)
         wait([saving], timeout=0.02)  # an end to this would be too soon
@@ -129,5 +129,5 @@ def test_a_checkpoint_of_other_tables_is_refused(
 def test_planned_bytes_equal_those_of_the_tensors(stack: ExitStack, optimizer: str) -> None:
     each = cluster(stack, specs("row", optimizer), 2)
     for shard in each.placement.shards:
-        tensors = each.hosts[shard.worker].shard_tensors(shard).values()
+        tensors = shard_tensors(each.hosts[shard.worker], shard).values()
         assert sum(t.numel() * t.element_size() for t in tensors) == shard.num_bytes

@@ -1,0 +1,376 @@
+"""The local batches of a trainer: slices of the script's batches, or of prepared data.
+
+A batch is a structure of dicts, lists and tuples whose tensors have samples as their first dimension; a
+:class:`Jagged` has any number of values per sample. All trainers read the same global batches. Each trainer
+takes a contiguous slice, which may be empty. If groups must not be split, the last sample of a group selects
+the batch and the slice of the group (``hybrid/primitives/grouping.py``).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hybrid.batch import Batch, by_task, slice_bounds
+from hybrid.config import RunConfig
+from hybrid.custom_loop.call_sites import CallKey, CallSite, call_key
+from hybrid.custom_loop.embedding_modules import Jagged, TableCall
+from hybrid.data.batches.batch_loader import BatchLoader
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.embedding.trainer.embeddings import TableRequest
+from hybrid.errors import ConfigError, DataError
+from hybrid.input_spec import InputSpec
+from hybrid.primitives.grouping import find_split_group, group_bounds, group_ends, last_end
+
+DENSE, GROUP = "dense", "group"
+
+
+class LocalBatch:
+    """One trainer's slice of a global batch.
+
+    Args:
+        values: the slice, in the structure of the script's batches.
+        size: number of samples in the slice.
+        global_size: number of samples of all trainers.
+        sites: expected calls of tables; read when the batch is looked up.
+    """
+
+    ended = False  # the batches of all trainers end at the same step
+
+    def __init__(self, values: Any, size: int, global_size: int, sites: Iterable[CallSite]) -> None:
+        self.values = values
+        self.size = size
+        self.global_size = global_size
+        self._sites = sites
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the slice."""
+        return list(tensors_of(self.values))
+
+    @cached_property
+    def calls(self) -> dict[CallKey, TableCall]:
+        """The calls whose lookups are prefetched, by key, in the order of the sites."""
+        calls = [call for site in self._sites if (call := site.call(self.tensors)) is not None]
+        return {call_key(call): call for call in calls}
+
+    @property
+    def sparse_features(self) -> list[TableRequest]:
+        """The lookups of :attr:`calls`."""
+        return [call.module.request(call) for call in self.calls.values()]
+
+    def split(self, parts: int) -> list[LocalBatch]:
+        """Return the batch itself: a custom loop has no micro-batches."""
+        assert parts == 1
+        return [self]
+
+
+def local_batches(
+    batches: Iterable[Any],
+    trainer: int,
+    num_trainers: int,
+    sites: Iterable[CallSite],
+    whole: str | None = None,
+) -> Iterator[LocalBatch]:
+    """Yield a trainer's slice of each global batch.
+
+    Args:
+        whole: column whose groups are not split between trainers, or None.
+
+    Raises:
+        DataError: the samples of a group are not adjacent in a batch.
+    """
+    for batch in batches:
+        size = size_of(batch)
+        start, stop = slice_bounds(size, trainer, num_trainers)
+        if whole is not None:
+            groups_B = _group_column(batch, whole)
+            if (split := find_split_group(groups_B)) is not None:
+                raise DataError(
+                    f"samples of group {split} of {whole!r} are not adjacent in a batch: sort the data by it"
+                )
+            start, stop = group_bounds(group_ends(groups_B), start, stop)
+        values = batch if num_trainers == 1 else cut(batch, start, stop)
+        yield LocalBatch(values, stop - start, size, sites)
+
+
+def global_batches(data: Any, size: int | None, whole: str | None = None) -> Iterator[Any]:
+    """Yield batches of ``size`` samples; the last may be smaller. Without ``size``, batches keep their sizes.
+
+    Args:
+        data: a dict, tensor or :class:`Jagged` with all samples, or an iterable of batches of any sizes.
+        whole: column whose groups are not split, so that sizes vary by up to a group; or None.
+
+    Raises:
+        DataError: ``data`` has another type, or a group is larger than a batch.
+    """
+    if isinstance(data, Mapping | Jagged | Tensor):
+        data = [data]
+    if not isinstance(data, Iterable):
+        raise DataError(
+            f"cannot take batches of {type(data).__name__}; give an iterable, such as a DataLoader"
+        )
+    yield from data if size is None else _rebatch(data, size, whole)
+
+
+def _rebatch(chunks: Iterable[Any], size: int, whole: str | None) -> Iterator[Any]:
+    """Yield batches: batch s has the samples, or groups that end, in (s * size, (s + 1) * size]."""
+    held: list[Any] = []
+    # Positions among all samples: start and end of the held samples, and end of the batch's range.
+    start, num_read, stop = 0, 0, size
+    for chunk in chain(chunks, [None]):
+        is_last = chunk is None
+        if not is_last:
+            held.append(chunk)
+            num_read += size_of(chunk)
+        # The last group may continue in the next chunk.
+        num_complete = num_read if whole is None or is_last else num_read - 1
+        if start == num_read or (stop > num_complete and not is_last):
+            continue
+        joined, first = _concatenate(held), start
+        ends_G = None if whole is None else start + _group_ends(joined, whole, size)
+        while stop <= num_complete or (is_last and start < num_read):
+            # A range may end before the last group does.
+            end = min(stop, num_read) if ends_G is None else last_end(ends_G, stop)
+            yield cut(joined, start - first, end - first)
+            start, stop = end, stop + size
+        held = [cut(joined, start - first, num_read - first)]
+
+
+def _group_ends(batch: Any, whole: str, size: int) -> npt.NDArray[np.int64]:
+    """Return the ends of the groups in a batch; DataError if one has more than ``size`` samples."""
+    groups_B = _group_column(batch, whole)
+    ends_G = group_ends(groups_B)
+    sizes_G = np.diff(ends_G, prepend=0)
+    if (largest := int(sizes_G.max())) > size:
+        group = groups_B[ends_G[sizes_G.argmax()] - 1]
+        raise DataError(
+            f"group {group} has {largest} samples, more than a batch of {size}: give a larger size"
+        )
+    return ends_G
+
+
+def _group_column(batch: Any, whole: str) -> npt.NDArray[np.generic]:
+    """Return the group of each sample; DataError if the batch has no such column."""
+    column = batch.get(whole) if isinstance(batch, Mapping) else None
+    if not isinstance(column, Tensor) or column.dim() != 1:
+        raise DataError(f"whole = {whole!r} must name a column of every batch with one number per sample")
+    groups_B: npt.NDArray[np.generic] = column.cpu().numpy()
+    return groups_B
+
+
+def size_of(batch: Any) -> int:
+    """Return the number of samples in a batch.
+
+    Raises:
+        DataError: the batch has no tensors, or their numbers of samples differ.
+    """
+    columns = _columns(batch)
+    sizes = [len(c.offsets) - 1 if isinstance(c, Jagged) else len(c) for _, c in columns]
+    if not sizes:
+        raise DataError("a batch has no tensors")
+    if len(set(sizes)) > 1:
+        counts = ", ".join(f"{path}: {size}" for (path, _), size in zip(columns, sizes, strict=True))
+        raise DataError(
+            f"the tensors of a batch have different numbers of samples ({counts}). Their first dimension is "
+            "the sample; give a column of any number of values per sample as hybrid.Jagged(values, offsets)"
+        )
+    return sizes[0]
+
+
+def cut(batch: Any, start: int, stop: int) -> Any:
+    """Return the samples from ``start`` to ``stop`` of a batch."""
+    return _map_columns(
+        batch,
+        lambda column, _: column.samples(start, stop) if isinstance(column, Jagged) else column[start:stop],
+    )
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Yield all tensors of a batch, in the order of its dicts and lists."""
+    for _, column in _columns(batch):
+        if isinstance(column, Tensor):
+            yield column
+        elif isinstance(column, Jagged):
+            yield from column
+
+
+def checksum(batch: Any) -> int:
+    """Return a checksum of the bytes of a batch's tensors."""
+    total = 0
+    for tensor in tensors_of(batch):
+        total = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, total)
+    return total
+
+
+def _concatenate(batches: Sequence[Any]) -> Any:
+    """Return the samples of several batches of one structure as one batch."""
+    if len(batches) == 1:
+        return batches[0]
+    columns = [[column for _, column in _columns(batch)] for batch in batches]
+    if len({len(each) for each in columns}) != 1:
+        raise DataError("batches of different structures cannot be joined into batches of another size")
+    joined = iter([_concatenate_column(chunks) for chunks in zip(*columns, strict=True)])
+    return _map_columns(batches[0], lambda *_: next(joined))
+
+
+def _concatenate_column(chunks: Sequence[Any]) -> Any:
+    if isinstance(chunks[0], Tensor):
+        return torch.cat(list(chunks))
+    if isinstance(chunks[0], Jagged):
+        lengths = torch.cat([each.lengths for each in chunks])
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return Jagged(torch.cat([each.values for each in chunks]), offsets)
+    return [value for each in chunks for value in each]
+
+
+def _columns(batch: Any) -> list[tuple[str, Any]]:
+    """Return the columns of a batch, each with its path of keys."""
+    columns: list[tuple[str, Any]] = []
+    _map_columns(batch, lambda column, path: columns.append((path, column)))
+    return columns
+
+
+def _map_columns(batch: Any, function: Callable[[Any, str], Any], path: str = "") -> Any:
+    """Call ``function`` with each column and its path of keys; return the results in the batch's structure.
+
+    A column is a tensor, a :class:`Jagged`, or a list of other values, such as texts from a DataLoader.
+    """
+    if isinstance(batch, Tensor | Jagged):
+        return function(batch, path)
+
+    def mapped(key: object, value: Any) -> Any:
+        return _map_columns(value, function, f"{path}[{key!r}]" if path else repr(key))
+
+    if isinstance(batch, Mapping):
+        return {name: mapped(name, value) for name, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(mapped(index, value) for index, value in enumerate(batch)))
+    if isinstance(batch, list | tuple) and any(
+        isinstance(each, Tensor | Mapping | list | tuple) for each in batch
+    ):
+        return type(batch)(mapped(index, value) for index, value in enumerate(batch))
+    if isinstance(batch, list):
+        return function(batch, path)
+    raise DataError(
+        f"a batch has a {type(batch).__name__} at {path or 'its top level'}, where a tensor must be"
+    )
+
+
+@dataclass
+class PreparedData:
+    """The samples of one split, for :meth:`Cluster.batches`.
+
+    A batch is a dict:
+
+    ================ ===================================================================================
+    ``dense``        numeric columns, (samples, columns)
+    ``COLUMN``       ids of a sparse column, (samples,), or a :class:`Jagged` if it is multi-hot
+    ``COL.weights``  weights of the ids of a weighted multi-hot column, a :class:`Jagged`
+    ``TASK``         labels of a task, (samples,); ``label`` without sections [tasks.NAME]
+    ``TASK.weights`` weights of the samples for a task, (samples,), if the data have weights
+    ``group``        group of each sample, (samples,), if the data have groups
+    ================ ===================================================================================
+
+    Attributes:
+        dataset: the prepared files.
+        config: the configuration of the run.
+        is_shuffled: whether each pass has another order.
+        passes: number of passes so far.
+    """
+
+    dataset: PreparedDataset
+    config: RunConfig
+    is_shuffled: bool
+    passes: int = 0
+
+    def __post_init__(self) -> None:
+        tasks = self.config.all_tasks
+        names = [DENSE, *tasks, *(f"{task}.weights" for task in tasks)]
+        names += [GROUP] if self.dataset.has_groups else []
+        names += [each.name for each in self.dataset.input_spec.sparse_features]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            rule = "is the name of two columns in batches of prepared data; rename the column or the task"
+            raise ConfigError("data.sparse", rule, repeated)
+
+    def __len__(self) -> int:
+        return self.dataset.num_samples
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Number of rows that the table of each sparse column needs."""
+        return {each.name: each.num_rows for each in self.dataset.input_spec.sparse_features}
+
+    @property
+    def dense_columns(self) -> tuple[str, ...]:
+        """Names of the numeric columns, in the order of ``dense``."""
+        return self.dataset.input_spec.dense_features
+
+    def local_batches(
+        self,
+        trainer: int,
+        num_trainers: int,
+        size: int | None,
+        sites: Iterable[CallSite],
+        whole: str | None = None,
+    ) -> Iterator[LocalBatch]:
+        """Yield a trainer's slice of each batch of the next pass.
+
+        Args:
+            whole: ``group`` if groups are not split, or None.
+
+        Raises:
+            DataError: ``whole`` names another column.
+        """
+        if whole not in (None, GROUP):
+            raise DataError(
+                f"whole = {whole!r} must be {GROUP!r} for prepared data; data.group names the column"
+            )
+        config = self.config
+        loader = BatchLoader(
+            self.dataset,
+            batch_size=size or config.train.batch_size,
+            trainer_index=trainer,
+            num_trainers=num_trainers,
+            seed=config.run.seed,
+            shuffle=self.is_shuffled,
+            lanes=config.data.shuffle_lanes if self.is_shuffled else 0,
+            by_group=whole is not None,
+        )
+        epoch, self.passes = self.passes, self.passes + 1
+        with loader.batches(epoch) as stream:
+            for batch in stream:
+                values = features_of(batch, self.dataset.input_spec)
+                for t, task in enumerate(tasks := config.all_tasks):
+                    values[task] = by_task(batch.labels, len(tasks))[:, t]
+                    if batch.weights is not None:
+                        values[f"{task}.weights"] = by_task(batch.weights, len(tasks))[:, t]
+                if batch.groups is not None:
+                    values[GROUP] = batch.groups
+                yield LocalBatch(values, len(batch.labels), batch.global_size, sites)
+
+
+def features_of(batch: Batch, input_spec: InputSpec) -> dict[str, Any]:
+    """Return the columns of a batch, without labels, as a dict; see :class:`PreparedData`."""
+    values: dict[str, Any] = {DENSE: batch.dense_features}
+    sparse = batch.sparse_features
+    size, offsets = sparse.batch_size, sparse.offsets
+    if offsets is None:
+        offsets = torch.arange(len(sparse.ids_L) + 1)
+    for k, feature in enumerate(input_spec.sparse_features):
+        ends = offsets[k * size : (k + 1) * size + 1]
+        ids = slice(int(ends[0]), int(ends[-1]))
+        is_jagged = feature.multi_hot and sparse.offsets is not None
+        values[feature.name] = Jagged(sparse.ids_L[ids], ends - ends[0]) if is_jagged else sparse.ids_L[ids]
+        if is_jagged and feature.weighted and sparse.weights_L is not None:
+            values[f"{feature.name}.weights"] = Jagged(sparse.weights_L[ids], ends - ends[0])
+    return values

@@ -1,0 +1,361 @@
+"""Data parallelism on several devices of one process, as in ``torch.nn.parallel``, but also for CPUs.
+
+A call of :class:`DataParallel`::
+
+    inputs ── scatter ───► a slice for each device ───┐
+                                                       parallel_apply ── gather ──► outputs
+    module ── replicate ─► a replica for each device ─┘
+
+``torch.nn.parallel`` supports accelerators only. Here a list of devices may mix CUDA devices and CPUs, and
+contain a device twice. All functions are twice differentiable. Named tuples and subclasses of dict keep
+their types. The engine wraps the stages of a net in :class:`DataParallel`; users may do the same.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial, reduce
+from itertools import chain
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._utils import ExceptionWrapper
+from torch.autograd.function import FunctionCtx
+from torch.nn.parameter import is_lazy
+
+from hybrid.dense.parameter_substitution import shadow
+
+Device: TypeAlias = int | str | torch.device
+M = TypeVar("M", bound=nn.Module)
+
+
+def resolve_device(device: Device) -> torch.device:
+    """Return the device, with an index if it is a CUDA device.
+
+    Args:
+        device: ``cuda`` is the current CUDA device, an integer the CUDA device of this index, -1 the CPU.
+
+    Raises:
+        ValueError: it is a CUDA device that this machine does not have.
+    """
+    if isinstance(device, int):
+        device = "cpu" if device == -1 else f"cuda:{device}"
+    resolved = torch.device(device)
+    if resolved.type != "cuda":
+        return resolved
+    num_devices = torch.cuda.device_count()
+    if (resolved.index or 0) >= num_devices:
+        raise ValueError(f"there is no device {resolved}: this machine has {num_devices} CUDA device(s)")
+    return torch.device("cuda", torch.cuda.current_device()) if resolved.index is None else resolved
+
+
+def scatter(inputs: Any, devices: Sequence[Device], dim: int = 0) -> list[Any]:
+    """Split each tensor of ``inputs`` along ``dim`` into chunks of almost equal size, one per device.
+
+    With fewer samples than devices there are fewer chunks; without samples there is one. Other values and
+    empty containers go to each device unchanged.
+
+    Returns:
+        The inputs of each device. A chunk that stays on its device is a view, which must not be changed in
+        place.
+
+    Raises:
+        ValueError: the tensors have different numbers of chunks.
+    """
+    targets = [resolve_device(device) for device in devices]
+    tensors = list(_tensors(inputs))
+    counts = {len(x.chunk(len(targets), dim)) if x.size(dim) else 1 for x in tensors}
+    if len(counts) > 1:
+        sizes = sorted({x.size(dim) for x in tensors})
+        raise ValueError(f"tensors of {sizes} samples have different numbers of chunks for {len(targets)}")
+    return _scatter(inputs, targets[: max(counts, default=None)], dim)
+
+
+def _scatter(inputs: Any, devices: Sequence[torch.device], dim: int) -> list[Any]:
+    """Return ``inputs`` for each device; there are as many devices as chunks."""
+    if isinstance(inputs, Tensor):
+        chunks = inputs.chunk(len(devices), dim)
+        return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=True)]
+    if isinstance(inputs, (dict, list, tuple)) and len(inputs):
+        values = inputs.values() if isinstance(inputs, dict) else inputs
+        columns = zip(*(_scatter(value, devices, dim) for value in values), strict=True)
+        return [_rebuild(inputs, column) for column in columns]
+    return [inputs] * len(devices)
+
+
+def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
+    """Concatenate the outputs of several devices along ``dim``, on one device.
+
+    Scalars become a vector. None stays None.
+
+    Args:
+        outputs: one per device, of the same structure.
+        device: the device of the result.
+
+    Raises:
+        ValueError: dicts differ in their number of keys, or sequences in their length.
+        TypeError: something is neither a tensor, nor None, nor a container of them.
+    """
+    first = outputs[0]
+    if first is None:
+        return None
+    if isinstance(first, Tensor):
+        target = resolve_device(device)
+        tensors = [output.to(target) for output in outputs]
+        is_scalar = dim == 0 and all(tensor.dim() == 0 for tensor in tensors)
+        return torch.stack(tensors) if is_scalar else torch.cat(tensors, dim)
+    if isinstance(first, dict):
+        if any(len(output) != len(first) for output in outputs):
+            raise ValueError("All dicts must have the same number of keys")
+        return _rebuild(first, [gather([output[key] for output in outputs], device, dim) for key in first])
+    if isinstance(first, (list, tuple)):
+        return _rebuild(first, [gather(column, device, dim) for column in zip(*outputs, strict=True)])
+    raise TypeError(f"cannot gather a {type(first).__name__}; replicas must return tensors")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in any nesting of dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for element in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(element)
+
+
+def _rebuild(container: Any, values: Sequence[Any]) -> Any:
+    """Return a container of the same type, and for dicts with the same keys, that holds ``values``."""
+    if isinstance(container, dict):
+        rebuilt = copy.copy(container)  # a defaultdict cannot be created from pairs
+        rebuilt.update(zip(container, values, strict=True))
+        return rebuilt
+    return getattr(container, "_make", type(container))(values)
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[Device] | None = None,
+) -> list[Any]:
+    """Call each module with its inputs, concurrently.
+
+    The threads inherit grad mode, inference mode, autocast and the current CUDA streams of the caller. A
+    single module is called in the thread of the caller.
+
+    Args:
+        inputs: for each module, a list or tuple of positional arguments, or a single argument.
+        kwargs_tup: for each module, its keyword arguments.
+        devices: the device of each module. By default it is the device of the first tensor among the inputs,
+            or without tensors the current CUDA device, or the CPU.
+
+    Returns:
+        The output of each module.
+
+    Raises:
+        ValueError: the sequences differ in length.
+        Exception: the exception of the first failing module, with its traceback in the message, after all
+            calls have ended; a RuntimeError if its type cannot be constructed from a message.
+    """
+    if kwargs_tup is None:
+        kwargs_tup = [{} for _ in modules]
+    if devices is None:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        first_tensors = [next(_tensors(each), None) for each in inputs]
+        devices = [default if tensor is None else tensor.device for tensor in first_tensors]
+    calls = [
+        partial(_call, _settings_of_caller(device), index, device, *call)
+        for index, (device, *call) in enumerate(
+            zip(map(resolve_device, devices), modules, inputs, kwargs_tup, strict=True)
+        )
+    ]
+    if len(calls) == 1:
+        return [calls[0]()]
+    with ThreadPoolExecutor(max(1, len(calls))) as threads:
+        return [future.result() for future in [threads.submit(call) for call in calls]]
+
+
+def _settings_of_caller(device: torch.device) -> list[AbstractContextManager[object]]:
+    """Return context managers that give another thread the settings of this one, for ``device``."""
+    settings: list[AbstractContextManager[object]] = [
+        torch.inference_mode(torch.is_inference_mode_enabled()),
+        torch.set_grad_enabled(torch.is_grad_enabled()),
+    ]
+    if device.type == "cuda":
+        settings += [torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device))]
+    settings += [
+        torch.autocast(
+            kind,
+            dtype=torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
+        for kind in (("cpu", "cuda") if torch.cuda.is_available() else ("cpu",))
+    ]
+    return settings
+
+
+def _call(
+    settings: Sequence[AbstractContextManager[object]],
+    index: int,
+    device: torch.device,
+    module: nn.Module,
+    inputs: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    try:
+        with ExitStack() as stack:
+            for setting in settings:
+                stack.enter_context(setting)
+            return module(*(inputs if isinstance(inputs, (list, tuple)) else (inputs,)), **kwargs)
+    except Exception:
+        name = device.type if device.index is None else device.index
+        ExceptionWrapper(where=f"in replica {index} on device {name}").reraise()
+
+
+def replicate(module: M, devices: Sequence[Device], detach: bool = False) -> list[M]:
+    """Create a replica of ``module`` for each device; see :func:`shadow`.
+
+    Replica 0 shares the memory of parameters and buffers that are on its device, so that its in-place changes
+    reach ``module``. Everything else is copied. Gradients of the replicas are summed in the order of
+    ``devices``. A backward pass that reaches any parameter gives the others zero gradients.
+
+    Args:
+        devices: may be empty, and may contain a device twice.
+        detach: whether to detach the replicas from ``module`` for autograd.
+
+    Raises:
+        RuntimeError: a parameter has no shape yet, or :func:`shadow` does not support the module.
+    """
+    tensors = list(chain(module.parameters(), module.buffers()))
+    if any(is_lazy(tensor) for tensor in tensors):
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules"
+        )
+    targets = [resolve_device(device) for device in devices]
+    tracked = [tensor for tensor in tensors if tensor.requires_grad and not detach]
+    constant = [tensor for tensor in tensors if detach or not tensor.requires_grad]
+    # One function for all tensors, so that unused parameters get a gradient too.
+    copies = _Broadcast.apply(targets, *tracked) if tracked else ()  # type: ignore[no-untyped-call]
+    copies += _copies(constant, targets)
+    originals = [*tracked, *constant]
+    return [
+        shadow(module, dict(zip(originals, copies[index :: len(targets)], strict=True)))
+        for index in range(len(targets))
+    ]
+
+
+def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
+    """Return copies of the first tensor for all devices, then of the next; the first may be an alias."""
+    return tuple(
+        tensor.detach().to(device, copy=index > 0)
+        for tensor in tensors
+        for index, device in enumerate(devices)
+    )
+
+
+class _Broadcast(torch.autograd.Function):
+    """Copies of all tensors; the backward pass sums the gradients of the copies."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # dense zeros would make a sparse gradient dense
+        # Only for the shapes of gradients, since values may change before the backward pass.
+        ctx.originals = [tensor.detach() for tensor in tensors]  # type: ignore[attr-defined]
+        return _copies(tensors, devices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        num_copies = len(grads) // len(ctx.originals)
+        sums = []
+        for index, original in enumerate(ctx.originals):
+            of_copies = grads[index * num_copies : (index + 1) * num_copies]
+            received = [grad.to(original.device) for grad in of_copies if grad is not None]
+            sums.append(reduce(_add, received) if received else torch.zeros_like(original))
+        return None, *sums
+
+
+def _add(total: Tensor, grad: Tensor) -> Tensor:
+    # torch can add a sparse tensor to a dense one, but not the other way round.
+    return grad + total if total.is_sparse and not grad.is_sparse else total + grad
+
+
+class DataParallel(nn.Module):
+    """Calls ``module`` with a slice of every batch on each of several devices, in one process.
+
+    Tensors among the arguments are split along ``dim``, also in containers. Other arguments go to every
+    device. A batch with fewer samples than devices uses fewer devices; an empty batch and a call without
+    arguments use one.
+
+    Each call creates replicas, which run in their own threads. The module must therefore make no remote
+    calls, and attributes that its forward pass assigns are lost. In-place changes of buffers on the first
+    device stay. On CPUs, replicas draw random numbers from one generator in an unspecified order.
+
+    Args:
+        module: has its parameters and buffers on ``devices[0]``.
+        devices: None means all CUDA devices, or the CPU if there are none.
+        output_device: the device of the outputs; None means ``devices[0]``.
+        dim: the dimension of samples in inputs and outputs.
+
+    Raises:
+        ValueError: this machine does not have one of the devices.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        if devices is None:
+            devices = range(torch.cuda.device_count()) or ["cpu"]
+        self.devices = [resolve_device(device) for device in devices]
+        self.output_device = self.devices[0] if output_device is None else resolve_device(output_device)
+        self.dim = dim
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return the output for the whole batch; scalar outputs become a vector with one value per device.
+
+        Raises:
+            RuntimeError: a parameter or buffer is not on ``devices[0]``.
+        """
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
+            if tensor.device != self.devices[0]:
+                raise RuntimeError(
+                    f"module must have its parameters and buffers on device {self.devices[0]} (devices[0]) "
+                    f"but found one of them on device: {tensor.device}"
+                )
+        devices = self.devices if inputs or kwargs else self.devices[:1]
+        args, keywords = zip(*scatter((inputs, kwargs), devices, self.dim), strict=True)
+        if len(self.devices) == 1:
+            outputs = [self.module(*args[0], **keywords[0])]
+            if self.output_device == self.devices[0]:
+                return outputs[0]
+        else:
+            used = self.devices[: len(args)]
+            outputs = parallel_apply(replicate(self.module, used), args, keywords, used)
+        return gather(outputs, self.output_device, self.dim)
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    devices: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Call ``module`` once like :class:`DataParallel`.
+
+    Args:
+        inputs: a tuple of positional arguments, or a single argument; None means none.
+        module_kwargs: keyword arguments.
+    """
+    if not isinstance(inputs, tuple):
+        inputs = () if inputs is None else (inputs,)
+    return DataParallel(module, devices, output_device, dim)(*inputs, **(module_kwargs or {}))

@@ -1,0 +1,387 @@
+"""Tensor parallelism of a stage: several trainers each hold shards of its layers.
+
+The trainers form a mesh of data x tensor. The trainers of a tensor group each hold a shard of the weights and
+compute the stage together. DDP reduces the gradients of each shard over the data groups.
+
+:class:`TensorParallel` holds the shards and computes with DTensors. A plan defines how layers are split.
+:class:`SharedStage` gathers the samples of a tensor group for a stage::
+
+    local inputs_bX ── all-gather ── inputs_BX ── stage ── outputs_BY ── local rows ── outputs_bY
+
+B is the sum of the group's b. The engine wraps the stages of a net in both; users may do the same.
+
+torch's transform for tensor parallelism under DDP (``torch.distributed.tensor.parallel.ddp``) loses the
+parameters at the first forward pass and adds a hook to each of them at every pass. This module does neither.
+"""
+
+import ctypes
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, TypeAlias, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils._pytree import tree_map
+
+from hybrid.errors import ConfigError
+from hybrid.security.closed_listeners import close_listeners_after
+
+# How a tensor is split over a mesh.
+Layout: TypeAlias = DTensorSpec
+
+_kept = threading.local()
+
+
+# How to split the submodules at these paths.
+Plan = dict[str, ParallelStyle]
+
+# Makes the style of one layer, by name. All styles also take full inputs.
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    # By outputs, which stay split for a following rowwise layer.
+    "colwise": lambda: ColwiseParallel(use_local_output=False),
+    # By inputs; the group sums the partial outputs. "Replicate" applies to plain tensors; a split input stays
+    # split.
+    "rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    # By outputs, which the group gathers.
+    "colwise_gathered": lambda: ColwiseParallel(output_layouts=Replicate()),
+}
+
+_KEY = "dense.tensor_plan"
+# Elementwise layers also work on a part of the columns.
+_ELEMENTWISE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Identity)
+
+
+def trainer_mesh(tensor_size: int, device_type: str) -> DeviceMesh:
+    """Return the mesh "data" x "tensor" of all trainers; the first tensor group is 0 .. P-1.
+
+    All trainers must call it. It creates process groups once, and returns the same mesh every time.
+
+    Args:
+        tensor_size: P, the number of trainers that hold a net together.
+        device_type: ``cpu`` or ``cuda``.
+
+    Raises:
+        ValueError: the number of trainers is not a multiple of P.
+    """
+    trainers = dist.get_world_size()
+    if tensor_size < 1 or trainers % tensor_size:
+        raise ValueError(f"{trainers} trainers do not make groups of {tensor_size}")
+    return _mesh(dist.group.WORLD, (trainers // tensor_size, tensor_size), device_type)
+
+
+@cache
+def _mesh(world: dist.ProcessGroup | None, shape: tuple[int, int], device_type: str) -> DeviceMesh:
+    # DTensor caches its decisions by the shape of a mesh. Ranks with different meshes of one shape would use
+    # different groups and wait for each other forever.
+    names = dist.PrefixStore(f"mesh {shape} {device_type}", distributed_c10d._get_default_store())
+    with close_listeners_after(names, dist.get_rank(), dist.get_world_size()):
+        return init_device_mesh(device_type, shape, mesh_dim_names=("data", "tensor"))
+
+
+def sync_gradient(grad: Tensor) -> Tensor:
+    """Wait for the collective of a gradient; return it as a plain tensor."""
+    return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
+
+
+def flatten_tensor(tensor: Tensor) -> tuple[Tensor, Layout | None]:
+    """Return the local shard of a DTensor, which requires a gradient, and its layout.
+
+    For any other tensor, return the tensor and None.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor, None
+    return tensor.to_local().detach().requires_grad_(), tensor._spec
+
+
+def unflatten_tensor(shard: Tensor, layout: Layout) -> DTensor:
+    """Return the DTensor of which ``shard`` is the local part, in the same memory.
+
+    Gradients of ``shard`` are plain tensors; see :func:`sync_gradient`.
+    """
+    # The hook is on an alias, which lives as long as the graph. Hooks on the shard would accumulate.
+    alias = shard.view_as(shard)
+    if alias.requires_grad:
+        alias.register_hook(sync_gradient)
+    return _dtensor(alias, layout)
+
+
+def full_tensor(shard: Tensor, layout: Layout) -> Tensor:
+    """Return the full tensor of a shard; all ranks of the mesh must call it."""
+    return _dtensor(shard.detach(), layout).full_tensor()
+
+
+def local_shard(tensor: Tensor, layout: Layout) -> Tensor:
+    """Return a copy of the local part of a full tensor, without communication."""
+    dtensor = distribute_tensor(tensor.detach(), layout.mesh, layout.placements, src_data_rank=None)
+    return dtensor.to_local().clone()
+
+
+def _dtensor(local: Tensor, layout: Layout) -> DTensor:
+    # Without shape and stride, torch would assume shards of equal size.
+    return DTensor.from_local(
+        local, layout.mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
+    )
+
+
+class TensorParallel(nn.Module):
+    """A module with the local shards as parameters; all ranks run its forward pass together.
+
+    Parameters are plain tensors with their names in the full module, so that DDP, optimizers and checkpoints
+    work as usual. All ranks must have the same initial weights and inputs. Modules that draw random numbers,
+    such as dropout, are not supported, since each rank would draw different ones.
+
+    Args:
+        module: the module to split, in place.
+        mesh: the tensor group, of one dimension.
+        plan: how to split submodules, by path; "" is ``module`` itself.
+
+    Raises:
+        ValueError: the plan splits a parameter with two names.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
+        super().__init__()
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        counts = Counter(parameters.values())
+        split = {parameter for path in plan for parameter in module.get_submodule(path).parameters()}
+        if tied := [name for name, p in parameters.items() if p in split and counts[p] > 1]:
+            raise ValueError(f"a parameter used in several places cannot be split: {', '.join(tied)}")
+        for path, style in plan.items():
+            # Without a source rank, each rank copies its shards from the weights that it has.
+            parallelize_module(module.get_submodule(path), mesh, style, src_data_rank=None)
+        self.module = module
+        self._layouts: dict[str, Layout] = {}
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            shard, layout = flatten_tensor(parameter)
+            if layout is not None:
+                path, _, own_name = name.rpartition(".")
+                local = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+                module.get_submodule(path).register_parameter(own_name, local)
+                self._layouts[name] = layout
+
+    @property
+    def layouts(self) -> dict[Tensor, Layout]:
+        """The layouts of the parameters of which this rank holds a shard."""
+        split = {name: layout for name, layout in self._layouts.items() if layout.is_sharded()}
+        return {self.module.get_parameter(name): layout for name, layout in split.items()}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the full module, as plain tensors; gather outputs that are split."""
+        _keep_thread_state()
+        dtensors: dict[str, Tensor] = {
+            name: unflatten_tensor(self.module.get_parameter(name), layout)
+            for name, layout in self._layouts.items()
+        }
+        output = torch.func.functional_call(self.module, dtensors, args, kwargs)
+        return tree_map(_plain, output)
+
+
+def _plain(output: Any) -> Any:
+    if not isinstance(output, Tensor):
+        return output
+    return _Leave.apply(output.full_tensor() if isinstance(output, DTensor) else output)  # type: ignore[no-untyped-call]
+
+
+class _Leave(torch.autograd.Function):
+    """Waits for the collective of an output; runs first in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, output: Tensor) -> Tensor:
+        # torch's operators wait for collectives by themselves, but RPC does not.
+        return sync_gradient(output)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
+        _keep_thread_state()
+        return grads[0]
+
+
+def _keep_thread_state() -> None:
+    """Keep the Python thread state of the calling thread until it ends.
+
+    RPC and distributed autograd run Python in C++ threads, which lose their thread state, and thread-local
+    data with it, whenever they return to C++. DTensor keeps its sharding decisions there, which take
+    milliseconds to repeat. The thread pools have a fixed size, so only a few states are kept.
+    """
+    if not hasattr(_kept, "is_kept"):
+        # Without a release, so that the reference count of the state never reaches zero.
+        ctypes.pythonapi.PyGILState_Ensure()
+        _kept.is_kept = True
+
+
+def automatic_plan(stage: nn.Module) -> Plan:
+    """Return a plan for one stage of a net, perhaps an empty one.
+
+    Two successive linear layers of an ``nn.Sequential``, with only activations between them, communicate
+    once, after the second (Shoeybi et al. 2019). The outputs of other linear layers are gathered. Layers with
+    one output and all other modules are not split.
+    """
+    styles: dict[str, str] = {}
+    for path, module in stage.named_modules():
+        if type(module) is nn.Sequential:
+            first = None  # a linear layer that only activations have followed so far
+            for name, layer in module._modules.items():
+                layer_path = f"{path}.{name}" if path else name
+                if _is_plain_linear(layer) and first is not None:
+                    styles |= {first: "colwise", layer_path: "rowwise"}
+                    first = None
+                elif _is_plain_linear(layer):
+                    first = layer_path if layer.out_features > 1 else None
+                elif not isinstance(layer, _ELEMENTWISE):
+                    first = None
+        elif _is_plain_linear(module) and module.out_features > 1:
+            styles.setdefault(path, "colwise_gathered")
+    return {path: STYLES[style]() for path, style in styles.items()}
+
+
+def _is_plain_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
+    # Subclasses may have other parameters, or be used without a call.
+    return type(module) is nn.Linear
+
+
+def parse_plan(texts: Sequence[str], net: nn.Module) -> dict[str, Plan]:
+    """Parse the user's plan, by stage; paths are relative to the stage, and "" is the stage itself.
+
+    Args:
+        texts: each "pattern = style", such as "head.[02] = colwise", with a file name pattern for the paths
+            of layers in ``net``.
+        net: the full net; its children are the stages.
+
+    Raises:
+        ConfigError: a text is malformed or has no valid style, its pattern matches no layer that can be
+            split or another module, or two patterns match one layer.
+    """
+    modules = {path: module for path, module in net.named_modules() if path}
+    layers = [path for path, module in modules.items() if isinstance(module, nn.Linear | nn.Embedding)]
+    patterns: dict[str, str] = {}
+    plan: dict[str, Plan] = {stage: {} for stage, _ in net.named_children()}
+    for text in texts:
+        pattern, _, style = (side.strip() for side in text.partition("="))
+        if not pattern or style not in STYLES:
+            rule = f'must be like "head.0 = colwise", with one of the styles {", ".join(STYLES)}'
+            raise ConfigError(_KEY, rule, text)
+        paths = [path for path in modules if fnmatchcase(path, pattern)]
+        if not paths or not {*paths} <= {*layers}:
+            rule = "must match layers of the kinds Linear and Embedding, and only these; the net has "
+            raise ConfigError(_KEY, rule + (", ".join(layers) or "none"), text)
+        for path in paths:
+            if patterns.setdefault(path, text) != text:
+                raise ConfigError(_KEY, f"{path} is matched by {patterns[path]!r} too", text)
+            stage, _, relative = path.partition(".")
+            plan[stage][relative] = STYLES[style]()
+    return plan
+
+
+class SharedStage(nn.Module):
+    """A stage that a tensor group computes together, on the samples of all its ranks.
+
+    Args:
+        stage: maps tensors with one row per sample to one tensor; the same on all ranks, such as a
+            :class:`TensorParallel`.
+        group: the ranks; all call it together, each with its own samples, possibly none.
+    """
+
+    def __init__(self, stage: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.stage = stage
+        self._group = group
+        self._anchor = torch.zeros(0, requires_grad=True)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the output of the stage for the local rows of ``inputs``.
+
+        Raises:
+            ValueError: inputs or output differ in their number of rows.
+        """
+        rows, is_differentiable = _agree(inputs, self._group)
+        # Autograd runs the collectives of the stage's graph in the reverse order of the forward pass, so all
+        # ranks need the same graph. A slice without samples has no lookup, and its input requires no
+        # gradient. So all ranks record an input if one rank does.
+        gathered = [
+            _Gather.apply(x, self._anchor if record else None, rows, self._group)  # type: ignore[no-untyped-call]
+            for x, record in zip(inputs, is_differentiable, strict=True)
+        ]
+        output = self.stage(*gathered)
+        if output.size(0) != sum(rows):
+            raise ValueError(f"the stage gives {output.size(0)} rows for {sum(rows)} samples")
+        local_rows: Tensor = _LocalRows.apply(output, rows, self._group)  # type: ignore[no-untyped-call]
+        return local_rows
+
+
+def _agree(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[int], list[bool]]:
+    """Return the number of rows of each rank, and which inputs need a gradient on any rank."""
+    sizes = {len(x) for x in inputs}
+    if len(sizes) != 1:
+        raise ValueError(f"inputs of a stage must have as many rows as each other, not {sorted(sizes)}")
+    local = torch.tensor([*sizes, *(int(x.requires_grad) for x in inputs)], device=inputs[0].device)
+    of_ranks = local.new_empty(group.size() * len(local))
+    dist.all_gather_single(of_ranks, local, group=group)
+    rows, *flags = of_ranks.view(-1, len(local)).t().tolist()
+    return rows, [any(of_input) for of_input in flags]
+
+
+def gather_rows(local_bX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Gather the rows of all ranks, in rank order."""
+    longest = max(rows)
+    padded_bX = local_bX.contiguous()  # as NCCL requires
+    if len(local_bX) < longest:  # collectives need tensors of one size
+        padded_bX = local_bX.new_zeros(longest, *local_bX.shape[1:])
+        padded_bX[: len(local_bX)] = local_bX
+    all_BX = local_bX.new_empty(len(rows) * longest, *local_bX.shape[1:])
+    dist.all_gather_single(all_BX, padded_bX, group=group)
+    if min(rows) == longest:
+        return all_BX
+    return torch.cat([rank_bX[:size] for rank_bX, size in zip(all_BX.split(longest), rows, strict=True)])
+
+
+def _local_rows(all_BX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Return a copy of the local rows, since RPC would send the whole storage of a view."""
+    start = sum(rows[: group.rank()])
+    return all_BX[start : start + rows[group.rank()]].clone()
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers rows. Each rank has their full gradient, so the backward pass needs no communication."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, local_bX: Tensor, anchor: Tensor | None, rows: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.arguments = rows, group  # type: ignore[attr-defined]
+        return gather_rows(local_bX, rows, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BX: Tensor) -> tuple[Tensor | None, None, None, None]:
+        local_bX = _local_rows(grad_BX, *ctx.arguments) if ctx.needs_input_grad[0] else None
+        return local_bX, None, None, None
+
+
+class _LocalRows(torch.autograd.Function):
+    """Selects the local rows of an output; the backward pass gathers the gradients of all ranks."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, all_BY: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.arguments = rows, group  # type: ignore[attr-defined]
+        return _local_rows(all_BY, rows, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_bY: Tensor) -> tuple[Tensor, None, None]:
+        return gather_rows(grad_bY, *ctx.arguments), None, None

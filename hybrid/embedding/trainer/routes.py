@@ -1,0 +1,349 @@
+"""Routes, which turn the ids of a batch into requests, and responses into vectors of samples.
+
+A route covers some features. ``start`` adds requests to the messages of workers, and returns an assembler.
+The assembler turns responses into vectors of shape (B, features, D), and gradients of vectors into gradients
+of responses. A sequence has one vector per position. These are the kinds of routes:
+
+============== ======================== ============================== ==================================
+route          features                 requests from a worker         assembles responses by
+============== ======================== ============================== ==================================
+row_route      one id per sample        each distinct row once         copying rows to the samples
+sequence_route the same, and sequences  the same                       the same, to positions of samples
+bag_route      multi-hot, tables on     a pooled vector per sample;    taking the vectors, or adding them
+               the same workers         a partial one if the tables    over workers
+                                        are split over workers
+pool_route     multi-hot, of tables     each distinct row once         pooling rows
+               that trainers pool
+============== ======================== ============================== ==================================
+
+The number of messages and of kernel calls does not depend on the number of tables.
+
+A sequence of at most N ids has N positions in a sample. Positions after its last id are zeros, and read no
+row. Features of the same width with one id per sample share the route of sequences, with one position each.
+So a row that a history and its candidate item share is sent once::
+
+    history of up to 3 ids, item    [ 4 7 . | 7 ]   [ . . . | 2 ]        rows that are sent   2 4 7
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid.embedding import kernels
+from hybrid.embedding.bags import Bags, Item, RowGradients, ids_dtype, pool_and_record
+from hybrid.embedding.kernels import Ints
+from hybrid.embedding.placement import Location
+from hybrid.embedding.table_spec import Pooling
+from hybrid.embedding.trainer.batch_ids import BatchIds
+
+Items: TypeAlias = Mapping[int, list[Item]]
+Responses: TypeAlias = Mapping[int, Sequence[Tensor]]
+Slot: TypeAlias = tuple[int, int]  # a worker, and the index of a tensor in its response
+Locations: TypeAlias = Sequence[Sequence[Location]]  # of the shards of each feature's table
+
+
+class Assembler(Protocol):
+    """Turns the responses for one batch into vectors, and gradients of vectors into gradients of responses.
+
+    Attributes:
+        shape_BFD: shape of the vectors.
+    """
+
+    @property
+    def shape_BFD(self) -> tuple[int, int, int]: ...
+
+    def vectors(self, responses: Responses) -> Tensor:
+        """Return ``vectors_BFD`` of the route's features, or of the positions of its sequences."""
+        ...
+
+    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
+        """Return the gradient of each response tensor. None is a view, since RPC sends whole storages."""
+        ...
+
+
+class Route(NamedTuple):
+    """The route of some features; see the module's docstring.
+
+    Attributes:
+        features: indices of the features.
+        start: appends the requests to the messages, and returns the assembler of their responses.
+    """
+
+    features: tuple[int, ...]
+    start: Callable[[BatchIds, Items], Assembler]
+
+
+def append(items: Items, worker: int, item: Item) -> Slot:
+    """Append a request to a worker's message, and return the slot of its response."""
+    items[worker].append(item)
+    return worker, len(items[worker]) - 1
+
+
+class AddressSpace:
+    """An integer address for every row of some tables of one width.
+
+    Each group with one of these tables has a segment of the address range. So one sort finds the distinct
+    rows of all tables and workers.
+
+    Args:
+        locations: locations of the shards of each table. A table may occur several times.
+    """
+
+    def __init__(self, locations: Locations) -> None:
+        groups = {(at.worker, at.number): at.group for shards in locations for at in shards}
+        first: dict[tuple[int, int], int] = {}  # first address of each group
+        self._segments: list[tuple[int, int, int, torch.dtype]] = []  # worker, group, its first address
+        end = 0
+        for (worker, number), group in sorted(groups.items(), key=lambda item: item[0]):
+            first[worker, number] = end
+            self._segments.append((worker, number, end, ids_dtype(group.num_rows)))
+            end += group.num_rows
+        self._num_rows, self.dtype = end, ids_dtype(end)
+        ends = torch.tensor([start for _, _, start, _ in self._segments[1:]] + [end], dtype=self.dtype)
+        self._ends = ends.numpy()
+        self.dim = locations[0][0].group.dim
+        self.counts_K = np.array([len(shards) for shards in locations])
+        self.bases_KS = np.zeros((len(locations), self.counts_K.max()), np.int64)
+        for k, shards in enumerate(locations):
+            for at in shards:
+                self.bases_KS[k, at.shard.index] = first[at.worker, at.number] + at.start
+
+    def write(self, ids_KB: Tensor, first: int, out_BK: Tensor) -> None:
+        """Write the addresses of ids; row k of ``ids_KB`` is of the table with index ``first + k``."""
+        tables = slice(first, first + len(ids_KB))
+        bases_KS, counts_K = self.bases_KS[tables], self.counts_K[tables]
+        kernels.write_addresses(ids_KB.numpy(), bases_KS, counts_K, out_BK.numpy())
+
+    def request(self, addresses_L: Tensor, shape_BFD: tuple[int, int, int], items: Items) -> DistinctRows:
+        """Append a request for each distinct row to ``items``.
+
+        Args:
+            shape_BFD: shape of the vectors, with one vector per address.
+        """
+        ids_U, starts_V, order_L = kernels.group_ids(addresses_L.numpy(), self._num_rows)
+        ends = np.searchsorted(ids_U, self._ends).tolist()
+        slots = []
+        for segment, start, end in zip(self._segments, [0, *ends[:-1]], ends, strict=True):
+            worker, group, first, dtype = segment
+            rows = torch.from_numpy(ids_U[start:end] - first).to(dtype)
+            slots.append((append(items, worker, (group, Bags(rows))), start, end))
+        return DistinctRows(slots, starts_V, order_L, shape_BFD)
+
+
+class DistinctRows(NamedTuple):
+    """Assembles by copying each requested row to all ids that are equal to it.
+
+    Attributes:
+        slots: response slots, each with the range of its rows among all distinct rows: start and end.
+        starts_V, order_L: positions of each distinct id; see :func:`kernels.group_ids`.
+    """
+
+    slots: list[tuple[Slot, int, int]]
+    starts_V: Ints
+    order_L: Ints
+    shape_BFD: tuple[int, int, int]
+
+    def collect(self, responses: Responses) -> tuple[Tensor, Tensor]:
+        """Return ``rows_UD``, and for each id the index of its row among them."""
+        rows_UD = torch.cat([responses[worker][index] for (worker, index), _, _ in self.slots])
+        return rows_UD, torch.from_numpy(kernels.rank_ids(self.starts_V, self.order_L))
+
+    def vectors(self, responses: Responses) -> Tensor:
+        rows_UD, ranks_L = self.collect(responses)
+        return rows_UD.index_select(0, ranks_L).view(self.shape_BFD)
+
+    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
+        """Return the gradients of the rows of each slot, summed over equal ids, also from (L, D)."""
+        grad_LD = grad_BFD.flatten(0, -2)
+        parts = []
+        for slot, first, last in self.slots:
+            part = grad_LD.new_empty(last - first, grad_LD.shape[1])
+            starts_V = self.starts_V[first : last + 1]
+            kernels.sum_rows(starts_V, self.order_L, grad_LD.numpy(), part.numpy(), None, None, None)
+            parts.append((slot, part))
+        return parts
+
+
+def row_route(features: tuple[int, ...], locations: Locations) -> Route:
+    """Return the route of features of one width with one id per sample."""
+    space = AddressSpace(locations)
+
+    def start(ids: BatchIds, items: Items) -> Assembler:
+        addresses_BK = torch.empty(ids.batch_size, len(features), dtype=space.dtype)
+        space.write(ids.single(features), 0, addresses_BK)
+        return space.request(addresses_BK.view(-1), (*addresses_BK.shape, space.dim), items)
+
+    return Route(features, start)
+
+
+def sequence_route(features: tuple[int, ...], locations: Locations, sizes_F: Sequence[int]) -> Route:
+    """Return the route of features of one width: sequences, and features with one id per sample.
+
+    Args:
+        sizes_F: number of positions of each feature: the maximum length of a sequence, else 1.
+    """
+    space = AddressSpace(locations)
+    *first_F, num_positions = accumulate(sizes_F, initial=0)
+
+    def start(ids: BatchIds, items: Items) -> Assembler:
+        bounds = [ids.bounds(k) for k in features]
+        parts = [slice(int(of_bags[0]), int(of_bags[-1])) for of_bags in bounds]
+        addresses_L = torch.empty(sum(p.stop - p.start for p in parts), dtype=space.dtype)
+        out = addresses_L.split([p.stop - p.start for p in parts])
+        positions = []  # by feature, position of each id among the positions of all samples
+        for number, (part, out_L) in enumerate(zip(parts, out, strict=True)):
+            space.write(ids.ids_L[part].view(1, -1), number, out_L.view(-1, 1))
+            starts_B, lengths_B = bounds[number][:-1] - part.start, bounds[number].diff()
+            shifts_B = torch.arange(len(starts_B)) * num_positions + first_F[number] - starts_B
+            positions.append(torch.arange(len(out_L)) + shifts_B.repeat_interleave(lengths_B))
+        weights_L = None
+        if ids.weights_L is not None and not ids.weighted_features.isdisjoint(features):
+            weights_L = torch.cat([ids.weights_L[part] for part in parts])
+        rows = space.request(addresses_L, (ids.batch_size, num_positions, space.dim), items)
+        return _Sequences(rows, torch.cat(positions), weights_L)
+
+    return Route(features, start)
+
+
+class _Sequences(NamedTuple):
+    """Assembles by copying the row of each id to its position.
+
+    Attributes:
+        positions_L: position of each id among all positions of all samples.
+        weights_L: weight of each id, or None for ones.
+    """
+
+    rows: DistinctRows
+    positions_L: Tensor
+    weights_L: Tensor | None
+
+    @property
+    def shape_BFD(self) -> tuple[int, int, int]:
+        return self.rows.shape_BFD
+
+    def vectors(self, responses: Responses) -> Tensor:
+        rows_UD, ranks_L = self.rows.collect(responses)
+        size, num_positions, dim = self.shape_BFD
+        row_of_position = torch.full((size * num_positions,), len(rows_UD), dtype=torch.int32)
+        row_of_position.index_copy_(0, self.positions_L, ranks_L)
+        # The row after the last one is zeros, for positions without an id.
+        rows_VD = torch.cat([rows_UD, rows_UD.new_zeros(1, dim)])
+        vectors = rows_VD.index_select(0, row_of_position)
+        if self.weights_L is not None:
+            vectors[self.positions_L] *= self.weights_L.unsqueeze(1).to(vectors)
+        return vectors.view(self.shape_BFD)
+
+    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
+        grads = grad_BFD.flatten(0, 1)
+        if self.weights_L is not None:
+            grad_LD = grads.index_select(0, self.positions_L) * self.weights_L.unsqueeze(1).to(grads)
+            return self.rows.gradients(grad_LD)
+        # Gradients are summed directly from their positions, without a copy in the order of the ids.
+        sources_L = self.positions_L.to(torch.int32).index_select(0, torch.from_numpy(self.rows.order_L))
+        return self.rows._replace(order_L=sources_L.numpy()).gradients(grads)
+
+
+def bag_route(features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool) -> Route:
+    """Return the route of features that workers pool. All their tables are in the same groups.
+
+    Args:
+        pooling: pooling of all features.
+        is_weighted: whether the ids have weights.
+    """
+    features_F, counts_F = np.array(features), np.array([len(shards) for shards in locations])
+    groups = []  # a location in each group, and the first row of each feature's shards in it
+    for of_group in zip(*locations, strict=True):
+        bases_FS = np.full((len(features), counts_F.max()), -1)
+        for f, at in enumerate(of_group):
+            bases_FS[f, at.shard.index] = at.start
+        groups.append((of_group[0], bases_FS))
+
+    def start(ids: BatchIds, items: Items) -> Assembler:
+        of_batch, weights_L = ids.pooling_weights(pooling, is_weighted, len(groups) > 1)
+        capacity = ids.count(features)
+        slots = []
+        for at, bases_FS in groups:
+            rows = torch.empty(capacity, dtype=ids_dtype(at.group.num_rows))
+            offsets = rows.new_empty(ids.batch_size * len(features) + 1)
+            positions = torch.empty(0 if weights_L is None else capacity, dtype=torch.int64)
+            size = ids.write_addresses(features_F, bases_FS, counts_F, rows, offsets, positions)
+            # A clone, because RPC sends the whole storage of a view.
+            rows = rows if size == capacity else rows[:size].clone()
+            weights = None if weights_L is None else weights_L[positions[:size]]
+            slots.append(append(items, at.worker, (at.number, Bags(rows, offsets, weights, of_batch))))
+        return _PooledByWorkers(slots, (ids.batch_size, len(features), groups[0][0].group.dim))
+
+    return Route(features, start)
+
+
+class _PooledByWorkers(NamedTuple):
+    """Assembles by adding the partial sums of the workers, if there are several."""
+
+    slots: list[Slot]
+    shape_BFD: tuple[int, int, int]
+
+    def vectors(self, responses: Responses) -> Tensor:
+        parts_ND = [responses[worker][index] for worker, index in self.slots]
+        sums_ND = parts_ND[0] if len(parts_ND) == 1 else torch.stack(parts_ND).sum(0)
+        return sums_ND.view(self.shape_BFD)
+
+    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
+        grad_ND = grad_BFD.flatten(0, 1)
+        return [(slot, grad_ND) for slot in self.slots]
+
+
+def pool_route(features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool) -> Route:
+    """Return the route of features of one width that the trainer pools; see :func:`bag_route`."""
+    features_F, space = np.array(features), AddressSpace(locations)
+
+    def start(ids: BatchIds, items: Items) -> Assembler:
+        of_batch, weights_L = ids.pooling_weights(pooling, is_weighted)
+        size = ids.count(features)
+        addresses_L = torch.empty(size, dtype=space.dtype)
+        offsets = torch.empty(ids.batch_size * len(features) + 1, dtype=torch.int32)
+        positions_L = torch.empty(0 if weights_L is None else size, dtype=torch.int64)
+        ids.write_addresses(features_F, space.bases_KS, space.counts_K, addresses_L, offsets, positions_L)
+        rows = space.request(addresses_L, (ids.batch_size, len(features), space.dim), items)
+        return _PooledRows(rows, offsets, None if weights_L is None else weights_L[positions_L], of_batch)
+
+    return Route(features, start)
+
+
+@dataclass(eq=False, slots=True)
+class _PooledRows:
+    """Assembles by pooling the distinct rows, as a worker pools the rows of a table.
+
+    Attributes:
+        rows: the distinct rows, and the positions of their ids, which are sorted by bag.
+        offsets: int32, where each bag starts, (B * F + 1).
+        weights_L: weight of each id, or None.
+    """
+
+    rows: DistinctRows
+    offsets: Tensor
+    weights_L: Tensor | None
+    pooling: Pooling
+    bags: Bags = field(init=False)  # their ids are indices of distinct rows; set by vectors()
+
+    @property
+    def shape_BFD(self) -> tuple[int, int, int]:
+        return self.rows.shape_BFD
+
+    def vectors(self, responses: Responses) -> Tensor:
+        rows_UD, ranks_L = self.rows.collect(responses)
+        bags = Bags(ranks_L, self.offsets, self.weights_L, self.pooling)
+        pooled_ND, self.bags = pool_and_record(rows_UD, bags)
+        return pooled_ND.view(self.shape_BFD)
+
+    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
+        starts_V, order_L = self.rows.starts_V, self.rows.order_L
+        ranks_U = np.arange(len(starts_V) - 1, dtype=order_L.dtype)
+        gradients = RowGradients(self.bags, grad_BFD.flatten(0, 1), (ranks_U, starts_V, order_L))
+        return [(slot, gradients.sum_block(first, last)[0]) for slot, first, last in self.rows.slots]

@@ -1,4 +1,0 @@
-"""A trained model as files for other programs, and tables of other programs in a checkpoint.
-
-Begin with ``program_export``.
-"""

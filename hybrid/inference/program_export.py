@@ -1,0 +1,186 @@
+"""A trained model as files for other programs: a torch.export program, ONNX, tables and preprocessing."""
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental import _config
+
+from hybrid.config.data_sections import columns_of
+from hybrid.data.parse.column_layout import create_file_section
+from hybrid.errors import HybridError
+from hybrid.inference.trained_module import SAMPLES, STARTS, TrainedModule, prediction_names
+from hybrid.user_code.user_modules import describe_error
+
+PREPROCESSING_FILE = "preprocessing.json"
+PROGRAM_FILE = "program.pt2"
+ONNX_FILE = "model.onnx"
+TABLES_FILE = "tables.safetensors"
+_FORMAT = 1
+_ONNX_PACKAGES = ("onnx", "onnxscript")
+# Sizes of the example inputs. torch specializes on 0 and 1, and on equal sizes.
+_EXAMPLE_SIZES, _EXAMPLE_IDS = {SAMPLES: 3, STARTS: 4}, 5
+
+
+class _PlainTensors(nn.Module):
+    """The model as a function of plain tensors, in the order of ``input_names``."""
+
+    def __init__(self, model: TrainedModule) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
+        # The assertion relates the sizes before their use. Otherwise torch adds a guard that refuses
+        # batches of fewer than two samples.
+        sizes = [
+            tensor.shape[0] - (each.shape[0] == STARTS)
+            for each, tensor in zip(self.model.inputs, tensors, strict=True)
+            if each.shape[0] in _EXAMPLE_SIZES
+        ]
+        assert all(size == sizes[0] for size in sizes)
+        predictions: dict[str, Tensor] = self.model(dict(zip(self.model.input_names, tensors, strict=True)))
+        return predictions
+
+
+def export_program(model: TrainedModule) -> ExportedProgram:
+    """Export a model as a program on plain tensors, for any number of samples and ids.
+
+    The program computes in the data type of the nets, without ``dense.autocast``.
+
+    Raises:
+        HybridError: torch cannot export a net.
+    """
+    model.autocast = None
+    samples = Dim("samples")
+    dims: dict[str, Any] = {SAMPLES: samples, STARTS: samples + 1}
+    examples: list[Tensor] = []
+    dynamic_shapes: list[dict[int, Any]] = []
+    for each in model.inputs:
+        first, *rest = each.shape
+        examples.append(torch.zeros(_EXAMPLE_SIZES.get(first, _EXAMPLE_IDS), *rest, dtype=each.dtype))
+        dynamic_shapes.append({0: dims.setdefault(first, Dim(f"ids_{len(dims)}"))})
+    module = _PlainTensors(model.requires_grad_(False)).eval()
+    # Without an input of one value per sample, only this mode accepts fewer than two samples.
+    has_only_bags = all(each.shape[0] != SAMPLES for each in model.inputs)
+    with (
+        _export_errors("program"),
+        torch.no_grad(),
+        _config.patch(backed_size_oblivious=has_only_bags),  # type: ignore[attr-defined]
+    ):
+        return torch.export.export(module, tuple(examples), dynamic_shapes=(tuple(dynamic_shapes),))
+
+
+def check_onnx() -> None:
+    """Raise HybridError if the packages that write ONNX are missing."""
+    if missing := [name for name in _ONNX_PACKAGES if find_spec(name) is None]:
+        rule = f"needs {' and '.join(missing)}; run pip install 'hybrid-parallel[onnx]'"
+        raise HybridError(f"--format onnx: {rule}")
+
+
+def write_onnx(program: ExportedProgram, model: TrainedModule, folder: Path) -> list[str]:
+    """Write ONNX with the names of the model's inputs; return the names of the files.
+
+    Raises:
+        HybridError: ONNX lacks an operator of a net, or an output would have the name of an input.
+    """
+    output_names = prediction_names(model.trained.config.all_tasks)
+    if repeated := sorted({*output_names} & {*model.input_names}):
+        rule = f"{', '.join(repeated)} is an input and an output; rename the column"
+        raise HybridError(f"--format onnx: {rule}")
+    log = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = log.level
+    log.setLevel(logging.ERROR)  # no messages about optional packages
+    try:
+        with _export_errors("onnx"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            onnx_program = torch.onnx.export(
+                program,
+                input_names=list(model.input_names),
+                output_names=output_names,
+                dynamo=True,
+                verbose=False,
+            )
+    finally:
+        log.setLevel(level)
+    assert onnx_program is not None
+    # An inner value may have the name of an input or output, such as a column "cat".
+    graph: Any = onnx_program.model.graph
+    outer = {id(value) for value in (*graph.inputs, *graph.outputs)}
+    inner = [value for node in graph.all_nodes() for value in node.outputs]
+    for value in (*inner, *graph.initializers.values()):
+        if value.name in {*model.input_names, *output_names} and id(value) not in outer:
+            value.name = f"{value.name} within"
+    onnx_program.save(folder / ONNX_FILE)  # writes a second file if the model exceeds 2 GiB
+    return [ONNX_FILE, *(path.name for path in folder.glob(f"{ONNX_FILE}.*"))]
+
+
+@contextmanager
+def _export_errors(export_format: str) -> Iterator[None]:
+    """Convert any error of torch's exporter into a HybridError of one line."""
+    try:
+        yield
+    except Exception as error:  # torch and custom nets raise many types
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        # torch lists violated constraints below the first line of its message.
+        details = [line.strip() for line in str(cause).splitlines()[1:]]
+        reason = next((f"; {line[2:]}" for line in details if line.startswith("- ")), "")
+        rule = f"torch cannot export the net: {describe_error(cause)}{reason}"
+        raise HybridError(f"--format {export_format}: {rule}") from error
+
+
+def write_preprocessing(model: TrainedModule, folder: Path) -> list[str]:
+    """Write the encoding of raw values as JSON (docs/serving.md); return the names of the files."""
+    config, encoder, tasks = model.trained.config, model.trained.encoder, model.trained.config.all_tasks
+    dense, sparse = columns_of(create_file_section(config, [], encoder.input_spec), config.columns)
+    content = {
+        "format": _FORMAT,
+        "inputs": [
+            {"name": each.name, "type": _type_name(each.dtype), "shape": each.shape} for each in model.inputs
+        ],
+        "outputs": [
+            {
+                "name": output,
+                "type": _type_name(model.dtype),
+                "shape": [SAMPLES, task.classes] if task.kind == "classes" else [SAMPLES],
+                "task": name,
+                "kind": task.kind,
+            }
+            for output, (name, task) in zip(prediction_names(tasks), tasks.items(), strict=True)
+        ],
+        "missing": list(config.data.missing),
+        "dense": [
+            {**asdict(encoding), "source": column.source}
+            for encoding, column in zip(encoder.dense, dense, strict=True)
+        ],
+        "sparse": [
+            {
+                **asdict(replace(encoding, values=None)),
+                "values": [*encoding.values] if encoding.values else [],
+                "sources": column.sources,
+                "kind": column.kind,
+                "multi_hot_separator": column.separator,
+                "weight_separator": column.weight_separator,
+                "max_ids": column.max_ids,
+                "too_many_ids": column.too_many_ids,
+            }
+            for encoding, column in zip(encoder.sparse, sparse, strict=True)
+        ],
+    }
+    text = json.dumps(content, ensure_ascii=False, indent=1)
+    (folder / PREPROCESSING_FILE).write_text(text, encoding="utf-8")
+    return [PREPROCESSING_FILE]
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,220 @@
+"""Large tensors between two roles of one host, in memory that only the two ends of a connection map.
+
+::
+
+    writer                                       reader
+    ──────                                       ──────
+    copies tensors into a free block   ───────►  uses the tensors in place
+                 (a frame names the block)
+    frees the block                    ◄───────  deletes the last of these tensors
+                                 (the next frame back names the block)
+
+The bytes are copied once, instead of encrypted, sent, received and decrypted. The memory has no name: its
+descriptor is sent over a Unix socket, and the kernel frees the memory when the last process closes it. The
+kernel allocates only pages that were written, so each block starts at the lowest free position.
+"""
+
+import fcntl
+import math
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hybrid.security.message_signature import is_contiguous, memory_of
+
+MIN_BLOCK_BYTES = 1 << 14  # encrypting fewer bytes is as fast as using a block
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int32, torch.int64, torch.uint8, torch.bool),
+)
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+_ALIGNMENT = 64
+_MIN_TORCH_COPY_BYTES = 1 << 20  # torch copies without the GIL
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+# For each tensor: the index of its dtype in ``DTYPES``, and its shape.
+Layout: TypeAlias = Sequence[tuple[int, Sequence[int]]]
+
+
+def network_id() -> str:
+    """Return an id of host and network namespace, equal for processes that reach each other by loopback."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+
+
+def host_id() -> str:
+    """Return an id of host, network namespace and user, equal for processes that can share memory."""
+    return f"{network_id()} {os.geteuid()}"
+
+
+class Block(NamedTuple):
+    """A range of the memory.
+
+    Attributes:
+        number: counted by the writer.
+        start: offset of the first byte.
+    """
+
+    number: int
+    start: int
+
+
+class BlockWriter:
+    """The memory into which this end copies tensors; one thread at a time writes, any thread frees."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._used: dict[int, tuple[int, int]] = {}  # start and end of each block
+        self._released: deque[int] = deque()
+        self._count = 0
+
+    def write(self, tensors: Sequence[Tensor], layout: Layout) -> Block | None:
+        """Copy tensors into a new block; None if no gap is large enough, or the tensors are small."""
+        if (length := num_bytes(layout)) < MIN_BLOCK_BYTES:
+            return None
+        while self._released:
+            self._used.pop(self._released.popleft(), None)
+        start = 0
+        for first, end in sorted(self._used.values()):
+            if first - start >= length:
+                break
+            start = end
+        if start + length > len(self._memory):
+            return None
+        self._count += 1
+        self._used[self._count] = (start, start + length)
+        write_tensors(tensors, self._memory, start)
+        return Block(self._count, start)
+
+    def free(self, numbers: Iterable[int]) -> None:
+        """Free blocks that the other end has released."""
+        self._released.extend(numbers)
+
+
+class BlockReader:
+    """The memory into which the other end copies tensors; for any thread."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._in_use: dict[int, weakref.ref[memoryview]] = {}
+        self._released: deque[int] = deque()
+
+    def read(self, block: Block, layout: Layout) -> list[Tensor]:
+        """Return the tensors of a block; after the last of them is deleted, the block is released.
+
+        Raises:
+            ValueError: the block is not within the memory.
+        """
+        view = self._memory[:]  # only the tensors refer to this object
+        self._in_use[block.number] = weakref.ref(view, partial(self._release, block.number))
+        return read_tensors(view, block.start, layout)
+
+    def take_released(self) -> list[int]:
+        """Return the numbers of the blocks that were released since the last call."""
+        numbers = []
+        while self._released:
+            numbers.append(self._released.popleft())
+        return numbers
+
+    def _release(self, number: int, _: object) -> None:
+        del self._in_use[number]
+        self._released.append(number)
+
+
+class MemoryPair:
+    """The shared memory of a connection: each end writes one half and reads the other.
+
+    Args:
+        memory: ``NUM_BYTES`` of memory that both ends map.
+        writes_first_half: whether this end writes the first half.
+    """
+
+    NUM_BYTES: ClassVar = 2 << 30  # tensors that do not fit into a half are sent in the frame
+
+    def __init__(self, memory: memoryview, writes_first_half: bool) -> None:
+        middle = len(memory) // 2
+        halves = memory[:middle], memory[middle:]
+        self.writer, self.reader = (
+            BlockWriter(halves[not writes_first_half]),
+            BlockReader(halves[writes_first_half]),
+        )
+
+    @classmethod
+    def map(cls, descriptor: int, writes_first_half: bool) -> "MemoryPair":
+        """Map the memory of a descriptor, which the caller closes; for errors, see :func:`map_memory`."""
+        return cls(memoryview(map_memory(descriptor, cls.NUM_BYTES)), writes_first_half)
+
+
+def create_memory(num_bytes: int) -> int:
+    """Return the descriptor of anonymous memory whose size is sealed."""
+    descriptor = os.memfd_create("hybrid", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, num_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+    return descriptor
+
+
+def map_memory(descriptor: int, num_bytes: int = 0) -> mmap.mmap:
+    """Map memory that another process created by :func:`create_memory`; all of it by default.
+
+    Raises:
+        ValueError: the memory is smaller, or its size is not sealed. If its owner truncated it, an access
+            would raise SIGBUS.
+        OSError: the descriptor does not refer to memory.
+    """
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise ValueError("its size is not sealed")
+    return mmap.mmap(descriptor, num_bytes)
+
+
+def layout_of(tensors: Iterable[Tensor]) -> Layout:
+    """Return dtypes and shapes of tensors as numbers."""
+    return [(_DTYPE_NUMBERS[each.dtype], tuple(each.shape)) for each in tensors]
+
+
+def num_bytes(layout: Layout) -> int:
+    """Return the number of bytes that :func:`write_tensors` uses, padding included."""
+    return sum(align(math.prod(shape) * DTYPES[number].itemsize) for number, shape in layout)
+
+
+def write_tensors(tensors: Sequence[Tensor], memory: memoryview, start: int) -> None:
+    """Copy tensors into ``memory`` from byte ``start``, a multiple of 64."""
+    for tensor in tensors:
+        if tensor.nbytes >= _MIN_TORCH_COPY_BYTES:
+            copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+            copy.view(tensor.shape).copy_(tensor.detach())
+        else:
+            contiguous = tensor if is_contiguous(tensor) else tensor.contiguous()
+            for segment in memory_of(contiguous):
+                memory[start : start + len(segment)] = segment
+        start += align(tensor.nbytes)
+
+
+def read_tensors(memory: memoryview, start: int, layout: Layout) -> list[Tensor]:
+    """Return tensors that refer to ``memory`` from byte ``start``, and keep it alive.
+
+    Raises:
+        ValueError: a tensor is not within the memory.
+    """
+    tensors = []
+    for number, shape in layout:
+        dtype, count = DTYPES[number], math.prod(shape)
+        if count:
+            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
+        else:  # frombuffer rejects an empty tensor
+            flat = torch.empty(0, dtype=dtype)
+        tensors.append(flat.view(tuple(shape)))
+        start += align(count * dtype.itemsize)
+    return tensors
+
+
+def align(position: int) -> int:
+    """Round a byte position up to the next one at which a tensor may start."""
+    return -(-position // _ALIGNMENT) * _ALIGNMENT

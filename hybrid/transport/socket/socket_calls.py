@@ -1,0 +1,314 @@
+"""Calls over the connections between trainers and workers.
+
+A trainer reads responses when one of its threads waits for them. A worker has a thread for each trainer,
+which reads calls and executes them. A call returns a future; the thread that completes the future sends the
+response. No thread waits for a trainer that does not read: bytes that the kernel does not accept at once are
+buffered, and sent later.
+"""
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.futures import Future
+
+from hybrid.errors import first_line
+from hybrid.security.rejected_messages import RejectedMessage, describe_exception, describe_rejection
+from hybrid.topology import Role
+from hybrid.transport.socket.frames import FrameKind, Message
+from hybrid.transport.socket.handshake import Connection
+from hybrid.user_code.user_modules import qualified_name
+
+ServedFunction: TypeAlias = Callable[[Any, Sequence[Tensor]], Future[Any]]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Reply:
+    """The future response to a call that is not sent by RPC.
+
+    Args:
+        receive: function that returns once this reply is complete; called by a waiting thread.
+        poll: function that receives the bytes that have arrived, without waiting.
+
+    Attributes:
+        is_done: whether the tensors or an error are set.
+    """
+
+    __slots__ = ("_callbacks", "_error", "_poll", "_receive", "_tensors", "is_done")
+
+    def __init__(self, receive: Callable[["Reply"], None], poll: Callable[[], None] | None = None) -> None:
+        self._receive = receive
+        self._poll = poll
+        self._callbacks: list[Callable[[Any], None]] = []
+        self._tensors: Sequence[Tensor] = ()
+        self._error: str | None = None
+        self.is_done = False
+
+    def done(self) -> bool:
+        """Whether the response has arrived."""
+        if not self.is_done and self._poll is not None:
+            self._poll()
+        return self.is_done
+
+    def wait(self) -> Sequence[Tensor]:
+        """Return the tensors.
+
+        Raises:
+            RuntimeError: the call has failed; :func:`raise_call_error` interprets the text.
+        """
+        if not self.is_done:
+            self._receive(self)
+        if self._error is not None:
+            raise RuntimeError(self._error)
+        return self._tensors
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call ``callback`` with this reply once it is complete."""
+        if self.is_done:
+            callback(self)
+        else:
+            self._callbacks.append(callback)
+
+    def complete(self, tensors: Sequence[Tensor], error: str | None = None) -> None:
+        """Set the tensors or an error; later calls have no effect."""
+        if self.is_done:
+            return
+        self._tensors, self._error, self.is_done = tensors, error, True
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+
+class SocketClient:
+    """A trainer's connection to a worker. Any thread may call; one thread at a time reads for all.
+
+    Args:
+        connection: owned by this object.
+        timeout_seconds: timeout of every call.
+    """
+
+    def __init__(self, connection: Connection, timeout_seconds: float) -> None:
+        self._connection, self._frames = connection
+        self._timeout_seconds = timeout_seconds
+        self._number = 0
+        self._open: dict[int, Reply] = {}
+        self._failure: str | None = None
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(self._connection, select.POLLIN)
+        self._writable.register(self._connection, select.POLLOUT)
+
+    def call(self, function: Callable[..., Any], plain: Any, tensors: Sequence[Tensor] = ()) -> Reply:
+        """Send a call of ``function(plain, tensors)``, one of the functions that the worker serves.
+
+        Args:
+            plain: numbers, text, and tuples and lists of these.
+        """
+        deadline = time.monotonic() + self._timeout_seconds
+        reply = Reply(partial(self._read_until, deadline), self._poll)
+        with self._sending:
+            self._number += 1
+            self._open[self._number] = reply
+            call = Message(FrameKind.CALL, self._number, (qualified_name(function), plain), tensors)
+            frame = self._frames.seal(call)
+            try:
+                while frame:
+                    try:
+                        frame = frame[self._connection.send(frame) :]
+                    except BlockingIOError:  # the worker always has a thread that reads
+                        if not self._writable.poll(_milliseconds_to(deadline)):
+                            raise TimeoutError(self._describe_timeout()) from None
+            except OSError as error:
+                self._fail(first_line(error))
+        return reply
+
+    def _poll(self) -> None:
+        """Read the bytes that have arrived, unless another thread reads; do not wait."""
+        if self._receiving.acquire(blocking=False):
+            try:
+                self._read()
+            finally:
+                self._receiving.release()
+
+    def _read_until(self, deadline: float, reply: Reply) -> None:
+        """Read until ``reply`` is complete; fail it at the deadline."""
+        while not reply.is_done:
+            with self._receiving:
+                if reply.is_done or self._read():
+                    continue
+                if not self._readable.poll(_milliseconds_to(deadline)):
+                    reply.complete((), self._describe_timeout())
+
+    def _read(self) -> bool:
+        """Read the bytes that have arrived; return whether there were any, or the connection has ended."""
+        try:
+            if not self._frames.receive(self._connection):
+                return False
+            while (message := self._frames.next()) is not None:
+                if (reply := self._open.pop(message.number, None)) is None:
+                    raise RejectedMessage("it responds to no call")
+                if message.kind is FrameKind.FAILURE:
+                    reply.complete((), message.value)
+                else:
+                    reply.complete(message.tensors)
+        except OSError as error:
+            self._fail(first_line(error))
+        except RejectedMessage as error:
+            self._fail(describe_rejection(str(error)))
+        return True
+
+    def _fail(self, reason: str) -> None:
+        """Shut the connection down, and fail all open calls."""
+        self._failure = self._failure or reason
+        with suppress(OSError):  # it is closed already
+            self._connection.shutdown(socket.SHUT_RDWR)
+        for number in list(self._open):  # another thread may complete some of them
+            if (reply := self._open.pop(number, None)) is not None:
+                reply.complete((), self._failure)
+
+    def _describe_timeout(self) -> str:
+        return f"no response for {self._timeout_seconds:g} s"
+
+    def close(self) -> None:
+        """Close the connection; open calls fail."""
+        self._fail("this process is leaving")
+        self._connection.close()
+        self._frames.close()
+
+
+class SocketServer:
+    """Serves calls until it is closed.
+
+    Args:
+        trainers: connections of the trainers, owned by this object.
+        functions: functions that trainers may call with plain values and tensors.
+    """
+
+    def __init__(self, trainers: Sequence[Connection], functions: Sequence[ServedFunction]) -> None:
+        named = {qualified_name(each): each for each in functions}
+        self._callers = [_Caller(each, named) for each in trainers]
+
+    def close(self, timeout_seconds: float) -> None:
+        """End the threads and close the connections; raise the error that ended a thread early, if any."""
+        for caller in self._callers:
+            caller.close(timeout_seconds)
+
+
+class _Caller:
+    """A trainer's connection, and the thread that reads it and executes its calls."""
+
+    def __init__(self, connection: Connection, functions: Mapping[str, ServedFunction]) -> None:
+        self._connection, self._frames = connection
+        self._functions = functions
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._unsent = bytearray()
+        self._has_ended = False
+        self._error: Exception | None = None
+        self._sending = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="socket server", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_seconds: float) -> None:
+        """See :meth:`SocketServer.close`."""
+        self._has_ended = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(timeout_seconds)
+        if not self._thread.is_alive():
+            os.close(self._wake)
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        poll, number = select.poll(), self._connection.fileno()
+        poll.register(self._wake, select.POLLIN)
+        try:
+            while not self._has_ended:
+                poll.register(number, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+                events = dict(poll.poll())
+                if self._wake in events:
+                    os.eventfd_read(self._wake)
+                if events.get(number, 0) & select.POLLOUT:
+                    self._send_unsent()
+                if events.get(number, 0) & ~select.POLLOUT:
+                    self._read()
+        except OSError:  # the trainer has ended, which the master detects
+            pass
+        except RejectedMessage as error:
+            _LOG.warning("rejected a message of a trainer, and closed the connection: %s", error)
+        except Exception as error:  # close() raises it; the trainer sees a closed connection
+            _LOG.exception("the thread that serves a trainer's calls failed")
+            self._error = error
+        finally:
+            with self._sending:
+                self._has_ended = True  # later responses are dropped
+                with suppress(OSError):  # it is closed already
+                    self._connection.shutdown(socket.SHUT_RDWR)
+                self._connection.close()
+                self._frames.close()
+
+    def _read(self) -> None:
+        """Read the bytes that have arrived, and execute the calls in them."""
+        self._frames.receive(self._connection)
+        while (message := self._frames.next()) is not None:
+            try:
+                function, plain = message.value
+                future = self._functions[function](plain, message.tensors)
+            except Exception as error:  # reported to the caller
+                self._send_message(Message(FrameKind.FAILURE, message.number, describe_exception(error)))
+            else:
+                future.add_done_callback(partial(self._respond, message.number))
+
+    def _respond(self, number: int, future: Future[Sequence[Tensor]]) -> None:
+        try:
+            tensors = future.value()
+        except Exception as error:  # reported to the caller
+            self._send_message(Message(FrameKind.FAILURE, number, describe_exception(error)))
+        else:
+            self._send_message(Message(FrameKind.RESPONSE, number, None, tensors))
+
+    def _send_message(self, message: Message) -> None:
+        with self._sending:
+            if self._has_ended:
+                return
+            try:
+                frame = self._frames.seal(message)
+            except Exception as error:  # the result cannot be sent: reported to the caller
+                failure = Message(FrameKind.FAILURE, message.number, describe_exception(error))
+                frame = self._frames.seal(failure)
+            if not self._unsent:
+                frame = frame[self._send(frame) :]
+            if frame:
+                self._unsent += frame
+                os.eventfd_write(self._wake, 1)
+
+    def _send_unsent(self) -> None:
+        """Send buffered bytes, as many as the kernel accepts."""
+        with self._sending:
+            with memoryview(self._unsent) as unsent:
+                sent = self._send(unsent)
+            del self._unsent[:sent]
+
+    def _send(self, data: memoryview) -> int:
+        try:
+            return self._connection.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:  # the next read reports it
+            return len(data)
+
+
+def _milliseconds_to(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic()) * 1e3
+
+
+# On a trainer, the connections to all workers of its cluster.
+CLIENTS: dict[Role, SocketClient] = {}

@@ -1,0 +1,279 @@
+"""Functions and classes of user modules, and their exceptions.
+
+A configuration or the command line names user code as ``module:function``. Processes send such names to each
+other, and each process imports the module. Modules of the standard library, of installed packages and of this
+project are not user modules.
+"""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import inspect
+import logging
+import os
+import socket
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid.errors import ConfigError, HybridError, first_line
+
+# Packages whose code is not user code.
+PROJECT = ("hybrid", "workers")
+_PROJECT_FOLDER = Path(__file__).resolve().parents[2]
+_LOG = logging.getLogger(__name__)
+# Names of folders for installed packages. PYTHONPATH or .pth files may add those of another Python.
+_PACKAGES = {"site-packages", "dist-packages"}
+_STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
+
+
+def load_function(key: str, name: str, parameters: Sequence[str] = ()) -> Callable[..., Any]:
+    """Import the function ``name``, "module:function".
+
+    Args:
+        key: the configuration key that contains the name, for errors.
+        parameters: names of the positional arguments that the function must accept.
+
+    Raises:
+        ConfigError: there is no such function, it takes other arguments, its module cannot be imported, or an
+            installed module has the same name.
+    """
+    module_name, _, function_name = name.partition(":")
+    path = Path(*module_name.split("."))
+    local = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
+    if local is not None:
+        first = Path(local.parts[0]).resolve()
+        if not any(each in (first, first / "__init__.py") for each in _module_paths(module_name)):
+            rule = f"is in {local}, but an installed module has the same name; rename your module"
+            raise ConfigError(key, rule, name)
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+    except (Exception, SystemExit) as error:  # user code, which may raise anything
+        location = f"{location}: " if (location := user_location(error)) else ""
+        reason = f"cannot be imported: {location}{type(error).__name__}: {' '.join(str(error).split())}"
+        missing = _missing_module_hint() if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(key, reason + missing, name) from error
+    if not parameters:
+        return function
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # not a function, or one without a signature
+        if callable(function):
+            return function
+        raise ConfigError(key, "is not a function", name) from None
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        code = getattr(function, "__code__", None)
+        location = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+        arguments = ", ".join(parameters)
+        rule = f"is called as {function.__name__}({arguments}), and takes {signature}{location}: {error}"
+        raise ConfigError(key, rule, name) from error
+    return function
+
+
+def _missing_module_hint() -> str:
+    host = socket.gethostname()
+    return f" on host {host}; install it there, or put it into the working directory {os.getcwd()}"
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """The name of a user function, and its bound arguments."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class UserDataclass:
+    """The name of a user dataclass, and the fields of an instance."""
+
+    name: str
+    fields: Mapping[str, Any]
+
+
+def qualified_name(function: Any) -> str:
+    """Return the name, "module:function", of a function or class."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def to_reference(value: Any) -> Any:
+    """Replace functions, methods, ``functools.partial`` and user dataclasses by their names and arguments.
+
+    Raises:
+        ConfigError: a function has no name by which other processes could find it.
+    """
+    if isinstance(value, functools.partial):
+        inner = to_reference(value.func)
+        args = (*inner.args, *map(to_reference, value.args))
+        keywords = {name: to_reference(each) for name, each in value.keywords.items()}
+        return UserFunction(inner.name, args, {**inner.keywords, **keywords})
+    if inspect.ismethod(value):
+        return UserFunction(_importable_name(value), (to_reference(value.__self__),))
+    if inspect.isfunction(value):
+        return UserFunction(_importable_name(value))
+    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if is_instance and _is_user_module(type(value).__module__):
+        names = [each.name for each in dataclasses.fields(value) if each.init]
+        fields = {name: to_reference(getattr(value, name)) for name in names}
+        return UserDataclass(_importable_name(type(value)), fields)
+    return value
+
+
+def from_reference(value: Any) -> Any:
+    """Return the value that :func:`to_reference` replaced.
+
+    Raises:
+        ConfigError: a name is not that of user code.
+    """
+    if isinstance(value, UserFunction):
+        keywords = {name: from_reference(each) for name, each in value.keywords.items()}
+        return functools.partial(load_user_object(value.name), *map(from_reference, value.args), **keywords)
+    if isinstance(value, UserDataclass):
+        cls = load_user_object(value.name)
+        if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+            raise ConfigError("FUNCTION", "is not a dataclass, and cannot be sent", value.name)
+        return cls(**{name: from_reference(each) for name, each in value.fields.items()})
+    return value
+
+
+def load_user_object(name: str) -> Any:
+    """Import the user function or class ``name``: "module:function" or "module:Class.method".
+
+    Raises:
+        ConfigError: no user module defines it.
+    """
+    module, _, qualified = name.partition(":")
+    top = module.partition(".")[0]
+    if top and top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise ConfigError("FUNCTION", f"there is no such module{_missing_module_hint()}", name)
+    if not _is_user_module(module):
+        raise ConfigError("FUNCTION", "is not in one of your modules", name)
+    value: Any = load_function("FUNCTION", f"{module}:{qualified.partition('.')[0]}")
+    for attribute in qualified.split(".")[1:]:
+        value = getattr(value, attribute, None)
+    origin = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not callable(value) or origin != (module, qualified):
+        raise ConfigError("FUNCTION", f"is not defined in {module}", name)
+    return value
+
+
+def _importable_name(function: Any) -> str:
+    name = qualified_name(function)
+    if "<" in name or not _is_user_module(function.__module__):
+        raise ConfigError(
+            "FUNCTION", "must be defined in one of your modules, not as a lambda or an inner function", name
+        )
+    return name
+
+
+@functools.cache
+def _is_user_module(module: str) -> bool:
+    """Return whether a module is a user module; this imports nothing.
+
+    Modules of this project, of the standard library and of installed packages are not user modules.
+    """
+    top = module.partition(".")[0]
+    if not top or top in PROJECT or top == "__main__" or top in sys.stdlib_module_names:
+        return False
+    paths = _module_paths(module)
+    return bool(paths) and not any(map(is_library, paths))
+
+
+def _module_paths(module: str) -> list[Path]:
+    """Return the paths of the top-level module or package of a module; empty if it is built in or missing."""
+    top = module.partition(".")[0]
+    loaded = sys.modules.get(top)
+    spec = importlib.util.find_spec(top) if loaded is None else loaded.__spec__
+    if spec is None:
+        return []
+    paths = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location else [])]
+    return [Path(path).resolve() for path in paths if path]
+
+
+def is_library(path: Path) -> bool:
+    """Return whether a file belongs to the standard library or to an installed package."""
+    return not _PACKAGES.isdisjoint(path.parts) or any(map(path.is_relative_to, _STANDARD))
+
+
+@functools.cache
+def is_user_file(filename: str) -> bool:
+    """Return whether a file is user code: not a library, and not part of this project."""
+    if filename.startswith("<"):  # generated code
+        return False
+    path = Path(filename).resolve()
+    return not is_library(path) and not any(path.is_relative_to(_PROJECT_FOLDER / name) for name in PROJECT)
+
+
+def user_location(error: BaseException | None) -> str:
+    """Return the innermost frame of user code of an exception or its causes, the first cause first.
+
+    Returns:
+        Text such as ``my_net.py:17, in forward``; empty if no frame is user code.
+    """
+    for each in _causes(error):
+        if isinstance(each, SyntaxError) and each.filename and is_user_file(each.filename):
+            return f"{_short(each.filename)}:{each.lineno}"
+        frames = traceback.extract_tb(each.__traceback__)
+        if user_frames := [frame for frame in frames if is_user_file(frame.filename)]:
+            last = user_frames[-1]
+            return f"{_short(last.filename)}:{last.lineno}, in {last.name}"
+    return ""
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe an exception in one line: its location in user code, class, text and notes."""
+    location = user_location(error)
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    return f"{location}: {kind_and_text(error)}{notes}" if location else f"{kind_and_text(error)}{notes}"
+
+
+def kind_and_text(error: BaseException) -> str:
+    """Return the class and text of an exception, such as ``KeyError: 'user'``."""
+    kind, text = type(error).__name__, first_line(error)
+    return kind if text == kind else f"{kind}: {text}"
+
+
+def needs_traceback(error: BaseException) -> bool:
+    """Return whether the log needs the traceback of an exception, because one line may not explain it."""
+    return not isinstance(error, HybridError) or bool(user_location(error.__cause__))
+
+
+def log_traceback(error: BaseException) -> None:
+    """Log the traceback of an exception: first the frames in the user's code, then all frames."""
+    lines = traceback.format_exception(error)
+    for each in _causes(error):
+        frames = traceback.extract_tb(each.__traceback__)
+        first = next((i for i, frame in enumerate(frames) if is_user_file(frame.filename)), 0)
+        if first > 0:
+            lines = [
+                "Traceback of your code (most recent call last):\n",
+                *traceback.StackSummary.from_list(frames[first:]).format(),
+                *traceback.format_exception_only(each),
+                "\nAll frames:\n",
+                *lines,
+            ]
+            break
+    _LOG.error("%s\n%s", kind_and_text(error), "".join(lines).rstrip("\n"))
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and its causes, the first cause first."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        error = error.__cause__
+    yield from reversed(seen)
+
+
+def _short(filename: str) -> str:
+    """Return the path relative to the working directory, or the absolute path of a file outside of it."""
+    path = Path(os.path.abspath(filename))
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

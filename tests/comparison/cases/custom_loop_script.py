@@ -1,0 +1,126 @@
+"""A script with a custom loop that trains tables of every kind.
+
+Run as ``custom_loop_script.py OUTPUT [OPTION ...]``; it writes its results to OUTPUT.
+"""
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import hybrid
+
+HALF = 4  # of the steps
+NUM_USERS, NUM_ITEMS, NUM_TAGS, NUM_PAIRS, DIM = 40, 60, 12, 50, 5
+
+
+class Net(nn.Module):
+    """Calls tables with views of a tensor of ids, a padded history, weighted bags and plain bags."""
+
+    def __init__(self, options: set[str]) -> None:
+        super().__init__()
+        self.options = options
+        self.user = hybrid.Embedding(NUM_USERS, DIM, optimizer=hybrid.Adagrad(lr=0.1, eps=1e-4))
+        self.item = hybrid.Embedding(NUM_ITEMS, DIM, optimizer=hybrid.SGD(lr=0.3), padding_idx=0)
+        pooled_by = "trainers" if "pooled" in options else "workers"
+        self.tags = hybrid.EmbeddingBag(
+            NUM_TAGS, 3, mode="mean", optimizer=hybrid.SGD(lr=0.2), pooled_by=pooled_by
+        )
+        all_rows = hybrid.AdamW(lr=0.05, eps=1e-3, weight_decay=0.3, all_rows=True)
+        self.seen = hybrid.EmbeddingBag(NUM_ITEMS, DIM, mode="sum", optimizer=all_rows, pooled_by=pooled_by)
+        if "computed" in options:
+            self.pair = hybrid.Embedding(NUM_PAIRS, 2, optimizer=hybrid.SGD(lr=0.3))
+        self.mlp = nn.Sequential(nn.Linear(4 * DIM + 3 + 2 + 1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, batch: dict[str, Any], step: int) -> Tensor:
+        user, item = self.user(batch["ids"][:, 0]), self.item(batch["ids"][:, 1])
+        history = self.item(batch["history"])
+        attention = torch.softmax((history @ item.unsqueeze(2)).squeeze(2), dim=1)
+        parts = [user, item, (attention.unsqueeze(2) * history).sum(1), batch["price"].unsqueeze(1)]
+        if "condition" not in self.options or step % 2:
+            parts.append(self.tags(batch["tags"]))
+        else:
+            parts.append(user.new_zeros(len(user), 3))
+        parts.append(self.seen(batch["seen"], per_sample_weights=batch["seen_weights"]))
+        if "computed" in self.options:
+            parts.append(self.pair((batch["ids"][:, 0] * 7 + batch["ids"][:, 1]) % NUM_PAIRS))
+        else:
+            parts.append(user.new_zeros(len(user), 2))
+        logits: Tensor = self.mlp(torch.cat(parts, dim=1))
+        return logits.squeeze(1)
+
+
+def batches() -> Iterator[dict[str, Any]]:
+    """Yield eight batches of different sizes; the last has one sample."""
+    draw = torch.Generator().manual_seed(5)
+    for size in (16, 16, 7, 16, 9, 16, 12, 1):
+        lengths = torch.randint(4, (size,), generator=draw)
+        tags = [torch.randint(NUM_TAGS, (int(n),), generator=draw).tolist() for n in lengths]
+        longest = int(torch.randint(2, 5, (1,), generator=draw))
+        yield {
+            "ids": torch.stack(
+                [
+                    torch.randint(NUM_USERS, (size,), generator=draw),
+                    torch.randint(1, NUM_ITEMS, (size,), generator=draw),
+                ],
+                dim=1,
+            ),
+            "history": torch.randint(NUM_ITEMS, (size, longest), generator=draw),
+            "tags": hybrid.Jagged.of(tags),
+            "seen": torch.randint(NUM_ITEMS, (size, 3), generator=draw),
+            "seen_weights": torch.rand(size, 3, generator=draw).double(),
+            "price": torch.rand(size, generator=draw).double(),
+            "label": torch.randint(2, (size,), generator=draw).double(),
+            "weight": torch.rand(size, generator=draw).double(),
+            "group": torch.randint(4, (size,), generator=draw).sort().values,
+        }
+
+
+def main(output: str, options: set[str], config: str | None) -> None:
+    cluster = hybrid.connect(config)
+    model = cluster.distribute(Net(options).double())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4)
+    named = dict(option.split("=") for option in options if "=" in option)
+    if "load" in named:
+        cluster.load(named["load"], optimizer)
+    losses = []
+    data = islice(batches(), cluster.step, HALF if "save" in named else None)
+    for batch in cluster.batches(data, whole="group" if "ranked" in options else None):
+        step = cluster.step
+        optimizer.zero_grad()
+        logits = model(batch, step)
+        if "twice" in options:
+            logits = logits + model({**batch, "price": -batch["price"]}, step)
+        loss = binary_cross_entropy_with_logits(logits, batch["label"], reduction="none")
+        weights, more = batch["weight"] if "weights" in options else None, []
+        if "ranked" in options:
+            for ranking_loss in (hybrid.listwise_loss, hybrid.pairwise_loss):
+                more.append(ranking_loss(logits, batch["label"], batch["group"], weights))
+        cluster.backward(loss, weights, more)
+        optimizer.step()
+        losses.append(cluster.mean(loss))
+    if "save" in named:
+        cluster.save(named["save"], optimizer)
+    with torch.no_grad():
+        scores = torch.cat([cluster.gather(model(batch, 1)) for batch in cluster.batches(batches())])
+        tables = {
+            name: table(
+                torch.arange(table.num_embeddings).view(-1, *([1] if name in ("tags", "seen") else []))
+            )
+            for name, table in model.module.named_children()
+            if name != "mlp"
+        }
+    if cluster.rank == 0:
+        torch.save(
+            {"losses": losses, "scores": scores, "tables": tables, "mlp": model.mlp.state_dict()}, output
+        )
+
+
+if __name__ == "__main__":
+    output, *rest = sys.argv[1:]
+    config = next((each for each in rest if each.endswith(".toml")), None)
+    main(output, {each for each in rest if each != config}, config)

@@ -1,0 +1,207 @@
+"""A script with a custom loop, on a cluster and in one process, equals the same net in plain torch."""
+
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparison.cases import custom_loop_script
+from comparison.cases.custom_loop_script import DIM, NUM_ITEMS, NUM_PAIRS, NUM_TAGS, NUM_USERS
+from support.cluster import Clusters, small_config
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, embedding, embedding_bag
+
+from hybrid.config import RunConfig
+from hybrid.embedding.initial_rows import fill_random_rows
+from workers.console.terminal import TerminalView
+from workers.controller.shared_folders import SharedFolders
+from workers.controller.user_code_jobs import ScriptJob
+from workers.rendezvous.bootstrap import JoinedCluster
+
+SCRIPT = custom_loop_script.__file__
+SEED = RunConfig().run.seed
+ALL = ("weights", "computed", "condition")
+
+
+def of_groups(scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
+    """Return the listwise plus the pairwise loss, computed group by group."""
+    total, over = scores.sum() * 0, 0.0
+    for group in groups.unique():
+        s, y, w = (each[groups == group] for each in (scores, labels, weights))
+        if len(y.unique()) > 1:
+            listwise = -(w * y * s.log_softmax(0)).sum() / (w * y).sum()
+            front, back = y == 1, y == 0
+            pairs = w[front].unsqueeze(1) * w[back]
+            pairwise = -(pairs * (s[front].unsqueeze(1) - s[back]).sigmoid().log()).sum() / pairs.sum()
+            total, over = total + w.mean() * (listwise + pairwise), over + w.mean().item()
+    return total / (over or 1.0)
+
+
+class Plain:
+    """The module of the script with functions of torch.
+
+    Args:
+        is_stale: whether rows are one step old, from three steps after a table's first call on.
+    """
+
+    def __init__(self, options: set[str], is_stale: bool) -> None:
+        self.options, self.is_stale = options, is_stale
+        torch.manual_seed(SEED)
+        self.mlp = nn.Sequential(nn.Linear(4 * DIM + 3 + 2 + 1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        sizes = {
+            "user": (NUM_USERS, DIM),
+            "item": (NUM_ITEMS, DIM),
+            "tags": (NUM_TAGS, 3),
+            "seen": (NUM_ITEMS, DIM),
+        }
+        if "computed" in options:
+            sizes["pair"] = (NUM_PAIRS, 2)
+        self.tables = {name: self._table(name, *size) for name, size in sizes.items()}
+        t = self.tables
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Adam(self.mlp.parameters(), lr=0.01, eps=1e-4),
+            torch.optim.Adagrad([t["user"]], lr=0.1, eps=1e-4),
+            torch.optim.SGD([t["item"]], lr=0.3),
+            torch.optim.SGD([t["tags"]], lr=0.2),
+            torch.optim.AdamW([t["seen"]], lr=0.05, eps=1e-3, weight_decay=0.3),
+            *([torch.optim.SGD([t["pair"]], lr=0.3)] if "pair" in t else []),
+        ]
+        self.before = {name: table.detach().clone() for name, table in t.items()}
+        self.first = {name: 1 if name == "tags" and "condition" in options else 0 for name in t}
+
+    def _table(self, name: str, rows: int, dim: int) -> nn.Parameter:
+        weight = torch.empty(rows, dim, dtype=torch.float64)
+        fill_random_rows(weight, SEED, name, rows**-0.5)
+        return nn.Parameter(weight)
+
+    def rows(self, step: int) -> dict[str, Tensor]:
+        """Return the rows of each table that a step reads."""
+        read = {}
+        for name, table in self.tables.items():
+            is_stale = self.is_stale and name != "pair" and step >= self.first[name] + 3
+            read[name] = (self.before[name] if is_stale else table).detach().clone().requires_grad_()
+        return read
+
+    def logits(self, batch: Mapping[str, Any], step: int, rows: Mapping[str, Tensor]) -> Tensor:
+        ids, size = batch["ids"], len(batch["ids"])
+        padded = torch.cat([torch.zeros(1, DIM), rows["item"][1:]])
+        user, item = embedding(ids[:, 0], rows["user"]), embedding(ids[:, 1], padded)
+        history = embedding(batch["history"], padded)
+        attention = torch.softmax((history @ item.unsqueeze(2)).squeeze(2), dim=1)
+        parts = [user, item, (attention.unsqueeze(2) * history).sum(1), batch["price"].unsqueeze(1)]
+        if "condition" not in self.options or step % 2:
+            values, offsets = batch["tags"]
+            parts.append(embedding_bag(values, rows["tags"], offsets, mode="mean", include_last_offset=True))
+        else:
+            parts.append(torch.zeros(size, 3))
+        weights = batch["seen_weights"]
+        parts.append(embedding_bag(batch["seen"], rows["seen"], mode="sum", per_sample_weights=weights))
+        pairs = (ids[:, 0] * 7 + ids[:, 1]) % NUM_PAIRS
+        parts.append(embedding(pairs, rows["pair"]) if "pair" in rows else torch.zeros(size, 2))
+        logits: Tensor = self.mlp(torch.cat(parts, dim=1))
+        return logits.squeeze(1)
+
+    def train(self) -> dict[str, Any]:
+        losses = []
+        for step, batch in enumerate(custom_loop_script.batches()):
+            rows = self.rows(step)
+            logits = self.logits(batch, step, rows)
+            if "twice" in self.options:
+                logits = logits + self.logits({**batch, "price": -batch["price"]}, step, rows)
+            values = binary_cross_entropy_with_logits(logits, batch["label"], reduction="none")
+            weights = batch["weight"] if "weights" in self.options else torch.ones_like(values)
+            loss = (values * weights).sum() / weights.sum()
+            if "ranked" in self.options:
+                loss = loss + of_groups(logits, batch["label"], batch["group"], weights)
+            loss.backward()
+            for name, table in self.tables.items():
+                self.before[name] = table.detach().clone()
+                table.grad = rows[name].grad
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(values.mean().item())
+        with torch.no_grad():
+            tables = {name: table.detach().clone() for name, table in self.tables.items()}
+            scores = [self.logits(batch, 1, tables) for batch in custom_loop_script.batches()]
+        tables["item"][0] = 0.0  # the padding's
+        return {"losses": losses, "scores": torch.cat(scores), "tables": tables, "mlp": self.mlp.state_dict()}
+
+
+def run_script(cluster: JoinedCluster, output: Path, options: tuple[str, ...], update: str) -> None:
+    config = small_config(
+        cluster={"trainers": cluster.topology.num_trainers, "workers": cluster.topology.num_workers},
+        train={"update": update, "dtype": "float64"},
+    )
+    with TerminalView() as view:
+        ScriptJob(config, SCRIPT, (str(output), *options)).run(
+            cluster.topology, Path, view, SharedFolders([])
+        )
+
+
+def check(output: Path, options: tuple[str, ...], update: str) -> None:
+    found, expected = (
+        torch.load(output, weights_only=True),
+        Plain(set(options), update == "pipelined").train(),
+    )
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-12, atol=1e-12)
+    for name in ("scores", "mlp", "tables"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:table pair is called with ids that are computed")
+@pytest.mark.parametrize("update", ["sync", "pipelined"])
+@pytest.mark.parametrize("options", [(), (*ALL, "ranked")], ids=["plain", "all"])
+def test_one_process_equals_plain_torch(
+    options: tuple[str, ...], update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, output = tmp_path / "config.toml", tmp_path / "end.pt"
+    config.write_text(f'[train]\nupdate = "{update}"\ndtype = "float64"\n')
+    monkeypatch.setattr(sys, "argv", [SCRIPT, str(output), str(config), *options])
+    runpy.run_path(SCRIPT, run_name="__main__")
+    check(output, options, update)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "workers", "options", "update"),
+    [
+        (1, 1, ALL, "sync"),
+        (3, 2, (), "sync"),
+        (3, 2, ALL, "sync"),
+        (3, 2, ALL, "pipelined"),
+        (3, 2, ("pooled", "condition"), "sync"),
+        (3, 2, ("pooled", "weights"), "pipelined"),
+        (2, 2, ("weights",), "pipelined"),
+        (3, 2, ("ranked", "weights"), "sync"),
+        (2, 2, ("ranked",), "pipelined"),
+        (2, 2, ("twice", "computed"), "sync"),
+        (2, 2, ("twice",), "pipelined"),
+    ],
+)
+def test_a_cluster_equals_plain_torch(
+    trainers: int, workers: int, options: tuple[str, ...], update: str, clusters: Clusters, tmp_path: Path
+) -> None:
+    clusters.get(trainers, workers).run(run_script, tmp_path / "end.pt", options, update)
+    check(tmp_path / "end.pt", options, update)
+
+
+@pytest.mark.parametrize(("first", "then"), [((3, 2), (2, 1)), ((2, 1), (1, 1))], ids=["fewer", "alone"])
+def test_a_run_continues_on_a_cluster_of_another_size(
+    first: tuple[int, int], then: tuple[int, int], clusters: Clusters, tmp_path: Path
+) -> None:
+    saved = str(tmp_path / "half")
+    clusters.get(*first).run(run_script, tmp_path / "half.pt", (f"save={saved}",), "sync")
+    if then == (1, 1):
+        (tmp_path / "config.toml").write_text('[train]\ndtype = "float64"\n')
+        custom_loop_script.main(str(tmp_path / "end.pt"), {f"load={saved}"}, str(tmp_path / "config.toml"))
+    else:
+        clusters.get(*then).run(run_script, tmp_path / "end.pt", (f"load={saved}",), "sync")
+    halves = [torch.load(tmp_path / name, weights_only=True) for name in ("half.pt", "end.pt")]
+    expected = Plain(set(), is_stale=False).train()
+    losses = [loss for half in halves for loss in half["losses"]]
+    torch.testing.assert_close(losses, expected["losses"], rtol=1e-12, atol=1e-12)
+    for name in ("scores", "mlp", "tables"):
+        torch.testing.assert_close(halves[1][name], expected[name], rtol=1e-11, atol=1e-12, msg=name)

@@ -1,0 +1,40 @@
+"""Custom nets that fail in the forward or the backward pass."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.dense.net_builder import build_dense_net
+
+
+class _Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise KeyError("gradient")
+
+
+class _FailingLayer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = _Failing.apply(x)  # type: ignore[no-untyped-call]
+        return output
+
+
+def forward(config: Any, input_spec: Any, widths: Any) -> nn.Module:
+    """Build a net whose last layer has a wrong shape."""
+    return _with_last(nn.Linear(5, 1), config, input_spec, widths)
+
+
+def backward(config: Any, input_spec: Any, widths: Any) -> nn.Module:
+    """Build a net whose last layer fails in the backward pass."""
+    return _with_last(_FailingLayer(), config, input_spec, widths)
+
+
+def _with_last(layer: nn.Module, config: Any, input_spec: Any, widths: Any) -> nn.Module:
+    net = build_dense_net(config.replace(dense=type(config.dense)()), input_spec, widths)
+    net.head = nn.Sequential(net.head, layer)
+    return net

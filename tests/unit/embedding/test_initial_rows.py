@@ -1,0 +1,235 @@
+"""Initial rows: random, or pretrained by position and by key."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.stores import BUCKET, Proxy, Store, sent
+from torch import Tensor
+
+from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding
+from hybrid.data.encode.vocabulary import Vocabulary
+from hybrid.embedding.initial_rows import (
+    fill_random_rows,
+    make_absolute,
+    read_rows,
+    read_rows_by_key,
+    read_shape,
+)
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.errors import DataError, StorageError
+from hybrid.storage.remote_path import RemotePath
+
+
+def random_rows(
+    num_rows: int, dim: int, seed: int = 1, table: str = "t", shard: tuple[int, int] = (0, 1)
+) -> Tensor:
+    out_RD = torch.empty(num_rows, dim)
+    fill_random_rows(out_RD, seed, table, 1.0, *shard)
+    return out_RD
+
+
+def test_initial_rows_are_uniform() -> None:
+    values_N = random_rows(50_000, 4).flatten().double().sort().values
+    size = len(values_N)
+    assert values_N[0] >= -1.0
+    assert values_N[-1] <= 1.0
+    assert abs(values_N.mean()) < 4 / (3 * size) ** 0.5
+    assert values_N.var() == pytest.approx(1 / 3, rel=0.01)
+    # Kolmogorov-Smirnov distance to the uniform distribution; a true sample exceeds this once in 10^5.
+    ranks_N = (torch.arange(size, dtype=torch.float64) + 0.5) / size
+    assert ((values_N + 1) / 2 - ranks_N).abs().max() < 2.5 / size**0.5
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_shards_have_the_rows_of_the_whole(count: int) -> None:
+    whole = random_rows(100, 5)
+    for index in range(count):
+        expected = whole[index::count]
+        assert torch.equal(random_rows(len(expected), 5, shard=(index, count)), expected)
+
+
+def test_initial_rows_do_not_change_between_versions() -> None:
+    """A run resumed or compared across versions starts from the same table."""
+    golden = torch.tensor(
+        [[0.44376230239868164, -0.6476776599884033], [0.20472872257232666, 0.7959177494049072]]
+    )
+    torch.testing.assert_close(random_rows(2, 2, seed=42, table="C1"), golden, rtol=0, atol=0)
+
+
+def test_normal_rows_are_normal_in_whole_and_shards() -> None:
+    whole = torch.empty(20_000, 4)
+    fill_random_rows(whole, 1, "t", 0.5, init="normal")
+    values_N = whole.flatten().double().sort().values
+    size = len(values_N)
+    ranks_N = (torch.arange(size, dtype=torch.float64) + 0.5) / size
+    assert (torch.special.ndtr(values_N / 0.5) - ranks_N).abs().max() < 2.5 / size**0.5
+    assert whole.isfinite().all()
+    for index in range(3):
+        shard = torch.empty(len(whole[index::3]), 4)
+        fill_random_rows(shard, 1, "t", 0.5, index, 3, "normal")
+        assert torch.equal(shard, whole[index::3])
+
+
+ROWS_RD = torch.arange(21.0).view(7, 3)
+
+
+def write_rows(folder: Path, kind: str) -> str:
+    """Return the source of a file with these rows."""
+    file = folder / f"rows.{kind.partition('#')[0]}"
+    if kind == "npy":
+        np.save(file, ROWS_RD.numpy())
+    elif kind == "safetensors":
+        save_file({"weight": ROWS_RD.bfloat16()}, file)
+    else:
+        save_file({"a": ROWS_RD.double(), "b": torch.zeros(2)}, file)
+        return f"{file}#a"
+    return str(file)
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors", "safetensors#a"])
+@pytest.mark.parametrize(("index", "count"), [(0, 1), (0, 2), (1, 2), (2, 3), (6, 7)])
+def test_a_worker_reads_the_rows_of_its_shard(kind: str, index: int, count: int, tmp_path: Path) -> None:
+    source, expected = write_rows(tmp_path, kind), ROWS_RD[index::count]
+    out_RD = torch.full(expected.shape, torch.nan)
+    read_rows(source, out_RD, index, count)
+    assert read_shape(source) == (7, 3)
+    assert torch.equal(out_RD, expected)
+
+
+def test_a_file_of_several_blocks_is_read_whole(tmp_path: Path) -> None:
+    rows_RD = np.arange(3 * 2**20, dtype=np.float16).reshape(-1, 1)
+    np.save(tmp_path / "rows.npy", rows_RD)
+    out_RD = torch.empty(len(rows_RD), 1, dtype=torch.float16)
+    read_rows(str(tmp_path / "rows.npy"), out_RD, 0, 1)
+    assert np.array_equal(out_RD.numpy(), rows_RD, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors", "safetensors#a"])
+def test_file_in_an_object_store_is_fetched(store: Store, kind: str, tmp_path: Path) -> None:
+    folder_url = RemotePath(f"s3://{BUCKET}", tmp_path.name)
+    source = make_absolute(write_rows(tmp_path, kind).replace(str(tmp_path), str(folder_url)))
+    sent(tmp_path, folder_url)
+    out_RD = torch.empty(3, 3)
+    read_rows(source, out_RD, 1, 2)
+    assert (read_shape(source), out_RD.tolist()) == ((7, 3), ROWS_RD[1::2].tolist())
+    with pytest.raises(
+        StorageError, match=r"^s3://no-such-bucket/a\.npy: .* there is no such bucket; make it"
+    ):
+        read_shape("s3://no-such-bucket/a.npy")
+    with pytest.raises(
+        DataError, match=rf"{folder_url}/none\.npy: cannot be read as rows of a table: .*No such file"
+    ):
+        read_shape(f"{folder_url}/none.npy")
+
+
+def wrong(folder: Path, tensors: dict[str, Tensor]) -> str:
+    save_file(tensors, folder / "wrong.safetensors")
+    return str(folder / "wrong.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "name", "message"),
+    [
+        ({"a": torch.zeros(3)}, "", r"has shape \[3\], but"),
+        ({"a": torch.zeros(0, 3)}, "", r"has shape \[0, 3\], but"),
+        ({"a": torch.zeros(2, 3, dtype=torch.int64)}, "", "holds torch.int64"),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(2)}, "", "no tensor ''; add one of #a, #b"),
+        ({"a": torch.zeros(2, 3)}, "#c", "no tensor 'c'; add one of #a"),
+    ],
+)
+def test_tensors_that_are_no_matrix_are_refused(
+    tensors: dict[str, Tensor], name: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        read_shape(wrong(tmp_path, tensors) + name)
+
+
+def test_missing_or_unreadable_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.npy").write_text("x")
+    (tmp_path / "text.safetensors").write_text("x")
+    for name in ("none.npy", "none.safetensors", "text.npy", "text.safetensors"):
+        with pytest.raises(DataError, match="cannot be read as rows of a table"):
+            read_shape(str(tmp_path / name))
+
+
+def test_a_file_that_has_changed_its_size_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has 7 x 3 values now, which is not the size of the table"):
+        read_rows(write_rows(tmp_path, "npy"), torch.zeros(8, 3), 0, 1)
+
+
+VALUES = ("7", "b", "c", "d")
+VECTORS: dict[Any, list[float]] = {"d": [1.0, 2.0], "new": [9.0, 9.0], "7.0": [3.0, 4.0], "b": [5.0, 6.0]}
+
+
+def table_of(folder: Path, keys: pa.Array, vectors: pa.Array) -> TableSpec:
+    FeatureEncoder((), (SparseEncoding("item", "build", 5, values=Vocabulary.of(VALUES)),)).save(folder)
+    path = folder / "rows.parquet"
+    pq.write_table(pa.table({"key": keys, "vector": vectors}), path)
+    sgd = OptimizerSpec("sgd", 0.1)
+    return TableSpec("items", 5, 2, Pooling.SUM, ("item",), sgd, 1.0, initial=str(path), keys=str(folder))
+
+
+def rows_by_key(table: TableSpec, index: int = 0, count: int = 1) -> Tensor:
+    out_RD = torch.full((len(range(index, table.num_rows, count)), table.dim), -1.0)
+    read_rows_by_key(table, out_RD, index, count)
+    return out_RD
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.list_(pa.float64(), 2)])
+def test_rows_by_key_fill_only_rows_of_known_values(tmp_path: Path, kind: Any) -> None:
+    several_blocks = 5_000
+    keys, vectors = list(VECTORS) * several_blocks, list(VECTORS.values()) * several_blocks
+    table = table_of(tmp_path, pa.array(keys), pa.array(vectors, kind))
+    whole = torch.tensor([[-1.0, -1], [3, 4], [5, 6], [-1, -1], [1, 2]])
+    assert torch.equal(rows_by_key(table), whole)
+    for count in (2, 3, 5):
+        for index in range(count):
+            assert torch.equal(rows_by_key(table, index, count), whole[index::count])
+
+
+def test_parquet_file_in_an_object_store_is_read(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = table_of(tmp_path, pa.array(VECTORS), pa.array(VECTORS.values()))
+    folder_url = sent(tmp_path, RemotePath(f"s3://{BUCKET}", tmp_path.name))
+    remote = dataclasses.replace(table, initial=f"{folder_url}/rows.parquet")
+    assert torch.equal(rows_by_key(remote), rows_by_key(table))
+    with pytest.raises(DataError, match=f"{folder_url}/none: cannot be read as .*No such file"):
+        rows_by_key(dataclasses.replace(table, initial=f"{folder_url}/none"))
+    with Proxy(store) as proxy:
+        proxy.plan = lambda method, path: "403"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
+        with pytest.raises(StorageError, match="to credentials that may do this"):
+            rows_by_key(remote)
+
+
+def test_keys_may_be_numbers_and_the_last_vector_counts(tmp_path: Path) -> None:
+    table = table_of(tmp_path, pa.array([7, 8, 7, None]), pa.array([[1.0, 1], [2, 2], [3, 3], [4, 4]]))
+    assert rows_by_key(table).tolist() == [[-1, -1], [3, 3], [-1, -1], [-1, -1], [-1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "vectors", "message"),
+    [
+        (["b", "c"], [[1.0, 2], [1]], "the vector of row 2 has 1 numbers"),
+        (["b", "c"], [[1.0, 2], None], "the vector of row 2 has 0 numbers"),
+        (["b"], [[1.0, float("nan")]], "the vector of row 1 is not finite"),
+        (["b"], [[1.0, None]], "the vector of row 1 is not finite"),
+        (["x", "y"], [[1.0, 2], [3, 4]], "none of its 2 values .* column item"),
+        (["b"], ["text"], "its second column holds string"),
+        (["b"], [["1", "x"]], "its second column holds list<.*string>"),
+    ],
+)
+def test_invalid_vectors_or_keys_are_refused(
+    tmp_path: Path, keys: list[str], vectors: list[Any], message: str
+) -> None:
+    table = table_of(tmp_path, pa.array(keys), pa.array(vectors))
+    with pytest.raises(DataError, match=f"^{table.initial}: {message}"):
+        rows_by_key(table)

@@ -1,0 +1,95 @@
+"""The models for click logs against their equations: a sample, a pair and a layer at a time."""
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from support.models import Parameters, check_model, plain_logit, plain_mlp, vectors
+from torch import Tensor
+
+from hybrid.models.dcn_v2 import DCNv2
+from hybrid.models.deepfm import DeepFM
+from hybrid.models.dense_net import DenseNet
+from hybrid.models.dlrm import DLRM, DotInteraction
+from hybrid.models.wide_deep import WideAndDeep
+
+NUM_LAYERS, NUM_SPARSE, DIM, DIMS = 3, 3, 4, (3, 1, 4)
+
+
+def plain_dlrm(parameters: Parameters, x: Tensor, pooled: Tensor) -> Tensor:
+    first = plain_mlp(parameters, "bottom", x) if len(x) else x
+    z = [*([first] if len(x) else []), *pooled.split(DIM)]
+    dots = [(z[i] * z[j]).sum() for i in range(len(z)) for j in range(i)]
+    return plain_logit(parameters, "head", torch.cat([first, torch.stack(dots)]))
+
+
+def plain_dcn(parameters: Parameters, x: Tensor, pooled: Tensor) -> Tensor:
+    x0 = x_l = torch.cat([x, pooled])
+    for number in range(NUM_LAYERS):
+        weight, bias = (parameters[f"interaction.layers.{number}.{kind}"] for kind in ("weight", "bias"))
+        x_l = x0 * ((weight * x_l).sum(dim=1) + bias) + x_l
+    return plain_logit(parameters, "head", x_l)
+
+
+def plain_wide(parameters: Parameters, x: Tensor, features: list[Tensor]) -> Tensor:
+    """Return the linear term and the deep net of vectors whose last values are their weights."""
+    logit = torch.stack([feature[-1] for feature in features]).sum()
+    if len(x):
+        logit = logit + (parameters["interaction.linear.dense_weights.weight"][0] * x).sum()
+    deep = torch.cat([x, *(feature[:-1] for feature in features)])
+    return logit + plain_logit(parameters, "head.deep", deep)
+
+
+def plain_deepfm(parameters: Parameters, x: Tensor, pooled: Tensor) -> Tensor:
+    features = list(pooled.split(DIM + 1))
+    logit = plain_wide(parameters, x, features)
+    for first, second in combinations(features, 2):
+        logit = logit + torch.dot(first[:-1], second[:-1])
+    return logit
+
+
+def plain_wide_deep(parameters: Parameters, x: Tensor, pooled: Tensor) -> Tensor:
+    return plain_wide(parameters, x, list(pooled.split([dim + 1 for dim in DIMS])))
+
+
+NETS: list[tuple[Callable[..., DenseNet], Callable[..., Tensor], int]] = [
+    (lambda f, **o: DLRM(f, NUM_SPARSE, DIM, bottom=(5,), top=(6, 3), **o), plain_dlrm, NUM_SPARSE * DIM),
+    (lambda f, **o: DCNv2(f + 4, NUM_LAYERS, deep=(5, 3), **o), plain_dcn, 4),
+    (lambda f, **o: DeepFM(f, NUM_SPARSE, DIM, deep=(6, 3), **o), plain_deepfm, NUM_SPARSE * (DIM + 1)),
+    (lambda f, **o: WideAndDeep(f, DIMS, deep=(6, 3), **o), plain_wide_deep, sum(DIMS) + len(DIMS)),
+]
+
+
+@pytest.mark.parametrize(("num_dense", "num_outputs"), [(2, 1), (0, 1), (2, 3)])
+@pytest.mark.parametrize(("build", "plain", "width"), NETS, ids=["dlrm", "dcn_v2", "deepfm", "wide_deep"])
+def test_net_equals_its_equation(
+    build: Any, plain: Callable[..., Tensor], width: int, num_dense: int, num_outputs: int
+) -> None:
+    def of_batch(parameters: Parameters, dense: Tensor, pooled: Tensor) -> Tensor:
+        pairs = zip(dense, pooled, strict=True)
+        return torch.stack([plain(parameters, x, row) for x, row in pairs])
+
+    net = build(num_dense, num_outputs=num_outputs)
+    inputs = vectors(5, num_dense, seed=1), vectors(5, width, seed=2)
+    check_model(net, of_batch, *inputs)
+    assert net(*inputs).numel() == 5 * num_outputs
+
+
+def test_dot_interaction_has_first_and_second_derivatives() -> None:
+    inputs = vectors(2, DIM, seed=1), vectors(2, NUM_SPARSE * DIM, seed=2)
+    interaction = DotInteraction(NUM_SPARSE + 1, DIM)
+    assert torch.autograd.gradcheck(interaction, inputs)
+    assert torch.autograd.gradgradcheck(interaction, inputs)
+
+
+def test_dot_interaction_works_under_autocast() -> None:
+    model = DLRM(2, NUM_SPARSE, DIM, bottom=(8,), top=(16, 12))
+    dense, pooled = vectors(3, 2, seed=3).float(), vectors(3, NUM_SPARSE * DIM, seed=4).float().detach()
+    pooled.requires_grad_()
+    (expected,) = torch.autograd.grad(model(dense, pooled).sum(), pooled)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(dense, pooled)
+    (found,) = torch.autograd.grad(logits.sum(), pooled)
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.02)

@@ -1,0 +1,153 @@
+"""A role's address, its network interface, and the limit of open files."""
+
+import os
+import resource
+import secrets
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from support.commands import ROOT
+
+from hybrid.config import ClusterSection
+from hybrid.errors import ConfigError, HybridError
+from workers.rendezvous.host_setup import (
+    DEFAULT_PORT,
+    MasterAddress,
+    allow_open_files,
+    choose_interface,
+    files_needed,
+    is_loopback,
+    listen,
+)
+
+CLUSTER = ClusterSection(trainers=2, workers=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("node0", "node0", DEFAULT_PORT),
+        ("node0.example.org:29400", "node0.example.org", 29400),
+        ("10.0.0.1:1", "10.0.0.1", 1),
+        ("[::1]:29400", "::1", 29400),
+        ("[::1]", "::1", DEFAULT_PORT),
+        ("::1", "::1", DEFAULT_PORT),
+        ("[fe80::1%eth0]:65535", "fe80::1%eth0", 65535),
+    ],
+)
+def test_valid_addresses_are_parsed(text: str, host: str, port: int) -> None:
+    address = MasterAddress.parse(text)
+    assert address == MasterAddress(host, port)
+    assert MasterAddress.parse(str(address)) == address
+
+
+@pytest.mark.parametrize("text", ["", ":29400", "node0:", "node0:0", "node0:65536", "a b", "a:1:2"])
+def test_invalid_addresses_are_rejected(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--master = '.*': must be HOST or HOST:PORT"):
+        MasterAddress.parse(text)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "127.3.2.1", "::1", "localhost", "localhost.localdomain", "db.localhost", "ip6-localhost"],
+)
+def test_loopback_names_are_recognized(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "::", "node0", "node0.localdomain", "notlocalhost"])
+def test_other_names_are_not_loopback(host: str) -> None:
+    assert not is_loopback(host)
+
+
+def test_listener_uses_a_free_port_of_one_address() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        address, port = listener.getsockname()
+        assert address == "127.0.0.1"
+        with socket.create_connection((address, port), timeout=5):
+            listener.accept()[0].close()
+        with listen("127.0.0.2", port):  # the same port of another address is free
+            pass
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=5)
+        with pytest.raises(ConfigError, match=rf"^cluster\.master = {port}: Address already in use"):
+            listen("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "2001:db8::1", "not an address"])
+def test_address_of_another_host_is_rejected(address: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^cluster\.master = '{address}': cannot listen on it: \w"):
+        listen(address, 0)
+
+
+def test_name_that_resolves_to_loopback_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*_: object, **__: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(ConfigError, match=r"^cluster\.master = 'node0': is 127\.0\.1\.1 on this host"):
+        listen("node0", 0)
+    listen("localhost", 0).close()
+
+
+def test_the_interface_with_the_address_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+    families = (socket.AF_INET, socket.AF_INET6)
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family in families:
+                assert choose_interface("auto", each.address) == name
+                assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == name
+    assert choose_interface("auto", "127.3.2.1") == "lo"
+
+
+@pytest.mark.parametrize(
+    ("configured", "address", "rule"),
+    [
+        ("none0", "127.0.0.1", r" = 'none0': this host has .*\blo\b"),
+        ("auto", "192.0.2.1", " = 'auto': must be named, since no interface of this host has .* 192.0.2.1$"),
+        ("auto", "0.0.0.0", " = 'auto': must be named where the master listens on all addresses$"),
+    ],
+)
+def test_a_missing_interface_is_rejected(configured: str, address: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=f"^cluster.interface{rule}"):
+        choose_interface(configured, address)
+
+
+def test_the_limit_of_open_files_is_raised_or_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(256, 4096)]
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, values: limits.append(values))
+    allow_open_files(CLUSTER)
+    assert limits == [(256, 4096), (4096, 4096)]
+    allow_open_files(CLUSTER)
+    assert len(limits) == 2
+    limits.append((64, 100))
+    with pytest.raises(HybridError, match=r"2 worker\(s\) needs about 156 open files, and 100 are allowed"):
+        allow_open_files(CLUSTER)
+
+
+def test_needed_files_grow_with_roles_and_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    roles = ((2, 2), (2, 3), (32, 31))
+    assert [files_needed(ClusterSection(trainers=t, workers=w)) for t, w in roles] == [156, 165, 687]
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert files_needed(CLUSTER) == 312
+
+
+@pytest.mark.parametrize("command", ["launch", "master"])
+def test_commands_report_a_low_limit_before_they_start_roles(command: str, tmp_path: Path) -> None:
+    line = f"ulimit -n 60; exec {sys.executable} -m workers {command}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HYBRID_SECRET": secrets.token_hex(32)}
+    ended = subprocess.run(
+        ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.endswith("60 are allowed (ulimit -Hn); raise that, or start fewer roles\n")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,334 @@
+"""``hybrid plan``: its output, the messages, bytes and memory of a step, and what limits it."""
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid.batch import SparseFeatures
+from hybrid.config import (
+    ClusterSection,
+    ColumnSection,
+    DataSection,
+    DenseSection,
+    RunConfig,
+    TableSection,
+    TrainSection,
+)
+from hybrid.data.prepare.synthetic_log import TABLE_ROWS
+from hybrid.embedding.bags import Bags, Item
+from hybrid.embedding.placement import Placement, place
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.batch_ids import BatchIds
+from hybrid.embedding.trainer.embeddings import make_routes
+from hybrid.errors import ConfigError, DataError
+from hybrid.input_spec import FeatureSpec, InputSpec
+from workers.planning import (
+    CORES,
+    NETWORK,
+    TRAINERS,
+    WORKERS,
+    Hosts,
+    Plan,
+    distinct_rows,
+    expected_data,
+    make_plan,
+    print_plan,
+    traffic,
+)
+
+HOST = Hosts(1, 4, 2.0**34, 1e9)
+Printed: TypeAlias = Callable[..., str]
+HASHED: dict[str, Any] = {"path": ("no.tsv",), "vocabulary": "hash(77)"}
+
+
+@pytest.fixture
+def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Printed:
+    """Print the plan of the synthetic click log."""
+
+    def plan(workers: int = 2, hosts: Hosts = HOST, **sections: object) -> str:
+        cluster = ClusterSection(workers=workers)
+        config = RunConfig(cluster=cluster, train=TrainSection(update="pipelined")).replace(**sections)
+        print_plan(config, tmp_path, hosts, None)
+        assert not list(tmp_path.iterdir()), "no data is made"
+        return capsys.readouterr().out
+
+    return plan
+
+
+def test_output_has_each_table_and_worker(printed: Printed) -> None:
+    all_rows = TableSection(optimizer="adam(all_rows = true)")
+    of_tables, of_workers, *_ = printed(tables={"C3": all_rows}).split("\n\n")
+    assert len(re.findall(r"(?m)^C\d+ .* worker [01]", of_tables)) == 26
+    assert [line.split()[0] for line in of_tables.splitlines() if "adam, all rows " in line] == ["C3"]
+    by_worker = [line.split() for line in of_workers.splitlines()[1:]]
+    assert [cells[0] for cells in by_worker] == ["0", "1"]
+    assert sum(int(cells[1]) for cells in by_worker) == 26
+    assert sum(int(cells[2].replace(",", "")) for cells in by_worker) > 150_000
+
+
+def test_output_has_the_side_that_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = DataSection(format="csv", path=("none",), label="y", sparse=("a", "b"), vocabulary="hash(100)")
+    config = RunConfig(
+        data=data,
+        tables={"b": TableSection(placement='auto(pooled_by = "workers")')},
+        dense=DenseSection(net="dcn_v2"),
+    )
+    print_plan(config, tmp_path, HOST, 5.0)
+    of_tables = capsys.readouterr().out.split("\n\n")[0].splitlines()[1:]
+    assert [line.split()[-1] for line in of_tables] == ["trainers", "workers"]
+
+
+def test_equal_workers_share_a_line(printed: Printed) -> None:
+    """26 tables on 100 workers: most workers are empty."""
+    of_workers = printed(workers=100).split("\n\n")[1].splitlines()
+    assert len(of_workers) < 40
+    assert re.search(r"(?m)^[\d, -]+ +0 +0 +0.00 +0.00$", "\n".join(of_workers))
+
+
+@pytest.mark.parametrize(
+    ("memory", "verdict"), [(2.0**34, "suffices: .* 16.00"), (2.0**20, "DOES NOT SUFFICE: .* 0.00")]
+)
+def test_output_compares_memory(printed: Printed, memory: float, verdict: str) -> None:
+    text = printed(hosts=dataclasses.replace(HOST, memory_bytes=memory))
+    assert re.search(r"(?m)^memory      \d\.\d\d GiB a worker, \d\.\d\d GiB a trainer$", text)
+    assert re.search(rf"(?m)^            {verdict} GiB$", text)
+
+
+def test_output_has_the_speed_and_its_limit(printed: Printed) -> None:
+    text = printed(2, Hosts(4, 1, math.inf, 1e6))
+    ((rate, milliseconds),) = re.findall(
+        r"(?m)^samples/s   ([\d,]+), .*\nstep        ([\d,.]+) ms, limited by network of a host \(trainers",
+        text,
+    )
+    rate, milliseconds = (float(text.replace(",", "")) for text in (rate, milliseconds))
+    assert rate == pytest.approx(TrainSection().batch_size / milliseconds * 1e3, rel=0.05)
+
+
+def configured(**data: Any) -> RunConfig:
+    return RunConfig(data=DataSection(**data))
+
+
+def test_hashed_columns_of_one_id_need_no_file(tmp_path: Path) -> None:
+    spec, means = expected_data(configured(**HASHED, format="criteo"), tmp_path)
+    assert (len(spec.dense_features), len(spec.sparse_features)) == (13, 26)
+    assert {(f.num_rows, f.multi_hot) for f in spec.sparse_features} == {(77, False)}
+    spec, means = expected_data(configured(**HASHED, format="csv", sparse=("a", "b")), tmp_path)
+    assert ([f.name for f in spec.sparse_features], means) == (["a", "b"], {})
+    spec, means = expected_data(RunConfig(), tmp_path)
+    assert ([f.num_rows for f in spec.sparse_features], means) == (list(TABLE_ROWS), {})
+
+
+def test_given_ids_make_columns_multi_hot(tmp_path: Path) -> None:
+    spec, means = expected_data(configured(**HASHED, format="parquet", sparse=("a", "b")), tmp_path, 2.5)
+    assert all(f.multi_hot for f in spec.sparse_features)
+    assert means == {"a": 2.5, "b": 2.5}
+
+
+CSV = configured(**HASHED, format="csv", sparse=("a", "b"))
+WITH_COLUMNS = CSV.replace(columns={"a": ColumnSection(kind="hour")})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        configured(**HASHED, format="parquet", sparse=("a",)),
+        configured(**HASHED, format="csv", sparse=("a",), multi_hot_separator="|"),
+        configured(format="criteo", path=("no.tsv",)),
+        WITH_COLUMNS,
+    ],
+    ids=["parquet", "separator", "vocabulary", "columns"],
+)
+def test_other_columns_need_files(config: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^no.tsv: no such file or folder"):
+        expected_data(config, tmp_path)
+
+
+@pytest.mark.parametrize("config", [RunConfig(), configured(format="criteo", path=("x",)), WITH_COLUMNS])
+def test_ids_need_hashed_columns(config: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--ids = 2.0: .*data\.vocabulary"):
+        expected_data(config, tmp_path, 2.0)
+
+
+SPEC = InputSpec(("x", "y"), tuple(FeatureSpec(f"c{k}", 1000) for k in range(4)))
+
+
+def plan(hosts: Hosts | int = 1, **sections: dict[str, Any]) -> Plan:
+    """Plan a pipelined run; keyword arguments are keys of their sections."""
+    config = RunConfig()
+    sections["train"] = {"update": "pipelined"} | sections.get("train", {})
+    for name, keys in sections.items():
+        config = config.replace(**{name: dataclasses.replace(getattr(config, name), **keys)})
+    if isinstance(hosts, int):
+        hosts = Hosts(hosts, 64, math.inf, math.inf)
+    return make_plan(config, SPEC, {}, hosts)
+
+
+@pytest.mark.parametrize(
+    ("train", "trainers", "workers", "hosts", "expected"),
+    [
+        ({}, 3, 2, 1, 6),
+        ({"update": "async"}, 3, 2, 1, 6),
+        ({"update": "sync"}, 3, 2, 1, 12),
+        ({"micro_batches": 4}, 3, 2, 1, 24),
+        ({}, 8, 8, 1, 8),  # the trainers of a host send together
+        ({}, 8, 8, 2, 16),
+        ({}, 8, 8, 8, 64),
+        ({}, 20, 8, 1, 24),
+        ({"update": "sync"}, 8, 8, 1, 128),
+    ],
+    ids=str,
+)
+def test_messages(train: dict[str, Any], trainers: int, workers: int, hosts: int, expected: int) -> None:
+    found = plan(hosts, train=train, cluster={"trainers": trainers, "workers": workers}).transfers
+    assert [found[name][0] for name in ("trainer -> worker", "worker -> trainer")] == [expected] * 2
+
+
+def test_bytes_between_hosts_limit_the_network() -> None:
+    """Trainer 0 with worker 1, trainer 1 with workers 0 and 2, and a ring of two."""
+    found = plan(Hosts(2, 64, math.inf, 1.0), cluster={"trainers": 2, "workers": 3})
+    up_W, down_W = found.traffic.up_bytes_W, found.traffic.down_bytes_W
+    messages, ring = found.transfers["trainer -> trainer"]
+    assert messages == 4
+    out = (up_W[0] + up_W[2] + down_W[1], up_W[1] + down_W[0] + down_W[2])
+    assert found.seconds[NETWORK] == pytest.approx(max(out) + ring / 2)
+
+
+@pytest.mark.parametrize(("trainers", "hosts", "is_ring"), [(8, 1, False), (9, 1, True), (8, 2, True)])
+def test_trainers_of_a_host_reduce_in_shared_memory(trainers: int, hosts: int, is_ring: bool) -> None:
+    assert ("trainer -> trainer" in plan(hosts, cluster={"trainers": trainers}).transfers) is is_ring
+
+
+def test_roles_share_the_cores_of_a_host() -> None:
+    cluster = {"trainers": 2, "workers": 3}
+    many, one = (plan(Hosts(1, cores, math.inf, 1.0), cluster=cluster) for cores in (64, 1))
+    assert many.seconds[NETWORK] == 0
+    assert one.step_seconds == pytest.approx(
+        64 * many.seconds[CORES] / many.seconds[TRAINERS] * many.step_seconds
+    )
+    assert (one.limit, many.limit) == (CORES, TRAINERS)
+    apart = plan(5, cluster=cluster)
+    assert plan(Hosts(2, 1, math.inf, math.inf), cluster=cluster).step_seconds > apart.step_seconds
+
+
+def test_roles_wait_for_each_other_in_synchronous_steps() -> None:
+    found = plan(train={"update": "sync"})
+    times = found.seconds[TRAINERS] + found.seconds[WORKERS]
+    busy = plan().step_seconds / max(plan().seconds.values())
+    assert found.step_seconds == pytest.approx(times * busy)
+
+
+def test_memory_of_workers_has_rows_and_optimizer_state() -> None:
+    """Adagrad has a value of state for each of 16 values of 4 bytes."""
+    few, many = (
+        make_plan(RunConfig(), InputSpec((), (FeatureSpec("a", rows), FeatureSpec("b", 9))), {}, HOST)
+        for rows in (10**6, 3 * 10**6)
+    )
+    assert many.host_bytes - few.host_bytes == pytest.approx(2 * 10**6 * 32 * 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "dense", [{"remote_mlp": (8,)}, {"tensor_size": 2}, {"device": "cuda:1"}, {"device": "cpu,cpu"}], ids=str
+)
+def test_speed_is_unknown_without_measured_costs(dense: dict[str, Any]) -> None:
+    assert not plan(dense=dense).has_costs
+    assert plan().has_costs
+
+
+def test_more_hosts_than_roles_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--hosts = 6"):
+        plan(6, cluster={"trainers": 2, "workers": 3})
+
+
+SAMPLES, HOTNESS = 400, 5
+
+
+def table(name: str, num_rows: int, placement: str = "table", optimizer: str = "sgd") -> TableSpec:
+    spec = OptimizerSpec(optimizer, 0.1)
+    return TableSpec(name, num_rows, 8, Pooling.SUM, (name,), spec, 1.0, placement=placement)
+
+
+def skewed(num_rows: int, size: int, seed: int = 0) -> Tensor:
+    uniform = torch.rand(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return (num_rows * uniform.pow(3)).long()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "draws"), [(1, 7), (3, 1000), (500, 400), (20_000, 1024), (3_000_000, 50_000)]
+)
+def test_distinct_rows_equal_those_of_random_ids(num_rows: int, draws: int) -> None:
+    drawn = [len(skewed(num_rows, draws, seed).unique()) for seed in range(10)]
+    assert distinct_rows(num_rows, draws) == pytest.approx(np.mean(drawn), rel=0.02)
+
+
+def request_sizes(tables: list[TableSpec], placement: Placement, bags: list[int]) -> list[tuple[int, int]]:
+    """Return the bytes of ids, and the number of vectors, that a batch requests from each worker."""
+    lengths_KB = torch.ones(len(tables), SAMPLES, dtype=torch.int64)
+    lengths_KB[[*bags, *(k for k, table in enumerate(tables) if table.sequence)]] = HOTNESS
+    sizes = lengths_KB.sum(1).tolist()
+    ids = [skewed(t.num_rows, n, seed) for seed, (t, n) in enumerate(zip(tables, sizes, strict=True))]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_KB.flatten().cumsum(0)])
+    batch = BatchIds(SparseFeatures(torch.cat(ids), offsets, None, len(tables)))
+    items: dict[int, list[Item]] = defaultdict(list)
+    rows = [k for k in range(len(tables)) if k not in bags]
+    for route in make_routes(rows, bags, tables, placement):
+        route.start(batch, items)
+    return [(sum(map(_id_bytes, of)), sum(b.num_bags for _, b in of)) for _, of in sorted(items.items())]
+
+
+def _id_bytes(item: Item) -> int:
+    bags: Bags = item[1]
+    return bags.ids_L.nbytes + (0 if bags.offsets is None else bags.offsets.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("bags", "sequences", "by_trainers"),
+    [
+        *(([], [], ""), ([0, 2], [], ""), ([0, 1, 2], [], "")),
+        *(([], [], "ab"), ([0, 2], [], "ab"), ([0, 1, 2], [], "abc")),
+        *(([], [0], ""), ([], [0, 1, 2], "")),
+    ],
+    ids=str,
+)
+def test_traffic_equals_bytes_of_a_batch(bags: list[int], sequences: list[int], by_trainers: str) -> None:
+    tables = [table("a", 300, "row"), table("b", 5_000), table("c", 90_000, "row")]
+    for k in sequences:
+        tables[k] = dataclasses.replace(tables[k], sequences=(HOTNESS + 2,))
+    placement = dataclasses.replace(place(tables, 3), pooled_by_trainers=tuple(by_trainers))
+    means = {tables[k].name: float(HOTNESS) for k in (*bags, *sequences)}
+    found = traffic(tables, placement, means, SAMPLES, trainers=2)
+    read = [each.for_feature(each.name) for each in tables]
+    for worker, (id_bytes, vectors) in enumerate(request_sizes(read, placement, bags)):
+        vector_bytes = vectors * 8 * 4
+        spread = 0.1 if by_trainers or sequences else 0.05  # distinct rows of a shard are few
+        assert found.down_bytes_W[worker] == pytest.approx(vector_bytes, rel=spread)
+        assert found.up_bytes_W[worker] == pytest.approx(id_bytes + vector_bytes, rel=spread)
+    if sequences:
+        assert found.values == SAMPLES * sum(each.num_vectors for each in read) * 8
+        assert found.ids == SAMPLES * (len(sequences) * HOTNESS + 3 - len(sequences))
+
+
+def test_worker_reads_per_trainer_and_updates_once() -> None:
+    tables = [table("a", 10, optimizer="adagrad")]
+    one, four = (traffic(tables, place(tables, 1), {}, 10_000, trainers) for trainers in (1, 4))
+    assert (one.rows_W[0], four.rows_W[0]) == pytest.approx((10, 40))
+    assert (one.updated_W[0], four.updated_W[0]) == pytest.approx((160, 160))  # with state
+
+
+def test_each_shard_of_a_pooled_table_sends_partial_vectors() -> None:
+    tables = [table("a", 10, "row")]
+    one_id, pooled = (traffic(tables, place(tables, 5), means, 100, trainers=1) for means in ({}, {"a": 3.0}))
+    assert (one_id.ids, one_id.values) == (100, 100 * 8)
+    assert (pooled.ids, pooled.values) == (100 * 3 * 5, 100 * 8 * 5)
+    placement = dataclasses.replace(place(tables, 5), pooled_by_trainers=("a",))
+    local = traffic(tables, placement, {"a": 3.0}, 100, trainers=1)
+    assert (local.ids, local.values) == (100 * 3, 100 * 3 * 8)
+    assert local.rows_W == pytest.approx([2.0] * 5, rel=1e-4)  # distinct ones

@@ -1,0 +1,131 @@
+"""Memory, deferred responses, errors and roles."""
+
+import errno
+import mmap
+import pickle
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from hybrid.errors import ConfigError
+from hybrid.primitives.available_memory import available_memory_bytes
+from hybrid.primitives.deferred_response import DeferredResponse, serve_caller
+from hybrid.primitives.huge_pages import zeros_in_large_pages
+from hybrid.topology import Role, RoleKind, Topology
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (300, 1025), (0, 4)])
+def test_large_pages_hold_zeros_that_can_be_written(shape: tuple[int, ...]) -> None:
+    tensor, other = (zeros_in_large_pages(shape, torch.float64) for _ in range(2))
+    assert (tuple(tensor.shape), tensor.dtype) == (shape, torch.float64)
+    assert not tensor.any()
+    view = tensor.add_(2)[-1:]
+    del tensor
+    assert view.sum().item() == 2 * view.numel()
+    assert not other.any()
+
+
+def test_a_system_without_large_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(mmap.mmap):
+        def madvise(self, *_args: int) -> None:
+            refused.append(True)
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    refused: list[bool] = []
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    assert zeros_in_large_pages((2, 3), torch.float32).tolist() == [[0.0] * 3] * 2
+    assert refused == [True]
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "cached", "available"),
+    [
+        ("max", 10, 0, 1000),
+        ("500", 300, 0, 200),
+        ("5000", 300, 0, 1000),
+        ("500", 490, 400, 410),  # the kernel drops cached files first
+        ("100", 300, 0, 0),
+    ],
+)
+def test_available_memory_is_that_of_host_or_container(
+    limit: str, used: int, cached: int, available: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert available_memory_bytes() > 0
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert available_memory_bytes(tmp_path) == 1000
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {used - cached}\ninactive_file {cached}\n")
+    assert available_memory_bytes(tmp_path) == available
+
+
+class NamedCaller:
+    """A caller whose name is in everything it receives."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def wrap_result(self, value: Any) -> str:
+        return f"{self._name}: {value}"
+
+    def wrap_exception(self, error: Exception) -> str:
+        return f"{self._name}: raised {error}"
+
+
+def test_response_is_for_the_caller_served_at_its_creation() -> None:
+    with serve_caller(NamedCaller("first")):
+        first: DeferredResponse[Any] = DeferredResponse()
+        thread = threading.Thread(target=lambda: first.set_result(1))
+    with serve_caller(NamedCaller("second")):
+        second: DeferredResponse[Any] = DeferredResponse()
+        thread.start()
+        thread.join(5.0)
+        second.set_exception(ValueError("two"))
+    assert first.done()
+    assert second.done()
+    assert (first.wait(), second.wait()) == ("first: 1", "second: raised two")
+
+
+def test_response_without_a_caller_is_a_future() -> None:
+    with pytest.raises(KeyError), serve_caller(NamedCaller("before")):
+        raise KeyError
+    response: DeferredResponse[int] = DeferredResponse()
+    response.set_result(4)
+    failed: DeferredResponse[int] = DeferredResponse()
+    failed.set_exception(ValueError("plain"))
+    assert response.wait() == 4
+    with pytest.raises(ValueError, match="plain"):
+        failed.wait()
+
+
+def test_configuration_error_can_be_pickled() -> None:
+    error = pickle.loads(pickle.dumps(ConfigError("train.batch_size", "must be at least 1", 0)))
+    assert type(error) is ConfigError
+    assert (error.key, error.rule, error.value) == ("train.batch_size", "must be at least 1", 0)
+    assert str(error) == "train.batch_size = 0: must be at least 1"
+    assert str(ConfigError("data.path", "must not be empty")) == "data.path: must not be empty"
+
+
+def test_ranks_are_master_trainers_workers() -> None:
+    topology = Topology(2, 3)
+    names = ["master", "trainer0", "trainer1", "worker0", "worker1", "worker2"]
+    assert [role.rpc_name for role in topology.roles] == names
+    assert [topology.rank(role) for role in topology.roles] == list(range(topology.world_size))
+    with pytest.raises(ValueError, match="not in"):
+        topology.rank(Role(RoleKind.TRAINER, 2))
+
+
+def test_partners_of_each_role() -> None:
+    topology = Topology(2, 1)
+    partners = {str(role): ", ".join(map(str, topology.partners(role))) for role in topology.roles}
+    assert partners == {
+        "master": "master, trainer 0, trainer 1, worker 0",
+        "trainer 0": "master, worker 0",
+        "trainer 1": "master, worker 0",
+        "worker 0": "master, trainer 0, trainer 1",
+    }

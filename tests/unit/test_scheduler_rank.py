@@ -1,0 +1,85 @@
+"""The role of a process by the variables of schedulers."""
+
+import re
+
+import pytest
+
+from hybrid.errors import ConfigError
+from hybrid.topology import RoleKind, Topology
+from workers.commands import index_of, master_host, role_of
+
+TOPOLOGY = Topology(2, 2)
+NAMES = ["master", "trainer 0", "trainer 1", "worker 0", "worker 1"]
+
+
+def of_torchrun(rank: int, size: int = 5) -> dict[str, str]:
+    """Return the variables that agents of torchrun set."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "TORCHELASTIC_RUN_ID": "a",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "1",
+    }
+
+
+def of_srun(rank: int, size: int = 5) -> dict[str, str]:
+    """Return the variables that srun sets for a task."""
+    return {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size), "SLURM_STEP_ID": "0"}
+
+
+@pytest.mark.parametrize(
+    "variables", [of_torchrun, of_srun, lambda rank: {**of_srun(rank), **of_torchrun(rank)}]
+)
+def test_ranks_are_roles(variables: object) -> None:
+    assert callable(variables)
+    assert [str(role_of(variables(rank), TOPOLOGY)) for rank in range(5)] == NAMES
+
+
+def test_rank_of_torchrun_takes_precedence_over_the_task_of_srun() -> None:
+    assert str(role_of({**of_srun(0, 2), **of_torchrun(3)}, TOPOLOGY)) == "worker 0"
+
+
+BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "5", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({}, "needs RANK and WORLD_SIZE"),
+        (BATCH, "none is set"),
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            r"say 0 of 2, but 1 master, .* are 5 processes",
+        ),
+        (of_torchrun(0, 6), "say 0 of 6"),
+        (of_torchrun(5), "say 5 of 5"),
+        (of_srun(0, 3), "SLURM_PROCID and SLURM_STEP_NUM_TASKS say 0 of 3"),
+        (
+            {**of_srun(1), "RANK": "0", "WORLD_SIZE": "5"},
+            "RANK and WORLD_SIZE say 0 of 5 but SLURM_PROCID and SLURM_STEP_NUM_TASKS say 1 of 5",
+        ),
+    ],
+    ids=["nothing", "a batch script", "half", "a node", "one too many", "beyond", "srun of others", "both"],
+)
+def test_missing_or_contradictory_ranks_are_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^role: .*{message}.* hybrid master") as refused:
+        role_of(environment, TOPOLOGY)
+    assert "\n" not in str(refused.value)
+
+
+def test_rank_that_is_no_number_is_named() -> None:
+    with pytest.raises(ConfigError, match=re.escape("RANK = 'first': must be an integer")):
+        role_of({"RANK": "first", "WORLD_SIZE": "5"}, TOPOLOGY)
+
+
+def test_index_of_an_indexed_job() -> None:
+    assert index_of({"JOB_COMPLETION_INDEX": "3"}, RoleKind.WORKER) == 3
+    with pytest.raises(ConfigError, match=r"^--index: must be given: .* worker"):
+        index_of({}, RoleKind.WORKER)
+
+
+def test_master_host_is_given_by_torchrun_only() -> None:
+    assert master_host(of_torchrun(3)) == "node0"
+    assert master_host({"MASTER_ADDR": "other"}) == ""

@@ -1,0 +1,319 @@
+"""Jobs that run user code: a script on every trainer, or a function on the master.
+
+::
+
+    master: ScriptJob                    trainer: Script
+    ─────────────────                    ───────────────
+    creates the scripts, starts    ────► runs the user's file in a thread
+    fetches the next request       ────►
+                                   ◄──── cluster.distribute(module): deploy these tables
+    creates them on the workers    ────► their stubs
+                                         trains, with the workers
+                                   ◄──── end, or an exception
+
+The thread ends with the process of the trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid import transport
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Files, Manifest
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.config import RunConfig
+from hybrid.config.loading import CONFIG_FILE, apply_settings
+from hybrid.custom_loop.backend import BACKEND, Backend, PlacedTables, update_rules
+from hybrid.embedding.placement import Placement, place
+from hybrid.embedding.table_spec import TableSpec
+from hybrid.errors import ClusterError, ConfigError, HybridError
+from hybrid.server.barrier import HostedModule
+from hybrid.storage.remote_path import StoragePath
+from hybrid.topology import Topology
+from hybrid.user_code.run_signature import signed_toml
+from hybrid.user_code.user_modules import load_function
+from workers.console.messages import print_line
+from workers.console.terminal import TerminalView
+from workers.controller.deployment import BULK_TIMEOUT_SECONDS, HeldCheckpoint, deploy_tables
+from workers.controller.remote_trainer import Trainer
+from workers.controller.shared_folders import SharedFolders
+from workers.exit_codes import ExitCode
+
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptRequest:
+    """A request of a script to the master; the scripts of all trainers make the same requests.
+
+    Attributes:
+        action: "deploy" tables, "prepare" the data of the configuration, "save" or "load" a checkpoint, or
+            "end" of the script.
+        tables: the tables to deploy.
+        folder, step: folder and step of the checkpoint.
+    """
+
+    action: str
+    tables: tuple[TableSpec, ...] = ()
+    folder: StoragePath | None = None
+    step: int = 0
+
+
+# A text is the location of the prepared data, for open_split.
+ScriptResponse: TypeAlias = PlacedTables | str | None
+
+
+class FunctionJob:
+    """A job that calls ``function(topology, config)`` in the master's process."""
+
+    doing = "in your function"
+
+    def __init__(self, config: RunConfig, function: str) -> None:
+        self._config = config
+        self._function = load_function("FUNCTION", function, ("topology", "config"))
+
+    def run(
+        self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView, folders: SharedFolders
+    ) -> ExitCode:
+        """Call the function; the run ends when it returns."""
+        view.close()
+        self._function(topology, self._config)
+        return ExitCode.DONE
+
+
+class ScriptJob:
+    """A job that runs a script on all trainers, and handles the requests of the script.
+
+    Args:
+        path: path of the script on the hosts of all trainers.
+        arguments: arguments of the script.
+        snapshot: folder of a checkpoint to write after ``train.max_steps`` steps, or None.
+    """
+
+    def __init__(
+        self, config: RunConfig, path: str, arguments: Sequence[str], snapshot: Path | None = None
+    ) -> None:
+        self.doing = "in your script"
+        self._config = config
+        self._path = path
+        self._arguments = arguments
+        self._snapshot = snapshot
+        self._tables: list[transport.RemoteTables] = []
+        self._placement: Placement
+
+    def run(
+        self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView, folders: SharedFolders
+    ) -> ExitCode:
+        """Run the script to its end on every trainer."""
+        view.close()  # trainer 0 prints
+        arguments = (self._config, os.path.abspath(self._path), self._arguments, self._snapshot)
+        created = [
+            transport.create(role, Script, role.index, *arguments, timeout_seconds=BULK_TIMEOUT_SECONDS)
+            for role in topology.trainers
+        ]
+        scripts = transport.gather(created)
+        transport.gather([script.call(Script.start) for script in scripts])
+        while (request := _next_request(scripts)).action != "end":
+            response: ScriptResponse = None
+            if request.action == "deploy":
+                self._placement = place(request.tables, topology.num_workers)
+                rules = update_rules(self._config, topology.num_trainers)
+                workers = deploy_tables(topology, self._config, self._placement, rules)
+                self._tables = list(workers.values())
+                response = PlacedTables(self._placement, rules, workers)
+            elif request.action == "prepare":
+                folder = data()
+                folders.check_data(folder)
+                response = str(folder.absolute())
+            elif request.action == "save":
+                self._save(request, scripts[0])
+            else:
+                assert request.folder is not None
+                source, bulk = (request.folder, request.step), BULK_TIMEOUT_SECONDS
+                transport.gather(
+                    [each.call(HostedModule.load, *source, timeout_seconds=bulk) for each in self._tables]
+                )
+            transport.gather([script.call(Script.respond, response) for script in scripts])
+        transport.gather([tables.call(HostedModule.close) for tables in self._tables])
+        return ExitCode.DONE
+
+    def _save(self, request: ScriptRequest, first: transport.Remote[Script]) -> None:
+        """Make every worker write its rows, and trainer 0 the module."""
+        tables, bulk = self._tables, BULK_TIMEOUT_SECONDS
+        transport.gather([each.call(HostedModule.begin_save, False, timeout_seconds=bulk) for each in tables])
+
+        def start(partial: StoragePath) -> list[transport.Pending[Files]]:
+            dense = first.call(Script.write, partial, timeout_seconds=bulk)
+            return [dense, *(each.call(HostedModule.write, partial, timeout_seconds=bulk) for each in tables)]
+
+        assert request.folder is not None
+        manifest = Manifest(request.step, 0, self._placement.shapes)
+        texts = {CONFIG_FILE: signed_toml(self._config)}
+        HeldCheckpoint(request.folder, manifest, texts, {}, start, is_copied=False).write()
+
+
+def _next_request(scripts: Sequence[transport.Remote[Script]]) -> ScriptRequest:
+    """Wait for the next request, which all scripts must make.
+
+    Raises:
+        HybridError: two scripts make different requests.
+    """
+    requests: dict[int, ScriptRequest] = {}
+    while len(requests) < len(scripts):
+        calls = {
+            i: s.call(Script.next_request, _POLL_SECONDS) for i, s in enumerate(scripts) if i not in requests
+        }
+        received = transport.gather(list(calls.values()))
+        requests |= {i: request for i, request in zip(calls, received, strict=True) if request is not None}
+        for trainer, request in requests.items():
+            first_trainer, first = next(iter(requests.items()))
+            if request == first:
+                continue
+            rule = f"make different requests: {first.action}, and {request.action}, at step {request.step}"
+            if request.action == first.action == "deploy":
+                rule = "distribute modules with different tables: every trainer must build the same module"
+            raise HybridError(f"the scripts of trainers {first_trainer} and {trainer} {rule}")
+    return requests[0]
+
+
+class Script:
+    """A script in a trainer process. The master creates the object and calls its public methods.
+
+    Args:
+        index: this trainer's index.
+        config: configuration of the run.
+        path: path of the script.
+        arguments: arguments of the script, for ``sys.argv``.
+        snapshot: see :class:`hybrid.custom_loop.backend.Backend`.
+        settings: this role's values of keys marked "by host".
+    """
+
+    def __init__(
+        self,
+        index: int,
+        config: RunConfig,
+        path: str,
+        arguments: Sequence[str],
+        snapshot: Path | None,
+        settings: Sequence[str] = (),
+    ) -> None:
+        if not Path(path).is_file():
+            rule = f"is not a file on host {socket.gethostname()}; it must exist on the hosts of all trainers"
+            raise ConfigError("SCRIPT", rule, path)
+        self._path = path
+        self._arguments = arguments
+        self._requests: SimpleQueue[ScriptRequest | Exception] = SimpleQueue()
+        self._responses: SimpleQueue[ScriptResponse] = SimpleQueue()
+        assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
+        self._backend = _ClusterBackend(apply_settings(config, settings), index, dist.group.WORLD, snapshot)
+        self._backend.send = self._send_request
+
+    def start(self) -> None:
+        """Run the script in a new thread."""
+        threading.Thread(target=self._run, name="script", daemon=True).start()
+
+    def next_request(self, seconds: float) -> ScriptRequest | None:
+        """Return the next request, or None after the timeout.
+
+        Raises:
+            Exception: an exception of the script.
+        """
+        try:
+            request = self._requests.get(timeout=seconds)
+        except Empty:
+            return None
+        if isinstance(request, Exception):
+            raise request
+        return request
+
+    def respond(self, response: ScriptResponse) -> None:
+        """Let the script continue with the response to its request."""
+        self._responses.put(response)
+
+    def write(self, folder: StoragePath) -> Files:
+        """Write the module into a checkpoint folder, as of the step that the script saves."""
+        return write_tensors(folder, DENSE_FILE, self._backend.dense)
+
+    def _send_request(self, request: ScriptRequest) -> ScriptResponse:
+        self._requests.put(request)
+        try:
+            return self._responses.get(timeout=BULK_TIMEOUT_SECONDS)
+        except Empty:
+            raise ClusterError(f"the master did not respond for {BULK_TIMEOUT_SECONDS:g} s") from None
+
+    def _run(self) -> None:
+        BACKEND.set(self._backend)  # in this thread's context
+        try:
+            run_script(self._path, self._arguments)
+        except Exception as error:  # next_request raises it, so the master receives it
+            self._requests.put(error)
+            return
+        self._requests.put(ScriptRequest("end"))
+
+
+def run_script(path: str, arguments: Sequence[str]) -> None:
+    """Run a file as Python runs a program; it can import modules beside it.
+
+    Raises:
+        HybridError: the script has exited with a status other than zero.
+    """
+    sys.argv = [path, *arguments]
+    sys.path.append(str(Path(path).resolve().parent))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as exited:
+        if exited.code not in (None, 0):
+            raise HybridError(f"{path} has ended with sys.exit({exited.code!r})") from None
+
+
+class _ClusterBackend(Backend):
+    """The backend of a trainer on a cluster, which sends requests to the master.
+
+    Attributes:
+        send: sends a request, and waits for the response.
+        dense: the packed module, during :meth:`save`.
+    """
+
+    send: Callable[[ScriptRequest], ScriptResponse]
+    dense: Mapping[str, Tensor] = {}
+
+    def warn(self, message: str) -> None:
+        print_line(f"warning: {message}")  # stderr is the log of the role
+
+    def place_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
+        placed = self.send(ScriptRequest("deploy", tables=tuple(tables)))
+        assert isinstance(placed, PlacedTables)
+        return placed
+
+    def prepare_data(self) -> str:
+        source = self.send(ScriptRequest("prepare"))
+        assert isinstance(source, str)
+        return source
+
+    def save(self, folder: StoragePath, step: int, dense: Mapping[str, Tensor]) -> None:
+        self.dense = dense
+        self.send(ScriptRequest("save", folder=folder.absolute(), step=step))
+        self.dense = {}
+
+    def load(self, stored: Checkpoint) -> None:
+        self.send(ScriptRequest("load", folder=stored.folder.absolute(), step=stored.manifest.step))
+
+
+def local_constructors(settings: Sequence[str]) -> list[partial[Any]]:
+    """Return constructors of the objects to which a role applies its settings (:func:`apply_settings`)."""
+    classes: tuple[Callable[..., Any], ...] = (Script, Trainer)
+    return [partial(each, settings=settings) for each in classes]

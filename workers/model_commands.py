@@ -1,0 +1,335 @@
+"""``hybrid evaluate``, ``predict`` and ``export``: use a trained model in one process."""
+
+import csv
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import nn
+
+from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.data.dataset.dataset_manifest import DatasetReport
+from hybrid.data.parse.delimited_text import BLOCK_BYTES, STDIN, read_descriptor
+from hybrid.data.values.column_values import is_list
+from hybrid.errors import ConfigError, HybridError
+from hybrid.inference import program_export
+from hybrid.inference.raw_rows import Rows, SourceRows, file_rows, held_out_rows, stream_rows
+from hybrid.inference.trained_module import TrainedModule, column_names, prediction_columns
+from hybrid.inference.trained_run import TrainedRun
+from hybrid.metrics import Predictions
+from hybrid.storage import files as storage
+from hybrid.storage.private_files import make_folder, refuse_link
+from hybrid.storage.remote_path import RemotePath, StoragePath
+from workers.console.messages import data_notes, print_line, unknown_fractions
+from workers.console.terminal import transient_status
+from workers.exit_codes import ExitCode
+
+ROW = "row"  # the column of row numbers
+STDOUT = Path("-")
+_ITEM_SEPARATOR, _PAIR_SEPARATOR = "|", ":"  # of a list in a CSV field
+_KEEP = "--keep"
+_STREAM = "-"  # means standard input
+_LABEL_WIDTH = 20
+_warn = partial(print_line, to_stderr=True)
+
+# Appends rows to a file: pyarrow arrays of one length by name, with the same names each time.
+WriteBlock: TypeAlias = Callable[[Mapping[str, Any]], None]
+
+
+def evaluate(folder: StoragePath, inputs: Sequence[str], trust_code: bool = False) -> None:
+    """Print the metrics of a trained model on labeled files, or on the test rows of its run."""
+    model = _read_model(folder, trust_code, uses_paths=not inputs)
+    with transient_status() as report_progress:
+        if inputs:
+            rows = file_rows(model.trained, inputs, with_labels=True, report=report_progress)
+        else:
+            rows = held_out_rows(model.trained, report=report_progress)
+        metrics = measure(model, rows)
+    width = max(_LABEL_WIDTH, *(len(name) + 1 for name in metrics))  # names may have a task as prefix
+    print_line(f"{'checkpoint':<{width}}{model.trained.origin}")
+    for name, value in metrics.items():
+        number = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+        print_line(f"{name.replace('_', ' '):<{width}}{number}")
+    for line in _row_notes(rows.report):
+        print_line(line)
+
+
+def measure(model: TrainedModule, rows: Rows) -> dict[str, float]:
+    """Return the metrics of a model on rows with labels."""
+    config = model.trained.config
+    predictions = Predictions.concatenate([model.predict(block.batch) for block in rows.blocks()])
+    return predictions.metrics(config.all_tasks, is_weighted=config.data.weighted_metrics)
+
+
+def predict(
+    folder: StoragePath,
+    inputs: Sequence[str],
+    output: StoragePath,
+    keep: Sequence[str] = (),
+    trust_code: bool = False,
+) -> None:
+    """Write a line for each valid row: the row's number in the input, kept columns, and predictions.
+
+    Rows are read, predicted and written block by block. The command needs memory for one block only.
+
+    Args:
+        inputs: files with or without labels, or "-" for standard input; none for the test rows of the run.
+        output: a CSV or Parquet file, local or in a store, or standard output.
+        keep: columns of the input to write as well.
+
+    Raises:
+        ConfigError: the input has no such columns.
+        DataError: the input cannot be read, or has no valid row, or too many invalid ones.
+        HybridError: the output exists or cannot be written.
+    """
+    check_new(output)
+    model = _read_model(folder, trust_code, uses_paths=not inputs)
+    tasks = model.trained.config.all_tasks
+    for index, name in enumerate(keep):
+        if name in (ROW, *column_names(tasks)):
+            raise ConfigError(_KEEP, "is the name of another column of the output", name)
+        if name in keep[:index]:
+            raise ConfigError(_KEEP, "names a column twice", name)
+    passthrough = [(_KEEP, name) for name in keep]
+    # No progress while rows go to standard output or come from standard input.
+    is_quiet = output == STDOUT or _STREAM in inputs
+    with nullcontext(lambda text: None) if is_quiet else transient_status() as report_progress:
+        if not inputs:
+            rows = held_out_rows(model.trained, passthrough=passthrough, report=report_progress)
+        elif list(inputs) == [_STREAM]:
+            rows = _standard_input(model.trained, passthrough, at_once=output == STDOUT)
+        else:
+            rows = file_rows(
+                model.trained, inputs, with_labels=False, passthrough=passthrough, report=report_progress
+            )
+        with prediction_file(output) as write:
+            for block in rows.blocks():
+                columns = prediction_columns(tasks, model.predict(block.batch).tie_equal_samples().outputs)
+                predicted = {name: pa.array(values.numpy()) for name, values in columns.items()}
+                write({ROW: pa.array(block.source_rows_B), **block.passthrough, **predicted})
+    where = "standard output" if output == STDOUT else str(output)
+    report = rows.report
+    wrote = f"wrote {report.num_rows:,} predictions to {where}; checkpoint: {model.trained.origin}"
+    for line in (wrote, *_row_notes(report)):
+        print_line(line, to_stderr=output == STDOUT)
+
+
+def _standard_input(
+    trained: TrainedRun, passthrough: Sequence[tuple[str, str]], *, at_once: bool
+) -> SourceRows:
+    """Return the rows of standard input.
+
+    Args:
+        at_once: whether each row is used when it arrives, for a client that waits for the response.
+    """
+    descriptor = 0
+    text = read_descriptor(descriptor, BLOCK_BYTES, at_once=at_once)
+    rows = stream_rows(trained, STDIN, text, passthrough)
+    if os.isatty(descriptor):
+        layout = rows.layout
+        names = ", ".join(layout.required)
+        header = "" if layout.data.columns else ", after a line with their names"
+        print_line(f"waiting for rows with {names}{header}; Ctrl-D ends the input", to_stderr=True)
+    return rows
+
+
+@contextmanager
+def prediction_file(output: StoragePath) -> Iterator[WriteBlock]:
+    """Open a CSV or Parquet file that exists only once it is complete.
+
+    Rows for :data:`STDOUT` are written at once; the process ends if the reader has closed the pipe.
+
+    Raises:
+        HybridError: the file cannot be written.
+    """
+    if output == STDOUT:
+        try:
+            # sys.stdout would ignore errors at the end of the process.
+            with open(1, "wb", closefd=False) as file:
+                yield _csv_writer(file, "\n", file.flush)
+        except BrokenPipeError:
+            sys.exit(ExitCode.FAILED)
+        except OSError as error:
+            raise HybridError(f"standard output: cannot be written: {error.strerror}") from error
+        return
+    partial = output
+    if not isinstance(output, RemotePath):
+        partial = output.with_name(f".{output.name}.partial")
+        refuse_link(partial)
+    try:
+        with ExitStack() as stack:
+            writer = stack.enter_context(storage.open_writer(partial))
+            is_parquet = output.suffix == ".parquet"
+            yield _parquet_writer(writer, stack) if is_parquet else _csv_writer(writer)
+        if not isinstance(partial, RemotePath):
+            partial.rename(str(output))
+    except (OSError, ValueError, pa.ArrowException) as error:  # or a column that changes its type
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise HybridError(f"{output}: cannot be written: {reason}") from error
+
+
+def _csv_writer(
+    file: storage.Writer, line_end: str = "\r\n", flush: Callable[[], object] = lambda: None
+) -> WriteBlock:
+    has_header = False
+
+    def write(columns: Mapping[str, Any]) -> None:
+        nonlocal has_header
+        text = io.StringIO(newline="")
+        writer = csv.writer(text, lineterminator=line_end)
+        if not has_header:
+            writer.writerow(columns)
+            has_header = True
+        writer.writerows(zip(*map(_fields, columns.values()), strict=True))
+        file.write(text.getvalue().encode())
+        flush()
+
+    return write
+
+
+def _fields(column: Any) -> list[Any]:
+    """Return the fields of a column; the items of a list, and an id and its weight, are joined."""
+    if not is_list(column):
+        return list(column.to_pylist())
+
+    def text(item: Any) -> str:
+        return _PAIR_SEPARATOR.join(map(str, item.values())) if isinstance(item, dict) else str(item)
+
+    return [None if each is None else _ITEM_SEPARATOR.join(map(text, each)) for each in column.to_pylist()]
+
+
+def _parquet_writer(file: storage.Writer, stack: ExitStack) -> WriteBlock:
+    writer: pq.ParquetWriter | None = None
+
+    def write(columns: Mapping[str, Any]) -> None:
+        nonlocal writer
+        table = pa.table(dict(columns))
+        if writer is None:
+            writer = stack.enter_context(pq.ParquetWriter(file, table.schema))
+        writer.write_table(table)
+
+    return write
+
+
+def export_run(
+    folder: StoragePath,
+    output: StoragePath,
+    formats: Sequence[str],
+    dtype: str | None,
+    trust_code: bool = False,
+) -> None:
+    """Write a trained model into a new folder, local or in a store, and print what was written.
+
+    Args:
+        folder: a run, of which the best checkpoint is used, or a checkpoint.
+        formats: of "program", "onnx" and "tables".
+        dtype: data type of the tables, None for that of the run. If it is narrower, the loss of precision is
+            measured and printed.
+
+    Raises:
+        HybridError: the output exists or cannot be written, or packages are missing.
+    """
+    check_new(output)
+    if "onnx" in formats:
+        program_export.check_onnx()
+    with transient_status() as report_progress:
+        report_progress("reading the model")
+        # Measuring the loss of precision reads the data of the run.
+        trained = TrainedRun.read(folder, _warn, trust_code, uses_paths=dtype is not None)
+        model = TrainedModule(trained)
+    lines = [f"{'checkpoint':<{_LABEL_WIDTH}}{trained.origin}"]
+    if dtype is not None and getattr(torch, dtype).itemsize < model.dtype.itemsize:
+        lines += _narrow(model, dtype)
+    with _new_folder(output) as partial, transient_status() as report_progress:
+        files = program_export.write_preprocessing(model, partial)
+        if "tables" in formats:
+            tensors = {table: model.rows(table).detach() for table in model.table_names}
+            files += write_tensors(partial, program_export.TABLES_FILE, tensors)
+        if {"program", "onnx"} & {*formats}:
+            report_progress("exporting the program")
+            program = program_export.export_program(model)
+            if "program" in formats:
+                torch.export.save(program, partial / program_export.PROGRAM_FILE)
+                files.append(program_export.PROGRAM_FILE)
+            if "onnx" in formats:
+                files += program_export.write_onnx(program, model, partial)
+    lines += [f"{'wrote':<{_LABEL_WIDTH}}{output / name}" for name in files]
+    for line in lines:
+        print_line(line)
+
+
+def _narrow(model: TrainedModule, dtype: str) -> list[str]:
+    """Convert the tables to a narrower data type; return lines with the metrics before and after."""
+    before: dict[str, float] = {}
+    notes = []
+    try:
+        rows = held_out_rows(model.trained, report=lambda text: None)
+        before = measure(model, rows)
+    except HybridError as error:
+        notes = [f"{'on test rows':<{_LABEL_WIDTH}}not measured: {error}"]
+    for index, name in enumerate(model.table_names):
+        narrow_RD = model.rows(name).detach().to(getattr(torch, dtype))
+        model.tables[index] = nn.Embedding.from_pretrained(narrow_RD)
+    if before:
+        after = measure(model, rows)
+        notes = [
+            f"{name.replace('_', ' ') + ' ':<{_LABEL_WIDTH}}{value:.6f} before, {after[name]:.6f} after"
+            for name, value in before.items()
+            if name.rpartition(".")[2] not in ("base_rate", "num_samples")
+        ]
+    return [f"{'tables':<{_LABEL_WIDTH}}{dtype}", *notes]
+
+
+@contextmanager
+def _new_folder(output: StoragePath) -> Iterator[Path]:
+    """Create a folder atomically: write into the yielded folder, which becomes ``output`` at the end."""
+    is_remote = isinstance(output, RemotePath)
+    try:
+        parent = None if is_remote else Path(str(output)).parent
+        with tempfile.TemporaryDirectory(prefix=".hybrid-", dir=parent) as scratch:
+            folder = Path(scratch, "export")
+            make_folder(folder)
+            yield folder
+            if not is_remote:
+                folder.rename(str(output))
+                return
+            # The preprocessing file comes last: if it exists, the export is complete.
+            paths = sorted(folder.iterdir(), key=lambda path: path.name == program_export.PREPROCESSING_FILE)
+            try:
+                for path in paths:
+                    storage.copy(path, output / path.name)
+            except BaseException:
+                with suppress(OSError):
+                    storage.remove(output)
+                raise
+    except OSError as error:
+        raise HybridError(f"{output}: cannot be written: {error.strerror or error}") from error
+
+
+def check_new(output: StoragePath) -> None:
+    """Raise HybridError if the output exists, or its store rejects the request."""
+    if output != STDOUT and storage.exists(output):
+        raise HybridError(f"{output}: exists already; choose another --output, or remove it")
+
+
+def _read_model(folder: StoragePath, trust_code: bool, *, uses_paths: bool) -> TrainedModule:
+    """Read the best checkpoint of a run, or a given one; the tables stay in their files."""
+    with transient_status() as report_progress:
+        report_progress("reading the model")
+        trained = TrainedRun.read(folder, _warn, trust_code, uses_paths=uses_paths)
+        return TrainedModule(trained, in_memory=False)
+
+
+def _row_notes(report: DatasetReport) -> Iterator[str]:
+    if report.unknown:
+        yield f"{'unknown values':<{_LABEL_WIDTH}}{unknown_fractions(report.unknown)}"
+    yield from data_notes(report)

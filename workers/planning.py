@@ -1,0 +1,399 @@
+"""``hybrid plan``: placement of tables, traffic, memory and expected speed of a step.
+
+Ids are assumed to be skewed as in the built-in click log: id = floor(rows * u**3) for a uniform u. In tables
+of many millions of rows nearly all ids of a step are then distinct.
+
+The model counts the operations of each role per step, and multiplies them by costs in CPU-seconds. The costs
+were fitted to measurements on one AMD EPYC core. In ``pipelined`` and ``async`` runs, trainers, workers and
+the network work at the same time, so the slowest limits a step. In ``sync`` runs, their times add up. Roles
+are assigned to hosts in turn, trainers first.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
+
+from hybrid.config import RunConfig
+from hybrid.data.parse.column_layout import Layout
+from hybrid.data.prepare.dataset_location import ensure_prepared, open_split
+from hybrid.data.prepare.synthetic_log import ClickLog
+from hybrid.dense.matmul import use_torch
+from hybrid.dense.net_builder import build_dense_net
+from hybrid.embedding.placement import (
+    BYTES_PER_ID,
+    Placement,
+    bag_ids,
+    bytes_per_row,
+    state_values_per_row,
+    unpooled_ids,
+)
+from hybrid.embedding.table_spec import TableSpec, tables_of
+from hybrid.engine.model_builder import place_tables, samples_of_lookup, wire_bytes_per_value
+from hybrid.errors import ConfigError
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.storage.remote_path import StoragePath
+from hybrid.transport.shared_memory.host_aggregation import can_aggregate, saves_work
+from hybrid.transport.shared_memory.shared_slots import MAX_MEMBERS
+from workers.console.terminal import transient_status
+
+TRAINERS, WORKERS, NETWORK, CORES = "trainers", "workers", "network of a host", "cores of a host"
+_GRADIENT_BYTES = 4
+# Seconds of one operation, by role. A peer is a trainer that reduces gradients in the same shared memory.
+_TRAINER_SECONDS = {
+    "step": 2.471e-3, "socket message": 4.465e-4, "rpc message": 9.231e-4, "byte": 5.209e-10,
+    "sample": 1.512e-6, "id": 1.089e-8, "value": 9.544e-9, "flop": 1.97e-11, "parameter": 8.749e-9,
+    "peer": 8.758e-5, "peer parameter": 7.205e-10, "gloo round": 2.339e-4, "gloo byte": 2.211e-8,
+}  # fmt: skip
+_WORKER_SECONDS = {
+    "step": 7.068e-4, "socket message": 5.455e-4, "rpc message": 9.689e-4, "trainer": 2.81e-4,
+    "byte": 1.061e-9, "row": 6.512e-8, "updated value": 2.639e-9,
+}  # fmt: skip
+_BUSY_FRACTION = 0.908  # of a step, in which its slowest role works
+# Memory beside tables and nets: bytes of the process, and per value of a vector or per byte of a message.
+_TRAINER_BYTES, _BYTES_PER_VALUE = 52.67e6, 99.87
+_WORKER_BYTES, _BYTES_PER_MESSAGE_BYTE = 41.05e6, 10.28
+_BLOCKS = 3_000  # of a table; the rows of a block have nearly the same frequency
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The identical hosts of a cluster."""
+
+    count: int
+    cores: int  # of one host
+    memory_bytes: float  # of one host
+    bytes_per_second: float  # network of one host, in each direction
+
+
+class Traffic(NamedTuple):
+    """Expected traffic and work of one step, by worker or of one trainer."""
+
+    up_bytes_W: Array  # ids and gradients, from one trainer
+    down_bytes_W: Array  # vectors, to one trainer
+    rows_W: Array  # rows that a worker reads for all trainers; it receives as many gradients
+    updated_W: Array  # values of the rows that a worker updates, with their optimizer state
+    ids: float  # ids that one trainer distributes to workers
+    values: float  # values of the vectors, or partial vectors, that one trainer assembles
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The expected traffic, memory and speed of a run."""
+
+    placement: Placement
+    traffic: Traffic  # of one lookup between a trainer and each worker
+    transfers: Mapping[str, tuple[int, float]]  # messages and bytes, by name such as "trainer -> worker"
+    trainer_bytes: float  # memory of a trainer
+    worker_bytes: float  # memory of the largest worker
+    host_bytes: float  # memory of all roles of the fullest host
+    seconds: Mapping[str, float]  # the time of a step if one bottleneck limited it alone, by bottleneck
+    limit: str  # the bottleneck, a key of ``seconds``
+    step_seconds: float
+    has_costs: bool  # whether costs were measured for such a dense net and device
+
+
+def print_plan(config: RunConfig, cache: StoragePath, hosts: Hosts, ids_per_sample: float | None) -> None:
+    """Print the placement, traffic, memory and speed; :func:`expected_data` describes the arguments."""
+    input_spec, means = expected_data(config, cache, ids_per_sample)
+    plan = make_plan(config, input_spec, means, hosts)
+    transfers = _table("transfer", "messages a step", "MiB a step")
+    for name, (messages, num_bytes) in plan.transfers.items():
+        transfers.add_row(name, f"{messages:,}", _mib(num_bytes))
+    speed = ["samples/s   unknown for GPUs, replicas, tensor parallelism and remote nets"]
+    if plan.has_costs:
+        rate = config.train.batch_size / plan.step_seconds
+        times = ", ".join(f"{name} {seconds * 1e3:,.1f} ms" for name, seconds in plan.seconds.items())
+        speed = [
+            f"samples/s   {rate:,.0f}, with costs that were measured on one AMD EPYC core",
+            f"step        {plan.step_seconds * 1e3:,.1f} ms, limited by {plan.limit} ({times})",
+        ]
+    verdict = "DOES NOT SUFFICE" if plan.host_bytes > hosts.memory_bytes else "suffices"
+    lines = [
+        f"memory      {_gib(plan.worker_bytes)} a worker, {_gib(plan.trainer_bytes)} a trainer",
+        f"            {verdict}: a host needs {_gib(plan.host_bytes)} of its {_gib(hosts.memory_bytes)}",
+        *speed,
+    ]
+    console = Console()
+    for part in (_shards(plan, means), "", _workers(config, plan), "", transfers, "", *lines):
+        console.print(part, soft_wrap=True, highlight=False, markup=False)  # the terminal wraps long lines
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for heading in headings:
+        is_number = heading in ("rows", "dim", "tables", "messages a step") or heading.startswith("MiB")
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
+    return table
+
+
+def _shards(plan: Plan, ids_per_sample: Mapping[str, float]) -> Table:
+    shards = _table("table", "rows", "dim", "optimizer", "MiB", "placement")
+    for table, of_table in groupby(plan.placement.shards, lambda shard: shard.table):
+        workers = [shard.worker for shard in of_table]
+        location = f"worker{'s' * (len(workers) > 1)} {_ranges(workers)}"
+        if bag_ids(table, ids_per_sample):
+            is_pooled_by_trainers = table.name in plan.placement.pooled_by_trainers
+            location += f", pooled by {'trainers' if is_pooled_by_trainers else 'workers'}"
+        shards.add_row(
+            table.name,
+            f"{table.num_rows:,}",
+            str(table.dim),
+            table.optimizer.name + (", all rows" if table.optimizer.all_rows else ""),
+            _mib(table.num_rows * bytes_per_row(table)),
+            location,
+        )
+    return shards
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Format ascending numbers, such as ``0, 2`` or ``0-99``."""
+    is_run = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
+    return f"{numbers[0]}-{numbers[-1]}" if is_run else ", ".join(map(str, numbers))
+
+
+def _workers(config: RunConfig, plan: Plan) -> Table:
+    """Return the table of the workers; equal neighbors share a line."""
+    table = _table("worker", "tables", "rows", "MiB", "MiB moved a step")
+    times = config.cluster.trainers * config.train.micro_batches
+    moved_W = times * (plan.traffic.up_bytes_W + plan.traffic.down_bytes_W)
+    cells = []
+    for worker, moved in enumerate(moved_W.tolist()):
+        held = plan.placement.of_worker(worker)
+        num_rows, num_bytes = sum(s.num_rows for s in held), sum(s.num_bytes for s in held)
+        cells.append((str(len(held)), f"{num_rows:,}", _mib(num_bytes), _mib(moved)))
+    for equal, run in groupby(range(len(cells)), lambda w: cells[w]):
+        table.add_row(_ranges(list(run)), *equal)
+    return table
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.2f}"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB"
+
+
+def expected_data(
+    config: RunConfig, cache: StoragePath, ids_per_sample: float | None = None
+) -> tuple[InputSpec, Mapping[str, float]]:
+    """Return the columns of the training samples, and the mean number of ids of each multi-hot feature.
+
+    The synthetic click log, and hashed columns with one id or ``ids_per_sample`` ids, need no files. Data of
+    other columns are prepared.
+
+    Args:
+        cache: folder of prepared data sets.
+        ids_per_sample: mean number of ids of every sparse column, if known.
+
+    Raises:
+        ConfigError: ``ids_per_sample`` is given without hashing, or a key does not fit the files.
+        DataError: the files are invalid.
+    """
+    data, is_given = config.data, ids_per_sample is not None
+    is_hashed = data.vocabulary_call.name == "hash" and data.format != "synthetic" and not config.columns
+    if is_given and not is_hashed:
+        rule = 'needs input files, data.vocabulary = "hash", and no sections [columns.NAME]'
+        raise ConfigError("--ids", rule, ids_per_sample)
+    if data.format == "synthetic":
+        return ClickLog(config.run.seed).encoder.input_spec, {}
+    has_one_id = data.format == "criteo" or (data.format == "csv" and not data.multi_hot_separator)
+    if is_hashed and (is_given or has_one_id):
+        columns, num_rows = Layout.of(data, with_labels=False).data, data.vocabulary_call["rows"]
+        features = tuple(FeatureSpec(name, num_rows, is_given) for name in columns.sparse)
+        means = {} if ids_per_sample is None else dict.fromkeys(columns.sparse, ids_per_sample)
+        return InputSpec(columns.dense, features), means
+    with transient_status() as report:
+        folder = ensure_prepared(config, cache, report)
+    dataset = open_split(folder, "train", data)
+    return dataset.input_spec, dataset.ids_per_sample
+
+
+def make_plan(
+    config: RunConfig, input_spec: InputSpec, ids_per_sample: Mapping[str, float], hosts: Hosts
+) -> Plan:
+    """Plan a run.
+
+    Args:
+        ids_per_sample: mean number of ids of each multi-hot feature.
+
+    Raises:
+        ConfigError: there are more hosts than trainers and workers.
+    """
+    trainers, workers, lookups = config.cluster.trainers, config.cluster.workers, config.train.micro_batches
+    if hosts.count > trainers + workers:
+        rule = f"must be at most the {trainers + workers} trainers and workers"
+        raise ConfigError("--hosts", rule, hosts.count)
+    tables, placement = place_tables(config, input_spec, ids_per_sample)
+    samples, wire_bytes = samples_of_lookup(config), wire_bytes_per_value(config)
+    moved = traffic(tables, placement, ids_per_sample, samples, trainers, wire_bytes)
+    up_W, down_W = lookups * moved.up_bytes_W, lookups * moved.down_bytes_W
+    dense = config.dense
+    has_costs = not dense.remote_mlp and not dense.tensor_size and dense.device in ("auto", "cpu")
+    widths = [table.width for table in tables_of(input_spec, tables)]
+    flops, parameters = _dense_work(config, input_spec, widths) if has_costs else (0.0, 0)
+
+    # Trainers of a host may send one aggregated request per worker.
+    group = min(MAX_MEMBERS, math.ceil(trainers / hosts.count))
+    groups = math.ceil(trainers / group) if can_aggregate(config) and saves_work(group, workers) else trainers
+    is_sync = config.train.update == "sync"
+    rounds = groups * lookups * (2 if is_sync else 1)  # in sync, gradients do not travel with the next ids
+    message = "rpc message" if is_sync else "socket message"
+    local_batch = config.train.batch_size / trainers
+    is_ring = hosts.count > 1 or trainers > MAX_MEMBERS
+    ring_bytes = 2 * (trainers - 1) / trainers * parameters * _GRADIENT_BYTES if is_ring else 0.0
+    trainer = {
+        "step": 1.0,
+        message: workers * rounds / trainers,
+        "byte": float(up_W.sum() + down_W.sum()),
+        "sample": local_batch,
+        "id": lookups * moved.ids,
+        "value": lookups * moved.values,
+        "flop": local_batch * flops,
+        "parameter": parameters,
+    }
+    if is_ring:
+        trainer |= {"gloo round": 2 * (trainers - 1), "gloo byte": ring_bytes}
+    else:
+        trainer |= {"peer": trainers - 1, "peer parameter": (trainers - 1) * parameters}
+    bytes_W = trainers * (up_W + down_W)
+    worker_W: dict[str, float | Array] = {
+        "step": 1.0,
+        message: rounds,
+        "trainer": trainers * lookups,
+        "byte": bytes_W,
+        "row": lookups * moved.rows_W,
+        "updated value": moved.updated_W,
+    }
+    trainer_seconds = sum(count * _TRAINER_SECONDS[name] for name, count in trainer.items())
+    seconds_W = np.asarray(sum(count * _WORKER_SECONDS[name] for name, count in worker_W.items()))
+
+    trainers_H = np.bincount(np.arange(trainers) % hosts.count, minlength=hosts.count)
+    # Whether a host has a worker: the product with values by worker is their sum by host.
+    has_worker_HW = np.arange(hosts.count)[:, None] == (trainers + np.arange(workers)) % hosts.count
+    # Bytes from each host to each other host.
+    bytes_HH = np.outer(trainers_H, has_worker_HW @ up_W) + np.outer(has_worker_HW @ down_W, trainers_H)
+    np.fill_diagonal(bytes_HH, 0.0)
+    ring_H = trainers_H * ring_bytes if hosts.count > 1 else np.zeros(1)
+    most_bytes = max((bytes_HH.sum(1) + ring_H).max(), (bytes_HH.sum(0) + ring_H).max())
+    host_seconds_H = trainer_seconds * trainers_H + has_worker_HW @ seconds_W
+    seconds = {
+        TRAINERS: trainer_seconds,
+        WORKERS: float(seconds_W.max()),
+        NETWORK: float(most_bytes) / hosts.bytes_per_second,
+    }
+    limit = max(seconds, key=lambda name: seconds[name])
+    step_seconds = sum(seconds.values()) if is_sync else seconds[limit]
+    seconds[CORES] = float(host_seconds_H.max()) / hosts.cores
+    if seconds[CORES] > step_seconds:  # the roles of a host wait for its cores
+        limit, step_seconds = CORES, seconds[CORES]
+
+    transfers = {
+        "trainer -> worker": (workers * rounds, trainers * float(up_W.sum())),
+        "worker -> trainer": (workers * rounds, trainers * float(down_W.sum())),
+    }
+    if is_ring:
+        transfers["trainer -> trainer"] = (2 * trainers * (trainers - 1), trainers * ring_bytes)
+
+    # Each parameter has a gradient and two values of optimizer state.
+    trainer_bytes = _TRAINER_BYTES + _BYTES_PER_VALUE * trainer["value"] + 4 * _GRADIENT_BYTES * parameters
+    memory_W = _WORKER_BYTES + _BYTES_PER_MESSAGE_BYTE * bytes_W
+    for shard in placement.shards:
+        memory_W[shard.worker] += shard.num_bytes
+        if config.train.update == "pipelined" and shard.table.optimizer.steps_all_rows:
+            # Pre-update rows, which checkpoints need.
+            memory_W[shard.worker] += shard.num_rows * shard.table.dim * shard.table.bytes_per_value
+    return Plan(
+        placement=placement,
+        traffic=moved,
+        transfers=transfers,
+        trainer_bytes=trainer_bytes,
+        worker_bytes=float(memory_W.max()),
+        host_bytes=float((trainer_bytes * trainers_H + has_worker_HW @ memory_W).max()),
+        seconds=seconds,
+        limit=limit,
+        step_seconds=step_seconds / _BUSY_FRACTION,
+        has_costs=has_costs,
+    )
+
+
+def _dense_work(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> tuple[float, int]:
+    """Return the floating-point operations per sample, forward and backward, and the number of parameters."""
+    net = build_dense_net(config, input_spec, widths)
+    use_torch(net)  # FlopCounterMode counts only the operators of torch
+    dtype = next((parameter.dtype for parameter in net.parameters()), torch.float32)
+    dense_BF = torch.zeros(1, len(input_spec.dense_features), dtype=dtype)
+    pooled_BE = torch.zeros(1, sum(widths), dtype=dtype, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        net(dense_BF, pooled_BE).sum().backward()
+    return counter.get_total_flops(), sum(p.numel() for p in net.parameters())
+
+
+def traffic(
+    tables: Sequence[TableSpec],
+    placement: Placement,
+    ids_per_sample: Mapping[str, float],
+    samples: float,
+    trainers: int,
+    wire_bytes: int | None = None,
+) -> Traffic:
+    """Return the traffic of a step of ``trainers`` trainers with ``samples`` samples each.
+
+    Features with one id per sample, sequences, and multi-hot features that trainers pool travel as distinct
+    rows. For other multi-hot features, each shard sends a partial vector per bag and receives the whole
+    gradient.
+
+    Args:
+        ids_per_sample: mean number of ids of each multi-hot feature; other features have one.
+        wire_bytes: bytes of a value in a message; None for the bytes of a value of the rows.
+    """
+    by_worker_4W, ids, values = np.zeros((4, placement.num_workers)), 0.0, 0.0
+    for table in tables:
+        holders = [shard.worker for shard in placement.shards if shard.table.name == table.name]
+        num_shards = len(holders)
+        bags = bag_ids(table, ids_per_sample)
+        ids_by_pooling = [samples * sum(means) for means in bags.values()]
+        bag_total = sum(ids_by_pooling)
+        unpooled, positions = (samples * each for each in unpooled_ids(table, ids_per_sample))
+        rows = distinct_rows(table.num_rows, unpooled)
+        if table.name in placement.pooled_by_trainers:
+            rows += sum(distinct_rows(table.num_rows, draws) for draws in ids_by_pooling)
+            bag_rows = vectors = 0.0
+            ids += unpooled + bag_total
+            values += (positions + bag_total) * table.dim
+        else:
+            # Each shard of a multi-hot table needs a pass over all ids, and sends partial vectors.
+            bag_rows, vectors = bag_total / num_shards, samples * sum(map(len, bags.values()))
+            ids += unpooled + bag_total * num_shards
+            values += (positions + vectors * num_shards) * table.dim
+        rows /= num_shards
+        vector_bytes = (rows + vectors) * table.dim * (wire_bytes or table.bytes_per_value)
+        id_bytes = (rows + bag_rows + vectors) * BYTES_PER_ID  # bags have offsets beside their ids
+        touched = distinct_rows(table.num_rows, trainers * (unpooled + bag_total))
+        updated = (table.num_rows if table.optimizer.steps_all_rows else touched) / num_shards
+        updated *= table.dim + state_values_per_row(table)
+        of_shard = (id_bytes + vector_bytes, vector_bytes, trainers * (rows + bag_rows), updated)
+        by_worker_4W[:, holders] += np.array(of_shard)[:, None]
+    up_W, down_W, rows_W, updated_W = by_worker_4W
+    return Traffic(up_W, down_W, rows_W, updated_W, ids, values)
+
+
+@cache
+def distinct_rows(num_rows: int, draws: float) -> float:
+    """Return the expected number of distinct rows among ``draws`` ids, with the skew of this module."""
+    ends = np.unique(np.append(0.0, np.geomspace(1, num_rows, _BLOCKS).round()))
+    sizes = np.diff(ends)
+    probability = np.diff(np.cbrt(ends / num_rows)) / sizes  # of each row of a block
+    return float(sizes @ (1.0 - (1.0 - np.minimum(probability, 1.0)) ** draws))

@@ -1,0 +1,154 @@
+"""Checks of a role's host: its address, its network interface and the limit of open files.
+
+This module does not import torch.
+"""
+
+import errno
+import ipaddress
+import os
+import re
+import resource
+import socket
+from dataclasses import dataclass
+
+import psutil
+
+from hybrid.config import ClusterSection
+from hybrid.errors import ConfigError, HybridError
+from hybrid.topology import polls_shared_memory
+
+DEFAULT_PORT = 29300  # port of a master that the launcher does not start
+LARGEST_PORT = 65535
+AUTO = "auto"
+LOOPBACK = "lo"  # the name on every Linux
+_LOCAL_NAMES = re.compile(r"(.+\.)?localhost(\.localdomain)?\.?|ip6-(localhost|loopback)", re.IGNORECASE)
+_BACKLOG = 1024
+_MASTER_KEY, _INTERFACE_KEY = "cluster.master", "cluster.interface"
+# Open files of the master, the role with the most: without other roles, and for each other role. Measured
+# with 5 to 41 roles (torch 2.13) and rounded up. Each pair of roles has two connections. A connection through
+# shared memory takes 18 more files.
+_FILES_ALONE = 120
+_FILES_PER_ROLE, _FILES_PER_ROLE_BY_SHARED_MEMORY = 9, 48
+
+
+@dataclass(frozen=True, slots=True)
+class MasterAddress:
+    """Host name or IP address of the master, and port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> "MasterAddress":
+        """Parse ``HOST``, ``HOST:PORT`` or ``[IPv6]:PORT``.
+
+        Raises:
+            ConfigError: ``text`` has none of these forms.
+        """
+        match = re.fullmatch(r"\[([^\[\]]+)\](?::(\d+))?|([^:\[\]\s]+)(?::(\d+))?", text)
+        if match is not None:
+            host, port = match[1] or match[3], int(match[2] or match[4] or DEFAULT_PORT)
+        else:
+            host, port = (text, DEFAULT_PORT) if _ip_address(text) is not None else ("", 0)
+        if not host or not 0 < port <= LARGEST_PORT:
+            raise ConfigError("--master", "must be HOST or HOST:PORT, an IPv6 address in [ ]", text)
+        return cls(host, port)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an IP address always refers to the local host."""
+    number = _ip_address(host)
+    return bool(_LOCAL_NAMES.fullmatch(host)) if number is None else number.is_loopback
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on one address only; port 0 selects a free port.
+
+    Raises:
+        ConfigError: this host does not have the address, other hosts cannot reach it, or the port is in use.
+    """
+    try:
+        resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(_MASTER_KEY, f"cannot listen on it: {error.strerror}", address) from error
+    family, _, _, _, where = min(resolved, key=lambda each: each[0] != socket.AF_INET)  # IPv4 first
+    number = str(where[0])
+    if is_loopback(number) and not is_loopback(address):
+        rule = f"is {number} on this host, which no other host can reach; give an address, or edit /etc/hosts"
+        raise ConfigError(_MASTER_KEY, rule, address)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((number, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise ConfigError(_MASTER_KEY, f"{error.strerror}; choose another", port) from error
+        raise ConfigError(_MASTER_KEY, f"cannot listen on it: {error.strerror}", address) from error
+    return listener
+
+
+def choose_interface(configured: str, address: str) -> str:
+    """Return the interface of this process, and set the variables in which torch's process groups read it.
+
+    Args:
+        configured: ``cluster.interface``.
+        address: address of this host on which the master listens, or from which a role is connected to the
+            master.
+
+    Raises:
+        ConfigError: this host does not have the configured interface, or no interface has the address.
+    """
+    interface, number = configured, ipaddress.ip_address(address.partition("%")[0])
+    if configured == AUTO and number.is_loopback:  # also for 127.0.0.2, which no interface lists
+        interface = LOOPBACK
+    elif configured == AUTO:
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(each.address.partition("%")[0] == str(number) for each in addresses):
+                interface = str(name)
+                break
+        else:
+            rule = f"must be named, since no interface of this host has the address {address}"
+            if number.is_unspecified:
+                rule = "must be named where the master listens on all addresses"
+            raise ConfigError(_INTERFACE_KEY, rule, AUTO)
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if interface not in interfaces:
+        raise ConfigError(_INTERFACE_KEY, f"this host has {', '.join(interfaces)}", interface)
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    return interface
+
+
+def files_needed(cluster: ClusterSection) -> int:
+    """Return an estimate of the most open files of a role of this cluster."""
+    size = cluster.topology.world_size
+    per_role = _FILES_PER_ROLE_BY_SHARED_MEMORY if polls_shared_memory(size) else _FILES_PER_ROLE
+    return _FILES_ALONE + per_role * (size - 1)
+
+
+def allow_open_files(cluster: ClusterSection) -> None:
+    """Raise the limit of open files of this process and its children to the hard limit.
+
+    Raises:
+        HybridError: the hard limit is less than a role needs.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = files_needed(cluster)
+    if resource.RLIM_INFINITY != hard < needed:
+        raise HybridError(
+            f"a role of {cluster.topology} needs about {needed} open files, and {hard} are allowed "
+            "(ulimit -Hn); raise that, or start fewer roles"
+        )
