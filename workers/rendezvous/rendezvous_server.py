@@ -53,8 +53,9 @@ _BUFFER_BYTES = 4096
 _SECONDS_WITHOUT_DESCRIPTORS = 0.1
 _END_SECONDS = 5.0
 _POLL_SECONDS = 0.01
-# Before other roles get the error, the main thread has this time to report the error with more details.
-_GRACE_SECONDS = 1.0
+# Before other roles get the error, the main thread has this time to report the error with more details. It is
+# longer than a diagnosis by pings, which takes up to three seconds.
+_GRACE_SECONDS = 4.0
 
 
 class RendezvousServer:
