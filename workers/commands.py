@@ -78,7 +78,7 @@ def compare_command(options: argparse.Namespace) -> None:
     config = config.replace(train=dataclasses.replace(config.train, dtype=dtype))
     validate(config)
     if config.train.update == "async":
-        rule = "must be sync or pipelined: the result of async depends on timing"
+        rule = "must be sync or lookahead: the result of async depends on timing"
         raise ConfigError("train.update", rule, config.train.update)
     if config.embedding.wire_dtype != "rows":
         rule = "must be rows: one process sends nothing, so it rounds nothing"

@@ -4,7 +4,7 @@ Ids are assumed to be skewed as in the built-in click log: id = floor(rows * u**
 of many millions of rows nearly all ids of a step are then distinct.
 
 The model counts the operations of each role per step, and multiplies them by costs in CPU-seconds. The costs
-were fitted to measurements on one AMD EPYC core. In ``pipelined`` and ``async`` runs, trainers, workers and
+were fitted to measurements on one AMD EPYC core. In ``lookahead`` and ``async`` runs, trainers, workers and
 the network work at the same time, so the slowest limits a step. In ``sync`` runs, their times add up. Roles
 are assigned to hosts in turn, trainers first.
 """
@@ -312,9 +312,6 @@ def make_plan(
     memory_W = _WORKER_BYTES + _BYTES_PER_MESSAGE_BYTE * bytes_W
     for shard in placement.shards:
         memory_W[shard.worker] += shard.num_bytes
-        if config.train.update == "pipelined" and shard.table.optimizer.steps_all_rows:
-            # Pre-update rows, which checkpoints need.
-            memory_W[shard.worker] += shard.num_rows * shard.table.dim * shard.table.bytes_per_value
     return Plan(
         placement=placement,
         traffic=moved,

@@ -51,7 +51,6 @@ MANIFEST_FILE = "manifest.json"
 DENSE_FILE = "dense.safetensors"
 REMOTE_FILE = "remote.safetensors"
 PROGRESS_FILE = "progress.safetensors"
-_PRE_UPDATE = "earlier."
 _MAX_NAME_BYTES = 255  # the limit of file systems
 _PREFIX_BYTES = 100  # of a longer name
 
@@ -224,16 +223,6 @@ def shard_file(table: str, index: int, count: int) -> str:
         digest = hashlib.sha256(table.encode()).hexdigest()
         name = f"{name[:_PREFIX_BYTES]}%-{digest}"  # quote() never writes "%-"
     return f"tables/{name}{end}"
-
-
-def pre_update_file(worker: int) -> str:
-    """Return the name of the file with a worker's rows before the last update."""
-    return f"{_PRE_UPDATE}{worker}.safetensors"
-
-
-def is_pre_update_file(name: str) -> bool:
-    """Return whether a file has pre-update rows (:func:`pre_update_file`)."""
-    return name.startswith(_PRE_UPDATE)
 
 
 def dense_file(trainer: int) -> str:

@@ -19,7 +19,6 @@ from hybrid.checkpoint.checkpoint_folders import (
     Manifest,
     damage_error,
     find_mismatch,
-    is_pre_update_file,
     list_checkpoints,
     shard_file,
     step_folder,
@@ -125,11 +124,6 @@ class Checkpoint:
         """Read the named tensors of one file."""
         with self.local_file(name) as path:
             return read_tensors(path)
-
-    def pre_update_rows(self) -> dict[StoragePath, dict[str, Tensor]]:
-        """Read the pre-update rows of all workers, by file."""
-        names = filter(is_pre_update_file, self.manifest.files)
-        return {self.parts / name: self.tensors(name) for name in names}
 
     def map_rows(self, table: str, num_rows: int, dim: int) -> list[npt.NDArray[Any]]:
         """Map the rows of every shard of a table into memory; see :func:`map_arrays`.

@@ -57,6 +57,7 @@ _SPELLINGS = {
     ("data.numeric_scaling", "standardise"): "standardize",
     ("columns.numeric_scaling", "standardise"): "standardize",
     ("columns.too_many_ids", "bad_row"): "invalid_row",
+    ("train.update", "pipelined"): "lookahead",
     ("data.shuffle", "true"): "rows",
     ("data.shuffle", "false"): "none",
 }
@@ -70,7 +71,7 @@ def advice(section: str, name: str) -> str | None:
 def advice_on_value(section: str, name: str, value: object) -> str | None:
     """Return the advice on a former value of a key; None for any other value."""
     new = _SPELLINGS.get((_key(section, name), str(value).lower()))  # a value may be a bool
-    return None if new is None else f"is now spelled {new!r}"
+    return None if new is None else f"is a former value; write {new!r}"
 
 
 def _key(section: str, name: str) -> str:

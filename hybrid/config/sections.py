@@ -42,7 +42,7 @@ NET_CALLS = CallSignatures(
 )
 DDP_MODES = ("none", "inside", "outside")
 COMPILERS = ("script", "trace", "inductor", "aot_eager")
-UPDATE_MODES = ("sync", "pipelined", "async")
+UPDATE_MODES = ("sync", "lookahead", "async")
 NETS = NET_CALLS.names
 _INITIAL = argument("initial_factor", float, 0.04, above=0, maximum=1)
 _FINAL = argument("final_factor", float, 0.0, minimum=0, maximum=1)
@@ -292,8 +292,8 @@ class TrainSection:
     )
     update: str = option(
         "sync",
-        "sync: one exact step of all trainers. pipelined: the same with rows that are one step old. "
-        "async: workers apply each trainer's gradients when they arrive.",
+        "sync: one exact step of all trainers, by distributed autograd. lookahead: the same step with ids "
+        "sent ahead, which is faster. async: workers apply each trainer's gradients when they arrive.",
         choices=UPDATE_MODES,
     )
     clip_norm: float | None = option(

@@ -167,7 +167,7 @@ def _check_tensor(dense: DenseSection, trainers: int) -> None:
 def _check_train(config: RunConfig) -> None:
     train = config.train
     if train.update == "async":
-        rule = "needs train.update = sync or pipelined, so that all trainers take the same step"
+        rule = "needs train.update = sync or lookahead, so that all trainers take the same step"
         if train.clip_norm is not None:
             raise ConfigError("train.clip_norm", rule, train.clip_norm)
         if train.non_finite == "skip":

@@ -107,7 +107,7 @@ class TrainingLoop:
         specs = [module.spec(name, bytes_per_value) for name, module in modules.items()]
         for spec in specs:
             if spec.optimizer.all_rows and config.train.update == "async":
-                rule = f"must be sync or pipelined, since each step updates all rows of table {spec.name}"
+                rule = f"must be sync or lookahead, since each step updates all rows of table {spec.name}"
                 raise ConfigError("train.update", rule, "async")
         placed = backend.place_tables(specs)
         self._barriers = list(placed.workers.values())
@@ -305,10 +305,7 @@ class TrainingLoop:
 
     def _announce_lookups(self, lookups: Sequence[Lookup]) -> None:
         """Send the number of lookups with gradients to the workers, if there are several."""
-        first, *rest = lookups
-        for lookup in rest:
-            lookup.has_successor = first.has_successor
-        if rest:
+        if len(lookups) > 1:
             arguments = (self._backend.trainer, self.step, len(lookups))
             calls = [each.call_barrier(UpdateBarrier.expect, *arguments) for each in self._barriers]
             for call in calls:

@@ -112,35 +112,52 @@ def concatenate(parts: list[Bags]) -> Bags:
     )
 
 
+class GroupedBags:
+    """Bags and their distinct rows: what sums of gradients need besides the gradients.
+
+    Args:
+        grouped: the result of :func:`kernels.group_ids` for the ids of ``bags``.
+        dtype: type of the gradients.
+
+    Attributes:
+        rows_U: the distinct rows, ascending.
+        starts_V: where the ids of each distinct row start, in the order of the sorted ids.
+        sources_L: bag of each id, in the order of the sorted ids.
+        weights_L: factor of each id's gradient, in the order of the sorted ids; None for ones.
+        winners_BD: see :class:`Bags`.
+    """
+
+    def __init__(self, bags: Bags, grouped: tuple[Ints, Ints, Ints], dtype: torch.dtype) -> None:
+        rows_U, self.starts_V, self.sources_L = grouped
+        self.rows_U = torch.from_numpy(rows_U)
+        self.winners_BD = bags.winners_BD
+        self.weights_L: Floats | None = None
+        if bags.offsets is not None:
+            assert bags.pooling is not Pooling.MAX or bags.winners_BD is not None
+            order_L, self.sources_L = self.sources_L, kernels.sort_bags(bags.offsets.numpy(), self.sources_L)
+            if bags.weights_L is not None:
+                self.weights_L = bags.weights_L.to(dtype).numpy()[order_L]
+            elif bags.pooling is Pooling.MEAN:
+                factor_B = bags.offsets.diff().to(dtype).reciprocal_()
+                self.weights_L = factor_B.numpy()[self.sources_L]
+
+
 class RowGradients:
-    """Gradients of the distinct rows of ``bags``, summed in the order of the bags.
+    """Gradients of the distinct rows of bags, summed in the order of the bags.
 
     Each call of :meth:`sum_block` sums one block of rows, so that the blocks of an update fit the CPU cache.
 
     Args:
         grad_BD: gradient of each bag's pooled vector.
-        grouped: the result of :func:`kernels.group_ids` for the ids of ``bags``.
 
     Attributes:
         rows_U: the distinct rows, ascending.
     """
 
-    def __init__(self, bags: Bags, grad_BD: Tensor, grouped: tuple[Ints, Ints, Ints]) -> None:
-        rows_U, self._starts_V, order_L = grouped
-        self.rows_U = torch.from_numpy(rows_U)
+    def __init__(self, bags: GroupedBags, grad_BD: Tensor) -> None:
+        self.rows_U = bags.rows_U
+        self._bags = bags
         self._grad_BD = grad_BD.detach().contiguous()
-        self._winners_BD = bags.winners_BD
-        self._sources_L = order_L
-        # Factor of each id's gradient, in the order of the sorted ids; None for ones.
-        self._weights_L: Floats | None = None
-        if bags.offsets is not None:
-            assert bags.pooling is not Pooling.MAX or bags.winners_BD is not None
-            self._sources_L = kernels.sort_bags(bags.offsets.numpy(), order_L)
-            if bags.weights_L is not None:
-                self._weights_L = bags.weights_L.to(grad_BD.dtype).numpy()[order_L]
-            elif bags.pooling is Pooling.MEAN:
-                factor_B = bags.offsets.diff().to(grad_BD.dtype).reciprocal_()
-                self._weights_L = factor_B.numpy()[self._sources_L]
         self._all_UD: Tensor | None = None
 
     def sum_block(self, first: int, last: int) -> tuple[Tensor, float]:
@@ -152,15 +169,15 @@ class RowGradients:
             block_UD = self._all_UD[first:last]
             return block_UD, float(block_UD.sum())
         out_UD = self._grad_BD.new_empty(last - first, self._grad_BD.shape[1])
-        starts_V, rows_U, winners_BD = self._starts_V[first : last + 1], None, None
-        if self._winners_BD is not None:
-            rows_U, winners_BD = self.rows_U[first:last].numpy(), self._winners_BD.numpy()
+        bags, rows_U, winners_BD = self._bags, None, None
+        if bags.winners_BD is not None:
+            rows_U, winners_BD = self.rows_U[first:last].numpy(), bags.winners_BD.numpy()
         total = kernels.sum_rows(
-            starts_V,
-            self._sources_L,
+            bags.starts_V[first : last + 1],
+            bags.sources_L,
             self._grad_BD.numpy(),
             out_UD.numpy(),
-            self._weights_L,
+            bags.weights_L,
             rows_U,
             winners_BD,
         )

@@ -5,11 +5,10 @@
     sync             step s     look up s ── compute s
                      step s+1                          look up s+1 ── compute s+1
 
-    pipelined,       step s     compute s, send its gradients with the ids of s+2
+    lookahead,       step s     compute s, send its gradients with the ids of s+2
     async            step s+1   compute s+1, send its gradients with the ids of s+3
 
-In pipelined mode, step s+2 reads rows with all updates up to that of step s. A run that resumes after step
-s+1 reads the same, since the checkpoint has the pre-update rows of that step.
+In lookahead mode, a worker responds to the lookup of step s+2 once update s+1 is applied.
 """
 
 from collections import deque
@@ -83,22 +82,12 @@ class Feed(Generic[AnySamples]):
         self._has_ended = False
         self.begin(iter(()), 0)
 
-    def begin(self, batches: Iterator[AnySamples], step: int, *, is_within: bool = False) -> None:
-        """Continue with other batches, the first of which is of ``step``; drop prefetched lookups.
-
-        Args:
-            is_within: whether the batches continue an epoch, in which this step would have been prefetched.
-        """
+    def begin(self, batches: Iterator[AnySamples], step: int) -> None:
+        """Continue with other batches, the first of which is of ``step``; drop prefetched lookups."""
         self._batches = batches
         self._step = step
-        self._first_version = step - 1 if is_within and self._mode is UpdateMode.PIPELINED else step
-        self._last_step: int | None = None
+        self._first_step = step
         self._ahead: deque[StepInput[AnySamples]] = deque()  # prefetched
-
-    def take(self, num_steps: int) -> Iterator[StepInput[AnySamples]]:
-        """Return at most ``num_steps`` next steps; a checkpoint may follow the last of them."""
-        self._last_step = self._step + num_steps - 1
-        return islice(self, num_steps)
 
     def rejoin(self) -> None:
         """Take part again from the next step on, if this trainer's batches had ended.
@@ -116,7 +105,8 @@ class Feed(Generic[AnySamples]):
 
         The messages with gradients are not awaited otherwise, except by the lookups that they carry.
         """
-        for step in self._ahead:
+        # In lookahead mode, the lookup of the next step waits for these gradients; later ones wait for more.
+        for step in islice(self._ahead, 1 if self._mode is UpdateMode.LOOKAHEAD else None):
             for lookup in step.lookups:
                 lookup.flush()
         self._embeddings.flush()
@@ -134,11 +124,6 @@ class Feed(Generic[AnySamples]):
         if not self._ahead:
             raise StopIteration
         current = self._ahead.popleft()
-        for lookup in current.lookups:
-            lookup.has_successor = bool(self._ahead and not self._ahead[0].batch.ended)
-            lookup.is_last_before_checkpoint = (
-                self._mode is UpdateMode.PIPELINED and self._step == self._last_step
-            )
         # The gradients of the current step carry the lookup of the step after the next.
         if self._ahead and (batch := self._read()) is not None:
             self._ahead.append(self._step_of(batch, self._step + _LOOK_AHEAD, current.lookups))
@@ -161,7 +146,8 @@ class Feed(Generic[AnySamples]):
             ticket = Ticket(self._trainer, step, step, part)
             start: Callable[[], Lookup] = partial(self._start, samples, ticket)
             if self._should_prefetch:
-                version = max(self._first_version, step - 1)
+                is_async = self._mode is UpdateMode.ASYNC
+                version = max(self._first_step, step - 1) if is_async else step
                 prefetch = ticket._replace(version=version, purpose=Purpose.PREFETCH)
                 with self._clock.phase("lookup"):
                     lookups.append(self._start(samples, prefetch, after[part] if after else None))

@@ -4,7 +4,7 @@ from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 # A ticket as plain values; see Ticket.plain.
-PlainTicket: TypeAlias = tuple[int, int, int, int, str, bool, bool]
+PlainTicket: TypeAlias = tuple[int, int, int, int, str]
 
 
 class Purpose(StrEnum):
@@ -21,14 +21,11 @@ class Ticket(NamedTuple):
     Attributes:
         trainer: index of the trainer.
         step: the step of its gradients.
-        version: number of updates that the rows must include: all before the step, or one less if prefetched.
-            In async mode, the number of steps of this trainer whose gradients must be applied.
+        version: number of updates that the rows must include: all before the step. In async mode, the number
+            of steps of this trainer whose gradients must be applied.
         part: index among the lookups of this trainer and step. A configured run has one lookup per
             micro-batch; a custom loop may have several per batch.
         purpose: whether gradients follow, and how they are sent.
-        has_successor: whether the trainer sends the lookup of the next step before these gradients.
-        is_last_before_checkpoint: whether a checkpoint may follow the update of these gradients. If so,
-            the checkpoint also stores the pre-update rows, which the next step reads.
     """
 
     trainer: int
@@ -36,15 +33,13 @@ class Ticket(NamedTuple):
     version: int
     part: int = 0
     purpose: Purpose = Purpose.TRAIN
-    has_successor: bool = False
-    is_last_before_checkpoint: bool = False
 
     @property
     def plain(self) -> PlainTicket:
         """The ticket as plain values; :meth:`of` is the inverse."""
-        return (*self[:4], self.purpose.value, self.has_successor, self.is_last_before_checkpoint)
+        return (*self[:4], self.purpose.value)
 
     @classmethod
     def of(cls, plain: PlainTicket) -> "Ticket":
         """Return the ticket with these plain values."""
-        return cls(*plain[:4], Purpose(plain[4]), *plain[5:])
+        return cls(*plain[:4], Purpose(plain[4]))

@@ -15,7 +15,7 @@ class UpdateMode(StrEnum):
     """How the gradients of trainers become updates of tables."""
 
     SYNC = "sync"
-    PIPELINED = "pipelined"
+    LOOKAHEAD = "lookahead"
     ASYNC = "async"
 
 
@@ -93,7 +93,7 @@ class UpdateRules:
 
     Attributes:
         num_trainers: the trainers that take part in a synchronous step.
-        mode: sync, pipelined or async.
+        mode: sync, lookahead or async.
         parts: number of contributions of each trainer to a step, one per micro-batch.
         clip_norm: the largest norm of all gradients of a step; None for no limit.
         check_finite: whether a non-finite loss or gradient is an error; otherwise its step is skipped.

@@ -73,7 +73,7 @@ class Reference:
         total_steps: int,
     ) -> None:
         if config.train.update == "async":
-            raise ConfigError("train.update", "must be sync or pipelined to be compared", "async")
+            raise ConfigError("train.update", "must be sync or lookahead to be compared", "async")
         self._config = config
         self._specs = tables
         self._features = input_spec.sparse_features
@@ -82,11 +82,6 @@ class Reference:
 
         self.tables = {table.name: rows[table.name].to(self._dtype, copy=True) for table in tables}
         self.table_states = {t.name: initial_state(t.optimizer, self.tables[t.name]) for t in tables}
-        # The tables that a step reads; in pipelined mode, without the last update.
-        self._visible = self.tables
-        self._last_updated: dict[str, Tensor] = {}  # ids_U by table
-        if config.train.update == "pipelined":
-            self._visible = {name: table_RD.clone() for name, table_RD in self.tables.items()}
 
         self.nets = _nets(net, config.dense, config.cluster.trainers)
         self.remote_net = copy.deepcopy(remote_net)
@@ -111,7 +106,7 @@ class Reference:
             NonFiniteError: the loss or a gradient is not finite, and ``train.non_finite`` is stop.
         """
         factor = next(self._factors)
-        rows = self._copy_rows(slices, self._visible)
+        rows = self._copy_rows(slices)
         for spec in self._specs:
             rows[spec.name].rows_UD.requires_grad_(spec.optimizer.name != "frozen")
         self._dense.train()
@@ -119,7 +114,6 @@ class Reference:
         outputs = [self._forward(t, batch, rows) for t, batch in enumerate(slices)]
         loss = torch.stack(self._loss.contributions(outputs, slices)).sum()
         loss.backward()
-        self.see_all_updates()  # of earlier steps
         gradients = [leaf.grad for leaf in self._leaves(rows) if leaf.grad is not None]
         if all(bool(tensor.isfinite().all()) for tensor in (loss, *gradients)):
             self._update(rows, factor)
@@ -129,16 +123,11 @@ class Reference:
             self.skipped_steps += 1
         return loss.item()
 
-    def see_all_updates(self) -> None:
-        """Make all updates visible to the next step, as for the first step of an epoch."""
-        for name, ids_U in self._last_updated.items():
-            self._visible[name][ids_U] = self.tables[name][ids_U]
-
     @torch.no_grad()
     def outputs(self, batch: Batch, trainer: int = 0) -> Tensor:
         """Return ``outputs_BO`` (``outputs_B`` for one output) of a trainer's net, with all updates."""
         self._dense.eval()
-        outputs_BO = self._forward(trainer, batch, self._copy_rows([batch], self.tables))
+        outputs_BO = self._forward(trainer, batch, self._copy_rows([batch]))
         return outputs_BO.squeeze(1)
 
     @property
@@ -151,14 +140,14 @@ class Reference:
         """Return the optimizer state of each parameter of a net, by name."""
         return {name: self.optimizer.state.get(p, {}) for name, p in module.named_parameters()}
 
-    def _copy_rows(self, batches: Sequence[Batch], tables: Mapping[str, Tensor]) -> dict[str, _StepRows]:
+    def _copy_rows(self, batches: Sequence[Batch]) -> dict[str, _StepRows]:
         """Copy the rows of each table that ``batches`` contain."""
         ids: dict[str, list[Tensor]] = {name: [] for name in self.tables}
         for batch in batches:
             for k, feature in enumerate(self._features):
                 ids[self._table_of[feature.name].name].append(_bags(batch.sparse_features, k)[0])
         rows = {}
-        for name, table_RD in tables.items():
+        for name, table_RD in self.tables.items():
             ids_U = torch.cat(ids[name]).unique()
             rows[name] = _StepRows(ids_U, table_RD[ids_U])
         return rows
@@ -229,7 +218,6 @@ class Reference:
             rate = spec.optimizer.learning_rate * factor
             table_RD, state = self.tables[spec.name], self.table_states[spec.name]
             update_rows(spec.optimizer, rate, table_RD, state, ids_U, rows_UD.grad)
-            self._last_updated[spec.name] = torch.arange(len(table_RD)) if spec.optimizer.all_rows else ids_U
 
 
 def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor | None]:

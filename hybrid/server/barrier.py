@@ -13,7 +13,7 @@ The ``ledger`` decides what an update waits for, in each mode.
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -50,7 +50,8 @@ class _PendingLookup(NamedTuple):
     ticket: Ticket
     work: Callable[[], object]
     future: DeferredResponse[Any]
-    span: OpenSpan | None
+    is_large: bool
+    span: OpenSpan | None = None
 
 
 class UpdateBarrier(Generic[Contribution]):
@@ -61,6 +62,7 @@ class UpdateBarrier(Generic[Contribution]):
         merge: merges the contributions to a step, in the order of trainers and parts. The same thread applies
             the result, or drops it if the trainers decide so.
         clock: records the time of pending lookups and of updates.
+        prepare: called with the next step after each update, once the lookups that waited for it have run.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class UpdateBarrier(Generic[Contribution]):
         rules: UpdateRules,
         merge: Callable[[int, list[Contribution]], Update],
         clock: StepClock | None = None,
+        prepare: Callable[[int], object] | None = None,
     ) -> None:
+        self._prepare = prepare
         self._clock = clock or StepClock()
         self._rules = rules
         self._merge = merge
@@ -90,19 +94,36 @@ class UpdateBarrier(Generic[Contribution]):
         """Number of updates applied; a skipped step counts as one."""
         return self._ledger.version
 
-    def run_when_ready(self, ticket: Ticket, work: Callable[[], Result]) -> DeferredResponse[Result]:
-        """Run ``work`` as soon as the updates that the ticket requires are applied."""
+    def run_when_ready(
+        self, ticket: Ticket, work: Callable[[], Result], *, is_large: bool = False
+    ) -> DeferredResponse[Result]:
+        """Run ``work`` as soon as the updates that the ticket requires are applied.
+
+        A prefetched lookup replaces a waiting one of the same trainer, step and part, which then fails: the
+        trainer has left its batches and continues with others.
+
+        Args:
+            is_large: whether ``work`` takes longer than waking a thread.
+        """
         future: DeferredResponse[Result] = DeferredResponse()
+        pending = _PendingLookup(ticket, work, future, is_large)
+        replaced: list[_PendingLookup] = []
         with self._changed:
             if self._failure is not None:
                 future.set_exception(self._failure)
                 return future
-            if not self._ledger.is_ready(ticket):
+            is_ready = self._ledger.is_ready(ticket)
+            if not is_ready:
+                if ticket.purpose is Purpose.PREFETCH:
+                    replaced = [each for each in self._waiting if each.ticket == ticket]
                 is_timed = ticket.purpose is not Purpose.PREDICT
                 span = self._clock.begin("wait", ticket.step) if is_timed else None
-                self._waiting.append(_PendingLookup(ticket, work, future, span))
-                return future
-        self._run_lookup(ticket, work, future)
+                self._waiting = [each for each in self._waiting if each not in replaced]
+                self._waiting.append(pending._replace(span=span))
+        for each in replaced:
+            each.future.set_exception(ClusterError(f"step {ticket.step}: a new lookup replaces this one"))
+        if is_ready:
+            self._run_lookup(pending)
         return future
 
     def contribute(
@@ -234,13 +255,19 @@ class UpdateBarrier(Generic[Contribution]):
         with self._changed:
             self._staleness += self._ledger.end_update()
             self._changed.notify_all()
-            ready = [w for w in self._waiting if self._ledger.is_ready(w.ticket)]
-            self._waiting = [w for w in self._waiting if not self._ledger.is_ready(w.ticket)]
+            ready = [each for each in self._waiting if self._ledger.is_ready(each.ticket)]
+            self._waiting = [each for each in self._waiting if each not in ready]
             # Under the lock: once no update is running, the updater may end the readers.
-            for waiting in ready:
-                if waiting.span is not None:
-                    waiting.span.close()
-                self._readers.submit(self._run_lookup, waiting.ticket, waiting.work, waiting.future)
+            others = [self._readers.submit(self._run_lookup, each) for each in ready[1:] if each.is_large]
+        for number, pending in enumerate(ready):
+            if number == 0 or not pending.is_large:
+                self._run_lookup(pending)
+        if self._prepare is not None:
+            try:
+                wait(others, self._rules.timeout_seconds)
+                self._prepare(step + 1)
+            except Exception as error:  # raised in every call, now and later
+                self._fail(error)
 
     def _decision(self, step: int, update: Update) -> float | None:
         """Return the squared norm of a step to the trainers, and wait for their decision."""
@@ -275,18 +302,13 @@ class UpdateBarrier(Generic[Contribution]):
             raise self._failure
         return bool(is_over)
 
-    def _run_lookup(
-        self, ticket: Ticket, work: Callable[[], Result], future: DeferredResponse[Result]
-    ) -> None:
+    def _run_lookup(self, pending: _PendingLookup) -> None:
+        if pending.span is not None:
+            pending.span.close()
         try:
-            future.set_result(work())
+            pending.future.set_result(pending.work())
         except Exception as error:  # raised where the future is awaited
-            future.set_exception(error)
-            return
-        if ticket.purpose is Purpose.PREFETCH:
-            with self._changed:
-                self._ledger.record_lookup(ticket)
-                self._changed.notify_all()
+            pending.future.set_exception(error)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

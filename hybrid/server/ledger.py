@@ -1,10 +1,7 @@
 """The state of the update barrier, without threads: which gradients have arrived, which update is next.
 
-``sync``: the gradients of a step become one update. Merging is in the order of trainers, not of arrival.
-
-``pipelined``: a trainer looks up step 8 with the gradients of step 6. The rows must lack the update of step
-7, so that update waits until the lookups of step 8 of all trainers have run. Each lookup sees exactly the
-updates that it requires, and the result does not depend on timing.
+``sync`` and ``lookahead``: the gradients of a step become one update. Merging is in the order of trainers,
+not of arrival. A lookup sees exactly the updates before its step, so the result does not depend on timing.
 
 ``async``: once the running update ends, all gradients that have arrived become the next update. The steps of
 each trainer stay in order, even if messages arrive out of order. A lookup waits only for the gradients of its
@@ -30,7 +27,6 @@ _NEVER = sys.maxsize  # a step that no run reaches
 class _Entry(Generic[Contribution]):
     """The gradients of one trainer for one step, by part."""
 
-    has_successor: bool
     arrived_at: float
     read_at: int  # smallest version of the rows that its parts have read
     parts: dict[int, Contribution] = field(default_factory=dict)
@@ -52,9 +48,6 @@ class Ledger(Generic[Contribution]):
         self._entries: dict[tuple[int, int], _Entry[Contribution]] = {}  # by step and trainer
         self._updating: dict[tuple[int, int], _Entry[Contribution]] = {}  # of the running update
         self._parts: dict[tuple[int, int], int] = {}  # by step and trainer, where not rules.parts
-        self._num_lookups: dict[
-            tuple[int, int], int
-        ] = {}  # prefetched lookups that have run, by step and trainer
         self._first_unapplied = [version] * rules.num_trainers  # first step not applied, by trainer
         self._absences: list[list[range]] = [[] for _ in range(rules.num_trainers)]
 
@@ -78,18 +71,13 @@ class Ledger(Generic[Contribution]):
         if is_past or (entry and ticket.part in entry.parts):
             raise ClusterError(f"trainer {trainer} sent gradients of step {ticket.step} twice")
         if entry is None:
-            entry = self._entries[key] = _Entry(ticket.has_successor, now, read_at)
+            entry = self._entries[key] = _Entry(now, read_at)
         entry.parts[ticket.part] = contribution
         entry.read_at = min(entry.read_at, read_at)
 
     def expect(self, trainer: int, step: int, parts: int) -> None:
         """Set the number of parts of a trainer's gradients of a step; ``rules.parts`` by default."""
         self._parts[step, trainer] = parts
-
-    def record_lookup(self, ticket: Ticket) -> None:
-        """Count a prefetched lookup that has read its rows."""
-        key = (ticket.step, ticket.trainer)
-        self._num_lookups[key] = self._num_lookups.get(key, 0) + 1
 
     def is_ready(self, ticket: Ticket) -> bool:
         """Whether the updates that a lookup requires are applied."""
@@ -110,7 +98,6 @@ class Ledger(Generic[Contribution]):
         ages = [self.version - entry.read_at for entry in self._updating.values()]
         for step, trainer in self._updating:
             self._parts.pop((step, trainer), None)
-            self._num_lookups.pop((step, trainer), None)
             self._first_unapplied[trainer] = step + 1
         self._updating = {}
         self.version += 1
@@ -173,8 +160,6 @@ class Ledger(Generic[Contribution]):
         return step
 
     def _is_complete(self, trainer: int, step: int) -> bool:
-        """Whether an entry has all parts, and the lookups that must not see its update have run."""
+        """Whether an entry has all parts."""
         entry = self._entries.get((step, trainer))
-        if entry is None or len(entry.parts) < self._parts.get((step, trainer), self._rules.parts):
-            return False
-        return not entry.has_successor or self._num_lookups.get((step + 1, trainer), 0) >= self._rules.parts
+        return entry is not None and len(entry.parts) >= self._parts.get((step, trainer), self._rules.parts)

@@ -46,10 +46,10 @@ def _ours(update: str, is_synchronous: bool) -> System:
 
 
 OURS_SYNC = _ours("sync", True)
-OURS_PIPELINED = _ours("pipelined", False)
+OURS_LOOKAHEAD = _ours("lookahead", True)
 _ALL = (
     OURS_SYNC,
-    OURS_PIPELINED,
+    OURS_LOOKAHEAD,
     _ours("async", False),
     System(
         "one-process",

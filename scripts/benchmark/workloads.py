@@ -8,6 +8,9 @@ W1  DLRM on Criteo's Kaggle data  26 tables, 16  1        13-512-256-64-16, dots
 W2  embedding-heavy               8 x 200k, 64   20       13-64, beside the        2 trainers x 1024
                                                           vectors, 576-64-1
 W3  latency-bound                 as W1          as W1    as W1                    2 trainers x 128
+W4  many tables, one worker       40 x 80k, 24   3        as W2                    2 trainers x 256
+W5  wide rows                     6 x 1M, 96     0 to 20  as W2                    3 trainers x 512
+W6  one trainer, one worker       60 x 5k, 12    1        as W2                    1 trainer x 128
 === ============================= ============== ======== ======================== ===================
 
 Dense features are N(0, 1), labels 1 with probability a quarter, ids floor(rows * u^3) with u uniform, so that
@@ -141,10 +144,14 @@ class Workload:
 
 
 _KAGGLE: Mapping[str, Any] = {"bottom_mlp": (512, 256, 64), "top_mlp": (512, 256)}
+_CONCATENATION: Mapping[str, Any] = {"net": "benchmark.workloads:concatenation"}
 WORKLOADS = {
     "W1": Workload("W1", KAGGLE_ROWS, 16, 1, 2048, dense=_KAGGLE),
-    "W2": Workload("W2", (200_000,) * 8, 64, 20, 1024, dense={"net": "benchmark.workloads:concatenation"}),
+    "W2": Workload("W2", (200_000,) * 8, 64, 20, 1024, dense=_CONCATENATION),
     "W3": Workload("W3", KAGGLE_ROWS, 16, 1, 128, dense=_KAGGLE),
+    "W4": Workload("W4", (80_000,) * 40, 24, 3, 256, 2, 1, _CONCATENATION),
+    "W5": Workload("W5", (1_000_000,) * 6, 96, 10, 512, 3, 2, _CONCATENATION, varies=True),
+    "W6": Workload("W6", (5_000,) * 60, 12, 1, 128, 1, 1, _CONCATENATION),
 }
 
 

@@ -21,8 +21,8 @@ KILLS = 3
     ("update", "victims"),
     [
         ("sync", ["--launcher"]),
-        ("pipelined", ["--launcher"]),
-        pytest.param("pipelined", ["--hosts", "2"], marks=needs_hosts),
+        ("lookahead", ["--launcher"]),
+        pytest.param("lookahead", ["--hosts", "2"], marks=needs_hosts),
     ],
 )
 def test_killed_run_has_the_bits_of_an_undisturbed_one(

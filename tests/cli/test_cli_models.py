@@ -164,7 +164,7 @@ def test_history_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
     columns = history_columns(400)
     columns["seen"] = ["|".join(seen) for seen in columns["seen"]]
     pyarrow.csv.write_csv(pa.table(columns), tmp_path / "clicks.csv")
-    changed = settings(train={"batch_size": 100, "update": "pipelined"})
+    changed = settings(train={"batch_size": 100, "update": "lookahead"})
     cut = ["--set", "columns.seen.max_ids=3"]
     output_of(
         ["compare", "--config", "clicks.toml", *changed, *cut, "--steps", "6"], tmp_path

@@ -34,7 +34,7 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
         ("launch --set train.epoch=3", "train.epoch:", "did you mean train.epochs?"),
         ("launch --set dense.net=dlmr", "dense.net = 'dlmr':", "dlrm, dcn_v2, deepfm"),
         ("launch --config nowhere.toml", "nowhere.toml:", "No such file or directory"),
-        ("compare --set train.update=async", "train.update = 'async':", "sync or pipelined"),
+        ("compare --set train.update=async", "train.update = 'async':", "sync or lookahead"),
         ("compare --set embedding.wire_dtype=bfloat16", "embedding.wire_dtype = 'bfloat16':", "must be rows"),
         ("compare --steps 0", "--steps = 0:", "at least 1"),
         ("run train", "SCRIPT = 'train':", ""),

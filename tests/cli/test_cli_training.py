@@ -44,7 +44,7 @@ def build(config, input_spec, widths):
 
 def test_compare_finds_no_difference(tiny: list[str], tmp_path: Path) -> None:
     data = {"weight": "weight", "weighted_metrics": "true"}
-    overrides = settings(train={"update": "pipelined"}, data=data)
+    overrides = settings(train={"update": "lookahead"}, data=data)
     printed = output_of(["compare", "--steps", 25, *tiny, *overrides], tmp_path)
     assert "table C1 " in printed
     assert "trainer 1: head.0.weight" in printed

@@ -31,7 +31,7 @@ def trained_on_a_gpu(
 
 
 @pytest.mark.parametrize("trainers", [1, 2])
-@pytest.mark.parametrize("update", ["sync", "pipelined"])
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
 def test_gpu_trainers_equal_one_process_on_the_cpu(
     trainers: int, update: str, clusters: Clusters, cache: Path
 ) -> None:

@@ -240,9 +240,9 @@ def saved_twice(cluster: JoinedCluster, config: RunConfig, cache: Path, scratch:
     "sections",
     [
         {"embedding": {"optimizer": "adam"}, "dense": {"remote_mlp": (8,), "optimizer": "Adam"}},
-        {"train": {"update": "pipelined"}},
+        {"train": {"update": "lookahead"}},
     ],
-    ids=["sync", "pipelined"],
+    ids=["sync", "lookahead"],
 )
 def test_steps_during_a_checkpoint_do_not_change_it(
     sections: dict[str, dict[str, Any]], clusters: Clusters, cache: Path, tmp_path: Path
@@ -314,10 +314,10 @@ def test_run_in_an_unreliable_store_has_the_same_bits(
     ("trainers", "update", "cuts"),
     [
         (3, "sync", [11]),
-        (4, "pipelined", [5]),
+        (4, "lookahead", [5]),
         pytest.param(3, "sync", [5], marks=pytest.mark.long),
-        pytest.param(4, "pipelined", [11], marks=pytest.mark.long),
-        pytest.param(3, "pipelined", [5, 11], marks=pytest.mark.long),
+        pytest.param(4, "lookahead", [11], marks=pytest.mark.long),
+        pytest.param(3, "lookahead", [5, 11], marks=pytest.mark.long),
         pytest.param(4, "sync", [5, 11], marks=pytest.mark.long),
     ],
 )

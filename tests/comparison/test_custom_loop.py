@@ -41,14 +41,10 @@ def of_groups(scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor) -
 
 
 class Plain:
-    """The module of the script with functions of torch.
+    """The module of the script with functions of torch."""
 
-    Args:
-        is_stale: whether rows are one step old, from three steps after a table's first call on.
-    """
-
-    def __init__(self, options: set[str], is_stale: bool) -> None:
-        self.options, self.is_stale = options, is_stale
+    def __init__(self, options: set[str]) -> None:
+        self.options = options
         torch.manual_seed(SEED)
         self.mlp = nn.Sequential(nn.Linear(4 * DIM + 3 + 2 + 1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
         sizes = {
@@ -69,21 +65,11 @@ class Plain:
             torch.optim.AdamW([t["seen"]], lr=0.05, eps=1e-3, weight_decay=0.3),
             *([torch.optim.SGD([t["pair"]], lr=0.3)] if "pair" in t else []),
         ]
-        self.before = {name: table.detach().clone() for name, table in t.items()}
-        self.first = {name: 1 if name == "tags" and "condition" in options else 0 for name in t}
 
     def _table(self, name: str, rows: int, dim: int) -> nn.Parameter:
         weight = torch.empty(rows, dim, dtype=torch.float64)
         fill_random_rows(weight, SEED, name, rows**-0.5)
         return nn.Parameter(weight)
-
-    def rows(self, step: int) -> dict[str, Tensor]:
-        """Return the rows of each table that a step reads."""
-        read = {}
-        for name, table in self.tables.items():
-            is_stale = self.is_stale and name != "pair" and step >= self.first[name] + 3
-            read[name] = (self.before[name] if is_stale else table).detach().clone().requires_grad_()
-        return read
 
     def logits(self, batch: Mapping[str, Any], step: int, rows: Mapping[str, Tensor]) -> Tensor:
         ids, size = batch["ids"], len(batch["ids"])
@@ -107,7 +93,7 @@ class Plain:
     def train(self) -> dict[str, Any]:
         losses = []
         for step, batch in enumerate(custom_loop_script.batches()):
-            rows = self.rows(step)
+            rows = {name: table.detach().clone().requires_grad_() for name, table in self.tables.items()}
             logits = self.logits(batch, step, rows)
             if "twice" in self.options:
                 logits = logits + self.logits({**batch, "price": -batch["price"]}, step, rows)
@@ -118,7 +104,6 @@ class Plain:
                 loss = loss + of_groups(logits, batch["label"], batch["group"], weights)
             loss.backward()
             for name, table in self.tables.items():
-                self.before[name] = table.detach().clone()
                 table.grad = rows[name].grad
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -142,18 +127,15 @@ def run_script(cluster: JoinedCluster, output: Path, options: tuple[str, ...], u
         )
 
 
-def check(output: Path, options: tuple[str, ...], update: str) -> None:
-    found, expected = (
-        torch.load(output, weights_only=True),
-        Plain(set(options), update == "pipelined").train(),
-    )
+def check(output: Path, options: tuple[str, ...]) -> None:
+    found, expected = torch.load(output, weights_only=True), Plain(set(options)).train()
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-12, atol=1e-12)
     for name in ("scores", "mlp", "tables"):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-12, msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:table pair is called with ids that are computed")
-@pytest.mark.parametrize("update", ["sync", "pipelined"])
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
 @pytest.mark.parametrize("options", [(), (*ALL, "ranked")], ids=["plain", "all"])
 def test_one_process_equals_plain_torch(
     options: tuple[str, ...], update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -162,7 +144,7 @@ def test_one_process_equals_plain_torch(
     config.write_text(f'[train]\nupdate = "{update}"\ndtype = "float64"\n')
     monkeypatch.setattr(sys, "argv", [SCRIPT, str(output), str(config), *options])
     runpy.run_path(SCRIPT, run_name="__main__")
-    check(output, options, update)
+    check(output, options)
 
 
 @pytest.mark.parametrize(
@@ -171,21 +153,21 @@ def test_one_process_equals_plain_torch(
         (1, 1, ALL, "sync"),
         (3, 2, (), "sync"),
         (3, 2, ALL, "sync"),
-        (3, 2, ALL, "pipelined"),
+        (3, 2, ALL, "lookahead"),
         (3, 2, ("pooled", "condition"), "sync"),
-        (3, 2, ("pooled", "weights"), "pipelined"),
-        (2, 2, ("weights",), "pipelined"),
+        (3, 2, ("pooled", "weights"), "lookahead"),
+        (2, 2, ("weights",), "lookahead"),
         (3, 2, ("ranked", "weights"), "sync"),
-        (2, 2, ("ranked",), "pipelined"),
+        (2, 2, ("ranked",), "lookahead"),
         (2, 2, ("twice", "computed"), "sync"),
-        (2, 2, ("twice",), "pipelined"),
+        (2, 2, ("twice",), "lookahead"),
     ],
 )
 def test_a_cluster_equals_plain_torch(
     trainers: int, workers: int, options: tuple[str, ...], update: str, clusters: Clusters, tmp_path: Path
 ) -> None:
     clusters.get(trainers, workers).run(run_script, tmp_path / "end.pt", options, update)
-    check(tmp_path / "end.pt", options, update)
+    check(tmp_path / "end.pt", options)
 
 
 @pytest.mark.parametrize(("first", "then"), [((3, 2), (2, 1)), ((2, 1), (1, 1))], ids=["fewer", "alone"])
@@ -200,7 +182,7 @@ def test_a_run_continues_on_a_cluster_of_another_size(
     else:
         clusters.get(*then).run(run_script, tmp_path / "end.pt", (f"load={saved}",), "sync")
     halves = [torch.load(tmp_path / name, weights_only=True) for name in ("half.pt", "end.pt")]
-    expected = Plain(set(), is_stale=False).train()
+    expected = Plain(set()).train()
     losses = [loss for half in halves for loss in half["losses"]]
     torch.testing.assert_close(losses, expected["losses"], rtol=1e-12, atol=1e-12)
     for name in ("scores", "mlp", "tables"):

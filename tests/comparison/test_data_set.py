@@ -22,9 +22,9 @@ STEPS = 30  # more than an epoch of 24, whose last batch has 56 samples
     ("trainers", "update", "lanes"),
     [
         pytest.param(1, "sync", 0, marks=pytest.mark.long),
-        pytest.param(2, "pipelined", 0, marks=pytest.mark.long),
+        pytest.param(2, "lookahead", 0, marks=pytest.mark.long),
         (3, "sync", 16),
-        pytest.param(3, "pipelined", 0, marks=pytest.mark.long),
+        pytest.param(3, "lookahead", 0, marks=pytest.mark.long),
     ],
 )
 def test_data_set_trains_as_in_one_process(
@@ -69,7 +69,7 @@ def test_store_that_refuses_a_request_is_reported_in_one_line(
             clusters.get(3, 2).run(evaluate, stored, cache_folder(stored), STEPS)
 
 
-@pytest.mark.parametrize("update", ["sync", pytest.param("pipelined", marks=pytest.mark.long)])
+@pytest.mark.parametrize("update", ["sync", pytest.param("lookahead", marks=pytest.mark.long)])
 def test_several_tasks_with_masks_and_weights_train_as_in_one_process(
     update: str, clusters: Clusters, cache: Path
 ) -> None:
@@ -91,8 +91,8 @@ def test_several_tasks_with_masks_and_weights_train_as_in_one_process(
     ("trainers", "update", "shuffle"),
     [
         pytest.param(3, "sync", "rows", marks=pytest.mark.long),
-        (2, "pipelined", "rows"),
-        pytest.param(3, "pipelined", "none", marks=pytest.mark.long),
+        (2, "lookahead", "rows"),
+        pytest.param(3, "lookahead", "none", marks=pytest.mark.long),
     ],
 )
 def test_ranking_losses_train_as_in_one_process(
@@ -150,7 +150,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("update", ["sync", "pipelined"])
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
 def test_columns_of_every_kind_train_as_in_one_process(
     update: str, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:

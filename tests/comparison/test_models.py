@@ -25,7 +25,7 @@ def run_script(cluster: JoinedCluster, output: Path, update: str) -> None:
         )
 
 
-@pytest.mark.parametrize("update", ["sync", "pipelined"])
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
 def test_models_in_a_custom_loop_equal_one_process(update: str, clusters: Clusters, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(f'[train]\nupdate = "{update}"\ndtype = "float64"\n')
     model_script.main(str(tmp_path / "alone.pt"), str(tmp_path / "config.toml"))
@@ -40,7 +40,7 @@ def test_models_in_a_custom_loop_equal_one_process(update: str, clusters: Cluste
     "case",
     [
         Case(trainers=3, net="mmoe", tasks="several", inputs="uneven"),
-        Case(trainers=3, net="ple", tasks="several", inputs="uneven", update="pipelined", remote=True),
+        Case(trainers=3, net="ple", tasks="several", inputs="uneven", update="lookahead", remote=True),
     ],
     ids=lambda case: case.name,
 )

@@ -24,7 +24,7 @@ def split(**values: Any) -> Case:
 
 LARGE = (2048, 2048)  # of three samples, a product that oneDNN's are for
 CASES = [
-    split(remote=True, micro_batches=2, update="pipelined"),
+    split(remote=True, micro_batches=2, update="lookahead"),
     split(
         features="sum",
         inputs="uneven",

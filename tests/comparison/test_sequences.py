@@ -16,12 +16,12 @@ LONGER = 4  # than columns.b.max_ids
     "case",
     [
         Case(trainers=3, features="sequences", inputs="uneven", placement="row", optimizer="adagrad"),
-        Case(trainers=3, features="sequences", inputs="uneven", update="pipelined"),
+        Case(trainers=3, features="sequences", inputs="uneven", update="lookahead"),
         Case(
             trainers=3,
             features="weighted_sequences",
             inputs="uneven",
-            update="pipelined",
+            update="lookahead",
             placement="row",
             micro_batches=2,
             clip_norm=0.2,
@@ -29,7 +29,7 @@ LONGER = 4  # than columns.b.max_ids
         ),
         Case(trainers=3, features="weighted_sequences", net="dlrm", remote=True, compile="script"),
         pytest.param(
-            Case(trainers=3, features="sequences", update="pipelined", net="deepfm", parallel="replicas"),
+            Case(trainers=3, features="sequences", update="lookahead", net="deepfm", parallel="replicas"),
             marks=pytest.mark.long,
         ),
     ],

@@ -15,11 +15,11 @@ ROUNDS = 3
     [
         Case(trainers=3, inputs="uneven", features="sum", optimizer="adagrad", ddp="outside"),
         Case(trainers=3, inputs="uneven", tasks="weighted", ddp="inside"),
-        Case(trainers=3, inputs="uneven", update="pipelined", remote=True, ddp="inside", clip_norm=0.2),
+        Case(trainers=3, inputs="uneven", update="lookahead", remote=True, ddp="inside", clip_norm=0.2),
         Case(trainers=3, inputs="uneven", micro_batches=3, tasks="ranked", features="mean"),
-        Case(trainers=3, inputs="uneven", update="pipelined", micro_batches=2, tasks="several"),
+        Case(trainers=3, inputs="uneven", update="lookahead", micro_batches=2, tasks="several"),
         pytest.param(
-            Case(trainers=3, inputs="uneven", update="pipelined", micro_batches=2, ddp="none"),
+            Case(trainers=3, inputs="uneven", update="lookahead", micro_batches=2, ddp="none"),
             marks=pytest.mark.long,
         ),
     ],

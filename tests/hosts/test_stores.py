@@ -19,7 +19,7 @@ pytestmark = needs_hosts
 
 EVERY, CUT = 50, 100  # steps
 RUN, DATA = f"s3://{BUCKET}/run", f"s3://{BUCKET}/prepared"
-TRAINED = [*JOB, *settings(train={"epochs": 20, "update": "pipelined"}, checkpoint={"every_steps": EVERY})]
+TRAINED = [*JOB, *settings(train={"epochs": 20, "update": "lookahead"}, checkpoint={"every_steps": EVERY})]
 # The same on every host.
 STORED_JOB = [*TRAINED, *settings(run={"folder": RUN}, data={"cache_folder": DATA}), "--resume", "auto"]
 

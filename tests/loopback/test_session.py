@@ -98,7 +98,7 @@ def saved_rows(mode: str, folder: Path) -> dict[str, Tensor]:
     return Checkpoint.open(folder).tensors(shard_file("ids", 0, 1))
 
 
-@pytest.mark.parametrize("mode", ["pipelined", "async"])
+@pytest.mark.parametrize("mode", ["lookahead", "async"])
 def test_a_checkpoint_waits_for_late_gradients(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +109,7 @@ def test_a_checkpoint_waits_for_late_gradients(
     assert_close(saved_rows(mode, tmp_path / "late"), expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("mode", ["pipelined", "async"])
+@pytest.mark.parametrize("mode", ["lookahead", "async"])
 def test_a_profile_waits_for_late_updates(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     delay_last_gradients(monkeypatch)
     with opened(mode, profile={"steps": (1, 1)}) as session:

@@ -33,7 +33,7 @@ TABLES = [
     for name in ("one", "bags")
 ]
 SPEC = InputSpec((), (FeatureSpec("one", ROWS), FeatureSpec("bags", ROWS, True)))
-MODES = pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.PIPELINED])
+MODES = pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.LOOKAHEAD])
 
 
 class Job:

@@ -123,8 +123,8 @@ class Plan:
     def update(self) -> str:
         """The update mode; plans alternate."""
         if self.how == STARVED:
-            return "pipelined"
-        return ("sync", "pipelined")[(ROLES.index(self.kind) + HOWS.index(self.how)) % 2]
+            return "lookahead"
+        return ("sync", "lookahead")[(ROLES.index(self.kind) + HOWS.index(self.how)) % 2]
 
     @property
     def rows(self) -> list[Row]:

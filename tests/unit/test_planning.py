@@ -56,7 +56,7 @@ def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Printed:
 
     def plan(workers: int = 2, hosts: Hosts = HOST, **sections: object) -> str:
         cluster = ClusterSection(workers=workers)
-        config = RunConfig(cluster=cluster, train=TrainSection(update="pipelined")).replace(**sections)
+        config = RunConfig(cluster=cluster, train=TrainSection(update="lookahead")).replace(**sections)
         print_plan(config, tmp_path, hosts, None)
         assert not list(tmp_path.iterdir()), "no data is made"
         return capsys.readouterr().out
@@ -162,9 +162,9 @@ SPEC = InputSpec(("x", "y"), tuple(FeatureSpec(f"c{k}", 1000) for k in range(4))
 
 
 def plan(hosts: Hosts | int = 1, **sections: dict[str, Any]) -> Plan:
-    """Plan a pipelined run; keyword arguments are keys of their sections."""
+    """Plan a lookahead run; keyword arguments are keys of their sections."""
     config = RunConfig()
-    sections["train"] = {"update": "pipelined"} | sections.get("train", {})
+    sections["train"] = {"update": "lookahead"} | sections.get("train", {})
     for name, keys in sections.items():
         config = config.replace(**{name: dataclasses.replace(getattr(config, name), **keys)})
     if isinstance(hosts, int):

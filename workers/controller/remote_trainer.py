@@ -148,9 +148,9 @@ class Trainer:
         if self._stream is None or self._position != (epoch, first_step):
             self._close_stream()
             self._stream = self._loaders["train"].batches(epoch, first_step)
-            self._feed.begin(self._stream, steps_before, is_within=first_step > 0)
+            self._feed.begin(self._stream, steps_before)
         self._position = (epoch, first_step + num_steps)
-        return self._train(self._feed.take(num_steps), steps_before)
+        return self._train(itertools.islice(self._feed, num_steps), steps_before)
 
     def train_on(self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int) -> TrainerReport:
         """Train on batches of the caller, until all trainers have no more batches.

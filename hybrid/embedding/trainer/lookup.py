@@ -4,9 +4,9 @@ In ``sync`` mode, a lookup is part of a distributed autograd context, which send
 lookup is outside of any context, and its responses are plain values. An autograd function, the first of the
 local graph, sends their gradients. The message to each worker also has the next lookup, if there is one::
 
-    step s     compute s:  backward ── gradients of s, ids of s+2 ──►  worker
-    step s+1   compute s+1 ...                                         update s, then look up s+2
-    step s+2   wait for the vectors of s+2  ◄───────────────────────── response
+    step s     compute s:    backward ── gradients of s, ids of s+2 ───►  update s, then look up s+1
+    step s+1   wait for the vectors of s+1  ◄───────────────────────────  response
+               compute s+1:  backward ── gradients of s+1, ids of s+3 ─►  update s+1, then look up s+2
 """
 
 from __future__ import annotations
@@ -101,9 +101,6 @@ class Lookup:
         layout: how responses become outputs.
         outbox: sends the messages.
         is_empty: whether the lookup has no samples, so that workers get no request.
-
-    Attributes:
-        has_successor, is_last_before_checkpoint: fields of the ticket that is sent with the gradients.
     """
 
     def __init__(
@@ -114,7 +111,6 @@ class Lookup:
         outbox: Outbox,
         is_empty: bool = False,
     ) -> None:
-        self.has_successor = self.is_last_before_checkpoint = False
         self._ticket = ticket
         self._items = items
         self._layout = layout
@@ -187,17 +183,14 @@ class Lookup:
     def _send_gradients(self, worker: int, grads: Sequence[Tensor]) -> None:
         """Send gradients to a worker, in one message with the next lookup, if there is one."""
         source, successor = self._outbox.sources[worker], self._next
-        ticket = self._ticket._replace(
-            has_successor=self.has_successor, is_last_before_checkpoint=self.is_last_before_checkpoint
-        )
         send: Callable[[], ObservableResult[list[Tensor]]]
         if self._is_empty:
             send = source.skip
         elif successor is None or successor._is_empty:
-            send = partial(source.send_gradients, ticket, grads)
+            send = partial(source.send_gradients, self._ticket, grads)
         else:
             next_lookup = successor._ticket, successor._items[worker]
-            send = partial(source.send_gradients, ticket, grads, *next_lookup)
+            send = partial(source.send_gradients, self._ticket, grads, *next_lookup)
         if successor is not None:
             successor._send_request(worker, send, grads)
             return

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from hybrid.embedding import kernels
-from hybrid.embedding.bags import Bags, Item, RowGradients, ids_dtype, pool_and_record
+from hybrid.embedding.bags import Bags, GroupedBags, Item, RowGradients, ids_dtype, pool_and_record
 from hybrid.embedding.kernels import Ints
 from hybrid.embedding.placement import Location
 from hybrid.embedding.table_spec import Pooling
@@ -345,5 +345,6 @@ class _PooledRows:
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
         starts_V, order_L = self.rows.starts_V, self.rows.order_L
         ranks_U = np.arange(len(starts_V) - 1, dtype=order_L.dtype)
-        gradients = RowGradients(self.bags, grad_BFD.flatten(0, 1), (ranks_U, starts_V, order_L))
+        grouped = GroupedBags(self.bags, (ranks_U, starts_V, order_L), grad_BFD.dtype)
+        gradients = RowGradients(grouped, grad_BFD.flatten(0, 1))
         return [(slot, gradients.sum_block(first, last)[0]) for slot, first, last in self.rows.slots]

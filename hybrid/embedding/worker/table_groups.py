@@ -5,20 +5,20 @@ import math
 import mmap
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.embedding import kernels
-from hybrid.embedding.bags import Bags, RowGradients, concatenate, ids_dtype
+from hybrid.embedding.bags import Bags, GroupedBags, RowGradients, concatenate, ids_dtype
 from hybrid.embedding.initial_rows import fill_random_rows, read_rows, read_rows_by_key
 from hybrid.embedding.placement import Shard, ShardGroup
-from hybrid.embedding.worker.pre_update_rows import PreUpdateRows
-from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, copy
+from hybrid.embedding.worker.row_optimizers import OPTIMIZERS
 from hybrid.errors import NonFiniteError
 from hybrid.primitives.huge_pages import large_pages, zeros_in_large_pages
 
@@ -51,6 +51,22 @@ class ReusedBuffers:
         with suppress(OSError):  # without MADV_FREE, the process keeps the memory
             buffer.madvise(mmap.MADV_FREE)
         self._spare[len(buffer)].append(buffer)
+
+
+class GroupedRequests(NamedTuple):
+    """The distinct rows of a step in one group.
+
+    Attributes:
+        requests: the bags of all lookups.
+        grouped: the bags of each kind, concatenated, and the indices of their requests.
+    """
+
+    requests: Sequence[Bags]
+    grouped: Sequence[tuple[list[int], GroupedBags]]
+
+    def is_of(self, requests: Sequence[Bags]) -> bool:
+        """Whether these are the rows of ``requests``, in this order."""
+        return [*map(id, self.requests)] == [*map(id, requests)]
 
 
 class TableGroup:
@@ -94,22 +110,38 @@ class TableGroup:
     def _tensors(self) -> dict[str, Tensor]:
         return {"weight": self.weight_RD, **self.optimizer.state}
 
-    def merge(self, parts: list[tuple[Bags, Tensor]]) -> RowGradients:
-        """Sum the gradients of ``parts`` by distinct row, in the order of ``parts``."""
-        no_gradients = Bags(torch.empty(0, dtype=ids_dtype(self.group.num_rows))), self.weight_RD[:0]
-        kinds: dict[tuple[str, bool], list[tuple[Bags, Tensor]]] = {}
-        for bags, grad_BD in parts or [no_gradients]:
-            kinds.setdefault((bags.pooling, bags.offsets is None), []).append((bags, grad_BD))
-        merged = [self._merge_alike(alike) for alike in kinds.values()]
+    def group_bags(self, requests: Sequence[Bags]) -> GroupedRequests:
+        """Find the distinct rows of a step; :meth:`merge` sums their gradients.
+
+        Args:
+            requests: the bags of all lookups of the step, in the order in which their gradients are summed.
+        """
+        kinds: dict[tuple[str, bool], list[int]] = {}
+        for index, bags in enumerate(requests):
+            kinds.setdefault((bags.pooling, bags.offsets is None), []).append(index)
+        grouped = []
+        for indices in kinds.values():
+            bags = concatenate([requests[index] for index in indices])
+            ids = kernels.group_ids(bags.ids_L.numpy(), self.group.num_rows)
+            grouped.append((indices, GroupedBags(bags, ids, self.weight_RD.dtype)))
+        return GroupedRequests(requests, grouped)
+
+    def merge(self, rows: GroupedRequests, grads: Sequence[Tensor]) -> RowGradients:
+        """Sum the gradients of a step by distinct row.
+
+        Args:
+            grads: the gradients of each of ``rows.requests``.
+        """
+        merged = [
+            RowGradients(bags, torch.cat([grads[index] for index in indices]))
+            for indices, bags in rows.grouped
+        ]
         if len(merged) == 1:
             return merged[0]
-        # The same rows may have been read in several ways, such as one by one and pooled.
-        return self._merge_alike([(Bags(gradients.rows_U), gradients.sum_all()) for gradients in merged])
-
-    def _merge_alike(self, parts: list[tuple[Bags, Tensor]]) -> RowGradients:
-        bags = concatenate([b for b, _ in parts])
-        grad_BD = parts[0][1] if len(parts) == 1 else torch.cat([g for _, g in parts])
-        return RowGradients(bags, grad_BD, kernels.group_ids(bags.ids_L.numpy(), self.group.num_rows))
+        # The same rows may have been read in several ways, such as one by one and pooled. Or none were read.
+        empty = torch.empty(0, dtype=ids_dtype(self.group.num_rows))
+        all_rows = self.group_bags([Bags(each.rows_U) for each in merged] or [Bags(empty)])
+        return self.merge(all_rows, [each.sum_all() for each in merged] or [self.weight_RD[:0]])
 
     def blocks(self, num_rows: int) -> Iterator[tuple[int, int]]:
         """Yield blocks of ``num_rows`` rows that fit the processor's cache with gradients and state."""
@@ -133,14 +165,12 @@ class TableUpdate:
         step: step of the gradients.
         factor: factor of the learning rates.
         check_finite: whether a non-finite gradient is an error.
-        previous: receives the rows before the update, or None.
     """
 
     parts: Mapping[int, tuple[TableGroup, RowGradients]]
     step: int
     factor: float
     check_finite: bool
-    previous: PreUpdateRows | None
 
     def squared_norm(self) -> float:
         """Return the squared norm of all gradients.
@@ -161,13 +191,9 @@ class TableUpdate:
             NonFiniteError: a gradient is not finite, and ``check_finite`` is set. Some rows may be updated
                 already, so the tables are inconsistent.
         """
-        for number, (group, gradients) in self.parts.items():
+        for group, gradients in self.parts.values():
             steps_all, rows_U = group.group.optimizer.steps_all_rows, gradients.rows_U
             num_rows = len(group.weight_RD) if steps_all else len(rows_U)
-            previous_UD = None
-            if self.previous is not None:
-                changed_U = torch.arange(num_rows, dtype=rows_U.dtype) if steps_all else rows_U
-                previous_UD = self.previous.allocate(number, changed_U, group.weight_RD)
             for first, last in group.blocks(num_rows):
                 begin, end = first, last
                 if steps_all:
@@ -177,8 +203,6 @@ class TableUpdate:
                 self._check(group, rows_U[begin:end], grad_UD, total)
                 if scale != 1.0:
                     grad_UD.mul_(scale)
-                if previous_UD is not None:
-                    copy(group.weight_RD, changed_U[first:last], previous_UD[first:last])
                 if steps_all:
                     group.optimizer.step_all(first, last, rows_U[begin:end], grad_UD, self.factor)
                 else:

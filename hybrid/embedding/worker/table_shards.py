@@ -1,5 +1,6 @@
 """The tables of a worker: lookups of trainers, gradients of steps, and checkpoints."""
 
+import threading
 from collections.abc import Sequence
 from itertools import chain
 from typing import TypeAlias
@@ -8,17 +9,18 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from hybrid.checkpoint.checkpoint_folders import pre_update_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding.bags import Bags, Item, pool, pool_and_record
 from hybrid.embedding.placement import Placement
-from hybrid.embedding.worker.pre_update_rows import PreUpdateRows
-from hybrid.embedding.worker.table_groups import TableGroup, TableUpdate
+from hybrid.embedding.worker.table_groups import GroupedRequests, TableGroup, TableUpdate
 from hybrid.errors import ClusterError
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.server.barrier import HostedModule, UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
+
+# Pooling more ids takes longer than waking a thread.
+_LARGE_LOOKUP_IDS = 10_000
 
 # A trainer's gradients of one lookup: the items of the lookup, each with the gradient of its vectors.
 Gradients: TypeAlias = list[tuple[int, Bags, Tensor]]
@@ -54,10 +56,12 @@ class TableShards(HostedModule):
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
         # Items and read version of prefetched lookups without gradients yet, by trainer, step and part.
         self._prefetched: dict[tuple[int, int, int], tuple[list[Item], int]] = {}
-        self._step_before_checkpoint = -1
-        self._previous: PreUpdateRows | None = None  # of the last update, if a checkpoint may follow
-        self._worker = worker
-        self.barrier = UpdateBarrier[Gradients](rules, self._merge, self.clock)
+        self._step_rows: dict[int, GroupedRequests] = {}  # distinct rows of the next update, by group
+        self._step_rows_lock = threading.Lock()
+        is_ahead = rules.mode is UpdateMode.LOOKAHEAD
+        self.barrier = UpdateBarrier[Gradients](
+            rules, self._merge, self.clock, self._group_bags if is_ahead else None
+        )
 
     def initialize(self, seed: int) -> None:
         """Fill every table with its initial rows, a function of ``seed`` and the table's name."""
@@ -71,7 +75,8 @@ class TableShards(HostedModule):
         once, and contributes its gradients to the update of the ticket's step. For ``Purpose.PREFETCH``, the
         vectors are plain values, and :meth:`receive` takes their gradients.
         """
-        return self.barrier.run_when_ready(ticket, lambda: self.forward(ticket, items))
+        is_large = sum(bags.ids_L.numel() for _, bags in items) > _LARGE_LOOKUP_IDS
+        return self.barrier.run_when_ready(ticket, lambda: self.forward(ticket, items), is_large=is_large)
 
     def forward(self, ticket: Ticket, items: Sequence[Item]) -> list[Tensor]:
         """Run a :meth:`lookup` now, without waiting for updates."""
@@ -80,30 +85,16 @@ class TableShards(HostedModule):
         with self.clock.span("pool", ticket.step):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
-            # A prefetched lookup of a resumed run must not see the last update.
-            previous = self._previous
-            if previous is not None and not ticket.version == previous.step < self.version:
-                previous = None
-            version = self.version if previous is None else previous.step
-            pooled, recorded = self.pool_and_record(items, previous)
-            self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded, version
+            read_at = self.version
+            pooled, recorded = self.pool_and_record(items)
+            self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded, read_at
             return pooled
 
-    def pool_and_record(
-        self, items: Sequence[Item], previous: PreUpdateRows | None = None
-    ) -> tuple[list[Tensor], list[Item]]:
-        """Return pooled vectors, and the items with ``winners_BD`` for their gradients.
-
-        Args:
-            previous: pre-update rows to read instead of the current ones, or None.
-        """
+    def pool_and_record(self, items: Sequence[Item]) -> tuple[list[Tensor], list[Item]]:
+        """Return pooled vectors, and the items with ``winners_BD`` for their gradients."""
         pooled, recorded = [], []
         for group, bags in items:
-            weight_RD = self.groups[group].weight_RD
-            if previous is None:
-                vectors_BD, recorded_bags = pool_and_record(weight_RD, bags)
-            else:
-                vectors_BD, recorded_bags = previous.pool_and_record(weight_RD, group, bags)
+            vectors_BD, recorded_bags = pool_and_record(self.groups[group].weight_RD, bags)
             pooled.append(vectors_BD.to(self._wire_dtype))
             recorded.append((group, recorded_bags))
         return pooled, recorded
@@ -145,8 +136,6 @@ class TableShards(HostedModule):
                     f"{bags.num_bags} vectors of {self.groups[group].group.dim}"
                 )
             gradients.append((group, bags, grad.to(self._dtype)))
-        if ticket.is_last_before_checkpoint:
-            self._step_before_checkpoint = ticket.step
         self.barrier.contribute(ticket, gradients, read_at, should_update_here=should_update_here)
 
     def load(self, folder: StoragePath, step: int) -> None:
@@ -156,16 +145,20 @@ class TableShards(HostedModule):
             for shard in group.group.shards:
                 checkpoint.load_rows(shard.table.name, shard.index, shard.count, group.shard_tensors(shard))
         self._prefetched.clear()
-        self._step_before_checkpoint, self._previous = -1, None
-        if self._rules.mode is UpdateMode.PIPELINED:
-            self._previous = PreUpdateRows.read(checkpoint, [each.group for each in self.groups], self._dtype)
         self.barrier.restart(step)
 
     def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
-        files = {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
-        if self._previous is not None:
-            files[pre_update_file(self._worker)] = self._previous.tensors([g.group for g in self.groups])
-        return files
+        return {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
+
+    def _group_bags(self, step: int) -> None:
+        """Find the distinct rows of a step whose lookups have run, while trainers compute its gradients."""
+        with self._step_rows_lock:
+            requests: dict[int, list[Bags]] = {}
+            for key in sorted(key for key in list(self._prefetched) if key[1] == step):
+                for group, bags in self._prefetched[key][0]:
+                    if self.groups[group].group.optimizer.name != "frozen":
+                        requests.setdefault(group, []).append(bags)
+            self._step_rows = {group: self.groups[group].group_bags(of) for group, of in requests.items()}
 
     def _merge(self, step: int, contributions: list[Gradients]) -> TableUpdate:
         # Groups that update all rows take part in each step, even if it touches none of them.
@@ -175,10 +168,16 @@ class TableShards(HostedModule):
         for group, bags, grad_BD in chain(*contributions):
             if self.groups[group].group.optimizer.name != "frozen":
                 parts.setdefault(group, []).append((bags, grad_BD))
-        merged = {g: (self.groups[g], self.groups[g].merge(of_group)) for g, of_group in parts.items()}
-        self._previous = PreUpdateRows(step) if step == self._step_before_checkpoint else None
-        factor = self._rules.schedule.factor(step)
-        return TableUpdate(merged, step, factor, self._rules.check_finite, self._previous)
+        with self._step_rows_lock:
+            step_rows, self._step_rows = self._step_rows, {}
+        merged = {}
+        for number, of_group in parts.items():
+            table_group, requests = self.groups[number], [bags for bags, _ in of_group]
+            rows = step_rows.get(number)
+            if rows is None or not rows.is_of(requests):
+                rows = table_group.group_bags(requests)
+            merged[number] = table_group, table_group.merge(rows, [grad_BD for _, grad_BD in of_group])
+        return TableUpdate(merged, step, self._rules.schedule.factor(step), self._rules.check_finite)
 
 
 class _Lookup(torch.autograd.Function):

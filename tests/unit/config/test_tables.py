@@ -19,7 +19,7 @@ def config(update: str = "sync", table: TableSection | None = None, **embedding:
 ALL_ROWS = "adam(all_rows = true)"
 
 
-@pytest.mark.parametrize("update", ["sync", "pipelined"])
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
 def test_trainers_that_step_together_may_step_all_rows(update: str) -> None:
     validate(config(update, optimizer=ALL_ROWS))
     validate(config(update, TableSection(optimizer=ALL_ROWS)))

@@ -155,24 +155,6 @@ def test_computed_ids_are_looked_up_by_their_call(view: View, monkeypatch: pytes
     assert len(caught) == 1
 
 
-@pytest.mark.filterwarnings("ignore:table table is called with ids")
-def test_gradients_of_all_lookups_name_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker must not update rows before the prefetched lookup of the next step has read them."""
-    (tmp_path / "config.toml").write_text('[train]\nupdate = "pipelined"\n')
-    tickets, send = list[Ticket](), LocalTables.send_gradients
-
-    def recorded(self: LocalTables, ticket: Ticket, *rest: Any) -> Future[list[Tensor]]:
-        tickets.append(ticket)
-        return send(self, ticket, *rest)
-
-    monkeypatch.setattr(LocalTables, "send_gradients", recorded)
-    cluster = hybrid.connect(tmp_path / "config.toml")
-    model = cluster.distribute(Viewed(lambda batch: batch["ids"] + 0))
-    for batch in cluster.batches([ids_and_tags(3) for _ in range(3)]):
-        cluster.backward(model(batch).sum((1, 2)))
-    assert [(t.step, t.has_successor) for t in tickets] == [(step, step < 2) for step in (0, 0, 1, 1, 2, 2)]
-
-
 def test_only_whole_tensors_may_change_their_width(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [ids_and_tags(3, width) for width in (4, 6, 6)]
     assert lookups(lambda b: b["ids"], batches, monkeypatch) == [2, 1, 1]

@@ -40,7 +40,7 @@ def reports(steps: range, trainers: int = 2) -> list[TrainerReport]:
 class FakeSession:
     """A session whose rows are as stale as the number of steps since the last call."""
 
-    config = RunConfig(train=TrainSection(update="pipelined"))
+    config = RunConfig(train=TrainSection(update="lookahead"))
     step = 0
 
     def take_staleness(self, step: int) -> Staleness:

@@ -308,40 +308,6 @@ def test_two_trainers_in_each_ddp_mode(ddp: str, sizes: tuple[int, int]) -> None
     assert torch.equal(*logits) == (ddp == "outside")
 
 
-@pytest.mark.parametrize("pooling", ["sum", "max"])
-@pytest.mark.parametrize("broken_step", [None, 6])
-@pytest.mark.parametrize("decay", [0.0, 0.5])
-def test_pipelined_reads_rows_that_lack_the_last_update(
-    pooling: str, broken_step: int | None, decay: float
-) -> None:
-    """If all rows decay, an update changes all of them. Steps read different rows."""
-    plain = Plain(torch.float64, pooling)
-    spec = OptimizerSpec("sgd", 0.3, weight_decay=decay, all_rows=decay > 0)
-    reference = make_reference(spec, pooling, dtype="float64", update="pipelined", non_finite="skip")
-    dense = torch.optim.SGD(plain.dense(), 0.1)
-    after = [[table.detach().clone() for table in plain.tables()]]  # tables after each step
-    for number, whole in enumerate(samples(dtype=torch.float64)):
-        step = whole.slice(0, 5)
-        if number == broken_step:
-            step.dense_BF[0, 0] = math.nan
-        for table, visible in zip(plain.tables(), after[max(0, number - 1)], strict=True):
-            table.data.copy_(visible)
-        plain.zero_grad()
-        plain.loss(step).backward()
-        after.append([rows.clone() for rows in after[-1]])
-        if number != broken_step:
-            dense.step()
-            for rows, table in zip(after[-1], plain.tables(), strict=True):
-                assert table.grad is not None
-                rows -= 0.3 * (table.grad + decay * rows)
-        reference.step([step.batch()])
-    for table, rows in zip(plain.tables(), after[-1], strict=True):
-        table.data.copy_(rows)
-    assert_same(reference, plain, 1e-12)
-    torch.testing.assert_close(reference.outputs(step.batch()), plain(step).detach(), rtol=1e-12, atol=1e-12)
-    assert reference.skipped_steps == (broken_step is not None)
-
-
 def test_skipped_step_advances_only_the_schedule() -> None:
     plain = Plain()
     spec = OptimizerSpec("adam", 0.3, EPS, BETAS)

@@ -77,8 +77,8 @@ def look_up(each: Barrier, version: int, work: Callable[[], Result], trainer: in
 def prefetch(
     each: Barrier, trainer: int, step: int, work: Callable[[], Result], part: int = 0
 ) -> Future[Result]:
-    """A lookup for ``step`` that must see all updates before it but the last."""
-    return each.run_when_ready(Ticket(trainer, step, max(0, step - 1), part, Purpose.PREFETCH), work)
+    """A prefetched lookup for ``step`` that must see all updates before it."""
+    return each.run_when_ready(Ticket(trainer, step, step, part, Purpose.PREFETCH), work)
 
 
 def contribute(
@@ -88,10 +88,9 @@ def contribute(
     contribution: str = "",
     *,
     part: int = 0,
-    has_successor: bool = False,
     should_update_here: bool = False,
 ) -> None:
-    ticket = Ticket(trainer, step, step, part, Purpose.PREFETCH, has_successor)
+    ticket = Ticket(trainer, step, step, part, Purpose.PREFETCH)
     each.contribute(ticket, contribution or f"t{trainer}s{step}", step, should_update_here=should_update_here)
 
 
@@ -173,24 +172,31 @@ class TestLookups:
                 with pytest.raises(ZeroDivisionError):
                     result_of(future)
 
-    def test_update_waits_for_the_read_of_a_prefetch(self) -> None:
-        """Rows must not change while they are read."""
-        gate, reading, may_end = Gate(), threading.Event(), threading.Event()
+    def test_next_step_is_prepared_after_its_lookups_have_run(self) -> None:
+        events: list[str] = []
+        rules = UpdateRules(1, UpdateMode.LOOKAHEAD, timeout_seconds=PATIENCE_SECONDS)
+        each = Barrier(
+            rules,
+            lambda step, contributions: Merged(contributions, ignore),
+            prepare=lambda step: events.append(f"prepare {step}"),
+        )
+        for part, is_large in enumerate((False, True, True)):
+            ticket = Ticket(0, 1, 1, part, Purpose.PREFETCH)
+            each.run_when_ready(ticket, lambda: events.append("lookup"), is_large=is_large)
+        contribute(each, 0, 0, should_update_here=True)
+        each.close()
+        assert events == ["lookup"] * 3 + ["prepare 1"]
 
-        def read() -> int:
-            reading.set()
-            assert may_end.wait(PATIENCE_SECONDS)
-            return len(gate.applied)
-
-        with barrier(1, gate, UpdateMode.PIPELINED) as each, ThreadPoolExecutor(1) as pool:
-            looking_up = pool.submit(prefetch, each, 0, 1, read)
-            assert reading.wait(PATIENCE_SECONDS)
-            contribute(each, 0, 0, has_successor=True)
-            assert not gate.entered.acquire(timeout=0.02)
-            may_end.set()
-            gate.await_update()
-            assert result_of(looking_up.result()) == 0
-            gate.release()
+    def test_new_lookup_replaces_a_waiting_one(self) -> None:
+        """A script that leaves its batches sends the ids of other batches for the same steps."""
+        with barrier(1, ignore, UpdateMode.LOOKAHEAD) as each:
+            ticket = Ticket(0, 1, 1, 0, Purpose.PREFETCH)
+            left = each.run_when_ready(ticket, lambda: "left")
+            new = each.run_when_ready(ticket, lambda: "new")
+            with pytest.raises(ClusterError, match="step 1"):
+                result_of(left)
+            contribute(each, 0, 0)
+            assert result_of(new) == "new"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -199,6 +205,7 @@ def test_threads_of_trainers_train_in_order(mode: UpdateMode, seed: int) -> None
     """Gradients, and lookups of the next step or the one after, arrive in any order."""
     num_trainers, num_steps, parts = 4, 30, 2
     distance = 1 if mode is UpdateMode.SYNC else 2
+    age = 1 if mode is UpdateMode.ASYNC else 0
     applied: Applied = []
     with (
         barrier(num_trainers, applied.append, mode, parts=parts) as each,
@@ -215,21 +222,12 @@ def test_threads_of_trainers_train_in_order(mode: UpdateMode, seed: int) -> None
 
             def look_up(step: int, part: int) -> None:
                 if step < num_steps:
-                    ticket = Ticket(trainer, step, max(0, step + 1 - distance), part, Purpose.PREFETCH)
+                    ticket = Ticket(trainer, step, max(0, step - age), part, Purpose.PREFETCH)
                     lookups[step].append(each.run_when_ready(ticket, updates_of_trainer))
 
             def send(step: int, part: int) -> None:
-                text, has_successor = f"t{trainer}s{step}p{part}", distance == 2 and step + 1 < num_steps
-                should_update_here = chance.random() < 0.5
-                contribute(
-                    each,
-                    trainer,
-                    step,
-                    text,
-                    part=part,
-                    has_successor=has_successor,
-                    should_update_here=should_update_here,
-                )
+                text, should_update_here = f"t{trainer}s{step}p{part}", chance.random() < 0.5
+                contribute(each, trainer, step, text, part=part, should_update_here=should_update_here)
 
             for step, part in itertools.product(range(distance), range(parts)):
                 look_up(step, part)
@@ -242,7 +240,7 @@ def test_threads_of_trainers_train_in_order(mode: UpdateMode, seed: int) -> None
                     do(of_step, part)
             return seen
 
-        fewest = [max(0, step + 1 - distance) for step in range(num_steps) for _ in range(parts)]
+        fewest = [max(0, step - age) for step in range(num_steps) for _ in range(parts)]
         for seen in pool.map(train, range(num_trainers)):
             assert all(map(int.__ge__, seen, fewest))
             assert mode is UpdateMode.ASYNC or seen == fewest
@@ -474,12 +472,13 @@ def test_steps_leave_no_memory_behind() -> None:
 
     def train_steps(steps: range) -> None:
         for step in steps:
-            result_of(prefetch(each, 0, step + 1, nothing))
+            looking_up = prefetch(each, 0, step + 1, nothing)
             each.expect(0, step, 2)
             for part in range(2):
-                contribute(each, 0, step, part=part, has_successor=True, should_update_here=True)
+                contribute(each, 0, step, part=part, should_update_here=True)
+            result_of(looking_up)
 
-    with barrier(1, ignore, UpdateMode.PIPELINED) as each:
+    with barrier(1, ignore, UpdateMode.LOOKAHEAD) as each:
         train_steps(range(100))
         tracemalloc.start()
         try:

@@ -3,26 +3,19 @@
 import pytest
 
 from hybrid.errors import ClusterError
-from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.ticket import Ticket
 from hybrid.protocol.update_rules import Staleness, UpdateMode, UpdateRules
 from hybrid.server.ledger import Ledger
 
-SYNC, PIPELINED, ASYNC = UpdateMode
+SYNC, LOOKAHEAD, ASYNC = UpdateMode
 
 
 def ledger(num_trainers: int, mode: UpdateMode = SYNC, parts: int = 1, version: int = 0) -> Ledger[str]:
     return Ledger(UpdateRules(num_trainers, mode, parts, timeout_seconds=20.0), version)
 
 
-def enter(
-    each: Ledger[str], trainer: int, step: int, part: int = 0, has_successor: bool = False, now: float = 0.0
-) -> None:
-    ticket = Ticket(trainer, step, step, part, has_successor=has_successor)
-    each.enter(ticket, f"t{trainer}s{step}p{part}", step, now)
-
-
-def serve(each: Ledger[str], trainer: int, step: int) -> None:
-    each.record_lookup(Ticket(trainer, step, max(0, step - 1), purpose=Purpose.PREFETCH))
+def enter(each: Ledger[str], trainer: int, step: int, part: int = 0, now: float = 0.0) -> None:
+    each.enter(Ticket(trainer, step, step, part), f"t{trainer}s{step}p{part}", step, now)
 
 
 def update(each: Ledger[str]) -> str:
