@@ -105,12 +105,18 @@ class Backend:
         """
         raise NotImplementedError
 
-    def save(self, folder: StoragePath, step: int, dense: Mapping[str, Tensor]) -> None:
+    def resume(self, folder: StoragePath) -> None:
+        """Let the launcher, if there is one, restart a failed script from the checkpoints in this folder."""
+
+    def save(
+        self, folder: StoragePath, step: int, dense: Mapping[str, Tensor], progress: Mapping[str, Any]
+    ) -> None:
         """Write a checkpoint of the tables and the module.
 
         Args:
             step: number of steps taken.
             dense: the module as :func:`pack_dense` returns it. Only trainer 0's copy is written.
+            progress: counters of the loop, as in :class:`Manifest`.
 
         Raises:
             CheckpointError: the checkpoint cannot be written.
@@ -171,7 +177,9 @@ class SingleProcess(Backend):
     def prepare_data(self) -> str:
         return str(ensure_prepared(self.config, cache_folder(self.config), print).absolute())
 
-    def save(self, folder: StoragePath, step: int, dense: Mapping[str, Tensor]) -> None:
+    def save(
+        self, folder: StoragePath, step: int, dense: Mapping[str, Tensor], progress: Mapping[str, Any]
+    ) -> None:
         partial = checkpoint_folders.begin(folder)
         try:
             self._shards.begin_save(is_copied=False)
@@ -180,7 +188,8 @@ class SingleProcess(Backend):
                 **write_tensors(partial, DENSE_FILE, dense),
                 **write_text(partial, CONFIG_FILE, signed_toml(self.config)),
             }
-            checkpoint_folders.commit(partial, Manifest(step, 0, self._placement.shapes, files))
+            manifest = Manifest(step, 0, self._placement.shapes, files, progress=dict(progress))
+            checkpoint_folders.commit(partial, manifest)
         except BaseException:
             checkpoint_folders.discard(partial)
             raise

@@ -389,7 +389,7 @@ class TrainingLoop:
             dense = pack_dense(self.model.net.state_dict(), state)
         finally:
             self.is_saving = False
-        self._backend.save(folder, self.step, dense)
+        self._backend.save(folder, self.step, dense, {})
 
     def load(self, folder: StoragePath, optimizer: torch.optim.Optimizer | None) -> None:
         """See :meth:`Cluster.load`."""

@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -61,16 +61,18 @@ class ScriptRequest:
     """A request of a script to the master; the scripts of all trainers make the same requests.
 
     Attributes:
-        action: "deploy" tables, "prepare" the data of the configuration, "save" or "load" a checkpoint, or
-            "end" of the script.
+        action: "deploy" tables, "prepare" the data of the configuration, "resume" from the checkpoints in a
+            folder after a failure, "save" or "load" a checkpoint, or "end" of the script.
         tables: the tables to deploy.
         folder, step: folder and step of the checkpoint.
+        progress: counters of the loop, for the checkpoint.
     """
 
     action: str
     tables: tuple[TableSpec, ...] = ()
     folder: StoragePath | None = None
     step: int = 0
+    progress: Mapping[str, Any] = field(default_factory=dict)
 
 
 # A text is the location of the prepared data, for open_split.
@@ -141,7 +143,7 @@ class ScriptJob:
                 response = str(folder.absolute())
             elif request.action == "save":
                 self._save(request, scripts[0])
-            else:
+            elif request.action == "load":
                 assert request.folder is not None
                 source, bulk = (request.folder, request.step), BULK_TIMEOUT_SECONDS
                 transport.gather(
@@ -161,7 +163,7 @@ class ScriptJob:
             return [dense, *(each.call(HostedModule.write, partial, timeout_seconds=bulk) for each in tables)]
 
         assert request.folder is not None
-        manifest = Manifest(request.step, 0, self._placement.shapes)
+        manifest = Manifest(request.step, 0, self._placement.shapes, progress=dict(request.progress))
         texts = {CONFIG_FILE: signed_toml(self._config)}
         HeldCheckpoint(request.folder, manifest, texts, {}, start, is_copied=False).write()
 
@@ -304,9 +306,14 @@ class _ClusterBackend(Backend):
         assert isinstance(source, str)
         return source
 
-    def save(self, folder: StoragePath, step: int, dense: Mapping[str, Tensor]) -> None:
+    def resume(self, folder: StoragePath) -> None:
+        self.send(ScriptRequest("resume", folder=folder.absolute()))
+
+    def save(
+        self, folder: StoragePath, step: int, dense: Mapping[str, Tensor], progress: Mapping[str, Any]
+    ) -> None:
         self.dense = dense
-        self.send(ScriptRequest("save", folder=folder.absolute(), step=step))
+        self.send(ScriptRequest("save", folder=folder.absolute(), step=step, progress=progress))
         self.dense = {}
 
     def load(self, stored: Checkpoint) -> None:
