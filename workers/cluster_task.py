@@ -48,12 +48,14 @@ class ScriptTask:
     Attributes:
         path, arguments: of the script.
         snapshot: where to save the state after ``train.max_steps``, or None.
+        scratch: the launcher's folder, in which the master records what a restart needs, or None.
     """
 
     command: ClassVar = "run"
     path: str
     arguments: tuple[str, ...]
     snapshot: Path | None = None
+    scratch: Path | None = None
 
 
 Task: TypeAlias = TrainTask | CompareTask | FunctionTask | ScriptTask

@@ -52,6 +52,7 @@ from workers.run_folder.run_access import (
     run_lock,
     run_path,
     scratch_logs,
+    script_folder,
 )
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by agents of torchrun for their processes
@@ -110,7 +111,10 @@ def run_command(options: argparse.Namespace) -> None:
         task = _script_task(options.program, options.arguments)
     config = _read_config(options)
     with scratch_logs("hybrid-run-") as folder, run_lock(folder) as lock:
-        launch(config, folder, task, lock)
+        if isinstance(task, ScriptTask):
+            task = dataclasses.replace(task, scratch=folder)
+        with _report_saved_state(folder, options.command):
+            launch(config, folder, task, lock)
 
 
 def _script_task(path: str, arguments: Sequence[str]) -> ScriptTask:
@@ -180,6 +184,8 @@ def _report_saved_state(folder: Path, command: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
+        if command == "run" and script_folder(folder) is None:
+            raise
         reason = f": {interrupt}" if str(interrupt) else ""
         message = f"stopped{reason}; {describe_saved_state(folder, command)}"
         raise Interrupt(exit_code(interrupt), message) from interrupt

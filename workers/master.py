@@ -103,7 +103,7 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
         case CompareTask():
             job = Comparison(config, task.steps)
         case ScriptTask():
-            job = ScriptJob(config, task.path, task.arguments, task.snapshot)
+            job = ScriptJob(config, task)
         case FunctionTask():
             job = FunctionJob(config, task.function)
     section = config.cluster

@@ -16,6 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, embedding, emb
 
 from hybrid.config import RunConfig
 from hybrid.embedding.initial_rows import fill_random_rows
+from workers.cluster_task import ScriptTask
 from workers.console.terminal import TerminalView
 from workers.controller.shared_folders import SharedFolders
 from workers.controller.user_code_jobs import ScriptJob
@@ -122,7 +123,7 @@ def run_script(cluster: JoinedCluster, output: Path, options: tuple[str, ...], u
         train={"update": update, "dtype": "float64"},
     )
     with TerminalView() as view:
-        ScriptJob(config, SCRIPT, (str(output), *options)).run(
+        ScriptJob(config, ScriptTask(SCRIPT, (str(output), *options))).run(
             cluster.topology, Path, view, SharedFolders([])
         )
 

@@ -8,6 +8,7 @@ from comparison.cases import model_script
 from support.cluster import Clusters, small_config
 from support.matrix import Case, check_against_one_process, train_case
 
+from workers.cluster_task import ScriptTask
 from workers.console.terminal import TerminalView
 from workers.controller.shared_folders import SharedFolders
 from workers.controller.user_code_jobs import ScriptJob
@@ -20,7 +21,7 @@ def run_script(cluster: JoinedCluster, output: Path, update: str) -> None:
         train={"update": update, "dtype": "float64"},
     )
     with TerminalView() as view:
-        ScriptJob(config, model_script.__file__, (str(output),)).run(
+        ScriptJob(config, ScriptTask(model_script.__file__, (str(output),))).run(
             cluster.topology, Path, view, SharedFolders([])
         )
 

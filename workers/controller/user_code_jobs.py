@@ -46,12 +46,14 @@ from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
 from hybrid.user_code.run_signature import signed_toml
 from hybrid.user_code.user_modules import load_function
+from workers.cluster_task import ScriptTask
 from workers.console.messages import print_line
 from workers.console.terminal import TerminalView
 from workers.controller.deployment import BULK_TIMEOUT_SECONDS, HeldCheckpoint, deploy_tables
 from workers.controller.remote_trainer import Trainer
 from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
+from workers.run_folder.run_access import RESULT_FILE, record_script_folder, run_write_errors
 
 _POLL_SECONDS = 1.0
 
@@ -101,19 +103,13 @@ class ScriptJob:
     """A job that runs a script on all trainers, and handles the requests of the script.
 
     Args:
-        path: path of the script on the hosts of all trainers.
-        arguments: arguments of the script.
-        snapshot: folder of a checkpoint to write after ``train.max_steps`` steps, or None.
+        task: the script, which must be at this path on the hosts of all trainers.
     """
 
-    def __init__(
-        self, config: RunConfig, path: str, arguments: Sequence[str], snapshot: Path | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, task: ScriptTask) -> None:
         self.doing = "in your script"
         self._config = config
-        self._path = path
-        self._arguments = arguments
-        self._snapshot = snapshot
+        self._task = task
         self._tables: list[transport.RemoteTables] = []
         self._placement: Placement
 
@@ -122,7 +118,8 @@ class ScriptJob:
     ) -> ExitCode:
         """Run the script to its end on every trainer."""
         view.close()  # trainer 0 prints
-        arguments = (self._config, os.path.abspath(self._path), self._arguments, self._snapshot)
+        task = self._task
+        arguments = (self._config, os.path.abspath(task.path), task.arguments, task.snapshot)
         created = [
             transport.create(role, Script, role.index, *arguments, timeout_seconds=BULK_TIMEOUT_SECONDS)
             for role in topology.trainers
@@ -143,13 +140,20 @@ class ScriptJob:
                 response = str(folder.absolute())
             elif request.action == "save":
                 self._save(request, scripts[0])
-            elif request.action == "load":
+            elif request.action == "resume":
+                assert request.folder is not None
+                if task.scratch is not None:
+                    record_script_folder(task.scratch, request.folder)
+            else:
                 assert request.folder is not None
                 source, bulk = (request.folder, request.step), BULK_TIMEOUT_SECONDS
                 transport.gather(
                     [each.call(HostedModule.load, *source, timeout_seconds=bulk) for each in self._tables]
                 )
             transport.gather([script.call(Script.respond, response) for script in scripts])
+        if task.scratch is not None:
+            with run_write_errors(task.scratch):
+                (task.scratch / RESULT_FILE).touch()
         transport.gather([tables.call(HostedModule.close) for tables in self._tables])
         return ExitCode.DONE
 

@@ -29,7 +29,13 @@ from workers.exit_codes import Cause, ExitCode, Interrupt, ReportedError, StopRe
 from workers.launching.fork_server import ForkServer
 from workers.launching.role_processes import RoleFailure, RoleProcesses
 from workers.rendezvous.host_setup import AUTO, LOOPBACK, allow_open_files, is_loopback
-from workers.run_folder.run_access import RunState, checkpoint_root, describe_saved_state, run_write_errors
+from workers.run_folder.run_access import (
+    RunState,
+    checkpoint_root,
+    describe_saved_state,
+    run_write_errors,
+    script_folder,
+)
 
 RESTARTS_FILE = "restarts.jsonl"
 # DDP imports torch._dynamo, which takes as long as torch itself.
@@ -45,7 +51,8 @@ _NO_NETWORK_TEXTS = (
 def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
     """Run a cluster on this machine; return when the task is done and every process has ended.
 
-    A training run that loses a role is restarted from its newest checkpoint.
+    A training run that loses a role is restarted from its newest checkpoint, and so is a script that called
+    ``cluster.resume``. An exception of a script ends it.
 
     Args:
         folder: for the roles' logs.
@@ -61,7 +68,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
     with ExitStack() as stack:
         stack.callback(_restore_screen)
         restarts = Restarts(folder, config.cluster.max_restarts)
-        server = stack.enter_context(_start_server(config, folder, lock))
+        server = stack.enter_context(_start_server(config, folder, task, lock))
         while True:
             roles = RoleProcesses(server, config, folder)
             # The master has its own timeout. This longer one is for a master that does not react.
@@ -70,25 +77,27 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
             failure = _run_once(server, roles, config, task, stop)
             if failure is None:
                 return
-            if not isinstance(task, TrainTask):
-                raise ReportedError(failure.message, code_of(failure.cause, has_stepped=False))
             if restarts.is_finished():
-                _report(f"{failure.message}; the run had finished, nothing is lost")
+                _report(task, f"{failure.message}; the run had finished, nothing is lost")
                 return
+            is_train = isinstance(task, TrainTask)
+            if not is_train and (failure.cause is Cause.EXCEPTION or script_folder(folder) is None):
+                raise ReportedError(failure.message, code_of(failure.cause, has_stepped=False))
             if failure.cause is Cause.STOPPED:
                 raise Interrupt(stop.code or ExitCode.INTERRUPTED, failure.message)
             if roles.is_stop_requested:
                 state = describe_saved_state(folder, "launch")
                 message = f"{failure.message}; the run was asked to stop; {state}"
                 raise ReportedError(message, restarts.code_of(failure))
-            _report(restarts.plan_restart(failure))
-            task = dataclasses.replace(task, resume=True, started_at=time.time())
+            _report(task, restarts.plan_restart(failure))
+            if isinstance(task, TrainTask):
+                task = dataclasses.replace(task, resume=True, started_at=time.time())
             if not server.is_running():
-                server = stack.enter_context(_start_server(config, folder, lock))
+                server = stack.enter_context(_start_server(config, folder, task, lock))
 
 
 @contextmanager
-def _start_server(config: RunConfig, folder: Path, lock: int) -> Iterator[ForkServer]:
+def _start_server(config: RunConfig, folder: Path, task: Task, lock: int) -> Iterator[ForkServer]:
     """Start the server that forks the roles, in a network namespace if possible."""
     with ForkServer(_PRELOAD, [lock]) as server:
         if uses_namespace(config, checkpoint_root(folder)):
@@ -96,9 +105,10 @@ def _start_server(config: RunConfig, folder: Path, lock: int) -> Iterator[ForkSe
                 server.isolate()
             except OSError as error:
                 _report(
+                    task,
                     f"no network namespace ({error.strerror}): until all roles are connected, other users of "
                     "this machine can reach their ports (docs/security.md); "
-                    'cluster.namespace = "off" hides this line'
+                    'cluster.namespace = "off" hides this line',
                 )
         yield server
 
@@ -144,10 +154,10 @@ def _run_once(
     return failure
 
 
-def _report(line: str) -> None:
+def _report(task: Task, line: str) -> None:
     """Print an event that does not end the launch."""
     _restore_screen()
-    print_line(f"hybrid launch: {line}", to_stderr=True)
+    print_line(f"hybrid {task.command}: {line}", to_stderr=True)
 
 
 def _restore_screen() -> None:
@@ -198,7 +208,9 @@ class Restarts:
         self._at_start = now
         step = now.logged_step if has_stepped else now.resumed_step
         start = now.checkpoint_step or 0
-        lost = f"steps {start} to {step - 1} are lost" if step > start else "nothing is lost"
+        lost = f"steps {start} to {step - 1} are lost, " if step > start else "nothing is lost, "
+        if script_folder(self._folder) is not None:  # only trainers know the step of a script
+            lost = ""
         has_checkpoint = now.checkpoint_step is not None
         next_start = f"resuming from step {start}" if has_checkpoint else "starting from the beginning"
         record = {
@@ -214,7 +226,7 @@ class Restarts:
                 file.write(f"{json.dumps(record)}\n")
         except HybridError as error:  # the run can continue without the record
             write_error = f"; {error}"
-        return f"{failure.message}; {lost}, {next_start}{write_error}"
+        return f"{failure.message}; {lost}{next_start}{write_error}"
 
     def code_of(self, failure: RoleFailure) -> ExitCode:
         """Return the exit code of a run that is not restarted."""

@@ -44,6 +44,7 @@ METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"  # exists only if the run has finished
 _LOCK_FILE = ".lock"
 _STORE_FILE = ".store"  # contains the URL of the run
+_RESUME_FILE = ".resume"  # in the scratch folder of a script: the path from which the script resumes
 _DIGEST_CHARACTERS = 12
 _CLOCK_TOLERANCE_NS = 60_000_000_000  # the clocks of this machine and the store may differ
 _WAIT_SECONDS = 1.0  # the roles of a killed launch hold the lock for some milliseconds
@@ -137,6 +138,19 @@ def checkpoint_root(folder: Path) -> StoragePath:
         rule = "names a store, but this folder was not made for a run in it"
         raise HybridError(f"{path}: {rule}; remove the file, or name the run by its URL")
     return run
+
+
+def record_script_folder(scratch: Path, folder: StoragePath) -> None:
+    """Record in the scratch folder of a script that the script resumes from the checkpoints in ``folder``."""
+    with run_write_errors(scratch, "set TMPDIR to another folder"):
+        (scratch / _RESUME_FILE).write_text(str(folder), encoding="utf-8")
+
+
+def script_folder(scratch: Path) -> StoragePath | None:
+    """Return the folder from whose checkpoints a script resumes; None if it has recorded no folder."""
+    path = scratch / _RESUME_FILE
+    is_run = (scratch / CONFIG_FILE).exists()  # another user may have written the files of a run
+    return parse_path(path.read_text(encoding="utf-8")) if path.is_file() and not is_run else None
 
 
 @contextmanager
@@ -281,9 +295,8 @@ class RunState:
         log = folder / METRICS_FILE
         records = read_records(log) if log.is_file() else []
         logged = next((each["step"] for each in reversed(records) if each["kind"] == "train"), 0)
-        return cls(
-            logged, newest_step(checkpoint_root(folder)), _version(log), _version(folder / RESULT_FILE)
-        )
+        step = newest_step(script_folder(folder) or checkpoint_root(folder))
+        return cls(logged, step, _version(log), _version(folder / RESULT_FILE))
 
     @property
     def resumed_step(self) -> int:
@@ -292,22 +305,25 @@ class RunState:
 
     def has_stepped_since(self, before: RunState) -> bool:
         """Return whether the run has taken a step since the start at which its state was ``before``."""
-        return self.log != before.log and self.logged_step > before.resumed_step
+        has_logged = self.log != before.log and self.logged_step > before.resumed_step
+        return has_logged or self.resumed_step > before.resumed_step
 
 
 def describe_saved_state(folder: Path, command: str) -> str:
     """Describe what a stopped run has saved and lost, and how to resume it.
 
     Args:
-        command: the command that takes ``--resume``: launch, or master.
+        command: the command that takes ``--resume``: launch, or master; or run, which takes none.
     """
     state = RunState.of(folder)
     lost = state.logged_step - state.resumed_step
     parts = [f"steps {state.resumed_step} to {state.logged_step - 1} are lost"] if lost > 0 else []
     if state.checkpoint_step is None:
         return "; ".join(["nothing is saved", *parts])
-    resume = f"{command_name()} {command} --resume {shlex.quote(str(checkpoint_root(folder)))}"
-    return "; ".join([f"step {state.checkpoint_step} is saved", *parts, f"to resume: {resume}"])
+    resume = f"to resume: {command_name()} {command} --resume {shlex.quote(str(checkpoint_root(folder)))}"
+    if command == "run":
+        resume = "the same command resumes"
+    return "; ".join([f"step {state.checkpoint_step} is saved", *parts, resume])
 
 
 def newest_step(folder: StoragePath) -> int | None:
