@@ -11,13 +11,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.durations import PRODUCTS, ROUNDS, TIMED_STEPS, USUAL_PRODUCTS
+from benchmark.durations import LINKS, PRODUCTS, ROUNDS, TIMED_STEPS, USUAL_PRODUCTS
 from benchmark.systems import SYSTEMS
 from hybrid.errors import HybridError
 
 FAILED = 1
 INTERRUPTED = 130
-_MODULES = {"compare": "compare", "start": "start_stop", "prepare": "preparing"}
+_MODULES = {"start": "start_stop", "prepare": "preparing"}  # of commands that have another name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,6 +57,14 @@ def _parser() -> argparse.ArgumentParser:
     compare = _add(commands, "compare", "all systems on the same workloads (default)")
     _add_compare_options(compare)
     parser.epilog = f"options of compare:{compare.format_help().partition('options:')[2]}"
+    surface = _add(commands, "surface", "a grid of shapes beside one process and TorchRec, within an hour")
+    surface.add_argument("--quick", action="store_true", help="six points, within ten minutes")
+    _add_count(surface, "--seconds", 3, "approximate time of each measurement")
+    links = _add(commands, "links", "hosts with a slow link between them, as root, within ten minutes")
+    _add_names(links, "--links", "link", LINKS, "some")
+    modes = "sync,lookahead,async"
+    links.add_argument("--modes", default=modes, metavar="NAMES", help=f"of train.update (default: {modes})")
+    _add_count(links, "--seconds", 4, "time of each measurement")
     start = _add(commands, "start", "duration of the start and the end of a job")
     _add_count(start, "--rounds", 5, "launches of the default job")
     prepare = _add(commands, "prepare", "CPU, memory and bytes of preparing data, compared with pyarrow")
@@ -73,7 +81,7 @@ def _add(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
 ) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    command.set_defaults(run=_later(_MODULES[name]))
+    command.set_defaults(run=_later(_MODULES.get(name, name)))
     command.add_argument(
         "--output", type=Path, metavar="FOLDER", help="folder for results (default: a new one under runs/)"
     )
