@@ -222,6 +222,8 @@ def _resume(parser: _Parser) -> None:
 
 def _model(parser: _Parser) -> None:
     parser.add_argument("run_folder", type=_path, metavar="RUN", help=_CHECKPOINT_OF_RUN)
+    help_text = "FILE.py:FUNCTION that makes the module, if a custom training loop has saved RUN"
+    parser.add_argument("--module", metavar="NAME", help=help_text)
     _trust(parser)
 
 

@@ -364,7 +364,7 @@ def evaluate_command(options: argparse.Namespace) -> None:
     with importing_torch():
         from workers.model_commands import evaluate
 
-    evaluate(options.run_folder, options.input, options.trust_code)
+    evaluate(options.run_folder, options.input, options.trust_code, options.module)
 
 
 def predict_command(options: argparse.Namespace) -> None:
@@ -376,7 +376,7 @@ def predict_command(options: argparse.Namespace) -> None:
         from workers.model_commands import predict
 
     keep = [name for names in options.keep for name in names.split(",")]
-    predict(options.run_folder, options.input, options.output, keep, options.trust_code)
+    predict(options.run_folder, options.input, options.output, keep, options.trust_code, options.module)
 
 
 def export_command(options: argparse.Namespace) -> None:
@@ -385,7 +385,8 @@ def export_command(options: argparse.Namespace) -> None:
         from workers.model_commands import export_run
 
     formats = options.format or EXPORTS[:1]
-    export_run(options.run_folder, options.output, formats, options.dtype, options.trust_code)
+    source = options.trust_code, options.module
+    export_run(options.run_folder, options.output, formats, options.dtype, *source)
 
 
 def secret_command(options: argparse.Namespace) -> None:

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import nn
 
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.data.dataset.dataset_manifest import DatasetReport
@@ -22,8 +21,14 @@ from hybrid.data.parse.delimited_text import BLOCK_BYTES, STDIN, read_descriptor
 from hybrid.data.values.column_values import is_list
 from hybrid.errors import ConfigError, HybridError
 from hybrid.inference import program_export
+from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.raw_rows import Rows, SourceRows, file_rows, held_out_rows, stream_rows
-from hybrid.inference.trained_module import TrainedModule, column_names, prediction_columns
+from hybrid.inference.trained_module import (
+    ConfiguredModule,
+    TrainedModule,
+    column_names,
+    prediction_columns,
+)
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.metrics import Predictions
 from hybrid.storage import files as storage
@@ -45,9 +50,11 @@ _warn = partial(print_line, to_stderr=True)
 WriteBlock: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
-def evaluate(folder: StoragePath, inputs: Sequence[str], trust_code: bool = False) -> None:
+def evaluate(
+    folder: StoragePath, inputs: Sequence[str], trust_code: bool = False, module: str | None = None
+) -> None:
     """Print the metrics of a trained model on labeled files, or on the test rows of its run."""
-    model = _read_model(folder, trust_code, uses_paths=not inputs)
+    model = _read_model(folder, trust_code, module, uses_paths=not inputs)
     with transient_status() as report_progress:
         if inputs:
             rows = file_rows(model.trained, inputs, with_labels=True, report=report_progress)
@@ -76,6 +83,7 @@ def predict(
     output: StoragePath,
     keep: Sequence[str] = (),
     trust_code: bool = False,
+    module: str | None = None,
 ) -> None:
     """Write a line for each valid row: the row's number in the input, kept columns, and predictions.
 
@@ -85,6 +93,7 @@ def predict(
         inputs: files with or without labels, or "-" for standard input; none for the test rows of the run.
         output: a CSV or Parquet file, local or in a store, or standard output.
         keep: columns of the input to write as well.
+        module: for a custom training loop, the name of its module; see :class:`CustomModule`.
 
     Raises:
         ConfigError: the input has no such columns.
@@ -92,7 +101,7 @@ def predict(
         HybridError: the output exists or cannot be written.
     """
     check_new(output)
-    model = _read_model(folder, trust_code, uses_paths=not inputs)
+    model = _read_model(folder, trust_code, module, uses_paths=not inputs)
     tasks = model.trained.config.all_tasks
     for index, name in enumerate(keep):
         if name in (ROW, *column_names(tasks)):
@@ -226,6 +235,7 @@ def export_run(
     formats: Sequence[str],
     dtype: str | None,
     trust_code: bool = False,
+    module: str | None = None,
 ) -> None:
     """Write a trained model into a new folder, local or in a store, and print what was written.
 
@@ -234,6 +244,7 @@ def export_run(
         formats: of "program", "onnx" and "tables".
         dtype: data type of the tables, None for that of the run. If it is narrower, the loss of precision is
             measured and printed.
+        module: see :func:`predict`.
 
     Raises:
         HybridError: the output exists or cannot be written, or packages are missing.
@@ -241,12 +252,9 @@ def export_run(
     check_new(output)
     if "onnx" in formats:
         program_export.check_onnx()
-    with transient_status() as report_progress:
-        report_progress("reading the model")
-        # Measuring the loss of precision reads the data of the run.
-        trained = TrainedRun.read(folder, _warn, trust_code, uses_paths=dtype is not None)
-        model = TrainedModule(trained)
-    lines = [f"{'checkpoint':<{_LABEL_WIDTH}}{trained.origin}"]
+    # Measuring the loss of precision reads the data of the run.
+    model = _read_model(folder, trust_code, module, uses_paths=dtype is not None, in_memory=True)
+    lines = [f"{'checkpoint':<{_LABEL_WIDTH}}{model.trained.origin}"]
     if dtype is not None and getattr(torch, dtype).itemsize < model.dtype.itemsize:
         lines += _narrow(model, dtype)
     with _new_folder(output) as partial, transient_status() as report_progress:
@@ -276,9 +284,8 @@ def _narrow(model: TrainedModule, dtype: str) -> list[str]:
         before = measure(model, rows)
     except HybridError as error:
         notes = [f"{'on test rows':<{_LABEL_WIDTH}}not measured: {error}"]
-    for index, name in enumerate(model.table_names):
-        narrow_RD = model.rows(name).detach().to(getattr(torch, dtype))
-        model.tables[index] = nn.Embedding.from_pretrained(narrow_RD)
+    for name in model.table_names:
+        model.rows(name).data = model.rows(name).detach().to(getattr(torch, dtype))
     if before:
         after = measure(model, rows)
         notes = [
@@ -321,12 +328,16 @@ def check_new(output: StoragePath) -> None:
         raise HybridError(f"{output}: exists already; choose another --output, or remove it")
 
 
-def _read_model(folder: StoragePath, trust_code: bool, *, uses_paths: bool) -> TrainedModule:
-    """Read the best checkpoint of a run, or a given one; the tables stay in their files."""
+def _read_model(
+    folder: StoragePath, trust_code: bool, module: str | None, *, uses_paths: bool, in_memory: bool = False
+) -> TrainedModule:
+    """Read the best checkpoint of a run, or a given one; by default, the tables stay in their files."""
     with transient_status() as report_progress:
         report_progress("reading the model")
         trained = TrainedRun.read(folder, _warn, trust_code, uses_paths=uses_paths)
-        return TrainedModule(trained, in_memory=False)
+        if module is None:
+            return ConfiguredModule(trained, in_memory=in_memory)
+        return CustomModule(trained, module, in_memory=in_memory)
 
 
 def _row_notes(report: DatasetReport) -> Iterator[str]:

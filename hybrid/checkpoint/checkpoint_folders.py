@@ -39,6 +39,7 @@ _PARTS = "parts-"  # prefix of the folder with the files of a checkpoint in a st
 # Keys of a manifest's progress.
 BEST = "best"
 OWES_EVALUATION = "owes_evaluation"  # whether the evaluation after this step is still to be done
+CUSTOM_LOOP = "custom_loop"  # whether a custom training loop wrote the checkpoint
 _MAX_BYTES = 32 << 20  # the manifest of a thousand tables on a hundred workers has 20 MB
 _MAX_COUNT = 2**63 - 1
 # A file in the checkpoint's folder or one folder below it; shard_file percent-encodes names of tables.

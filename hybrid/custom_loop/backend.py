@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Manifest, write_text
+from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, DENSE_FILE, Manifest, write_copy, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
-from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.validation import FINITE_SCHEDULES
+from hybrid.data.dataset.dataset_manifest import checkpoint_contents
+from hybrid.data.encode.vocabulary import VOCABULARIES_FILE
 from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.data.prepare.preparation import cache_folder
 from hybrid.embedding.bags import Item
@@ -39,7 +40,6 @@ from hybrid.protocol.ticket import Ticket
 from hybrid.protocol.update_rules import Schedule, UpdateRules
 from hybrid.server.barrier import UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
-from hybrid.user_code.run_signature import signed_toml
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -165,6 +165,7 @@ class SingleProcess(Backend):
         super().__init__(config, 0, group, snapshot)
         self._shards: TableShards
         self._placement: Placement
+        self._data: StoragePath | None = None
 
     def place_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
         placement = place(tables, num_workers=1)
@@ -175,7 +176,8 @@ class SingleProcess(Backend):
         return PlacedTables(placement, rules, {0: LocalTables(shards)})
 
     def prepare_data(self) -> str:
-        return str(ensure_prepared(self.config, cache_folder(self.config), print).absolute())
+        self._data = ensure_prepared(self.config, cache_folder(self.config), print).absolute()
+        return str(self._data)
 
     def save(
         self, folder: StoragePath, step: int, dense: Mapping[str, Tensor], progress: Mapping[str, Any]
@@ -183,12 +185,14 @@ class SingleProcess(Backend):
         partial = checkpoint_folders.begin(folder)
         try:
             self._shards.begin_save(is_copied=False)
-            files = {
-                **self._shards.write(partial),
-                **write_tensors(partial, DENSE_FILE, dense),
-                **write_text(partial, CONFIG_FILE, signed_toml(self.config)),
-            }
-            manifest = Manifest(step, 0, self._placement.shapes, files, progress=dict(progress))
+            files = {**self._shards.write(partial), **write_tensors(partial, DENSE_FILE, dense)}
+            texts, vocabularies = checkpoint_contents(self.config, self._data)
+            for name, text in texts.items():
+                files |= write_text(partial, name, text)
+            for source in vocabularies.values():
+                files |= write_copy(partial, VOCABULARIES_FILE, source)
+            counters = {CUSTOM_LOOP: True, **progress}
+            manifest = Manifest(step, 0, self._placement.shapes, files, progress=counters)
             checkpoint_folders.commit(partial, manifest)
         except BaseException:
             checkpoint_folders.discard(partial)

@@ -60,20 +60,30 @@ def load(
         ConfigError: the run names code that may not be executed.
     """
     if module is None:
-        return TrainedModule(TrainedRun.read(parse_path(folder), warnings.warn, trust_code))
+        return ConfiguredModule(TrainedRun.read(parse_path(folder), warnings.warn, trust_code))
     stored = Checkpoint.best_valid(parse_path(folder), warnings.warn)
-    names = {id(each): name for name, each in module.named_modules() if isinstance(each, TableModule)}
-    if set(names.values()) != stored.manifest.tables.keys():
-        expected = ", ".join(sorted(names.values())) or "no tables"
-        tables = ", ".join(sorted(stored.manifest.tables))
-        rule = f"is of another module: the checkpoint has {tables}, {type(module).__name__} has {expected}"
-        raise CheckpointError(f"{stored.folder}: {rule}")
+    names = {table: name for name, table in load_parameters(module, stored).items()}
 
     def rows_of(table: TableModule) -> Tensor:
-        return stored.read_rows(names[id(table)], (table.num_embeddings, table.embedding_dim))
+        return stored.read_rows(names[table], (table.num_embeddings, table.embedding_dim))
 
-    load_state(module, unpack_dense(stored.tensors(DENSE_FILE))[0], stored.folder)
     return plain_copy(module, rows_of).eval()
+
+
+def load_parameters(module: nn.Module, stored: Checkpoint) -> dict[str, TableModule]:
+    """Load the parameters of a custom loop's module from a checkpoint; return its tables by name.
+
+    Raises:
+        CheckpointError: the checkpoint is of another module.
+    """
+    tables = {name: each for name, each in module.named_modules() if isinstance(each, TableModule)}
+    if tables.keys() != stored.manifest.tables.keys():
+        expected = ", ".join(sorted(tables)) or "no tables"
+        known = ", ".join(sorted(stored.manifest.tables))
+        rule = f"is of another module: the checkpoint has {known}, {type(module).__name__} has {expected}"
+        raise CheckpointError(f"{stored.folder}: {rule}")
+    load_state(module, unpack_dense(stored.tensors(DENSE_FILE))[0], stored.folder)
+    return tables
 
 
 class Input(NamedTuple):
@@ -90,7 +100,7 @@ class Input(NamedTuple):
 
 
 class TrainedModule(nn.Module):
-    """The model of a configured run, with its tables.
+    """A trained model with its tables, of a configured run or of a custom training loop.
 
     The argument is a batch as a dict. ``dense`` has the shape (samples, numeric columns). The name of each
     categorical column has its ids, of shape (samples,). A column with any number of ids per sample is a
@@ -102,6 +112,8 @@ class TrainedModule(nn.Module):
 
     Args:
         trained: the checkpoint.
+        shapes: number of rows and width of each table, by name.
+        sequences: indices of the features whose order of ids counts.
         in_memory: whether tables are parameters in memory. Otherwise the rows are read from the files.
 
     Raises:
@@ -117,29 +129,29 @@ class TrainedModule(nn.Module):
         autocast: lower precision for operations of the nets where it is safe, or None.
     """
 
-    def __init__(self, trained: TrainedRun, *, in_memory: bool = True) -> None:
+    def __init__(
+        self,
+        trained: TrainedRun,
+        shapes: Mapping[str, tuple[int, int]],
+        sequences: Sequence[int],
+        in_memory: bool = True,
+    ) -> None:
         super().__init__()
         self.trained = trained
-        blueprint = trained.blueprint
-        self.net, self.remote_net = trained.nets()
-        for net in (self.net, self.remote_net):
-            if net is not None:
-                use_torch(net)  # so that an exported program runs without this package
+        self.dtype: torch.dtype = getattr(torch, trained.config.train.dtype)
         self.tables = nn.ModuleList()
-        for table in blueprint.tables:
-            shape = table.num_rows, table.dim
+        for name, shape in shapes.items():
             if in_memory:
-                rows_RD = trained.stored.read_rows(table.name, shape).to(blueprint.dtype)
+                rows_RD = trained.stored.read_rows(name, shape).to(self.dtype)
                 self.tables.append(nn.Embedding.from_pretrained(rows_RD, freeze=False))
             else:
-                shards = trained.stored.map_rows(table.name, *shape)
-                self.tables.append(MappedTable(shards, blueprint.dtype))
-        self.table_names = tuple(table.name for table in blueprint.tables)
-        spec = blueprint.input_spec
+                self.tables.append(MappedTable(trained.stored.map_rows(name, *shape), self.dtype))
+        self.table_names = tuple(shapes)
+        self._sequences = sequences
+        spec = trained.encoder.input_spec
         self.num_dense = len(spec.dense_features)
-        self._features = list(zip(spec.sparse_features, tables_of(spec, blueprint.tables), strict=True))
         inputs = [Input(DENSE, torch.float32, (SAMPLES, self.num_dense))] if self.num_dense else []
-        for feature, _ in self._features:
+        for feature in spec.sparse_features:
             ids = (f"ids of {feature.name}",) if feature.multi_hot else (SAMPLES,)
             inputs.append(Input(feature.name, torch.int64, ids))
             if feature.weighted:
@@ -153,10 +165,7 @@ class TrainedModule(nn.Module):
         self._tasks = trained.config.all_tasks
         num_outputs = trained.config.num_outputs
         self._shape = (-1,) if num_outputs == 1 else (-1, num_outputs)
-        self.dtype = blueprint.dtype
-        precision = trained.config.dense.autocast
-        self.autocast: torch.dtype | None = None if precision == "none" else getattr(torch, precision)
-        self.eval()
+        self.autocast: torch.dtype | None = None
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -165,20 +174,16 @@ class TrainedModule(nn.Module):
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return predictions by name."""
-        return predictions(self._tasks, self.outputs(batch))
+        columns = dict(batch)
+        for feature in self.trained.encoder.sparse:
+            if feature.multi_hot and isinstance(batch[feature.name], Tensor):
+                for name in (feature.name, feature.name + WEIGHTS)[: 1 + feature.weighted]:
+                    columns[name] = Jagged(batch[name], columns[feature.name + OFFSETS])
+        return predictions(self._tasks, self.outputs(columns))
 
-    def outputs(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return ``outputs_BO`` of the dense net, or ``outputs_B`` if each sample has one output."""
-        pooled_BE = torch.cat([self._vectors(*each, batch) for each in self._features], dim=1)
-        dense_BF = batch[DENSE] if self.num_dense else pooled_BE.new_empty(pooled_BE.shape[0], 0)
-        dense_BF = dense_BF.to(self.dtype)
-        with self._precision(pooled_BE.device):
-            hidden_BH = self.net.interaction(self.net.bottom(dense_BF), pooled_BE)
-        if self.remote_net is not None:
-            hidden_BH = self.remote_net(hidden_BH.to(self.dtype))
-        with self._precision(pooled_BE.device):
-            outputs_BO: Tensor = self.net.head(hidden_BH).view(self._shape)
-        return outputs_BO.to(self.dtype)
+    def outputs(self, columns: Mapping[str, Any]) -> Tensor:
+        """Return ``outputs_BO``, or ``outputs_B`` for one output, of a batch of :func:`features_of`."""
+        raise NotImplementedError
 
     def rows(self, table: str) -> Tensor:
         """Return all rows of a table, of shape (rows, D)."""
@@ -200,7 +205,7 @@ class TrainedModule(nn.Module):
         """
         features = features_of(table_batch(self.trained, columns), self.trained.encoder.input_spec)
         batch = {DENSE: features[DENSE]} if self.num_dense else {}
-        for feature, _ in self._features:
+        for feature in self.trained.encoder.sparse:
             values = features[feature.name]
             if not feature.multi_hot:
                 batch[feature.name] = values
@@ -216,17 +221,44 @@ class TrainedModule(nn.Module):
         chunks = batch.split(max(1, -(-len(batch.labels) // size)))
         with torch.no_grad():
             outputs_BO = torch.cat([self.outputs(features_of(chunk, spec)) for chunk in chunks])
-        return Predictions.of(batch, outputs_BO, self.trained.blueprint.sequences)
+        return Predictions.of(batch, outputs_BO, self._sequences)
 
-    def _vectors(self, feature: FeatureSpec, table: TableSpec, batch: Mapping[str, Any]) -> Tensor:
-        ids_L, offsets = batch[feature.name], batch.get(feature.name + OFFSETS)
-        if isinstance(ids_L, Jagged):
-            ids_L, offsets = ids_L
+
+class ConfiguredModule(TrainedModule):
+    """The model of a configured run; see :class:`TrainedModule`."""
+
+    def __init__(self, trained: TrainedRun, *, in_memory: bool = True) -> None:
+        nets, blueprint = trained.nets(), trained.blueprint
+        shapes = {table.name: (table.num_rows, table.dim) for table in blueprint.tables}
+        super().__init__(trained, shapes, blueprint.sequences, in_memory)
+        self.net, self.remote_net = nets
+        for net in (self.net, self.remote_net):
+            if net is not None:
+                use_torch(net)  # so that an exported program runs without this package
+        spec = blueprint.input_spec
+        self._features = list(zip(spec.sparse_features, tables_of(spec, blueprint.tables), strict=True))
+        precision = trained.config.dense.autocast
+        self.autocast = None if precision == "none" else getattr(torch, precision)
+        self.eval()
+
+    def outputs(self, columns: Mapping[str, Any]) -> Tensor:
+        pooled_BE = torch.cat([self._vectors(*each, columns) for each in self._features], dim=1)
+        dense_BF = columns[DENSE] if self.num_dense else pooled_BE.new_empty(pooled_BE.shape[0], 0)
+        dense_BF = dense_BF.to(self.dtype)
+        with self._precision(pooled_BE.device):
+            hidden_BH = self.net.interaction(self.net.bottom(dense_BF), pooled_BE)
+        if self.remote_net is not None:
+            hidden_BH = self.remote_net(hidden_BH.to(self.dtype))
+        with self._precision(pooled_BE.device):
+            outputs_BO: Tensor = self.net.head(hidden_BH).view(self._shape)
+        return outputs_BO.to(self.dtype)
+
+    def _vectors(self, feature: FeatureSpec, table: TableSpec, columns: Mapping[str, Any]) -> Tensor:
+        ids = columns[feature.name]
+        ids_L, offsets = ids if isinstance(ids, Jagged) else (ids, None)
         rows_LD: Tensor = self.tables[self.table_names.index(table.name)](ids_L).to(self.dtype)
         if feature.weighted:
-            weights = batch[feature.name + WEIGHTS]
-            weights_L = weights.values if isinstance(weights, Jagged) else weights
-            rows_LD = rows_LD * weights_L.unsqueeze(1).to(rows_LD)
+            rows_LD = rows_LD * columns[feature.name + WEIGHTS].values.unsqueeze(1).to(rows_LD)
         if offsets is None:
             return rows_LD
         if table.sequence:

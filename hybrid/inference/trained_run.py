@@ -1,4 +1,4 @@
-"""The model of a configured run, read from a checkpoint without a cluster."""
+"""A trained model, read from a checkpoint without a cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE
+from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, DENSE_FILE, REMOTE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, unpack_dense
 from hybrid.config import ColumnSection, RunConfig
@@ -58,13 +58,15 @@ class TrainedRun:
             uses_paths: whether the data of the run will be read; see :func:`load_run_config`.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it is damaged, or of a custom training loop.
+            CheckpointError: there is no checkpoint, or it is damaged, or does not describe its columns.
             ConfigError: the run names code that may not be executed, or paths that may not be used.
         """
         stored = Checkpoint.best_valid(folder, warn)
         if not storage.exists(stored.parts / FILE_NAME):
-            rule = "pass its module as well: hybrid.load(FOLDER, MODULE)"
-            raise CheckpointError(f"{stored.folder} was saved by a custom training loop; {rule}")
+            rule = (
+                "saved by a custom training loop without cluster.prepare(); use hybrid.load(FOLDER, MODULE)"
+            )
+            raise CheckpointError(f"{stored.folder} does not describe its columns: {rule}")
         config = load_run_config(stored.parts / CONFIG_FILE, trust_code=trust_code, uses_paths=uses_paths)
         encoder = FeatureEncoder.load(stored.parts)
         # If the caller gave batches, features with weighted ids have no section in the configuration.
@@ -90,7 +92,14 @@ class TrainedRun:
         return Blueprint(self.config, spec, unsharded)
 
     def nets(self) -> tuple[DenseNet, nn.Sequential | None]:
-        """Build the dense net, and the remote net if there is one, with trained parameters."""
+        """Build the dense net, and the remote net if there is one, with trained parameters.
+
+        Raises:
+            CheckpointError: the checkpoint is of a custom training loop, or of another model.
+        """
+        if CUSTOM_LOOP in self.stored.manifest.progress:
+            rule = "add --module FILE.py:FUNCTION, which makes its module, or use hybrid.load(FOLDER, MODULE)"
+            raise CheckpointError(f"{self.stored.folder} was saved by a custom training loop; {rule}")
         files = {DENSE_FILE: self._net_state(DENSE_FILE)}
         if self.config.dense.remote_mlp:
             files[REMOTE_FILE] = self._net_state(REMOTE_FILE)

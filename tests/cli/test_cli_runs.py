@@ -26,7 +26,7 @@ from hybrid.checkpoint.checkpoint_folders import (
 from hybrid.data.dataset.dataset_manifest import COPY_NAME, FORMAT_VERSION
 from hybrid.inference import trained_run as evaluated_run
 from hybrid.inference.raw_rows import held_out_rows
-from hybrid.inference.trained_module import TrainedModule
+from hybrid.inference.trained_module import ConfiguredModule
 from workers.cli import main
 from workers.model_commands import measure
 
@@ -78,7 +78,7 @@ def test_resumed_run_has_the_bits_of_an_undisturbed_one(
     assert differences(tmp_path / "whole", folder) == []
     main(["evaluate", str(step_folder(folder, 32))])
     assert f"auc                 {result_of(folder)['auc']:.4f}\n" in capsys.readouterr().out
-    model = TrainedModule(evaluated_run.TrainedRun.read(step_folder(folder, 32), print), in_memory=False)
+    model = ConfiguredModule(evaluated_run.TrainedRun.read(step_folder(folder, 32), print), in_memory=False)
     metrics = measure(model, held_out_rows(model.trained, report=print))
     assert metrics["auc"] == result_of(folder)["auc"], "to the last bit: equal rows tie in both"
 

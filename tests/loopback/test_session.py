@@ -21,7 +21,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.custom_loop.embedding_modules import Jagged
 from hybrid.custom_loop.local_batches import features_of
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.inference.trained_module import TrainedModule, load
+from hybrid.inference.trained_module import ConfiguredModule, TrainedModule, load
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.protocol.ticket import Ticket
@@ -152,7 +152,7 @@ def test_a_saved_model_reads_weights_of_ids(tmp_path: Path) -> None:
     batch = weighted_batches(7)[0]
     given = features_of(batch, model.trained.encoder.input_spec)
     trained = TrainedRun.read(tmp_path / "saved", print)
-    ours = TrainedModule(trained, in_memory=False).predict(batch).outputs.double()
+    ours = ConfiguredModule(trained, in_memory=False).predict(batch).outputs.double()
     found = model(given)["probability"].double()
     assert_close(found, ours.sigmoid(), rtol=0, atol=1e-6)
     given["tags.weights"] = Jagged(torch.ones(2 * SIZE), given["tags"].offsets)

@@ -11,7 +11,6 @@ from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_folders import Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
-from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.validation import recorded_steps
 from hybrid.data.batches.batch_loader import check_ranking_losses
 from hybrid.data.dataset import dataset_manifest
@@ -26,10 +25,8 @@ from hybrid.metrics import Metrics, Predictions, check_custom_metrics
 from hybrid.primitives.step_timings import Span
 from hybrid.protocol.update_rules import Schedule, Staleness, UpdateRules
 from hybrid.server.barrier import UpdateBarrier
-from hybrid.storage.files import read_text
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, Topology
-from hybrid.user_code.run_signature import signed_toml
 from workers.controller.deployment import (
     BULK_TIMEOUT_SECONDS,
     MAX_FRACTION_FOR_COPIES,
@@ -203,14 +200,10 @@ class Session:
         holders = [each.role for each in deployed.tables.values()]
         is_copied = in_background and not memory_shortage(placement, holders, MAX_FRACTION_FOR_COPIES)
         writers = hold(deployed, self.config.dense, is_copied, self._meanwhile)
-        texts, vocabularies = {CONFIG_FILE: signed_toml(self.config)}, {}
-        if (data := self._data_folder) is None:
+        texts, vocabularies = dataset_manifest.checkpoint_contents(self.config, self._data_folder)
+        if self._data_folder is None:
             encoder = FeatureEncoder.of_rows(self.blueprint.input_spec)
             texts[feature_encoder.FILE_NAME] = encoder.to_json()
-        else:
-            texts[feature_encoder.FILE_NAME] = read_text(data / feature_encoder.FILE_NAME)
-            texts[dataset_manifest.COPY_NAME] = read_text(data / dataset_manifest.FILE_NAME)
-            vocabularies = feature_encoder.vocabulary_files(data)
         return HeldCheckpoint(
             folder,
             Manifest(step, epoch, placement.shapes, {}, values, dict(progress.values)),

@@ -32,19 +32,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid import transport
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Files, Manifest
+from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, DENSE_FILE, Files, Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
-from hybrid.config.loading import CONFIG_FILE, apply_settings
+from hybrid.config.loading import apply_settings
 from hybrid.custom_loop.backend import BACKEND, Backend, PlacedTables, update_rules
+from hybrid.data.dataset.dataset_manifest import checkpoint_contents
 from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.server.barrier import HostedModule
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
-from hybrid.user_code.run_signature import signed_toml
 from hybrid.user_code.user_modules import load_function
 from workers.cluster_task import ScriptTask
 from workers.console.messages import print_line
@@ -112,6 +112,7 @@ class ScriptJob:
         self._task = task
         self._tables: list[transport.RemoteTables] = []
         self._placement: Placement
+        self._data: StoragePath | None = None
 
     def run(
         self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView, folders: SharedFolders
@@ -135,9 +136,9 @@ class ScriptJob:
                 self._tables = list(workers.values())
                 response = PlacedTables(self._placement, rules, workers)
             elif request.action == "prepare":
-                folder = data()
-                folders.check_data(folder)
-                response = str(folder.absolute())
+                self._data = data()
+                folders.check_data(self._data)
+                response = str(self._data.absolute())
             elif request.action == "save":
                 self._save(request, scripts[0])
             elif request.action == "resume":
@@ -167,9 +168,10 @@ class ScriptJob:
             return [dense, *(each.call(HostedModule.write, partial, timeout_seconds=bulk) for each in tables)]
 
         assert request.folder is not None
-        manifest = Manifest(request.step, 0, self._placement.shapes, progress=dict(request.progress))
-        texts = {CONFIG_FILE: signed_toml(self._config)}
-        HeldCheckpoint(request.folder, manifest, texts, {}, start, is_copied=False).write()
+        progress = {CUSTOM_LOOP: True, **request.progress}
+        manifest = Manifest(request.step, 0, self._placement.shapes, progress=progress)
+        texts, vocabularies = checkpoint_contents(self._config, self._data)
+        HeldCheckpoint(request.folder, manifest, texts, {}, start, False, vocabularies).write()
 
 
 def _next_request(scripts: Sequence[transport.Remote[Script]]) -> ScriptRequest:

@@ -7,13 +7,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid.config import RunConfig
+from hybrid.config.loading import CONFIG_FILE
+from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import UnknownValues
 from hybrid.data.parse.input_files import InputFile, compute_sampled_checksum
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.storage.files import compute_checksum, read_bytes
+from hybrid.storage.files import compute_checksum, read_bytes, read_text
 from hybrid.storage.remote_path import StoragePath
+from hybrid.user_code.run_signature import signed_toml
 
 FORMAT_VERSION = 6  # raise it whenever the same configuration would be prepared differently
 FILE_NAME = "manifest.json"
@@ -178,3 +182,15 @@ class DataManifest:
         raise DataError(
             f"the configuration prepares other samples from the files than when the run began; {remedy}"
         )
+
+
+def checkpoint_contents(
+    config: RunConfig, data: StoragePath | None
+) -> tuple[dict[str, str], dict[str, StoragePath]]:
+    """Return the texts and vocabularies of a checkpoint by name; ``data`` has the prepared data, if any."""
+    texts = {CONFIG_FILE: signed_toml(config)}
+    if data is None:
+        return texts, {}
+    sources = {feature_encoder.FILE_NAME: feature_encoder.FILE_NAME, COPY_NAME: FILE_NAME}
+    texts |= {name: read_text(data / source) for name, source in sources.items()}
+    return texts, feature_encoder.vocabulary_files(data)

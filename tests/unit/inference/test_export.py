@@ -5,12 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import onnxruntime
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.commands import code_block
 from support.trained import (
+    by_onnx,
+    by_program,
     clicks_config,
     history_config,
     largest_difference,
@@ -42,25 +43,6 @@ def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "served"
     export_run(run, folder, ["program", "onnx"], None)
     return folder
-
-
-def by_program(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the predictions of the program."""
-    names = [each["name"] for each in json.loads((served / "preprocessing.json").read_text())["inputs"]]
-    given: dict[str, torch.Tensor] = torch.export.load(served / "program.pt2").module()(
-        *[inputs[name] for name in names]
-    )
-    return given
-
-
-def by_onnx(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the predictions of the ONNX model."""
-    session = onnxruntime.InferenceSession(served / "model.onnx")
-    content = json.loads((served / "preprocessing.json").read_text())
-    assert [each.name for each in session.get_inputs()] == [each["name"] for each in content["inputs"]]
-    names = [each["name"] for each in content["outputs"]]
-    given = session.run(names, {name: each.numpy() for name, each in inputs.items()})
-    return dict(zip(names, map(torch.from_numpy, given), strict=True))
 
 
 def check_as_predicted(run: Path, served: Path, new: Path) -> None:

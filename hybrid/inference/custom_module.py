@@ -1,0 +1,115 @@
+"""The module of a custom training loop, with the tables of its checkpoint."""
+
+import copy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.custom_loop.backend import BACKEND
+from hybrid.custom_loop.embedding_modules import EmbeddingBag, Jagged, TableModule
+from hybrid.custom_loop.local_batches import DENSE
+from hybrid.embedding.table_spec import Pooling
+from hybrid.errors import ConfigError, HybridError
+from hybrid.inference.trained_module import TrainedModule, load_parameters, pool_bags
+from hybrid.inference.trained_run import TrainedRun
+from hybrid.user_code.user_modules import load_function
+
+_KEY = "--module"
+
+
+class _NoBackend:
+    """The backend of a script that is imported for its module: it cannot train."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise HybridError('hybrid.connect() must be called below if __name__ == "__main__":')
+
+
+class CustomModule(TrainedModule):
+    """The module of a custom training loop.
+
+    Args:
+        name: FILE.py:FUNCTION or package.module:FUNCTION. The function, or class, makes the module; it is
+            called with an object that has ``num_rows`` and ``dense_columns``, like :class:`PreparedData`.
+        in_memory: see :class:`TrainedModule`.
+
+    Raises:
+        ConfigError: there is no such function.
+        CheckpointError: the checkpoint is of another module.
+    """
+
+    def __init__(self, trained: TrainedRun, name: str, *, in_memory: bool) -> None:
+        spec = trained.encoder.input_spec
+        num_rows = {each.name: each.num_rows for each in spec.sparse_features}
+        data = SimpleNamespace(num_rows=num_rows, dense_columns=spec.dense_features)
+        module_name, _, function = name.rpartition(":")
+        if (file := Path(module_name)).suffix == ".py":
+            sys.path.append(str(file.resolve().parent))
+            module_name = file.stem
+        token = BACKEND.set(cast(Any, _NoBackend()))
+        try:
+            module = load_function(_KEY, f"{module_name}:{function}", ("data",))(data)
+        finally:
+            BACKEND.reset(token)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(_KEY, f"must return a torch.nn.Module, not {type(module).__name__}", name)
+        tables = load_parameters(module, trained.stored)
+        shapes = {name: (each.num_embeddings, each.embedding_dim) for name, each in tables.items()}
+        super().__init__(trained, shapes, range(len(num_rows)), in_memory)  # the order of any ids may count
+        pairs = zip(tables.values(), self.tables, strict=True)
+        stored = {id(table): StoredTable(table, rows, self.dtype) for table, rows in pairs}
+        self.module: nn.Module = copy.deepcopy(module, stored)  # has these tables instead of its own
+        self.eval()
+
+    def outputs(self, columns: Mapping[str, Any]) -> Tensor:
+        first = next(iter(columns.values()))
+        size = first.offsets.shape[0] - 1 if isinstance(first, Jagged) else first.shape[0]
+        outputs = self.module({DENSE: torch.zeros(size, 0), **columns})
+        shape = (size, *self._shape[1:])
+        if not isinstance(outputs, Tensor) or outputs.shape not in (shape, (*shape, 1)[:2]):
+            found = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise HybridError(f"{_KEY}: the module must return outputs {list(shape)}, not {found}")
+        return outputs.to(self.dtype).view(self._shape)
+
+
+class StoredTable(nn.Module):
+    """A table of a checkpoint, with the arguments of :class:`Embedding` or :class:`EmbeddingBag`.
+
+    Args:
+        table: the table in the module of the loop.
+        rows: returns the vectors (ids, D) of ids.
+        dtype: data type of the result.
+    """
+
+    def __init__(self, table: TableModule, rows: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rows, self.dtype = rows, dtype
+        self.padding_idx = -1 if table.padding_idx is None else table.padding_idx
+        self.pooling = table.pooling if isinstance(table, EmbeddingBag) else None
+        self.has_end = isinstance(table, EmbeddingBag) and table.include_last_offset
+
+    def forward(self, ids: Any, offsets: Tensor | None = None, per_sample_weights: Any = None) -> Tensor:
+        """See :meth:`EmbeddingBag.forward`."""
+        has_end = self.has_end or isinstance(ids, Jagged)
+        ids, offsets = ids if isinstance(ids, Jagged) else (ids, offsets)
+        ids_L = ids.reshape(-1).long()
+        is_id_L1 = (ids_L != self.padding_idx).unsqueeze(1)
+        rows_LD: Tensor = self.rows(ids_L).to(self.dtype)
+        if (weights := per_sample_weights) is not None:
+            weights = weights.values if isinstance(weights, Jagged) else weights
+            rows_LD = rows_LD * weights.reshape(-1, 1).to(rows_LD)
+        rows_LD = rows_LD.masked_fill(~is_id_L1, -torch.inf if self.pooling is Pooling.MAX else 0.0)
+        if self.pooling is None:
+            return rows_LD.view(*ids.shape, rows_LD.shape[1])
+        if offsets is None:
+            offsets = torch.arange(ids.shape[0] + 1) * ids.shape[1]
+        elif not has_end:
+            offsets = torch.cat([offsets, offsets.new_full((1,), ids.shape[0])])
+        counts_B1 = pool_bags(is_id_L1.to(rows_LD), offsets, Pooling.SUM)
+        if self.pooling is Pooling.MEAN:
+            return pool_bags(rows_LD, offsets, Pooling.SUM) / counts_B1.clamp(min=1)
+        return pool_bags(rows_LD, offsets, self.pooling).masked_fill(counts_B1 == 0, 0.0)
