@@ -23,12 +23,7 @@ from hybrid.errors import ConfigError, HybridError
 from hybrid.inference import program_export
 from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.raw_rows import Rows, SourceRows, file_rows, held_out_rows, stream_rows
-from hybrid.inference.trained_module import (
-    ConfiguredModule,
-    TrainedModule,
-    column_names,
-    prediction_columns,
-)
+from hybrid.inference.trained_module import ConfiguredModule, TrainedModule, column_names, prediction_columns
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.metrics import Predictions
 from hybrid.storage import files as storage

@@ -14,7 +14,7 @@ from hybrid.custom_loop.backend import BACKEND
 from hybrid.custom_loop.embedding_modules import EmbeddingBag, Jagged, TableModule
 from hybrid.custom_loop.local_batches import DENSE
 from hybrid.embedding.table_spec import Pooling
-from hybrid.errors import ConfigError, HybridError
+from hybrid.errors import HybridError
 from hybrid.inference.trained_module import TrainedModule, load_parameters, pool_bags
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.user_code.user_modules import load_function
@@ -23,7 +23,7 @@ _KEY = "--module"
 
 
 class _NoBackend:
-    """The backend of a script that is imported for its module: it cannot train."""
+    """The backend of a script that is imported for its module."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise HybridError('hybrid.connect() must be called below if __name__ == "__main__":')
@@ -55,8 +55,6 @@ class CustomModule(TrainedModule):
             module = load_function(_KEY, f"{module_name}:{function}", ("data",))(data)
         finally:
             BACKEND.reset(token)
-        if not isinstance(module, nn.Module):
-            raise ConfigError(_KEY, f"must return a torch.nn.Module, not {type(module).__name__}", name)
         tables = load_parameters(module, trained.stored)
         shapes = {name: (each.num_embeddings, each.embedding_dim) for name, each in tables.items()}
         super().__init__(trained, shapes, range(len(num_rows)), in_memory)  # the order of any ids may count
@@ -68,22 +66,15 @@ class CustomModule(TrainedModule):
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:
         first = next(iter(columns.values()))
         size = first.offsets.shape[0] - 1 if isinstance(first, Jagged) else first.shape[0]
-        outputs = self.module({DENSE: torch.zeros(size, 0), **columns})
-        shape = (size, *self._shape[1:])
-        if not isinstance(outputs, Tensor) or outputs.shape not in (shape, (*shape, 1)[:2]):
-            found = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-            raise HybridError(f"{_KEY}: the module must return outputs {list(shape)}, not {found}")
+        outputs: Tensor = self.module({DENSE: torch.zeros(size, 0), **columns})
+        if outputs.shape not in (shape := (size, *self._shape[1:]), (*shape, 1)[:2]):
+            rule = f"must return outputs of shape {list(shape)}, not {list(outputs.shape)}"
+            raise HybridError(f"{_KEY}: the module {rule}")
         return outputs.to(self.dtype).view(self._shape)
 
 
 class StoredTable(nn.Module):
-    """A table of a checkpoint, with the arguments of :class:`Embedding` or :class:`EmbeddingBag`.
-
-    Args:
-        table: the table in the module of the loop.
-        rows: returns the vectors (ids, D) of ids.
-        dtype: data type of the result.
-    """
+    """A table of a checkpoint that is called like ``table``; ``rows`` returns the vectors (ids, D) of ids."""
 
     def __init__(self, table: TableModule, rows: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()

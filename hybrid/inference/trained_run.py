@@ -63,10 +63,8 @@ class TrainedRun:
         """
         stored = Checkpoint.best_valid(folder, warn)
         if not storage.exists(stored.parts / FILE_NAME):
-            rule = (
-                "saved by a custom training loop without cluster.prepare(); use hybrid.load(FOLDER, MODULE)"
-            )
-            raise CheckpointError(f"{stored.folder} does not describe its columns: {rule}")
+            rule = "was saved by a script without cluster.prepare(); use hybrid.load(FOLDER, MODULE)"
+            raise CheckpointError(f"{stored.folder} {rule}")
         config = load_run_config(stored.parts / CONFIG_FILE, trust_code=trust_code, uses_paths=uses_paths)
         encoder = FeatureEncoder.load(stored.parts)
         # If the caller gave batches, features with weighted ids have no section in the configuration.
@@ -92,11 +90,7 @@ class TrainedRun:
         return Blueprint(self.config, spec, unsharded)
 
     def nets(self) -> tuple[DenseNet, nn.Sequential | None]:
-        """Build the dense net, and the remote net if there is one, with trained parameters.
-
-        Raises:
-            CheckpointError: the checkpoint is of a custom training loop, or of another model.
-        """
+        """Build the dense net, and the remote net if there is one, with trained parameters."""
         if CUSTOM_LOOP in self.stored.manifest.progress:
             rule = "add --module FILE.py:FUNCTION, which makes its module, or use hybrid.load(FOLDER, MODULE)"
             raise CheckpointError(f"{self.stored.folder} was saved by a custom training loop; {rule}")

@@ -51,6 +51,8 @@ with torch.inference_mode():
     for batch in cluster.batches(data):
         assert len(model(batch["id"] + 0)) == len(batch["label"])
 cluster.print("steps:", step + 1)
+if kind == "prepares":
+    cluster.save("saved")
 """
 
 
@@ -66,6 +68,7 @@ def test_script_receives_data_and_arguments_and_trainer_0_prints(script: Path, t
     printed = output_of(["run", script.name, *sizes, "--", "prepares"], tmp_path)
     assert "\n300 ['" in printed
     assert printed.endswith("\ntrainers: 3 prepares\nsteps: 2\n")
+    assert {"features.json", "data.json"} <= {each.name for each in (tmp_path / "saved").iterdir()}
 
 
 def test_calls_with_another_effect_on_a_cluster_cause_a_warning(script: Path, tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
 """Checkpoints of configured runs, written without a cluster."""
 
 import csv
-import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime
 import torch
 from support.shards import LocalTables
 from torch import Tensor, nn
@@ -157,25 +155,6 @@ def engine_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float64]
     shards.close()
     columns = prediction_columns(trained.config.all_tasks, torch.cat(outputs))
     return {name: values.numpy() for name, values in columns.items()}
-
-
-def by_program(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the predictions of the program."""
-    names = [each["name"] for each in json.loads((served / "preprocessing.json").read_text())["inputs"]]
-    given: dict[str, torch.Tensor] = torch.export.load(served / "program.pt2").module()(
-        *[inputs[name] for name in names]
-    )
-    return given
-
-
-def by_onnx(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the predictions of the ONNX model."""
-    session = onnxruntime.InferenceSession(served / "model.onnx")
-    content = json.loads((served / "preprocessing.json").read_text())
-    assert [each.name for each in session.get_inputs()] == [each["name"] for each in content["inputs"]]
-    names = [each["name"] for each in content["outputs"]]
-    given = session.run(names, {name: each.numpy() for name, each in inputs.items()})
-    return dict(zip(names, map(torch.from_numpy, given), strict=True))
 
 
 def largest_difference(

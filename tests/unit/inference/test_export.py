@@ -1,17 +1,18 @@
-"""Exported models compute the predictions of ``hybrid predict``."""
+"""Exported models compute the predictions of ``hybrid predict``; modules of custom loops in all commands."""
 
 import json
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import onnxruntime
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.commands import code_block
 from support.trained import (
-    by_onnx,
-    by_program,
     clicks_config,
     history_config,
     largest_difference,
@@ -21,11 +22,16 @@ from support.trained import (
     write_shop,
     write_trained,
 )
+from torch.nn.functional import binary_cross_entropy_with_logits
 
+from hybrid.config.loading import to_toml
 from hybrid.errors import HybridError
 from hybrid.inference import program_export
+from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.trained_module import load
-from workers.model_commands import export_run
+from hybrid.inference.trained_run import TrainedRun
+from workers.cli import main
+from workers.model_commands import evaluate, export_run
 
 # Runs a program in a process that cannot import this project.
 ALONE = """
@@ -43,6 +49,25 @@ def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "served"
     export_run(run, folder, ["program", "onnx"], None)
     return folder
+
+
+def by_program(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the predictions of the program."""
+    names = [each["name"] for each in json.loads((served / "preprocessing.json").read_text())["inputs"]]
+    given: dict[str, torch.Tensor] = torch.export.load(served / "program.pt2").module()(
+        *[inputs[name] for name in names]
+    )
+    return given
+
+
+def by_onnx(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the predictions of the ONNX model."""
+    session = onnxruntime.InferenceSession(served / "model.onnx")
+    content = json.loads((served / "preprocessing.json").read_text())
+    assert [each.name for each in session.get_inputs()] == [each["name"] for each in content["inputs"]]
+    names = [each["name"] for each in content["outputs"]]
+    given = session.run(names, {name: each.numpy() for name, each in inputs.items()})
+    return dict(zip(names, map(torch.from_numpy, given), strict=True))
 
 
 def check_as_predicted(run: Path, served: Path, new: Path) -> None:
@@ -253,3 +278,88 @@ def test_a_failed_export_leaves_no_files(run: Path, tmp_path: Path, monkeypatch:
     (tmp_path / "served").mkdir()
     with pytest.raises(HybridError, match="exists already"):
         export_run(run, tmp_path / "served", ["tables"], None)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+import hybrid
+
+class Net(nn.Module):
+    def __init__(self, data):
+        super().__init__()
+        self.user = hybrid.Embedding(data.num_rows["user"], 3, padding_idx=0)
+        modes = ("mean", "max", "sum")
+        self.tags = nn.ModuleDict({m: hybrid.EmbeddingBag(3, 3, mode=m, padding_idx=0) for m in modes})
+        self.head = nn.Linear(12 + len(data.dense_columns), 1)
+
+    def forward(self, batch):
+        tags = hybrid.Jagged(batch["tags"].values % 3, batch["tags"].offsets)
+        bags = [self.tags["mean"](tags), self.tags["max"](tags.values, tags.offsets[:-1])]
+        bags.append(self.tags["sum"](tags, per_sample_weights=tags.values + 0.5))
+        return self.head(torch.cat([self.user(batch["user"]), *bags, batch["dense"]], dim=1))
+
+def train(data=None):
+    cluster = hybrid.connect("clicks.toml")
+    train, test = cluster.prepare()
+    model = cluster.distribute(Net(train))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for batch in cluster.batches(train):
+        cluster.backward(nn.functional.softplus(model(batch) * (1 - 2 * batch["label"].unsqueeze(1))))
+        optimizer.step()
+    cluster.save("saved", optimizer)
+    with torch.no_grad():
+        batches = [(model(batch).squeeze(1), batch["label"]) for batch in cluster.batches(test)]
+    torch.save([torch.cat(each) for each in zip(*batches)], "expected.pt")
+
+if __name__ == "__main__":
+    train()
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a custom training loop; read-only."""
+    folder = tmp_path_factory.mktemp("loop")
+    (folder / "clicks.toml").write_text(to_toml(clicks_config(folder)))
+    (folder / "clicks_net.py").write_text(SCRIPT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        with pytest.warns(UserWarning, match="ids that are computed"):
+            runpy.run_path("clicks_net.py", run_name="__main__")
+    return folder / "saved"
+
+
+def test_module_of_a_custom_loop_computes_its_outputs(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logits, labels = torch.load(saved.with_name("expected.pt"))
+    new, net = write_clicks(tmp_path / "new.csv", 70, seed=2), f"{saved.parent}/clicks_net.py:Net"
+    arguments = [str(saved), "--module", net]
+    main(["evaluate", *arguments])
+    printed = dict(re.findall(r"^(.*?)  +(.*)$", capsys.readouterr().out, re.MULTILINE))
+    loss = binary_cross_entropy_with_logits(logits, labels)
+    assert float(printed["log loss"]) == pytest.approx(loss.item(), abs=1e-4)
+    main(["predict", *arguments, "--output", str(tmp_path / "p.csv")])
+    lines = (tmp_path / "p.csv").read_text().splitlines()
+    probabilities = torch.tensor([float(line.split(",")[1]) for line in lines[1:]])
+    assert torch.allclose(probabilities, logits.sigmoid(), atol=1e-6)
+    main(["export", *arguments, "--format=program", "--format=onnx", f"--output={tmp_path / 'served'}"])
+    main(["export", *arguments, "--dtype=bfloat16", f"--output={tmp_path / 'half'}"])
+    inputs = CustomModule(TrainedRun.read(saved, print), net, in_memory=True).encode(texts_of(new))
+    expected = predicted_columns(saved, new, net)
+    assert largest_difference(by_program(tmp_path / "served", inputs), expected) < 1e-6
+    assert largest_difference(by_onnx(tmp_path / "served", inputs), expected) < 1e-6
+    assert 1e-6 < largest_difference(by_program(tmp_path / "half", inputs), expected) < 1e-2
+
+
+def test_other_modules_are_refused(saved: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(saved.parent)
+    for folder, module, message in (
+        (saved, None, "saved by a custom training loop; add --module"),
+        (saved, "clicks_net:SCRIPT", "SCRIPT"),
+        (saved, "clicks_net.py:train", "__main__"),
+        (run, "clicks_net.py:Net", r"has item, tags, user, Net has tags\.max"),
+    ):
+        with pytest.raises(HybridError, match=message):
+            evaluate(folder, [], module=module)
