@@ -46,7 +46,7 @@ class CustomModule(TrainedModule):
         spec = trained.encoder.input_spec
         num_rows = {each.name: each.num_rows for each in spec.sparse_features}
         data = SimpleNamespace(num_rows=num_rows, dense_columns=spec.dense_features)
-        module_name, _, function = name.rpartition(":")
+        module_name, _, function = name.partition(":")
         if (file := Path(module_name)).suffix == ".py":
             sys.path.append(str(file.resolve().parent))
             module_name = file.stem
