@@ -48,6 +48,19 @@ _SECONDS_BETWEEN_ATTEMPTS = 0.05
 MAX_UNAUTHENTICATED = 512
 
 
+def send_bursts_at_once(connection: socket.socket) -> None:
+    """Send small messages without delay, and do not spread the packets of a message over a round trip.
+
+    The congestion control BBR, the default of some hosts, spreads them: a message of 10 to 800 kB and its
+    response took 16 to 21 ms over a link with a round trip of 10 ms, and 14 to 16 ms with CUBIC or Reno.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name in (b"cubic", b"reno"):
+        with suppress(OSError):  # the kernel lacks it, or allows it to root only
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            break
+
+
 class WorkerAddress(NamedTuple):
     """The addresses on which a worker listens.
 
@@ -69,7 +82,7 @@ class WorkerAddress(NamedTuple):
         """Connect by a Unix socket within a host, else by TCP; OSError if no process accepts."""
         if self.host != host_id():
             connection = socket.create_connection((self.interface, self.port), _ATTEMPT_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            send_bursts_at_once(connection)
             return connection
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(_ATTEMPT_SECONDS)
@@ -148,7 +161,7 @@ class _Peer:
         if self.socket.family == socket.AF_UNIX:
             memory = MemoryPair.map(self._descriptors[0], writes_first_half=False)
         else:
-            self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            send_bursts_at_once(self.socket)
         self.socket.sendall(to.seal(b""))
         return trainer, Connection(self.socket, Frames(to, back, FrameKind.CALL, memory=memory))
 
