@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d, rpc
+from torch.distributed import distributed_c10d
 from torch.distributed.nn.api import remote_module
 from torch.distributed.rpc import api, internal
 
@@ -166,13 +166,9 @@ class SignedPickler(internal._InternalRPCPickler):
             tensors.append(tensor if is_contiguous(tensor) else tensor.contiguous())
             return received_tensor, (len(tensors) - 1, tensor.dtype, tuple(tensor.shape))
 
-        def reduce_reference(reference: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-            return received_reference, (reference._serialize(),)
-
         file = io.BytesIO()
         pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-        references = dict.fromkeys((rpc.PyRRef, rpc.RRef), reduce_reference)
-        pickler.dispatch_table = copyreg.dispatch_table | references | {Tensor: reduce_tensor}
+        pickler.dispatch_table = copyreg.dispatch_table | {Tensor: reduce_tensor}
         pickler.dump(content)
         return self._signatures.sign(kind, receiver, file.getvalue(), tensors), tensors
 
@@ -214,11 +210,6 @@ def received_tensor(index: int, dtype: torch.dtype, shape: tuple[int, ...]) -> T
     if tensor.dtype != dtype or tensor.shape != shape:
         raise RejectedMessage(UNSIGNED)
     return tensor
-
-
-def received_reference(fork: tuple[Any, ...]) -> rpc.PyRRef[Any]:
-    """Return a reference to a remote object; called by the payload's pickle."""
-    return rpc.PyRRef._deserialize(fork)
 
 
 def install(pickler: internal._InternalRPCPickler | None) -> None:

@@ -35,7 +35,6 @@ from hybrid.transport.rpc.pending_calls import (
     gather as gather,
 )
 from hybrid.transport.rpc.stubs import (
-    ModuleRef as ModuleRef,
     Remote as Remote,
     RemoteHosted as RemoteHosted,
     RemoteNet as RemoteNet,

@@ -2,17 +2,22 @@
 
 import os
 import threading
+from contextlib import ExitStack
 from multiprocessing.queues import SimpleQueue
 from socket import socket
 from typing import Any, TypeAlias
 
+import pytest
 import torch.distributed as dist
+from comparison.cases.examples import get_training_examples
+from comparison.cases.hybrid_trainer import train
 from support.cluster import STOP_SECONDS, Clusters, small_config
 from support.fork_context import fork_context
 from torch.distributed import rpc
 
 from hybrid import transport
 from hybrid.config import RunConfig
+from hybrid.errors import ClusterError, HybridError
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role
 from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead, serve
@@ -81,43 +86,58 @@ def live(
     role: Role,
     config: RunConfig,
     secret: Secret,
-    reports: SimpleQueue[tuple[str, Any]],
-    listener: socket | MasterAddress,
+    reports: SimpleQueue[Any],
+    clusters: list[tuple[socket | MasterAddress, bool]],
 ) -> None:
-    """Run a role to its end; report the remaining process group, and on the master the members."""
-    if not isinstance(listener, MasterAddress):
-        with lead(config, secret, listener) as cluster:
-            members = [place.call(Place.membership) for place in places(cluster).values()]
-            reports.put(("during", transport.gather(members)))
-            announce_stop(cluster)
-    else:
-        serve(role, listener, secret)
-    reports.put((str(role), dist.is_initialized()))
+    """Run a role in clusters, one after another, some of which fail.
+
+    Of each cluster, the master reports the process groups and the result of two steps. Each role that stops
+    without an error reports whether it still has a process group.
+    """
+    for listener, should_fail in clusters:
+        try:
+            if not isinstance(listener, MasterAddress):
+                with lead(config, secret, listener) as cluster:
+                    members = transport.gather([p.call(Place.membership) for p in places(cluster).values()])
+                    examples = get_training_examples(4)[: config.cluster.trainers]  # these do not cancel
+                    trained = train(cluster, "outside", [[each] for each in examples], 2)
+                    reports.put((members, trained.weight.tolist()))
+                    if should_fail:
+                        raise ClusterError("expected")
+                    announce_stop(cluster)
+            else:
+                serve(role, listener, secret)
+            reports.put(dist.is_initialized())
+        except HybridError:
+            assert should_fail
 
 
-def test_trainers_form_a_group_until_the_master_says_stop() -> None:
+@pytest.mark.parametrize("reused", ["master trainer worker", "master", "trainer"])
+def test_a_process_can_be_in_several_clusters(reused: str) -> None:
+    """The first cluster fails; roles of the other kinds are new processes in each cluster."""
     context = fork_context()
-    reports: SimpleQueue[tuple[str, Any]] = context.SimpleQueue()
-    secret = Secret.fresh()
-    with listen("127.0.0.1", 0) as listener:
-        config = small_config(cluster={"trainers": 2, "workers": 1})
-        address = MasterAddress(*listener.getsockname())
-        processes = [
-            context.Process(
-                target=live, args=(role, config, secret, reports, listener if role == MASTER else address)
-            )
-            for role in config.cluster.topology.roles
-        ]
-        for process in processes:
-            process.start()
+    reports: SimpleQueue[Any] = context.SimpleQueue()
+    config, secret = small_config(cluster={"trainers": 2, "workers": 1}), Secret.fresh()
+    processes = []
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(listen("127.0.0.1", 0)) for _ in range(3)]
+        for role in config.cluster.topology.roles:
+            ends = [each if role == MASTER else MasterAddress(*each.getsockname()) for each in listeners]
+            clusters = list(zip(ends, [True, False, False], strict=True))
+            for part in [clusters] if role.kind in reused else [[each] for each in clusters]:
+                processes.append(
+                    context.Process(target=live, args=(role, config, secret, reports, part), name=str(role))
+                )
+                processes[-1].start()
     try:
         for process in processes:
             process.join(STOP_SECONDS)
-        assert [process.exitcode for process in processes] == [0] * 4
+        assert {process.exitcode for process in processes} == {0}
     finally:
         for process in processes:
             process.kill()
             process.join(STOP_SECONDS)
-    everything = dict(reports.get() for _ in range(5) if not reports.empty())
-    assert everything.pop("during") == [None, (0, 2), (1, 2), None]
-    assert everything == dict.fromkeys(map(str, config.cluster.topology.roles), False)
+    received = [reports.get() for _ in range(11) if not reports.empty()]
+    results = [each for each in received if isinstance(each, tuple)]
+    assert results == [([None, (0, 2), (1, 2), None], results[0][1])] * 3
+    assert received.count(False) == 2 * 4

@@ -9,8 +9,9 @@ from support.socket_ends import connection
 from hybrid import transport
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Topology
+from hybrid.transport.rpc import endpoints
 from hybrid.transport.rpc.endpoints import SOCKET_CALLS
-from hybrid.transport.socket.socket_calls import CLIENTS, SocketClient, SocketServer
+from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +29,8 @@ def loopback() -> Iterator[None]:
         timeout_seconds=5.0,
     )
     calling, serving = connection()
-    CLIENTS[MASTER] = SocketClient(calling, 5.0)
-    server = SocketServer([serving], SOCKET_CALLS)
+    endpoints.running.clients[MASTER] = SocketClient(calling, 5.0)
+    endpoints.running.server = SocketServer([serving], SOCKET_CALLS)
     yield
     transport.stop(10.0)
-    server.close(10.0)
     dist.destroy_process_group()

@@ -26,6 +26,7 @@ from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.topology import MASTER
+from hybrid.transport.rpc import endpoints
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -228,7 +229,7 @@ class AheadTrainer:
     """A trainer's place: it looks up two steps ahead, and sends each step's gradients with such a lookup."""
 
     def __init__(self, tables: transport.RemoteTables) -> None:
-        table = tables.local_value().groups[0].group.shards[0].table
+        table = endpoints.running.objects[tables.number].groups[0].group.shards[0].table
         spec = InputSpec((), (FeatureSpec("t", table.num_rows),))
         self._embeddings = Embeddings([table], spec, place([table], 1), {0: tables})
 

@@ -23,6 +23,7 @@ from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.topology import MASTER
+from hybrid.transport.rpc import endpoints
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -53,8 +54,8 @@ class Job:
     @property
     def rows(self) -> Tensor:
         """Of both tables, one after the other."""
-        (group,) = self.tables.local_value().groups
-        return group.weight_RD
+        shards: TableShards = endpoints.running.objects[self.tables.number]
+        return shards.groups[0].weight_RD
 
     def train(self, batches: list[Batch]) -> tuple[list[Tensor], list[float]]:
         """The vectors and the loss of each step."""

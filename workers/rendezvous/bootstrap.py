@@ -18,6 +18,7 @@ role is its first heartbeat (:mod:`workers.rendezvous.heartbeat`).
 
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -66,6 +67,7 @@ _GO = "go"
 _HOSTS = "hosts"
 _BACKLOG = 1024
 _LONGEST_ATTEMPT_SECONDS = 10.0  # enough for four connection attempts (SYN packets) of the kernel
+_BARRIER = re.compile(rb"(?<=_ID_)\d+$")  # the number in a key of a barrier of RPC
 _DONE = StopMessage()
 # The interval until a role has the configuration.
 _FIRST_INTERVAL = HeartbeatInterval(RunConfig().cluster.heartbeat_timeout_seconds)
@@ -109,6 +111,8 @@ class RendezvousStore(dist.Store):
         self._connect = connect
         self._timeout = timedelta(seconds=timeout_seconds)
         self._idle: list[Channel] = []  # a request that waits does not block another one
+        # Torch numbers the barriers of a process, which may have been in more clusters than other roles.
+        self._barriers: dict[bytes, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
@@ -150,6 +154,8 @@ class RendezvousStore(dist.Store):
 
     def _request(self, *request: str | bytes, seconds: float = 0.0) -> bytes:
         fields = [field.encode() if isinstance(field, str) else field for field in request]
+        known = self._barriers
+        fields = [_BARRIER.sub(lambda n: known.setdefault(n[0], b"%d" % len(known)), each) for each in fields]
         try:
             if self._idle:
                 channel = self._idle.pop()
@@ -221,8 +227,8 @@ def join(
 ) -> Iterator[JoinedCluster]:
     """Join a cluster as a trainer or a worker, and leave it at the end.
 
-    After an error, end the process by :func:`end_now`. Python would wait for threads of torch, which may wait
-    for a lost role.
+    After an error, end the process by :func:`end_now`, or join another cluster in the same role. At exit,
+    Python would wait for threads of torch, which may wait for a lost role.
 
     Args:
         address: address of the master, which sends the configuration.
@@ -320,6 +326,8 @@ def _start_torch(
     section = config.cluster
     role, store = cluster.role, cluster.store
     check_connections(role, store, interface, section.timeout_seconds)
+    if dist.is_initialized():  # in a cluster that failed
+        dist.destroy_process_group()
     if role.kind is RoleKind.TRAINER:  # join the process group in which DDP reduces gradients
         device = choose_devices(config.dense, role.index)[0]
         store.set(f"device/{role.index}", f"{socket.gethostname()}/{device}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from hybrid.errors import ClusterError, HybridError, first_line
 from workers.console.messages import print_line
@@ -35,7 +35,8 @@ class Interrupter:
 
     A call into torch that waits for a frozen role does not handle signals. At exit, Python would also wait
     for threads of torch. So after an error, the process ends without this wait when Python exits. If Python
-    does not exit within ``seconds``, the process prints the error and ends.
+    does not exit within ``seconds``, the process prints the error and ends. Neither happens once another
+    interrupter is enabled, for the next cluster of the process.
 
     Args:
         name: name of the process in the message.
@@ -57,19 +58,19 @@ class Interrupter:
     @contextmanager
     def enabled(self) -> Iterator[None]:
         """Allow interrupts during a ``with`` block of the main thread."""
-        previous = signal.signal(_SIGNAL, self._raise)
+        atexit.unregister(end_now)
+        signal.signal(_SIGNAL, self._raise)
         self._is_enabled = True
         try:
             yield
+            self._disable()
         except BaseException as error:
-            self._disable(previous)
+            self._disable()
             self._end_later(error)
             atexit.register(end_now, self._code_of(error))
             raise
-        else:
-            self._disable(previous)
-            if self._timer is not None:
-                self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def interrupt(self, error: HybridError) -> None:
         """Raise ``error`` in the main thread; called by another thread. Later errors have no effect."""
@@ -83,10 +84,9 @@ class Interrupter:
         if self._is_enabled and self._error is not None:
             raise self._error
 
-    def _disable(self, previous: Any) -> None:
+    def _disable(self) -> None:
         with self._lock:
             self._is_enabled = False
-        signal.signal(_SIGNAL, previous)
 
     def _end_later(self, error: BaseException) -> None:
         if self._error is None:
@@ -97,6 +97,8 @@ class Interrupter:
 
     def _end(self) -> None:
         assert self._error is not None
+        if signal.getsignal(_SIGNAL) != self._raise:  # another interrupter is enabled, or was
+            return
         try:
             print_line(f"{self._name}: {describe_final_error(self._error)}", to_stderr=True)
         finally:  # printing may fail on a full disk

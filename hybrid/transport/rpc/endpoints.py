@@ -1,14 +1,13 @@
 """The functions that other processes can call here."""
 
 import importlib
-import itertools
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
 
 import psutil
 from torch import Tensor, nn
@@ -23,14 +22,31 @@ from hybrid.primitives.available_memory import available_memory_bytes
 from hybrid.primitives.deferred_response import DeferredResponse, serve_caller
 from hybrid.protocol.ticket import PlainTicket, Ticket
 from hybrid.server.barrier import HostedModule
+from hybrid.topology import Role
 from hybrid.transport.rpc.pending_calls import Failure, make_failure
+from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
 from hybrid.user_code.user_modules import PROJECT, from_reference, load_user_object
 
-# Modules that other processes created here, by number, for as long as those processes refer to them.
-_modules: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_numbers = itertools.count()
-# By class name, constructors with arguments of this process.
-local_constructors: dict[str, partial[Any]] = {}
+
+@dataclass(slots=True)
+class ClusterState:
+    """The state of the transport in a process, for one cluster.
+
+    Attributes:
+        constructors: by class name, constructors with arguments of this process.
+        objects: the objects that other processes created here, by number; a failure if a constructor failed.
+        clients: on a trainer, the connections to the workers.
+        server: on a worker, the server of the trainers' calls.
+    """
+
+    constructors: Mapping[str, partial[Any]] = field(default_factory=dict)
+    objects: dict[int, Any] = field(default_factory=dict)
+    clients: dict[Role, SocketClient] = field(default_factory=dict)
+    server: SocketServer | None = None
+
+
+# Torch has one RPC agent per process, which calls functions of modules. So there is one state at a time.
+running = ClusterState()
 
 # A lookup without its tensors: number of the module, ticket, items.
 PlainLookup: TypeAlias = tuple[int, PlainTicket, Sequence[PackedItem]]
@@ -80,7 +96,7 @@ def process_status() -> ProcessStatus:
 def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
     """See :meth:`TableShards.lookup`."""
     number, ticket, items = plain
-    tables: TableShards = _modules[number]
+    tables: TableShards = running.objects[number]
     return tables.lookup(Ticket.of(ticket), unpack_items(items, tensors))
 
 
@@ -94,7 +110,7 @@ def exchange(plain: tuple[int, Sequence[PlainSegment]], tensors: Sequence[Tensor
         The tensors of all lookups.
     """
     number, segments = plain
-    tables: TableShards = _modules[number]
+    tables: TableShards = running.objects[number]
     rest, lookups = iter(tensors), []
     looks_up = any(next_ticket is not None for _, _, next_ticket, _ in segments)
     for ticket, num_grads, next_ticket, items in segments:
@@ -121,76 +137,64 @@ def exchange(plain: tuple[int, Sequence[PlainSegment]], tensors: Sequence[Tensor
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def call_net(number: int, ticket: PlainTicket, hidden_BH: Tensor) -> Future[Tensor]:
     """See :meth:`HostedNet.call`."""
-    net: HostedNet = _modules[number]
+    net: HostedNet = running.objects[number]
     return net.call(Ticket.of(ticket), hidden_BH)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def squared_norm(number: int, step: int) -> Future[float]:
     """See :meth:`UpdateBarrier.squared_norm`."""
-    hosted: HostedModule = _modules[number]
+    hosted: HostedModule = running.objects[number]
     return hosted.barrier.squared_norm(step)
 
 
 def _find_constructor(name: str) -> Callable[..., Any]:
     """Return the class or function "module:name" of this project or of a user module."""
-    if name in local_constructors:
-        return local_constructors[name]
+    if name in running.constructors:
+        return running.constructors[name]
     module, _, qualified = name.partition(":")
     if module.partition(".")[0] not in PROJECT:
         return load_user_object(name)  # type: ignore[no-any-return]
     return getattr(importlib.import_module(module), qualified)  # type: ignore[no-any-return]
 
 
-def create(name: str, args: tuple[Any, ...]) -> rpc.RRef[Any] | Failure:
-    """Construct an object of the class ``name``, and return a reference to it."""
+def create(number: int, name: str, args: tuple[Any, ...]) -> Failure | None:
+    """Construct an object of the class ``name``, and keep it until it is closed; return a failure, if any."""
     try:
-        return rpc.RRef(_find_constructor(name)(*map(from_reference, args)))
+        running.objects[number] = _find_constructor(name)(*map(from_reference, args))
     except Exception as error:  # returned as a value
-        return make_failure(error)
+        running.objects[number] = make_failure(error)
+    return creation_failure(number)
 
 
-class FailedModule(nn.Module):
-    """A placeholder for a module whose constructor failed."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__()
-        self.failure = failure
+def create_module(number: int, name: str, args: tuple[Any, ...]) -> nn.Module:
+    """Construct the module of a ``RemoteModule``; see :func:`create`."""
+    return nn.Module() if create(number, name, args) else running.objects[number]
 
 
-def create_module(name: str, args: tuple[Any, ...]) -> nn.Module:
-    """Construct the module of a ``RemoteModule``; :func:`await_module` reports a failure."""
-    try:
-        return _find_constructor(name)(*map(from_reference, args))  # type: ignore[no-any-return]
-    except Exception as error:  # returned as a value
-        return FailedModule(make_failure(error))
+def creation_failure(number: int) -> Failure | None:
+    """Return the failure of the constructor of an object; None if the object exists."""
+    created = running.objects[number]
+    return created if isinstance(created, Failure) else None
 
 
-def await_module(rref: rpc.RRef[nn.Module]) -> int | Failure:
-    """Return the number of a module of this process, once it is constructed."""
-    module = rref.local_value()
-    if isinstance(module, FailedModule):
-        return module.failure
-    number = next(_numbers)
-    _modules[number] = module
-    return number
-
-
-def invoke(target: rpc.RRef[Any] | int, method: str, args: tuple[Any, ...]) -> Any:
-    """Call a public method of an object of this process.
+def invoke(number: int, method: str, args: tuple[Any, ...]) -> Any:
+    """Call a public method of an object of this process; ``close`` also releases the object.
 
     Args:
-        target: the object, or the number of a module, whose update barrier is the object.
+        method: name of the method, or ``barrier.NAME`` for a method of the module's update barrier.
     """
     try:
-        if method.startswith("_"):
+        if method.startswith(("_", "barrier._")):
             raise ClusterError(f"{method} cannot be called by RPC: it is not public")
-        owned = _modules[target].barrier if isinstance(target, int) else target.local_value()
-        return getattr(owned, method)(*map(from_reference, args))
+        result = attrgetter(method)(running.objects[number])(*map(from_reference, args))
+        if method == "close":
+            del running.objects[number]
+        return result
     except Exception as error:  # returned as a value
         return make_failure(error)
 
 
 # Functions that the socket transport calls. A lookup within distributed autograd is a call by RPC.
 SOCKET_CALLS = (lookup, exchange)
-CALLS = (lookup, echo, process_status, call_net, squared_norm, create, await_module, invoke)
+CALLS = (lookup, echo, process_status, call_net, squared_norm, create, creation_failure, invoke)

@@ -1,23 +1,24 @@
 """Stubs of objects on other processes, and the start and stop of RPC and sockets."""
 
-import itertools
 import os
+import secrets
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple, cast
+from typing import Any, Generic, TypeVar, TypeVarTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import rpc
+from torch.distributed import autograd as dist_autograd, rpc
 from torch.distributed.nn import RemoteModule
-from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.futures import Future
 
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.bags import Item, pack_items
 from hybrid.embedding.worker.table_shards import TableShards
+from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.security.closed_listeners import close_listeners_after
@@ -28,10 +29,10 @@ from hybrid.security.signed_pickler import SignedPickler, addressed_to, install,
 from hybrid.server.barrier import HostedModule, UpdateBarrier
 from hybrid.topology import Role, RoleKind, Topology, polls_shared_memory
 from hybrid.transport.rpc import endpoints
-from hybrid.transport.rpc.endpoints import CALLS, SOCKET_CALLS, local_constructors
+from hybrid.transport.rpc.endpoints import CALLS, SOCKET_CALLS, ClusterState
 from hybrid.transport.rpc.pending_calls import Pending, PendingTensors, gather
 from hybrid.transport.socket.handshake import Identity, accept_trainers, connect_to_workers
-from hybrid.transport.socket.socket_calls import CLIENTS, SocketClient, SocketServer
+from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
 from hybrid.user_code.user_modules import qualified_name, to_reference
 
 Owned = TypeVar("Owned", covariant=True)
@@ -39,11 +40,10 @@ Kind = TypeVar("Kind", bound=HostedModule, covariant=True)
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
-_scheme_numbers = itertools.count()
 # These threads execute calls and receive responses. Few calls block a thread: a trainer's steps, and a worker
 # that waits for updates before a checkpoint. The other calls compute, so more threads than cores do not help.
 _RPC_THREADS = 8
-_servers: list[SocketServer] = []  # on a worker
+_NUMBER_BITS = 62
 
 
 def _send(
@@ -59,11 +59,11 @@ def _send(
 
 
 class Remote(Generic[Owned]):
-    """A stub of an object on another process."""
+    """A stub of an object on the process of a role, which keeps it until its method ``close`` is called."""
 
-    def __init__(self, role: Role, rref: rpc.RRef[Any]) -> None:
+    def __init__(self, role: Role, number: int) -> None:
         self.role = role
-        self._rref = rref
+        self.number = number
 
     def call(
         self,
@@ -78,45 +78,23 @@ class Remote(Generic[Owned]):
         Args:
             method: a method of the object's class.
         """
-        sent = (self._rref, method.__name__, tuple(map(to_reference, args)))
+        sent = (self.number, method.__name__, tuple(map(to_reference, args)))
         return Pending(self.role, _send(self.role, endpoints.invoke, *sent, timeout_seconds=timeout_seconds))
-
-    def local_value(self) -> Owned:
-        """Return the object; on the process that owns it only."""
-        return cast(Owned, self._rref.local_value())
-
-
-class ModuleRef(NamedTuple):
-    """A module on another process: a reference that keeps the module alive, and its number there.
-
-    The calls of a step contain the number, since a reference makes a small message 1.5 times as expensive.
-    """
-
-    rref: rpc.RRef[Any]
-    number: int
 
 
 class RemoteHosted(Remote[Kind]):
     """A stub of a module that a worker hosts and updates once a step."""
 
-    def __init__(self, role: Role, module: ModuleRef) -> None:
-        super().__init__(role, module.rref)
-        self._number = module.number
-
-    @property
-    def module(self) -> ModuleRef:
-        """The reference to the module, and its number."""
-        return ModuleRef(self._rref, self._number)
-
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Pending[Result]:
         """Start a call of a method of the module's update barrier; see :meth:`call`."""
-        return Pending(self.role, _send(self.role, endpoints.invoke, self._number, method.__name__, args))
+        name = f"barrier.{method.__name__}"
+        return Pending(self.role, _send(self.role, endpoints.invoke, self.number, name, args))
 
     def squared_norm(self, step: int) -> Pending[float]:
         """See :meth:`UpdateBarrier.squared_norm`."""
-        return Pending(self.role, _send(self.role, endpoints.squared_norm, self._number, step))
+        return Pending(self.role, _send(self.role, endpoints.squared_norm, self.number, step))
 
 
 class RemoteTables(RemoteHosted[TableShards]):
@@ -127,10 +105,11 @@ class RemoteTables(RemoteHosted[TableShards]):
         if ticket.purpose is Purpose.PREFETCH:
             return self._exchange(None, (), ticket, items)
         plain, tensors = pack_items(items)
-        request = self._number, ticket.plain, plain
+        request = self.number, ticket.plain, plain
         if ticket.purpose is Purpose.TRAIN:
             return PendingTensors(self.role, _send(self.role, endpoints.lookup, request, tensors))
-        return PendingTensors(self.role, CLIENTS[self.role].call(endpoints.lookup, request, tensors))
+        client = endpoints.running.clients[self.role]
+        return PendingTensors(self.role, client.call(endpoints.lookup, request, tensors))
 
     def send_gradients(
         self,
@@ -166,7 +145,7 @@ class RemoteTables(RemoteHosted[TableShards]):
 
         The caller may overwrite ``tensors`` as soon as this returns.
         """
-        return CLIENTS[self.role].call(endpoints.exchange, (self._number, segments), tensors)
+        return endpoints.running.clients[self.role].call(endpoints.exchange, (self.number, segments), tensors)
 
 
 class RemoteNet(RemoteHosted[HostedNet]):
@@ -174,7 +153,7 @@ class RemoteNet(RemoteHosted[HostedNet]):
 
     def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
         """Return the remote net's output for ``hidden_BH``; see :meth:`HostedNet.call`."""
-        sending = _send(self.role, endpoints.call_net, self._number, ticket.plain, hidden_BH)
+        sending = _send(self.role, endpoints.call_net, self.number, ticket.plain, hidden_BH)
         return PendingTensors[Tensor](self.role, sending).wait()
 
 
@@ -186,14 +165,14 @@ def create(
     Args:
         cls: a class of this project, or of a user module.
     """
-    sent = (qualified_name(cls), tuple(map(to_reference, args)))
-    return Pending(
-        role, _send(role, endpoints.create, *sent, timeout_seconds=timeout_seconds), partial(Remote, role)
-    )
+    number = secrets.randbits(_NUMBER_BITS)
+    sent = (number, qualified_name(cls), tuple(map(to_reference, args)))
+    sending = _send(role, endpoints.create, *sent, timeout_seconds=timeout_seconds)
+    return Pending(role, sending, lambda _: Remote(role, number))
 
 
-def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Arguments) -> ModuleRef:
-    """Construct a module on ``role`` as a ``RemoteModule``; return once it is constructed.
+def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Arguments) -> int:
+    """Construct a module on ``role`` as a ``RemoteModule``; return its number once it is constructed.
 
     Args:
         cls: see :func:`create`.
@@ -202,13 +181,15 @@ def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Ar
         RemoteError: the constructor raised an exception.
         LostError: the role did not respond.
     """
-    # RemoteModule does not wait for the constructor, and reports its exception at the first use only.
-    sent = (qualified_name(cls), tuple(map(to_reference, args)))
+    number = secrets.randbits(_NUMBER_BITS)
+    sent = (number, qualified_name(cls), tuple(map(to_reference, args)))
     with addressed_to(role.rpc_name):
         remote = RemoteModule(f"{role.rpc_name}/cpu", endpoints.create_module, sent)  # type: ignore[arg-type]
-    rref = remote.get_module_rref()
-    number = Pending[int](role, _send(role, endpoints.await_module, rref)).wait()
-    return ModuleRef(rref, number)
+    # RemoteModule does not wait for the constructor, and reports its exception at the first use only.
+    Pending(role, cast(Future[Any], remote.module_rref._get_future())).wait()
+    del remote.module_rref  # the role keeps the module, and torch keeps ``remote`` until a garbage collection
+    Pending(role, _send(role, endpoints.creation_failure, number)).wait()
+    return number
 
 
 def open_connection(role: Role) -> Pending[Tensor]:
@@ -234,32 +215,43 @@ def start(
 ) -> None:
     """Join the RPC group of a cluster, and connect sockets; return after every role has done so.
 
+    If this process has not left an earlier cluster, because it failed, it leaves that first.
+
     Args:
         store: the cluster's key-value store.
         run_id: random bytes, the same for all roles, and new at each start of the cluster.
         interface: network interface on which this process listens.
         timeout_seconds: timeout of calls that do not set one.
         constructors: classes with further arguments that their objects get on this process.
+
+    Raises:
+        ClusterError: this process had another rank in an earlier cluster.
     """
+    with suppress(Exception):  # of the earlier cluster
+        _leave(timeout_seconds)
     os.environ["TP_SOCKET_IFNAME"] = interface
     rank, world_size = topology.rank(role), topology.world_size
-    scheme = f"hybrid{next(_scheme_numbers)}"
+    try:
+        dist_autograd._init(rank)
+    except RuntimeError as error:
+        raise ClusterError(f"{role} must be a new process: this one has had another rank") from error
     names = dist.PrefixStore("rpc", store)
-    register_rendezvous_handler(scheme, lambda *_args, **_kwargs: iter([(names, rank, world_size)]))
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=_RPC_THREADS,
         rpc_timeout=timeout_seconds,
-        init_method=f"{scheme}://",
         _transports=["shm", "uv"] if polls_shared_memory(world_size) else ["uv"],
         _channels=["basic"],  # one connection; other channels open 16, and are no faster
     )
     name = role.rpc_name
     install(SignedPickler(Signatures(secret, run_id, name), CALLS, RejectionLog()))
-    local_constructors.update({qualified_name(each.func): each for each in constructors})
+    state = endpoints.running = ClusterState({qualified_name(each.func): each for each in constructors})
     with warnings.catch_warnings(), reject_pickled_classes(), close_listeners_after(names, rank, world_size):
-        # init_rpc calls code for which torch warns.
+        # This calls code for which torch warns.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
-        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+        # As init_rpc, which counts the starts of a process. All roles must have the same counts.
+        rpc.api._all_gather_sequence_id.clear()
+        tensorpipe = rpc.backend_registry.BackendType["TENSORPIPE"]
+        rpc._init_rpc_backend(tensorpipe, names, name, rank, world_size, options)
         # Connect to all partners: no role can connect later, and torch's barriers use these connections.
         gather([open_connection(each) for each in topology.partners(role)])
         rpc.api._all_gather(None, timeout=timeout_seconds)
@@ -267,19 +259,30 @@ def start(
     sockets = dist.PrefixStore("sockets", store)
     if role.kind is RoleKind.TRAINER:
         for worker, connection in connect_to_workers(identity, sockets).items():
-            CLIENTS[worker] = SocketClient(connection, timeout_seconds)
+            state.clients[worker] = SocketClient(connection, timeout_seconds)
     elif role.kind is RoleKind.WORKER:
-        _servers.append(SocketServer(accept_trainers(identity, sockets, interface), SOCKET_CALLS))
+        state.server = SocketServer(accept_trainers(identity, sockets, interface), SOCKET_CALLS)
 
 
 def stop(timeout_seconds: float) -> None:
     """Leave the RPC group, and close all sockets; wait up to ``timeout_seconds`` until every role leaves."""
     try:
-        rpc.shutdown(timeout=timeout_seconds)
+        rpc.api._all_gather(None, timeout=timeout_seconds)
+        # Unlike rpc.shutdown, do not wait until references are deleted, which torch does in one cluster only.
+        rpc.api._get_current_rpc_agent().join(shutdown=True, timeout=timeout_seconds)
+    finally:
+        _leave(timeout_seconds)
+
+
+def _leave(timeout_seconds: float) -> None:
+    """Leave the RPC group without the other roles, and close all sockets."""
+    state, endpoints.running = endpoints.running, ClusterState()
+    try:
+        if rpc.api._is_current_rpc_agent_set():
+            rpc.shutdown(graceful=False)
     finally:
         install(None)
-        local_constructors.clear()
-        while CLIENTS:
-            CLIENTS.popitem()[1].close()
-        while _servers:
-            _servers.pop().close(timeout_seconds)
+        for client in state.clients.values():
+            client.close()
+        if state.server is not None:
+            state.server.close(timeout_seconds)

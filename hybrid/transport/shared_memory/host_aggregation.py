@@ -203,7 +203,7 @@ class AggregatedTables(RemoteTables):
     """A stub of a worker's tables whose requests are sent with those of the other trainers of the host."""
 
     def __init__(self, tables: RemoteTables, aggregation: HostAggregation) -> None:
-        super().__init__(tables.role, tables.module)
+        super().__init__(tables.role, tables.number)
         self._aggregation = aggregation
 
     def skip(self) -> ObservableResult[list[Tensor]]:

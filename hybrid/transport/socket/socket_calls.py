@@ -22,7 +22,6 @@ from torch.futures import Future
 
 from hybrid.errors import first_line
 from hybrid.security.rejected_messages import RejectedMessage, describe_exception, describe_rejection
-from hybrid.topology import Role
 from hybrid.transport.socket.frames import FrameKind, Message
 from hybrid.transport.socket.handshake import Connection
 from hybrid.user_code.user_modules import qualified_name
@@ -308,7 +307,3 @@ class _Caller:
 
 def _milliseconds_to(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic()) * 1e3
-
-
-# On a trainer, the connections to all workers of its cluster.
-CLIENTS: dict[Role, SocketClient] = {}

@@ -106,3 +106,16 @@ with interrupter.enabled():
         print(error)
 """
     assert run(program) == (0, "the master is frozen\nexit handler\n", "")
+
+
+def test_the_next_interrupter_takes_over_from_a_failed_one() -> None:
+    program = """
+try:
+    with interrupter.enabled():
+        raise ClusterError("first")
+except ClusterError:
+    with Interrupter("second", 5).enabled():
+        time.sleep(0.5)
+print("ended")
+"""
+    assert run(program, seconds=0.1) == (0, "ended\n", "")

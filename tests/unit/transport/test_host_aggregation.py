@@ -16,7 +16,7 @@ from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.security.rejected_messages import describe_exception
 from hybrid.topology import Role, RoleKind
-from hybrid.transport import ModuleRef, RemoteTables
+from hybrid.transport import RemoteTables
 from hybrid.transport.rpc.endpoints import PlainSegment
 from hybrid.transport.shared_memory.host_aggregation import (
     HostAggregation,
@@ -33,7 +33,7 @@ class Worker(RemoteTables):
     """Answers each lookup with its ids, plus a hundred times the worker's number; tells what has come."""
 
     def __init__(self, index: int, failure: str | None = None) -> None:
-        super().__init__(Role(RoleKind.WORKER, index), ModuleRef(None, 5))  # type: ignore[arg-type]
+        super().__init__(Role(RoleKind.WORKER, index), 5)
         self.came: list[tuple[list[PlainSegment], list[Tensor]]] = []
         self._failure = failure
 
