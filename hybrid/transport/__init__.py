@@ -20,6 +20,8 @@ so an exception is returned as a value (:class:`Failure`). RPC costs two to four
 per message as a socket, and does not encrypt. Therefore only ``sync`` mode, remote nets and control use RPC.
 Calls and responses by RPC are signed (``hybrid.security``).
 
+A process takes part in one cluster at a time. ``start`` creates all state of a cluster, ``stop`` releases it.
+
 - ``rpc``: start with ``stubs``, which the master and the trainers call.
 - ``socket``: one connection for each pair of a trainer and a worker; start with ``socket_calls``.
 - ``shared_memory``: within a host, large tensors are copied once into memory that both ends map

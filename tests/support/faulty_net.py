@@ -16,8 +16,8 @@ from typing import Any
 from support.faults import ERRORS, FAULTS_FILE, RAISING, STARVED, STRUCK_FILE, WORDS, read_times
 from support.memory_group import starve
 from torch import Tensor, nn
-from torch.distributed import rpc
 
+from hybrid import transport
 from hybrid.config import RunConfig
 from hybrid.input_spec import InputSpec
 from hybrid.models.dense_net import Concatenation, DenseNet
@@ -98,13 +98,13 @@ class Bottom(nn.Module):
 
 def _detect_shutdown(faults: Faults) -> None:
     """Detect the end of the RPC group, at which all roles wait for this process."""
-    leave = rpc.shutdown
+    leave = transport.stop
 
-    def shutdown(**arguments: Any) -> None:
+    def stop(timeout_seconds: float) -> None:
         faults.reach("shutdown")
-        leave(**arguments)
+        leave(timeout_seconds)
 
-    rpc.shutdown = shutdown  # type: ignore[assignment]  # torch leaves its arguments untyped
+    transport.stop = stop
 
 
 def build(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> DenseNet:

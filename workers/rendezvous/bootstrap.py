@@ -67,7 +67,7 @@ _GO = "go"
 _HOSTS = "hosts"
 _BACKLOG = 1024
 _LONGEST_ATTEMPT_SECONDS = 10.0  # enough for four connection attempts (SYN packets) of the kernel
-_BARRIER = re.compile(rb"(?<=_ID_)\d+$")  # the number in a key of a barrier of RPC
+_BARRIER = re.compile(rb"(?<=_ID_)\d+$")  # torch numbers the barriers of RPC over all clusters of a process
 _DONE = StopMessage()
 # The interval until a role has the configuration.
 _FIRST_INTERVAL = HeartbeatInterval(RunConfig().cluster.heartbeat_timeout_seconds)
@@ -111,8 +111,7 @@ class RendezvousStore(dist.Store):
         self._connect = connect
         self._timeout = timedelta(seconds=timeout_seconds)
         self._idle: list[Channel] = []  # a request that waits does not block another one
-        # Torch numbers the barriers of a process, which may have been in more clusters than other roles.
-        self._barriers: dict[bytes, bytes] = {}
+        self._barriers: dict[bytes, bytes] = {}  # torch's numbers, renumbered from the first of this cluster
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""

@@ -62,10 +62,12 @@ class Interrupter:
         signal.signal(_SIGNAL, self._raise)
         self._is_enabled = True
         try:
-            yield
-            self._disable()
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._is_enabled = False
         except BaseException as error:
-            self._disable()
             self._end_later(error)
             atexit.register(end_now, self._code_of(error))
             raise
@@ -83,10 +85,6 @@ class Interrupter:
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self._is_enabled and self._error is not None:
             raise self._error
-
-    def _disable(self) -> None:
-        with self._lock:
-            self._is_enabled = False
 
     def _end_later(self, error: BaseException) -> None:
         if self._error is None:

@@ -242,16 +242,15 @@ def start(
         _transports=["shm", "uv"] if polls_shared_memory(world_size) else ["uv"],
         _channels=["basic"],  # one connection; other channels open 16, and are no faster
     )
-    name = role.rpc_name
-    install(SignedPickler(Signatures(secret, run_id, name), CALLS, RejectionLog()))
+    install(SignedPickler(Signatures(secret, run_id, role.rpc_name), CALLS, RejectionLog()))
     state = endpoints.running = ClusterState({qualified_name(each.func): each for each in constructors})
     with warnings.catch_warnings(), reject_pickled_classes(), close_listeners_after(names, rank, world_size):
         # This calls code for which torch warns.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
         # As init_rpc, which counts the starts of a process. All roles must have the same counts.
         rpc.api._all_gather_sequence_id.clear()
-        tensorpipe = rpc.backend_registry.BackendType["TENSORPIPE"]
-        rpc._init_rpc_backend(tensorpipe, names, name, rank, world_size, options)
+        backend = rpc.BackendType["TENSORPIPE"]
+        rpc._init_rpc_backend(backend, names, role.rpc_name, rank, world_size, options)
         # Connect to all partners: no role can connect later, and torch's barriers use these connections.
         gather([open_connection(each) for each in topology.partners(role)])
         rpc.api._all_gather(None, timeout=timeout_seconds)
