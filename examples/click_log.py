@@ -29,7 +29,7 @@ class Net(nn.Module):
 
     def __init__(self, rows: Mapping[str, int], width: int, net: nn.Module) -> None:
         super().__init__()
-        self.tables = nn.ModuleDict({name: hybrid.Embedding(n, width) for name, n in rows.items()})
+        self.tables = nn.ModuleDict({name: hybrid.Embedding(n, width, ids=name) for name, n in rows.items()})
         self.net = net
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:

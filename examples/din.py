@@ -22,8 +22,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         items = 1 + known_models.CATEGORIES * known_models.ITEMS_OF_CATEGORY
-        self.item = hybrid.Embedding(items, DIM, padding_idx=0, init_scale=0.3)
-        self.category = hybrid.Embedding(1 + known_models.CATEGORIES, DIM, padding_idx=0, init_scale=0.3)
+        categories = 1 + known_models.CATEGORIES
+        columns = ["candidate", "history"]
+        self.item = hybrid.Embedding(items, DIM, ids=columns, padding_idx=0, init_scale=0.3)
+        columns = ["candidate_category", "history_category"]
+        self.category = hybrid.Embedding(categories, DIM, ids=columns, padding_idx=0, init_scale=0.3)
         self.din = DIN(2 * DIM)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:

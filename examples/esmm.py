@@ -23,10 +23,10 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.user = hybrid.Embedding(
-            known_models.NUM_USERS, DIM, init_scale=0.2, optimizer=hybrid.Adagrad(lr=0.3)
+            known_models.NUM_USERS, DIM, ids="user", init_scale=0.2, optimizer=hybrid.Adagrad(lr=0.3)
         )
         self.item = hybrid.Embedding(
-            known_models.NUM_ITEMS, DIM, init_scale=0.2, optimizer=hybrid.Adagrad(lr=0.3)
+            known_models.NUM_ITEMS, DIM, ids="item", init_scale=0.2, optimizer=hybrid.Adagrad(lr=0.3)
         )
         self.esmm = ESMM(3 * DIM)
 

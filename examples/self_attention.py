@@ -21,7 +21,12 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.item = hybrid.Embedding(
-            1 + known_models.NUM_ITEMS, DIM, padding_idx=0, init_scale=0.3, optimizer=hybrid.Adagrad(lr=0.1)
+            1 + known_models.NUM_ITEMS,
+            DIM,
+            ids=["history", "next", "other"],
+            padding_idx=0,
+            init_scale=0.3,
+            optimizer=hybrid.Adagrad(lr=0.1),
         )
         self.attention = SelfAttention(DIM, known_models.LONGEST_HISTORY)
 

@@ -36,14 +36,14 @@ class Net(nn.Module):
 
     def __init__(self, rows: list[int], num_numbers: int, build: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        make = hybrid.Embedding
         self.tables = nn.ModuleList(
-            make(n, DIM, init_scale=0.2, optimizer=hybrid.Adam(lr=0.01)) for n in rows
+            hybrid.Embedding(n, DIM, ids=f"id{k}", init_scale=0.2, optimizer=hybrid.Adam(lr=0.01))
+            for k, n in enumerate(rows)
         )
         self.tasks = build(DIM * (len(rows) + 1) + num_numbers)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        vectors = [table(batch["ids"][:, k]) for k, table in enumerate(self.tables)]
+        vectors = [table(batch[f"id{k}"]) for k, table in enumerate(self.tables)]
         product = vectors[0] * vectors[1]
         numbers = batch["numbers"].to(product)
         logits: Tensor = self.tasks(torch.cat([*vectors, product, numbers], dim=1))
@@ -58,9 +58,9 @@ def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
 def synthetic(split: str, num_samples: int) -> dict[str, Tensor]:
     """Return synthetic samples with two labels."""
     data = known_models.two_labels(split, num_samples)
-    ids = torch.stack([data["user"], data["item"]], dim=1)
     return {
-        "ids": ids,
+        "id0": data["user"],
+        "id1": data["item"],
         "numbers": torch.zeros(num_samples, 0),
         "labels": data["labels"],
         "logits": data["logits"],
@@ -80,7 +80,8 @@ def census(train_file: Path, test_file: Path) -> tuple[dict[str, Tensor], dict[s
         ids = [[vocabulary.get(line[column], 0) for vocabulary, column in columns] for line in lines]
         labels = [[line[INCOME].startswith(">50K"), line[STATUS] == "Never-married"] for line in lines]
         numbers = torch.tensor([[float(line[column]) for column in NUMBERS] for line in lines]).log1p()
-        splits.append({"ids": torch.tensor(ids), "numbers": numbers, "labels": torch.tensor(labels).float()})
+        splits.append({f"id{k}": column for k, column in enumerate(torch.tensor(ids).unbind(1))})
+        splits[-1] |= {"numbers": numbers, "labels": torch.tensor(labels).float()}
     mean, deviation = splits[0]["numbers"].mean(dim=0), splits[0]["numbers"].std(dim=0)
     for split in splits:
         split["numbers"] = (split["numbers"] - mean) / deviation

@@ -23,8 +23,12 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user = hybrid.Embedding(known_models.NUM_USERS, DIM, optimizer=hybrid.Adagrad(lr=0.1))
-        self.item = hybrid.Embedding(known_models.NUM_ITEMS, DIM, optimizer=hybrid.Adagrad(lr=0.1))
+        self.user = hybrid.Embedding(
+            known_models.NUM_USERS, DIM, ids="user", optimizer=hybrid.Adagrad(lr=0.1)
+        )
+        self.item = hybrid.Embedding(
+            known_models.NUM_ITEMS, DIM, ids="item", optimizer=hybrid.Adagrad(lr=0.1)
+        )
         self.towers = TwoTowers(DIM, DIM)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

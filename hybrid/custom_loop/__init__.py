@@ -5,7 +5,7 @@ Data flow of an id, module by module::
     cluster            the interface of a script: connect, distribute, batches, backward
     local_batches      the script's batches, or prepared data, cut into one slice per trainer
     embedding_modules  a table is called with ids of the slice
-    call_sites         the tensors of a batch that each table is called with, for prefetched lookups
     training_loop      the step: vectors of the calls, backward pass, update decision, optimizer
+    loop_state         checkpoints of module, optimizers and position, from which a run resumes
     backend            holds the rows: this process, or a cluster (package ``workers``)
 """

@@ -142,9 +142,6 @@ def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
     Raises:
         ConfigError: a key does not apply to custom loops.
     """
-    if config.train.micro_batches != 1:
-        rule = "must be 1 in a custom training loop, whose module takes a batch as a whole"
-        raise ConfigError("train.micro_batches", rule, config.train.micro_batches)
     if config.dense.ddp == "inside":
         rule = "must be outside or none in a custom training loop, whose module has no stages"
         raise ConfigError("dense.ddp", rule, "inside")

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config.loading import load_config
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.embedding_modules import plain_copy
 from hybrid.custom_loop.local_batches import PreparedData
+from hybrid.custom_loop.loop_state import Stateful
 from hybrid.custom_loop.training_loop import TrainingLoop
 from hybrid.data.prepare.dataset_location import open_split
+from hybrid.metrics import Metrics
 from hybrid.storage.remote_path import StoragePath, parse_path
 
 
@@ -130,26 +133,70 @@ class Cluster:
         """
         return self._require_loop().trainers.gather(values)
 
-    def save(self, folder: str | StoragePath, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write a checkpoint of the tables, the module and its optimizer.
+    def evaluate(self, data: Any, size: int | None = None) -> Metrics:
+        """Return the metrics of configured runs for samples of all trainers; all trainers call it together.
+
+        The module is called with each batch, in evaluation mode and without gradients. It returns outputs
+        (samples,) or (samples, outputs), in the order of the sections [tasks.NAME]. Without such sections,
+        there is one task ``label`` of binary labels, whose outputs are logits. With :meth:`resume`, the best
+        evaluation by ``checkpoint.keep_best`` keeps its checkpoint.
+
+        Args:
+            data, size: see :meth:`batches`. A batch is a dict with a column of labels for each task, and
+                perhaps ``TASK.weights`` and ``group``.
+
+        Raises:
+            DataError: there are no samples, or no labels.
+        """
+        return self._require_loop().evaluate(data, size)
+
+    def resume(self, folder: str | StoragePath, *objects: Stateful, every_steps: int = 1000) -> None:
+        """Continue from the newest checkpoint in a run folder, if there is one, and write further ones.
+
+        Call it before the first step. A checkpoint follows every ``every_steps`` steps, after the best
+        evaluation, and at the end of :meth:`epochs`; ``checkpoint.keep_last`` of them are kept.
+        :meth:`batches` skips the batches before the checkpoint. So a script that is started again ends with
+        the bits of an undisturbed run. ``hybrid run`` starts it again if a role is lost.
+
+        Args:
+            folder: on storage that all hosts share.
+            objects: optimizers of the module, schedulers, and other objects with ``state_dict()``.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model, or all are damaged.
+        """
+        if every_steps < 1:
+            raise ValueError(f"every_steps must be at least 1, not {every_steps}")
+        self._require_loop().resume(parse_path(folder), objects, every_steps)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the indices of the epochs, from that of the checkpoint of :meth:`resume` on."""
+        return self._require_loop().epochs(count)
+
+    def save(self, folder: str | StoragePath, *objects: Stateful) -> None:
+        """Write a checkpoint of the tables, the module and optimizers.
 
         All trainers call it together, between two steps.
 
         Args:
             folder: a new folder, on storage that all hosts share.
+            objects: optimizers of the module, schedulers, and other objects with ``state_dict()``.
 
         Raises:
             CheckpointError: the folder exists or cannot be written; no partial checkpoint remains.
         """
-        self._require_loop().save(parse_path(folder), optimizer)
+        self._require_loop().save(parse_path(folder), objects)
 
-    def load(self, folder: str | StoragePath, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Continue from a checkpoint, written by any number of trainers and workers; all trainers call it.
+    def load(self, folder: str | StoragePath, *objects: Stateful) -> None:
+        """Load a checkpoint, written by any number of trainers and workers; all trainers call it.
+
+        Args:
+            objects: those of :meth:`save`, or none.
 
         Raises:
             CheckpointError: the checkpoint is of another model, or damaged.
         """
-        self._require_loop().load(parse_path(folder), optimizer)
+        self._require_loop().load(Checkpoint.open(parse_path(folder)), objects)
 
     def plain_module(self) -> nn.Module:
         """Return a copy of the module with ``nn.Embedding`` and ``nn.EmbeddingBag``, with all rows.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -24,6 +24,7 @@ from hybrid.config.table_sections import INITIALIZERS, POOLERS
 from hybrid.embedding.initial_rows import make_absolute, read_shape
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import TableRequest
+from hybrid.errors import DataError
 
 if TYPE_CHECKING:
     from hybrid.custom_loop.training_loop import TrainingLoop
@@ -132,18 +133,49 @@ class TableCall(NamedTuple):
         offsets: where each bag starts, if the ids of bags are flat.
         weights: a weight per id, or None.
         has_end: whether the offsets include the end of the last bag.
+        content: one number per tensor, which changes when its values change.
     """
 
     module: TableModule
     ids: Tensor
-    offsets: Tensor | None = None
-    weights: Tensor | None = None
-    has_end: bool = True
+    offsets: Tensor | None
+    weights: Tensor | None
+    has_end: bool
+    content: tuple[int, ...]
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The ids, offsets and weights."""
-        return self.ids, self.offsets, self.weights
+    @classmethod
+    def of(
+        cls,
+        module: TableModule,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        has_end: bool = True,
+    ) -> TableCall:
+        """Return the call with these arguments, and with the present content of the tensors."""
+        tensors = [each for each in (ids, offsets, weights) if each is not None]
+        return cls(module, ids, offsets, weights, has_end, tuple(map(_content, tensors)))
+
+    def is_same(self, other: TableCall) -> bool:
+        """Whether another call of the table has the same memory, with the same content, as arguments.
+
+        Both calls hold their tensors, so no other tensor can be at the same address.
+        """
+        pairs = zip(self[1:4], other[1:4], strict=True)
+        return self[4:] == other[4:] and all(
+            first is second
+            or (first is not None and second is not None and _layout(first) == _layout(second))
+            for first, second in pairs
+        )
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _content(tensor: Tensor) -> int:
+    # Inference tensors have no version counter.
+    return hash(tensor.cpu().numpy().tobytes()) if tensor.is_inference() else tensor._version
 
 
 class TableModule(nn.Module):
@@ -157,6 +189,10 @@ class TableModule(nn.Module):
         init_scale: scale of the initial rows; by default 1 / sqrt(rows).
         init: "uniform" in [-init_scale, init_scale], "normal" with standard deviation init_scale, or "zeros".
         initial: file of pretrained rows, read by the workers; see :meth:`from_pretrained`.
+        ids: columns of the batch with which the module calls the table, such as ``"user"``. They are looked
+            up before the module runs. A nested column is named as in ``"features['user']"``, a column of a
+            tuple by its index, such as ``"0"``, a batch that is one tensor by ``""``. Other ids are looked up
+            when the module calls the table.
 
     Attributes:
         name: path of the table in the distributed module; empty before the module is distributed.
@@ -172,6 +208,7 @@ class TableModule(nn.Module):
         init_scale: float | None = None,
         init: str = "uniform",
         initial: str = "",
+        ids: str | Sequence[str] = (),
     ) -> None:
         super().__init__()
         if min(num_embeddings, embedding_dim) < 1:
@@ -185,6 +222,8 @@ class TableModule(nn.Module):
         self.init_scale = num_embeddings**-0.5 if init_scale is None else init_scale
         self.init = init
         self.initial = initial
+        self.ids = (ids,) if isinstance(ids, str) else tuple(ids)
+        self.weights: tuple[str, ...] = ()
         self.name = ""
         self._loop: TrainingLoop | None = None
 
@@ -234,9 +273,36 @@ class TableModule(nn.Module):
         )
 
     def bind(self, name: str, loop: TrainingLoop) -> None:
-        """Set the table's name, and the loop that looks up its vectors."""
+        """Set the table's name, and the loop that looks up its vectors.
+
+        Raises:
+            RuntimeError: the table has a loop.
+        """
+        if self._loop is not None:
+            raise RuntimeError(f"table {self.name} is already distributed: build the module again")
         self.name, self._loop = name, loop
+        # A graph break for torch.compile: a lookup waits for other processes.
+        self.forward = torch.compiler.disable(self.forward)
         self.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
+
+    def calls(self, columns: Mapping[str, Tensor | Jagged]) -> list[TableCall]:
+        """Return the calls with the columns that ``ids`` and ``weights`` name.
+
+        Args:
+            columns: columns of a batch by name.
+
+        Raises:
+            DataError: the batch has no such column.
+        """
+        if missing := [name for name in (*self.ids, *self.weights) if name not in columns]:
+            raise DataError(
+                f"table {self.name}: the batch has no column {missing[0]!r}; it has {', '.join(columns)}"
+            )
+        return [self.call(columns[name]) for name in self.ids]
+
+    def call(self, ids: Tensor | Jagged) -> TableCall:
+        """Return the call of the table with a column."""
+        raise NotImplementedError
 
     def request(self, call: TableCall) -> TableRequest:
         """Return the lookup of a call: its ids without padding, as int64 in one dimension."""
@@ -267,13 +333,16 @@ class Embedding(TableModule):
         Args:
             ids: integers of any shape.
         """
-        flat = ids.values if isinstance(ids, Jagged) else ids
-        vectors_LD = self._vectors(TableCall(self, flat))
+        call = self.call(ids)
+        flat, vectors_LD = call.ids, self._vectors(call)
         if (is_padding := self._is_padding(flat)) is not None:
             positions = (~is_padding).view(-1).nonzero().view(-1).to(vectors_LD.device)
             empty_LD = vectors_LD.new_zeros(flat.numel(), self.embedding_dim)
             vectors_LD = empty_LD.index_copy(0, positions, vectors_LD)
         return vectors_LD.view(*flat.shape, self.embedding_dim)
+
+    def call(self, ids: Tensor | Jagged) -> TableCall:
+        return TableCall.of(self, ids.values if isinstance(ids, Jagged) else ids)
 
     def request(self, call: TableCall) -> TableRequest:
         is_padding = self._is_padding(call.ids)
@@ -286,6 +355,7 @@ class EmbeddingBag(TableModule):
 
     Args:
         mode: how the rows of a bag become a vector: "sum", "mean" or "max".
+        weights: the columns of ``per_sample_weights``, one for each of ``ids``; by default none.
         include_last_offset: whether offsets include the end of the last bag.
         pooled_by: the roles that pool bags: the "workers" that hold the rows, or the "trainers", which fetch
             each distinct row of a call once. Trainers need fewer bytes if rows occur in many bags.
@@ -302,6 +372,8 @@ class EmbeddingBag(TableModule):
         init_scale: float | None = None,
         init: str = "uniform",
         initial: str = "",
+        ids: str | Sequence[str] = (),
+        weights: str | Sequence[str] = (),
         include_last_offset: bool = False,
         pooled_by: str = "workers",
     ) -> None:
@@ -315,7 +387,11 @@ class EmbeddingBag(TableModule):
             init_scale=init_scale,
             init=init,
             initial=initial,
+            ids=ids,
         )
+        self.weights = (weights,) if isinstance(weights, str) else tuple(weights)
+        if self.weights and len(self.weights) != len(self.ids):
+            raise ValueError(f"weights must name one column for each of ids, not {list(self.weights)}")
         self.pooling = Pooling(mode)
         self.include_last_offset = include_last_offset
         self.pooled_by = pooled_by
@@ -337,16 +413,28 @@ class EmbeddingBag(TableModule):
             per_sample_weights: a weight per id, in the layout of the ids; only for mode "sum". Weights get no
                 gradients.
         """
-        weights = per_sample_weights.values if isinstance(per_sample_weights, Jagged) else per_sample_weights
+        return self._vectors(self.call(ids, offsets, per_sample_weights))
+
+    def calls(self, columns: Mapping[str, Tensor | Jagged]) -> list[TableCall]:
+        calls, weights = super().calls(columns), [columns[name] for name in self.weights]
+        if not weights:
+            return calls
+        return [self.call(columns[i], None, w) for i, w in zip(self.ids, weights, strict=True)]
+
+    def call(
+        self, ids: Tensor | Jagged, offsets: Tensor | None = None, weights: Tensor | Jagged | None = None
+    ) -> TableCall:
+        if isinstance(weights, Jagged):
+            weights = weights.values
         if weights is not None and self.pooling is not Pooling.SUM:
             raise ValueError(f"per_sample_weights need mode='sum', not {self.pooling.value!r}")
         if isinstance(ids, Jagged):
-            return self._vectors(TableCall(self, ids.values, ids.offsets, weights))
+            return TableCall.of(self, ids.values, ids.offsets, weights)
         if (ids.dim() == 2) == (offsets is not None) or ids.dim() not in (1, 2):
             raise ValueError(
                 f"ids of shape {list(ids.shape)}: flat ids need offsets, ids of shape (bags, ids) take none"
             )
-        return self._vectors(TableCall(self, ids, offsets, weights, self.include_last_offset))
+        return TableCall.of(self, ids, offsets, weights, self.include_last_offset)
 
     def request(self, call: TableCall) -> TableRequest:
         ids, offsets, weights = call.ids, call.offsets, call.weights

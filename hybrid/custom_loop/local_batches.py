@@ -22,8 +22,7 @@ from torch import Tensor
 
 from hybrid.batch import Batch, by_task, slice_bounds
 from hybrid.config import RunConfig
-from hybrid.custom_loop.call_sites import CallKey, CallSite, call_key
-from hybrid.custom_loop.embedding_modules import Jagged, TableCall
+from hybrid.custom_loop.embedding_modules import Jagged, TableCall, TableModule
 from hybrid.data.batches.batch_loader import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.embedding.trainer.embeddings import TableRequest
@@ -41,44 +40,54 @@ class LocalBatch:
         values: the slice, in the structure of the script's batches.
         size: number of samples in the slice.
         global_size: number of samples of all trainers.
-        sites: expected calls of tables; read when the batch is looked up.
+        tables: the tables of the module.
+        whole: column whose groups are not split between micro-batches, or None.
     """
 
     ended = False  # the batches of all trainers end at the same step
 
-    def __init__(self, values: Any, size: int, global_size: int, sites: Iterable[CallSite]) -> None:
+    def __init__(
+        self,
+        values: Any,
+        size: int,
+        global_size: int,
+        tables: Sequence[TableModule],
+        whole: str | None = None,
+    ) -> None:
         self.values = values
         self.size = size
         self.global_size = global_size
-        self._sites = sites
+        self._tables = tables
+        self._whole = whole
 
     @cached_property
-    def tensors(self) -> list[Tensor]:
-        """All tensors of the slice."""
-        return list(tensors_of(self.values))
-
-    @cached_property
-    def calls(self) -> dict[CallKey, TableCall]:
-        """The calls whose lookups are prefetched, by key, in the order of the sites."""
-        calls = [call for site in self._sites if (call := site.call(self.tensors)) is not None]
-        return {call_key(call): call for call in calls}
+    def calls(self) -> list[TableCall]:
+        """The calls whose columns the tables name; they are looked up before the module runs."""
+        columns = {name: c for name, c in _columns(self.values) if isinstance(c, Tensor | Jagged)}
+        return [call for table in self._tables for call in table.calls(columns)]
 
     @property
     def sparse_features(self) -> list[TableRequest]:
         """The lookups of :attr:`calls`."""
-        return [call.module.request(call) for call in self.calls.values()]
+        return [call.module.request(call) for call in self.calls]
 
     def split(self, parts: int) -> list[LocalBatch]:
-        """Return the batch itself: a custom loop has no micro-batches."""
-        assert parts == 1
-        return [self]
+        """Return ``parts`` micro-batches, which may be empty."""
+        if parts == 1:
+            return [self]
+        ranges = [slice_bounds(self.size, part, parts) for part in range(parts)]
+        if self._whole is not None:
+            ends_G = group_ends(_group_column(self.values, self._whole))
+            ranges = [group_bounds(ends_G, start, stop) for start, stop in ranges]
+        rest = self.global_size, self._tables, self._whole
+        return [LocalBatch(cut(self.values, *bounds), bounds[1] - bounds[0], *rest) for bounds in ranges]
 
 
 def local_batches(
     batches: Iterable[Any],
     trainer: int,
     num_trainers: int,
-    sites: Iterable[CallSite],
+    tables: Sequence[TableModule],
     whole: str | None = None,
 ) -> Iterator[LocalBatch]:
     """Yield a trainer's slice of each global batch.
@@ -100,7 +109,7 @@ def local_batches(
                 )
             start, stop = group_bounds(group_ends(groups_B), start, stop)
         values = batch if num_trainers == 1 else cut(batch, start, stop)
-        yield LocalBatch(values, stop - start, size, sites)
+        yield LocalBatch(values, stop - start, size, tables, whole)
 
 
 def global_batches(data: Any, size: int | None, whole: str | None = None) -> Iterator[Any]:
@@ -179,7 +188,7 @@ def size_of(batch: Any) -> int:
     if not sizes:
         raise DataError("a batch has no tensors")
     if len(set(sizes)) > 1:
-        counts = ", ".join(f"{path}: {size}" for (path, _), size in zip(columns, sizes, strict=True))
+        counts = ", ".join(f"{path!r}: {size}" for (path, _), size in zip(columns, sizes, strict=True))
         raise DataError(
             f"the tensors of a batch have different numbers of samples ({counts}). Their first dimension is "
             "the sample; give a column of any number of values per sample as hybrid.Jagged(values, offsets)"
@@ -249,7 +258,7 @@ def _map_columns(batch: Any, function: Callable[[Any, str], Any], path: str = ""
         return function(batch, path)
 
     def mapped(key: object, value: Any) -> Any:
-        return _map_columns(value, function, f"{path}[{key!r}]" if path else repr(key))
+        return _map_columns(value, function, f"{path}[{key!r}]" if path else str(key))
 
     if isinstance(batch, Mapping):
         return {name: mapped(name, value) for name, value in batch.items()}
@@ -261,9 +270,7 @@ def _map_columns(batch: Any, function: Callable[[Any, str], Any], path: str = ""
         return type(batch)(mapped(index, value) for index, value in enumerate(batch))
     if isinstance(batch, list):
         return function(batch, path)
-    raise DataError(
-        f"a batch has a {type(batch).__name__} at {path or 'its top level'}, where a tensor must be"
-    )
+    raise DataError(f"a batch has a {type(batch).__name__} at {path!r}, where a tensor must be")
 
 
 @dataclass
@@ -285,13 +292,11 @@ class PreparedData:
         dataset: the prepared files.
         config: the configuration of the run.
         is_shuffled: whether each pass has another order.
-        passes: number of passes so far.
     """
 
     dataset: PreparedDataset
     config: RunConfig
     is_shuffled: bool
-    passes: int = 0
 
     def __post_init__(self) -> None:
         tasks = self.config.all_tasks
@@ -320,12 +325,15 @@ class PreparedData:
         trainer: int,
         num_trainers: int,
         size: int | None,
-        sites: Iterable[CallSite],
+        tables: Sequence[TableModule],
         whole: str | None = None,
+        epoch: int = 0,
+        first_step: int = 0,
     ) -> Iterator[LocalBatch]:
-        """Yield a trainer's slice of each batch of the next pass.
+        """Yield a trainer's slice of each batch of a pass, from a step on.
 
         Args:
+            epoch: number of the pass, which decides its order.
             whole: ``group`` if groups are not split, or None.
 
         Raises:
@@ -346,8 +354,7 @@ class PreparedData:
             lanes=config.data.shuffle_lanes if self.is_shuffled else 0,
             by_group=whole is not None,
         )
-        epoch, self.passes = self.passes, self.passes + 1
-        with loader.batches(epoch) as stream:
+        with loader.batches(epoch, first_step) as stream:
             for batch in stream:
                 values = features_of(batch, self.dataset.input_spec)
                 for t, task in enumerate(tasks := config.all_tasks):
@@ -356,7 +363,7 @@ class PreparedData:
                         values[f"{task}.weights"] = by_task(batch.weights, len(tasks))[:, t]
                 if batch.groups is not None:
                     values[GROUP] = batch.groups
-                yield LocalBatch(values, len(batch.labels), batch.global_size, sites)
+                yield LocalBatch(values, len(batch.labels), batch.global_size, tables, whole)
 
 
 def features_of(batch: Batch, input_spec: InputSpec) -> dict[str, Any]:

@@ -10,49 +10,56 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import islice
 from operator import add
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE
+from hybrid.checkpoint.checkpoint_folders import BEST, Best
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense
 from hybrid.custom_loop.backend import Backend
-from hybrid.custom_loop.call_sites import CallKey, CallSite, call_key
 from hybrid.custom_loop.embedding_modules import TableCall, TableModule
-from hybrid.custom_loop.local_batches import LocalBatch, PreparedData, global_batches, local_batches
+from hybrid.custom_loop.local_batches import (
+    GROUP,
+    LocalBatch,
+    PreparedData,
+    global_batches,
+    local_batches,
+    tensors_of,
+)
+from hybrid.custom_loop.loop_state import LoopCheckpoints, LoopState, Position, Stateful
 from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.custom_loop.trainer_group import TrainerGroup
-from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.dense.devices import choose_devices
 from hybrid.dense.net_builder import batch_norm_warning
 from hybrid.embedding.trainer.embeddings import ModuleTables, TableRequest
 from hybrid.embedding.trainer.lookup import Lookup
-from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement, SharedMemoryReduce
-from hybrid.engine.hybrid_model import to_device
+from hybrid.engine.ddp import DensePlacement
+from hybrid.engine.hybrid_model import MicroBatch, to_device
 from hybrid.engine.losses import weighted_summand
-from hybrid.engine.step_feed import Feed
-from hybrid.engine.train_step import Graph, record_graph, seed_step
-from hybrid.engine.update_guard import Guard
+from hybrid.engine.step_engine import StepEngine, seed_step
 from hybrid.errors import CheckpointError, ConfigError, DataError
+from hybrid.metrics import Metrics, Predictions
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import Schedule, UpdateMode
+from hybrid.protocol.update_rules import UpdateMode
 from hybrid.server.barrier import UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
 
 _ROWS_PER_LOOKUP = 1 << 16
 # Seeds the random numbers that all trainers draw alike; no trainer has this rank.
 _ALL_TRAINERS = 1 << 32
+# More lookups than a step has: the number is not known before its last micro-batch.
+_UNKNOWN = 1 << 30
 
 
 @dataclass
@@ -60,20 +67,33 @@ class ForwardPass:
     """A forward pass that is running.
 
     Attributes:
+        micro: the micro-batch in training; None otherwise.
         batch: the batch of the pass; None for a call without a batch.
         ticket: ticket of its lookups.
         prefetched: the lookup that was sent before the pass; None after its vectors are used.
-        vectors: vectors by call.
+        vectors: calls of each table, and their vectors.
         lookups: lookups whose vectors were used.
         zeros: the zero output of each of ``lookups``; see :meth:`ModuleTables.lookup`.
+        is_backward_done: whether ``cluster.backward`` was called.
     """
 
+    micro: MicroBatch[LocalBatch] | None
     batch: LocalBatch | None
     ticket: Ticket
     prefetched: Lookup | None = None
-    vectors: dict[CallKey, Tensor] = field(default_factory=dict)
+    vectors: dict[TableModule, list[tuple[TableCall, Tensor]]] = field(default_factory=dict)
     lookups: list[Lookup] = field(default_factory=list)
     zeros: list[Tensor] = field(default_factory=list)
+    is_backward_done: bool = False
+
+    def add(self, call: TableCall, vectors: Tensor) -> None:
+        """Keep the vectors of a call."""
+        self.vectors.setdefault(call.module, []).append((call, vectors))
+
+    def find(self, call: TableCall) -> Tensor | None:
+        """Return the vectors of the same call, if the pass has them."""
+        found = (vectors for each, vectors in self.vectors.get(call.module, ()) if each.is_same(call))
+        return next(found, None)
 
 
 class TrainingLoop:
@@ -87,16 +107,15 @@ class TrainingLoop:
         model: the module under DDP, and its gradients.
         trainers: all trainers.
         device: device of the module.
-        step: number of steps taken.
         is_saving: whether a checkpoint is reading the state dict of the module.
     """
 
     def __init__(self, backend: Backend, net: nn.Module) -> None:
         self._backend = backend
-        config = backend.config
-        self._devices = choose_devices(config.dense, backend.trainer)
-        self.device = self._devices[0]
-        self._clock = StepClock()
+        self._config = config = backend.config
+        devices = choose_devices(config.dense, backend.trainer)
+        self.device = devices[0]
+        clock = StepClock()
         self._warnings = LoopWarnings(backend)
         modules = {name: module for name, module in net.named_modules() if isinstance(module, TableModule)}
         if not modules:
@@ -113,103 +132,166 @@ class TrainingLoop:
         self._barriers = list(placed.workers.values())
         self._widths = {spec.dim for spec in specs}
         self._shapes = placed.placement.shapes
-        self._mode = placed.rules.mode
-        self._tables = ModuleTables(specs, placed.placement, placed.workers, self._clock)
+        self._rules = placed.rules
+        self._tables = ModuleTables(specs, placed.placement, placed.workers, clock)
+        self._modules = list(modules.values())
         for name, module in modules.items():
             module.bind(name, self)
         net.to(self.device)
-        if not backend.is_single_process and (message := batch_norm_warning(net, config)):
+        is_alone = backend.is_single_process
+        if not is_alone and (message := batch_norm_warning(net, config)):
             self._warnings.warn(message)
-        mode, shared = DdpMode.NONE, None
-        if not backend.is_single_process and any(p.requires_grad for p in net.parameters()):
-            mode = DdpMode(config.dense.ddp)
-        if mode is not DdpMode.NONE and dist.get_backend(backend.group) == "gloo":
-            timeout_seconds = config.cluster.timeout_seconds
-            shared = SharedMemoryReduce.join(backend.group, backend.trainer, self.device, timeout_seconds)
-        self.model = DdpModel(net, mode, DensePlacement(backend.group), self._clock, shared)
-        is_nccl = not backend.is_single_process and dist.get_backend(backend.group) == "nccl"
-        self.trainers = TrainerGroup(backend.group, self.device if is_nccl else torch.device("cpu"))
-        self._guard = Guard(placed.rules, self._barriers, backend.group, self.trainers.device)
-        self._feed = Feed[LocalBatch](self._tables, [], backend.trainer, self._mode, 1, self._clock)
-        # The calls that every batch is expected to have, in the order of their first occurrence.
-        self._sites: dict[CallSite, None] = {}
+        self._engine = StepEngine[LocalBatch](
+            config,
+            backend.trainer,
+            backend.group,
+            placed.rules,
+            self._tables,
+            placed.workers,
+            None,
+            net,
+            DensePlacement(backend.group),
+            devices,
+            clock,
+            is_single_process=is_alone,
+        )
+        self.model = self._engine.model
+        self.trainers = TrainerGroup(backend.group, self._engine.device)
         # The running pass of each kind.
         self._training: ForwardPass | None = None
         self._evaluation: ForwardPass | None = None
-        self._graph: Graph | None = None
-        self._step_context = ExitStack()
-        self._loss: float | None = None  # this trainer's loss of the step, after its backward pass
+        self._num_lookups = 0  # with gradients, in the micro-batches of the step so far
         # Factor of the step's gradients, once decided; None to skip the step.
         self._scale: float | None = None
         self._stepped_optimizers: set[int] = set()  # ids of the optimizers that have taken the step
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        _LOOPS.add(self)
-        self._num_passes = 0
-        self.step = 0
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, None]  # in the order of first use
+        self._optimizers = weakref.WeakKeyDictionary()
+        self._run: LoopCheckpoints | None = None
+        self._position = Position()
+        self._is_in_pass = False
+        self._sent_step = -1  # the last step with gradients on their way to the tables
         self.is_saving = False
         self._is_in_backward = False
         for parameter in net.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._require_cluster_backward)
+        loop = weakref.ref(self)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
+            if (found := loop()) is not None:
+                found.before_optimizer_step(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    @property
+    def step(self) -> int:
+        """Number of steps taken."""
+        return self._engine.step
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """See :meth:`Cluster.epochs`."""
+        resumed = self._run.resumed if self._run is not None else Position()
+        for epoch in range(resumed.epoch, count):
+            self._end_pass()
+            first = resumed.first_pass if epoch == resumed.epoch else self._position.pass_index
+            self._position = Position(epoch, first, first)
+            if epoch > resumed.epoch:
+                self._save_if_due()
+            yield epoch
+        self._end_pass()
+        self._position = self._position._replace(epoch=count, first_pass=self._position.pass_index)
+        self._save_if_due(is_last=True)
 
     def batches(self, data: Any, size: int | None, whole: str | None) -> Iterator[Any]:
         """Yield this trainer's slice of each batch, for training, or for evaluation under ``no_grad``."""
-        # All trainers must shuffle alike, and samplers draw from the global generator of torch.
-        seed_step(self._backend.config.run.seed, _ALL_TRAINERS, self._num_passes, ())
-        self._num_passes += 1
-        trainer, num_trainers, sites = self._backend.trainer, self._backend.group.size(), self._sites
-        if isinstance(data, PreparedData):
-            batches = data.local_batches(trainer, num_trainers, size, sites, whole)
-        else:
-            checked = self.trainers.check_batches(global_batches(data, size, whole))
-            batches = local_batches(checked, trainer, num_trainers, sites, whole)
-        if not torch.is_grad_enabled():
-            outer = self._evaluation
-            try:
-                for batch in batches:
-                    ticket = self._evaluation_ticket()
-                    prefetched = self._tables.lookup(batch.sparse_features, ticket)
-                    self._evaluation = ForwardPass(batch, ticket, prefetched)
-                    yield batch.values
-            finally:
-                self._evaluation = outer
+        if torch.is_grad_enabled():
+            with closing(self._training_batches(data, size, whole)) as batches:
+                yield from batches
             return
-        self._feed.begin(batches, self.step)
-        max_steps = self._backend.config.train.max_steps
+        outer = self._evaluation
         try:
-            while not max_steps or self.step < max_steps:
-                if (current := next(self._feed, None)) is None:
-                    return
-                step, trainer = self.step, self._backend.trainer
-                (micro_batch,) = current.micro_batches
-                self._end_step()
-                seed_step(self._backend.config.run.seed, trainer, step, self._devices)
-                is_sync = self._mode is UpdateMode.SYNC
-                spans_processes = is_sync and not self._backend.is_single_process
-                graph = record_graph(self.model.net, spans_processes)
-                self._graph = self._step_context.enter_context(graph)
-                purpose = Purpose.TRAIN if is_sync else Purpose.PREFETCH
-                ticket = Ticket(trainer, step, step, purpose=purpose)
-                lookup: Any = micro_batch.start()
-                self._training = ForwardPass(current.batch, ticket, lookup)
-                yield current.batch.values
-                if self.step != step + 1:
-                    missing = "cluster.backward(...)" if self._loss is None else "optimizer.step()"
-                    raise RuntimeError(
-                        f"{missing} was not called for the batch of step {step}; each batch takes one step. "
-                        "To evaluate, iterate under torch.no_grad()"
-                    )
-            if self._backend.snapshot is not None:
-                self.save(self._backend.snapshot, next(iter(self._optimizers), None))
+            for batch in self._local_batches(data, size, whole, self._position.pass_index, 0):
+                ticket = self._evaluation_ticket()
+                prefetched = self._tables.lookup(batch.sparse_features, ticket) if batch.calls else None
+                self._evaluation = ForwardPass(None, batch, ticket, prefetched)
+                yield batch.values
+        finally:
+            self._evaluation = outer
+
+    def _local_batches(
+        self, data: Any, size: int | None, whole: str | None, index: int, first: int
+    ) -> Iterator[LocalBatch]:
+        """Yield the slices of pass number ``index``, from batch ``first`` on."""
+        trainer, num_trainers = self._backend.trainer, self._backend.group.size()
+        if isinstance(data, PreparedData):
+            split = trainer, num_trainers, size, self._modules, whole
+            return data.local_batches(*split, epoch=index, first_step=first)
+        batches = islice(self._seeded(global_batches(data, size, whole), index), first, None)
+        checked = self.trainers.check_batches(batches)
+        return local_batches(checked, trainer, num_trainers, self._modules, whole)
+
+    def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
+        """Yield batches whose random numbers depend on their position only, and are alike on all trainers."""
+        for number in itertools.count():
+            seed_step(self._config.run.seed, _ALL_TRAINERS + index, number, ())
+            if (batch := next(batches, None)) is None:
+                return
+            yield batch
+
+    def _training_batches(self, data: Any, size: int | None, whole: str | None) -> Generator[Any, None, None]:
+        if self._sent_step == self.step:
+            raise RuntimeError(
+                f"the loop was left after cluster.backward(...) of step {self.step}, which has updated the "
+                "tables only: load a checkpoint, or distribute a new module"
+            )
+        self._end_pass()
+        resumed = self._run.resumed if self._run is not None else Position()
+        index = self._position.pass_index
+        if index < resumed.pass_index:  # its steps precede the checkpoint
+            self._position = self._position._replace(pass_index=index + 1)
+            return
+        first = resumed.steps if index == resumed.pass_index else 0
+        current: ForwardPass | None = None
+        self._position, self._is_in_pass = self._position._replace(steps=first), True
+        self._engine.begin(self._local_batches(data, size, whole, index, first), self.step)
+        max_steps = self._config.train.max_steps
+        remaining = max(0, max_steps - self.step) if max_steps else None
+        try:
+            for step_input in self._engine.steps(remaining, self._save_if_due):
+                step, self._num_lookups = self.step, 0
+                for micro in step_input.micro_batches:
+                    self._stepped_optimizers.clear()
+                    purpose = Purpose.TRAIN if self._rules.mode is UpdateMode.SYNC else Purpose.PREFETCH
+                    ticket = micro.ticket._replace(purpose=purpose)
+                    with self._engine.recording(micro):
+                        lookup: Any = micro.start()
+                        self._training = current = ForwardPass(micro, micro.batch, ticket, lookup)
+                        yield micro.batch.values
+                    is_over = self.step == step + 1 if micro.is_last else current.is_backward_done
+                    if not is_over:
+                        missing = "optimizer.step()" if current.is_backward_done else "cluster.backward(...)"
+                        raise RuntimeError(
+                            f"{missing} was not called for the batch of step {step}; each batch takes one "
+                            "step. To evaluate, iterate under torch.no_grad()"
+                        )
+                self._position = self._position._replace(steps=self._position.steps + 1)
+            self._end_pass()
+            if self._backend.snapshot is not None and self.step == max_steps:
+                self.save(self._backend.snapshot, [*self._optimizers])
                 self._backend.snapshot = None
         finally:
-            self._end_step()
+            if self._training is current:  # an interrupted loop may end after the next one has begun
+                self._training = None
 
-    def _end_step(self) -> None:
-        """Close the graph of a step, and forget its state."""
-        self._step_context.close()
-        self._training = self._graph = self._loss = None
-        self._stepped_optimizers.clear()
+    def _end_pass(self) -> None:
+        """Move on to the next pass, if one has begun, whether it came to its end or was left."""
+        if self._is_in_pass:
+            self._position = self._position._replace(pass_index=self._position.pass_index + 1, steps=0)
+            self._is_in_pass = False
+
+    def _save_if_due(self, *, is_last: bool = False) -> None:
+        if self._run is not None:
+            self._run.write_if_due(self.step, self._position, is_last=is_last)
 
     def _evaluation_ticket(self) -> Ticket:
         return Ticket(self._backend.trainer, self.step, self.step, purpose=Purpose.PREDICT)
@@ -223,31 +305,33 @@ class TrainingLoop:
                     "a module with tables trains on the batches of cluster.batches(...); call it on other "
                     "tensors under torch.no_grad()"
                 )
-            current = ForwardPass(None, self._evaluation_ticket())
-        key = call_key(call)
-        if key not in current.vectors:
-            self._use_prefetched(current)
-        if key not in current.vectors:
-            # The prefetched lookup is part 0 of the pass.
-            ticket = current.ticket._replace(part=len(current.lookups))
-            lookup = self._tables.lookup([call.module.request(call)], ticket)
-            (current.vectors[key],) = self._outputs(current, lookup)
-            if current.batch is not None and call.ids.numel():
-                if (site := CallSite.find(call, current.batch.tensors)) is not None:
-                    self._sites[site] = None
-                elif current is self._training:
-                    self._warnings.warn(
-                        f"table {call.module.name} is called with ids that are computed in the module. Each "
-                        "such call waits for a separate request. For speed, put the ids into the batch"
-                    )
-        return to_device(current.vectors[key], self.device)
+            current = ForwardPass(None, None, self._evaluation_ticket())
+        self._use_prefetched(current)
+        vectors = current.find(call)
+        if vectors is None:
+            part = current.ticket.part
+            if current is self._training:  # prefetched lookups are the first parts of the step
+                extra = self._num_lookups + len(current.lookups) - part - 1
+                part = self._rules.parts + extra
+            lookup = self._tables.lookup([call.module.request(call)], current.ticket._replace(part=part))
+            (vectors,) = self._outputs(current, lookup)
+            current.add(call, vectors)
+            if current is self._training and call.ids.numel():
+                self._warnings.warn(
+                    f"table {call.module.name} is called with ids that are not looked up before the module "
+                    "runs. Each such call waits for a separate request. For speed, put the ids into the "
+                    'batch and name their column, as in hybrid.Embedding(..., ids="user")'
+                )
+        return to_device(vectors, self.device)
 
     def _use_prefetched(self, current: ForwardPass) -> None:
         """Wait for the prefetched lookup of a pass, unless its vectors are already used."""
         if current.prefetched is not None:
             assert current.batch is not None
-            vectors = self._outputs(current, current.prefetched)
-            current.vectors.update(zip(current.batch.calls, vectors, strict=True))
+            for call, vectors in zip(
+                current.batch.calls, self._outputs(current, current.prefetched), strict=True
+            ):
+                current.add(call, vectors)
             current.prefetched = None
 
     def _outputs(self, current: ForwardPass, lookup: Lookup) -> Sequence[Tensor]:
@@ -272,44 +356,50 @@ class TrainingLoop:
         Args:
             terms: values and weights of each mean; see :meth:`Cluster.backward`.
         """
-        current, graph = self._training, self._graph
-        if current is None or graph is None or current.batch is None:
+        current = self._training
+        if current is None or current.batch is None or current.micro is None:
             raise RuntimeError("cluster.backward(...) takes the loss of a batch of cluster.batches(...)")
-        if self._loss is not None:
+        if current.is_backward_done:
             raise RuntimeError(f"cluster.backward(...) is called again for the batch of step {self.step}")
+        if self._rules.parts > 1 and any(weights is not None for _, weights in terms):
+            rule = "must be 1 for a loss with weights: their sum is known only after the last micro-batch"
+            raise ConfigError("train.micro_batches", rule, self._rules.parts)
         local_loss = self._local_loss(terms, current.batch)
         parameters = list(self.model.net.parameters())
         if self.step == 0:
-            shapes = [each.shape for each in parameters] + [each.shape[1:] for each in current.batch.tensors]
+            tensors = tensors_of(current.batch.values)
+            shapes = [each.shape for each in parameters] + [each.shape[1:] for each in tensors]
             self._warnings.check_pairs(local_loss, current.batch.size, self._widths.union(*shapes))
         # The workers wait for the gradients of every lookup, even if the module called no table.
         self._use_prefetched(current)
         loss = local_loss + torch.stack(current.zeros).sum().to(local_loss)
-        self._announce_lookups(current.lookups)
+        self._num_lookups += len(current.lookups)
+        self._announce_lookups(current.micro)
         for parameter in parameters:
             parameter.grad = None
+        self._sent_step = self.step
         self._is_in_backward = True
         try:
-            graph.backward(loss)
+            self._engine.backward(loss)
         finally:
             self._is_in_backward = False
-        self.model.collect(graph.gradients(), is_last=True)
+        current.is_backward_done = True
+        if not current.micro.is_last:
+            return
         for trainable, gradient in self.model.gradients.items():
             trainable.grad = gradient
         self._warnings.note_gradients(self.model.gradients.values())
-        self._loss = loss.item()
-        self._step_context.close()
-        self._guard.check_loss(self.step, self._loss, self.model.first_not_finite)
         if not any(parameter.requires_grad for parameter in parameters):
-            self._decide_step()  # no optimizer calls the hook
+            self._scale = self._engine.decide()  # no optimizer calls the hook
 
-    def _announce_lookups(self, lookups: Sequence[Lookup]) -> None:
-        """Send the number of lookups with gradients to the workers, if there are several."""
-        if len(lookups) > 1:
-            arguments = (self._backend.trainer, self.step, len(lookups))
-            calls = [each.call_barrier(UpdateBarrier.expect, *arguments) for each in self._barriers]
-            for call in calls:
-                call.wait()
+    def _announce_lookups(self, micro: MicroBatch[LocalBatch]) -> None:
+        """Send the number of the step's lookups to the workers, unless it is that of its micro-batches."""
+        if self._num_lookups == micro.ticket.part + 1:
+            return
+        parts = self._num_lookups if micro.is_last else _UNKNOWN
+        arguments = (self._backend.trainer, self.step, parts)
+        for call in [each.call_barrier(UpdateBarrier.expect, *arguments) for each in self._barriers]:
+            call.wait()
 
     def _require_cluster_backward(self, *_: object) -> None:
         """Raise if ``cluster.backward`` did not start the running backward pass."""
@@ -358,62 +448,100 @@ class TrainingLoop:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(id(parameter) in module_ids for parameter in parameters):
             return
-        if self._loss is None or id(optimizer) in self._stepped_optimizers:
+        current = self._training
+        is_ready = current is not None and current.is_backward_done
+        if current is None or not is_ready or id(optimizer) in self._stepped_optimizers:
             raise RuntimeError("optimizer.step() comes after cluster.backward(...), once for each batch")
-        if not self._stepped_optimizers:
+        assert current.micro is not None
+        if not current.micro.is_last:
+            self._scale = None
+        elif not self._stepped_optimizers:
             self._warnings.check_gradients(p.grad for p in self.model.gradients)
-            self._decide_step()
+            self._scale = self._engine.decide()
         self._warnings.check_learning_rate(optimizer)
         self._stepped_optimizers.add(id(optimizer))
-        self._optimizers.add(optimizer)
+        self._optimizers[optimizer] = None
         for parameter in parameters:
             if self._scale is None:
                 parameter.grad = None
             elif self._scale != 1.0 and parameter.grad is not None:
                 parameter.grad = parameter.grad * self._scale
 
-    def _decide_step(self) -> None:
-        """Agree with all trainers on the factor of the step's gradients."""
-        assert self._loss is not None
-        norm = self.model.squared_norm()
-        self._scale = self._guard.decide(self.step, self._loss, norm, self.model.gradient_not_finite)
-        self._clock.end_step()
-        self.step += 1
+    def evaluate(self, data: Any, size: int | None) -> Metrics:
+        """See :meth:`Cluster.evaluate`."""
+        net, tasks = self.model.net, self._config.all_tasks
+        was_training, parts = net.training, []
+        net.eval()
+        try:
+            with torch.no_grad():
+                for batch in self.batches(data, size, None):
+                    if missing := [name for name in tasks if name not in batch]:
+                        raise DataError(f"evaluate: the batch has no column {missing[0]!r} with labels")
+                    columns = [[batch[name] for name in tasks]]
+                    if any(f"{name}.weights" in batch for name in tasks):
+                        ones = torch.ones_like(columns[0][0])
+                        columns.append([batch.get(f"{name}.weights", ones) for name in tasks])
+                    stacked = [torch.stack(each, 1).float() for each in columns]
+                    parts.append([net(batch), *stacked, *([batch[GROUP]] if GROUP in batch else [])])
+        finally:
+            net.train(was_training)
+        if not parts:
+            raise DataError("evaluate: the data have no batch")
+        outputs, labels, *rest = (self.trainers.gather(torch.cat(each)) for each in zip(*parts, strict=True))
+        groups = rest.pop() if GROUP in batch else None
+        weights_NT = rest.pop() if rest else None
+        single = slice(None) if len(tasks) > 1 else 0
+        predictions = Predictions(
+            outputs.flatten(1).squeeze(1) if outputs.dim() > 1 else outputs,
+            labels[:, single],
+            torch.arange(len(outputs)),  # no samples are known to have equal features
+            None if weights_NT is None else weights_NT[:, single],
+            groups,
+        )
+        metrics = predictions.metrics(tasks, is_weighted=self._config.data.weighted_metrics)
+        if self._run is not None:
+            self._run.note(metrics, self.step)
+        return metrics
 
-    def save(self, folder: StoragePath, optimizer: torch.optim.Optimizer | None) -> None:
+    def resume(self, root: StoragePath, objects: Sequence[Stateful], every_steps: int) -> None:
+        """See :meth:`Cluster.resume`."""
+        if self._run is not None or self._is_in_pass or self._position != Position():
+            raise RuntimeError("cluster.resume(...) is called once, before the first step")
+        if self._backend.snapshot is not None:
+            return  # hybrid compare runs the first steps of the script
+
+        def save(folder: StoragePath, best: Best | None, position: Position) -> None:
+            self.save(folder, objects, best, position)
+
+        self._backend.resume(root)
+        self._run = run = LoopCheckpoints(self._backend, self.trainers, root, every_steps, save)
+        if (stored := run.find()) is not None:
+            run.resume(stored, self.load(stored, objects))
+
+    def save(
+        self,
+        folder: StoragePath,
+        objects: Sequence[Stateful],
+        best: Best | None = None,
+        position: Position | None = None,
+    ) -> None:
         """See :meth:`Cluster.save`."""
-        self._feed.flush()
-        state = {} if optimizer is None else optimizer.state_dict()["state"]
+        self._engine.flush()
         self.is_saving = True
         try:
-            dense = pack_dense(self.model.net.state_dict(), state)
+            dense, progress = LoopState(self.model.net, objects).pack(position or self._position)
         finally:
             self.is_saving = False
-        self._backend.save(folder, self.step, dense, {})
+        self._backend.save(folder, self.step, dense, {**progress, BEST: best})
 
-    def load(self, folder: StoragePath, optimizer: torch.optim.Optimizer | None) -> None:
-        """See :meth:`Cluster.load`."""
-        stored = Checkpoint.open(folder)
+    def load(self, stored: Checkpoint, objects: Sequence[Stateful]) -> Position:
+        """Load a checkpoint, and return its position; see :meth:`Cluster.load`."""
         if stored.manifest.tables.keys() != self._shapes.keys():
             raise CheckpointError(
-                f"{folder}: the checkpoint is of another model, with the tables "
+                f"{stored.folder}: the checkpoint is of another model, with the tables "
                 f"{', '.join(sorted(stored.manifest.tables))}, not {', '.join(sorted(self._shapes))}"
             )
-        net, state = unpack_dense(stored.tensors(DENSE_FILE))
-        load_state(self.model.net, net, folder)
-        if optimizer is not None:
-            DenseOptimizer(optimizer, Schedule()).load(state, folder)
+        position = LoopState(self.model.net, objects).load(stored)
         self._backend.load(stored)
-        self.step = stored.manifest.step
-
-
-# All loops of this process. The optimizer hook is registered once, for all of them.
-_LOOPS: weakref.WeakSet[TrainingLoop] = weakref.WeakSet()
-
-
-def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
-    for loop in list(_LOOPS):
-        loop.before_optimizer_step(optimizer)
-
-
-register_optimizer_step_pre_hook(_before_optimizer_step)
+        self._engine.step, self._sent_step = stored.manifest.step, -1
+        return position

@@ -24,11 +24,13 @@ class MicroBatch(NamedTuple, Generic[AnySamples]):
         batch: the samples.
         ticket: identifies the calls for these samples.
         start: starts the lookup, or returns the prefetched one.
+        is_last: whether it is the last micro-batch of its step.
     """
 
     batch: AnySamples
     ticket: Ticket
     start: Callable[[], PendingResult[Tensor]]
+    is_last: bool
 
 
 # A remote dense net: a stub of hybrid.dense.hosted_net.HostedNet, or a local substitute.

@@ -17,10 +17,10 @@ from functools import partial
 from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
-from hybrid import transport
 from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.engine.hybrid_model import MicroBatch
+from hybrid.engine.update_guard import Decided
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode
@@ -66,7 +66,7 @@ class Feed(Generic[AnySamples]):
     def __init__(
         self,
         embeddings: Embeddings | ModuleTables,
-        hosted: Sequence[transport.RemoteHosted[Any]],
+        hosted: Sequence[Decided],
         trainer: int,
         mode: UpdateMode,
         parts: int,
@@ -96,9 +96,7 @@ class Feed(Generic[AnySamples]):
         """
         if self._has_ended:
             self._has_ended = False
-            transport.gather(
-                [each.call_barrier(UpdateBarrier.rejoin, self._trainer, self._step) for each in self._hosted]
-            )
+            self._call_barriers(UpdateBarrier.rejoin, self._step)
 
     def flush(self) -> None:
         """Wait until the workers have the gradients of all steps so far.
@@ -114,14 +112,16 @@ class Feed(Generic[AnySamples]):
     def __iter__(self) -> Iterator[StepInput[AnySamples]]:
         return self
 
+    def has_next(self) -> bool:
+        """Whether there is a further step; reads its batch."""
+        num_ahead = _LOOK_AHEAD if self._should_prefetch else 1
+        while len(self._ahead) < num_ahead and (batch := self._read()) is not None:
+            self._ahead.append(self._step_of(batch, self._step + len(self._ahead)))
+        return bool(self._ahead)
+
     def __next__(self) -> StepInput[AnySamples]:
         self._clock.begin_step(self._step)
-        while (
-            len(self._ahead) < (_LOOK_AHEAD if self._should_prefetch else 1)
-            and (batch := self._read()) is not None
-        ):
-            self._ahead.append(self._step_of(batch, self._step + len(self._ahead)))
-        if not self._ahead:
+        if not self.has_next():
             raise StopIteration
         current = self._ahead.popleft()
         # The gradients of the current step carry the lookup of the step after the next.
@@ -130,6 +130,10 @@ class Feed(Generic[AnySamples]):
         self._step += 1
         return current
 
+    def _call_barriers(self, method: Callable[[UpdateBarrier[Any], int, int], None], step: int) -> None:
+        for call in [each.call_barrier(method, self._trainer, step) for each in self._hosted]:
+            call.wait()
+
     def _read(self) -> AnySamples | None:
         with self._clock.phase("data"):
             return next(self._batches, None)
@@ -137,9 +141,7 @@ class Feed(Generic[AnySamples]):
     def _step_of(self, batch: AnySamples, step: int, after: Sequence[Lookup] = ()) -> StepInput[AnySamples]:
         if batch.ended and not self._has_ended:
             self._has_ended = True
-            transport.gather(
-                [each.call_barrier(UpdateBarrier.finish, self._trainer, step) for each in self._hosted]
-            )
+            self._call_barriers(UpdateBarrier.finish, step)
         lookups: list[Lookup] = []
         micro_batches = []
         for part, samples in enumerate(batch.split(self._parts)):
@@ -152,7 +154,7 @@ class Feed(Generic[AnySamples]):
                 with self._clock.phase("lookup"):
                     lookups.append(self._start(samples, prefetch, after[part] if after else None))
                 start = partial(lookups.__getitem__, part)
-            micro_batches.append(MicroBatch(samples, ticket, start))
+            micro_batches.append(MicroBatch(samples, ticket, start, part == self._parts - 1))
         return StepInput(batch, micro_batches, lookups)
 
     def _start(self, samples: AnySamples, ticket: Ticket, after: Lookup | None = None) -> Lookup:

@@ -14,7 +14,7 @@ import hybrid
 class Net(nn.Module):
     def __init__(self, rows):
         super().__init__()
-        self.table = hybrid.Embedding(rows, 2)
+        self.table = hybrid.Embedding(rows, 2, ids="id")
         self.linear = nn.Linear(2, 1)
 
     def forward(self, ids):

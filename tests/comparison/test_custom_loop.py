@@ -73,9 +73,9 @@ class Plain:
         return nn.Parameter(weight)
 
     def logits(self, batch: Mapping[str, Any], step: int, rows: Mapping[str, Tensor]) -> Tensor:
-        ids, size = batch["ids"], len(batch["ids"])
+        users, items, size = batch["user"], batch["item"], len(batch["user"])
         padded = torch.cat([torch.zeros(1, DIM), rows["item"][1:]])
-        user, item = embedding(ids[:, 0], rows["user"]), embedding(ids[:, 1], padded)
+        user, item = embedding(users, rows["user"]), embedding(items, padded)
         history = embedding(batch["history"], padded)
         attention = torch.softmax((history @ item.unsqueeze(2)).squeeze(2), dim=1)
         parts = [user, item, (attention.unsqueeze(2) * history).sum(1), batch["price"].unsqueeze(1)]
@@ -86,7 +86,7 @@ class Plain:
             parts.append(torch.zeros(size, 3))
         weights = batch["seen_weights"]
         parts.append(embedding_bag(batch["seen"], rows["seen"], mode="sum", per_sample_weights=weights))
-        pairs = (ids[:, 0] * 7 + ids[:, 1]) % NUM_PAIRS
+        pairs = (users * 7 + items) % NUM_PAIRS
         parts.append(embedding(pairs, rows["pair"]) if "pair" in rows else torch.zeros(size, 2))
         logits: Tensor = self.mlp(torch.cat(parts, dim=1))
         return logits.squeeze(1)
@@ -135,7 +135,7 @@ def check(output: Path, options: tuple[str, ...]) -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-12, msg=name)
 
 
-@pytest.mark.filterwarnings("ignore:table pair is called with ids that are computed")
+@pytest.mark.filterwarnings("ignore:table pair is called with ids that are not")
 @pytest.mark.parametrize("update", ["sync", "lookahead"])
 @pytest.mark.parametrize("options", [(), (*ALL, "ranked")], ids=["plain", "all"])
 def test_one_process_equals_plain_torch(

@@ -9,11 +9,15 @@ from torch import nn
 from torch.distributed import autograd as dist_autograd
 
 from hybrid.batch import Batch
+from hybrid.config.loading import load_config
+from hybrid.embedding.placement import place
+from hybrid.embedding.trainer.embeddings import ModuleTables
 from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
-from hybrid.engine.train_step import record_graph
+from hybrid.engine.step_engine import StepEngine
 from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.primitives.step_timings import StepClock
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -113,23 +117,27 @@ def contexts() -> int:
     return int(dist_autograd._get_debug_info()["num_autograd_contexts"])
 
 
-@pytest.mark.parametrize("spans_processes", [False, True])
-def test_graph_returns_and_removes_the_gradients(spans_processes: bool) -> None:
+@pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.LOOKAHEAD])
+def test_engine_takes_the_gradients_out_of_the_parameters(mode: UpdateMode) -> None:
+    """In sync mode, a lookup is part of the graph, which then is one of distributed autograd."""
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
-    unused = nn.Linear(2, 2)
-    net.register_module("unused", unused)
+    net.register_module("unused", nn.Linear(2, 2))
+    used = [*net[0].parameters(), *net[2].parameters()]
     x = torch.rand(5, 3)
-    expected = torch.autograd.grad(
-        net[2](net[1](net[0](x))).sum(), [*net[0].parameters(), *net[2].parameters()]
-    )
+    expected = torch.autograd.grad(net[2](net[1](net[0](x))).sum(), used)
+    clock, group, micro = StepClock(), dist.group.WORLD, micro_batch(x, x)
+    assert group is not None
+    tables, config = ModuleTables([], place([], 1), {}, clock), load_config(None, ["dense.ddp=none"])
+    rest = (net, DensePlacement(group), [torch.device("cpu")], clock)
+    engine = StepEngine[Batch](config, 0, group, UpdateRules(1, mode), tables, {}, None, *rest)
     for _ in range(2):
         before = contexts()
-        with record_graph(net, spans_processes) as graph:
-            assert contexts() - before == spans_processes
-            graph.backward(net[2](net[1](net[0](x))).sum())
-            found = graph.gradients()
+        with engine.recording(micro):
+            assert contexts() - before == (mode is UpdateMode.SYNC)
+            engine.backward(net[2](net[1](net[0](x))).sum())
         assert contexts() == before
-        assert found.keys() == {*net[0].parameters(), *net[2].parameters()}
-        of_parameters = [found[p] for p in (*net[0].parameters(), *net[2].parameters())]
-        assert all(map(torch.equal, of_parameters, expected))
+        assert engine.model.gradients.keys() == set(used)
+        assert all(
+            torch.equal(engine.model.gradients[p], grad) for p, grad in zip(used, expected, strict=True)
+        )
         assert all(parameter.grad is None for parameter in net.parameters())

@@ -25,7 +25,7 @@ from hybrid.embedding.placement import place
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.model_builder import Blueprint, table_specs
-from hybrid.engine.train_step import predict_step
+from hybrid.engine.step_engine import predict_step
 from hybrid.inference.raw_rows import file_rows
 from hybrid.inference.trained_module import prediction_columns
 from hybrid.inference.trained_run import TrainedRun

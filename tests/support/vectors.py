@@ -9,9 +9,11 @@ from hybrid.engine.hybrid_model import MicroBatch
 from hybrid.protocol.ticket import Ticket
 
 
-def micro_batch(dense_BF: Tensor, pooled_BE: Tensor, step: int = 0, part: int = 0) -> MicroBatch[Batch]:
+def micro_batch(
+    dense_BF: Tensor, pooled_BE: Tensor, step: int = 0, part: int = 0, *, is_last: bool = True
+) -> MicroBatch[Batch]:
     """Return samples whose lookup has the response ``pooled_BE``."""
     batch = Batch.empty(0, 0)._replace(dense_features=dense_BF, labels=torch.zeros(len(dense_BF)))
     vectors: Future[Tensor] = Future()
     vectors.set_result(pooled_BE)
-    return MicroBatch(batch, Ticket(0, step, step, part), lambda: vectors)
+    return MicroBatch(batch, Ticket(0, step, step, part), lambda: vectors, is_last)

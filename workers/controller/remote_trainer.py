@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,21 +22,18 @@ from hybrid.embedding.placement import Placement
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.trainer.lookup import TableSource
-from hybrid.engine.ddp import DdpMode, DdpModel, SharedMemoryReduce
 from hybrid.engine.execution_backends import apply_backend
 from hybrid.engine.losses import Objective
 from hybrid.engine.model_builder import Blueprint
-from hybrid.engine.step_feed import Feed, StepInput
-from hybrid.engine.train_step import predict_step, seed_step, train_step
+from hybrid.engine.step_engine import StepEngine, predict_step
 from hybrid.engine.uneven_batches import align_batches
-from hybrid.engine.update_guard import Guard
 from hybrid.errors import DataError
 from hybrid.metrics import Predictions
 from hybrid.primitives.step_timings import Span, StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.protocol.update_rules import UpdateRules
 from hybrid.storage.remote_path import StoragePath
-from hybrid.transport import RemoteHosted, RemoteNet, RemoteTables
+from hybrid.transport import RemoteNet, RemoteTables
 from hybrid.transport.shared_memory.host_aggregation import HostAggregation, can_aggregate, saves_work
 from hybrid.transport.shared_memory.shared_slots import SharedSlots
 
@@ -104,21 +100,20 @@ class Trainer:
         model = blueprint.model(net, remote_net)
         self._placement = apply_backend(model, blueprint, devices)
         self._optimizer = DenseOptimizer(blueprint.optimizer(model.net), rules.schedule)
-        reduce = None
-        if dist.get_backend(self._group) == "gloo":
-            seconds = config.cluster.timeout_seconds
-            reduce = SharedMemoryReduce.join(self._placement.group, index, self._device, seconds)
-        self._model = DdpModel(model, DdpMode(dense.ddp), self._placement, self._clock, reduce)
-        decided: list[RemoteHosted[Any]] = [
-            *remote_tables.values(),
-            *([remote_net] if remote_net else []),
-        ]
-        self._guard = Guard(rules, decided, self._group, self._reducing_device)
+        self._engine = StepEngine[Batch](
+            config,
+            index,
+            self._group,
+            rules,
+            self._embeddings,
+            remote_tables,
+            remote_net,
+            model,
+            self._placement,
+            devices,
+            self._clock,
+        )
         self._objective = Objective(config.all_tasks)
-        self._spans_processes = rules.mode is UpdateMode.SYNC or remote_net is not None
-        tables = list(remote_tables.values())
-        mode, parts = rules.mode, rules.parts
-        self._feed = Feed[Batch](self._embeddings, tables, index, mode, parts, self._clock)
         self._stream: BatchStream | None = None
         self._position = (-1, 0)
         self._held: tuple[str, dict[str, Tensor]] = (DENSE_FILE, {})
@@ -148,9 +143,9 @@ class Trainer:
         if self._stream is None or self._position != (epoch, first_step):
             self._close_stream()
             self._stream = self._loaders["train"].batches(epoch, first_step)
-            self._feed.begin(self._stream, steps_before)
+            self._engine.begin(self._stream, steps_before)
         self._position = (epoch, first_step + num_steps)
-        return self._train(itertools.islice(self._feed, num_steps), steps_before)
+        return self._train(num_steps)
 
     def train_on(self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int) -> TrainerReport:
         """Train on batches of the caller, until all trainers have no more batches.
@@ -174,10 +169,10 @@ class Trainer:
         checked = self._check_batches(batches)
         local = [*checked] if isinstance(batches, Sequence) else checked
         num_tasks, has_ranking = len(self._config.task_specs), self._config.has_ranking_loss
-        aligned = align_batches(local, empty, self._group, self._reducing_device, num_tasks, has_ranking)
-        self._feed.begin(aligned, steps_before)
-        report = self._train(self._feed, steps_before)
-        self._feed.rejoin()
+        aligned = align_batches(local, empty, self._group, self._engine.device, num_tasks, has_ranking)
+        self._engine.begin(aligned, steps_before)
+        report = self._train(None)
+        self._engine.rejoin()
         return report
 
     def _check_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -195,40 +190,42 @@ class Trainer:
                 raise DataError(f"trainer {self._index}, batch {number}: {error}") from error
             yield batch
 
-    def _train(self, inputs: Iterable[StepInput[Batch]], steps_before: int) -> TrainerReport:
-        self._model.module.train()
+    def _train(self, num_steps: int | None) -> TrainerReport:
+        model = self._engine.model
+        model.module.train()
         tasks = [*self._config.all_tasks.values()]
         losses: list[float] = []
         outputs: list[Tensor] = []
         labels: list[Tensor] = []
         skipped_steps = 0
-        for step, (batch, micro_batches, _) in enumerate(inputs, steps_before):
-            seed_step(self._config.run.seed, self._index, step, self._devices)
-            result = train_step(
-                self._model,
-                micro_batches,
-                self._objective,
-                self._optimizer,
-                self._guard,
-                step,
-                self._clock,
-                self._spans_processes,
-            )
+        for batch, micro_batches, _ in self._engine.steps(num_steps):
+            step, losses_M, outputs_M = self._engine.step, [], []
+            for micro in micro_batches:
+                with self._engine.recording(micro):
+                    outputs_BO = model.module(micro, self._clock)
+                    with self._clock.phase("dense"), self._clock.span("loss"):
+                        loss = self._objective(outputs_BO, micro.batch)
+                    losses_M.append(self._engine.backward(loss))
+                outputs_M.append(outputs_BO.detach().cpu())
+            with self._clock.phase("update"):
+                scale = self._engine.decide()
+                if scale is not None:
+                    with self._clock.span("optimizer"):
+                        self._optimizer.step(step, model.gradients, scale)
             labels_B = by_task(batch.labels, len(tasks))[:, 0]
             if batch.weights is not None:
                 labels_B = labels_B.where(by_task(batch.weights, len(tasks))[:, 0] > 0, torch.nan)
-            losses.append(result.loss)
-            outputs.append(split_outputs(result.outputs, [task.num_outputs for task in tasks])[0])
+            losses.append(sum(losses_M))
+            outputs.append(split_outputs(torch.cat(outputs_M), [task.num_outputs for task in tasks])[0])
             labels.append(labels_B)
-            skipped_steps += result.is_skipped
-            self._clock.end_step()
+            skipped_steps += scale is None
         # Both lists are empty if no trainer has a batch.
         outputs_N, labels_N = (torch.cat(each) if each else torch.empty(0) for each in (outputs, labels))
         return TrainerReport(losses, outputs_N, labels_N, self._clock.take(), skipped_steps)
 
     def evaluate(self, first_step: int, num_steps: int, steps_before: int) -> Predictions:
         """Return predictions for this trainer's slice of the test data, for at least one step."""
-        module = self._model.module.eval()
+        module = self._engine.model.module.eval()
         parts = []
         clock = StepClock()
         ticket = Ticket(self._index, steps_before, steps_before, purpose=Purpose.PREDICT)
@@ -240,11 +237,11 @@ class Trainer:
 
     def describe(self) -> tuple[int, str | None]:
         """Return the number of parameters of the local dense net, and a warning about it, if there is one."""
-        return self._num_parameters, batch_norm_warning(self._model.net, self._config)
+        return self._num_parameters, batch_norm_warning(self._engine.model.net, self._config)
 
     def flush(self) -> None:
-        """See :meth:`Feed.flush`."""
-        self._feed.flush()
+        """See :meth:`StepEngine.flush`."""
+        self._engine.flush()
 
     def begin_save(self, name: str | None) -> None:
         """Hold a copy of the dense net and its optimizer for :meth:`write`.
@@ -254,7 +251,7 @@ class Trainer:
         Args:
             name: name of the file to write; None if this trainer only sends its part of the net to others.
         """
-        full = self._placement.full_state(self._model.net, self._optimizer.optimizer)
+        full = self._placement.full_state(self._engine.model.net, self._optimizer.optimizer)
         if name is not None:
             self._held = name, pack_dense(*full)
 
@@ -270,8 +267,8 @@ class Trainer:
             CheckpointError: the checkpoint has another net.
         """
         stored = unpack_dense(Checkpoint.open(folder).tensors(name))
-        net, state = self._placement.local_state(self._model.net, *stored)
-        load_state(self._model.net, net, folder)
+        net, state = self._placement.local_state(self._engine.model.net, *stored)
+        load_state(self._engine.model.net, net, folder)
         self._optimizer.load(state, folder)
 
     def record(self, steps: range) -> None:
@@ -303,8 +300,3 @@ class Trainer:
         if memory is None or not saves_work(len(memory.members), len(tables)):
             return remote_tables
         return HostAggregation(memory, tables).sources()
-
-    @property
-    def _reducing_device(self) -> torch.device:
-        """The device of tensors for the trainers' process group."""
-        return self._device if dist.get_backend(self._group) == "nccl" else torch.device("cpu")

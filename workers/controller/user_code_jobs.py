@@ -145,7 +145,7 @@ class ScriptJob:
                 assert request.folder is not None
                 if task.scratch is not None:
                     record_script_folder(task.scratch, request.folder)
-            else:
+            elif request.action == "load":
                 assert request.folder is not None
                 source, bulk = (request.folder, request.step), BULK_TIMEOUT_SECONDS
                 transport.gather(

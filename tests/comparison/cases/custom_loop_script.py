@@ -19,25 +19,27 @@ NUM_USERS, NUM_ITEMS, NUM_TAGS, NUM_PAIRS, DIM = 40, 60, 12, 50, 5
 
 
 class Net(nn.Module):
-    """Calls tables with views of a tensor of ids, a padded history, weighted bags and plain bags."""
+    """Calls tables with columns of ids, a padded history, weighted bags, plain bags, and computed ids."""
 
     def __init__(self, options: set[str]) -> None:
         super().__init__()
         self.options = options
-        self.user = hybrid.Embedding(NUM_USERS, DIM, optimizer=hybrid.Adagrad(lr=0.1, eps=1e-4))
-        self.item = hybrid.Embedding(NUM_ITEMS, DIM, optimizer=hybrid.SGD(lr=0.3), padding_idx=0)
+        self.user = hybrid.Embedding(NUM_USERS, DIM, ids="user", optimizer=hybrid.Adagrad(lr=0.1, eps=1e-4))
+        columns = ["item", "history"]
+        self.item = hybrid.Embedding(NUM_ITEMS, DIM, ids=columns, optimizer=hybrid.SGD(lr=0.3), padding_idx=0)
         pooled_by = "trainers" if "pooled" in options else "workers"
         self.tags = hybrid.EmbeddingBag(
-            NUM_TAGS, 3, mode="mean", optimizer=hybrid.SGD(lr=0.2), pooled_by=pooled_by
+            NUM_TAGS, 3, ids="tags", mode="mean", optimizer=hybrid.SGD(lr=0.2), pooled_by=pooled_by
         )
         all_rows = hybrid.AdamW(lr=0.05, eps=1e-3, weight_decay=0.3, all_rows=True)
-        self.seen = hybrid.EmbeddingBag(NUM_ITEMS, DIM, mode="sum", optimizer=all_rows, pooled_by=pooled_by)
+        options_of_seen: dict[str, Any] = {"ids": "seen", "weights": "seen_weights", "optimizer": all_rows}
+        self.seen = hybrid.EmbeddingBag(NUM_ITEMS, DIM, mode="sum", pooled_by=pooled_by, **options_of_seen)
         if "computed" in options:
             self.pair = hybrid.Embedding(NUM_PAIRS, 2, optimizer=hybrid.SGD(lr=0.3))
         self.mlp = nn.Sequential(nn.Linear(4 * DIM + 3 + 2 + 1, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def forward(self, batch: dict[str, Any], step: int) -> Tensor:
-        user, item = self.user(batch["ids"][:, 0]), self.item(batch["ids"][:, 1])
+        user, item = self.user(batch["user"]), self.item(batch["item"])
         history = self.item(batch["history"])
         attention = torch.softmax((history @ item.unsqueeze(2)).squeeze(2), dim=1)
         parts = [user, item, (attention.unsqueeze(2) * history).sum(1), batch["price"].unsqueeze(1)]
@@ -47,7 +49,7 @@ class Net(nn.Module):
             parts.append(user.new_zeros(len(user), 3))
         parts.append(self.seen(batch["seen"], per_sample_weights=batch["seen_weights"]))
         if "computed" in self.options:
-            parts.append(self.pair((batch["ids"][:, 0] * 7 + batch["ids"][:, 1]) % NUM_PAIRS))
+            parts.append(self.pair((batch["user"] * 7 + batch["item"]) % NUM_PAIRS))
         else:
             parts.append(user.new_zeros(len(user), 2))
         logits: Tensor = self.mlp(torch.cat(parts, dim=1))
@@ -62,13 +64,8 @@ def batches() -> Iterator[dict[str, Any]]:
         tags = [torch.randint(NUM_TAGS, (int(n),), generator=draw).tolist() for n in lengths]
         longest = int(torch.randint(2, 5, (1,), generator=draw))
         yield {
-            "ids": torch.stack(
-                [
-                    torch.randint(NUM_USERS, (size,), generator=draw),
-                    torch.randint(1, NUM_ITEMS, (size,), generator=draw),
-                ],
-                dim=1,
-            ),
+            "user": torch.randint(NUM_USERS, (size,), generator=draw),
+            "item": torch.randint(1, NUM_ITEMS, (size,), generator=draw),
             "history": torch.randint(NUM_ITEMS, (size, longest), generator=draw),
             "tags": hybrid.Jagged.of(tags),
             "seen": torch.randint(NUM_ITEMS, (size, 3), generator=draw),

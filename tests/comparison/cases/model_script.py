@@ -31,8 +31,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user = hybrid.Embedding(NUM_USERS, DIM, optimizer=hybrid.Adagrad(lr=0.1, eps=1e-4))
-        self.item = hybrid.Embedding(NUM_ITEMS, DIM, optimizer=hybrid.SGD(lr=0.1), padding_idx=0)
+        self.user = hybrid.Embedding(NUM_USERS, DIM, ids="user", optimizer=hybrid.Adagrad(lr=0.1, eps=1e-4))
+        columns = ["item", "history", "seen"]
+        self.item = hybrid.Embedding(NUM_ITEMS, DIM, ids=columns, optimizer=hybrid.SGD(lr=0.1), padding_idx=0)
         self.din, self.esmm = DIN(DIM, DIM), ESMM(2 * DIM)
         self.mmoe, self.ple = MMoE(2 * DIM, (1, 1)), PLE(2 * DIM, (1, 1))
         self.final, self.towers = FinalMLP(2 * DIM, (DIM, DIM)), TwoTowers(DIM, DIM)

@@ -105,7 +105,7 @@ def _compare_ddp_model(ddp_model: DdpModel, batch: Batch) -> Compared:
     ticket = Ticket(0, 0, 0)
     outbox = Outbox({}, StepClock())
     start = partial(Lookup, ticket, {}, ConcatenatedFeatures((), 0), outbox, is_empty=True)
-    micro = MicroBatch(batch, ticket, start)
+    micro = MicroBatch(batch, ticket, start, is_last=True)
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [ddp_model.module(micro, StepClock()).norm()])
         ddp_model.collect(dist_autograd.get_gradients(context), is_last=True)

@@ -132,7 +132,9 @@ def test_rows_without_a_call_decay_only_with_all_rows(name: str, all_rows: bool)
 
     optimizer = getattr(hybrid, name)(lr=0.1, weight_decay=0.5, all_rows=all_rows)
     cluster = hybrid.connect()
-    model = cluster.distribute(Two(*(hybrid.Embedding(9, 4, optimizer=optimizer) for _ in range(2))))
+    model = cluster.distribute(
+        Two(*(hybrid.Embedding(9, 4, optimizer=optimizer, ids=ids) for ids in ("", ())))
+    )
     before = cluster.plain_module().state_dict()
     for ids in cluster.batches(torch.arange(6), size=3):
         cluster.backward(model(ids).square().sum(1))
@@ -147,7 +149,9 @@ def test_frozen_pretrained_rows_do_not_change(freeze: bool, tmp_path: Path) -> N
     rows_RD = torch.rand(9, 4)
     np.save(tmp_path / "rows.npy", rows_RD.numpy())
     optimizer = None if freeze else hybrid.SGD(lr=0.1)
-    table = hybrid.Embedding.from_pretrained(tmp_path / "rows.npy", freeze=freeze, optimizer=optimizer)
+    table = hybrid.Embedding.from_pretrained(
+        tmp_path / "rows.npy", freeze=freeze, optimizer=optimizer, ids=""
+    )
     cluster = hybrid.connect()
     model = cluster.distribute(Of(table))
     for ids in cluster.batches(torch.arange(6), size=3):
@@ -172,13 +176,14 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables = nn.ModuleList([hybrid.Embedding(70_000, 2), hybrid.Embedding(9, 2, padding_idx=3)])
-        self.again = self.tables[1]
-        self.bag = hybrid.EmbeddingBag(5, 2, mode="sum", padding_idx=0)
+        again = hybrid.Embedding(9, 2, padding_idx=3, ids="again")
+        self.tables = nn.ModuleList([hybrid.Embedding(70_000, 2, ids="first"), again])
+        self.again = again
+        self.bag = hybrid.EmbeddingBag(5, 2, mode="sum", padding_idx=0, ids="bags")
         self.linear = nn.Linear(2, 1)
 
-    def forward(self, ids_N2: Tensor, bags: Tensor) -> Tensor:
-        out: Tensor = self.linear(self.tables[0](ids_N2[:, 0]) + self.again(ids_N2[:, 1]) * self.bag(bags))
+    def forward(self, first: Tensor, again: Tensor, bags: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.tables[0](first) + self.again(again) * self.bag(bags))
         return out.squeeze(1)
 
 
@@ -186,21 +191,19 @@ def test_plain_module_equals_the_module() -> None:
     cluster = hybrid.connect()
     model = cluster.distribute(Shared())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ids, bags = (
-        torch.tensor([[0, 3], [3, 2], [69_999, 8], [12, 3]]),
-        torch.tensor([[1, 0], [4, 4], [0, 0], [2, 3]]),
-    )
-    for batch in cluster.batches({"ids": ids, "bags": bags}):
-        cluster.backward(model(batch["ids"], batch["bags"]).square())
+    first, again = torch.tensor([[0, 3, 69_999, 12], [3, 2, 8, 3]])
+    inputs = {"first": first, "again": again, "bags": torch.tensor([[1, 0], [4, 4], [0, 0], [2, 3]])}
+    for batch in cluster.batches(inputs):
+        cluster.backward(model(**batch).square())
         optimizer.step()
     plain: Any = cluster.plain_module()
     assert not any(type(module).__module__.startswith("hybrid") for module in list(plain.modules())[1:])
     assert plain.tables[1] is plain.again
     assert torch.equal(plain.tables[1].weight[3], torch.zeros(2))
     with torch.no_grad():
-        assert torch.allclose(plain(ids, bags), model(ids, bags), atol=1e-7)
-    exported = torch.export.export(
-        plain.eval(), (ids, bags), dynamic_shapes=({0: torch.export.Dim("n")},) * 2
-    )
-    assert torch.allclose(exported.module()(ids[:3], bags[:3]), plain(ids[:3], bags[:3]))
+        assert torch.allclose(plain(**inputs), model(**inputs), atol=1e-7)
+    sizes = {name: {0: torch.export.Dim("n")} for name in inputs}
+    exported = torch.export.export(plain.eval(), (), inputs, dynamic_shapes=sizes)
+    fewer = {name: each[:3] for name, each in inputs.items()}
+    assert torch.allclose(exported.module()(**fewer), plain(**fewer))
     assert isinstance(model.bag, hybrid.EmbeddingBag)

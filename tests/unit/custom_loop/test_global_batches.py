@@ -121,7 +121,7 @@ def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"a": torch.zeros(3), "b": [torch.zeros(4)]}, r"'a': 3, 'b'\[0\]: 4\).*hybrid\.Jagged"),
+        ({"a": torch.zeros(3), "b": [torch.zeros(4)]}, r"'a': 3, 'b\[0\]': 4\).*hybrid\.Jagged"),
         ({}, "no tensors"),
         ({"a": 7}, "a int at 'a'"),
     ],

@@ -22,9 +22,9 @@ DATA = {"id": torch.arange(8) % 5, "label": torch.arange(8.0)}
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, ids: str = "id") -> None:
         super().__init__()
-        self.table = hybrid.Embedding(5, 2, optimizer=hybrid.SGD(lr=0.1))
+        self.table = hybrid.Embedding(5, 2, optimizer=hybrid.SGD(lr=0.1), ids=ids)
         self.linear = nn.Linear(2, 1)
 
     def forward(self, ids: Any) -> Tensor:
@@ -44,7 +44,7 @@ class Factors(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = hybrid.Embedding(5, 2, optimizer=hybrid.SGD(lr=0.1))
+        self.table = hybrid.Embedding(5, 2, optimizer=hybrid.SGD(lr=0.1), ids="id")
 
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = self.table(ids)
@@ -81,10 +81,10 @@ def test_each_step_lowers_the_loss(net: type[nn.Module]) -> None:
     assert means[0] > means[1] > means[2]
 
 
-def ids_and_tags(size: int, width: int = 4) -> dict[str, Any]:
+def ids_and_tags(size: int) -> dict[str, Any]:
     ids_L = torch.arange(2 * size)  # columns of prepared data are views of one tensor
     return {
-        "ids": torch.arange(size * width).view(size, width),
+        "ids": torch.arange(size * 4).view(size, 4),
         "deep": [{"one": ids_L[:size]}, ids_L[size:]],
         "tags": hybrid.Jagged.of([[1]] * size),
     }
@@ -93,9 +93,9 @@ def ids_and_tags(size: int, width: int = 4) -> dict[str, Any]:
 class Viewed(nn.Module):
     """Calls a table with a view of the batch."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, names: list[str]) -> None:
         super().__init__()
-        self.table = hybrid.Embedding(100, 2)
+        self.table = hybrid.Embedding(100, 2, ids=names)
         self.view = view
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
@@ -103,8 +103,8 @@ class Viewed(nn.Module):
         return vectors
 
 
-def lookups(view: View, batches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Train on batches, and check the vectors; return the number of lookups of each batch."""
+def lookups(view: View, names: list[str], monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Train on batches, and check the vectors; return the numbers of lookups of a batch."""
     tickets, lookup = [], LocalTables.lookup
 
     def counted(self: LocalTables, ticket: Ticket, items: Any) -> Future[list[Tensor]]:
@@ -112,12 +112,12 @@ def lookups(view: View, batches: list[dict[str, Any]], monkeypatch: pytest.Monke
         return lookup(self, ticket, items)
 
     cluster = hybrid.connect()
-    model = cluster.distribute(Viewed(view))
-    counts = []
+    model = cluster.distribute(Viewed(view, names))
+    counts = set()
     monkeypatch.setattr(LocalTables, "lookup", counted)
-    for batch in cluster.batches(batches):
+    for batch in cluster.batches([ids_and_tags(size) for size in (3, 5, 2)]):
         vectors = model(batch)
-        counts.append(len(tickets))
+        counts.add(len(tickets))
         plain: Any = cluster.plain_module()
         assert torch.equal(vectors, plain.table(view(batch)))
         cluster.backward(vectors.reshape(len(batch["ids"]), -1).sum(1))
@@ -126,39 +126,36 @@ def lookups(view: View, batches: list[dict[str, Any]], monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "view",
+    ("view", "names"),
     [
-        lambda b: b["ids"],
-        lambda b: b["ids"][:, 2],
-        lambda b: b["ids"][:, 1:3],
-        lambda b: b["ids"][:, ::2].unsqueeze(1),
-        lambda b: b["deep"][0]["one"],
-        lambda b: b["deep"][1],
-        lambda b: b["deep"][1].unsqueeze(1),
-        lambda b: b["tags"].values,
+        (lambda b: b["ids"], ["ids"]),
+        (lambda b: b["deep"][0]["one"], ["deep[0]['one']"]),
+        (lambda b: b["deep"][1], ["deep[1]", "tags"]),
+        (lambda b: b["tags"].values, ["tags"]),
     ],
-    ids=["whole", "column", "columns", "every other", "deep", "shared memory", "unsqueezed", "jagged"],
 )
-def test_views_of_a_batch_are_looked_up_ahead(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = [ids_and_tags(size) for size in (3, 5, 2)]
-    assert lookups(view, batches, monkeypatch) == [2, 1, 1]
+def test_named_columns_are_looked_up_ahead(
+    view: View, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert lookups(view, names, monkeypatch) == {1}
 
 
 @pytest.mark.parametrize(
     "view",
-    [lambda b: b["ids"] + 0, lambda b: b["ids"].view(-1), lambda b: b["ids"].int()],
-    ids=["computed", "flat", "of another type"],
+    [lambda b: b["ids"] + 0, lambda b: b["ids"].view(-1), lambda b: b["ids"].int(), lambda b: b["deep"][1]],
+    ids=["computed", "flat", "of another type", "of another column"],
 )
-def test_computed_ids_are_looked_up_by_their_call(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match="table table is called with ids that are computed") as caught:
-        assert lookups(view, [ids_and_tags(3), ids_and_tags(5)], monkeypatch) == [2, 2]
+def test_other_ids_are_looked_up_by_their_call(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match='hybrid.Embedding\\(..., ids="user"\\)') as caught:
+        assert lookups(view, ["ids"], monkeypatch) == {2}
     assert len(caught) == 1
 
 
-def test_only_whole_tensors_may_change_their_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = [ids_and_tags(3, width) for width in (4, 6, 6)]
-    assert lookups(lambda b: b["ids"], batches, monkeypatch) == [2, 1, 1]
-    assert lookups(lambda b: b["ids"][:, 1], batches, monkeypatch) == [2, 2, 1]
+def test_a_missing_column_is_named() -> None:
+    cluster = hybrid.connect()
+    cluster.distribute(Net("item"))
+    with pytest.raises(DataError, match="table table: the batch has no column 'item'; it has id, label"):
+        next(cluster.batches(DATA))
 
 
 @pytest.mark.filterwarnings("ignore:the learning rate")
@@ -202,7 +199,7 @@ def test_documented_ranking_loop_trains() -> None:
     user, item = torch.arange(12).repeat_interleave(5), torch.arange(5).repeat(12)
     label = (item < 3).float()
     cluster = hybrid.connect()
-    model = cluster.distribute(ItemScores())
+    model = cluster.distribute(ItemScores("item"))
 
     def loss() -> float:
         with torch.no_grad():
@@ -213,7 +210,7 @@ def test_documented_ranking_loop_trains() -> None:
     names = {"cluster": cluster, "model": model, "train": {"user": user, "item": item, "label": label}}
     names["optimizer"] = torch.optim.Adam(model.parameters(), lr=0.05)
     for _ in range(20):
-        exec(code_block("docs/custom_loop.md", "python"), names)
+        exec(code_block("docs/custom_loop.md", "python", "listwise_loss"), names)
     assert loss() < 0.9 * before
 
 
@@ -319,7 +316,6 @@ def test_clip_norm_covers_parameters_and_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[train]\nmicro_batches = 2\n", "train.micro_batches = 2: must be 1"),
         ('[dense]\nddp = "inside"\n', "dense.ddp = 'inside': must be outside or none"),
         ('[schedule]\nkind = "cosine"\n', "schedule.kind = 'cosine': needs the number of steps"),
     ],

@@ -288,7 +288,7 @@ import hybrid
 class Net(nn.Module):
     def __init__(self, data):
         super().__init__()
-        self.user = hybrid.Embedding(data.num_rows["user"], 3, padding_idx=0)
+        self.user = hybrid.Embedding(data.num_rows["user"], 3, ids="user", padding_idx=0)
         modes = ("mean", "max", "sum")
         self.tags = nn.ModuleDict({m: hybrid.EmbeddingBag(3, 3, mode=m, padding_idx=0) for m in modes})
         self.head = nn.Linear(12 + len(data.dense_columns), 1)
@@ -325,7 +325,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "clicks_net.py").write_text(SCRIPT)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        with pytest.warns(UserWarning, match="ids that are computed"):
+        with pytest.warns(UserWarning, match="ids that are not looked up"):
             runpy.run_path("clicks_net.py", run_name="__main__")
     return folder / "saved"
 

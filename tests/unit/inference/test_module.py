@@ -204,8 +204,8 @@ class Net(nn.Module):
 
     def __init__(self, rows: int = 9) -> None:
         super().__init__()
-        self.user = hybrid.Embedding(rows, 3, padding_idx=2)
-        self.tags = hybrid.EmbeddingBag(5, 3, mode="mean")
+        self.user = hybrid.Embedding(rows, 3, ids="user", padding_idx=2)
+        self.tags = hybrid.EmbeddingBag(5, 3, ids="tags", mode="mean")
         self.linear = nn.Linear(3, 1)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:

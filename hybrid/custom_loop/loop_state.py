@@ -1,0 +1,197 @@
+"""What a checkpoint of a custom loop holds beside the tables: module, optimizers, schedulers, position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Best
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense
+from hybrid.config.task_sections import is_lower_better
+from hybrid.custom_loop.backend import Backend
+from hybrid.custom_loop.trainer_group import TrainerGroup
+from hybrid.dense.dense_optimizer import DenseOptimizer
+from hybrid.errors import CheckpointError, DataError
+from hybrid.metrics import Metrics
+from hybrid.protocol.update_rules import Schedule
+from hybrid.storage.remote_path import StoragePath
+
+_OBJECTS, _POSITION = "objects", "position"  # keys of a manifest's progress
+_PAIRS, _TUPLE = "pairs", "tuple"
+
+
+class Stateful(Protocol):
+    """An optimizer, a scheduler, or another object whose state is made of numbers, text, lists and dicts."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class Position(NamedTuple):
+    """The position of a loop between two steps.
+
+    Attributes:
+        epoch: index of the epoch, see :meth:`Cluster.epochs`.
+        first_pass: index of the epoch's first pass over training batches.
+        pass_index: index of the current pass.
+        steps: number of steps of this pass that are done.
+    """
+
+    epoch: int = 0
+    first_pass: int = 0
+    pass_index: int = 0
+    steps: int = 0
+
+
+class LoopState(NamedTuple):
+    """The state of a loop, except its tables.
+
+    Attributes:
+        net: the module.
+        objects: optimizers of the module, schedulers, and other objects.
+    """
+
+    net: nn.Module
+    objects: Sequence[Stateful]
+
+    def pack(self, position: Position) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors and the progress of a checkpoint.
+
+        Raises:
+            DataError: the state of an object has a value that a checkpoint cannot store.
+        """
+        tensors: dict[int, Mapping[str, Any]] = {}
+        encoded, first = [], 0  # first: index of the first parameter of an optimizer
+        for each in self.objects:
+            state: Any = each.state_dict()
+            if isinstance(each, torch.optim.Optimizer):
+                tensors |= {first + index: values for index, values in state["state"].items()}
+                state = [{**group, "params": None} for group in state["param_groups"]]
+                first += _num_parameters(each)
+            encoded.append(_encode(state, type(each).__name__))
+        return pack_dense(self.net.state_dict(), tensors), {_OBJECTS: encoded, _POSITION: position}
+
+    def load(self, stored: Checkpoint) -> Position:
+        """Load the module and the objects from a checkpoint, and return its position.
+
+        Raises:
+            CheckpointError: the checkpoint is of another module, or of other objects.
+        """
+        net, tensors = unpack_dense(stored.tensors(DENSE_FILE))
+        load_state(self.net, net, stored.folder)
+        progress = stored.manifest.progress
+        encoded, first = progress.get(_OBJECTS, []), 0
+        if self.objects and len(encoded) != len(self.objects):
+            rule = f"has the state of {len(encoded)} optimizers and schedulers, not of {len(self.objects)}"
+            raise CheckpointError(f"{stored.folder}: {rule}")
+        for each, code in zip(self.objects, map(_decode, encoded), strict=False):
+            if not isinstance(each, torch.optim.Optimizer):
+                each.load_state_dict(code)
+                continue
+            end = first + _num_parameters(each)
+            state = {index - first: values for index, values in tensors.items() if first <= index < end}
+            DenseOptimizer(each, Schedule()).load(state, stored.folder)
+            for group, values in zip(each.param_groups, code, strict=False):
+                group.update({name: value for name, value in values.items() if name != "params"})
+            first = end
+        return Position(*progress.get(_POSITION, ()))
+
+
+def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _encode(value: Any, owner: str) -> Any:
+    """Return a value for JSON that :func:`_decode` turns back."""
+    if isinstance(value, dict):
+        return {_PAIRS: [[_encode(k, owner), _encode(v, owner)] for k, v in value.items()]}
+    if isinstance(value, list | tuple):
+        values = [_encode(each, owner) for each in value]
+        return values if isinstance(value, list) else {_TUPLE: values}
+    if not isinstance(value, bool | int | float | str | None):
+        raise DataError(f"the state of {owner} has a {type(value).__name__}, which a checkpoint cannot store")
+    return value
+
+
+def _decode(code: Any) -> Any:
+    if isinstance(code, dict):
+        if _TUPLE in code:
+            return tuple(map(_decode, code[_TUPLE]))
+        return {_decode(key): _decode(value) for key, value in code[_PAIRS]}
+    return [*map(_decode, code)] if isinstance(code, list) else code
+
+
+class LoopCheckpoints:
+    """The checkpoints of a custom loop in its run folder. All trainers call the methods together.
+
+    Args:
+        backend: backend of the loop.
+        trainers: all trainers.
+        root: the run folder.
+        every_steps: number of steps between two checkpoints.
+        save: writes a checkpoint, given its folder, the best evaluation, and the position of the loop.
+
+    Attributes:
+        resumed: position of the checkpoint from which the loop continues.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        trainers: TrainerGroup,
+        root: StoragePath,
+        every_steps: int,
+        save: Callable[[StoragePath, Best | None, Position], None],
+    ) -> None:
+        self._backend = backend
+        self._trainers = trainers
+        self._root = root
+        self._every_steps = every_steps
+        self._save = save
+        self._saved_step = 0
+        self._best: Best | None = None
+        self.resumed = Position()
+
+    def find(self) -> Checkpoint | None:
+        """Return the newest valid checkpoint, and remove newer ones; None if there is none.
+
+        Raises:
+            CheckpointError: all checkpoints are damaged.
+        """
+        step = -1
+        if self._backend.trainer == 0 and checkpoint_folders.list_checkpoints(self._root):
+            step = Checkpoint.newest_valid(self._root, self._backend.warn).manifest.step
+            checkpoint_folders.remove_after(self._root, step)
+        step = int(self._trainers.gather(torch.tensor([step]))[0])
+        return None if step < 0 else Checkpoint.open(checkpoint_folders.step_folder(self._root, step))
+
+    def resume(self, stored: Checkpoint, position: Position) -> None:
+        """Continue after a checkpoint."""
+        self._saved_step, self._best, self.resumed = stored.manifest.step, stored.manifest.best, position
+
+    def note(self, metrics: Metrics, step: int) -> None:
+        """Note an evaluation; if it is the best one, a checkpoint follows before the next step."""
+        by, best = self._backend.config.best_by, self._best
+        if by not in metrics or math.isnan(metrics[by]):
+            return  # checkpoint.keep_best is none, or the metric is undefined
+        sign = -1 if is_lower_better(by) else 1
+        if best is None or sign * metrics[by] > sign * best.value:
+            self._best = Best(by, metrics[by], step)
+
+    def write_if_due(self, step: int, position: Position, *, is_last: bool = False) -> None:
+        """Write a checkpoint between two steps, if it is due; remove old ones."""
+        is_best = self._best is not None and self._best.step == step
+        if step == self._saved_step or not (is_last or is_best or step % self._every_steps == 0):
+            return
+        self._save(checkpoint_folders.step_folder(self._root, step), self._best, position)
+        self._saved_step = step
+        if self._backend.trainer == 0:
+            keep_last = self._backend.config.checkpoint.keep_last
+            checkpoint_folders.prune(self._root, keep_last, self._best and self._best.step)

@@ -1,0 +1,220 @@
+"""The steps of one trainer, as configured runs and custom loops take them.
+
+::
+
+    for each step       seed the random numbers; the feed has started the lookups in time
+      micro-batch       recording: forward pass, by the caller
+                        backward: gradients go to the tables; those of the net are added up and reduced
+      decide            all trainers agree on the factor of the gradients
+                        the caller updates the net; workers update the tables
+
+The vectors of prefetched lookups enter the graph as values, and separate messages return their gradients.
+Without a remote net, such a graph is local to this process. Its backward pass then avoids the threads and the
+bookkeeping of distributed autograd.
+"""
+
+import itertools
+import random
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from hashlib import blake2b
+from typing import Any, Generic
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import autograd as dist_autograd
+
+from hybrid.batch import Batch
+from hybrid.config import RunConfig
+from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
+from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement, SharedMemoryReduce
+from hybrid.engine.hybrid_model import MicroBatch
+from hybrid.engine.step_feed import AnySamples, Feed, StepInput
+from hybrid.engine.update_guard import Decided, Guard
+from hybrid.primitives.step_timings import StepClock
+from hybrid.protocol.ticket import Ticket
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+
+
+def seed_step(seed: int, trainer: int, step: int, devices: Iterable[torch.device]) -> None:
+    """Seed the default generators of Python, NumPy, torch's CPU and ``devices`` for one step of one trainer.
+
+    Random numbers, such as dropout masks, are thus a function of the step, and a checkpoint needs no
+    generator state. ``torch.manual_seed`` seeds all kinds of devices, which takes 70 times as long.
+    """
+    packed = struct.pack("<3Q", seed, trainer, step)
+    digest = int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
+    random.seed(digest)
+    np.random.seed(digest % 2**32)
+    torch.default_generator.manual_seed(digest)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(digest)
+
+
+class StepEngine(Generic[AnySamples]):
+    """Takes the steps of one trainer.
+
+    Args:
+        config: configuration of the run.
+        trainer: index of this trainer.
+        group: process group of all trainers.
+        rules: how gradients become updates.
+        tables: the source of vectors.
+        workers: the tables of each worker, which expect gradients.
+        remote_net: the remote dense net, or None.
+        model: the module to train, whose stages may be wrapped in place.
+        placement: which trainers hold which parameters.
+        devices: devices of the local net.
+        clock: records timings.
+        is_single_process: whether this process holds the tables, and there are no other trainers.
+
+    Attributes:
+        model: the module under DDP, and the gradients of its parameters.
+        step: the step that is being taken, or the next one.
+        device: on which ``group`` reduces.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: int,
+        group: dist.ProcessGroup,
+        rules: UpdateRules,
+        tables: Embeddings | ModuleTables,
+        workers: Mapping[int, Decided],
+        remote_net: Decided | None,
+        model: nn.Module,
+        placement: DensePlacement,
+        devices: Sequence[torch.device],
+        clock: StepClock,
+        *,
+        is_single_process: bool = False,
+    ) -> None:
+        self._seed = config.run.seed
+        self._trainer = trainer
+        self._devices = devices
+        self._clock = clock
+        mode, shared = DdpMode(config.dense.ddp), None
+        if is_single_process or not any(p.requires_grad for p in model.parameters()):
+            mode = DdpMode.NONE
+        if mode is not DdpMode.NONE and dist.get_backend(group) == "gloo":
+            seconds = config.cluster.timeout_seconds
+            shared = SharedMemoryReduce.join(placement.group, trainer, devices[0], seconds)
+        self.model = DdpModel(model, mode, placement, clock, shared)
+        is_nccl = not is_single_process and dist.get_backend(group) == "nccl"
+        self.device = devices[0] if is_nccl else torch.device("cpu")
+        hosted = list(workers.values())
+        decided = hosted if remote_net is None else [*hosted, remote_net]
+        self._guard = Guard(rules, decided, group, self.device)
+        self._spans_processes = not is_single_process and (
+            rules.mode is UpdateMode.SYNC or remote_net is not None
+        )
+        self._feed = Feed[AnySamples](tables, hosted, trainer, rules.mode, rules.parts, clock)
+        self._recording = ExitStack()
+        self._context_id: int | None = None
+        self._micro: MicroBatch[AnySamples] | None = None
+        self._loss = 0.0
+        self.step = 0
+
+    def begin(self, batches: Iterator[AnySamples], step: int) -> None:
+        """Continue with other batches, the first of which is of ``step``; drop prefetched lookups."""
+        self.step = step
+        self._feed.begin(batches, step)
+
+    def rejoin(self) -> None:
+        """See :meth:`Feed.rejoin`."""
+        self._feed.rejoin()
+
+    def flush(self) -> None:
+        """See :meth:`Feed.flush`."""
+        self._feed.flush()
+
+    def steps(
+        self, max_steps: int | None = None, before_step: Callable[[], None] | None = None
+    ) -> Iterator[StepInput[AnySamples]]:
+        """Yield the inputs of the next steps; the caller takes each step before it asks for the next.
+
+        Args:
+            before_step: called before each step, while no step is being taken.
+        """
+        for _ in itertools.count() if max_steps is None else range(max_steps):
+            if before_step is not None and self._feed.has_next():
+                before_step()
+            if (current := next(self._feed, None)) is None:
+                return
+            seed_step(self._seed, self._trainer, self.step, self._devices)
+            self._loss = 0.0
+            yield current
+            self._clock.end_step()
+
+    @contextmanager
+    def recording(self, micro: MicroBatch[AnySamples]) -> Iterator[None]:
+        """Record the forward pass of a micro-batch, until :meth:`backward` or the end of the block."""
+        with ExitStack() as self._recording:
+            self._recording.enter_context(self.model.reducing(micro.is_last))
+            self._context_id = None
+            if self._spans_processes:
+                self._context_id = self._recording.enter_context(dist_autograd.context())
+            self._micro = micro
+            yield
+
+    def backward(self, loss: Tensor) -> float:
+        """Compute the gradients of a micro-batch, and return the loss.
+
+        Args:
+            loss: this trainer's summand of the mean loss of the global batch.
+
+        Raises:
+            NonFiniteError: the loss is not finite, and such a run must stop.
+        """
+        assert self._micro is not None, "backward is called once, while the forward pass is recorded"
+        micro, self._micro = self._micro, None
+        with self._clock.phase("backward"):
+            try:
+                if self._context_id is None:
+                    loss.backward()
+                else:
+                    dist_autograd.backward(self._context_id, [loss])
+            except RuntimeError:
+                self.model.raise_of_backward()
+                raise
+            self.model.collect(self._gradients(), micro.is_last)
+        self._recording.close()
+        value = loss.item()
+        self._loss += value
+        self._guard.check_loss(self.step, value, self.model.first_not_finite)
+        return value
+
+    def _gradients(self) -> dict[Tensor, Tensor]:
+        """Return the gradients of the local parameters, after the backward pass."""
+        if self._context_id is not None:
+            return dict(dist_autograd.get_gradients(self._context_id))
+        gradients: dict[Tensor, Tensor] = {}
+        for parameter in self.model.net.parameters():
+            if parameter.grad is not None:
+                gradients[parameter], parameter.grad = parameter.grad, None
+        return gradients
+
+    def decide(self) -> float | None:
+        """Return the factor of the gradients of the step; None skips it. It ends the step."""
+        norm, find = self.model.squared_norm(), self.model.gradient_not_finite
+        with self._clock.span("decide"):
+            scale = self._guard.decide(self.step, self._loss, norm, find)
+        self.step += 1
+        return scale
+
+
+def predict_step(
+    model: nn.Module, embeddings: Embeddings, batch: Batch, ticket: Ticket, clock: StepClock
+) -> Tensor:
+    """Return ``outputs_BO`` of a batch, on the CPU; the purpose of the ticket must be to predict."""
+    lookup = partial(embeddings.lookup, batch.sparse_features, ticket)
+    micro: MicroBatch[Any] = MicroBatch(batch, ticket, lookup, is_last=True)
+    with torch.no_grad():
+        outputs_BO: Tensor = model(micro, clock)
+        return outputs_BO.cpu()
