@@ -119,7 +119,7 @@ class ClusterSection:
     )
     max_restarts: int = option(
         3,
-        "Number of restarts in a row, without a new checkpoint between them, after which launch gives up.",
+        "Number of restarts in a row, without a new checkpoint between them, after which the command ends.",
         minimum=0,
     )
     secret_file: str = by_host(

@@ -1,12 +1,24 @@
 """``hybrid run SCRIPT`` and ``hybrid compare SCRIPT``: a script on every trainer."""
 
+import re
+import signal
 from pathlib import Path
 
 import pytest
-from support.commands import code_block, output_of, run, settings
+from support.commands import (
+    COMMAND_SECONDS,
+    Command,
+    code_block,
+    eventually,
+    output_of,
+    run,
+    settings,
+    started,
+)
 
 SCRIPT = """
-import sys
+import sys, time
+from pathlib import Path
 import torch
 from torch import nn
 import hybrid
@@ -35,8 +47,14 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = {"id": torch.arange(8) % 5, "label": torch.ones(8)}
 if kind == "shuffles":
     data["id"] = data["id"].roll(cluster.rank)
-for step, batch in enumerate(cluster.batches(data, size=8 if "pairs" in kind else 4)):
-    if kind == "raises" and step == 1 and cluster.rank == 1:
+if "resumes" in kind:
+    cluster.resume("run", optimizer, every_steps=1)
+for batch in cluster.batches(data, size=8 if "pairs" in kind else 2 if "resumes" in kind else 4):
+    step = Path(f"at-{cluster.step}")
+    if "stops" in kind and cluster.rank == 0 and not step.exists():
+        step.touch()
+        time.sleep(60)
+    if "raises" in kind and cluster.step == 1 and cluster.rank == 1:
         batch["missing"]
     loss = (model(batch["id"]) - batch["label"]) ** 2
     if kind == "clips and pairs":
@@ -50,7 +68,9 @@ for step, batch in enumerate(cluster.batches(data, size=8 if "pairs" in kind els
 with torch.inference_mode():
     for batch in cluster.batches(data):
         assert len(model(batch["id"] + 0)) == len(batch["label"])
-cluster.print("steps:", step + 1)
+if "resumes" in kind:
+    cluster.print([values.tolist() for values in model.parameters()])
+cluster.print("steps:", cluster.step)
 if kind == "prepares":
     cluster.save("saved")
 """
@@ -81,7 +101,8 @@ def test_calls_with_another_effect_on_a_cluster_cause_a_warning(script: Path, tm
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("raises", "train.py:33, in <module>: KeyError: 'missing'"),
+        ("raises", "train.py:40, in <module>: KeyError: 'missing'"),
+        ("resumes, raises", "train.py:40, in <module>: KeyError: 'missing'"),
         pytest.param("exits", "train.py has ended with sys.exit(3)", marks=pytest.mark.long),
         pytest.param("ends", "make different requests: ", marks=pytest.mark.long),
         ("differs", "distribute modules with different tables"),
@@ -94,6 +115,41 @@ def test_failure_of_a_script_is_one_line(kind: str, message: str, script: Path, 
     assert ended.code == 1
     assert message in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_killed_script_that_resumes_has_the_result_of_an_undisturbed_one(
+    script: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    command = ["run", script, "--trainers", "2", "--workers", "2", "--"]
+    expected = output_of([*command, "resumes"], tmp_path / "undisturbed").splitlines()[-2:]
+    command.append("resumes, stops")
+
+    def await_step(running: Command, step: int) -> None:
+        assert eventually((tmp_path / f"at-{step}").exists, COMMAND_SECONDS), running.stderr
+
+    def line(role: str, start: str) -> str:
+        return rf"hybrid run: {role} \(pid \d+\) was killed by SIGKILL; see \S+; {start}\n"
+
+    with started(command, tmp_path) as running:
+        for step, role in enumerate(["worker 0", "trainer 1"]):
+            await_step(running, step)
+            running.role(role).kill()
+        await_step(running, 2)
+        running.process.send_signal(signal.SIGINT)
+        ended = running.wait()
+    stopped = "hybrid run: stopped; step 2 is saved; the same command resumes\n"
+    lines = line("worker 0", "starting from the beginning") + line("trainer 1", "resuming from step 1")
+    assert ended.code == 130
+    assert re.fullmatch(lines + stopped, ended.stderr), ended.stderr
+    with started(command, tmp_path) as running:
+        await_step(running, 3)
+        running.role("master").kill()
+        ended = running.wait()
+    assert ended.code == 0
+    assert re.fullmatch(line("master", "resuming from step 3"), ended.stderr), ended.stderr
+    assert ended.stdout.splitlines()[-2:] == expected
+    assert not Path(ended.stderr.rpartition("see ")[2].partition("; ")[0]).exists()
 
 
 def test_example_of_the_readme_trains(tmp_path: Path) -> None:
