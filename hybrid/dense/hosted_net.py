@@ -136,7 +136,7 @@ class _Parameters(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx, anchor: Tensor, hosted: HostedNet, ticket: Ticket
     ) -> tuple[Tensor, ...]:
-        ctx.arguments = hosted, ticket, hosted.version  # type: ignore[attr-defined]
+        ctx.arguments = hosted, ticket  # type: ignore[attr-defined]
         # An update may overwrite the parameters before the backward pass of this call.
         if hosted.rules.mode is UpdateMode.ASYNC:
             return tuple(parameter.detach().clone() for parameter in hosted.parameter_list)
@@ -144,6 +144,6 @@ class _Parameters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[None, ...]:
-        hosted, ticket, read_at = ctx.arguments  # type: ignore[attr-defined]
-        hosted.barrier.contribute(ticket, grads, read_at)
+        hosted, ticket = ctx.arguments  # type: ignore[attr-defined]
+        hosted.barrier.contribute(ticket, grads)
         return None, None, None

@@ -1,4 +1,4 @@
-"""Update rules: update modes, learning rate schedules, and the staleness that workers measure."""
+"""Update rules: update modes, and learning rate schedules."""
 
 from __future__ import annotations
 
@@ -131,25 +131,3 @@ class UpdateRules:
     def has_update_guard(self) -> bool:
         """Whether the trainers decide if, and with which scale, a step is applied (``update_guard.py``)."""
         return self.clip_norm is not None or not self.check_finite
-
-
-@dataclass(frozen=True, slots=True)
-class Staleness:
-    """The number of updates between reading rows and applying the gradients computed from them.
-
-    Attributes:
-        count: number of measured contributions.
-        total, largest: sum and maximum of their staleness.
-    """
-
-    count: int = 0
-    total: int = 0
-    largest: int = 0
-
-    @property
-    def mean(self) -> float:
-        """The mean over the measured contributions; 0 if there are none."""
-        return self.total / self.count if self.count else 0.0
-
-    def __add__(self, other: Staleness) -> Staleness:
-        return Staleness(self.count + other.count, self.total + other.total, max(self.largest, other.largest))

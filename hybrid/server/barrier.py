@@ -25,7 +25,7 @@ from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.primitives.step_timings import OpenSpan, Span, StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import Staleness, UpdateRules
+from hybrid.protocol.update_rules import UpdateRules
 from hybrid.server.ledger import Contribution, Ledger
 from hybrid.storage.remote_path import StoragePath
 
@@ -81,7 +81,6 @@ class UpdateBarrier(Generic[Contribution]):
         self._norm: tuple[int, float] | None = None  # the last merged step, and its squared norm
         self._norm_waiting: dict[int, list[DeferredResponse[float]]] = {}  # by step
         self._decisions: dict[int, float | None] = {}
-        self._staleness = Staleness()
         self._failure: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
@@ -127,12 +126,11 @@ class UpdateBarrier(Generic[Contribution]):
         return future
 
     def contribute(
-        self, ticket: Ticket, contribution: Contribution, read_at: int, *, should_update_here: bool = False
+        self, ticket: Ticket, contribution: Contribution, *, should_update_here: bool = False
     ) -> None:
         """Add a trainer's gradients of a step. The update follows in the background.
 
         Args:
-            read_at: number of updates in the rows from which the gradients were computed.
             should_update_here: whether this thread applies the update if these gradients complete it. Waking
                 another thread costs more than a small update, and the caller must wait for it anyway.
 
@@ -143,7 +141,7 @@ class UpdateBarrier(Generic[Contribution]):
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            self._ledger.enter(ticket, contribution, read_at, time.monotonic())
+            self._ledger.enter(ticket, contribution, time.monotonic())
             update = (
                 self._ledger.begin_update()
                 if should_update_here and not self._rules.has_update_guard
@@ -193,18 +191,6 @@ class UpdateBarrier(Generic[Contribution]):
         """Fail all pending and later calls, because another role has failed."""
         self._fail(ClusterError(reason))
 
-    def take_staleness(self, version: int = 0) -> Staleness:
-        """Return the staleness of all updates since the last call, once ``version`` updates are applied.
-
-        Raises:
-            ClusterError: an update is missing; see :meth:`drain`.
-        """
-        with self._changed:
-            if not self._wait_until(lambda: self._ledger.version >= version, timeouts=2):
-                raise ClusterError(f"step {version}: updates before it are missing")
-            staleness, self._staleness = self._staleness, Staleness()
-        return staleness
-
     def drain(self) -> None:
         """Wait until all contributions so far are applied.
 
@@ -253,7 +239,7 @@ class UpdateBarrier(Generic[Contribution]):
             self._fail(error)
             return
         with self._changed:
-            self._staleness += self._ledger.end_update()
+            self._ledger.end_update()
             self._changed.notify_all()
             ready = [each for each in self._waiting if self._ledger.is_ready(each.ticket)]
             self._waiting = [each for each in self._waiting if each not in ready]

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 from hybrid.errors import ClusterError
 from hybrid.protocol.ticket import Ticket
-from hybrid.protocol.update_rules import Staleness, UpdateMode, UpdateRules
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 
 Contribution = TypeVar("Contribution")
 
@@ -28,7 +28,6 @@ class _Entry(Generic[Contribution]):
     """The gradients of one trainer for one step, by part."""
 
     arrived_at: float
-    read_at: int  # smallest version of the rows that its parts have read
     parts: dict[int, Contribution] = field(default_factory=dict)
 
 
@@ -61,7 +60,7 @@ class Ledger(Generic[Contribution]):
         """Whether all gradients that have arrived are applied."""
         return not (self._entries or self._updating)
 
-    def enter(self, ticket: Ticket, contribution: Contribution, read_at: int, now: float) -> None:
+    def enter(self, ticket: Ticket, contribution: Contribution, now: float) -> None:
         """Add a trainer's gradients of a part of a step; see :meth:`UpdateBarrier.contribute`."""
         trainer, key = ticket.trainer, (ticket.step, ticket.trainer)
         if not self._takes_part(trainer, ticket.step):
@@ -71,9 +70,8 @@ class Ledger(Generic[Contribution]):
         if is_past or (entry and ticket.part in entry.parts):
             raise ClusterError(f"trainer {trainer} sent gradients of step {ticket.step} twice")
         if entry is None:
-            entry = self._entries[key] = _Entry(now, read_at)
+            entry = self._entries[key] = _Entry(now)
         entry.parts[ticket.part] = contribution
-        entry.read_at = min(entry.read_at, read_at)
 
     def expect(self, trainer: int, step: int, parts: int) -> None:
         """Set the number of parts of a trainer's gradients of a step; ``rules.parts`` by default."""
@@ -93,15 +91,13 @@ class Ledger(Generic[Contribution]):
         entries = self._updating.values()
         return keys[0][0], [entry.parts[part] for entry in entries for part in sorted(entry.parts)]
 
-    def end_update(self) -> Staleness:
-        """End the running update, which was applied or dropped, and return the staleness of its rows."""
-        ages = [self.version - entry.read_at for entry in self._updating.values()]
+    def end_update(self) -> None:
+        """End the running update, which was applied or dropped."""
         for step, trainer in self._updating:
             self._parts.pop((step, trainer), None)
             self._first_unapplied[trainer] = step + 1
         self._updating = {}
         self.version += 1
-        return Staleness(len(ages), sum(ages), max(ages))
 
     def finish(self, trainer: int, step: int) -> None:
         """Expect no gradients of a trainer from ``step`` on."""

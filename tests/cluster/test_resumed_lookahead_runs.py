@@ -148,14 +148,11 @@ def test_killed_run_has_the_same_bits_on_any_number_of_workers(
     assert_same_run_after_kills(config, tmp_path / "whole", clusters, cache, tmp_path / "run", (3, 1, 2))
 
 
-@pytest.mark.parametrize("moment", [("counting staleness", 5), ("saving", 4)], ids=str)
 def test_stop_is_announced_while_the_run_waits_for_workers(
-    moment: tuple[str, int], config: RunConfig, clusters: Clusters, cache: Path, tmp_path: Path
+    config: RunConfig, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
     """The request is announced at once, even if a worker is frozen."""
-    code, statuses = clusters.get(2, 2).run(stop, config, cache, tmp_path / "run", moment)
+    code, statuses = clusters.get(2, 2).run(stop, config, cache, tmp_path / "run", ("saving", 4))
     assert code is ExitCode.TERMINATED
-    announced = [
-        f"{doing} step {moment[1]}; a second Ctrl-C stops at once" for doing in ("stopping after", "saving")
-    ]
+    announced = [f"{doing} step 4; a second Ctrl-C stops at once" for doing in ("stopping after", "saving")]
     assert statuses[-2:] == announced

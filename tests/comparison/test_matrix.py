@@ -136,7 +136,6 @@ def test_cluster_equals_one_process(case: Case, clusters: Clusters) -> None:
     check_against_one_process(case, outcome)
     for part, rows_RD in outcome.start.items():
         assert not torch.equal(outcome.end[part], rows_RD), "every table is trained"
-    assert outcome.staleness.largest == 0
 
 
 @pytest.mark.parametrize(

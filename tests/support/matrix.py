@@ -21,7 +21,6 @@ from hybrid.embedding.table_spec import tables_of
 from hybrid.engine.model_builder import place_tables
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
-from hybrid.protocol.update_rules import Staleness
 from hybrid.reference.reference_training import Reference
 from workers.controller.session import Session
 from workers.jobs.comparison import VALUE, Snapshot, reference_snapshot, snapshot
@@ -267,7 +266,6 @@ class Outcome:
     skipped_steps: list[int]
     start: Snapshot
     end: Snapshot
-    staleness: Staleness
 
 
 def train_case(
@@ -290,7 +288,7 @@ def train_case(
             losses += [sum(parts) for parts in zip(*(report.losses for report in reports), strict=True)]
             skipped = [count + r.skipped_steps for count, r in zip(skipped, reports, strict=True)]
         end = snapshot(session, *names)
-        return Outcome(losses, skipped, start, end, session.take_staleness(len(losses)))
+        return Outcome(losses, skipped, start, end)
     finally:
         session.close()
 

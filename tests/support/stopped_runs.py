@@ -20,7 +20,6 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.metrics import Predictions
-from hybrid.protocol.update_rules import Staleness
 from hybrid.storage.remote_path import StoragePath
 from workers.cluster_task import TrainTask
 from workers.console.terminal import TerminalView, TrainingProgress
@@ -95,10 +94,6 @@ class StoppedSession(DatasetSession):
         self._stop_at("evaluating", steps_before)
         yield from super().evaluation(steps_before)
         self._stop_at("done evaluating", steps_before)
-
-    def take_staleness(self, step: int) -> Staleness:
-        self._stop_at("counting staleness", step)
-        return super().take_staleness(step)
 
     def begin_save(self, folder: StoragePath, step: int, *args: Any) -> HeldCheckpoint:
         self._stop_at("saving", step)

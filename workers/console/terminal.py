@@ -22,7 +22,6 @@ from workers.console.messages import Verbosity, verbosity, visible
 
 if TYPE_CHECKING:
     from hybrid.metrics import Metrics
-    from hybrid.protocol.update_rules import Staleness
 
 # Colors that are readable on black and on white.
 DONE_STYLE = "color(29)"
@@ -42,7 +41,6 @@ class TrainingProgress:
         samples_per_second: over all trainers, since the last log step.
         seconds_left: until the last step; NaN if unknown.
         phase_seconds: time since the last log step by phase (``hybrid.primitives.step_timings.PHASES``).
-        staleness: of the table updates since the last log step; None in modes without staleness.
     """
 
     step: int
@@ -55,7 +53,6 @@ class TrainingProgress:
     samples_per_second: float
     seconds_left: float
     phase_seconds: Mapping[str, float]
-    staleness: Staleness | None = None
 
     @property
     def phase_fractions(self) -> dict[str, float]:
@@ -66,16 +63,12 @@ class TrainingProgress:
 
 def _numbers(progress: TrainingProgress) -> list[tuple[str, str]]:
     """Return the numbers of a log step by label."""
-    numbers = [
+    return [
         ("loss", format_number(progress.loss)),
         (metric_title(progress.score_name), format_number(progress.score)),
         ("samples/s", f"{progress.samples_per_second:,.0f}"),
         ("left", _clock(progress.seconds_left)),
     ]
-    if progress.staleness is not None:
-        staleness = progress.staleness
-        numbers.append(("staleness", f"{staleness.mean:.2f} (at most {staleness.largest})"))
-    return numbers
 
 
 def _phases(progress: TrainingProgress) -> list[tuple[str, str]]:

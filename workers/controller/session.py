@@ -23,7 +23,7 @@ from hybrid.errors import ClusterError, ConfigError
 from hybrid.input_spec import InputSpec
 from hybrid.metrics import Metrics, Predictions, check_custom_metrics
 from hybrid.primitives.step_timings import Span
-from hybrid.protocol.update_rules import Schedule, Staleness, UpdateRules
+from hybrid.protocol.update_rules import Schedule, UpdateRules
 from hybrid.server.barrier import UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, Topology
@@ -123,22 +123,6 @@ class Session:
             make_batches: a function of a module that every trainer can import.
         """
         return self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.train_on, make_batches, steps_before)
-
-    def take_staleness(self, step: int) -> Staleness:
-        """Return the staleness of the table updates since the last call.
-
-        In async mode, the updates of all workers count. In other modes all workers have the same updates.
-        Then only one worker counts, so that the result does not depend on the number of workers.
-
-        Args:
-            step: number of steps taken. Except in async mode, the call waits for the updates of these steps.
-        """
-        tables = self._deployed.tables.values()
-        is_async = self.config.train.update == "async"
-        version = 0 if is_async else step
-        calls = [each.call_barrier(UpdateBarrier.take_staleness, version) for each in tables]
-        taken = transport.gather(calls, self._meanwhile)
-        return sum(taken if is_async else taken[:1], Staleness())
 
     def take_profile(self) -> Profile:
         """Return the profile of the recorded steps since the last call.

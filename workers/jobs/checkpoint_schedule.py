@@ -22,7 +22,6 @@ from hybrid.config import CheckpointSection, TaskSection
 from hybrid.config.task_sections import is_lower_better
 from hybrid.errors import CheckpointError, StorageError
 from hybrid.metrics import Metrics, score
-from hybrid.protocol.update_rules import Staleness
 from workers.controller.deployment import HeldCheckpoint, StoredCounts
 from workers.controller.remote_trainer import TrainerReport
 from workers.controller.session import Session
@@ -48,14 +47,12 @@ class Interval:
         num_steps: number of steps.
         seconds: time of the trainers for these steps.
         phase_seconds: time by phase, mean over the trainers; in a resumed run, since the resume.
-        staleness: staleness of the table updates; None in sync mode.
         reports: reports of each trainer, one per call.
     """
 
     num_steps: int = 0
     seconds: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    staleness: Staleness | None = None
     reports: dict[int, list[_Report]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, reports: Sequence[TrainerReport], seconds: float) -> None:
@@ -117,15 +114,6 @@ class Tally:
         self.skipped_steps += reports[0].skipped_steps  # the same on every trainer
         self.interval.add(reports, seconds)
 
-    def count_staleness(self, session: Session, step: int) -> None:
-        """Add the staleness of all updates before ``step``, the next step, to ``interval.staleness``.
-
-        The call may wait for the last updates. Make it before each use of the value, not at each :meth:`add`.
-        """
-        if session.config.train.update != "sync":
-            staleness = self.interval.staleness or Staleness()
-            self.interval.staleness = staleness + session.take_staleness(step)
-
     def pack(self) -> StoredCounts:
         """Return the counts as a checkpoint stores them."""
         values = {
@@ -134,7 +122,6 @@ class Tally:
             "skipped_steps": self.skipped_steps,
             "interval_num_steps": self.interval.num_steps,
             "interval_seconds": self.interval.seconds,
-            "interval_staleness": self.interval.staleness and dataclasses.astuple(self.interval.staleness),
         }
         tensors: dict[str, Tensor] = {}
         for trainer, reports in self.interval.reports.items():
@@ -152,9 +139,7 @@ class Tally:
         if not values:
             return cls()
         try:
-            staleness = values["interval_staleness"]
             interval = Interval(values["interval_num_steps"], values["interval_seconds"])
-            interval.staleness = staleness and Staleness(*staleness)
             for trainer in range(len(tensors) // len(_Report._fields)):
                 interval.reports[trainer] = [_Report(*(tensors[f"{n}.{trainer}"] for n in _Report._fields))]
             return cls(values["samples"], values["seconds"], values["skipped_steps"], interval)
@@ -320,7 +305,6 @@ class Checkpoints:
 
     def _begin(self, now: Moment, best: Best | None, start: float, in_background: bool) -> None:
         """Make every role hold its rows and nets, and begin to write; training has waited since ``start``."""
-        now.tally.count_staleness(self._session, now.step)
         packed = now.tally.pack()
         evaluation = {BEST: best, OWES_EVALUATION: now.owes_evaluation}
         progress = packed._replace(values={**packed.values, **evaluation})

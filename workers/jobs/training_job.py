@@ -200,7 +200,6 @@ class Training:
         self._owes_evaluation = session.has_test_rows and is_due
         is_line_due = self._step == 1 or self._step % self._config.train.log_every_steps == 0
         if self._owes_evaluation or epoch_ends or is_line_due:
-            self._tally.count_staleness(session, self._step)
             interval, self._tally.interval = self._tally.interval, Interval()
             progress = TrainingProgress(
                 step=self._step,
@@ -213,7 +212,6 @@ class Training:
                 samples_per_second=interval.num_samples / interval.seconds,
                 seconds_left=(total - self._step) * interval.seconds / interval.num_steps,
                 phase_seconds=interval.phase_seconds,
-                staleness=interval.staleness,
             )
             self._folder.log_progress(progress)
             view.progress(progress)

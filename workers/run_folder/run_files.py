@@ -116,9 +116,6 @@ class RunFolder:
             progress.score_name: progress.score,
             "samples_per_second": progress.samples_per_second,
         }
-        if progress.staleness is not None:
-            numbers["staleness_mean"] = progress.staleness.mean
-            numbers["staleness_largest"] = progress.staleness.largest
         self._append("train", progress.step, numbers, phase_seconds=dict(progress.phase_seconds))
         self._events.write(progress.step, {f"train/{name}": value for name, value in numbers.items()})
         fractions = progress.phase_fractions.items()

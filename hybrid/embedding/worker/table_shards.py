@@ -54,8 +54,8 @@ class TableShards(HostedModule):
         self._rules = rules
         # Autograd records a function only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
-        # Items and read version of prefetched lookups without gradients yet, by trainer, step and part.
-        self._prefetched: dict[tuple[int, int, int], tuple[list[Item], int]] = {}
+        # Items of prefetched lookups without gradients yet, by trainer, step and part.
+        self._prefetched: dict[tuple[int, int, int], list[Item]] = {}
         self._step_rows: dict[int, GroupedRequests] = {}  # distinct rows of the next update, by group
         self._step_rows_lock = threading.Lock()
         is_ahead = rules.mode is UpdateMode.LOOKAHEAD
@@ -85,9 +85,8 @@ class TableShards(HostedModule):
         with self.clock.span("pool", ticket.step):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
-            read_at = self.version
             pooled, recorded = self.pool_and_record(items)
-            self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded, read_at
+            self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded
             return pooled
 
     def pool_and_record(self, items: Sequence[Item]) -> tuple[list[Tensor], list[Item]]:
@@ -108,22 +107,20 @@ class TableShards(HostedModule):
         key = (ticket.trainer, ticket.step, ticket.part)
         if key not in self._prefetched:
             raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
-        items, read_at = self._prefetched.pop(key)
-        self.contribute(ticket, items, grads, read_at, should_update_here=should_update_here)
+        self.contribute(ticket, self._prefetched.pop(key), grads, should_update_here=should_update_here)
 
     def contribute(
         self,
         ticket: Ticket,
         items: Sequence[Item],
         grads: Sequence[Tensor],
-        read_at: int,
         *,
         should_update_here: bool = False,
     ) -> None:
         """Pass a trainer's gradients of one lookup to the update barrier.
 
         Args:
-            read_at, should_update_here: see :meth:`UpdateBarrier.contribute`.
+            should_update_here: see :meth:`UpdateBarrier.contribute`.
 
         Raises:
             ClusterError: the shape of a gradient is not the shape of its vectors.
@@ -136,7 +133,7 @@ class TableShards(HostedModule):
                     f"{bags.num_bags} vectors of {self.groups[group].group.dim}"
                 )
             gradients.append((group, bags, grad.to(self._dtype)))
-        self.barrier.contribute(ticket, gradients, read_at, should_update_here=should_update_here)
+        self.barrier.contribute(ticket, gradients, should_update_here=should_update_here)
 
     def load(self, folder: StoragePath, step: int) -> None:
         """Read every shard from a checkpoint, and continue after ``step`` steps."""
@@ -155,7 +152,7 @@ class TableShards(HostedModule):
         with self._step_rows_lock:
             requests: dict[int, list[Bags]] = {}
             for key in sorted(key for key in list(self._prefetched) if key[1] == step):
-                for group, bags in self._prefetched[key][0]:
+                for group, bags in self._prefetched[key]:
                     if self.groups[group].group.optimizer.name != "frozen":
                         requests.setdefault(group, []).append(bags)
             self._step_rows = {group: self.groups[group].group_bags(of) for group, of in requests.items()}
@@ -191,13 +188,12 @@ class _Lookup(torch.autograd.Function):
         ticket: Ticket,
         items: Sequence[Item],
     ) -> tuple[Tensor, ...]:
-        read_at = shards.version
         pooled, recorded = shards.pool_and_record(items)
-        ctx.arguments = shards, ticket, recorded, read_at  # type: ignore[attr-defined]
+        ctx.arguments = shards, ticket, recorded  # type: ignore[attr-defined]
         return tuple(pooled)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[None, ...]:
-        shards, ticket, recorded, read_at = ctx.arguments  # type: ignore[attr-defined]
-        shards.contribute(ticket, recorded, grads, read_at)
+        shards, ticket, recorded = ctx.arguments  # type: ignore[attr-defined]
+        shards.contribute(ticket, recorded, grads)
         return None, None, None, None

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -15,9 +14,7 @@ from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig, TrainSection
 from hybrid.errors import CheckpointError
 from hybrid.primitives.step_timings import PHASES
-from hybrid.protocol.update_rules import Staleness
 from workers.controller.remote_trainer import TrainerReport
-from workers.controller.session import Session
 from workers.jobs.checkpoint_schedule import Interval, Tally
 from workers.jobs.training_job import is_patience_over
 
@@ -37,24 +34,11 @@ def reports(steps: range, trainers: int = 2) -> list[TrainerReport]:
     return made
 
 
-class FakeSession:
-    """A session whose rows are as stale as the number of steps since the last call."""
-
-    config = RunConfig(train=TrainSection(update="lookahead"))
-    step = 0
-
-    def take_staleness(self, step: int) -> Staleness:
-        staleness = Staleness(1, step - self.step, step - self.step)
-        self.step = step
-        return staleness
-
-
 def count(calls: Sequence[range]) -> Tally:
     """Count steps in some calls of the trainers."""
-    tally, session = Tally(), cast(Session, FakeSession())
+    tally = Tally()
     for steps in calls:
         tally.add(reports(steps), 0.25 * len(steps))
-        tally.count_staleness(session, steps.stop)
     return tally
 
 
@@ -69,19 +53,16 @@ def restored(tally: Tally, folder: Path) -> Tally:
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_counts_do_not_depend_on_calls_and_resumes(cut: int, is_resumed: bool, tmp_path: Path) -> None:
     whole = count([range(7)])
-    tally, session = count([range(cut)]), FakeSession()
+    tally = count([range(cut)])
     if is_resumed:
         tally = restored(tally, tmp_path)
-    session.step = cut
     tally.add(reports(range(cut, 7)), 0.25 * (7 - cut))
-    tally.count_staleness(cast(Session, session), 7)
     assert (tally.samples, tally.skipped_steps) == (whole.samples, whole.skipped_steps) == (70, 7)
     interval = tally.interval
     assert tally.seconds == interval.seconds == 1.75
     assert (interval.num_steps, interval.num_samples) == (7, 70)
     assert (interval.loss, interval.score(CLICKS)) == (whole.interval.loss, whole.interval.score(CLICKS))
     assert interval.phase_seconds == dict.fromkeys(PHASES, (7 - cut) / 2 if is_resumed else 3.5)
-    assert interval.staleness == Staleness(2, 7, max(cut, 7 - cut))
     packed, expected = tally.pack().reports, whole.pack().reports
     assert packed.keys() == expected.keys()
     for name in packed:

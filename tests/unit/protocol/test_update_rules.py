@@ -7,7 +7,7 @@ import pytest
 from hybrid.config import RunConfig, ScheduleSection, TrainSection
 from hybrid.errors import ConfigError
 from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import Schedule, Staleness, UpdateRules
+from hybrid.protocol.update_rules import Schedule, UpdateRules
 from hybrid.reference.reference_training import learning_rate_factors
 
 STEPS = 60
@@ -108,10 +108,3 @@ def test_steps_that_may_be_clipped_or_skipped_are_decided(clip_norm: float | Non
     rules = UpdateRules.of(config, Schedule())
     assert rules.has_update_guard == (clip_norm is not None or non_finite == "skip")
     assert (rules.clip_norm, rules.check_finite) == (clip_norm, non_finite == "stop")
-
-
-def test_staleness_adds_up() -> None:
-    whole = Staleness(2, 3, 2) + Staleness(1, 4, 4) + Staleness()
-    assert whole == Staleness(3, 7, 4)
-    assert whole.mean == pytest.approx(7 / 3)
-    assert Staleness().mean == 0.0

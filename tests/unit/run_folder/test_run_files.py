@@ -5,7 +5,6 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from hybrid.config import RunConfig, TrainSection
 from hybrid.config.loading import load_config
 from hybrid.errors import HybridError
 from hybrid.metrics import BinaryMetrics
-from hybrid.protocol.update_rules import Staleness
 from workers.console.terminal import TrainingProgress
 from workers.run_folder.run_access import RunState
 from workers.run_folder.run_files import AppendOnlyFile, RunFolder
@@ -91,10 +89,9 @@ def test_each_record_is_written_at_once(folder: RunFolder) -> None:
 
 def test_tensorboard_reads_the_same_numbers(folder: RunFolder) -> None:
     folder.log_progress(_progress(10, auc=math.nan))
-    folder.log_progress(replace(_progress(20, loss=0.25, auc=0.75), staleness=Staleness(8, 10, 3)))
+    folder.log_progress(_progress(20, loss=0.25, auc=0.75))
     folder.log_evaluation(20, {**METRICS, "log_loss": 0.375})
     scalars = _scalars(folder.path)
-    assert scalars["train/staleness_mean"] == [(20, 1.25)]
     assert scalars["train/loss"] == [(10, 0.5), (20, 0.25)]
     assert scalars["train/auc"] == [(20, 0.75)]
     assert scalars["time_share/backward"] == [(10, 0.5), (20, 0.5)]

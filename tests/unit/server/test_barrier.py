@@ -91,7 +91,7 @@ def contribute(
     should_update_here: bool = False,
 ) -> None:
     ticket = Ticket(trainer, step, step, part, Purpose.PREFETCH)
-    each.contribute(ticket, contribution or f"t{trainer}s{step}", step, should_update_here=should_update_here)
+    each.contribute(ticket, contribution or f"t{trainer}s{step}", should_update_here=should_update_here)
 
 
 def nothing() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from hybrid.errors import ClusterError
 from hybrid.protocol.ticket import Ticket
-from hybrid.protocol.update_rules import Staleness, UpdateMode, UpdateRules
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.server.ledger import Ledger
 
 SYNC, LOOKAHEAD, ASYNC = UpdateMode
@@ -15,7 +15,7 @@ def ledger(num_trainers: int, mode: UpdateMode = SYNC, parts: int = 1, version: 
 
 
 def enter(each: Ledger[str], trainer: int, step: int, part: int = 0, now: float = 0.0) -> None:
-    each.enter(Ticket(trainer, step, step, part), f"t{trainer}s{step}p{part}", step, now)
+    each.enter(Ticket(trainer, step, step, part), f"t{trainer}s{step}p{part}", now)
 
 
 def update(each: Ledger[str]) -> str:
@@ -127,23 +127,3 @@ class TestTime:
         message = r"^step 0: no gradients from trainer 0, trainer 2 for 20 s \(cluster.timeout_seconds\)$"
         with pytest.raises(ClusterError, match=message):
             each.seconds_left(20.0)
-
-
-@pytest.mark.parametrize(
-    ("read_at", "staleness"),
-    [
-        ({(0, 0): 5, (1, 0): 2, (2, 0): 4}, Staleness(3, 4, 3)),
-        ({(0, 0): 4, (0, 1): 2}, Staleness(1, 3, 3)),
-        ({(0, 0): 2, (0, 1): 4}, Staleness(1, 3, 3)),
-    ],
-    ids=["every trainer counts", "by its oldest part, the last", "or the first"],
-)
-def test_staleness_counts_updates_since_the_rows_were_read(
-    read_at: dict[tuple[int, int], int], staleness: Staleness
-) -> None:
-    trainers, parts = (len(set(of)) for of in zip(*read_at, strict=True))
-    each = ledger(trainers, parts=parts, version=5)
-    for (trainer, part), version in read_at.items():
-        each.enter(Ticket(trainer, 5, 5, part), "", version, 0.0)
-    assert each.begin_update()
-    assert each.end_update() == staleness

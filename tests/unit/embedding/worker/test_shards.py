@@ -78,7 +78,7 @@ def test_save_waits_for_the_running_update(
         step(rows_U, grad_UD, factor)
 
     monkeypatch.setattr(optimizer, "step", slow_step)
-    host.contribute(train(0), [(0, Bags(torch.tensor([1])))], [torch.ones(1, 3)], 0)
+    host.contribute(train(0), [(0, Bags(torch.tensor([1])))], [torch.ones(1, 3)])
     assert has_begun.wait(PATIENCE_SECONDS)
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(host.begin_save, False)

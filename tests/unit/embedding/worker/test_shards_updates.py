@@ -68,14 +68,14 @@ class TestDecided:
     def test_norm_of_large_gradients_does_not_overflow(self) -> None:
         with hosting(UpdateRules(1, check_finite=False)) as host:
             large = torch.full((2, 2), 1e30)  # its square overflows float32
-            host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [large], 0)
+            host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [large])
             assert host.barrier.squared_norm(0).wait() == pytest.approx(4e60)
             host.barrier.decide(0, None)
 
     def test_norm_of_a_non_finite_gradient_names_the_row(self) -> None:
         with hosting(UpdateRules(1, clip_norm=1.0)) as host:
             bad = torch.tensor([[1.0, torch.nan]])
-            host.contribute(train(0), [(0, Bags(torch.tensor([5])))], [bad], 0)
+            host.contribute(train(0), [(0, Bags(torch.tensor([5])))], [bad])
             with pytest.raises(NonFiniteError, match=r"^step 0: the gradient of table t, row 5, is not"):
                 host.barrier.squared_norm(0).wait()
 
@@ -87,7 +87,7 @@ class TestDecided:
             host.initialize(7)
             assert len(host.groups) == 2
             items = [(group, Bags(torch.tensor([1, 1]))) for group in range(2)]
-            host.contribute(train(0), items, [torch.ones(2, 3), torch.ones(2, 5)], 0)
+            host.contribute(train(0), items, [torch.ones(2, 3), torch.ones(2, 5)])
             assert host.barrier.squared_norm(0).wait() == pytest.approx(4 * 3 + 4 * 5)
             host.barrier.decide(0, None)
             host.barrier.drain()
@@ -107,7 +107,7 @@ def test_update_of_several_blocks_equals_the_reference(scale: float | None, all_
         spec = group.group.optimizer
         rows_U = torch.arange(0, num_rows, 3)
         grad_UD = torch.randn(len(rows_U), 2, generator=torch.Generator().manual_seed(3))
-        host.contribute(train(0), [(0, Bags(rows_U))], [grad_UD], 0)
+        host.contribute(train(0), [(0, Bags(rows_U))], [grad_UD])
         if scale is not None:
             host.barrier.decide(0, scale)
         host.barrier.drain()
@@ -126,7 +126,7 @@ class TestAllRows:
         with hosting(rules, weight_decay=0.5, all_rows=True) as host:
             rows = host.groups[0].weight_RD
             before = rows.clone()
-            host.contribute(train(0), [(0, Bags(torch.tensor([4, 1])))], [torch.ones(2, 2)], 0)
+            host.contribute(train(0), [(0, Bags(torch.tensor([4, 1])))], [torch.ones(2, 2)])
             assert host.barrier.squared_norm(0).wait() == 4.0
             assert torch.equal(rows, before)
             host.barrier.decide(0, scale)
@@ -148,7 +148,7 @@ class TestAllRows:
         with hosting(rules, weight_decay=0.5, all_rows=True) as host:
             rows = host.groups[0].weight_RD
             before = rows.clone()
-            host.contribute(train(0), parts, [torch.empty(0, 2)] * len(parts), 0)
+            host.contribute(train(0), parts, [torch.empty(0, 2)] * len(parts))
             if clip_norm is not None:
                 assert host.barrier.squared_norm(0).wait() == 0.0
                 host.barrier.decide(0, 1.0)
@@ -192,7 +192,7 @@ class TestFiniteness:
     def test_a_sum_that_overflows_is_no_error(self) -> None:
         with hosting(UpdateRules(1)) as host:
             huge = torch.full((2, 2), 3e38)
-            host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [huge], 0)
+            host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [huge])
             host.barrier.drain()
             assert host.version == 1
 
@@ -203,4 +203,4 @@ def test_gradients_of_a_wrong_shape_are_refused(offsets: list[int] | None, shape
     bags = Bags(torch.tensor([1, 2]), None if offsets is None else torch.tensor(offsets))
     with hosting(UpdateRules(1)) as host:
         with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of shape .* for 2 vectors of 2$"):
-            host.contribute(train(0), [(0, bags)], [torch.ones(shape)], 0)
+            host.contribute(train(0), [(0, bags)], [torch.ones(shape)])
