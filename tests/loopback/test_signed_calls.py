@@ -445,7 +445,7 @@ class TestWithinTorch:
         with pytest.raises(transport.RemoteError, match="is not in one of your modules"):
             transport.create_module(MASTER, cls)
 
-    @pytest.mark.parametrize("method", ["_reset", "__init__", "__setattr__"])
+    @pytest.mark.parametrize("method", ["_reset", "__init__", "__setattr__", "add.__call__"])
     def test_private_methods_are_not_called(self, method: str, counter: transport.Remote[Counter]) -> None:
         assert counter.call(Counter.add, 2).wait() == 2
         with pytest.raises(

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import TypeAlias
 
@@ -54,7 +55,7 @@ class TableShards(HostedModule):
         self._rules = rules
         # Autograd records a function only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
-        # Items of prefetched lookups without gradients yet, by trainer, step and part.
+        # Items of prefetched lookups without gradients yet, by trainer, step and part; empty until they run.
         self._prefetched: dict[tuple[int, int, int], list[Item]] = {}
         self._step_rows: dict[int, GroupedRequests] = {}  # distinct rows of the next update, by group
         self._step_rows_lock = threading.Lock()
@@ -76,17 +77,20 @@ class TableShards(HostedModule):
         vectors are plain values, and :meth:`receive` takes their gradients.
         """
         is_large = sum(bags.ids_L.numel() for _, bags in items) > _LARGE_LOOKUP_IDS
-        return self.barrier.run_when_ready(ticket, lambda: self.forward(ticket, items), is_large=is_large)
+        recorded: list[Item] = []
+        if ticket.purpose is Purpose.PREFETCH:
+            # The last request gets the gradients, even if an abandoned one of the same step runs later.
+            self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded
+        work = partial(self._look_up, ticket, items, recorded)
+        return self.barrier.run_when_ready(ticket, work, is_large=is_large)
 
-    def forward(self, ticket: Ticket, items: Sequence[Item]) -> list[Tensor]:
-        """Run a :meth:`lookup` now, without waiting for updates."""
+    def _look_up(self, ticket: Ticket, items: Sequence[Item], recorded: list[Item]) -> list[Tensor]:
         if ticket.purpose is Purpose.PREDICT:
             return [pool(self.groups[group].weight_RD, bags) for group, bags in items]
         with self.clock.span("pool", ticket.step):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
-            pooled, recorded = self.pool_and_record(items)
-            self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded
+            pooled, recorded[:] = self.pool_and_record(items)
             return pooled
 
     def pool_and_record(self, items: Sequence[Item]) -> tuple[list[Tensor], list[Item]]:
@@ -152,7 +156,7 @@ class TableShards(HostedModule):
         with self._step_rows_lock:
             requests: dict[int, list[Bags]] = {}
             for key in sorted(key for key in list(self._prefetched) if key[1] == step):
-                for group, bags in self._prefetched[key]:
+                for group, bags in self._prefetched.get(key, ()):  # empty if the gradients have just arrived
                     if self.groups[group].group.optimizer.name != "frozen":
                         requests.setdefault(group, []).append(bags)
             self._step_rows = {group: self.groups[group].group_bags(of) for group, of in requests.items()}

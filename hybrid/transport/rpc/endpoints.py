@@ -185,7 +185,7 @@ def invoke(number: int, method: str, args: tuple[Any, ...]) -> Any:
         method: name of the method, or ``barrier.NAME`` for a method of the module's update barrier.
     """
     try:
-        if method.startswith(("_", "barrier._")):
+        if "._" in f".{method}":
             raise ClusterError(f"{method} cannot be called by RPC: it is not public")
         result = attrgetter(method)(running.objects[number])(*map(from_reference, args))
         if method == "close":

@@ -1,16 +1,19 @@
 """Updates of the tables of a worker: merged, decided, checked."""
 
 import dataclasses
+import threading
 from contextlib import ExitStack
 
 import pytest
 import torch
 from support.shards import (
     NUM_ROWS,
+    PATIENCE_SECONDS,
     RULES,
     cluster,
     evaluate,
     hosting,
+    prefetch,
     shards_of,
     specs,
     train,
@@ -22,7 +25,7 @@ from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError, NonFiniteError
-from hybrid.protocol.update_rules import UpdateRules
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.reference.reference_rows import initial_state, update_rows
 
 
@@ -204,3 +207,57 @@ def test_gradients_of_a_wrong_shape_are_refused(offsets: list[int] | None, shape
     with hosting(UpdateRules(1)) as host:
         with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of shape .* for 2 vectors of 2$"):
             host.contribute(train(0), [(0, bags)], [torch.ones(shape)])
+
+
+class TestPrefetches:
+    """Prefetched lookups, whose gradients arrive by a separate call."""
+
+    def test_newest_lookup_gets_the_gradients_even_if_an_abandoned_one_runs_later(self) -> None:
+        """A trainer that leaves its batches looks up others for the same step."""
+        may_end, rules = threading.Event(), UpdateRules(2, UpdateMode.LOOKAHEAD)
+        with hosting(rules) as host:
+            before = host.groups[0].weight_RD.clone()
+
+            def block() -> bool:
+                return may_end.wait(PATIENCE_SECONDS)
+
+            for trainer in range(2):
+                host.lookup(prefetch(0, trainer), []).wait()
+            small = host.barrier.run_when_ready(prefetch(1, 1, 1), lambda: None)
+            for part in (2, 3):  # these take all threads of lookups
+                host.barrier.run_when_ready(prefetch(1, 1, part), block, is_large=True)
+            abandoned = host.lookup(prefetch(1), [(0, Bags(torch.ones(20_000, dtype=torch.int64)))])
+            for trainer in range(2):
+                host.receive(prefetch(0, trainer), [])
+            small.wait()
+            assert not abandoned.done()
+            host.lookup(prefetch(1), [(0, Bags(torch.tensor([4] * 20_000)))]).wait()
+            may_end.set()
+            abandoned.wait()
+            host.lookup(prefetch(1, 1), []).wait()
+            for trainer, grads in enumerate(([torch.ones(20_000, 2)], [])):
+                host.receive(prefetch(1, trainer), grads)
+            host.barrier.drain()
+            assert (before - host.groups[0].weight_RD)[:, 0].nonzero().tolist() == [[4]]
+
+    def test_gradients_may_arrive_while_the_rows_of_their_step_are_collected(self) -> None:
+        """The first comparison of two parts of step 1 comes from the search for its distinct rows."""
+        with hosting(UpdateRules(1, UpdateMode.LOOKAHEAD, parts=2)) as host:
+            before = host.groups[0].weight_RD.clone()
+            arriving, has_arrived = [1], threading.Event()
+
+            class Part(int):
+                def __lt__(self, other: int) -> bool:
+                    while arriving:
+                        host.receive(prefetch(1, part=arriving.pop()), [torch.ones(1, 2)])
+                        has_arrived.set()
+                    return super().__lt__(other)
+
+            for ticket in (prefetch(step, part=Part(part)) for step in range(2) for part in range(2)):
+                host.lookup(ticket, [(0, Bags(torch.tensor([ticket.part])))])
+            for part in range(2):
+                host.receive(prefetch(0, part=part), [torch.ones(1, 2)])
+            assert has_arrived.wait(PATIENCE_SECONDS)
+            host.receive(prefetch(1, part=0), [torch.ones(1, 2)])
+            host.barrier.drain()
+            assert (before - host.groups[0].weight_RD)[:3, 0].tolist() == pytest.approx([2.0, 2.0, 0.0])
