@@ -1,4 +1,4 @@
-"""Tickets, which identify lookups: trainer, step, required updates, and purpose."""
+"""Tickets, which identify lookups: trainer, step, part, required updates, and purpose."""
 
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
@@ -10,7 +10,7 @@ PlainTicket: TypeAlias = tuple[int, int, int, int, str]
 class Purpose(StrEnum):
     """The purpose of a lookup, and how its gradients are sent."""
 
-    PREDICT = "predict"  # no gradients
+    PREDICT = "predict"  # no gradients follow
     TRAIN = "train"  # by the backward pass of distributed autograd
     PREFETCH = "prefetch"  # by a separate call
 
@@ -20,9 +20,9 @@ class Ticket(NamedTuple):
 
     Attributes:
         trainer: index of the trainer.
-        step: the step of its gradients.
-        version: number of updates that the rows must include: all before the step. In async mode, the number
-            of steps of this trainer whose gradients must be applied.
+        step: the step that uses the rows; its update applies the gradients.
+        version: number of updates that must precede the lookup: those of all steps before its own. In async
+            mode, the number of steps of this trainer whose gradients must be applied.
         part: index among the lookups of this trainer and step. A configured run has one lookup per
             micro-batch; a custom loop may have several per batch.
         purpose: whether gradients follow, and how they are sent.

@@ -23,7 +23,7 @@ class UpdateMode(StrEnum):
 class Schedule:
     """The factor of the learning rates by step; 1 by default.
 
-    During a warm-up, the factor rises linearly from ``initial_factor`` to 1. Let t be the steps since then, T
+    During a warm-up, the factor rises linearly from ``initial_factor`` to 1. Let t be the steps since it, T
     the steps from the warm-up to the end, and f the ``final_factor``. The factor at t is
 
     ========== ================================================= ==================================
@@ -92,7 +92,7 @@ class UpdateRules:
     """How gradients become updates, equal on every worker of a run.
 
     Attributes:
-        num_trainers: the trainers that take part in a synchronous step.
+        num_trainers: number of trainers.
         mode: sync, lookahead or async.
         parts: number of contributions of each trainer to a step, one per micro-batch.
         clip_norm: the largest norm of all gradients of a step; None for no limit.

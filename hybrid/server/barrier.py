@@ -59,10 +59,10 @@ class UpdateBarrier(Generic[Contribution]):
 
     Args:
         rules: how gradients become updates.
-        merge: merges the contributions to a step, in the order of trainers and parts. The same thread applies
-            the result, or drops it if the trainers decide so.
+        merge: called with the contributions of an update, in the order of trainers and parts, and the step of
+            the first. The same thread then applies the update, or drops it if the trainers decide so.
         clock: records the time of pending lookups and of updates.
-        prepare: called with the next step after each update, once the lookups that waited for it have run.
+        prepare_step: called with the next step after each update, once the lookups it released have run.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class UpdateBarrier(Generic[Contribution]):
         rules: UpdateRules,
         merge: Callable[[int, list[Contribution]], Update],
         clock: StepClock | None = None,
-        prepare: Callable[[int], object] | None = None,
+        prepare_step: Callable[[int], object] | None = None,
     ) -> None:
-        self._prepare = prepare
+        self._prepare_step = prepare_step
         self._clock = clock or StepClock()
         self._rules = rules
         self._merge = merge
@@ -80,11 +80,11 @@ class UpdateBarrier(Generic[Contribution]):
         self._waiting: list[_PendingLookup] = []
         self._norm: tuple[int, float] | None = None  # the last merged step, and its squared norm
         self._norm_waiting: dict[int, list[DeferredResponse[float]]] = {}  # by step
-        self._decisions: dict[int, float | None] = {}
+        self._decisions: dict[int, float | None] = {}  # factor of the gradients by step, None to drop them
         self._failure: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
-        self._readers = ThreadPoolExecutor(min(rules.num_trainers, _MAX_LOOKUP_THREADS), "lookup")
+        self._lookup_pool = ThreadPoolExecutor(min(rules.num_trainers, _MAX_LOOKUP_THREADS), "lookup")
         self._updater = threading.Thread(target=self._run, name="updater", daemon=True)
         self._updater.start()
 
@@ -98,11 +98,11 @@ class UpdateBarrier(Generic[Contribution]):
     ) -> DeferredResponse[Result]:
         """Run ``work`` as soon as the updates that the ticket requires are applied.
 
-        A prefetched lookup replaces a waiting one of the same trainer, step and part, which then fails: the
-        trainer has left its batches and continues with others.
+        A prefetched lookup replaces a waiting one with an equal ticket, which then fails: the trainer has
+        left the batches of the earlier lookup, and continues with others.
 
         Args:
-            is_large: whether ``work`` takes longer than waking a thread.
+            is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
         """
         future: DeferredResponse[Result] = DeferredResponse()
         pending = _PendingLookup(ticket, work, future, is_large)
@@ -128,11 +128,11 @@ class UpdateBarrier(Generic[Contribution]):
     def contribute(
         self, ticket: Ticket, contribution: Contribution, *, should_update_here: bool = False
     ) -> None:
-        """Add a trainer's gradients of a step. The update follows in the background.
+        """Add a trainer's gradients of a step. By default, another thread applies the update.
 
         Args:
-            should_update_here: whether this thread applies the update if these gradients complete it. Waking
-                another thread costs more than a small update, and the caller must wait for it anyway.
+            should_update_here: whether this thread applies the update if these gradients complete it, unless
+                trainers decide about steps. Waking another thread costs more than a small update.
 
         Raises:
             ClusterError: the barrier has failed, the trainer has finished, or it has already sent these
@@ -142,11 +142,8 @@ class UpdateBarrier(Generic[Contribution]):
             if self._failure is not None:
                 raise self._failure
             self._ledger.enter(ticket, contribution, time.monotonic())
-            update = (
-                self._ledger.begin_update()
-                if should_update_here and not self._rules.has_update_guard
-                else None
-            )
+            is_here = should_update_here and not self._rules.has_update_guard
+            update = self._ledger.begin_update() if is_here else None
             if update is None:
                 self._changed.notify_all()
         if update is not None:
@@ -161,7 +158,7 @@ class UpdateBarrier(Generic[Contribution]):
             elif self._norm is None or self._norm[0] < step:
                 self._norm_waiting.setdefault(step, []).append(future)
             else:
-                assert self._norm[0] == step, "no trainer is two steps behind another"
+                assert self._norm[0] == step, "a trainer requests a norm before the next step"
                 future.set_result(self._norm[1])
         return future
 
@@ -218,8 +215,8 @@ class UpdateBarrier(Generic[Contribution]):
         self._updater.join(self._rules.timeout_seconds)
 
     def _run(self) -> None:
-        # Leaving the context waits for all lookups that updates have released, and ends the readers.
-        with self._readers:
+        # Leaving the context waits for all lookups that updates have released, and ends their threads.
+        with self._lookup_pool:
             try:
                 while True:
                     self._run_update(*self._wait_for_update())
@@ -227,7 +224,7 @@ class UpdateBarrier(Generic[Contribution]):
                 self._fail(error)
 
     def _run_update(self, step: int, contributions: list[Contribution]) -> None:
-        """Apply an update, and submit the lookups that waited for it to the readers."""
+        """Apply an update, and run the lookups it releases: large ones after the first in other threads."""
         try:
             with self._clock.span("merge", step):
                 update = self._merge(step, contributions)
@@ -243,15 +240,16 @@ class UpdateBarrier(Generic[Contribution]):
             self._changed.notify_all()
             ready = [each for each in self._waiting if self._ledger.is_ready(each.ticket)]
             self._waiting = [each for each in self._waiting if each not in ready]
-            # Under the lock: once no update is running, the updater may end the readers.
-            others = [self._readers.submit(self._run_lookup, each) for each in ready[1:] if each.is_large]
+            # Under the lock: once no update is running, the updater may end the threads of lookups.
+            large = [each for each in ready[1:] if each.is_large]
+            others = [self._lookup_pool.submit(self._run_lookup, each) for each in large]
         for number, pending in enumerate(ready):
             if number == 0 or not pending.is_large:
                 self._run_lookup(pending)
-        if self._prepare is not None:
+        if self._prepare_step is not None:
             try:
                 wait(others, self._rules.timeout_seconds)
-                self._prepare(step + 1)
+                self._prepare_step(step + 1)
             except Exception as error:  # raised in every call, now and later
                 self._fail(error)
 
@@ -276,7 +274,7 @@ class UpdateBarrier(Generic[Contribution]):
                 if update := self._ledger.begin_update():
                     return update
                 self._changed.wait(self._ledger.seconds_left(time.monotonic()))
-            # Another thread may apply an update, which still needs the readers.
+            # Another thread may apply an update, which still needs the threads of lookups.
             self._wait_until(lambda: not self._ledger.is_updating)
             raise ClusterError("the worker is stopping")
 
@@ -361,5 +359,5 @@ class HostedModule(nn.Module):
         raise NotImplementedError
 
     def close(self) -> None:
-        """End the background thread."""
+        """End the threads; pending lookups fail."""
         self.barrier.close()

@@ -46,7 +46,7 @@ class Ledger(Generic[Contribution]):
         self._rules = rules
         self._entries: dict[tuple[int, int], _Entry[Contribution]] = {}  # by step and trainer
         self._updating: dict[tuple[int, int], _Entry[Contribution]] = {}  # of the running update
-        self._parts: dict[tuple[int, int], int] = {}  # by step and trainer, where not rules.parts
+        self._parts: dict[tuple[int, int], int] = {}  # by step and trainer; rules.parts by default
         self._first_unapplied = [version] * rules.num_trainers  # first step not applied, by trainer
         self._absences: list[list[range]] = [[] for _ in range(rules.num_trainers)]
 
@@ -84,7 +84,7 @@ class Ledger(Generic[Contribution]):
         return ticket.version <= self._next_step(ticket.trainer)
 
     def begin_update(self) -> tuple[int, list[Contribution]] | None:
-        """Begin the next update, and return its step and contributions; None if none can begin."""
+        """Begin the next update; return its contributions and the step of the first, or None."""
         if self._updating or not (keys := self._next_entries()):
             return None
         self._updating = {key: self._entries.pop(key) for key in keys}
@@ -110,10 +110,10 @@ class Ledger(Generic[Contribution]):
         self._absences[trainer] = [range(absence.start, min(absence.stop, step)) for absence in absences]
 
     def seconds_left(self, now: float) -> float | None:
-        """Return how long the current step may still wait for gradients; None if none has arrived.
+        """Return how long step ``version`` may still wait; None in async mode, or before the first gradients.
 
         Raises:
-            ClusterError: the time is over.
+            ClusterError: gradients are missing after the timeout.
         """
         if self._rules.mode is UpdateMode.ASYNC:
             return None
@@ -129,7 +129,7 @@ class Ledger(Generic[Contribution]):
         return left
 
     def _expected(self) -> list[tuple[int, int]]:
-        """Return step and trainer of each entry that the current step needs."""
+        """Return step and trainer of each entry that step ``version`` needs."""
         step = self.version
         return [(step, t) for t in range(self._rules.num_trainers) if self._takes_part(t, step)]
 
@@ -156,6 +156,6 @@ class Ledger(Generic[Contribution]):
         return step
 
     def _is_complete(self, trainer: int, step: int) -> bool:
-        """Whether an entry has all parts."""
+        """Whether all parts of a trainer's gradients of a step have arrived."""
         entry = self._entries.get((step, trainer))
         return entry is not None and len(entry.parts) >= self._parts.get((step, trainer), self._rules.parts)

@@ -2,7 +2,7 @@
 
 In ``sync`` mode, a lookup is part of a distributed autograd context, which sends its gradients. A prefetched
 lookup is outside of any context, and its responses are plain values. An autograd function, the first of the
-local graph, sends their gradients. The message to each worker also has the next lookup, if there is one::
+local graph, sends their gradients. A message also carries the lookup of the step after the next, if any::
 
     step s     compute s:    backward ── gradients of s, ids of s+2 ───►  update s, then look up s+1
     step s+1   wait for the vectors of s+1  ◄───────────────────────────  response
@@ -116,7 +116,7 @@ class Lookup:
         self._layout = layout
         self._outbox = outbox
         self._clock = outbox.clock
-        self._next: Lookup | None = None
+        self._successor: Lookup | None = None
         self._responses: dict[int, ObservableResult[list[Tensor]]] = {}
         self._wire_dtype = torch.float32
         self._sizes = {worker: len(request) for worker, request in items.items()}
@@ -125,7 +125,7 @@ class Lookup:
     def start(self, after: Lookup | None = None) -> Lookup:
         """Send the requests, now or with the gradients of an earlier lookup; return this lookup."""
         if after is not None:
-            after._next = self
+            after._successor = self
             return self
         for worker, request in self._items.items():
             source = self._outbox.sources[worker]
@@ -181,8 +181,8 @@ class Lookup:
         return [None] * sum(self._sizes.values())
 
     def _send_gradients(self, worker: int, grads: Sequence[Tensor]) -> None:
-        """Send gradients to a worker, in one message with the next lookup, if there is one."""
-        source, successor = self._outbox.sources[worker], self._next
+        """Send gradients to a worker, in one message with the successor's request, if there is one."""
+        source, successor = self._outbox.sources[worker], self._successor
         send: Callable[[], ObservableResult[list[Tensor]]]
         if self._is_empty:
             send = source.skip

@@ -53,20 +53,20 @@ class ReusedBuffers:
         self._spare[len(buffer)].append(buffer)
 
 
-class GroupedRequests(NamedTuple):
-    """The distinct rows of a step in one group.
+class DistinctStepRows(NamedTuple):
+    """The distinct rows that the lookups of a step read from one group of tables.
 
     Attributes:
-        requests: the bags of all lookups.
-        grouped: the bags of each kind, concatenated, and the indices of their requests.
+        bags: the bags of all lookups.
+        by_kind: for each pooling, with offsets or without: indices into ``bags``, and their distinct rows.
     """
 
-    requests: Sequence[Bags]
-    grouped: Sequence[tuple[list[int], GroupedBags]]
+    bags: Sequence[Bags]
+    by_kind: Sequence[tuple[list[int], GroupedBags]]
 
-    def is_of(self, requests: Sequence[Bags]) -> bool:
-        """Whether these are the rows of ``requests``, in this order."""
-        return [*map(id, self.requests)] == [*map(id, requests)]
+    def is_of(self, bags: Sequence[Bags]) -> bool:
+        """Whether the rows were found for these objects, in this order."""
+        return [*map(id, self.bags)] == [*map(id, bags)]
 
 
 class TableGroup:
@@ -110,41 +110,40 @@ class TableGroup:
     def _tensors(self) -> dict[str, Tensor]:
         return {"weight": self.weight_RD, **self.optimizer.state}
 
-    def group_bags(self, requests: Sequence[Bags]) -> GroupedRequests:
+    def find_distinct_rows(self, bags: Sequence[Bags]) -> DistinctStepRows:
         """Find the distinct rows of a step; :meth:`merge` sums their gradients.
 
         Args:
-            requests: the bags of all lookups of the step, in the order in which their gradients are summed.
+            bags: the bags of all lookups of the step, in the order in which their gradients are summed.
         """
         kinds: dict[tuple[str, bool], list[int]] = {}
-        for index, bags in enumerate(requests):
-            kinds.setdefault((bags.pooling, bags.offsets is None), []).append(index)
-        grouped = []
+        for index, each in enumerate(bags):
+            kinds.setdefault((each.pooling, each.offsets is None), []).append(index)
+        by_kind = []
         for indices in kinds.values():
-            bags = concatenate([requests[index] for index in indices])
-            ids = kernels.group_ids(bags.ids_L.numpy(), self.group.num_rows)
-            grouped.append((indices, GroupedBags(bags, ids, self.weight_RD.dtype)))
-        return GroupedRequests(requests, grouped)
+            of_kind = concatenate([bags[index] for index in indices])
+            ids = kernels.group_ids(of_kind.ids_L.numpy(), self.group.num_rows)
+            by_kind.append((indices, GroupedBags(of_kind, ids, self.weight_RD.dtype)))
+        return DistinctStepRows(bags, by_kind)
 
-    def merge(self, rows: GroupedRequests, grads: Sequence[Tensor]) -> RowGradients:
+    def merge(self, rows: DistinctStepRows, grads: Sequence[Tensor]) -> RowGradients:
         """Sum the gradients of a step by distinct row.
 
         Args:
-            grads: the gradients of each of ``rows.requests``.
+            grads: the gradients of the vectors of each of ``rows.bags``.
         """
         merged = [
-            RowGradients(bags, torch.cat([grads[index] for index in indices]))
-            for indices, bags in rows.grouped
+            RowGradients(bags, torch.cat([grads[i] for i in indices])) for indices, bags in rows.by_kind
         ]
         if len(merged) == 1:
             return merged[0]
-        # The same rows may have been read in several ways, such as one by one and pooled. Or none were read.
+        # Add up the sums of all kinds: a row may be read alone and in bags. Or no row was read.
         empty = torch.empty(0, dtype=ids_dtype(self.group.num_rows))
-        all_rows = self.group_bags([Bags(each.rows_U) for each in merged] or [Bags(empty)])
+        all_rows = self.find_distinct_rows([Bags(each.rows_U) for each in merged] or [Bags(empty)])
         return self.merge(all_rows, [each.sum_all() for each in merged] or [self.weight_RD[:0]])
 
     def blocks(self, num_rows: int) -> Iterator[tuple[int, int]]:
-        """Yield blocks of ``num_rows`` rows that fit the processor's cache with gradients and state."""
+        """Split rows into blocks that fit the CPU cache with gradients and state; yield their bounds."""
         tensors = (self.weight_RD, self.weight_RD, *self.optimizer.state.values())
         size = max(1, _BLOCK_BYTES // max(1, sum(t[:1].nbytes for t in tensors)))
         return ((first, min(first + size, num_rows)) for first in range(0, num_rows, size))
@@ -161,13 +160,13 @@ class TableUpdate:
     """The merged gradients of a step for all tables of a worker.
 
     Attributes:
-        parts: each updated group, by index, and the gradients of its rows.
+        gradients: each updated group, and the gradients of its rows.
         step: step of the gradients.
         factor: factor of the learning rates.
         check_finite: whether a non-finite gradient is an error.
     """
 
-    parts: Mapping[int, tuple[TableGroup, RowGradients]]
+    gradients: Sequence[tuple[TableGroup, RowGradients]]
     step: int
     factor: float
     check_finite: bool
@@ -178,10 +177,10 @@ class TableUpdate:
         Raises:
             NonFiniteError: see :meth:`apply`.
         """
-        for group, gradients in self.parts.values():
+        for group, gradients in self.gradients:
             grad_UD = gradients.sum_all()
             self._check(group, gradients.rows_U, grad_UD, float(grad_UD.sum()))
-        norms = (torch.linalg.vector_norm(g.sum_all(), dtype=torch.float64) for _, g in self.parts.values())
+        norms = (torch.linalg.vector_norm(g.sum_all(), dtype=torch.float64) for _, g in self.gradients)
         return sum(float(norm) ** 2 for norm in norms)
 
     def apply(self, scale: float) -> None:
@@ -191,7 +190,7 @@ class TableUpdate:
             NonFiniteError: a gradient is not finite, and ``check_finite`` is set. Some rows may be updated
                 already, so the tables are inconsistent.
         """
-        for group, gradients in self.parts.values():
+        for group, gradients in self.gradients:
             steps_all, rows_U = group.group.optimizer.steps_all_rows, gradients.rows_U
             num_rows = len(group.weight_RD) if steps_all else len(rows_U)
             for first, last in group.blocks(num_rows):

@@ -13,7 +13,7 @@ from torch.futures import Future
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding.bags import Bags, Item, pool, pool_and_record
 from hybrid.embedding.placement import Placement
-from hybrid.embedding.worker.table_groups import GroupedRequests, TableGroup, TableUpdate
+from hybrid.embedding.worker.table_groups import DistinctStepRows, TableGroup, TableUpdate
 from hybrid.errors import ClusterError
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
@@ -57,11 +57,11 @@ class TableShards(HostedModule):
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
         # Items of prefetched lookups without gradients yet, by trainer, step and part; empty until they run.
         self._prefetched: dict[tuple[int, int, int], list[Item]] = {}
-        self._step_rows: dict[int, GroupedRequests] = {}  # distinct rows of the next update, by group
-        self._step_rows_lock = threading.Lock()
+        self._distinct_rows: dict[int, DistinctStepRows] = {}  # of the next update, by group
+        self._distinct_rows_lock = threading.Lock()
         is_ahead = rules.mode is UpdateMode.LOOKAHEAD
         self.barrier = UpdateBarrier[Gradients](
-            rules, self._merge, self.clock, self._group_bags if is_ahead else None
+            rules, self._merge, self.clock, self._find_distinct_rows if is_ahead else None
         )
 
     def initialize(self, seed: int) -> None:
@@ -151,15 +151,15 @@ class TableShards(HostedModule):
     def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
         return {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
 
-    def _group_bags(self, step: int) -> None:
-        """Find the distinct rows of a step whose lookups have run, while trainers compute its gradients."""
-        with self._step_rows_lock:
-            requests: dict[int, list[Bags]] = {}
+    def _find_distinct_rows(self, step: int) -> None:
+        """Find the distinct rows of a step after its lookups, while trainers compute the gradients."""
+        with self._distinct_rows_lock:
+            bags_of: dict[int, list[Bags]] = {}
             for key in sorted(key for key in list(self._prefetched) if key[1] == step):
                 for group, bags in self._prefetched.get(key, ()):  # empty if the gradients have just arrived
                     if self.groups[group].group.optimizer.name != "frozen":
-                        requests.setdefault(group, []).append(bags)
-            self._step_rows = {group: self.groups[group].group_bags(of) for group, of in requests.items()}
+                        bags_of.setdefault(group, []).append(bags)
+            self._distinct_rows = {g: self.groups[g].find_distinct_rows(of) for g, of in bags_of.items()}
 
     def _merge(self, step: int, contributions: list[Gradients]) -> TableUpdate:
         # Groups that update all rows take part in each step, even if it touches none of them.
@@ -169,15 +169,15 @@ class TableShards(HostedModule):
         for group, bags, grad_BD in chain(*contributions):
             if self.groups[group].group.optimizer.name != "frozen":
                 parts.setdefault(group, []).append((bags, grad_BD))
-        with self._step_rows_lock:
-            step_rows, self._step_rows = self._step_rows, {}
-        merged = {}
+        with self._distinct_rows_lock:
+            distinct_rows, self._distinct_rows = self._distinct_rows, {}
+        merged = []
         for number, of_group in parts.items():
-            table_group, requests = self.groups[number], [bags for bags, _ in of_group]
-            rows = step_rows.get(number)
-            if rows is None or not rows.is_of(requests):
-                rows = table_group.group_bags(requests)
-            merged[number] = table_group, table_group.merge(rows, [grad_BD for _, grad_BD in of_group])
+            table_group, all_bags = self.groups[number], [bags for bags, _ in of_group]
+            rows = distinct_rows.get(number)
+            if rows is None or not rows.is_of(all_bags):
+                rows = table_group.find_distinct_rows(all_bags)
+            merged.append((table_group, table_group.merge(rows, [grad_BD for _, grad_BD in of_group])))
         return TableUpdate(merged, step, self._rules.schedule.factor(step), self._rules.check_finite)
 
 

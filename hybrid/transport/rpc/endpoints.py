@@ -50,8 +50,8 @@ running = ClusterState()
 
 # A lookup without its tensors: number of the module, ticket, items.
 PlainLookup: TypeAlias = tuple[int, PlainTicket, Sequence[PackedItem]]
-# A trainer's segment of an exchange: ticket and number of gradients, ticket and items of a lookup. Without
-# gradients, or without a lookup, its ticket is None.
+# A trainer's segment of an exchange: ticket and number of its gradients, ticket and items of its lookup. The
+# first ticket is None without gradients, the second without a lookup.
 PlainSegment: TypeAlias = tuple[PlainTicket | None, int, PlainTicket | None, Sequence[PackedItem]]
 
 
@@ -74,7 +74,7 @@ class ProcessStatus:
 
 
 def echo(tensor: Tensor) -> Tensor:
-    """Return the tensor; so both processes open their connections, the one for tensors included."""
+    """Return the tensor; the call opens the connections of both processes, also those for tensors."""
     return tensor
 
 
@@ -103,8 +103,8 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
 def exchange(plain: tuple[int, Sequence[PlainSegment]], tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
     """Receive the segments of one or several trainers: gradients, then lookups.
 
-    All gradients are received before the first lookup. If they complete an update, it is applied in this
-    call.
+    All gradients are received before the first lookup. If there is a lookup, and they complete an update,
+    this call applies it; see :meth:`UpdateBarrier.contribute`.
 
     Returns:
         The tensors of all lookups.
@@ -112,10 +112,10 @@ def exchange(plain: tuple[int, Sequence[PlainSegment]], tensors: Sequence[Tensor
     number, segments = plain
     tables: TableShards = running.objects[number]
     rest, lookups = iter(tensors), []
-    looks_up = any(next_ticket is not None for _, _, next_ticket, _ in segments)
+    has_lookup = any(next_ticket is not None for _, _, next_ticket, _ in segments)
     for ticket, num_grads, next_ticket, items in segments:
         if ticket is not None:
-            tables.receive(Ticket.of(ticket), list(islice(rest, num_grads)), should_update_here=looks_up)
+            tables.receive(Ticket.of(ticket), list(islice(rest, num_grads)), should_update_here=has_lookup)
         if next_ticket is not None:
             lookups.append((Ticket.of(next_ticket), unpack_items(items, rest)))
     if len(lookups) == 1:

@@ -44,16 +44,16 @@ _RANDOM_BYTES = 16
 _HELLO = struct.Struct(f"<I{_RANDOM_BYTES}s{TAG_BYTES}s")  # index, random bytes, proof
 _ATTEMPT_SECONDS = 5.0
 _SECONDS_BETWEEN_ATTEMPTS = 0.05
-# Even in a flood, so many connections take 0.1 s, and a trainer sends its proof faster.
+# A flood takes 0.1 s to open so many connections. A trainer sends its proof sooner, and is not displaced.
 MAX_UNAUTHENTICATED = 512
 
 
 def send_bursts_at_once(connection: socket.socket) -> None:
     """Send small messages without delay, and do not spread the packets of a message over a round trip.
 
-    The congestion control BBR, the default of some hosts, spreads them: a message of 400 kB and its response
-    took 20 ms over a link with a round trip of 10 ms, and take 11 ms with CUBIC or Reno. A connection that
-    began with BBR spreads packets for ever.
+    BBR, the congestion control of some hosts, spreads them. Over a link with a round trip of 10 ms, a message
+    of 400 kB and its response take 20 ms with BBR, and 11 ms with CUBIC or Reno. A connection that begins
+    with BBR continues to spread packets, even after a change to CUBIC.
 
     Args:
         connection: a socket that is not connected yet, or that listens.

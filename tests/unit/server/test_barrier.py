@@ -178,7 +178,7 @@ class TestLookups:
         each = Barrier(
             rules,
             lambda step, contributions: Merged(contributions, ignore),
-            prepare=lambda step: events.append(f"prepare {step}"),
+            prepare_step=lambda step: events.append(f"prepare {step}"),
         )
         for part, is_large in enumerate((False, True, True)):
             ticket = Ticket(0, 1, 1, part, Purpose.PREFETCH)
