@@ -9,7 +9,7 @@ A custom training loop needs these names::
     import hybrid
 
     cluster = hybrid.connect()  # this process, or a trainer of a cluster
-    model = cluster.distribute(Net())  # Net has hybrid.Embedding modules
+    model = cluster.distribute(Net())  # Net has tables, as hybrid.Embedding(500, 16, ids="user")
     optimizer = torch.optim.Adam(model.parameters())  # without tables
     for batch in cluster.batches(loader):  # the slice of this trainer
         optimizer.zero_grad()

@@ -14,6 +14,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -133,7 +134,8 @@ class TableCall(NamedTuple):
         offsets: where each bag starts, if the ids of bags are flat.
         weights: a weight per id, or None.
         has_end: whether the offsets include the end of the last bag.
-        content: one number per tensor, which changes when its values change.
+        key: equal for calls of a table with the same memory, and the same content in it. While a call exists,
+            no other tensor can be at the addresses of its tensors.
     """
 
     module: TableModule
@@ -141,7 +143,7 @@ class TableCall(NamedTuple):
     offsets: Tensor | None
     weights: Tensor | None
     has_end: bool
-    content: tuple[int, ...]
+    key: tuple[object, ...]
 
     @classmethod
     def of(
@@ -153,29 +155,17 @@ class TableCall(NamedTuple):
         has_end: bool = True,
     ) -> TableCall:
         """Return the call with these arguments, and with the present content of the tensors."""
-        tensors = [each for each in (ids, offsets, weights) if each is not None]
-        return cls(module, ids, offsets, weights, has_end, tuple(map(_content, tensors)))
-
-    def is_same(self, other: TableCall) -> bool:
-        """Whether another call of the table has the same memory, with the same content, as arguments.
-
-        Both calls hold their tensors, so no other tensor can be at the same address.
-        """
-        pairs = zip(self[1:4], other[1:4], strict=True)
-        return self[4:] == other[4:] and all(
-            first is second
-            or (first is not None and second is not None and _layout(first) == _layout(second))
-            for first, second in pairs
-        )
+        key = (id(module), has_end, *map(_identify, (ids, offsets, weights)))
+        return cls(module, ids, offsets, weights, has_end, key)
 
 
-def _layout(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _content(tensor: Tensor) -> int:
+def _identify(tensor: Tensor | None) -> tuple[object, ...] | None:
+    """Return the memory of a tensor, and a number that changes with its content."""
+    if tensor is None:
+        return None
     # Inference tensors have no version counter.
-    return hash(tensor.cpu().numpy().tobytes()) if tensor.is_inference() else tensor._version
+    content = hash(tensor.cpu().numpy().tobytes()) if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, content
 
 
 class TableModule(nn.Module):
@@ -298,10 +288,13 @@ class TableModule(nn.Module):
             raise DataError(
                 f"table {self.name}: the batch has no column {missing[0]!r}; it has {', '.join(columns)}"
             )
-        return [self.call(columns[name]) for name in self.ids]
+        pairs = zip_longest(self.ids, self.weights)
+        return [self.call(columns[i], None, None if w is None else columns[w]) for i, w in pairs]
 
-    def call(self, ids: Tensor | Jagged) -> TableCall:
-        """Return the call of the table with a column."""
+    def call(
+        self, ids: Tensor | Jagged, offsets: Tensor | None = None, weights: Tensor | Jagged | None = None
+    ) -> TableCall:
+        """Return the call of the table with these arguments."""
         raise NotImplementedError
 
     def request(self, call: TableCall) -> TableRequest:
@@ -341,7 +334,9 @@ class Embedding(TableModule):
             vectors_LD = empty_LD.index_copy(0, positions, vectors_LD)
         return vectors_LD.view(*flat.shape, self.embedding_dim)
 
-    def call(self, ids: Tensor | Jagged) -> TableCall:
+    def call(
+        self, ids: Tensor | Jagged, offsets: Tensor | None = None, weights: Tensor | Jagged | None = None
+    ) -> TableCall:
         return TableCall.of(self, ids.values if isinstance(ids, Jagged) else ids)
 
     def request(self, call: TableCall) -> TableRequest:
@@ -414,12 +409,6 @@ class EmbeddingBag(TableModule):
                 gradients.
         """
         return self._vectors(self.call(ids, offsets, per_sample_weights))
-
-    def calls(self, columns: Mapping[str, Tensor | Jagged]) -> list[TableCall]:
-        calls, weights = super().calls(columns), [columns[name] for name in self.weights]
-        if not weights:
-            return calls
-        return [self.call(columns[i], None, w) for i, w in zip(self.ids, weights, strict=True)]
 
     def call(
         self, ids: Tensor | Jagged, offsets: Tensor | None = None, weights: Tensor | Jagged | None = None

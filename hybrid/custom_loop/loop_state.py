@@ -50,58 +50,53 @@ class Position(NamedTuple):
     steps: int = 0
 
 
-class LoopState(NamedTuple):
-    """The state of a loop, except its tables.
+def pack_state(
+    net: nn.Module, objects: Sequence[Stateful], position: Position
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the progress of a checkpoint.
 
-    Attributes:
-        net: the module.
+    Args:
         objects: optimizers of the module, schedulers, and other objects.
+
+    Raises:
+        DataError: the state of an object has a value that a checkpoint cannot store.
     """
+    tensors: dict[int, Mapping[str, Any]] = {}
+    encoded, first = [], 0  # first: index of the first parameter of an optimizer
+    for each in objects:
+        state: Any = each.state_dict()
+        if isinstance(each, torch.optim.Optimizer):
+            tensors |= {first + index: values for index, values in state["state"].items()}
+            state = [{**group, "params": None} for group in state["param_groups"]]
+            first += _num_parameters(each)
+        encoded.append(_encode(state, type(each).__name__))
+    return pack_dense(net.state_dict(), tensors), {_OBJECTS: encoded, _POSITION: position}
 
-    net: nn.Module
-    objects: Sequence[Stateful]
 
-    def pack(self, position: Position) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors and the progress of a checkpoint.
+def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoint) -> Position:
+    """Load the module and the objects from a checkpoint, and return its position.
 
-        Raises:
-            DataError: the state of an object has a value that a checkpoint cannot store.
-        """
-        tensors: dict[int, Mapping[str, Any]] = {}
-        encoded, first = [], 0  # first: index of the first parameter of an optimizer
-        for each in self.objects:
-            state: Any = each.state_dict()
-            if isinstance(each, torch.optim.Optimizer):
-                tensors |= {first + index: values for index, values in state["state"].items()}
-                state = [{**group, "params": None} for group in state["param_groups"]]
-                first += _num_parameters(each)
-            encoded.append(_encode(state, type(each).__name__))
-        return pack_dense(self.net.state_dict(), tensors), {_OBJECTS: encoded, _POSITION: position}
-
-    def load(self, stored: Checkpoint) -> Position:
-        """Load the module and the objects from a checkpoint, and return its position.
-
-        Raises:
-            CheckpointError: the checkpoint is of another module, or of other objects.
-        """
-        net, tensors = unpack_dense(stored.tensors(DENSE_FILE))
-        load_state(self.net, net, stored.folder)
-        progress = stored.manifest.progress
-        encoded, first = progress.get(_OBJECTS, []), 0
-        if self.objects and len(encoded) != len(self.objects):
-            rule = f"has the state of {len(encoded)} optimizers and schedulers, not of {len(self.objects)}"
-            raise CheckpointError(f"{stored.folder}: {rule}")
-        for each, code in zip(self.objects, map(_decode, encoded), strict=False):
-            if not isinstance(each, torch.optim.Optimizer):
-                each.load_state_dict(code)
-                continue
-            end = first + _num_parameters(each)
-            state = {index - first: values for index, values in tensors.items() if first <= index < end}
-            DenseOptimizer(each, Schedule()).load(state, stored.folder)
-            for group, values in zip(each.param_groups, code, strict=False):
-                group.update({name: value for name, value in values.items() if name != "params"})
-            first = end
-        return Position(*progress.get(_POSITION, ()))
+    Raises:
+        CheckpointError: the checkpoint is of another module, or of other objects.
+    """
+    state, tensors = unpack_dense(stored.tensors(DENSE_FILE))
+    load_state(net, state, stored.folder)
+    progress = stored.manifest.progress
+    encoded, first = progress.get(_OBJECTS, []), 0
+    if objects and len(encoded) != len(objects):
+        rule = f"has the state of {len(encoded)} optimizers and schedulers, not of {len(objects)}"
+        raise CheckpointError(f"{stored.folder}: {rule}")
+    for each, code in zip(objects, map(_decode, encoded), strict=False):
+        if not isinstance(each, torch.optim.Optimizer):
+            each.load_state_dict(code)
+            continue
+        end = first + _num_parameters(each)
+        values = {index - first: of for index, of in tensors.items() if first <= index < end}
+        DenseOptimizer(each, Schedule()).load(values, stored.folder)
+        for group, settings in zip(each.param_groups, code, strict=False):
+            group.update({name: value for name, value in settings.items() if name != "params"})
+        first = end
+    return Position(*progress.get(_POSITION, ()))
 
 
 def _num_parameters(optimizer: torch.optim.Optimizer) -> int:

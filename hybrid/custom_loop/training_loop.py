@@ -36,7 +36,7 @@ from hybrid.custom_loop.local_batches import (
     local_batches,
     tensors_of,
 )
-from hybrid.custom_loop.loop_state import LoopCheckpoints, LoopState, Position, Stateful
+from hybrid.custom_loop.loop_state import LoopCheckpoints, Position, Stateful, load_progress, pack_state
 from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.dense.devices import choose_devices
@@ -71,7 +71,7 @@ class ForwardPass:
         batch: the batch of the pass; None for a call without a batch.
         ticket: ticket of its lookups.
         prefetched: the lookup that was sent before the pass; None after its vectors are used.
-        vectors: calls of each table, and their vectors.
+        vectors: calls and their vectors, by key.
         lookups: lookups whose vectors were used.
         zeros: the zero output of each of ``lookups``; see :meth:`ModuleTables.lookup`.
         is_backward_done: whether ``cluster.backward`` was called.
@@ -81,19 +81,10 @@ class ForwardPass:
     batch: LocalBatch | None
     ticket: Ticket
     prefetched: Lookup | None = None
-    vectors: dict[TableModule, list[tuple[TableCall, Tensor]]] = field(default_factory=dict)
+    vectors: dict[object, tuple[TableCall, Tensor]] = field(default_factory=dict)
     lookups: list[Lookup] = field(default_factory=list)
     zeros: list[Tensor] = field(default_factory=list)
     is_backward_done: bool = False
-
-    def add(self, call: TableCall, vectors: Tensor) -> None:
-        """Keep the vectors of a call."""
-        self.vectors.setdefault(call.module, []).append((call, vectors))
-
-    def find(self, call: TableCall) -> Tensor | None:
-        """Return the vectors of the same call, if the pass has them."""
-        found = (vectors for each, vectors in self.vectors.get(call.module, ()) if each.is_same(call))
-        return next(found, None)
 
 
 class TrainingLoop:
@@ -172,15 +163,19 @@ class TrainingLoop:
         self._sent_step = -1  # the last step with gradients on their way to the tables
         self.is_saving = False
         self._is_in_backward = False
-        for parameter in net.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._require_cluster_backward)
-        loop = weakref.ref(self)
+        loop = weakref.ref(self)  # hooks of parameters and optimizers must not keep it alive
 
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
+        def after_gradient(_: Tensor) -> None:
+            if (found := loop()) is not None:
+                found._require_cluster_backward()
+
+        def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if (found := loop()) is not None:
                 found.before_optimizer_step(optimizer)
 
+        for parameter in net.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(after_gradient)
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
     @property
@@ -193,7 +188,9 @@ class TrainingLoop:
         resumed = self._run.resumed if self._run is not None else Position()
         for epoch in range(resumed.epoch, count):
             self._end_pass()
-            first = resumed.first_pass if epoch == resumed.epoch else self._position.pass_index
+            first = self._position.pass_index
+            if epoch == resumed.epoch:
+                first = max(first, resumed.first_pass)
             self._position = Position(epoch, first, first)
             if epoch > resumed.epoch:
                 self._save_if_due()
@@ -307,31 +304,29 @@ class TrainingLoop:
                 )
             current = ForwardPass(None, None, self._evaluation_ticket())
         self._use_prefetched(current)
-        vectors = current.find(call)
-        if vectors is None:
+        if call.key not in current.vectors:
             part = current.ticket.part
             if current is self._training:  # prefetched lookups are the first parts of the step
                 extra = self._num_lookups + len(current.lookups) - part - 1
                 part = self._rules.parts + extra
             lookup = self._tables.lookup([call.module.request(call)], current.ticket._replace(part=part))
             (vectors,) = self._outputs(current, lookup)
-            current.add(call, vectors)
+            current.vectors[call.key] = call, vectors
             if current is self._training and call.ids.numel():
                 self._warnings.warn(
                     f"table {call.module.name} is called with ids that are not looked up before the module "
                     "runs. Each such call waits for a separate request. For speed, put the ids into the "
                     'batch and name their column, as in hybrid.Embedding(..., ids="user")'
                 )
-        return to_device(vectors, self.device)
+        return to_device(current.vectors[call.key][1], self.device)
 
     def _use_prefetched(self, current: ForwardPass) -> None:
         """Wait for the prefetched lookup of a pass, unless its vectors are already used."""
         if current.prefetched is not None:
             assert current.batch is not None
-            for call, vectors in zip(
-                current.batch.calls, self._outputs(current, current.prefetched), strict=True
-            ):
-                current.add(call, vectors)
+            vectors = self._outputs(current, current.prefetched)
+            for call, vectors_of_call in zip(current.batch.calls, vectors, strict=True):
+                current.vectors[call.key] = call, vectors_of_call
             current.prefetched = None
 
     def _outputs(self, current: ForwardPass, lookup: Lookup) -> Sequence[Tensor]:
@@ -362,7 +357,7 @@ class TrainingLoop:
         if current.is_backward_done:
             raise RuntimeError(f"cluster.backward(...) is called again for the batch of step {self.step}")
         if self._rules.parts > 1 and any(weights is not None for _, weights in terms):
-            rule = "must be 1 for a loss with weights: their sum is known only after the last micro-batch"
+            rule = "must be 1 for a loss with weights, whose sum is known only after the last micro-batch"
             raise ConfigError("train.micro_batches", rule, self._rules.parts)
         local_loss = self._local_loss(terms, current.batch)
         parameters = list(self.model.net.parameters())
@@ -477,27 +472,19 @@ class TrainingLoop:
                 for batch in self.batches(data, size, None):
                     if missing := [name for name in tasks if name not in batch]:
                         raise DataError(f"evaluate: the batch has no column {missing[0]!r} with labels")
-                    columns = [[batch[name] for name in tasks]]
-                    if any(f"{name}.weights" in batch for name in tasks):
-                        ones = torch.ones_like(columns[0][0])
-                        columns.append([batch.get(f"{name}.weights", ones) for name in tasks])
-                    stacked = [torch.stack(each, 1).float() for each in columns]
-                    parts.append([net(batch), *stacked, *([batch[GROUP]] if GROUP in batch else [])])
+                    labels_BT = torch.stack([batch[name] for name in tasks], 1).float()
+                    ones_B = torch.ones_like(labels_BT[:, 0])
+                    weights = [batch.get(f"{name}.weights", ones_B).float() for name in tasks]
+                    groups = [batch[GROUP]] if GROUP in batch else []
+                    parts.append([net(batch), labels_BT, torch.stack(weights, 1), *groups])
         finally:
             net.train(was_training)
         if not parts:
             raise DataError("evaluate: the data have no batch")
-        outputs, labels, *rest = (self.trainers.gather(torch.cat(each)) for each in zip(*parts, strict=True))
-        groups = rest.pop() if GROUP in batch else None
-        weights_NT = rest.pop() if rest else None
-        single = slice(None) if len(tasks) > 1 else 0
-        predictions = Predictions(
-            outputs.flatten(1).squeeze(1) if outputs.dim() > 1 else outputs,
-            labels[:, single],
-            torch.arange(len(outputs)),  # no samples are known to have equal features
-            None if weights_NT is None else weights_NT[:, single],
-            groups,
-        )
+        outputs, *rest = (self.trainers.gather(torch.cat(each)) for each in zip(*parts, strict=True))
+        rows = torch.arange(len(outputs))  # no samples are known to have equal features
+        outputs = outputs[:, 0] if outputs.shape[1:] == (1,) else outputs
+        predictions = Predictions(outputs, rest[0], rows, *rest[1:])
         metrics = predictions.metrics(tasks, is_weighted=self._config.data.weighted_metrics)
         if self._run is not None:
             self._run.note(metrics, self.step)
@@ -526,10 +513,10 @@ class TrainingLoop:
         position: Position | None = None,
     ) -> None:
         """See :meth:`Cluster.save`."""
-        self._engine.flush()
+        self._engine.feed.flush()
         self.is_saving = True
         try:
-            dense, progress = LoopState(self.model.net, objects).pack(position or self._position)
+            dense, progress = pack_state(self.model.net, objects, position or self._position)
         finally:
             self.is_saving = False
         self._backend.save(folder, self.step, dense, {**progress, BEST: best})
@@ -541,7 +528,7 @@ class TrainingLoop:
                 f"{stored.folder}: the checkpoint is of another model, with the tables "
                 f"{', '.join(sorted(stored.manifest.tables))}, not {', '.join(sorted(self._shapes))}"
             )
-        position = LoopState(self.model.net, objects).load(stored)
+        position = load_progress(self.model.net, objects, stored)
         self._backend.load(stored)
         self._engine.step, self._sent_step = stored.manifest.step, -1
         return position

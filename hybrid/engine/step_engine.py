@@ -77,6 +77,7 @@ class StepEngine(Generic[AnySamples]):
         model: the module under DDP, and the gradients of its parameters.
         step: the step that is being taken, or the next one.
         device: on which ``group`` reduces.
+        feed: the inputs of the steps.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class StepEngine(Generic[AnySamples]):
         self._spans_processes = not is_single_process and (
             rules.mode is UpdateMode.SYNC or remote_net is not None
         )
-        self._feed = Feed[AnySamples](tables, hosted, trainer, rules.mode, rules.parts, clock)
+        self.feed = Feed[AnySamples](tables, hosted, trainer, rules.mode, rules.parts, clock)
         self._recording = ExitStack()
         self._context_id: int | None = None
         self._micro: MicroBatch[AnySamples] | None = None
@@ -124,15 +125,7 @@ class StepEngine(Generic[AnySamples]):
     def begin(self, batches: Iterator[AnySamples], step: int) -> None:
         """Continue with other batches, the first of which is of ``step``; drop prefetched lookups."""
         self.step = step
-        self._feed.begin(batches, step)
-
-    def rejoin(self) -> None:
-        """See :meth:`Feed.rejoin`."""
-        self._feed.rejoin()
-
-    def flush(self) -> None:
-        """See :meth:`Feed.flush`."""
-        self._feed.flush()
+        self.feed.begin(batches, step)
 
     def steps(
         self, max_steps: int | None = None, before_step: Callable[[], None] | None = None
@@ -143,9 +136,9 @@ class StepEngine(Generic[AnySamples]):
             before_step: called before each step, while no step is being taken.
         """
         for _ in itertools.count() if max_steps is None else range(max_steps):
-            if before_step is not None and self._feed.has_next():
+            if before_step is not None and self.feed.has_next():
                 before_step()
-            if (current := next(self._feed, None)) is None:
+            if (current := next(self.feed, None)) is None:
                 return
             seed_step(self._seed, self._trainer, self.step, self._devices)
             self._loss = 0.0

@@ -1,7 +1,7 @@
 """The trainer of a job: a dense net or a part of it, a slice of the data, and stubs of all tables."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from hybrid.dense.net_builder import batch_norm_warning
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.trainer.lookup import TableSource
 from hybrid.engine.execution_backends import apply_backend
 from hybrid.engine.losses import Objective
 from hybrid.engine.model_builder import Blueprint
@@ -33,6 +34,8 @@ from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateRules
 from hybrid.storage.remote_path import StoragePath
 from hybrid.transport import RemoteNet, RemoteTables
+from hybrid.transport.shared_memory.host_aggregation import HostAggregation, can_aggregate, saves_work
+from hybrid.transport.shared_memory.shared_slots import SharedSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,8 @@ class Trainer:
         self._clock = StepClock()
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
-        self._embeddings = Embeddings(blueprint.tables, spec, placement, remote_tables, self._clock)
+        sources = self._sources(remote_tables)
+        self._embeddings = Embeddings(blueprint.tables, spec, placement, sources, self._clock)
         net = blueprint.dense_net().to(self._device)
         self._num_parameters = sum(parameter.numel() for parameter in net.parameters())
         model = blueprint.model(net, remote_net)
@@ -168,7 +172,7 @@ class Trainer:
         aligned = align_batches(local, empty, self._group, self._engine.device, num_tasks, has_ranking)
         self._engine.begin(aligned, steps_before)
         report = self._train(None)
-        self._engine.rejoin()
+        self._engine.feed.rejoin()
         return report
 
     def _check_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -236,8 +240,8 @@ class Trainer:
         return self._num_parameters, batch_norm_warning(self._engine.model.net, self._config)
 
     def flush(self) -> None:
-        """See :meth:`StepEngine.flush`."""
-        self._engine.flush()
+        """See :meth:`Feed.flush`."""
+        self._engine.feed.flush()
 
     def begin_save(self, name: str | None) -> None:
         """Hold a copy of the dense net and its optimizer for :meth:`write`.
@@ -285,3 +289,14 @@ class Trainer:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+
+    def _sources(self, remote_tables: dict[int, RemoteTables]) -> Mapping[int, TableSource]:
+        """Return the source of each worker's rows: the worker's stub, or the aggregation of this host."""
+        config, tables = self._config, list(remote_tables.values())
+        if not can_aggregate(config) or dist.get_backend(self._group) != "gloo":
+            return remote_tables
+        timeout_seconds = config.cluster.timeout_seconds
+        memory = SharedSlots.join(self._group, self._index, True, timeout_seconds)
+        if memory is None or not saves_work(len(memory.members), len(tables)):
+            return remote_tables
+        return HostAggregation(memory, tables).sources()
