@@ -9,22 +9,17 @@ from typing import Any
 import pytest
 import torch
 from comparison.cases import custom_loop_script
-from comparison.cases.custom_loop_script import DIM, NUM_ITEMS, NUM_PAIRS, NUM_TAGS, NUM_USERS
-from support.cluster import Clusters, small_config
+from comparison.cases.custom_loop_script import DIM, HALF, NUM_ITEMS, NUM_PAIRS, NUM_TAGS, NUM_USERS
+from support.cluster import Clusters, run_script
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding, embedding_bag
 
 from hybrid.config import RunConfig
 from hybrid.embedding.initial_rows import fill_random_rows
-from workers.cluster_task import ScriptTask
-from workers.console.terminal import TerminalView
-from workers.controller.shared_folders import SharedFolders
-from workers.controller.user_code_jobs import ScriptJob
-from workers.rendezvous.bootstrap import JoinedCluster
 
 SCRIPT = custom_loop_script.__file__
 SEED = RunConfig().run.seed
-ALL = ("weights", "computed", "condition")
+ALL, MICRO = ("weights", "computed", "condition"), ("micro", "condition")
 
 
 def of_groups(scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
@@ -117,15 +112,8 @@ class Plain:
         return {"losses": losses, "scores": torch.cat(scores), "tables": tables, "mlp": self.mlp.state_dict()}
 
 
-def run_script(cluster: JoinedCluster, output: Path, options: tuple[str, ...], update: str) -> None:
-    config = small_config(
-        cluster={"trainers": cluster.topology.num_trainers, "workers": cluster.topology.num_workers},
-        train={"update": update, "dtype": "float64"},
-    )
-    with TerminalView() as view:
-        ScriptJob(config, ScriptTask(SCRIPT, (str(output), *options))).run(
-            cluster.topology, Path, view, SharedFolders([])
-        )
+def train_keys(options: tuple[str, ...], update: str) -> dict[str, Any]:
+    return {"update": update, "micro_batches": 3 if "micro" in options else 1}
 
 
 def check(output: Path, options: tuple[str, ...]) -> None:
@@ -135,14 +123,18 @@ def check(output: Path, options: tuple[str, ...]) -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-12, msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at inputs of a graph
 @pytest.mark.filterwarnings("ignore:table pair is called with ids that are not")
 @pytest.mark.parametrize("update", ["sync", "lookahead"])
-@pytest.mark.parametrize("options", [(), (*ALL, "ranked")], ids=["plain", "all"])
+@pytest.mark.parametrize(
+    "options", [(), (*ALL, "ranked"), (*MICRO, "computed"), ("compile",), ("compile outside",)], ids=" ".join
+)
 def test_one_process_equals_plain_torch(
     options: tuple[str, ...], update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, output = tmp_path / "config.toml", tmp_path / "end.pt"
-    config.write_text(f'[train]\nupdate = "{update}"\ndtype = "float64"\n')
+    lines = [f"{key} = {value!r}\n" for key, value in train_keys(options, update).items()]
+    config.write_text('[train]\ndtype = "float64"\n' + "".join(lines))
     monkeypatch.setattr(sys, "argv", [SCRIPT, str(output), str(config), *options])
     runpy.run_path(SCRIPT, run_name="__main__")
     check(output, options)
@@ -162,13 +154,33 @@ def test_one_process_equals_plain_torch(
         (2, 2, ("ranked",), "lookahead"),
         (2, 2, ("twice", "computed"), "sync"),
         (2, 2, ("twice",), "lookahead"),
+        (3, 2, (*MICRO, "computed"), "sync"),
+        (2, 2, ("micro", "computed"), "lookahead"),
+        (2, 2, ("compile",), "sync"),
+        (2, 2, ("compile outside",), "lookahead"),
     ],
 )
 def test_a_cluster_equals_plain_torch(
     trainers: int, workers: int, options: tuple[str, ...], update: str, clusters: Clusters, tmp_path: Path
 ) -> None:
-    clusters.get(trainers, workers).run(run_script, tmp_path / "end.pt", options, update)
+    keys, output = train_keys(options, update), tmp_path / "end.pt"
+    clusters.get(trainers, workers).run(run_script, SCRIPT, output, *options, **keys)
     check(tmp_path / "end.pt", options)
+
+
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
+def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
+    update: str, clusters: Clusters, tmp_path: Path
+) -> None:
+    """The first run ends one step after its checkpoint."""
+    resume = f"resume={tmp_path / 'run'}"
+    for name, more in (("expected", ()), ("half", (resume, "half")), ("found", (resume,))):
+        options = (*MICRO, "computed", *more)
+        keys = train_keys(options, update)
+        clusters.get(3, 2).run(run_script, SCRIPT, tmp_path / name, *options, **keys)
+    expected, found = (torch.load(tmp_path / name, weights_only=True) for name in ("expected", "found"))
+    assert found.pop("losses") == expected.pop("losses")[HALF - 1 :]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("first", "then"), [((3, 2), (2, 1)), ((2, 1), (1, 1))], ids=["fewer", "alone"])
@@ -176,12 +188,12 @@ def test_a_run_continues_on_a_cluster_of_another_size(
     first: tuple[int, int], then: tuple[int, int], clusters: Clusters, tmp_path: Path
 ) -> None:
     saved = str(tmp_path / "half")
-    clusters.get(*first).run(run_script, tmp_path / "half.pt", (f"save={saved}",), "sync")
+    clusters.get(*first).run(run_script, SCRIPT, tmp_path / "half.pt", f"save={saved}")
     if then == (1, 1):
         (tmp_path / "config.toml").write_text('[train]\ndtype = "float64"\n')
         custom_loop_script.main(str(tmp_path / "end.pt"), {f"load={saved}"}, str(tmp_path / "config.toml"))
     else:
-        clusters.get(*then).run(run_script, tmp_path / "end.pt", (f"load={saved}",), "sync")
+        clusters.get(*then).run(run_script, SCRIPT, tmp_path / "end.pt", f"load={saved}")
     halves = [torch.load(tmp_path / name, weights_only=True) for name in ("half.pt", "end.pt")]
     expected = Plain(set()).train()
     losses = [loss for half in halves for loss in half["losses"]]

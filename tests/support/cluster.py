@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from socket import socket
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from unittest.mock import patch
@@ -22,6 +23,10 @@ from support.fork_context import fork_context
 from hybrid.config import RunConfig
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role
+from workers.cluster_task import ScriptTask
+from workers.console.terminal import TerminalView
+from workers.controller.shared_folders import SharedFolders
+from workers.controller.user_code_jobs import ScriptJob
 from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead, serve
 from workers.rendezvous.host_setup import MasterAddress, listen
 
@@ -43,6 +48,20 @@ def small_config(**sections: dict[str, Any]) -> RunConfig:
     return SMALL.replace(
         **{name: dataclasses.replace(getattr(SMALL, name), **keys) for name, keys in sections.items()}
     )
+
+
+def run_script(cluster: JoinedCluster, /, script: str, *arguments: object, **train: Any) -> None:
+    """Run a script with a custom loop, in float64; a case.
+
+    Args:
+        train: keys of section [train].
+    """
+    topology = cluster.topology
+    sizes = {"trainers": topology.num_trainers, "workers": topology.num_workers}
+    config = small_config(cluster=sizes, train={"dtype": "float64", **train})
+    with TerminalView() as view:
+        job = ScriptJob(config, ScriptTask(script, tuple(map(str, arguments))))
+        job.run(topology, Path, view, SharedFolders([]))
 
 
 class CaseError(Exception):

@@ -79,16 +79,24 @@ def batches() -> Iterator[dict[str, Any]]:
 
 def main(output: str, options: set[str], config: str | None) -> None:
     cluster = hybrid.connect(config)
-    model = cluster.distribute(Net(options).double())
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4)
+    net = Net(options).double()
+    if "compile" in options:
+        net.compile(backend="aot_eager")
+    model: Any = cluster.distribute(net)
+    if "compile outside" in options:
+        model = torch.compile(model, backend="aot_eager")
+    first, *others = model.parameters()
+    optimizers = [torch.optim.Adam(each, lr=0.01, eps=1e-4) for each in ([first], others)]
     named = dict(option.split("=") for option in options if "=" in option)
     if "load" in named:
-        cluster.load(named["load"], optimizer)
-    losses = []
-    data = islice(batches(), cluster.step, HALF if "save" in named else None)
+        cluster.load(named["load"], *optimizers)
+    if "resume" in named:
+        cluster.resume(named["resume"], *optimizers, every_steps=HALF - 1)
+    losses, parts = [], []  # parts: losses of the step's micro-batches
+    start = cluster.step if "load" in named else 0
+    data = islice(batches(), start, HALF if "save" in named or "half" in options else None)
     for batch in cluster.batches(data, whole="group" if "ranked" in options else None):
         step = cluster.step
-        optimizer.zero_grad()
         logits = model(batch, step)
         if "twice" in options:
             logits = logits + model({**batch, "price": -batch["price"]}, step)
@@ -98,10 +106,14 @@ def main(output: str, options: set[str], config: str | None) -> None:
             for ranking_loss in (hybrid.listwise_loss, hybrid.pairwise_loss):
                 more.append(ranking_loss(logits, batch["label"], batch["group"], weights))
         cluster.backward(loss, weights, more)
-        optimizer.step()
-        losses.append(cluster.mean(loss))
+        for optimizer in optimizers:
+            optimizer.step()
+        parts.append(cluster.gather(loss.detach()))
+        if cluster.step > step:
+            losses.append(torch.cat(parts).mean().item())
+            parts = []
     if "save" in named:
-        cluster.save(named["save"], optimizer)
+        cluster.save(named["save"], *optimizers)
     with torch.no_grad():
         scores = torch.cat([cluster.gather(model(batch, 1)) for batch in cluster.batches(batches())])
         tables = {

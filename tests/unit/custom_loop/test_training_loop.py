@@ -1,5 +1,6 @@
 """Training loops of one process: their steps, and the errors of wrong calls."""
 
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from support.commands import code_block
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hybrid
 from hybrid.custom_loop.backend import LocalTables
@@ -158,42 +160,6 @@ def test_a_missing_column_is_named() -> None:
         next(cluster.batches(DATA))
 
 
-@pytest.mark.filterwarnings("ignore:the learning rate")
-def test_several_optimizers_with_schedules_share_a_step() -> None:
-    cluster = hybrid.connect()
-    model = cluster.distribute(Net())
-    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.0) for each in optimizers]
-    before = [p.detach().clone() for p in model.parameters()]
-    for number, batch in enumerate(cluster.batches(DATA, size=4)):
-        if number:
-            after = [p.detach().clone() for p in model.parameters()]
-        cluster.backward(errors(model, batch))
-        for optimizer in optimizers:
-            optimizer.step()
-        for schedule in schedules:
-            schedule.step()
-    assert not any(map(torch.equal, before, after))
-    assert all(map(torch.equal, after, model.parameters()))
-
-
-def test_backward_adds_weighted_means_of_several_losses() -> None:
-    cluster, model, optimizer = started()
-    weights = torch.tensor([0.0, 2.0, 1.0, 0.0, 1.0, 0.0, 0.5, 0.0])
-    for batch in cluster.batches(DATA):
-        first, second = errors(model, batch), model(batch["id"])
-        mean = first.mean() + (second * weights).sum() / weights.sum()
-        expected = torch.autograd.grad(mean, list(model.parameters()), retain_graph=True)
-        cluster.backward(first, more=[(second, weights)])
-        for parameter, gradient in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient)
-        optimizer.step()
-    for batch in cluster.batches(DATA):
-        with pytest.raises(DataError, match=r"\(8,\), not \[\]"):
-            cluster.backward(errors(model, batch), more=[(model(batch["id"]).mean(), None)])
-        break
-
-
 def test_documented_ranking_loop_trains() -> None:
     """Each user prefers the items below 3."""
     user, item = torch.arange(12).repeat_interleave(5), torch.arange(5).repeat(12)
@@ -318,20 +284,22 @@ def test_clip_norm_covers_parameters_and_tables(tmp_path: Path) -> None:
     [
         ('[dense]\nddp = "inside"\n', "dense.ddp = 'inside': must be outside or none"),
         ('[schedule]\nkind = "cosine"\n', "schedule.kind = 'cosine': needs the number of steps"),
+        ('[train]\nupdate = "async"\n', "train.update = 'async': .* table table"),
+        ("[train]\nmicro_batches = 2\n", "train.micro_batches = 2: must be 1 for a loss with weights"),
     ],
 )
 def test_keys_that_do_not_apply_to_custom_loops_are_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(text)
+    cluster, net = hybrid.connect(tmp_path / "config.toml"), Net()
+    net.table.optimizer = hybrid.SGD(lr=0.1, all_rows=True)
+
+    def train() -> None:
+        model = cluster.distribute(net)
+        for batch in cluster.batches(DATA):
+            cluster.backward(errors(model, batch), more=[(errors(model, batch), batch["label"])])
+
     with pytest.raises(ConfigError, match=message):
-        started(tmp_path / "config.toml")
-
-
-def test_all_rows_is_refused_in_async_mode(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text('[train]\nupdate = "async"\n')
-    cluster = hybrid.connect(tmp_path / "config.toml")
-    net = nn.ModuleDict({"item": hybrid.Embedding(5, 2, optimizer=hybrid.SGD(lr=0.1, all_rows=True))})
-    with pytest.raises(ConfigError, match=r"train\.update = 'async': .* table item"):
-        cluster.distribute(net)
+        train()
 
 
 @pytest.mark.parametrize("net", [Net, Factors])
@@ -394,8 +362,56 @@ def test_changes_of_the_parameters_alone_warn_once(
     assert [remedy is not None and remedy in str(each.message) for each in caught] == [True] * bool(remedy)
 
 
-def test_optimizers_of_other_modules_are_unaffected() -> None:
-    started()
+class Twice(Net):
+    """Calls its table with two computed tensors of one shape; the first is freed before the second exists."""
+
+    def forward(self, ids: Any) -> Tensor:
+        pair: tuple[Tensor, Tensor] = self.table((ids + 1) % 5), self.table((ids * 2) % 5)
+        return pair[0].sum(1) - 2 * pair[1].sum(1)
+
+
+@pytest.mark.filterwarnings("ignore:table table is called with ids that are not")
+def test_computed_ids_of_one_shape_get_their_own_vectors() -> None:
+    cluster = hybrid.connect()
+    model = cluster.distribute(Twice())
+    for batch in cluster.batches(DATA):
+        found, plain = model(batch["id"]), cluster.plain_module()
+        assert torch.equal(found, plain(batch["id"]))
+        break
+
+
+def test_a_loop_that_raised_does_not_disturb_the_next() -> None:
+    """As in a notebook, where the traceback keeps the first loop alive."""
+    cluster, model, optimizer = started()
+    left = cluster.batches(DATA, size=4)
+    cluster.backward(errors(model, next(left)))
+    with pytest.raises(RuntimeError, match=r"left after cluster.backward\(...\) of step 0"):
+        next(cluster.batches(DATA, size=4))
+    with pytest.raises(RuntimeError, match="table table is already distributed"):
+        hybrid.connect().distribute(model.module)
+    cluster, model, optimizer = started()
+    again: Any = cluster.batches(DATA, size=2)
+    for batch in again:
+        cluster.backward(errors(model, batch))
+        optimizer.step()
+        break
+    batches = cluster.batches(DATA, size=4)
+    for step in (1, 2):
+        batch = next(batches)
+        again.close()
+        assert cluster.step == step
+        cluster.backward(errors(model, batch))
+        optimizer.step()
+
+
+def test_only_a_distributed_module_has_a_hook_on_optimizers() -> None:
+    hooks: Any = register_optimizer_step_pre_hook(lambda *_: None).hooks_dict_ref()
+    gc.collect()
+    before = set(hooks)
+    distributed = started()
+    assert set(hooks) > before
     other = nn.Linear(1, 1)
-    other(torch.ones(1)).sum().backward()
-    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()  # is not affected
+    del distributed
+    gc.collect()
+    assert set(hooks) == before

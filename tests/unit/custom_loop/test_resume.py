@@ -1,0 +1,167 @@
+"""Scripts that end at any step and start again, by ``cluster.resume``."""
+
+import itertools
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, SequentialLR
+from torch.utils.data import DataLoader
+
+import hybrid
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, list_checkpoints, parse_step
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.errors import CheckpointError, DataError
+
+EPOCHS, STEPS = 3, 4  # steps per epoch
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = hybrid.Embedding(9, 4, ids="id", optimizer=hybrid.Adam(lr=0.1))
+        self.rest = nn.Sequential(nn.Dropout(0.3), nn.Linear(4, 1))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.rest(self.table(batch["id"])).squeeze(1)
+        return out
+
+
+class Noisy(torch.utils.data.Dataset[dict[str, Any]]):
+    """Samples with random numbers of all generators."""
+
+    def __len__(self) -> int:
+        return 4 * STEPS
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        noise = random.random() + np.random.random() + torch.rand(()).item()
+        return {"id": index % 9, "label": float(index % 2), "noise": noise}
+
+
+TEST = {"id": torch.arange(9), "label": torch.arange(9) % 2}
+
+
+def train(
+    root: Path, every: int = 3, stop: int = -1, update: str = "sync", kind: str = "epochs"
+) -> dict[str, Any]:
+    """Run a script, which ends after step ``stop``; return its final state and its evaluations by step."""
+    (root / "config.toml").write_text(
+        f'[train]\nupdate = "{update}"\nbatch_size = 4\n[checkpoint]\nkeep_last = 2\nkeep_best = "log_loss"\n'
+        f'[data]\nformat = "csv"\npath = ["{root}/clicks.csv"]\nsparse = ["id"]\ntest_fraction = 0.2\n'
+        f'cache_folder = "{root}/cache"\n'
+    )
+    (root / "clicks.csv").write_text("label,id\n" + "".join(f"{i % 2},{i % 7}\n" for i in range(20)))
+    cluster = hybrid.connect(root / "config.toml")
+    data = cluster.prepare()[0] if kind == "prepared" else DataLoader(Noisy(), batch_size=4, shuffle=True)
+    model = cluster.distribute(Net())
+    weight, bias = model.parameters()
+    optimizers: list[Any] = [
+        torch.optim.Adam([weight], lr=0.1),
+        torch.optim.SGD([bias], lr=0.1, momentum=0.9),
+    ]
+    cosine: list[Any] = [CosineAnnealingLR(optimizers[1], 4) for _ in range(2)]
+    schedulers: list[Any] = [MultiStepLR(optimizers[0], [2, 7]), SequentialLR(optimizers[1], cosine, [5])]
+    cluster.resume(root / "run", *optimizers, *schedulers, every_steps=every)
+    epochs: Iterable[int] = range(EPOCHS) if kind == "range" else cluster.epochs(EPOCHS)
+    found: dict[str, Any] = {}
+    for _ in epochs:
+        for batch in itertools.chain(*(cluster.batches(data) for _ in range(1 + (kind == "two passes")))):
+            noise = batch["noise"].float() if "noise" in batch else 0.0
+            cluster.backward((model(batch) - batch["label"].float() - noise) ** 2)
+            for optimizer in optimizers:
+                optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+            if cluster.step == stop:
+                raise SystemExit
+            if kind == "left" and cluster.step % 3 == 0:
+                break
+        found[f"loss {cluster.step}"] = cluster.evaluate(TEST)["log_loss"]
+    states = [each.state_dict() for each in (*optimizers, *schedulers)]
+    return {"module": cluster.plain_module().state_dict(), "states": states, "step": cluster.step, **found}
+
+
+def check_equal(found: Any, expected: Any) -> None:
+    """Compare two structures bit for bit."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:the learning rate")
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
+@pytest.mark.parametrize("kind", ["epochs", "two passes", "range", "left", "prepared"])
+@pytest.mark.parametrize("every", [1, 3, STEPS])
+def test_a_script_that_is_ended_anywhere_has_the_bits_of_an_undisturbed_one(
+    kind: str, every: int, update: str, tmp_path: Path
+) -> None:
+    """With every_steps = STEPS, a checkpoint follows the last step of a pass."""
+    (tmp_path / "other").mkdir()
+    expected = train(tmp_path / "other", every, update=update, kind=kind)
+    draw = random.Random(f"{kind} {every} {update}")
+    for stop in sorted(draw.sample(range(1, expected["step"]), 3)):
+        with pytest.raises(SystemExit):
+            train(tmp_path, every, stop, update, kind)
+    found = train(tmp_path, every, update=update, kind=kind)
+    shared = found.keys() & expected.keys()  # an evaluation before the last checkpoint is not repeated
+    assert {"module", "states", "step"} < shared
+    check_equal({name: found[name] for name in shared}, {name: expected[name] for name in shared})
+    check_equal(train(tmp_path, every, update=update, kind=kind)["module"], expected["module"])
+
+
+@pytest.mark.filterwarnings("ignore:the learning rate")
+def test_a_script_in_async_mode_takes_all_steps(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        train(tmp_path, stop=7, update="async")
+    assert train(tmp_path, update="async")["step"] == EPOCHS * STEPS
+
+
+@pytest.mark.filterwarnings("ignore:the learning rate")
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    expected = train(tmp_path / "other")
+    with pytest.raises(SystemExit):
+        train(tmp_path, stop=8)
+    newest = list_checkpoints(tmp_path / "run")[0]
+    (newest / DENSE_FILE).write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match=newest.name):
+        check_equal(train(tmp_path)["module"], expected["module"])
+    for folder in list_checkpoints(tmp_path / "run"):
+        (folder / DENSE_FILE).write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="run"):
+        train(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:the learning rate")
+def test_the_best_evaluation_keeps_its_checkpoint(tmp_path: Path) -> None:
+    found = train(tmp_path, every=3)
+    by_step = {step: found[f"loss {step}"] for step in range(STEPS, EPOCHS * STEPS + 1, STEPS)}
+    best = min(by_step, key=by_step.__getitem__)
+    assert best == STEPS, "the checkpoint must be one that is kept for no other reason"
+    assert Checkpoint.best_valid(tmp_path / "run", print).manifest.step == best
+    kept = [parse_step(folder) for folder in list_checkpoints(tmp_path / "run")]
+    assert kept == [12, 9, best]
+
+
+def test_wrong_calls_are_refused(tmp_path: Path) -> None:
+    cluster = hybrid.connect()
+    optimizer = torch.optim.SGD(cluster.distribute(Net()).parameters(), lr=0.1)
+    with pytest.raises(DataError, match="the state of Linear has a Tensor"):
+        cluster.save(tmp_path / "odd", nn.Linear(1, 1))
+    cluster.save(tmp_path / "saved", optimizer)
+    with pytest.raises(CheckpointError, match="of 1 optimizers and schedulers, not of 2"):
+        cluster.load(tmp_path / "saved", optimizer, optimizer)
+    with pytest.raises(ValueError, match="every_steps must be at least 1"):
+        cluster.resume(tmp_path / "run", every_steps=0)
+    cluster.resume(tmp_path / "run", optimizer)
+    with pytest.raises(RuntimeError, match="once, before the first step"):
+        cluster.resume(tmp_path / "run", optimizer)
+    cluster = hybrid.connect()
+    cluster.distribute(Net())
+    for _ in cluster.batches(TEST, size=3):
+        with pytest.raises(RuntimeError, match="once, before the first step"):
+            cluster.resume(tmp_path / "run")
+        break
