@@ -9,7 +9,6 @@ the network work at the same time, so the slowest limits a step. In ``sync`` run
 are assigned to hosts in turn, trainers first.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -42,7 +41,6 @@ from hybrid.engine.model_builder import place_tables, samples_of_lookup, wire_by
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.storage.remote_path import StoragePath
-from hybrid.transport.shared_memory.host_aggregation import can_aggregate, saves_work
 from hybrid.transport.shared_memory.shared_slots import MAX_MEMBERS
 from workers.console.terminal import transient_status
 
@@ -245,11 +243,8 @@ def make_plan(
     widths = [table.width for table in tables_of(input_spec, tables)]
     flops, parameters = _dense_work(config, input_spec, widths) if has_costs else (0.0, 0)
 
-    # Trainers of a host may send one aggregated request per worker.
-    group = min(MAX_MEMBERS, math.ceil(trainers / hosts.count))
-    groups = math.ceil(trainers / group) if can_aggregate(config) and saves_work(group, workers) else trainers
     is_sync = config.train.update == "sync"
-    rounds = groups * lookups * (2 if is_sync else 1)  # in sync, gradients do not travel with the next ids
+    rounds = trainers * lookups * (2 if is_sync else 1)  # in sync, gradients do not travel with the next ids
     message = "rpc message" if is_sync else "socket message"
     local_batch = config.train.batch_size / trainers
     is_ring = hosts.count > 1 or trainers > MAX_MEMBERS

@@ -220,10 +220,6 @@ class LocalTables:
         self._shards.receive(ticket, grads, should_update_here=next_ticket is not None)
         return _completed([]) if next_ticket is None else self._shards.lookup(next_ticket, items)
 
-    def skip(self) -> Future[list[Tensor]]:
-        """Return an empty response; see :meth:`TableSource.skip`."""
-        return _completed([])
-
     def squared_norm(self, step: int) -> PendingResult[float]:
         """See :meth:`UpdateBarrier.squared_norm`."""
         return self._shards.barrier.squared_norm(step)

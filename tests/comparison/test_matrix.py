@@ -16,7 +16,6 @@ from hybrid.batch import Batch
 from hybrid.config.sections import SCHEDULE_CALLS
 from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.dense.matmul import prefers_onednn
-from hybrid.transport.shared_memory.host_aggregation import saves_work
 
 LARGE = (2048, 2048)  # large enough for oneDNN with six samples
 FEATURES = ("one_hot", "sum", "mean", "max", "weights")
@@ -156,26 +155,6 @@ def test_two_runs_have_the_same_bits(case: Case, clusters: Clusters) -> None:
     first, second = trained(clusters, case), trained(clusters, case)
     assert first.losses == second.losses
     assert [part for part, tensor in first.end.items() if not torch.equal(second.end[part], tensor)] == []
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(trainers=3, workers=4, update="lookahead", features="mean", inputs="uneven", placement="row"),
-        pytest.param(
-            Case(trainers=3, workers=4, update="lookahead", features="max", pooled_by="trainers"),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            Case(trainers=3, workers=4, update="lookahead", micro_batches=2, dtype="float32"),
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=lambda case: case.name,
-)
-def test_host_aggregation_equals_one_process(case: Case, clusters: Clusters) -> None:
-    assert saves_work(case.trainers, case.workers)
-    check_against_one_process(case, trained(clusters, case))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from support.shared_memory import at_once, joined
 from support.socket_ends import connection
 from torch import Tensor
 from torch.distributed import distributed_c10d, rpc
@@ -39,7 +38,6 @@ from hybrid.security.secret import Secret
 from hybrid.security.signed_pickler import SignedPickler, addressed_to, reject_pickled_classes
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.transport.rpc import endpoints
-from hybrid.transport.shared_memory.host_aggregation import Packet, all_to_all
 from hybrid.transport.socket.frames import FrameKind, Message
 
 WORKER = Role(RoleKind.WORKER)
@@ -203,12 +201,6 @@ def plant_in_socket(is_sealed: bool, _: Path) -> None:
         worker.frames.next()
 
 
-def plant_in_shared_memory(_: Path) -> None:
-    """Pass a packet from a trainer to another trainer of its host."""
-    packets = [{1: Packet([Evil()], [])}, {}]
-    at_once(all_to_all, joined(2), packets)
-
-
 def plant_in_checkpoint(folder: Path) -> None:
     """Replace a file of a checkpoint."""
     (folder / "dense.safetensors").write_bytes(pickle.dumps(Evil()))
@@ -228,11 +220,10 @@ def plant_in_pretrained_rows(folder: Path) -> None:
         plant_in_collective,
         partial(plant_in_socket, False),
         partial(plant_in_socket, True),
-        plant_in_shared_memory,
         plant_in_checkpoint,
         plant_in_pretrained_rows,
     ],
-    ids=["RPC", "collective", "unauthenticated peer", "socket", "shared memory", "checkpoint", "state dict"],
+    ids=["RPC", "collective", "unauthenticated peer", "socket", "checkpoint", "state dict"],
 )
 def test_a_pickle_that_runs_code_is_not_loaded(plant: Callable[[Path], None], tmp_path: Path) -> None:
     os.environ.pop(MARK, None)

@@ -179,10 +179,7 @@ def plan(hosts: Hosts | int = 1, **sections: dict[str, Any]) -> Plan:
         ({"update": "async"}, 3, 2, 1, 6),
         ({"update": "sync"}, 3, 2, 1, 12),
         ({"micro_batches": 4}, 3, 2, 1, 24),
-        ({}, 8, 8, 1, 8),  # the trainers of a host send together
-        ({}, 8, 8, 2, 16),
-        ({}, 8, 8, 8, 64),
-        ({}, 20, 8, 1, 24),
+        ({}, 8, 8, 2, 64),
         ({"update": "sync"}, 8, 8, 1, 128),
     ],
     ids=str,

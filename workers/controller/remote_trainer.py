@@ -1,7 +1,7 @@
 """The trainer of a job: a dense net or a part of it, a slice of the data, and stubs of all tables."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,6 @@ from hybrid.dense.net_builder import batch_norm_warning
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.embedding.trainer.lookup import TableSource
 from hybrid.engine.execution_backends import apply_backend
 from hybrid.engine.losses import Objective
 from hybrid.engine.model_builder import Blueprint
@@ -34,8 +33,6 @@ from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateRules
 from hybrid.storage.remote_path import StoragePath
 from hybrid.transport import RemoteNet, RemoteTables
-from hybrid.transport.shared_memory.host_aggregation import HostAggregation, can_aggregate, saves_work
-from hybrid.transport.shared_memory.shared_slots import SharedSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +90,7 @@ class Trainer:
         self._clock = StepClock()
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
-        sources = self._sources(remote_tables)
-        self._embeddings = Embeddings(blueprint.tables, spec, placement, sources, self._clock)
+        self._embeddings = Embeddings(blueprint.tables, spec, placement, remote_tables, self._clock)
         net = blueprint.dense_net().to(self._device)
         self._num_parameters = sum(parameter.numel() for parameter in net.parameters())
         model = blueprint.model(net, remote_net)
@@ -289,14 +285,3 @@ class Trainer:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-
-    def _sources(self, remote_tables: dict[int, RemoteTables]) -> Mapping[int, TableSource]:
-        """Return the source of each worker's rows: the worker's stub, or the aggregation of this host."""
-        config, tables = self._config, list(remote_tables.values())
-        if not can_aggregate(config) or dist.get_backend(self._group) != "gloo":
-            return remote_tables
-        timeout_seconds = config.cluster.timeout_seconds
-        memory = SharedSlots.join(self._group, self._index, True, timeout_seconds)
-        if memory is None or not saves_work(len(memory.members), len(tables)):
-            return remote_tables
-        return HostAggregation(memory, tables).sources()

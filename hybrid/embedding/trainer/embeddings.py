@@ -44,7 +44,7 @@ from hybrid.embedding.trainer.routes import (
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.ticket import Ticket
 
 
 class Embeddings:
@@ -103,14 +103,11 @@ class Embeddings:
             ]
             lengths = [(self._ends[k] - 1, ids.bounds(k).diff()) for k in self._sequences]
         layout = ConcatenatedFeatures(routes, self._width, lengths)
-        return Lookup(ticket, items, layout, self._outbox, is_empty=not routes).start(after)
+        return Lookup(ticket, items, layout, self._outbox).start(after)
 
     def empty_lookup(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         """Return the lookup of an empty slice, which sends no request."""
-        workers = self._outbox.sources if ticket.purpose is Purpose.PREFETCH else ()
-        layout = ConcatenatedFeatures((), self._width)
-        items: Items = {worker: [] for worker in workers}
-        return Lookup(ticket, items, layout, self._outbox, is_empty=True).start(after)
+        return Lookup(ticket, {}, ConcatenatedFeatures((), self._width), self._outbox).start(after)
 
     def flush(self) -> None:
         """Wait until all sent gradients have arrived."""

@@ -44,14 +44,6 @@ class TableSource(Protocol):
         """Send gradients. With ``next_ticket``, the same message requests ``items``."""
         ...
 
-    def skip(self) -> ObservableResult[list[Tensor]]:
-        """Send nothing in place of a prefetched lookup or its gradients; the response is empty.
-
-        With aggregation per host (``host_aggregation.py``), the other trainers of the host wait for this
-        call.
-        """
-        ...
-
 
 class OutputLayout(Protocol):
     """The conversion of responses into the outputs of a lookup: one matrix, or a tensor per call."""
@@ -97,10 +89,9 @@ class Lookup:
 
     Args:
         ticket: identifies trainer, step and purpose.
-        items: the request to each worker.
+        items: the request to each worker that gets one.
         layout: how responses become outputs.
         outbox: sends the messages.
-        is_empty: whether the lookup has no samples, so that workers get no request.
     """
 
     def __init__(
@@ -109,7 +100,6 @@ class Lookup:
         items: Items,
         layout: OutputLayout,
         outbox: Outbox,
-        is_empty: bool = False,
     ) -> None:
         self._ticket = ticket
         self._items = items
@@ -120,7 +110,6 @@ class Lookup:
         self._responses: dict[int, ObservableResult[list[Tensor]]] = {}
         self._wire_dtype = torch.float32
         self._sizes = {worker: len(request) for worker, request in items.items()}
-        self._is_empty = is_empty
 
     def start(self, after: Lookup | None = None) -> Lookup:
         """Send the requests, now or with the gradients of an earlier lookup; return this lookup."""
@@ -129,8 +118,7 @@ class Lookup:
             return self
         for worker, request in self._items.items():
             source = self._outbox.sources[worker]
-            lookup = partial(source.lookup, self._ticket, request)
-            self._send_request(worker, source.skip if self._is_empty else lookup)
+            self._send_request(worker, partial(source.lookup, self._ticket, request))
         return self
 
     def flush(self) -> None:
@@ -183,16 +171,10 @@ class Lookup:
     def _send_gradients(self, worker: int, grads: Sequence[Tensor]) -> None:
         """Send gradients to a worker, in one message with the successor's request, if there is one."""
         source, successor = self._outbox.sources[worker], self._successor
-        send: Callable[[], ObservableResult[list[Tensor]]]
-        if self._is_empty:
-            send = source.skip
-        elif successor is None or successor._is_empty:
-            send = partial(source.send_gradients, self._ticket, grads)
-        else:
-            next_lookup = successor._ticket, successor._items[worker]
-            send = partial(source.send_gradients, self._ticket, grads, *next_lookup)
-        if successor is not None:
-            successor._send_request(worker, send, grads)
+        send = partial(source.send_gradients, self._ticket, grads)
+        if successor is not None and worker in successor._items:
+            request = successor._items[worker]
+            successor._send_request(worker, partial(send, successor._ticket, request), grads)
             return
         with self._clock.span("send") as span:
             _record_bytes(span, grads)

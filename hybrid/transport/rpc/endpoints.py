@@ -12,14 +12,14 @@ from typing import Any, TypeAlias
 import psutil
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd, rpc
-from torch.futures import Future, collect_all
+from torch.futures import Future
 
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.bags import PackedItem, unpack_items
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
 from hybrid.primitives.available_memory import available_memory_bytes
-from hybrid.primitives.deferred_response import DeferredResponse, serve_caller
+from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.protocol.ticket import PlainTicket, Ticket
 from hybrid.server.barrier import HostedModule
 from hybrid.topology import Role
@@ -50,9 +50,9 @@ running = ClusterState()
 
 # A lookup without its tensors: number of the module, ticket, items.
 PlainLookup: TypeAlias = tuple[int, PlainTicket, Sequence[PackedItem]]
-# A trainer's segment of an exchange: ticket and number of its gradients, ticket and items of its lookup. The
-# first ticket is None without gradients, the second without a lookup.
-PlainSegment: TypeAlias = tuple[PlainTicket | None, int, PlainTicket | None, Sequence[PackedItem]]
+# Gradients and a lookup without their tensors: number of the module; ticket and number of the gradients;
+# ticket and items of the lookup. The second ticket is None without a lookup.
+PlainExchange: TypeAlias = tuple[int, PlainTicket, int, PlainTicket | None, Sequence[PackedItem]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,37 +100,21 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
     return tables.lookup(Ticket.of(ticket), unpack_items(items, tensors))
 
 
-def exchange(plain: tuple[int, Sequence[PlainSegment]], tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """Receive the segments of one or several trainers: gradients, then lookups.
+def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+    """Receive the gradients of one lookup, and start another lookup, if there is one.
 
-    All gradients are received before the first lookup. If there is a lookup, and they complete an update,
-    this call applies it; see :meth:`UpdateBarrier.contribute`.
-
-    Returns:
-        The tensors of all lookups.
+    With a lookup, gradients that complete an update are applied in this call; see
+    :meth:`UpdateBarrier.contribute`.
     """
-    number, segments = plain
+    number, ticket, num_grads, next_ticket, items = plain
     tables: TableShards = running.objects[number]
-    rest, lookups = iter(tensors), []
-    has_lookup = any(next_ticket is not None for _, _, next_ticket, _ in segments)
-    for ticket, num_grads, next_ticket, items in segments:
-        if ticket is not None:
-            tables.receive(Ticket.of(ticket), list(islice(rest, num_grads)), should_update_here=has_lookup)
-        if next_ticket is not None:
-            lookups.append((Ticket.of(next_ticket), unpack_items(items, rest)))
-    if len(lookups) == 1:
-        return tables.lookup(*lookups[0])
+    rest = iter(tensors)
+    grads, has_lookup = list(islice(rest, num_grads)), next_ticket is not None
+    tables.receive(Ticket.of(ticket), grads, should_update_here=has_lookup)
+    if next_ticket is not None:
+        return tables.lookup(Ticket.of(next_ticket), unpack_items(items, rest))
     response: DeferredResponse[list[Tensor]] = DeferredResponse()
-
-    def complete(futures: Future[list[Future[list[Tensor]]]]) -> None:
-        try:
-            response.set_result([tensor for each in futures.value() for tensor in each.value()])
-        except Exception as error:  # reported to the caller
-            response.set_exception(error)
-
-    with serve_caller(None):
-        futures = collect_all([tables.lookup(*each) for each in lookups])
-    futures.add_done_callback(complete)
+    response.set_result([])
     return response
 
 

@@ -19,7 +19,6 @@ from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.bags import Item, pack_items
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
-from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.security.closed_listeners import close_listeners_after
 from hybrid.security.message_signature import Signatures
@@ -102,8 +101,6 @@ class RemoteTables(RemoteHosted[TableShards]):
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors[list[Tensor]]:
         """See :meth:`TableShards.lookup`; distributed autograd records lookups for training."""
-        if ticket.purpose is Purpose.PREFETCH:
-            return self._exchange(None, (), ticket, items)
         plain, tensors = pack_items(items)
         request = self.number, ticket.plain, plain
         if ticket.purpose is Purpose.TRAIN:
@@ -119,33 +116,10 @@ class RemoteTables(RemoteHosted[TableShards]):
         items: Sequence[Item] = (),
     ) -> PendingTensors[list[Tensor]]:
         """See :meth:`TableSource.send_gradients`."""
-        return self._exchange(ticket, grads, next_ticket, items)
-
-    def skip(self) -> ObservableResult[list[Tensor]]:
-        """See :meth:`TableSource.skip`."""
-        nothing: Future[list[Tensor]] = Future()
-        nothing.set_result([])
-        return nothing
-
-    def _exchange(
-        self,
-        ticket: Ticket | None,
-        grads: Sequence[Tensor],
-        next_ticket: Ticket | None,
-        items: Sequence[Item],
-    ) -> PendingTensors[list[Tensor]]:
         plain, tensors = pack_items(items)
-        segment = ticket and ticket.plain, len(grads), next_ticket and next_ticket.plain, plain
-        return PendingTensors(self.role, self.send_segments([segment], [*grads, *tensors]))
-
-    def send_segments(
-        self, segments: Sequence[endpoints.PlainSegment], tensors: Sequence[Tensor]
-    ) -> ObservableResult[Any]:
-        """Call :func:`endpoints.exchange`; :func:`raise_call_error` interprets its errors.
-
-        The caller may overwrite ``tensors`` as soon as this returns.
-        """
-        return endpoints.running.clients[self.role].call(endpoints.exchange, (self.number, segments), tensors)
+        request = self.number, ticket.plain, len(grads), next_ticket and next_ticket.plain, plain
+        client = endpoints.running.clients[self.role]
+        return PendingTensors(self.role, client.call(endpoints.exchange, request, [*grads, *tensors]))
 
 
 class RemoteNet(RemoteHosted[HostedNet]):

@@ -104,7 +104,7 @@ def hybrid_model(uneven: bool, index: int) -> list[Compared]:
 def _compare_ddp_model(ddp_model: DdpModel, batch: Batch) -> Compared:
     ticket = Ticket(0, 0, 0)
     outbox = Outbox({}, StepClock())
-    start = partial(Lookup, ticket, {}, ConcatenatedFeatures((), 0), outbox, is_empty=True)
+    start = partial(Lookup, ticket, {}, ConcatenatedFeatures((), 0), outbox)
     micro = MicroBatch(batch, ticket, start, is_last=True)
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [ddp_model.module(micro, StepClock()).norm()])
