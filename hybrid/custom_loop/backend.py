@@ -7,6 +7,7 @@ cluster.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -170,6 +171,8 @@ class SingleProcess(Backend):
         shards = TableShards(placement, 0, rules, getattr(torch, self.config.train.dtype))
         shards.initialize(self.config.run.seed)
         self._shards, self._placement = shards, placement
+        # A thread that updates rows while the interpreter ends would abort the process.
+        weakref.finalize(self, shards.close)
         return PlacedTables(placement, rules, {0: LocalTables(shards)})
 
     def prepare_data(self) -> str:

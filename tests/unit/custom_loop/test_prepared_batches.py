@@ -1,7 +1,10 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hybrid
 from hybrid.custom_loop.local_batches import size_of
@@ -117,3 +120,34 @@ def test_prepared_batches_have_weights_of_ids(tmp_path: Path) -> None:
     assert torch.equal(tags.offsets, weights.offsets)
     assert torch.equal(tags.lengths, whole["dense"].view(-1).long() % 3)
     assert torch.equal(weights.values, whole["dense"].view(-1).repeat_interleave(tags.lengths))
+
+
+class Outputs(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.user = hybrid.Embedding(rows, 2, ids="user")
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        outputs: Tensor = 9 * self.user(batch["user"]) + batch["price"].unsqueeze(1) / 60
+        return outputs
+
+
+def test_evaluate_has_the_metrics_of_all_tasks(tmp_path: Path) -> None:
+    file = config_of(tmp_path)
+    file.write_text(file.read_text().replace('dense = ["price"]', 'group = "user"') + TASKS)
+    cluster = hybrid.connect(file)
+    model = cluster.distribute(Outputs(9))
+    samples = {"user": torch.arange(40) % 9, "price": torch.arange(40.0) % 7, "group": torch.arange(40) % 3}
+    samples |= {"click": (torch.arange(40) % 2).float(), "cost": torch.rand(40)}
+    samples["cost.weights"] = (torch.arange(40) % 4 > 0).float()
+    found = cluster.evaluate(samples, size=12)
+    with torch.no_grad():
+        logits, costs = model(samples).unbind(1)
+    loss = binary_cross_entropy_with_logits(logits, samples["click"])
+    error = (costs - samples["cost"])[samples["cost.weights"] > 0].square().mean().sqrt()
+    assert found["click.log_loss"] == pytest.approx(loss.item())
+    assert found["cost.rmse"] == pytest.approx(error.item())
+    with pytest.raises(DataError, match="no column 'click' with labels"):
+        cluster.evaluate({"user": samples["user"], "price": samples["price"]})
+    with pytest.raises(DataError, match="no batch"):
+        cluster.evaluate([])

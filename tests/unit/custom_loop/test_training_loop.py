@@ -1,6 +1,8 @@
 """Training loops of one process: their steps, and the errors of wrong calls."""
 
 import gc
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -415,3 +417,17 @@ def test_only_a_distributed_module_has_a_hook_on_optimizers() -> None:
     del distributed
     gc.collect()
     assert set(hooks) == before
+
+
+ENDS = """
+import hybrid, torch
+optimizer = hybrid.Adam(lr=0.1, all_rows=True)
+cluster = hybrid.connect()
+model = cluster.distribute(torch.nn.Sequential(hybrid.Embedding(200_000, 16, ids="", optimizer=optimizer)))
+for ids in cluster.batches(torch.arange(8), size=4):
+    cluster.backward(model(ids).sum(1))
+"""
+
+
+def test_a_script_may_end_during_the_last_update() -> None:
+    subprocess.run([sys.executable, "-c", ENDS], timeout=60, check=True)
