@@ -187,6 +187,8 @@ class TrainingLoop:
         """See :meth:`Cluster.epochs`."""
         resumed = self._run.resumed if self._run is not None else Position()
         for epoch in range(resumed.epoch, count):
+            if self._has_ended:
+                break
             self._end_pass()
             first = self._position.pass_index
             if epoch == resumed.epoch:
@@ -195,8 +197,9 @@ class TrainingLoop:
             if epoch > resumed.epoch:
                 self._save_if_due()
             yield epoch
-        self._end_pass()
-        self._position = self._position._replace(epoch=count, first_pass=self._position.pass_index)
+        if not self._has_ended:  # else a longer run can continue in the pass
+            self._end_pass()
+            self._position = self._position._replace(epoch=count, first_pass=self._position.pass_index)
         self._save_if_due(is_last=True)
 
     def batches(self, data: Any, size: int | None, whole: str | None) -> Iterator[Any]:
@@ -272,13 +275,20 @@ class TrainingLoop:
                             "step. To evaluate, iterate under torch.no_grad()"
                         )
                 self._position = self._position._replace(steps=self._position.steps + 1)
-            self._end_pass()
-            if self._backend.snapshot is not None and self.step == max_steps:
+            if not self._has_ended:
+                self._end_pass()
+            elif self._backend.snapshot is not None:
                 self.save(self._backend.snapshot, [*self._optimizers])
                 self._backend.snapshot = None
         finally:
             if self._training is current:  # an interrupted loop may end after the next one has begun
                 self._training = None
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether ``train.max_steps`` are taken."""
+        max_steps = self._config.train.max_steps
+        return bool(max_steps) and self.step >= max_steps
 
     def _end_pass(self) -> None:
         """Move on to the next pass, if one has begun, whether it came to its end or was left."""
@@ -464,8 +474,8 @@ class TrainingLoop:
 
     def evaluate(self, data: Any, size: int | None) -> Metrics:
         """See :meth:`Cluster.evaluate`."""
-        net, tasks = self.model.net, self._config.all_tasks
-        was_training, parts = net.training, []
+        net, tasks, parts = self.model.net, self._config.all_tasks, []
+        modes = [(module, module.training) for module in net.modules()]
         net.eval()
         try:
             with torch.no_grad():
@@ -478,7 +488,8 @@ class TrainingLoop:
                     groups = [batch[GROUP]] if GROUP in batch else []
                     parts.append([net(batch), labels_BT, torch.stack(weights, 1), *groups])
         finally:
-            net.train(was_training)
+            for module, is_training in modes:
+                module.training = is_training
         if not parts:
             raise DataError("evaluate: the data have no batch")
         outputs, *rest = (self.trainers.gather(torch.cat(each)) for each in zip(*parts, strict=True))

@@ -194,6 +194,8 @@ def _next_request(scripts: Sequence[transport.Remote[Script]]) -> ScriptRequest:
             rule = f"make different requests: {first.action}, and {request.action}, at step {request.step}"
             if request.action == first.action == "deploy":
                 rule = "distribute modules with different tables: every trainer must build the same module"
+            elif request.action == first.action == "save":
+                rule = "save different states: optimizers, schedulers and other objects must be alike"
             raise HybridError(f"the scripts of trainers {first_trainer} and {trainer} {rule}")
     return requests[0]
 

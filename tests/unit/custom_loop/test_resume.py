@@ -18,6 +18,7 @@ from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, list_checkpoints, p
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError, DataError
 
+pytestmark = pytest.mark.filterwarnings("ignore:the learning rate of the optimizer has changed")
 EPOCHS, STEPS = 3, 4  # steps per epoch
 
 
@@ -47,11 +48,12 @@ TEST = {"id": torch.arange(9), "label": torch.arange(9) % 2}
 
 
 def train(
-    root: Path, every: int = 3, stop: int = -1, update: str = "sync", kind: str = "epochs"
+    root: Path, every: int = 3, stop: int = -1, update: str = "sync", kind: str = "epochs", most: int = 99
 ) -> dict[str, Any]:
     """Run a script, which ends after step ``stop``; return its final state and its evaluations by step."""
     (root / "config.toml").write_text(
-        f'[train]\nupdate = "{update}"\nbatch_size = 4\n[checkpoint]\nkeep_last = 2\nkeep_best = "log_loss"\n'
+        f'[train]\nupdate = "{update}"\nbatch_size = 4\nmax_steps = {most}\n'
+        '[checkpoint]\nkeep_last = 2\nkeep_best = "log_loss"\n'
         f'[data]\nformat = "csv"\npath = ["{root}/clicks.csv"]\nsparse = ["id"]\ntest_fraction = 0.2\n'
         f'cache_folder = "{root}/cache"\n'
     )
@@ -91,7 +93,6 @@ def check_equal(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.filterwarnings("ignore:the learning rate")
 @pytest.mark.parametrize("update", ["sync", "lookahead"])
 @pytest.mark.parametrize("kind", ["epochs", "two passes", "range", "left", "prepared"])
 @pytest.mark.parametrize("every", [1, 3, STEPS])
@@ -112,14 +113,21 @@ def test_a_script_that_is_ended_anywhere_has_the_bits_of_an_undisturbed_one(
     check_equal(train(tmp_path, every, update=update, kind=kind)["module"], expected["module"])
 
 
-@pytest.mark.filterwarnings("ignore:the learning rate")
 def test_a_script_in_async_mode_takes_all_steps(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         train(tmp_path, stop=7, update="async")
     assert train(tmp_path, update="async")["step"] == EPOCHS * STEPS
 
 
-@pytest.mark.filterwarnings("ignore:the learning rate")
+@pytest.mark.parametrize("most", [STEPS, STEPS + 1])
+def test_max_steps_can_be_raised(most: int, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    expected = train(tmp_path / "other")
+    first, found = train(tmp_path, most=most), train(tmp_path)
+    assert first["step"] == most
+    check_equal(found["module"], expected["module"])
+
+
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     expected = train(tmp_path / "other")
@@ -135,7 +143,6 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
         train(tmp_path)
 
 
-@pytest.mark.filterwarnings("ignore:the learning rate")
 def test_the_best_evaluation_keeps_its_checkpoint(tmp_path: Path) -> None:
     found = train(tmp_path, every=3)
     by_step = {step: found[f"loss {step}"] for step in range(STEPS, EPOCHS * STEPS + 1, STEPS)}
