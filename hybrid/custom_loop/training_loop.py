@@ -239,11 +239,7 @@ class TrainingLoop:
             yield batch
 
     def _training_batches(self, data: Any, size: int | None, whole: str | None) -> Generator[Any, None, None]:
-        if self._sent_step == self.step:
-            raise RuntimeError(
-                f"the loop was left after cluster.backward(...) of step {self.step}, which has updated the "
-                "tables only: load a checkpoint, or distribute a new module"
-            )
+        self._flush()
         self._end_pass()
         resumed = self._run.resumed if self._run is not None else Position()
         index = self._position.pass_index
@@ -289,6 +285,19 @@ class TrainingLoop:
         """Whether ``train.max_steps`` are taken."""
         max_steps = self._config.train.max_steps
         return bool(max_steps) and self.step >= max_steps
+
+    def _flush(self) -> None:
+        """Wait until the workers have all gradients.
+
+        Raises:
+            RuntimeError: the loop was left within a step.
+        """
+        if self._sent_step == self.step:
+            raise RuntimeError(
+                f"the loop was left after cluster.backward(...) of step {self.step}, which has updated the "
+                "tables only: distribute a new module"
+            )
+        self._engine.feed.flush()
 
     def _end_pass(self) -> None:
         """Move on to the next pass, if one has begun, whether it came to its end or was left."""
@@ -524,7 +533,7 @@ class TrainingLoop:
         position: Position | None = None,
     ) -> None:
         """See :meth:`Cluster.save`."""
-        self._engine.feed.flush()
+        self._flush()
         self.is_saving = True
         try:
             dense, progress = pack_state(self.model.net, objects, position or self._position)
@@ -539,7 +548,9 @@ class TrainingLoop:
                 f"{stored.folder}: the checkpoint is of another model, with the tables "
                 f"{', '.join(sorted(stored.manifest.tables))}, not {', '.join(sorted(self._shapes))}"
             )
+        self._flush()
         position = load_progress(self.model.net, objects, stored)
         self._backend.load(stored)
-        self._engine.step, self._sent_step = stored.manifest.step, -1
+        self._engine.begin(iter(()), stored.manifest.step)
+        self._sent_step = -1
         return position

@@ -85,6 +85,7 @@ class HostedNet(HostedModule):
 
     def load(self, folder: StoragePath, step: int) -> None:
         """Load the net and its optimizer from a checkpoint, and continue after ``step`` steps."""
+        self.barrier.drain()
         net, state = unpack_dense(Checkpoint.open(folder).tensors(REMOTE_FILE))
         load_state(self.net, net, folder)
         self.optimizer.load(state, folder)

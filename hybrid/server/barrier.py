@@ -200,12 +200,17 @@ class UpdateBarrier(Generic[Contribution]):
                 raise ClusterError("gradients are not applied yet (cluster.timeout_seconds)")
 
     def restart(self, version: int) -> None:
-        """Continue after ``version`` updates, once a checkpoint is loaded. No call may be pending."""
+        """Continue after ``version`` updates, once a checkpoint is loaded. Waiting lookups fail.
+
+        All contributions must be applied; see :meth:`drain`.
+        """
         with self._changed:
-            assert not self._waiting
             assert self._ledger.is_idle
             self._ledger = Ledger(self._rules, version)
             self._norm = None
+            waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.future.set_exception(ClusterError(f"step {each.ticket.step}: a checkpoint was loaded"))
 
     def close(self) -> None:
         """End the threads; pending lookups fail."""

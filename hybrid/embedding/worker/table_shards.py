@@ -141,6 +141,7 @@ class TableShards(HostedModule):
 
     def load(self, folder: StoragePath, step: int) -> None:
         """Read every shard from a checkpoint, and continue after ``step`` steps."""
+        self.barrier.drain()
         checkpoint = Checkpoint.open(folder)
         for group in self.groups:
             for shard in group.group.shards:

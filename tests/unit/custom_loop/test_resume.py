@@ -172,3 +172,27 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="once, before the first step"):
             cluster.resume(tmp_path / "run")
         break
+
+
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
+def test_a_checkpoint_can_be_loaded_after_a_pass_was_left(update: str, tmp_path: Path) -> None:
+    """Updates that are running, and lookups that wait, must not reach the loaded rows."""
+    (tmp_path / "config.toml").write_text(f'[train]\nupdate = "{update}"\n')
+    cluster, rows = hybrid.connect(tmp_path / "config.toml"), 50_000
+    table = hybrid.Embedding(rows, 16, ids="", optimizer=hybrid.Adam(lr=0.1, all_rows=True))
+    model = cluster.distribute(nn.Sequential(table))
+
+    def take_two_steps() -> Tensor:
+        for ids in itertools.islice(cluster.batches(torch.arange(rows), size=9), 2):
+            cluster.backward(model(ids).sum(1))
+        weight: Tensor = cluster.plain_module().state_dict()["0.weight"]
+        return weight
+
+    take_two_steps()
+    cluster.save(tmp_path / "saved")
+    expected = take_two_steps()
+    for ids in itertools.islice(cluster.batches(torch.arange(rows), size=9), 3):
+        cluster.backward(model(ids).sum(1))
+    cluster.load(tmp_path / "saved")
+    assert cluster.step == 2
+    check_equal(take_two_steps(), expected)
