@@ -297,7 +297,7 @@ class TrainingLoop:
                 f"the loop was left after cluster.backward(...) of step {self.step}, which has updated the "
                 "tables only: distribute a new module"
             )
-        self._engine.feed.flush()
+        self._engine.feed.flush(self.step)
 
     def _end_pass(self) -> None:
         """Move on to the next pass, if one has begun, whether it came to its end or was left."""

@@ -14,7 +14,6 @@ In lookahead mode, a worker responds to the lookup of step s+2 once update s+1 i
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
@@ -87,6 +86,7 @@ class Feed(Generic[AnySamples]):
         self._batches = batches
         self._step = step
         self._first_step = step
+        self._current: StepInput[AnySamples] | None = None  # returned last
         self._ahead: deque[StepInput[AnySamples]] = deque()  # prefetched
 
     def rejoin(self) -> None:
@@ -98,13 +98,19 @@ class Feed(Generic[AnySamples]):
             self._has_ended = False
             self._call_barriers(UpdateBarrier.rejoin, self._step)
 
-    def flush(self) -> None:
+    def flush(self, num_taken: int) -> None:
         """Wait until the workers have the gradients of all steps so far.
 
         The messages with gradients are not awaited otherwise, except by the lookups that they carry.
+
+        Args:
+            num_taken: number of steps taken; the last step that this iterator has returned may be left out.
         """
+        pending = [*self._ahead]
+        if self._current is not None and num_taken < self._step:
+            pending.insert(0, self._current)
         # In lookahead mode, the lookup of the next step waits for these gradients; later ones wait for more.
-        for step in islice(self._ahead, 1 if self._mode is UpdateMode.LOOKAHEAD else None):
+        for step in pending[:1] if self._mode is UpdateMode.LOOKAHEAD else pending:
             for lookup in step.lookups:
                 lookup.flush()
         self._embeddings.flush()
@@ -123,7 +129,7 @@ class Feed(Generic[AnySamples]):
         self._clock.begin_step(self._step)
         if not self.has_next():
             raise StopIteration
-        current = self._ahead.popleft()
+        self._current = current = self._ahead.popleft()
         # The gradients of the current step carry the lookup of the step after the next.
         if self._ahead and (batch := self._read()) is not None:
             self._ahead.append(self._step_of(batch, self._step + _LOOK_AHEAD, current.lookups))

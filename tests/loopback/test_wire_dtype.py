@@ -68,7 +68,7 @@ class Job:
                 dist_autograd.backward(context_id, [loss])
             vectors.append(pooled_BE.detach())
             losses.append(loss.item())
-        self._feed.flush()
+        self._feed.flush(len(batches))
         self.tables.call(TableShards.take_spans).wait()  # drains
         return vectors, losses
 

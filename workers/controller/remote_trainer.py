@@ -237,7 +237,7 @@ class Trainer:
 
     def flush(self) -> None:
         """See :meth:`Feed.flush`."""
-        self._engine.feed.flush()
+        self._engine.feed.flush(self._engine.step)
 
     def begin_save(self, name: str | None) -> None:
         """Hold a copy of the dense net and its optimizer for :meth:`write`.

@@ -431,3 +431,17 @@ for ids in cluster.batches(torch.arange(8), size=4):
 
 def test_a_script_may_end_during_the_last_update() -> None:
     subprocess.run([sys.executable, "-c", ENDS], timeout=60, check=True)
+
+
+@pytest.mark.parametrize("update", ["sync", "lookahead", "async"])
+def test_pass_may_be_left_before_a_batch_is_trained(update: str, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(f'train.update = "{update}"')
+    cluster, model, optimizer = started(tmp_path / "job.toml")
+    for num_steps in (1, 3):
+        for batch in cluster.batches(DATA, size=2):
+            if cluster.step == num_steps:
+                break
+            cluster.backward(errors(model, batch))
+            optimizer.step()
+        cluster.save(tmp_path / str(num_steps), optimizer)
+    assert cluster.step == 3

@@ -154,7 +154,7 @@ class TestLookups:
         with barrier(1, ignore) as each:
             before = threading.active_count()
             futures = [look_up(each, 1, partial(int, i)) for i in range(500)]
-            assert threading.active_count() == before
+            assert threading.active_count() <= before  # threads of other tests may end
             assert not any(future.done() for future in futures)
             contribute(each, 0, 0)
             assert [result_of(future) for future in futures] == list(range(500))
