@@ -34,7 +34,7 @@ from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.embedding.trainer.lookup import TableSource
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.engine.update_guard import Decided
+from hybrid.engine.update_guard import GuardedModule
 from hybrid.errors import ConfigError
 from hybrid.primitives.deferred_response import PendingResult
 from hybrid.protocol.ticket import Ticket
@@ -46,7 +46,7 @@ Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
 
-class WorkerTables(TableSource, Decided, Protocol):
+class WorkerTables(TableSource, GuardedModule, Protocol):
     """The tables of one worker: its lookups, and its update barrier."""
 
 

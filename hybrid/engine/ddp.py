@@ -3,8 +3,8 @@
 The bits of sums over trainers depend on no run-time choice of DDP, which rebuilds its buckets after the first
 step of a process. With three or more trainers, gloo and NCCL add values in an order that depends on their
 offset in the buffer. A sum per bucket would therefore have other last bits in a resumed run.
-:class:`SharedMemoryReduce` adds in the order of the ranks, for trainers of one host. :class:`GroupReduce`
-all-reduces buffers whose layout is fixed when the model is built.
+:class:`SharedSlots` add in the order of the ranks, for trainers of one host. :class:`GroupReduce` all-reduces
+buffers whose layout is fixed when the model is built.
 """
 
 # No postponed annotations here: DDP checks the annotations of a communication hook, as types.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,11 +61,6 @@ class DensePlacement:
     tensor_size: int = 1
     layouts: Mapping[Tensor, Layout] = field(default_factory=dict)
 
-    def num_holders(self, parameter: Tensor, is_reduced: bool) -> int:
-        """Return how many trainers hold the same gradient of ``parameter`` after a step."""
-        replicas = self.group.size() if is_reduced else 1
-        return replicas if parameter in self.layouts else replicas * self.tensor_size
-
     def full_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[NetState, OptimizerState]:
         """Gather the full state of the net and of its optimizer.
 
@@ -104,56 +99,6 @@ class DensePlacement:
         return converted, optimizer_state
 
 
-class SharedMemoryReduce:
-    """All-reduce among the trainers of one host, through shared memory; created by :meth:`join`.
-
-    A process group does the same by TCP messages in threads of its own: 2 ms for 2 MB on 2 idle cores.
-    """
-
-    def __init__(self, memory: SharedSlots) -> None:
-        self._memory = memory
-
-    @classmethod
-    def join(
-        cls, group: dist.ProcessGroup, trainer: int, device: torch.device, timeout_seconds: float
-    ) -> Self | None:
-        """Meet the other trainers of ``group``, all of which call this; None where memory cannot be shared.
-
-        It can be shared where all are processes of one Linux host, not too many, with gradients on the CPU.
-
-        Args:
-            group: takes CPU tensors.
-            trainer: the index of this trainer.
-            device: where its gradients are.
-
-        Raises:
-            ClusterError: a trainer did not come in time.
-        """
-        memory = SharedSlots.join(group, trainer, device.type == "cpu", timeout_seconds)
-        return None if memory is None or len(memory.members) < group.size() else cls(memory)
-
-    def sum_(self, values_N: Tensor) -> None:
-        """Replace ``values_N`` by the sum over all trainers, with the same bits on each.
-
-        Trainers call this in the same order, with tensors of the same size and type.
-
-        Args:
-            values_N: contiguous, on the CPU.
-
-        Raises:
-            ClusterError: a trainer is gone, or did not come in time.
-        """
-
-        def view(slot: memoryview) -> Tensor:
-            return torch.frombuffer(slot, dtype=values_N.dtype, count=values_N.numel())
-
-        view(self._memory.slot(values_N.nbytes)).copy_(values_N)
-        first_N, second_N, *others = map(view, self._memory.publish())
-        torch.add(first_N, second_N, out=values_N)
-        for other_N in others:
-            values_N.add_(other_N)
-
-
 @dataclass
 class _Segment:
     """A contiguous buffer for the gradients of some parameters."""
@@ -184,17 +129,13 @@ class GroupReduce:
         self._clock = clock
         self._segments: dict[Tensor, _Segment] = {}  # by parameter
         self._pending: list[dist.Work] = []
-        chunks: list[list[Tensor]] = []
+        chunks: list[list[Tensor]] = [[]]
         for parameter in reversed(parameters):  # roughly the order in which gradients become ready
-            kind = parameter.dtype, parameter.device
-            if (
-                not chunks
-                or kind != (chunks[-1][0].dtype, chunks[-1][0].device)
-                or (sum(each.nbytes for each in chunks[-1]) + parameter.nbytes > _SEGMENT_BYTES)
-            ):
+            is_same_kind = all((p.dtype, p.device) == (parameter.dtype, parameter.device) for p in chunks[-1])
+            if not is_same_kind or sum(p.nbytes for p in [*chunks[-1], parameter]) > _SEGMENT_BYTES:
                 chunks.append([])
             chunks[-1].append(parameter)
-        for chunk in chunks:
+        for chunk in filter(None, chunks):  # the first is empty before a large parameter
             sizes = [parameter.numel() for parameter in chunk]
             segment = _Segment(chunk[0].new_empty(sum(sizes), requires_grad=False), len(chunk))
             for parameter, gradient_N in zip(chunk, segment.buffer_N.split(sizes), strict=True):
@@ -224,7 +165,7 @@ class GroupReduce:
 
 
 class DdpModel:
-    """The model of one trainer, with DDP around what ``mode`` says, and the gradients of its current step.
+    """The model of one trainer, in which DDP wraps the part that ``mode`` selects, and its gradients.
 
     The gradients of a step's micro-batches are added up and reduced once, in the last backward pass.
 
@@ -233,14 +174,14 @@ class DdpModel:
         mode: what to wrap.
         placement: which trainers hold which parameters.
         clock: records how long each all-reduce takes.
-        shared: sums gradients instead of the process group, where trainers share memory.
+        shared_reduce: sums gradients instead of the process group, where trainers share memory.
 
     Attributes:
         module: what to call.
         net: the local net, with the parameter names that it has without DDP.
         gradients: by parameter, once the last micro-batch of a step is collected.
-        shared, by_group: what sums over trainers; both None for a trainer alone.
-        carried: the gradients of the earlier micro-batches of the step, by parameter.
+        shared_reduce, group_reduce: what sums over trainers; both None for a trainer alone.
+        accumulated: the gradients of the earlier micro-batches of the step, by parameter.
     """
 
     def __init__(
@@ -249,16 +190,16 @@ class DdpModel:
         mode: DdpMode,
         placement: DensePlacement,
         clock: StepClock | None = None,
-        shared: SharedMemoryReduce | None = None,
+        shared_reduce: SharedSlots | None = None,
     ) -> None:
         self._model = model if isinstance(model, HybridModel) else None
         self.net: nn.Module = model if self._model is None else self._model.net
         self.module = model
         self.gradients: dict[Tensor, Tensor] = {}
         self.clock = clock or StepClock()
-        self.shared = shared
-        self.by_group: GroupReduce | None = None
-        self.carried: dict[Tensor, Tensor] = {}
+        self.shared_reduce = shared_reduce
+        self.group_reduce: GroupReduce | None = None
+        self.accumulated: dict[Tensor, Tensor] = {}
         self._placement = placement
         self._ddp: DistributedDataParallel | None = None
         if mode is DdpMode.OUTSIDE:
@@ -278,9 +219,9 @@ class DdpModel:
             # Running statistics must agree; constant index tables need no broadcast every step.
             forward_sync_buffers=any(buffer.is_floating_point() for buffer in module.buffers()),
         )
-        if self.shared is None and group.size() > 1:
+        if self.shared_reduce is None and group.size() > 1:
             parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            self.by_group = GroupReduce(parameters, group, self.clock)
+            self.group_reduce = GroupReduce(parameters, group, self.clock)
         ddp.register_comm_hook(self, sum_hook)
         return ddp
 
@@ -294,17 +235,17 @@ class DdpModel:
     def collect(self, gradients: dict[Tensor, Tensor], is_last: bool) -> None:
         """Add the gradients of a micro-batch, as its graph gives them."""
         reduced: Mapping[Tensor, Tensor] = {}
-        if is_last and self.by_group is not None:
-            self.by_group.wait()
-            reduced = self.by_group.gradients
+        if is_last and self.group_reduce is not None:
+            self.group_reduce.wait()
+            reduced = self.group_reduce.gradients
         self.gradients.clear()
         for parameter in [p for p in self.net.parameters() if p in gradients]:
             gradient = reduced.get(parameter, gradients[parameter])
-            if parameter in self.carried:
-                gradient = self.carried.pop(parameter).add_(gradient)
+            if parameter in self.accumulated:
+                gradient = self.accumulated.pop(parameter).add_(gradient)
             elif not is_last:
                 gradient = gradient.clone()
-            (self.gradients if is_last else self.carried)[parameter] = gradient
+            (self.gradients if is_last else self.accumulated)[parameter] = gradient
 
     def raise_of_backward(self) -> None:
         """Repeat the local backward pass to raise its error, if this trainer holds the whole net."""
@@ -326,7 +267,9 @@ class DdpModel:
         """Return this trainer's summand of the squared norm of all dense gradients."""
         by_holders: dict[int, list[Tensor]] = {}
         for parameter, gradient in self.gradients.items():
-            holders = self._placement.num_holders(parameter, parameter in self._reduced)
+            holders = self._placement.group.size() if parameter in self._reduced else 1
+            if parameter not in self._placement.layouts:
+                holders *= self._placement.tensor_size
             by_holders.setdefault(holders, []).append(gradient)
         return sum(squared_norm(gradients) / holders for holders, gradients in by_holders.items())
 
@@ -338,15 +281,15 @@ def sum_hook(model: DdpModel, bucket: dist.GradBucket) -> torch.futures.Future[T
     loss of each trainer already carries the weight of its samples in the global batch, so the sum is right.
     """
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        if parameter in model.carried:
-            gradient.add_(model.carried.pop(parameter))
-        if model.by_group is not None:
-            model.by_group.add(parameter, gradient)
+        if parameter in model.accumulated:
+            gradient.add_(model.accumulated.pop(parameter))
+        if model.group_reduce is not None:
+            model.group_reduce.add(parameter, gradient)
     buffer = bucket.buffer()
-    if model.by_group is None:
+    if model.group_reduce is None:
         span = model.clock.begin("all-reduce", num_bytes=buffer.nbytes)
-        if model.shared is not None:
-            model.shared.sum_(buffer)
+        if model.shared_reduce is not None:
+            model.shared_reduce.sum_(buffer)
         if span is not None:
             span.close()
     done: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -31,13 +31,14 @@ from torch.distributed import autograd as dist_autograd
 from hybrid.batch import Batch
 from hybrid.config import RunConfig
 from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
-from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement, SharedMemoryReduce
+from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
 from hybrid.engine.hybrid_model import MicroBatch
 from hybrid.engine.step_feed import AnySamples, Feed, StepInput
-from hybrid.engine.update_guard import Decided, Guard
+from hybrid.engine.update_guard import Guard, GuardedModule
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.transport.shared_memory.shared_slots import SharedSlots
 
 
 def seed_step(seed: int, trainer: int, step: int, devices: Iterable[torch.device]) -> None:
@@ -87,8 +88,8 @@ class StepEngine(Generic[AnySamples]):
         group: dist.ProcessGroup,
         rules: UpdateRules,
         tables: Embeddings | ModuleTables,
-        workers: Mapping[int, Decided],
-        remote_net: Decided | None,
+        workers: Mapping[int, GuardedModule],
+        remote_net: GuardedModule | None,
         model: nn.Module,
         placement: DensePlacement,
         devices: Sequence[torch.device],
@@ -100,22 +101,23 @@ class StepEngine(Generic[AnySamples]):
         self._trainer = trainer
         self._devices = devices
         self._clock = clock
-        mode, shared = DdpMode(config.dense.ddp), None
-        if is_single_process or not any(p.requires_grad for p in model.parameters()):
+        mode, shared_reduce = DdpMode(config.dense.ddp), None
+        num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        if is_single_process or not num_bytes:
             mode = DdpMode.NONE
         if mode is not DdpMode.NONE and dist.get_backend(group) == "gloo":
-            seconds = config.cluster.timeout_seconds
-            shared = SharedMemoryReduce.join(placement.group, trainer, devices[0], seconds)
-        self.model = DdpModel(model, mode, placement, clock, shared)
+            is_cpu, seconds = devices[0].type == "cpu", config.cluster.timeout_seconds
+            shared_reduce = SharedSlots.join(placement.group, trainer, num_bytes, is_cpu, seconds)
+        self.model = DdpModel(model, mode, placement, clock, shared_reduce)
         is_nccl = not is_single_process and dist.get_backend(group) == "nccl"
         self.device = devices[0] if is_nccl else torch.device("cpu")
-        hosted = list(workers.values())
-        decided = hosted if remote_net is None else [*hosted, remote_net]
-        self._guard = Guard(rules, decided, group, self.device)
+        hosted_tables = list(workers.values())
+        guarded = hosted_tables if remote_net is None else [*hosted_tables, remote_net]
+        self._guard = Guard(rules, guarded, group, self.device)
         self._spans_processes = not is_single_process and (
             rules.mode is UpdateMode.SYNC or remote_net is not None
         )
-        self.feed = Feed[AnySamples](tables, hosted, trainer, rules.mode, rules.parts, clock)
+        self.feed = Feed[AnySamples](tables, hosted_tables, trainer, rules.mode, rules.parts, clock)
         self._recording = ExitStack()
         self._context_id: int | None = None
         self._micro: MicroBatch[AnySamples] | None = None
@@ -123,7 +125,7 @@ class StepEngine(Generic[AnySamples]):
         self.step = 0
 
     def begin(self, batches: Iterator[AnySamples], step: int) -> None:
-        """Continue with other batches, the first of which is of ``step``; drop prefetched lookups."""
+        """Continue with ``batches``, whose first is the batch of ``step``; drop prefetched lookups."""
         self.step = step
         self.feed.begin(batches, step)
 

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.engine.hybrid_model import MicroBatch
-from hybrid.engine.update_guard import Decided
+from hybrid.engine.update_guard import GuardedModule
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode
@@ -51,7 +51,7 @@ class StepInput(NamedTuple, Generic[AnySamples]):
     lookups: list[Lookup]
 
 
-class Feed(Generic[AnySamples]):
+class Feed(Iterator[StepInput[AnySamples]]):
     """An iterator over the steps of one trainer.
 
     Args:
@@ -65,7 +65,7 @@ class Feed(Generic[AnySamples]):
     def __init__(
         self,
         embeddings: Embeddings | ModuleTables,
-        hosted: Sequence[Decided],
+        hosted: Sequence[GuardedModule],
         trainer: int,
         mode: UpdateMode,
         parts: int,
@@ -82,7 +82,7 @@ class Feed(Generic[AnySamples]):
         self.begin(iter(()), 0)
 
     def begin(self, batches: Iterator[AnySamples], step: int) -> None:
-        """Continue with other batches, the first of which is of ``step``; drop prefetched lookups."""
+        """Continue with ``batches``, whose first is the batch of ``step``; drop prefetched lookups."""
         self._batches = batches
         self._step = step
         self._first_step = step
@@ -104,7 +104,7 @@ class Feed(Generic[AnySamples]):
         The messages with gradients are not awaited otherwise, except by the lookups that they carry.
 
         Args:
-            num_taken: number of steps taken; the last step that this iterator has returned may be left out.
+            num_taken: number of steps taken; either all returned steps, or all but the last.
         """
         pending = [*self._ahead]
         if self._current is not None and num_taken < self._step:
@@ -114,9 +114,6 @@ class Feed(Generic[AnySamples]):
             for lookup in step.lookups:
                 lookup.flush()
         self._embeddings.flush()
-
-    def __iter__(self) -> Iterator[StepInput[AnySamples]]:
-        return self
 
     def has_next(self) -> bool:
         """Whether there is a further step; reads its batch."""

@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 _REMEDY = 'lower the learning rates, look at the data, or set train.clip_norm or train.non_finite = "skip"'
 
 
-class Decided(Protocol):
+class GuardedModule(Protocol):
     """A hosted module that waits for the decision about a step, or its stub."""
 
     def squared_norm(self, step: int) -> PendingResult[float]:
@@ -56,7 +56,7 @@ class Guard:
     def __init__(
         self,
         rules: UpdateRules,
-        hosted: Sequence[Decided],
+        hosted: Sequence[GuardedModule],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Members that share memory, with every one a thread that has its own place in a process group."""
+"""Trainers that share memory; each is a thread with its own rank in a process group."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +10,12 @@ import torch.distributed as dist
 from hybrid.transport.shared_memory.shared_slots import SharedSlots
 
 SECONDS = 10.0
+SLOT_BYTES = 1 << 20
 Result = TypeVar("Result")
 
 
 def together(size: int, work: Callable[[int, dist.ProcessGroup], Result]) -> list[Result]:
-    """What ``work(rank, group)`` gives on every rank of a group of threads."""
+    """Return the results of ``work(rank, group)``, by rank of a group of threads."""
     store = dist.HashStore()
 
     def run(rank: int) -> Result:
@@ -25,14 +26,21 @@ def together(size: int, work: Callable[[int, dist.ProcessGroup], Result]) -> lis
         return list(pool.map(run, range(size)))
 
 
+def join(
+    rank: int, group: dist.ProcessGroup, may_share: bool = True, timeout_seconds: float = SECONDS
+) -> SharedSlots | None:
+    """Join a group as its trainer ``rank``."""
+    return SharedSlots.join(group, rank, SLOT_BYTES, may_share, timeout_seconds)
+
+
 def joined(size: int, timeout_seconds: float = SECONDS) -> list[SharedSlots]:
-    """The parts of all members, by place."""
-    parts = together(size, lambda rank, group: SharedSlots.join(group, rank, True, timeout_seconds))
-    assert all(part is not None for part in parts)
-    return [part for part in parts if part is not None]
+    """Return the members of a group, by rank."""
+    members = together(size, lambda rank, group: join(rank, group, timeout_seconds=timeout_seconds))
+    assert all(member is not None for member in members)
+    return [member for member in members if member is not None]
 
 
 def at_once(work: Callable[..., Result], *arguments: Sequence[Any]) -> list[Result]:
-    """What ``work`` gives for the arguments of each, in a thread each."""
+    """Call ``work`` with the arguments of each member, in a thread each, and return the results."""
     with ThreadPoolExecutor(len(arguments[0])) as pool:
         return list(pool.map(work, *arguments))
