@@ -22,6 +22,7 @@ from hybrid.config import CheckpointSection, TaskSection
 from hybrid.config.task_sections import is_lower_better
 from hybrid.errors import CheckpointError, StorageError
 from hybrid.metrics import Metrics, score
+from hybrid.storage.remote_path import StoragePath
 from workers.controller.deployment import HeldCheckpoint, StoredCounts
 from workers.controller.remote_trainer import TrainerReport
 from workers.controller.session import Session
@@ -92,7 +93,7 @@ def _concatenate(reports: Iterable[_Report]) -> _Report:
 
 
 @dataclass
-class Tally:
+class RunCounts:
     """The counts of a run.
 
     Attributes:
@@ -130,7 +131,7 @@ class Tally:
         return StoredCounts(values, tensors)
 
     @classmethod
-    def unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tally:
+    def unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RunCounts:
         """Return the counts that :meth:`pack` has stored; new ones without ``values``.
 
         Raises:
@@ -148,20 +149,20 @@ class Tally:
             raise CheckpointError(f"another version wrote the counts in the checkpoint: {rule}") from error
 
 
-class Moment(NamedTuple):
+class TrainingState(NamedTuple):
     """The state of a run after a step.
 
     Attributes:
         step, epoch: number of completed steps and epochs.
         metrics: metrics of the last evaluation, if there was one.
-        tally: the counts of the run.
+        counts: the counts of the run.
         owes_evaluation: whether an evaluation of this step is due and not done.
     """
 
     step: int
     epoch: int
     metrics: Metrics | None
-    tally: Tally
+    counts: RunCounts
     owes_evaluation: bool = False
 
 
@@ -191,7 +192,7 @@ class Checkpoints:
         run: folder for checkpoints and their log entries.
         section: configuration: when checkpoints are due, how many are kept, and the metric of the best.
         warn: called with each warning, also by the thread that writes.
-        progress: the progress in the checkpoint of a resumed run; empty for a new run.
+        best: the best evaluation of a resumed run, by the same metric.
 
     Attributes:
         best: the best evaluation with a checkpoint; None if there is none.
@@ -203,15 +204,13 @@ class Checkpoints:
         run: RunFolder,
         section: CheckpointSection,
         warn: Callable[[str], object],
-        progress: dict[str, Any],
+        best: Best | None,
     ) -> None:
         self._session = session
         self._run = run
         self._section = section
         self._warn = warn
-        self.best = Best(*progress[BEST]) if progress.get(BEST) else None
-        if self.best is not None and self.best.metric != section.keep_best:
-            self.best = None
+        self.best = best
         self._pending: _PendingCheckpoint | None = None
         self._has_warned_of_wait = False
         self._begun_at = time.monotonic()
@@ -227,7 +226,7 @@ class Checkpoints:
         every = self._section.every_steps
         return every - step % every if every else math.inf
 
-    def write_if_due(self, now: Moment, is_evaluated: bool) -> None:
+    def write_if_due(self, now: TrainingState, is_evaluated: bool) -> None:
         """Begin to write a checkpoint if it is due by steps or minutes, or if the model is the best so far.
 
         Args:
@@ -244,10 +243,7 @@ class Checkpoints:
             self._begun_at = time.monotonic()
             best = self._choose_best(now, self.best) if is_evaluated else self.best
             with self._warn_on_failure(now.step):
-                if self._exists(now):
-                    self._add_evaluation(now, best)
-                else:
-                    self._begin(now, best, start, in_background=True)
+                self._save(now, best, start, in_background=True)
 
     def poll(self) -> None:
         """Finish the pending checkpoint if it is written; called between steps."""
@@ -262,7 +258,7 @@ class Checkpoints:
             self._end()
         return True
 
-    def write_last(self, now: Moment, is_stopped: bool = False) -> None:
+    def write_last(self, now: TrainingState, is_stopped: bool = False) -> None:
         """Write the last checkpoint of a run that ends, or was requested to stop, unless it exists.
 
         Raises:
@@ -271,11 +267,8 @@ class Checkpoints:
         self.finish()
         best = self.best if is_stopped else self._choose_best(now, self.best)
         try:
-            if self._exists(now):  # the checkpoint was due at this step, or the run was stopped here before
-                self._add_evaluation(now, best)
-            else:
-                self._begin(now, best, time.perf_counter(), in_background=False)
-                self._end()
+            self._save(now, best, time.perf_counter(), in_background=False)
+            self._end()
         except _WRITE_ERRORS as error:
             raise CheckpointError(f"{error}; the last state of the run is not saved") from error
 
@@ -286,9 +279,8 @@ class Checkpoints:
         except _WRITE_ERRORS as error:
             self._warn(f"no checkpoint of step {step}: {error}; training continues")
 
-    def _add_evaluation(self, now: Moment, best: Best | None) -> None:
+    def _add_evaluation(self, folder: StoragePath, now: TrainingState, best: Best | None) -> None:
         """Add the evaluation to the checkpoint of this step, if a stopped run wrote it without evaluation."""
-        folder = checkpoint_folders.step_folder(self._run.checkpoint_root, now.step)
         manifest = Manifest.read(folder / MANIFEST_FILE)
         if manifest.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
             self._run.sync()
@@ -298,17 +290,16 @@ class Checkpoints:
             self._prune(best)
         self.best = best
 
-    def _exists(self, now: Moment) -> bool:
-        return checkpoint_folders.step_folder(
-            self._run.checkpoint_root, now.step
-        ) in checkpoint_folders.list_checkpoints(self._run.checkpoint_root)
-
-    def _begin(self, now: Moment, best: Best | None, start: float, in_background: bool) -> None:
+    def _save(self, now: TrainingState, best: Best | None, start: float, in_background: bool) -> None:
         """Make every role hold its rows and nets, and begin to write; training has waited since ``start``."""
-        packed = now.tally.pack()
+        root = self._run.checkpoint_root
+        folder = checkpoint_folders.step_folder(root, now.step)
+        if folder in checkpoint_folders.list_checkpoints(root):  # was due at this step, or by a stopped run
+            self._add_evaluation(folder, now, best)
+            return
+        packed = now.counts.pack()
         evaluation = {BEST: best, OWES_EVALUATION: now.owes_evaluation}
         progress = packed._replace(values={**packed.values, **evaluation})
-        folder = checkpoint_folders.step_folder(self._run.checkpoint_root, now.step)
         saving = self._session.begin_save(folder, now.step, now.epoch, now.metrics, progress, in_background)
         written: Future[tuple[float, int]] = Future()
         # A daemon thread does not keep a failed process alive.
@@ -340,9 +331,10 @@ class Checkpoints:
             self._warn(f"an old checkpoint could not be removed: {error}")
 
     def _end(self) -> None:
-        """Wait for the pending checkpoint, and log it; raise its error."""
-        assert self._pending is not None
-        pending, self._pending = self._pending, None
+        """Wait for the pending checkpoint, if there is one, and log it; raise its error."""
+        if (pending := self._pending) is None:
+            return
+        self._pending = None
         self._await(pending.written)
         self._run.log_checkpoint(pending.step, pending.seconds_stopped, *pending.written.result())
         self.best = pending.best
@@ -351,7 +343,7 @@ class Checkpoints:
         while not wait([written], _POLL_SECONDS).done:
             self._session.meanwhile()
 
-    def _choose_best(self, now: Moment, best: Best | None) -> Best | None:
+    def _choose_best(self, now: TrainingState, best: Best | None) -> Best | None:
         """Return the current evaluation if it is better than ``best``, else ``best``."""
         metric = self._section.keep_best
         if metric == "none" or now.metrics is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import BEST, OWES_EVALUATION, PROGRESS_FILE, Best
+from hybrid.checkpoint.checkpoint_folders import OWES_EVALUATION, PROGRESS_FILE, Best
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig, TrainSection
 from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
@@ -22,7 +22,7 @@ from workers.console.terminal import TerminalView, TrainingProgress, format_numb
 from workers.controller.session import DatasetSession
 from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode, StopRequest
-from workers.jobs.checkpoint_schedule import Checkpoints, Interval, Moment, Tally
+from workers.jobs.checkpoint_schedule import Checkpoints, Interval, RunCounts, TrainingState
 from workers.run_folder.run_access import RESULT_FILE, checkpoint_root, command_name
 from workers.run_folder.run_files import RunFolder
 
@@ -62,7 +62,7 @@ class Training:
         self._seconds_to_first_step = math.nan
         self._step = 0
         self._metrics: Metrics | None = None  # of the last evaluation
-        self._tally = Tally()
+        self._counts = RunCounts()
         self._profile: Path | None = None
         self._owes_evaluation = False
         self._seconds_per_step = CALL_SECONDS
@@ -92,7 +92,7 @@ class Training:
                 view.warn(line)
         if not session.has_test_rows:
             view.note("no test rows (data.test_fraction = 0): nothing is evaluated")
-        progress = self._resume(session, view)
+        best = self._resume(session, view)
         if self._task.resume:
             checkpoint_folders.remove_after(self._run, self._step)
             is_evaluated = not self._owes_evaluation
@@ -101,13 +101,13 @@ class Training:
             opened = RunFolder.create(self._task.folder, self._config)
         with opened as self._folder, self._stop.handling_signals():
             section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
-            self._checkpoints = Checkpoints(session, self._folder, section, view.warn, progress)
+            self._checkpoints = Checkpoints(session, self._folder, section, view.warn, best)
             self._train(session, view)
             if not self._is_over(session):
                 self.doing = "while writing the checkpoint"
                 session.meanwhile = lambda: None  # the next line already announces the stop
                 view.status(f"saving step {self._step}{_SECOND_CTRL_C}")
-                self._checkpoints.write_last(self._moment(session), is_stopped=True)
+                self._checkpoints.write_last(self._state(session), is_stopped=True)
                 session.close()
                 return self._stop.code
             # A run that was killed between its last checkpoint and its end takes no step.
@@ -116,18 +116,18 @@ class Training:
             self._finish(session, view)
         return ExitCode.DONE
 
-    def _resume(self, session: DatasetSession, view: TerminalView) -> dict[str, object]:
-        """Load the newest valid checkpoint if the run is resumed and has one; return its progress.
+    def _resume(self, session: DatasetSession, view: TerminalView) -> Best | None:
+        """Load the newest valid checkpoint if the run is resumed and has one; return its best evaluation.
 
         Raises:
             CheckpointError: no checkpoint is valid.
             ConfigError: the run has finished already.
         """
         if not self._task.resume:
-            return {}
+            return None
         if not checkpoint_folders.list_checkpoints(self._run):
             view.note(f"{self._run} has no checkpoint: starting from the beginning")
-            return {}
+            return None
         self.doing = "while reading the checkpoint"
         view.status("reading the checkpoint")
         checkpoint = Checkpoint.newest_valid(self._run, view.warn)
@@ -136,7 +136,9 @@ class Training:
         if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
             rule = f"the run has taken all {total} steps; raise it to continue"
             raise ConfigError(session.limit, rule)
-        best = Best(*progress[BEST]) if progress.get(BEST) else None
+        best = checkpoint.manifest.best
+        if best is not None and best.metric != self._config.best_by:
+            best = None
         has_ended = is_patience_over(self._config.train, session.steps_per_epoch, best, step)
         if has_ended and (self._task.folder / RESULT_FILE).exists():
             by = metric_title(self._config.best_by)
@@ -144,13 +146,13 @@ class Training:
             raise ConfigError(_PATIENCE, rule, self._config.train.patience)
         session.load(checkpoint)
         has_reports = PROGRESS_FILE in checkpoint.manifest.files
-        self._tally = Tally.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
+        self._counts = RunCounts.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
         self._step = step
         self._owes_evaluation = bool(progress.get(OWES_EVALUATION))
         view.note(f"resuming from step {step}: {checkpoint.folder}")
         if step < total and checkpoint.manifest.metrics:
             self._metrics = checkpoint.manifest.metrics
-        return progress
+        return best
 
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
         """Take steps until the run ends or is requested to stop."""
@@ -159,7 +161,7 @@ class Training:
                 self._take_steps(session, view)
             is_evaluated = self._owes_evaluation and self._evaluate(session, view)
             if self._step < session.total_steps and not self._owes_evaluation:
-                self._checkpoints.write_if_due(self._moment(session), is_evaluated)
+                self._checkpoints.write_if_due(self._state(session), is_evaluated)
             if is_evaluated and not self._is_over(session):  # the summary shows the last evaluation
                 assert self._metrics is not None
                 metrics = self._metrics
@@ -192,7 +194,7 @@ class Training:
             steps = f"steps {self._step} to {self._step + count - 1}"
             view.warn(f"{steps}: {skipped} skipped, since a loss or gradient was not finite")
         self._step += count
-        self._tally.add(reports, seconds)
+        self._counts.add(reports, seconds)
         self._checkpoints.poll()
         epoch_ends = within + count == per_epoch
         every = self._config.train.eval_every_steps
@@ -200,7 +202,7 @@ class Training:
         self._owes_evaluation = session.has_test_rows and is_due
         is_line_due = self._step == 1 or self._step % self._config.train.log_every_steps == 0
         if self._owes_evaluation or epoch_ends or is_line_due:
-            interval, self._tally.interval = self._tally.interval, Interval()
+            interval, self._counts.interval = self._counts.interval, Interval()
             progress = TrainingProgress(
                 step=self._step,
                 total_steps=total,
@@ -228,9 +230,9 @@ class Training:
 
         session.meanwhile = announce
 
-    def _moment(self, session: DatasetSession) -> Moment:
+    def _state(self, session: DatasetSession) -> TrainingState:
         epochs_done = self._step // session.steps_per_epoch
-        return Moment(self._step, epochs_done, self._metrics, self._tally, self._owes_evaluation)
+        return TrainingState(self._step, epochs_done, self._metrics, self._counts, self._owes_evaluation)
 
     def _steps_of_next_call(self, within: int, per_epoch: int, total: int) -> int:
         """Return the number of steps until a log line, evaluation, checkpoint, stop check, or the end."""
@@ -268,9 +270,9 @@ class Training:
     def _finish(self, session: DatasetSession, view: TerminalView) -> None:
         self.doing = "while writing the checkpoint"
         view.status("writing the checkpoint")
-        self._checkpoints.write_last(self._moment(session))
+        self._checkpoints.write_last(self._state(session))
         session.close()
-        rate = self._tally.samples / self._tally.seconds
+        rate = self._counts.samples / self._counts.seconds
         best = self._checkpoints.best
         result = {
             **(self._metrics or {}),
@@ -279,7 +281,7 @@ class Training:
             "bad_rows": sum(report.bad_rows.total for report in session.reports),
             "unknown_values": {column.name: column.fraction for column in session.reports[1].unknown},
             "steps": self._step,
-            "skipped_steps": self._tally.skipped_steps,
+            "skipped_steps": self._counts.skipped_steps,
             "samples_per_second": rate,
             "seconds_to_first_step": self._seconds_to_first_step,
         }
@@ -312,19 +314,19 @@ class Training:
             results[test] = f"{format_number(metrics[score])} at step {self._step:,}{reachable}"
             names = [name for name in shown_metrics(self._tasks) if name != score]
             results |= {metric_title(name): format_number(metrics[name]) for name in names}
-        is_best_earlier = best is not None and best.step != self._step
-        if best is not None and is_best_earlier:
-            value = f"{format_number(best.value)} at step {best.step:,}"
-            results[f"best {metric_title(best.metric)}"] = value
+        earlier = None if best is None or best.step == self._step else best
+        if earlier:
+            value = f"{format_number(earlier.value)} at step {earlier.step:,}"
+            results[f"best {metric_title(earlier.metric)}"] = value
         if unknown := session.reports[1].unknown:
             results["unknown values"] = unknown_fractions(unknown)
         results["throughput"] = f"{rate:,.0f} samples/s"
         run = self._folder.checkpoint_root
         results["run folder"], results["curves"] = str(run), str(self._folder.curves)
         last = str(checkpoint_folders.step_folder(run, self._step))
-        if best is not None and is_best_earlier:
+        if earlier:
             results["last checkpoint"] = f"{last} (resume starts here)"
-            folder = checkpoint_folders.step_folder(run, best.step)
+            folder = checkpoint_folders.step_folder(run, earlier.step)
             results["best checkpoint"] = f"{folder} (evaluate and predict use it)"
         else:
             results["checkpoint"] = last

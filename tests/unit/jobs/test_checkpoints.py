@@ -18,7 +18,7 @@ from support.commands import eventually
 from support.shards import PATIENCE_SECONDS
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import Manifest, step_folder, write_text
+from hybrid.checkpoint.checkpoint_folders import Best, Manifest, step_folder, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import CheckpointSection, RunConfig
 from hybrid.errors import CheckpointError, ClusterError, HybridError, OutageError
@@ -26,7 +26,7 @@ from hybrid.metrics import BinaryMetrics, Metrics
 from hybrid.storage.remote_path import StoragePath
 from workers.controller.deployment import HeldCheckpoint, StoredCounts
 from workers.controller.session import Session
-from workers.jobs.checkpoint_schedule import Checkpoints, Moment, Tally
+from workers.jobs.checkpoint_schedule import Checkpoints, RunCounts, TrainingState
 from workers.run_folder.run_files import RunFolder
 
 NO_ROOM = "cannot write rows: No space left on device"
@@ -96,7 +96,7 @@ class Run:
         self.checkpoints.finish()
 
     def reach(self, step: int, auc: float | None = None, log_loss: float = 0.5) -> None:
-        self.checkpoints.write_if_due(moment(step, auc, log_loss), is_evaluated=auc is not None)
+        self.checkpoints.write_if_due(state(step, auc, log_loss), is_evaluated=auc is not None)
 
     @property
     def stored(self) -> list[int]:
@@ -115,9 +115,9 @@ def metrics_of(auc: float, log_loss: float) -> Metrics:
     return BinaryMetrics(auc, log_loss, 1.0, 1.0, 0.5, 0.5, 10)._asdict()
 
 
-def moment(step: int, auc: float | None = None, log_loss: float = 0.5, *, owes: bool = False) -> Moment:
+def state(step: int, auc: float | None = None, log_loss: float = 0.5, *, owes: bool = False) -> TrainingState:
     metrics = None if auc is None else metrics_of(auc, log_loss)
-    return Moment(step, 0, metrics, Tally(samples=10 * step), owes)
+    return TrainingState(step, 0, metrics, RunCounts(samples=10 * step), owes)
 
 
 Start = Callable[..., Run]
@@ -128,12 +128,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """A function that starts or resumes the run."""
     opened: list[RunFolder] = []
 
-    def make(progress: dict[str, Any] | None = None, **keys: Any) -> Run:
+    def make(best: Best | None = None, **keys: Any) -> Run:
         section = CheckpointSection(**{"every_steps": 10, "every_minutes": 0.0, "keep_best": "auc", **keys})
         opened.append(RunFolder.reopen(tmp_path / "run", RunConfig(), 1 << 40))
         warnings: list[str] = []
         role = Role()
-        written = Checkpoints(cast(Session, role), opened[-1], section, warnings.append, progress or {})
+        written = Checkpoints(cast(Session, role), opened[-1], section, warnings.append, best)
         return Run(role, opened[-1], warnings, written)
 
     yield make
@@ -182,10 +182,10 @@ def test_the_log_is_flushed_before_a_checkpoint(start: Start, monkeypatch: pytes
     run.at(10)
     run.at(20)
     assert stored_then == [[], [10]]
-    run.checkpoints.write_last(moment(25, owes=True), is_stopped=True)
+    run.checkpoints.write_last(state(25, owes=True), is_stopped=True)
     owed: list[bool] = []
     monkeypatch.setattr(RunFolder, "sync", lambda _: owed.append(progress_of(run, 25)["owes_evaluation"]))
-    run.checkpoints.write_last(moment(25, 0.5))
+    run.checkpoints.write_last(state(25, 0.5))
     assert owed == [True]
 
 
@@ -193,17 +193,14 @@ def test_a_resumed_run_has_the_best_evaluation(start: Start, tmp_path: Path) -> 
     run = start(keep_last=1)
     run.at(2, 0.8)
     run.at(10)
-    progress = Checkpoint.newest_valid(tmp_path / "run", pytest.fail).manifest.progress
-    assert progress["samples"] == 100
-    run = start(progress, keep_last=1)
+    manifest = Checkpoint.newest_valid(tmp_path / "run", pytest.fail).manifest
+    assert manifest.progress["samples"] == 100
+    run = start(manifest.best, keep_last=1)
     run.at(12, 0.7)
     run.at(20)
     assert run.stored == [2, 20]
     run.at(22, 0.9)
     assert run.stored == [22]
-    run = start(progress, keep_last=1, keep_best="log_loss")
-    run.at(24, 0.1, 9.0)
-    assert run.stored == [24]
 
 
 def test_training_continues_during_a_write(start: Start) -> None:
@@ -279,7 +276,7 @@ def test_training_continues_if_a_store_refuses_to_list(start: Start, monkeypatch
         assert run.warnings == ["no checkpoint of step 20: s3: cannot be listed; training continues"]
         down.setattr("workers.jobs.checkpoint_schedule.checkpoint_folders.begin", refuse)
         with pytest.raises(CheckpointError) as caught:
-            run.checkpoints.write_last(moment(25))
+            run.checkpoints.write_last(state(25))
     assert caught.value.kind is OutageError
     run.at(30)
     assert run.stored == [10, 30]
@@ -291,7 +288,7 @@ def test_metrics_of_a_failed_checkpoint_make_no_later_step_the_best(start: Start
     run.at(20, 0.8)
     assert len(run.warnings) == 1
     run.role.has_room = True
-    run.checkpoints.write_if_due(moment(25, 0.8), is_evaluated=False)
+    run.checkpoints.write_if_due(state(25, 0.8), is_evaluated=False)
     run.checkpoints.finish()
     assert run.role.saved_steps == [20]
 
@@ -343,7 +340,7 @@ def test_the_last_checkpoint_must_be_written(start: Start, is_stopped: bool) -> 
     run.at(10)
     run.role.has_room = False
     with pytest.raises(CheckpointError, match=f"^{NO_ROOM}; the last state of the run is not saved$"):
-        run.checkpoints.write_last(moment(15, 0.5), is_stopped)
+        run.checkpoints.write_last(state(15, 0.5), is_stopped)
     assert run.stored == [10]
 
 
@@ -355,7 +352,7 @@ def progress_of(run: Run, step: int) -> dict[str, Any]:
 def test_the_checkpoint_of_a_stop_has_the_best_and_the_pending_evaluation(start: Start, owes: bool) -> None:
     run = start()
     run.at(2, 0.8)
-    run.checkpoints.write_last(moment(15, 0.9, owes=owes), is_stopped=True)
+    run.checkpoints.write_last(state(15, 0.9, owes=owes), is_stopped=True)
     assert run.stored == [2, 15]
     assert progress_of(run, 15)["best"] == ["auc", 0.8, 2]  # 0.9 is of an earlier step
     assert progress_of(run, 15)["owes_evaluation"] == owes
@@ -365,10 +362,10 @@ def test_the_checkpoint_of_a_stop_has_the_best_and_the_pending_evaluation(start:
 def test_the_checkpoint_of_a_stop_may_become_the_best(start: Start, is_last: bool) -> None:
     run = start(keep_last=1)
     run.at(2, 0.8)
-    run.checkpoints.write_last(moment(20, owes=True), is_stopped=True)
-    again = start(progress_of(run, 20), keep_last=1)
+    run.checkpoints.write_last(state(20, owes=True), is_stopped=True)
+    again = start(run.checkpoints.best, keep_last=1)
     if is_last:
-        again.checkpoints.write_last(moment(20, 0.9))
+        again.checkpoints.write_last(state(20, 0.9))
     else:
         again.at(20, 0.9)
     assert again.checkpoints.best == ("auc", 0.9, 20)
@@ -383,10 +380,10 @@ def test_the_checkpoint_of_a_stop_may_become_the_best(start: Start, is_last: boo
 def test_a_worse_evaluation_is_no_longer_pending(start: Start) -> None:
     run = start()
     run.at(2, 0.8)
-    run.checkpoints.write_last(moment(15, owes=True), is_stopped=True)
-    again = start(progress_of(run, 15))
+    run.checkpoints.write_last(state(15, owes=True), is_stopped=True)
+    again = start(run.checkpoints.best)
     again.at(15, 0.7)
-    again.checkpoints.write_last(moment(15, 0.7), is_stopped=True)
+    again.checkpoints.write_last(state(15, 0.7), is_stopped=True)
     assert progress_of(again, 15)["best"] == ["auc", 0.8, 2]
     assert not progress_of(again, 15)["owes_evaluation"]
     assert again.logged == run.logged
@@ -396,8 +393,8 @@ def test_a_checkpoint_stays_if_its_evaluation_cannot_be_added(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start()
-    run.checkpoints.write_last(moment(20, owes=True), is_stopped=True)
-    again = start(progress_of(run, 20))
+    run.checkpoints.write_last(state(20, owes=True), is_stopped=True)
+    again = start(run.checkpoints.best)
 
     def refuse(source: Path, target: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -408,7 +405,7 @@ def test_a_checkpoint_stays_if_its_evaluation_cannot_be_added(
         assert len(again.warnings) == 1
         assert again.warnings[0].startswith("no checkpoint of step 20: cannot write")
         with pytest.raises(CheckpointError, match="the last state of the run is not saved"):
-            again.checkpoints.write_last(moment(20, 0.9))
+            again.checkpoints.write_last(state(20, 0.9))
     assert again.checkpoints.best is None
     assert progress_of(again, 20)["owes_evaluation"]
 

@@ -15,7 +15,7 @@ from hybrid.config import RunConfig, TrainSection
 from hybrid.errors import CheckpointError
 from hybrid.primitives.step_timings import PHASES
 from workers.controller.remote_trainer import TrainerReport
-from workers.jobs.checkpoint_schedule import Interval, Tally
+from workers.jobs.checkpoint_schedule import Interval, RunCounts
 from workers.jobs.training_job import is_patience_over
 
 SIZE = 5
@@ -34,65 +34,65 @@ def reports(steps: range, trainers: int = 2) -> list[TrainerReport]:
     return made
 
 
-def count(calls: Sequence[range]) -> Tally:
+def count(calls: Sequence[range]) -> RunCounts:
     """Count steps in some calls of the trainers."""
-    tally = Tally()
+    counts = RunCounts()
     for steps in calls:
-        tally.add(reports(steps), 0.25 * len(steps))
-    return tally
+        counts.add(reports(steps), 0.25 * len(steps))
+    return counts
 
 
-def restored(tally: Tally, folder: Path) -> Tally:
+def restored(counts: RunCounts, folder: Path) -> RunCounts:
     """Return the counts from a checkpoint."""
-    values, tensors = tally.pack()
+    values, tensors = counts.pack()
     write_tensors(folder, "progress", tensors)
-    return Tally.unpack(json.loads(json.dumps(values)), load_file(folder / "progress"))
+    return RunCounts.unpack(json.loads(json.dumps(values)), load_file(folder / "progress"))
 
 
 @pytest.mark.parametrize("cut", [1, 3, 6])
 @pytest.mark.parametrize("is_resumed", [False, True])
 def test_counts_do_not_depend_on_calls_and_resumes(cut: int, is_resumed: bool, tmp_path: Path) -> None:
     whole = count([range(7)])
-    tally = count([range(cut)])
+    counts = count([range(cut)])
     if is_resumed:
-        tally = restored(tally, tmp_path)
-    tally.add(reports(range(cut, 7)), 0.25 * (7 - cut))
-    assert (tally.samples, tally.skipped_steps) == (whole.samples, whole.skipped_steps) == (70, 7)
-    interval = tally.interval
-    assert tally.seconds == interval.seconds == 1.75
+        counts = restored(counts, tmp_path)
+    counts.add(reports(range(cut, 7)), 0.25 * (7 - cut))
+    assert (counts.samples, counts.skipped_steps) == (whole.samples, whole.skipped_steps) == (70, 7)
+    interval = counts.interval
+    assert counts.seconds == interval.seconds == 1.75
     assert (interval.num_steps, interval.num_samples) == (7, 70)
     assert (interval.loss, interval.score(CLICKS)) == (whole.interval.loss, whole.interval.score(CLICKS))
     assert interval.phase_seconds == dict.fromkeys(PHASES, (7 - cut) / 2 if is_resumed else 3.5)
-    packed, expected = tally.pack().reports, whole.pack().reports
+    packed, expected = counts.pack().reports, whole.pack().reports
     assert packed.keys() == expected.keys()
     for name in packed:
         assert torch.equal(packed[name], expected[name])
 
 
 def test_a_checkpoint_after_a_log_step_has_no_samples(tmp_path: Path) -> None:
-    tally = count([range(3)])
-    tally.interval = Interval()
-    assert tally.pack().reports == {}
-    assert restored(tally, tmp_path) == tally
-    assert tally.samples == 30
+    counts = count([range(3)])
+    counts.interval = Interval()
+    assert counts.pack().reports == {}
+    assert restored(counts, tmp_path) == counts
+    assert counts.samples == 30
 
 
 def test_counts_of_other_versions_are_refused() -> None:
-    assert Tally.unpack({}, {}) == Tally()
+    assert RunCounts.unpack({}, {}) == RunCounts()
     with pytest.raises(CheckpointError, match="start a new run"):
-        Tally.unpack({"samples": 1, "interval_skipped_steps": 3}, {})
+        RunCounts.unpack({"samples": 1, "interval_skipped_steps": 3}, {})
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
 def test_counts_continue_with_another_number_of_trainers(before: int, after: int, tmp_path: Path) -> None:
-    tally = Tally()
-    tally.add(reports(range(2), before), 1.0)
-    tally = restored(tally, tmp_path)
-    tally.add(reports(range(2, 5), after), 1.0)
+    counts = RunCounts()
+    counts.add(reports(range(2), before), 1.0)
+    counts = restored(counts, tmp_path)
+    counts.add(reports(range(2, 5), after), 1.0)
     parts = [*reports(range(2), before), *reports(range(2, 5), after)]
-    assert tally.interval.num_steps == 5
-    assert tally.interval.num_samples == sum(len(part.labels) for part in parts)
-    assert tally.interval.loss == pytest.approx(sum(sum(part.losses) for part in parts) / 5)
+    assert counts.interval.num_steps == 5
+    assert counts.interval.num_samples == sum(len(part.labels) for part in parts)
+    assert counts.interval.loss == pytest.approx(sum(sum(part.losses) for part in parts) / 5)
 
 
 @pytest.mark.parametrize(
