@@ -1,7 +1,8 @@
 """The model across processes: remote embeddings, a local dense net, and optionally a remote dense net."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -14,10 +15,10 @@ from hybrid.primitives.deferred_response import PendingResult
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Ticket
 
-AnySamples = TypeVar("AnySamples")
+AnyBatch = TypeVar("AnyBatch")
 
 
-class MicroBatch(NamedTuple, Generic[AnySamples]):
+class MicroBatch(NamedTuple, Generic[AnyBatch]):
     """Samples of one step, and their lookup.
 
     Attributes:
@@ -27,7 +28,7 @@ class MicroBatch(NamedTuple, Generic[AnySamples]):
         is_last: whether it is the last micro-batch of its step.
     """
 
-    batch: AnySamples
+    batch: AnyBatch
     ticket: Ticket
     start: Callable[[], PendingResult[Tensor]]
     is_last: bool
@@ -63,7 +64,7 @@ class HybridModel(nn.Module):
 
     Args:
         net: the local net; this module has no other parameters.
-        remote_net: a net that is called by RPC, or None.
+        remote_net: a net that is called by RPC, or None; not a module, since its parameters are not local.
         dtype: of parameters, inputs and outputs.
         autocast: lower precision of the local stages, or None.
         num_outputs: outputs per sample, over all tasks.
@@ -86,8 +87,7 @@ class HybridModel(nn.Module):
         super().__init__()
         self.net = net.to(dtype)
         self.stages = DenseNet(net.bottom, net.interaction, net.head)
-        # Outside the module tree, since it has no local parameters for DDP and state_dict.
-        self._remote = (remote_net,)
+        self._remote_net = remote_net
         self._dtype = dtype
         self._autocast = autocast
         self._shape = (-1,) if num_outputs == 1 else (-1, num_outputs)
@@ -99,7 +99,6 @@ class HybridModel(nn.Module):
 
         Under ``torch.no_grad``, the purpose of the ticket must be to predict.
         """
-        (remote_net,) = self._remote
         device = self.device
         self._inputs = None
         try:
@@ -114,11 +113,10 @@ class HybridModel(nn.Module):
             with clock.phase("dense"):
                 with clock.span("interaction"), self._precision(device):
                     hidden_BH = self.stages.interaction(bottom_BH, pooled_BE)
-                if remote_net is not None:
+                if self._remote_net is not None:
                     with clock.span("remote net"):
-                        hidden_BH = to_device(
-                            remote_net(micro.ticket, hidden_BH.to(self._dtype).cpu()), device
-                        )
+                        hidden_BH = self._remote_net(micro.ticket, hidden_BH.to(self._dtype).cpu())
+                        hidden_BH = to_device(hidden_BH, device)
                     inputs = inputs._replace(remote_BH=hidden_BH.detach())
                 with clock.span("head"), self._precision(device):
                     outputs_BO: Tensor = self.stages.head(hidden_BH).view(self._shape)
@@ -151,31 +149,24 @@ class HybridModel(nn.Module):
             return ""
         dense_BF, pooled_BE, remote_BH = self._inputs
         for name, tensor in (
-            ("numeric columns of the batch", dense_BF),
-            ("vectors of the tables", pooled_BE),
+            ("numeric columns of the batch are", dense_BF),
+            ("vectors of the tables are", pooled_BE),
+            ("output of the remote net is", remote_BH),
         ):
-            if not tensor.isfinite().all():
-                return f"the {name} are not finite"
-        if remote_BH is not None and not remote_BH.isfinite().all():
-            return "the output of the remote net is not finite"
+            if tensor is not None and not tensor.isfinite().all():
+                return f"the {name} not finite"
         outputs: list[str] = []  # in the order in which layers end
 
-        def note(name: str, output: object) -> None:
+        def note(name: str, _: nn.Module, __: object, output: object) -> None:
             if isinstance(output, Tensor) and not output.isfinite().all():
                 outputs.append(f"the output of {name}")
 
-        hooks = [
-            module.register_forward_hook(lambda _, __, output, name=name: note(name, output))
-            for name, module in self.net.named_modules()
-            if name and is_whole
-        ]
-        try:
-            if is_whole:
-                with torch.no_grad(), self._precision(self.device):
-                    self._repeat(self._inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        if is_whole:
+            with ExitStack() as hooks, torch.no_grad(), self._precision(self.device):
+                for name, module in self.net.named_modules():
+                    if name:
+                        hooks.callback(module.register_forward_hook(partial(note, name)).remove)
+                self._repeat(self._inputs)
         parameters = [f"the parameter {n}" for n, p in self.net.named_parameters() if not p.isfinite().all()]
         first = [*outputs[:1], *parameters[:1]]
         return f"the first values that are not finite are in {' and in '.join(first)}" if first else ""

@@ -10,7 +10,7 @@ that the losses of the trainers add up. A task whose weights are all 0 contribut
 With a ranking loss (:mod:`hybrid.engine.ranking_losses`), the loss of a task is a mixture of both.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from operator import add
 from typing import TypeAlias
@@ -55,32 +55,21 @@ class Objective:
         if not len(batch.labels):
             return outputs_BO.sum()
         outputs = split_outputs(outputs_BO, self._num_outputs)
-        labels, weights = self._columns(batch.labels, outputs_BO), None
-        if batch.weights is not None:
-            weights = self._columns(batch.weights, outputs_BO)
-        losses = [
-            self._task_loss(t, outputs[t], labels[t], None if weights is None else weights[t], batch)
-            for t in range(len(outputs))
-        ]
-        return reduce(add, losses)
+        return reduce(add, [self._task_loss(t, outputs_B, batch) for t, outputs_B in enumerate(outputs)])
 
-    def _task_loss(
-        self, t: int, outputs_B: Tensor, labels_B: Tensor, weights_B: Tensor | None, batch: Batch
-    ) -> Tensor:
+    def _task_loss(self, t: int, outputs_B: Tensor, batch: Batch) -> Tensor:
         task = self._tasks[t]
         if not task.ranking_loss:
-            loss = self._mean_loss(t, outputs_B, labels_B, weights_B, batch)
+            loss = self._mean_loss(t, outputs_B, batch)
         else:
             loss = task.ranking_fraction * self._ranking_loss(t, outputs_B, batch)
             if task.ranking_fraction < 1:
-                mean = self._mean_loss(t, outputs_B, labels_B, weights_B, batch)
-                loss = loss + (1 - task.ranking_fraction) * mean
+                loss = loss + (1 - task.ranking_fraction) * self._mean_loss(t, outputs_B, batch)
         return loss if task.weight == 1 else loss * task.weight
 
-    def _mean_loss(
-        self, t: int, outputs_B: Tensor, labels_B: Tensor, weights_B: Tensor | None, batch: Batch
-    ) -> Tensor:
-        if weights_B is None:
+    def _mean_loss(self, t: int, outputs_B: Tensor, batch: Batch) -> Tensor:
+        labels_B = self._column(batch.labels, t, outputs_B)
+        if batch.weights is None:
             # A mean times a fraction, not a sum over a size: with one trainer the fraction is 1, and every
             # gradient has the bits of torch's mean.
             return self._losses[t](outputs_B, labels_B, reduction="mean") * (
@@ -88,6 +77,7 @@ class Objective:
             )
         assert batch.total_weights is not None, "batches with weights have their totals"
         values_B = self._losses[t](outputs_B, labels_B, reduction="none")
+        weights_B = self._column(batch.weights, t, outputs_B)
         return weighted_summand(values_B, weights_B, batch.total_weights[t].item())
 
     def _ranking_loss(self, t: int, outputs_B: Tensor, batch: Batch) -> Tensor:
@@ -100,10 +90,9 @@ class Objective:
         values_B, counts_B = ranking_loss(outputs_B, labels_B, batch.groups, weights_B)
         return weighted_summand(values_B, counts_B, batch.total_groups[t].item())
 
-    def _columns(self, values: Tensor, outputs: Tensor) -> Sequence[Tensor]:
-        """Return one column per task, with type and device of ``outputs``."""
-        moved = to_device(values.to(outputs.dtype), outputs.device)
-        return by_task(moved, len(self._losses)).unbind(1)
+    def _column(self, values: Tensor, t: int, outputs: Tensor) -> Tensor:
+        """Return the column of task ``t``, with type and device of ``outputs``."""
+        return to_device(by_task(values, len(self._losses))[:, t].to(outputs.dtype), outputs.device)
 
 
 def weighted_summand(values_B: Tensor, weights_B: Tensor, total: float) -> Tensor:

@@ -61,7 +61,7 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec]) -> Ta
     optimizer = OptimizerSpec("frozen", 0.0)
     if not section.frozen:
         call = table_optimizer(shared, section)
-        arguments = {_SPEC_FIELDS.get(name, name): value for name, value in call.arguments.items()}
+        arguments = {_SPEC_FIELDS.get(key, key): value for key, value in call.arguments.items()}
         optimizer = OptimizerSpec(call.name, section.learning_rate or shared.learning_rate, **arguments)
     return TableSpec(
         name=name,
@@ -106,7 +106,7 @@ def _sequence(config: RunConfig, feature: FeatureSpec) -> int:
     return length
 
 
-def _with_rows(table: TableSpec, data_source: str | None) -> TableSpec:
+def _with_pretrained_rows(table: TableSpec, data_source: str | None) -> TableSpec:
     """Return ``table`` with what its pretrained rows need; raise ConfigError if they do not fit."""
     if not table.initial:
         return table
@@ -142,9 +142,9 @@ def place_tables(
         ConfigError: see :func:`table_specs`, or pretrained rows do not fit their table.
         DataError: pretrained rows cannot be read.
     """
-    tables = tuple(_with_rows(table, data_source) for table in table_specs(config, input_spec))
-    known = ids_per_sample, samples_of_lookup(config), wire_bytes_per_value(config)
-    return tables, place(tables, config.cluster.workers, *known)
+    tables = tuple(_with_pretrained_rows(table, data_source) for table in table_specs(config, input_spec))
+    load = ids_per_sample, samples_of_lookup(config), wire_bytes_per_value(config)
+    return tables, place(tables, config.cluster.workers, *load)
 
 
 def samples_of_lookup(config: RunConfig) -> float:
@@ -200,11 +200,9 @@ class Blueprint:
 
     def optimizer(self, net: nn.Module, *, is_remote: bool = False) -> torch.optim.Optimizer:
         """Create the optimizer of a trainer's dense net, or of the remote net."""
-        dense, groups = self.config.dense, self.config.dense_groups
-        options = dense.optimizer_options
-        return make_optimizer(
-            net, dense.optimizer_name, dense.learning_rate, options, groups, is_remote=is_remote
-        )
+        dense = self.config.dense
+        kind = dense.optimizer_name, dense.learning_rate, dense.optimizer_options
+        return make_optimizer(net, *kind, self.config.dense_groups, is_remote=is_remote)
 
 
 def host_remote_net(blueprint: Blueprint, rules: UpdateRules) -> HostedNet:

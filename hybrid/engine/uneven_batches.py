@@ -56,7 +56,7 @@ def align_batches(
             if not step_totals[0]:
                 return
             if has_ranking:
-                _refuse_split(batch, group, device)
+                _check_no_split_group(batch, group, device)
             yield _with_totals(batch, empty, step_totals, num_tasks)
         if is_known:
             return
@@ -90,7 +90,7 @@ def _with_totals(batch: Batch | None, empty: Batch, step_totals: Tensor, num_tas
     )
 
 
-def _refuse_split(batch: Batch | None, group: dist.ProcessGroup, device: torch.device) -> None:
+def _check_no_split_group(batch: Batch | None, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise DataError if several trainers have samples of one group in a step."""
     groups = None if batch is None else batch.groups
     local_U = torch.empty(0, dtype=torch.int64) if groups is None else groups.unique()

@@ -19,7 +19,6 @@ class PendingResult(Protocol[Result_co]):
 
     def wait(self) -> Result_co:
         """Return the result, or raise the exception."""
-        ...
 
 
 class ObservableResult(PendingResult[Result_co], Protocol[Result_co]):
@@ -27,11 +26,9 @@ class ObservableResult(PendingResult[Result_co], Protocol[Result_co]):
 
     def done(self) -> bool:
         """Return whether the result or an exception is known."""
-        ...
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call ``callback`` with this object once the result or an exception is known."""
-        ...
 
 
 class Caller(Protocol):
@@ -39,11 +36,9 @@ class Caller(Protocol):
 
     def wrap_result(self, value: Any) -> Any:
         """Return ``value`` in the form that is sent to the caller."""
-        ...
 
     def wrap_exception(self, error: Exception) -> Any:
         """Return an exception in the form that is sent to the caller."""
-        ...
 
 
 _thread = threading.local()

@@ -41,11 +41,9 @@ class Writer(Protocol):
     @property
     def closed(self) -> bool:
         """Whether the file is closed."""
-        ...
 
     def write(self, content: bytes | memoryview, /) -> int:
         """Append bytes to the file."""
-        ...
 
 
 class Entry(NamedTuple):

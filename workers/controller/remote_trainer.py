@@ -84,14 +84,12 @@ class Trainer:
         self._spec = spec = blueprint.input_spec
         self._sequences = blueprint.sequences
         self._index = index
-        dense = config.dense
-        self._devices = devices = choose_devices(dense, index)
-        self._device = devices[0]
+        devices = choose_devices(config.dense, index)
         self._clock = StepClock()
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
         self._embeddings = Embeddings(blueprint.tables, spec, placement, remote_tables, self._clock)
-        net = blueprint.dense_net().to(self._device)
+        net = blueprint.dense_net().to(devices[0])
         self._num_parameters = sum(parameter.numel() for parameter in net.parameters())
         model = blueprint.model(net, remote_net)
         self._placement = apply_backend(model, blueprint, devices)

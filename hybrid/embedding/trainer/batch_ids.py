@@ -42,14 +42,15 @@ class BatchIds:
         self.ids_L = sparse.ids_L.to(torch.int64).contiguous()
         self.weights_L = sparse.weights_L
         self._num_features = sparse.num_features
-        self._offsets = None if sparse.offsets is None else sparse.offsets.to(torch.int64).contiguous()
+        self._offsets = offsets
         ends_K = torch.arange(1, sparse.num_features + 1) * self.batch_size
-        self.ends_K = ends_K if self._offsets is None else self._offsets[ends_K]
+        self.ends_K = ends_K if offsets is None else self.offsets[ends_K]
 
-    @property
+    @cached_property
     def offsets(self) -> Tensor:
-        """Where each bag starts, feature by feature, (K * B + 1)."""
-        return torch.arange(len(self.ids_L) + 1) if self._offsets is None else self._offsets
+        """Where each bag starts, feature by feature, int64 (K * B + 1)."""
+        given = self._offsets
+        return torch.arange(len(self.ids_L) + 1) if given is None else given.to(torch.int64).contiguous()
 
     @cached_property
     def weighted_features(self) -> frozenset[int]:
@@ -90,9 +91,7 @@ class BatchIds:
     def bounds(self, feature: int) -> Tensor:
         """Return the offsets of the bags of a feature in ``ids_L``, (B + 1)."""
         first = feature * self.batch_size
-        if self._offsets is None:
-            return torch.arange(first, first + self.batch_size + 1)
-        return self._offsets[first : first + self.batch_size + 1]
+        return self.offsets[first : first + self.batch_size + 1]
 
     def single(self, features: Sequence[int]) -> Tensor:
         """Return the ids of features with one id per sample, (features, B)."""

@@ -68,17 +68,12 @@ class Embeddings:
         self._features = input_spec.sparse_features
         self._tables = tables_of(input_spec, tables)
         self._sequences = tuple(k for k, t in enumerate(self._tables) if t.sequence)
-        self._ends = list(accumulate(self.widths))  # of the output columns of each feature
-        self._width = sum(self.widths)
+        self._ends = list(accumulate(t.width for t in self._tables))  # of the output columns of each feature
+        self._width = sum(t.width for t in self._tables)
         self._num_rows_K = torch.tensor([t.num_rows for t in self._tables])
         self._placement = placement
         self._outbox = Outbox(sources, clock or StepClock())
         self._routes: dict[tuple[frozenset[int], frozenset[int]], list[tuple[Route, Tensor | None]]] = {}
-
-    @property
-    def widths(self) -> list[int]:
-        """Number of output columns of each feature, in feature order."""
-        return [t.width for t in self._tables]
 
     def lookup(self, sparse: SparseFeatures, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         """Start the lookup of a batch, and do not wait.
@@ -225,17 +220,14 @@ def make_routes(
     """
     of_table = placement.locations()
     of_dim: dict[int, list[int]] = defaultdict(list)
-    pooled: dict[tuple[int, Pooling, bool], list[int]] = defaultdict(list)  # by this trainer
-    bags: dict[tuple[object, Pooling, bool], list[int]] = defaultdict(list)  # pooled by workers
+    # By whether workers pool, groups or width, pooling, and whether ids have weights.
+    bags: dict[tuple[bool, object, Pooling, bool], list[int]] = defaultdict(list)
     for k in row_features:
         of_dim[tables[k].dim].append(k)
     for k in bag_features:
-        table, is_weighted = tables[k], k in weighted
-        if table.name in placement.pooled_by_trainers:
-            pooled[table.dim, table.pooling, is_weighted].append(k)
-        else:
-            groups = tuple((at.worker, at.number) for at in of_table[table.name])
-            bags[groups, table.pooling, is_weighted].append(k)
+        table, by_workers = tables[k], tables[k].name not in placement.pooled_by_trainers
+        groups = tuple((at.worker, at.number) for at in of_table[table.name])
+        bags[by_workers, groups if by_workers else table.dim, table.pooling, k in weighted].append(k)
 
     def with_locations(features: list[int]) -> tuple[tuple[int, ...], Locations]:
         return tuple(features), [of_table[tables[k].name] for k in features]
@@ -243,15 +235,13 @@ def make_routes(
     routes = []
     for _, features in sorted(of_dim.items()):
         if any(tables[k].sequence for k in features):
-            routes.append(
-                sequence_route(*with_locations(features), [tables[k].num_vectors for k in features])
-            )
+            sizes_F = [tables[k].num_vectors for k in features]
+            routes.append(sequence_route(*with_locations(features), sizes_F))
         else:
             routes.append(row_route(*with_locations(features)))
-    for (_, pooling, is_weighted), features in pooled.items():
-        routes.append(pool_route(*with_locations(features), pooling, is_weighted))
-    for (_, pooling, is_weighted), features in bags.items():
-        routes.append(bag_route(*with_locations(features), pooling, is_weighted))
+    for (by_workers, _, pooling, is_weighted), features in sorted(bags.items(), key=lambda item: item[0][0]):
+        make_route = bag_route if by_workers else pool_route
+        routes.append(make_route(*with_locations(features), pooling, is_weighted))
     return routes
 
 
@@ -262,7 +252,7 @@ class TableRequest(NamedTuple):
         table: name of the table.
         ids_L: int64 rows of the table.
         offsets: int64, where each bag starts (bags + 1); None for one vector per id.
-        weights_L: float32 weight of each id within its bag, or None for ones; for sum pooling only.
+        weights_L: floating-point weight of each id within its bag, or None for ones; for sum pooling only.
         pooling: how a bag becomes one vector.
     """
 

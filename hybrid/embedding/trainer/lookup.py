@@ -32,7 +32,6 @@ class TableSource(Protocol):
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> ObservableResult[list[Tensor]]:
         """Request a tensor for each item."""
-        ...
 
     def send_gradients(
         self,
@@ -42,7 +41,6 @@ class TableSource(Protocol):
         items: Sequence[Item] = (),
     ) -> ObservableResult[list[Tensor]]:
         """Send gradients. With ``next_ticket``, the same message requests ``items``."""
-        ...
 
 
 class OutputLayout(Protocol):
@@ -50,11 +48,9 @@ class OutputLayout(Protocol):
 
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
         """Return the outputs, given the responses of all workers."""
-        ...
 
     def gradients(self, grads: Sequence[Tensor]) -> Iterable[tuple[Slot, Tensor]]:
         """Return the gradients of response tensors for the gradients of the outputs. No tensor is a view."""
-        ...
 
 
 class Outbox:
@@ -109,7 +105,6 @@ class Lookup:
         self._successor: Lookup | None = None
         self._responses: dict[int, ObservableResult[list[Tensor]]] = {}
         self._wire_dtype = torch.float32
-        self._sizes = {worker: len(request) for worker, request in items.items()}
 
     def start(self, after: Lookup | None = None) -> Lookup:
         """Send the requests, now or with the gradients of an earlier lookup; return this lookup."""
@@ -136,11 +131,11 @@ class Lookup:
         Raises:
             ClusterError: no request was sent, because the gradients of the earlier lookup were not sent.
         """
-        if self._responses.keys() != self._sizes.keys():
+        if self._responses.keys() != self._items.keys():
             raise ClusterError(
                 f"step {self._ticket.step}: no lookup was sent, because the earlier gradients were not"
             )
-        tensors = [tensor for worker in self._sizes for tensor in self._responses[worker].wait()]
+        tensors = [tensor for worker in self._items for tensor in self._responses[worker].wait()]
         self._responses = {}  # free them early
         # Autograd records a function of plain values only if one of its inputs requires a gradient.
         anchor = torch.zeros(0, requires_grad=self._ticket.purpose is Purpose.PREFETCH)
@@ -152,21 +147,18 @@ class Lookup:
         """Return the outputs, given the tensors of all responses, worker by worker."""
         self._wire_dtype = next((tensor.dtype for tensor in tensors), self._wire_dtype)
         rest = (t.float() if t.dtype is torch.bfloat16 else t for t in tensors)
-        responses = {worker: list(islice(rest, size)) for worker, size in self._sizes.items()}
+        responses = {worker: list(islice(rest, len(request))) for worker, request in self._items.items()}
         return self._layout.outputs(responses)
 
     def response_gradients(self, output_grads: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients of the response tensors, or None for each if this method sends them."""
         with self._clock.span("split gradients"):
-            grads: dict[int, dict[int, Tensor]] = {worker: {} for worker in self._sizes}
-            for (worker, index), grad in self._layout.gradients(output_grads):
-                grads[worker][index] = grad.to(self._wire_dtype)
-            ordered = {worker: [of[index] for index in sorted(of)] for worker, of in grads.items()}
+            by_slot = {slot: g.to(self._wire_dtype) for slot, g in self._layout.gradients(output_grads)}
         if self._ticket.purpose is not Purpose.PREFETCH:
-            return [grad for of_worker in ordered.values() for grad in of_worker]
-        for worker, of_worker in ordered.items():
-            self._send_gradients(worker, of_worker)
-        return [None] * sum(self._sizes.values())
+            return [by_slot[worker, i] for worker, items in self._items.items() for i in range(len(items))]
+        for worker, items in self._items.items():
+            self._send_gradients(worker, [by_slot[worker, i] for i in range(len(items))])
+        return [None] * len(by_slot)
 
     def _send_gradients(self, worker: int, grads: Sequence[Tensor]) -> None:
         """Send gradients to a worker, in one message with the successor's request, if there is one."""

@@ -61,11 +61,9 @@ class Assembler(Protocol):
 
     def vectors(self, responses: Responses) -> Tensor:
         """Return ``vectors_BFD`` of the route's features, or of the positions of its sequences."""
-        ...
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
         """Return the gradient of each response tensor. None is a view, since RPC sends whole storages."""
-        ...
 
 
 class Route(NamedTuple):
@@ -266,7 +264,7 @@ def bag_route(features: tuple[int, ...], locations: Locations, pooling: Pooling,
         groups.append((of_group[0], bases_FS))
 
     def start(ids: BatchIds, items: Items) -> Assembler:
-        of_batch, weights_L = ids.pooling_weights(pooling, is_weighted, len(groups) > 1)
+        bag_pooling, weights_L = ids.pooling_weights(pooling, is_weighted, len(groups) > 1)
         capacity = ids.count(features)
         slots = []
         for at, bases_FS in groups:
@@ -277,7 +275,7 @@ def bag_route(features: tuple[int, ...], locations: Locations, pooling: Pooling,
             # A clone, because RPC sends the whole storage of a view.
             rows = rows if size == capacity else rows[:size].clone()
             weights = None if weights_L is None else weights_L[positions[:size]]
-            slots.append(append(items, at.worker, (at.number, Bags(rows, offsets, weights, of_batch))))
+            slots.append(append(items, at.worker, (at.number, Bags(rows, offsets, weights, bag_pooling))))
         return _PooledByWorkers(slots, (ids.batch_size, len(features), groups[0][0].group.dim))
 
     return Route(features, start)
@@ -304,14 +302,14 @@ def pool_route(features: tuple[int, ...], locations: Locations, pooling: Pooling
     features_F, space = np.array(features), AddressSpace(locations)
 
     def start(ids: BatchIds, items: Items) -> Assembler:
-        of_batch, weights_L = ids.pooling_weights(pooling, is_weighted)
+        bag_pooling, weights_L = ids.pooling_weights(pooling, is_weighted)
         size = ids.count(features)
         addresses_L = torch.empty(size, dtype=space.dtype)
         offsets = torch.empty(ids.batch_size * len(features) + 1, dtype=torch.int32)
         positions_L = torch.empty(0 if weights_L is None else size, dtype=torch.int64)
         ids.write_addresses(features_F, space.bases_KS, space.counts_K, addresses_L, offsets, positions_L)
         rows = space.request(addresses_L, (ids.batch_size, len(features), space.dim), items)
-        return _PooledRows(rows, offsets, None if weights_L is None else weights_L[positions_L], of_batch)
+        return _PooledRows(rows, offsets, None if weights_L is None else weights_L[positions_L], bag_pooling)
 
     return Route(features, start)
 

@@ -76,9 +76,9 @@ class BlockWriter:
         self._released: deque[int] = deque()
         self._count = 0
 
-    def write(self, tensors: Sequence[Tensor], layout: Layout) -> Block | None:
+    def write(self, tensors: Sequence[Tensor]) -> Block | None:
         """Copy tensors into a new block; None if no gap is large enough, or the tensors are small."""
-        if (length := num_bytes(layout)) < MIN_BLOCK_BYTES:
+        if (length := sum(align(tensor.nbytes) for tensor in tensors)) < MIN_BLOCK_BYTES:
             return None
         while self._released:
             self._used.pop(self._released.popleft(), None)
@@ -119,10 +119,7 @@ class BlockReader:
 
     def take_released(self) -> list[int]:
         """Return the numbers of the blocks that were released since the last call."""
-        numbers = []
-        while self._released:
-            numbers.append(self._released.popleft())
-        return numbers
+        return [self._released.popleft() for _ in range(len(self._released))]
 
     def _release(self, number: int, _: object) -> None:
         del self._in_use[number]
@@ -142,10 +139,8 @@ class MemoryPair:
     def __init__(self, memory: memoryview, writes_first_half: bool) -> None:
         middle = len(memory) // 2
         halves = memory[:middle], memory[middle:]
-        self.writer, self.reader = (
-            BlockWriter(halves[not writes_first_half]),
-            BlockReader(halves[writes_first_half]),
-        )
+        self.writer = BlockWriter(halves[not writes_first_half])
+        self.reader = BlockReader(halves[writes_first_half])
 
     @classmethod
     def map(cls, descriptor: int, writes_first_half: bool) -> "MemoryPair":
@@ -179,11 +174,6 @@ def layout_of(tensors: Iterable[Tensor]) -> Layout:
     return [(_DTYPE_NUMBERS[each.dtype], tuple(each.shape)) for each in tensors]
 
 
-def num_bytes(layout: Layout) -> int:
-    """Return the number of bytes that :func:`write_tensors` uses, padding included."""
-    return sum(align(math.prod(shape) * DTYPES[number].itemsize) for number, shape in layout)
-
-
 def write_tensors(tensors: Sequence[Tensor], memory: memoryview, start: int) -> None:
     """Copy tensors into ``memory`` from byte ``start``, a multiple of 64."""
     for tensor in tensors:
@@ -206,10 +196,9 @@ def read_tensors(memory: memoryview, start: int, layout: Layout) -> list[Tensor]
     tensors = []
     for number, shape in layout:
         dtype, count = DTYPES[number], math.prod(shape)
-        if count:
+        flat = torch.empty(0, dtype=dtype)
+        if count:  # frombuffer rejects an empty tensor
             flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
-        else:  # frombuffer rejects an empty tensor
-            flat = torch.empty(0, dtype=dtype)
         tensors.append(flat.view(tuple(shape)))
         start += align(count * dtype.itemsize)
     return tensors

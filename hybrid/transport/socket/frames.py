@@ -92,10 +92,9 @@ class Frames:
         tensors, memory = message.tensors, self._memory
         if not all(each.is_cpu for each in tensors):
             raise ClusterError("tensors on a GPU cannot be sent between trainers and workers")
-        layout = layout_of(tensors)
-        block = None if memory is None else memory.writer.write(tensors, layout)
+        block = None if memory is None else memory.writer.write(tensors)
         released = [] if memory is None else memory.reader.take_released()
-        content = (message.kind.value, *message[1:3], layout, block and tuple(block), released)
+        content = (message.kind.value, *message[1:3], layout_of(tensors), block and tuple(block), released)
         head = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
         segments: list[bytes | memoryview] = [head]
         if block is None:

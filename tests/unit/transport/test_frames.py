@@ -181,7 +181,7 @@ def writer() -> BlockWriter:
 
 
 def write_block(writer: BlockWriter, *tensors: Tensor) -> Block:
-    block = writer.write(tensors, layout_of(tensors))
+    block = writer.write(tensors)
     assert block is not None
     return block
 
@@ -236,7 +236,7 @@ def test_tensors_that_do_not_fit_are_not_written() -> None:
     writer = shared(16 * MIN_BLOCK_BYTES)[0].writer
     first = write_block(writer, torch.zeros(MIN_BLOCK_BYTES))
     large = torch.zeros(MIN_BLOCK_BYTES + 64)
-    assert writer.write([large], layout_of([large])) is None
+    assert writer.write([large]) is None
     writer.free([first.number])
     assert write_block(writer, large).start == 0
 
