@@ -12,10 +12,11 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 from urllib.parse import quote
 
+from hybrid.config.task_sections import is_lower_better
 from hybrid.errors import CheckpointError, StorageError
 from hybrid.storage import files as storage
 from hybrid.storage.private_files import make_folder, refuse_link, sync
@@ -65,6 +67,20 @@ class Best(NamedTuple):
     metric: str
     value: float
     step: int
+
+
+def choose_best(best: Best | None, metric: str, metrics: Mapping[str, float], step: int) -> Best | None:
+    """Return the evaluation of ``step`` if it has ``metric`` and is better than ``best``, else ``best``.
+
+    Any number is better than NaN, and than the value of another metric.
+    """
+    if (value := metrics.get(metric)) is None:  # "none" is no metric
+        return best
+    if best is not None and best.metric == metric and not math.isnan(best.value):
+        is_better = value < best.value if is_lower_better(metric) else value > best.value
+        if not is_better:
+            return best
+    return Best(metric, value, step)
 
 
 @dataclass(frozen=True, slots=True)

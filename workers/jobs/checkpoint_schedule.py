@@ -19,7 +19,6 @@ from torch import Tensor
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import BEST, MANIFEST_FILE, OWES_EVALUATION, Best, Manifest
 from hybrid.config import CheckpointSection, TaskSection
-from hybrid.config.task_sections import is_lower_better
 from hybrid.errors import CheckpointError, StorageError
 from hybrid.metrics import Metrics, score
 from hybrid.storage.remote_path import StoragePath
@@ -346,10 +345,4 @@ class Checkpoints:
     def _choose_best(self, now: TrainingState, best: Best | None) -> Best | None:
         """Return the current evaluation if it is better than ``best``, else ``best``."""
         metric = self._section.keep_best
-        if metric == "none" or now.metrics is None:
-            return best
-        value = now.metrics[metric]
-        if best is None or math.isnan(best.value):
-            return Best(metric, value, now.step)
-        is_better = value < best.value if is_lower_better(metric) else value > best.value
-        return Best(metric, value, now.step) if is_better else best
+        return checkpoint_folders.choose_best(best, metric, now.metrics or {}, now.step)
