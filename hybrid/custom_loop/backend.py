@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, DENSE_FILE, Manifest, write_copy, write_text
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Manifest, write_copy, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
@@ -55,16 +55,19 @@ class PlacedTables:
     """The tables of a module, on their workers.
 
     Attributes:
+        number: index among the modules that the script has distributed.
         placement: the worker of each row.
         rules: how gradients become updates.
         workers: the tables of each worker that holds rows.
     """
 
+    number: int
     placement: Placement
     rules: UpdateRules
     workers: Mapping[int, WorkerTables]
 
 
+@dataclass(eq=False)
 class Backend:
     """What a training loop needs from the process it runs in.
 
@@ -82,13 +85,10 @@ class Backend:
 
     is_single_process = False
 
-    def __init__(
-        self, config: RunConfig, trainer: int, group: dist.ProcessGroup, snapshot: Path | None
-    ) -> None:
-        self.config = config
-        self.trainer = trainer
-        self.group = group
-        self.snapshot = snapshot
+    config: RunConfig
+    trainer: int
+    group: dist.ProcessGroup
+    snapshot: Path | None
 
     def warn(self, message: str) -> None:
         """Show a warning about the script; trainer 0 calls it."""
@@ -106,26 +106,24 @@ class Backend:
         """
         raise NotImplementedError
 
-    def resume(self, folder: StoragePath) -> None:
+    def enable_restart(self, folder: StoragePath) -> None:
         """Let the launcher, if there is one, restart a failed script from the checkpoints in this folder."""
 
-    def save(
-        self, folder: StoragePath, step: int, dense: Mapping[str, Tensor], progress: Mapping[str, Any]
-    ) -> None:
-        """Write a checkpoint of the tables and the module.
+    def save(self, number: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]) -> None:
+        """Write a checkpoint of a module and its tables.
 
         Args:
-            step: number of steps taken.
+            number: see :class:`PlacedTables`.
+            manifest: without the list of files.
             dense: the module as :func:`pack_dense` returns it. Only trainer 0's copy is written.
-            progress: counters of the loop, as in :class:`Manifest`.
 
         Raises:
-            CheckpointError: the checkpoint cannot be written.
+            CheckpointError: the checkpoint cannot be written. On a cluster, the run ends instead.
         """
         raise NotImplementedError
 
-    def load(self, stored: Checkpoint) -> None:
-        """Load the rows of a checkpoint.
+    def load(self, number: int, stored: Checkpoint) -> None:
+        """Load the rows of a checkpoint into the tables of module ``number``.
 
         Raises:
             CheckpointError: the checkpoint has other tables.
@@ -133,7 +131,7 @@ class Backend:
         raise NotImplementedError
 
 
-# Set in the thread that runs a script on a trainer of a cluster.
+# The backend that `connect` returns; not set in a plain Python process.
 BACKEND: ContextVar[Backend] = ContextVar("backend")
 
 
@@ -161,8 +159,7 @@ class SingleProcess(Backend):
     def __init__(self, config: RunConfig, snapshot: Path | None = None) -> None:
         group = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # without a store: only its size is used
         super().__init__(config, 0, group, snapshot)
-        self._shards: TableShards
-        self._placement: Placement
+        self._shards: list[TableShards] = []  # of each module
         self._data: StoragePath | None = None
 
     def place_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
@@ -170,36 +167,32 @@ class SingleProcess(Backend):
         rules = update_rules(self.config, num_trainers=1)
         shards = TableShards(placement, 0, rules, getattr(torch, self.config.train.dtype))
         shards.initialize(self.config.run.seed)
-        self._shards, self._placement = shards, placement
+        self._shards.append(shards)
         # A thread that updates rows while the interpreter ends would abort the process.
         weakref.finalize(self, shards.close)
-        return PlacedTables(placement, rules, {0: LocalTables(shards)})
+        return PlacedTables(len(self._shards) - 1, placement, rules, {0: LocalTables(shards)})
 
     def prepare_data(self) -> str:
         self._data = ensure_prepared(self.config, cache_folder(self.config), print).absolute()
         return str(self._data)
 
-    def save(
-        self, folder: StoragePath, step: int, dense: Mapping[str, Tensor], progress: Mapping[str, Any]
-    ) -> None:
+    def save(self, number: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]) -> None:
         partial = checkpoint_folders.begin(folder)
         try:
-            self._shards.begin_save(is_copied=False)
-            files = {**self._shards.write(partial), **write_tensors(partial, DENSE_FILE, dense)}
+            self._shards[number].begin_save(is_copied=False)
+            files = {**self._shards[number].write(partial), **write_tensors(partial, DENSE_FILE, dense)}
             texts, vocabularies = checkpoint_contents(self.config, self._data)
             for name, text in texts.items():
                 files |= write_text(partial, name, text)
             for source in vocabularies.values():
                 files |= write_copy(partial, VOCABULARIES_FILE, source)
-            counters = {CUSTOM_LOOP: True, **progress}
-            manifest = Manifest(step, 0, self._placement.shapes, files, progress=counters)
-            checkpoint_folders.commit(partial, manifest)
+            checkpoint_folders.commit(partial, replace(manifest, files=files))
         except BaseException:
             checkpoint_folders.discard(partial)
             raise
 
-    def load(self, stored: Checkpoint) -> None:
-        self._shards.load(stored.folder, stored.manifest.step)
+    def load(self, number: int, stored: Checkpoint) -> None:
+        self._shards[number].load(stored.folder, stored.manifest.step)
 
 
 class LocalTables:

@@ -14,11 +14,12 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config.loading import load_config
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.embedding_modules import plain_copy
-from hybrid.custom_loop.local_batches import PreparedData
-from hybrid.custom_loop.loop_state import Stateful
+from hybrid.custom_loop.local_batches import GROUP, PreparedData
+from hybrid.custom_loop.loop_state import LoopCheckpoints, Position, Stateful
 from hybrid.custom_loop.training_loop import TrainingLoop
 from hybrid.data.prepare.dataset_location import open_split
-from hybrid.metrics import Metrics
+from hybrid.errors import DataError
+from hybrid.metrics import Metrics, Predictions
 from hybrid.storage.remote_path import StoragePath, parse_path
 
 
@@ -59,7 +60,7 @@ class Cluster:
         its slice of the arrays.
 
         Raises:
-            ConfigError, DataError: the data cannot be prepared.
+            ConfigError, DataError: the data cannot be prepared. On a cluster, the run ends instead.
         """
         source, config = self._backend.prepare_data(), self._backend.config
         train, test = (open_split(source, split, config.data) for split in ("train", "test"))
@@ -91,10 +92,10 @@ class Cluster:
                 samples; or a result of :meth:`prepare`.
             size: number of samples per batch over all trainers; by default, batches keep their sizes.
             whole: column with a group number per sample, for ranking losses. The samples of a group must be
-                adjacent. A group is not split between batches or trainers.
+                adjacent. A group is not split between trainers, nor between batches of ``size`` samples.
 
         Raises:
-            DataError: a group of ``whole`` is split, or larger than ``size``.
+            DataError: a group of ``whole`` is not adjacent, or larger than ``size``.
         """
         return self._require_loop().batches(data, size, whole)
 
@@ -148,13 +149,40 @@ class Cluster:
         Raises:
             DataError: there are no samples, or no labels.
         """
-        return self._require_loop().evaluate(data, size)
+        loop, tasks, parts = self._require_loop(), self._backend.config.all_tasks, []
+        net = loop.model.net
+        modes = [(module, module.training) for module in net.modules()]
+        net.eval()
+        try:
+            with torch.no_grad():
+                for batch in loop.batches(data, size, None):
+                    if missing := [name for name in tasks if name not in batch]:
+                        raise DataError(f"evaluate: the batch has no column {missing[0]!r} with labels")
+                    labels_BT = torch.stack([batch[name] for name in tasks], 1).float()
+                    ones_B = torch.ones_like(labels_BT[:, 0])
+                    weights = [batch.get(f"{name}.weights", ones_B).float() for name in tasks]
+                    groups = [batch[GROUP]] if GROUP in batch else []
+                    parts.append([net(batch), labels_BT, torch.stack(weights, 1), *groups])
+        finally:
+            for module, is_training in modes:
+                module.training = is_training
+        if not parts:
+            raise DataError("evaluate: the data have no batch")
+        outputs, *rest = (loop.trainers.gather(torch.cat(each)) for each in zip(*parts, strict=True))
+        rows = torch.arange(len(outputs))  # no samples are known to have equal features
+        outputs = outputs[:, 0] if outputs.shape[1:] == (1,) else outputs
+        predictions = Predictions(outputs, rest[0], rows, *rest[1:])
+        metrics = predictions.metrics(tasks, is_weighted=self._backend.config.data.weighted_metrics)
+        if loop.checkpoints is not None:
+            loop.checkpoints.record_evaluation(metrics, loop.step)
+        return metrics
 
     def resume(self, folder: str | StoragePath, *objects: Stateful, every_steps: int = 1000) -> None:
         """Continue from the newest checkpoint in a run folder, if there is one, and write further ones.
 
         Call it before the first step. A checkpoint follows every ``every_steps`` steps, after the best
-        evaluation, and at the end of :meth:`epochs`; ``checkpoint.keep_last`` of them are kept.
+        evaluation, and at the end of :meth:`epochs`, unless ``break`` leaves it. ``checkpoint.keep_last`` of
+        them are kept.
         :meth:`batches` skips the batches before the checkpoint. So a script that is started again ends with
         the bits of an undisturbed run. ``hybrid run`` starts it again if a role is lost.
 
@@ -167,11 +195,34 @@ class Cluster:
         """
         if every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, not {every_steps}")
-        self._require_loop().resume(parse_path(folder), objects, every_steps)
+        loop, root = self._require_loop(), parse_path(folder)
+        if loop.checkpoints is not None or loop.is_in_pass or loop.position != Position():
+            raise RuntimeError("cluster.resume(...) is called once, before the first step")
+        if self._backend.snapshot is not None:
+            return  # hybrid compare runs the first steps of the script
+        self._backend.enable_restart(root)
+        loop.checkpoints = LoopCheckpoints(
+            self._backend, loop.trainers, root, every_steps, lambda path, best: loop.save(path, objects, best)
+        )
+        if (stored := loop.checkpoints.open_newest()) is not None:
+            loop.resumed = loop.load(stored, objects)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the indices of the epochs, from that of the checkpoint of :meth:`resume` on."""
-        return self._require_loop().epochs(count)
+        loop = self._require_loop()
+        for epoch in range(loop.resumed.epoch, count):
+            if loop.remaining_steps == 0:
+                break
+            loop.end_pass()
+            first = max(loop.position.pass_index, loop.resumed.first_pass)
+            loop.position = Position(epoch, first, first)
+            if epoch > loop.resumed.epoch:
+                loop.save_if_due()
+            yield epoch
+        if loop.remaining_steps != 0:  # else a longer run can continue in the pass
+            loop.end_pass()
+            loop.position = loop.position._replace(epoch=count, first_pass=loop.position.pass_index)
+        loop.save_if_due(is_last=True)
 
     def save(self, folder: str | StoragePath, *objects: Stateful) -> None:
         """Write a checkpoint of the tables, the module and optimizers.
@@ -183,18 +234,23 @@ class Cluster:
             objects: optimizers of the module, schedulers, and other objects with ``state_dict()``.
 
         Raises:
-            CheckpointError: the folder exists or cannot be written; no partial checkpoint remains.
+            CheckpointError: the folder exists or cannot be written; no partial checkpoint remains. On a
+                cluster, the run ends instead.
+            RuntimeError: a step has begun.
         """
         self._require_loop().save(parse_path(folder), objects)
 
     def load(self, folder: str | StoragePath, *objects: Stateful) -> None:
         """Load a checkpoint, written by any number of trainers and workers; all trainers call it.
 
+        A pass over training batches ends: the script must leave it.
+
         Args:
-            objects: those of :meth:`save`, or none.
+            objects: those of :meth:`save`, in the same order, or none.
 
         Raises:
-            CheckpointError: the checkpoint is of another model, or damaged.
+            CheckpointError: the checkpoint is of another model or of other objects, or damaged.
+            RuntimeError: a step has begun.
         """
         self._require_loop().load(Checkpoint.open(parse_path(folder)), objects)
 

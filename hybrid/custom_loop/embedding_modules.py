@@ -13,10 +13,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -87,14 +87,13 @@ def Ftrl(lr: float, beta: float = 1.0, l1: float = 0.0, weight_decay: float = 0.
 def _spec(name: str, lr: float, **settings: Any) -> OptimizerSpec:
     """Return the specification of an optimizer; ValueError if an argument is out of range."""
     spec = OptimizerSpec(name, lr, **settings)
-    above_zero = {"lr": spec.learning_rate, "eps": spec.eps, "beta": spec.ftrl_beta}
-    at_least_zero = {"weight_decay": spec.weight_decay, "l1": spec.ftrl_l1}
-    # The second key of betas differs by a space, which the message does not show.
-    below_one = {"momentum": spec.momentum, "betas": min(spec.betas), "betas ": max(spec.betas)}
-    for name, value in (above_zero | at_least_zero | below_one).items():
-        is_valid = math.isfinite(value) and value >= 0 and (value > 0 or name not in above_zero)
-        if not is_valid or (name in below_one and value >= 1):
-            raise ValueError(f"{spec.name}: {name.strip()} cannot be {value}")
+    above_zero = [("lr", spec.learning_rate), ("eps", spec.eps), ("beta", spec.ftrl_beta)]
+    at_least_zero = [("weight_decay", spec.weight_decay), ("l1", spec.ftrl_l1)]
+    below_one = [("momentum", spec.momentum), *(("betas", beta) for beta in spec.betas)]
+    for pair in (*above_zero, *at_least_zero, *below_one):
+        is_valid = 0 <= pair[1] < (1 if pair in below_one else math.inf)
+        if not is_valid or (pair in above_zero and not pair[1]):
+            raise ValueError(f"{name}: {pair[0]} cannot be {pair[1]}")
     return spec
 
 
@@ -126,7 +125,11 @@ class Jagged(NamedTuple):
         return Jagged(self.values[first:last], self.offsets[start : stop + 1] - first)
 
 
-class TableCall(NamedTuple):
+Column: TypeAlias = Tensor | Jagged  # of a batch
+
+
+@dataclass(eq=False)
+class TableCall:
     """The arguments of a call of a table.
 
     Attributes:
@@ -140,23 +143,13 @@ class TableCall(NamedTuple):
 
     module: TableModule
     ids: Tensor
-    offsets: Tensor | None
-    weights: Tensor | None
-    has_end: bool
-    key: tuple[object, ...]
+    offsets: Tensor | None = None
+    weights: Tensor | None = None
+    has_end: bool = True
 
-    @classmethod
-    def of(
-        cls,
-        module: TableModule,
-        ids: Tensor,
-        offsets: Tensor | None = None,
-        weights: Tensor | None = None,
-        has_end: bool = True,
-    ) -> TableCall:
-        """Return the call with these arguments, and with the present content of the tensors."""
-        key = (id(module), has_end, *map(_identify, (ids, offsets, weights)))
-        return cls(module, ids, offsets, weights, has_end, key)
+    def __post_init__(self) -> None:
+        tensors = self.ids, self.offsets, self.weights
+        self.key = (id(self.module), self.has_end, *map(_identify, tensors))
 
 
 def _identify(tensor: Tensor | None) -> tuple[object, ...] | None:
@@ -205,6 +198,8 @@ class TableModule(nn.Module):
             raise ValueError(f"a table needs rows and columns, not {num_embeddings} x {embedding_dim}")
         if init not in INITIALIZERS.names:
             raise ValueError(f"init is one of {', '.join(INITIALIZERS.names)}, not {init!r}")
+        if padding_idx is not None and not 0 <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx must be at least 0 and below {num_embeddings}, not {padding_idx}")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.optimizer = optimizer or Adagrad(lr=0.05)
@@ -214,6 +209,7 @@ class TableModule(nn.Module):
         self.initial = initial
         self.ids = (ids,) if isinstance(ids, str) else tuple(ids)
         self.weights: tuple[str, ...] = ()
+        self.pooled_by = "auto"
         self.name = ""
         self._loop: TrainingLoop | None = None
 
@@ -260,6 +256,7 @@ class TableModule(nn.Module):
             init=self.init,
             bytes_per_value=bytes_per_value,
             initial=self.initial,
+            pooled_by=self.pooled_by,
         )
 
     def bind(self, name: str, loop: TrainingLoop) -> None:
@@ -275,7 +272,7 @@ class TableModule(nn.Module):
         self.forward = torch.compiler.disable(self.forward)
         self.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
 
-    def calls(self, columns: Mapping[str, Tensor | Jagged]) -> list[TableCall]:
+    def calls(self, columns: Mapping[str, Column]) -> list[TableCall]:
         """Return the calls with the columns that ``ids`` and ``weights`` name.
 
         Args:
@@ -291,9 +288,7 @@ class TableModule(nn.Module):
         pairs = zip_longest(self.ids, self.weights)
         return [self.call(columns[i], None, None if w is None else columns[w]) for i, w in pairs]
 
-    def call(
-        self, ids: Tensor | Jagged, offsets: Tensor | None = None, weights: Tensor | Jagged | None = None
-    ) -> TableCall:
+    def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:
         """Return the call of the table with these arguments."""
         raise NotImplementedError
 
@@ -329,15 +324,13 @@ class Embedding(TableModule):
         call = self.call(ids)
         flat, vectors_LD = call.ids, self._vectors(call)
         if (is_padding := self._is_padding(flat)) is not None:
-            positions = (~is_padding).view(-1).nonzero().view(-1).to(vectors_LD.device)
+            positions = (~is_padding).reshape(-1).nonzero().view(-1).to(vectors_LD.device)
             empty_LD = vectors_LD.new_zeros(flat.numel(), self.embedding_dim)
             vectors_LD = empty_LD.index_copy(0, positions, vectors_LD)
         return vectors_LD.view(*flat.shape, self.embedding_dim)
 
-    def call(
-        self, ids: Tensor | Jagged, offsets: Tensor | None = None, weights: Tensor | Jagged | None = None
-    ) -> TableCall:
-        return TableCall.of(self, ids.values if isinstance(ids, Jagged) else ids)
+    def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:
+        return TableCall(self, ids.values if isinstance(ids, Jagged) else ids)
 
     def request(self, call: TableCall) -> TableRequest:
         is_padding = self._is_padding(call.ids)
@@ -391,9 +384,6 @@ class EmbeddingBag(TableModule):
         self.include_last_offset = include_last_offset
         self.pooled_by = pooled_by
 
-    def spec(self, name: str, bytes_per_value: int) -> TableSpec:
-        return replace(super().spec(name, bytes_per_value), pooled_by=self.pooled_by)
-
     def forward(
         self,
         ids: Tensor | Jagged,
@@ -410,33 +400,31 @@ class EmbeddingBag(TableModule):
         """
         return self._vectors(self.call(ids, offsets, per_sample_weights))
 
-    def call(
-        self, ids: Tensor | Jagged, offsets: Tensor | None = None, weights: Tensor | Jagged | None = None
-    ) -> TableCall:
+    def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:
         if isinstance(weights, Jagged):
             weights = weights.values
         if weights is not None and self.pooling is not Pooling.SUM:
             raise ValueError(f"per_sample_weights need mode='sum', not {self.pooling.value!r}")
         if isinstance(ids, Jagged):
-            return TableCall.of(self, ids.values, ids.offsets, weights)
+            return TableCall(self, ids.values, ids.offsets, weights)
         if (ids.dim() == 2) == (offsets is not None) or ids.dim() not in (1, 2):
             raise ValueError(
                 f"ids of shape {list(ids.shape)}: flat ids need offsets, ids of shape (bags, ids) take none"
             )
-        return TableCall.of(self, ids, offsets, weights, self.include_last_offset)
+        return TableCall(self, ids, offsets, weights, self.include_last_offset)
 
     def request(self, call: TableCall) -> TableRequest:
-        ids, offsets, weights = call.ids, call.offsets, call.weights
+        ids, offsets, weights = call.ids.cpu(), call.offsets, call.weights
         if offsets is None:
             offsets = torch.arange(len(ids) + 1) * ids.shape[1]
         elif not call.has_end:
             offsets = torch.cat([offsets, offsets.new_tensor([len(ids)])])
+        offsets = offsets.to("cpu", torch.int64).contiguous()
         if (is_padding := self._is_padding(ids)) is not None:
-            kept_before = torch.cat([torch.zeros(1, dtype=torch.int64), (~is_padding).view(-1).cumsum(0)])
+            kept_before = torch.cat([torch.zeros(1, dtype=torch.int64), (~is_padding).reshape(-1).cumsum(0)])
             ids, offsets = ids[~is_padding], kept_before[offsets]
             weights = None if weights is None else weights[~is_padding]
-        weights_L = None if weights is None else weights.detach().reshape(-1)
-        offsets = offsets.to(torch.int64).contiguous()
+        weights_L = None if weights is None else weights.detach().reshape(-1).cpu()
         return TableRequest(self.name, _as_ids(ids), offsets, weights_L, self.pooling)
 
 

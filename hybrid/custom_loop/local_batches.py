@@ -33,6 +33,7 @@ from hybrid.primitives.grouping import find_split_group, group_bounds, group_end
 DENSE, GROUP = "dense", "group"
 
 
+@dataclass(eq=False)
 class LocalBatch:
     """One trainer's slice of a global batch.
 
@@ -46,25 +47,17 @@ class LocalBatch:
 
     ended = False  # the batches of all trainers end at the same step
 
-    def __init__(
-        self,
-        values: Any,
-        size: int,
-        global_size: int,
-        tables: Sequence[TableModule],
-        whole: str | None = None,
-    ) -> None:
-        self.values = values
-        self.size = size
-        self.global_size = global_size
-        self._tables = tables
-        self._whole = whole
+    values: Any
+    size: int
+    global_size: int
+    tables: Sequence[TableModule]
+    whole: str | None = None
 
     @cached_property
     def calls(self) -> list[TableCall]:
         """The calls whose columns the tables name; they are looked up before the module runs."""
         columns = {name: c for name, c in _columns(self.values) if isinstance(c, Tensor | Jagged)}
-        return [call for table in self._tables for call in table.calls(columns)]
+        return [call for table in self.tables for call in table.calls(columns)]
 
     @property
     def sparse_features(self) -> list[TableRequest]:
@@ -76,10 +69,10 @@ class LocalBatch:
         if parts == 1:
             return [self]
         ranges = [slice_bounds(self.size, part, parts) for part in range(parts)]
-        if self._whole is not None:
-            ends_G = group_ends(_group_column(self.values, self._whole))
+        if self.whole is not None:
+            ends_G = group_ends(_group_column(self.values, self.whole))
             ranges = [group_bounds(ends_G, start, stop) for start, stop in ranges]
-        rest = self.global_size, self._tables, self._whole
+        rest = self.global_size, self.tables, self.whole
         return [LocalBatch(cut(self.values, *bounds), bounds[1] - bounds[0], *rest) for bounds in ranges]
 
 
@@ -132,7 +125,11 @@ def global_batches(data: Any, size: int | None, whole: str | None = None) -> Ite
 
 
 def _rebatch(chunks: Iterable[Any], size: int, whole: str | None) -> Iterator[Any]:
-    """Yield batches: batch s has the samples, or groups that end, in (s * size, (s + 1) * size]."""
+    """Yield batches of ``size`` samples.
+
+    Batch s has samples s * size to (s + 1) * size. With ``whole``, it has the groups whose last sample is in
+    that range.
+    """
     held: list[Any] = []
     # Positions among all samples: start and end of the held samples, and end of the batch's range.
     start, num_read, stop = 0, 0, size
@@ -146,7 +143,7 @@ def _rebatch(chunks: Iterable[Any], size: int, whole: str | None) -> Iterator[An
         if start == num_read or (stop > num_complete and not is_last):
             continue
         joined, first = _concatenate(held), start
-        ends_G = None if whole is None else start + _group_ends(joined, whole, size)
+        ends_G = None if whole is None else start + _checked_group_ends(joined, whole, size)
         while stop <= num_complete or (is_last and start < num_read):
             # A range may end before the last group does.
             end = min(stop, num_read) if ends_G is None else last_end(ends_G, stop)
@@ -155,7 +152,7 @@ def _rebatch(chunks: Iterable[Any], size: int, whole: str | None) -> Iterator[An
         held = [cut(joined, start - first, num_read - first)]
 
 
-def _group_ends(batch: Any, whole: str, size: int) -> npt.NDArray[np.int64]:
+def _checked_group_ends(batch: Any, whole: str, size: int) -> npt.NDArray[np.int64]:
     """Return the ends of the groups in a batch; DataError if one has more than ``size`` samples."""
     groups_B = _group_column(batch, whole)
     ends_G = group_ends(groups_B)
@@ -252,9 +249,9 @@ def _columns(batch: Any) -> list[tuple[str, Any]]:
 def _map_columns(batch: Any, function: Callable[[Any, str], Any], path: str = "") -> Any:
     """Call ``function`` with each column and its path of keys; return the results in the batch's structure.
 
-    A column is a tensor, a :class:`Jagged`, or a list of other values, such as texts from a DataLoader.
+    A column is a tensor, a :class:`Jagged`, or a list or tuple of other values, such as texts.
     """
-    if isinstance(batch, Tensor | Jagged):
+    if isinstance(batch, Jagged) or (isinstance(batch, Tensor) and batch.dim()):
         return function(batch, path)
 
     def mapped(key: object, value: Any) -> Any:
@@ -262,15 +259,13 @@ def _map_columns(batch: Any, function: Callable[[Any, str], Any], path: str = ""
 
     if isinstance(batch, Mapping):
         return {name: mapped(name, value) for name, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(mapped(index, value) for index, value in enumerate(batch)))
-    if isinstance(batch, list | tuple) and any(
-        isinstance(each, Tensor | Mapping | list | tuple) for each in batch
-    ):
-        return type(batch)(mapped(index, value) for index, value in enumerate(batch))
-    if isinstance(batch, list):
-        return function(batch, path)
-    raise DataError(f"a batch has a {type(batch).__name__} at {path!r}, where a tensor must be")
+    if isinstance(batch, list | tuple):
+        if not any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch):
+            return function(batch, path)
+        values = [mapped(index, value) for index, value in enumerate(batch)]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    found = "scalar tensor" if isinstance(batch, Tensor) else type(batch).__name__
+    raise DataError(f"a batch has a {found} at {path!r}, where a tensor of samples must be")
 
 
 @dataclass

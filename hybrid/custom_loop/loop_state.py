@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,7 +13,6 @@ from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Best
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense
-from hybrid.config.task_sections import is_lower_better
 from hybrid.custom_loop.backend import Backend
 from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.dense.dense_optimizer import DenseOptimizer
@@ -87,13 +86,17 @@ def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoin
         rule = f"has the state of {len(encoded)} optimizers and schedulers, not of {len(objects)}"
         raise CheckpointError(f"{stored.folder}: {rule}")
     for each, code in zip(objects, map(_decode, encoded), strict=False):
+        groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else None
+        if len(groups or ()) != (len(code) if isinstance(code, list) else 0):
+            rule = f"has no state for {type(each).__name__} at its position among the objects of cluster.save"
+            raise CheckpointError(f"{stored.folder}: {rule}, with the same number of parameter groups")
         if not isinstance(each, torch.optim.Optimizer):
             each.load_state_dict(code)
             continue
         end = first + _num_parameters(each)
-        values = {index - first: of for index, of in tensors.items() if first <= index < end}
+        values = {index - first: state for index, state in tensors.items() if first <= index < end}
         DenseOptimizer(each, Schedule()).load(values, stored.folder)
-        for group, settings in zip(each.param_groups, code, strict=False):
+        for group, settings in zip(each.param_groups, code, strict=True):
             group.update({name: value for name, value in settings.items() if name != "params"})
         first = end
     return Position(*progress.get(_POSITION, ()))
@@ -123,70 +126,57 @@ def _decode(code: Any) -> Any:
     return [*map(_decode, code)] if isinstance(code, list) else code
 
 
+@dataclass
 class LoopCheckpoints:
     """The checkpoints of a custom loop in its run folder. All trainers call the methods together.
 
-    Args:
+    Attributes:
         backend: backend of the loop.
         trainers: all trainers.
         root: the run folder.
         every_steps: number of steps between two checkpoints.
-        save: writes a checkpoint, given its folder, the best evaluation, and the position of the loop.
-
-    Attributes:
-        resumed: position of the checkpoint from which the loop continues.
+        save: writes a checkpoint of the loop, given its folder and the best evaluation.
+        saved_step: step of the newest checkpoint; 0 if there is none.
+        best: the best evaluation, or None.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        trainers: TrainerGroup,
-        root: StoragePath,
-        every_steps: int,
-        save: Callable[[StoragePath, Best | None, Position], None],
-    ) -> None:
-        self._backend = backend
-        self._trainers = trainers
-        self._root = root
-        self._every_steps = every_steps
-        self._save = save
-        self._saved_step = 0
-        self._best: Best | None = None
-        self.resumed = Position()
+    backend: Backend
+    trainers: TrainerGroup
+    root: StoragePath
+    every_steps: int
+    save: Callable[[StoragePath, Best | None], None]
+    saved_step: int = 0
+    best: Best | None = None
 
-    def find(self) -> Checkpoint | None:
-        """Return the newest valid checkpoint, and remove newer ones; None if there is none.
+    def open_newest(self) -> Checkpoint | None:
+        """Return the newest valid checkpoint, which others will follow; None if there is none.
 
         Raises:
             CheckpointError: all checkpoints are damaged.
         """
         step = -1
-        if self._backend.trainer == 0 and checkpoint_folders.list_checkpoints(self._root):
-            step = Checkpoint.newest_valid(self._root, self._backend.warn).manifest.step
-            checkpoint_folders.remove_after(self._root, step)
-        step = int(self._trainers.gather(torch.tensor([step]))[0])
-        return None if step < 0 else Checkpoint.open(checkpoint_folders.step_folder(self._root, step))
+        if self.backend.trainer == 0 and checkpoint_folders.list_checkpoints(self.root):
+            step = Checkpoint.newest_valid(self.root, self.backend.warn).manifest.step
+            checkpoint_folders.remove_after(self.root, step)
+        step = int(self.trainers.gather(torch.tensor([step]))[0])
+        if step < 0:
+            return None
+        stored = Checkpoint.open(checkpoint_folders.step_folder(self.root, step))
+        self.saved_step, self.best = step, stored.manifest.best
+        return stored
 
-    def resume(self, stored: Checkpoint, position: Position) -> None:
-        """Continue after a checkpoint."""
-        self._saved_step, self._best, self.resumed = stored.manifest.step, stored.manifest.best, position
+    def record_evaluation(self, metrics: Metrics, step: int) -> None:
+        """Record an evaluation; if it is the best one, a checkpoint follows before the next step."""
+        by = self.backend.config.best_by
+        self.best = checkpoint_folders.choose_best(self.best, by, metrics, step)
 
-    def note(self, metrics: Metrics, step: int) -> None:
-        """Note an evaluation; if it is the best one, a checkpoint follows before the next step."""
-        by, best = self._backend.config.best_by, self._best
-        if by not in metrics or math.isnan(metrics[by]):
-            return  # checkpoint.keep_best is none, or the metric is undefined
-        sign = -1 if is_lower_better(by) else 1
-        if best is None or sign * metrics[by] > sign * best.value:
-            self._best = Best(by, metrics[by], step)
-
-    def write_if_due(self, step: int, position: Position, *, is_last: bool = False) -> None:
+    def write_if_due(self, step: int, *, is_last: bool = False) -> None:
         """Write a checkpoint between two steps, if it is due; remove old ones."""
-        is_best = self._best is not None and self._best.step == step
-        if step == self._saved_step or not (is_last or is_best or step % self._every_steps == 0):
+        is_best = self.best is not None and self.best.step == step
+        if step == self.saved_step or not (is_last or is_best or step % self.every_steps == 0):
             return
-        self._save(checkpoint_folders.step_folder(self._root, step), self._best, position)
-        self._saved_step = step
-        if self._backend.trainer == 0:
-            keep_last = self._backend.config.checkpoint.keep_last
-            checkpoint_folders.prune(self._root, keep_last, self._best and self._best.step)
+        self.save(checkpoint_folders.step_folder(self.root, step), self.best)
+        self.saved_step = step
+        if self.backend.trainer == 0:
+            keep_last = self.backend.config.checkpoint.keep_last
+            checkpoint_folders.prune(self.root, keep_last, self.best and self.best.step)

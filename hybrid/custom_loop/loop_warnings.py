@@ -24,8 +24,7 @@ class LoopWarnings:
         self._has_schedule = backend.config.schedule.call.name != "constant"
         self._given: set[str] = set()
         self._gradients: list[tuple[int, int]] = []
-        self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[float]]
-        self._rates = weakref.WeakKeyDictionary()
+        self._rates = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[float]]()
 
     def note_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Record the versions of the gradients that ``cluster.backward`` has computed."""

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hybrid.custom_loop.local_batches import checksum
 from hybrid.engine.uneven_batches import gather_slices
@@ -22,7 +21,7 @@ class TrainerGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+        self.group = group
         self._size = group.size()
         self.device = device
 
@@ -30,7 +29,7 @@ class TrainerGroup:
         """Return the sum of all trainers' tensors."""
         total = values.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
         if self._size > 1:
-            dist.all_reduce(total, group=self._group)
+            dist.all_reduce(total, group=self.group)
         return total
 
     def gather(self, values: Tensor) -> Tensor:
@@ -41,19 +40,17 @@ class TrainerGroup:
 
         Args:
             values: (n, ...); n may differ between trainers, and may be 0.
+
+        Raises:
+            DataError: ``values`` is a scalar.
         """
+        if not values.dim():
+            raise DataError("cluster.gather takes one value per sample, (samples, ...), and not a scalar")
         is_trained = torch.is_grad_enabled() and values.requires_grad
-        if self._size == 1:
-            return values if is_trained else values.detach().cpu()
-        if not is_trained:
-            return torch.cat(gather_slices(values.detach(), self._group, self.device)).cpu()
-        sizes = self.gather(torch.tensor([len(values)])).tolist()
-        rank = self._group.rank()
-        before, after = sum(sizes[:rank]), sum(sizes[rank + 1 :])
-        padded = pad(values, [0, 0] * (values.dim() - 1) + [before, after])
-        apply: Any = _SumWithGradients.apply
-        gathered: Tensor = apply(padded, self)
-        return gathered
+        if self._size > 1:
+            apply: Any = _Gather.apply
+            values = apply(values, self)
+        return values if is_trained else values.detach().cpu()
 
     def check_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches; compare the first one of all trainers.
@@ -73,8 +70,8 @@ class TrainerGroup:
             yield batch
 
 
-class _SumWithGradients(torch.autograd.Function):
-    """Sum over all trainers, with gradients.
+class _Gather(torch.autograd.Function):
+    """Concatenates the tensors of all trainers, with gradients.
 
     All trainers run the same graph in the same order. So on every trainer, the all-reduce of the backward
     pass comes between the same two all-reduces of DDP.
@@ -82,9 +79,11 @@ class _SumWithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, trainers: TrainerGroup) -> Tensor:
-        ctx.trainers = trainers
-        return trainers.sum(values).to(values.device)
+        slices = gather_slices(values, trainers.group, trainers.device)
+        ctx.trainers, ctx.sizes = trainers, [len(each) for each in slices]
+        return torch.cat(slices).to(values.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.trainers.sum(grads[0]).to(grads[0].device), None
+        total: Tensor = ctx.trainers.sum(grads[0]).to(grads[0].device)
+        return total.split(ctx.sizes)[ctx.trainers.group.rank()], None

@@ -2,7 +2,7 @@
 
 ::
 
-    next batch        send the lookups of the calls that earlier passes made
+    next batch        send the lookups of the columns that tables name in ``ids``
     model(batch)      a call of a table takes its vectors; other ids are looked up now
     cluster.backward  the weighted mean over all trainers; gradients are sent to the tables
     optimizer.step    a pre-hook of torch lets all trainers decide on the step first
@@ -10,26 +10,21 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from itertools import islice
-from operator import add
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hybrid.checkpoint.checkpoint_folders import BEST, Best
+from hybrid.checkpoint.checkpoint_folders import BEST, CUSTOM_LOOP, Best, Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.custom_loop.backend import Backend
 from hybrid.custom_loop.embedding_modules import TableCall, TableModule
 from hybrid.custom_loop.local_batches import (
-    GROUP,
     LocalBatch,
     PreparedData,
     global_batches,
@@ -44,11 +39,10 @@ from hybrid.dense.net_builder import batch_norm_warning
 from hybrid.embedding.trainer.embeddings import ModuleTables, TableRequest
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.engine.ddp import DensePlacement
-from hybrid.engine.hybrid_model import MicroBatch, to_device
+from hybrid.engine.hybrid_model import to_device
 from hybrid.engine.losses import weighted_summand
 from hybrid.engine.step_engine import StepEngine, seed_step
 from hybrid.errors import CheckpointError, ConfigError, DataError
-from hybrid.metrics import Metrics, Predictions
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode
@@ -58,8 +52,7 @@ from hybrid.storage.remote_path import StoragePath
 _ROWS_PER_LOOKUP = 1 << 16
 # Seeds the random numbers that all trainers draw alike; no trainer has this rank.
 _ALL_TRAINERS = 1 << 32
-# More lookups than a step has: the number is not known before its last micro-batch.
-_UNKNOWN = 1 << 30
+_MANY_PARTS = 1 << 30  # more parts than a step has, until its last micro-batch is known
 
 
 @dataclass
@@ -67,22 +60,20 @@ class ForwardPass:
     """A forward pass that is running.
 
     Attributes:
-        micro: the micro-batch in training; None otherwise.
-        batch: the batch of the pass; None for a call without a batch.
         ticket: ticket of its lookups.
+        batch: the batch of the pass; empty for a call without a batch.
         prefetched: the lookup that was sent before the pass; None after its vectors are used.
+        is_last: whether it trains the last micro-batch of a step.
         vectors: calls and their vectors, by key.
-        lookups: lookups whose vectors were used.
-        zeros: the zero output of each of ``lookups``; see :meth:`ModuleTables.lookup`.
+        zeros: the zero output of each lookup whose vectors were used; see :meth:`ModuleTables.lookup`.
         is_backward_done: whether ``cluster.backward`` was called.
     """
 
-    micro: MicroBatch[LocalBatch] | None
-    batch: LocalBatch | None
     ticket: Ticket
+    batch: LocalBatch = field(default_factory=lambda: LocalBatch({}, 0, 0, ()))
     prefetched: Lookup | None = None
+    is_last: bool = False
     vectors: dict[object, tuple[TableCall, Tensor]] = field(default_factory=dict)
-    lookups: list[Lookup] = field(default_factory=list)
     zeros: list[Tensor] = field(default_factory=list)
     is_backward_done: bool = False
 
@@ -98,6 +89,10 @@ class TrainingLoop:
         model: the module under DDP, and its gradients.
         trainers: all trainers.
         device: device of the module.
+        checkpoints: the checkpoints of ``cluster.resume``, or None.
+        position: position of the loop.
+        resumed: position of the checkpoint from which the loop continues.
+        is_in_pass: whether a pass over training batches has begun, and the next has not.
         is_saving: whether a checkpoint is reading the state dict of the module.
     """
 
@@ -119,18 +114,15 @@ class TrainingLoop:
             if spec.optimizer.all_rows and config.train.update == "async":
                 rule = f"must be sync or lookahead, since each step updates all rows of table {spec.name}"
                 raise ConfigError("train.update", rule, "async")
-        placed = backend.place_tables(specs)
-        self._barriers = list(placed.workers.values())
+        self._placed = placed = backend.place_tables(specs)
         self._widths = {spec.dim for spec in specs}
-        self._shapes = placed.placement.shapes
         self._rules = placed.rules
         self._tables = ModuleTables(specs, placed.placement, placed.workers, clock)
         self._modules = list(modules.values())
         for name, module in modules.items():
             module.bind(name, self)
         net.to(self.device)
-        is_alone = backend.is_single_process
-        if not is_alone and (message := batch_norm_warning(net, config)):
+        if not backend.is_single_process and (message := batch_norm_warning(net, config)):
             self._warnings.warn(message)
         self._engine = StepEngine[LocalBatch](
             config,
@@ -144,7 +136,7 @@ class TrainingLoop:
             DensePlacement(backend.group),
             devices,
             clock,
-            is_single_process=is_alone,
+            is_single_process=backend.is_single_process,
         )
         self.model = self._engine.model
         self.trainers = TrainerGroup(backend.group, self._engine.device)
@@ -155,23 +147,23 @@ class TrainingLoop:
         # Factor of the step's gradients, once decided; None to skip the step.
         self._scale: float | None = None
         self._stepped_optimizers: set[int] = set()  # ids of the optimizers that have taken the step
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, None]  # in the order of first use
-        self._optimizers = weakref.WeakKeyDictionary()
-        self._run: LoopCheckpoints | None = None
-        self._position = Position()
-        self._is_in_pass = False
+        # In the order of first use.
+        self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
+        self.checkpoints: LoopCheckpoints | None = None
+        self.position = self.resumed = Position()
+        self.is_in_pass = False
         self._sent_step = -1  # the last step with gradients on their way to the tables
         self.is_saving = False
         self._is_in_backward = False
         loop = weakref.ref(self)  # hooks of parameters and optimizers must not keep it alive
 
         def after_gradient(_: Tensor) -> None:
-            if (found := loop()) is not None:
-                found._require_cluster_backward()
+            if (live_loop := loop()) is not None:
+                live_loop._require_cluster_backward()
 
         def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if (found := loop()) is not None:
-                found.before_optimizer_step(optimizer)
+            if (live_loop := loop()) is not None:
+                live_loop.before_optimizer_step(optimizer)
 
         for parameter in net.parameters():
             if parameter.requires_grad:
@@ -183,37 +175,23 @@ class TrainingLoop:
         """Number of steps taken."""
         return self._engine.step
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """See :meth:`Cluster.epochs`."""
-        resumed = self._run.resumed if self._run is not None else Position()
-        for epoch in range(resumed.epoch, count):
-            if self._has_ended:
-                break
-            self._end_pass()
-            first = self._position.pass_index
-            if epoch == resumed.epoch:
-                first = max(first, resumed.first_pass)
-            self._position = Position(epoch, first, first)
-            if epoch > resumed.epoch:
-                self._save_if_due()
-            yield epoch
-        if not self._has_ended:  # else a longer run can continue in the pass
-            self._end_pass()
-            self._position = self._position._replace(epoch=count, first_pass=self._position.pass_index)
-        self._save_if_due(is_last=True)
+    @property
+    def remaining_steps(self) -> int | None:
+        """Number of steps until ``train.max_steps`` are taken; None without this limit."""
+        max_steps = self._config.train.max_steps
+        return max(0, max_steps - self.step) if max_steps else None
 
     def batches(self, data: Any, size: int | None, whole: str | None) -> Iterator[Any]:
         """Yield this trainer's slice of each batch, for training, or for evaluation under ``no_grad``."""
         if torch.is_grad_enabled():
-            with closing(self._training_batches(data, size, whole)) as batches:
-                yield from batches
+            yield from self._training_batches(data, size, whole)
             return
         outer = self._evaluation
         try:
-            for batch in self._local_batches(data, size, whole, self._position.pass_index, 0):
+            for batch in self._local_batches(data, size, whole, self.position.pass_index, 0):
                 ticket = self._evaluation_ticket()
                 prefetched = self._tables.lookup(batch.sparse_features, ticket) if batch.calls else None
-                self._evaluation = ForwardPass(None, batch, ticket, prefetched)
+                self._evaluation = ForwardPass(ticket, batch, prefetched)
                 yield batch.values
         finally:
             self._evaluation = outer
@@ -232,28 +210,25 @@ class TrainingLoop:
 
     def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
         """Yield batches whose random numbers depend on their position only, and are alike on all trainers."""
-        for number in itertools.count():
+        for number in count():
             seed_step(self._config.run.seed, _ALL_TRAINERS + index, number, ())
             if (batch := next(batches, None)) is None:
                 return
             yield batch
 
-    def _training_batches(self, data: Any, size: int | None, whole: str | None) -> Generator[Any, None, None]:
+    def _training_batches(self, data: Any, size: int | None, whole: str | None) -> Iterator[Any]:
         self._flush()
-        self._end_pass()
-        resumed = self._run.resumed if self._run is not None else Position()
-        index = self._position.pass_index
+        self.end_pass()
+        index, resumed = self.position.pass_index, self.resumed
         if index < resumed.pass_index:  # its steps precede the checkpoint
-            self._position = self._position._replace(pass_index=index + 1)
+            self.position = self.position._replace(pass_index=index + 1)
             return
         first = resumed.steps if index == resumed.pass_index else 0
-        current: ForwardPass | None = None
-        self._position, self._is_in_pass = self._position._replace(steps=first), True
+        self._training, current = None, None
+        self.position, self.is_in_pass = self.position._replace(steps=first), True
         self._engine.begin(self._local_batches(data, size, whole, index, first), self.step)
-        max_steps = self._config.train.max_steps
-        remaining = max(0, max_steps - self.step) if max_steps else None
         try:
-            for step_input in self._engine.steps(remaining, self._save_if_due):
+            for step_input in self._engine.steps(self.remaining_steps, self.save_if_due):
                 step, self._num_lookups = self.step, 0
                 for micro in step_input.micro_batches:
                     self._stepped_optimizers.clear()
@@ -261,8 +236,13 @@ class TrainingLoop:
                     ticket = micro.ticket._replace(purpose=purpose)
                     with self._engine.recording(micro):
                         lookup: Any = micro.start()
-                        self._training = current = ForwardPass(micro, micro.batch, ticket, lookup)
+                        self._training = current = ForwardPass(ticket, micro.batch, lookup, micro.is_last)
                         yield micro.batch.values
+                    if self._training is not current:
+                        raise RuntimeError(
+                            "cluster.load(...), or a pass over other training batches, has ended this pass: "
+                            "leave the pass first"
+                        )
                     is_over = self.step == step + 1 if micro.is_last else current.is_backward_done
                     if not is_over:
                         missing = "optimizer.step()" if current.is_backward_done else "cluster.backward(...)"
@@ -270,9 +250,9 @@ class TrainingLoop:
                             f"{missing} was not called for the batch of step {step}; each batch takes one "
                             "step. To evaluate, iterate under torch.no_grad()"
                         )
-                self._position = self._position._replace(steps=self._position.steps + 1)
-            if not self._has_ended:
-                self._end_pass()
+                self.position = self.position._replace(steps=self.position.steps + 1)
+            if self.remaining_steps != 0:
+                self.end_pass()
             elif self._backend.snapshot is not None:
                 self.save(self._backend.snapshot, [*self._optimizers])
                 self._backend.snapshot = None
@@ -280,34 +260,30 @@ class TrainingLoop:
             if self._training is current:  # an interrupted loop may end after the next one has begun
                 self._training = None
 
-    @property
-    def _has_ended(self) -> bool:
-        """Whether ``train.max_steps`` are taken."""
-        max_steps = self._config.train.max_steps
-        return bool(max_steps) and self.step >= max_steps
-
     def _flush(self) -> None:
         """Wait until the workers have all gradients.
 
         Raises:
-            RuntimeError: the loop was left within a step.
+            RuntimeError: a step has begun.
         """
         if self._sent_step == self.step:
             raise RuntimeError(
-                f"the loop was left after cluster.backward(...) of step {self.step}, which has updated the "
-                "tables only: distribute a new module"
+                f"step {self.step} is not complete: optimizer.step() of its last micro-batch comes first. If "
+                "the loop was left after cluster.backward(...), which updates the tables only, distribute a "
+                "new module"
             )
         self._engine.feed.flush(self.step)
 
-    def _end_pass(self) -> None:
-        """Move on to the next pass, if one has begun, whether it came to its end or was left."""
-        if self._is_in_pass:
-            self._position = self._position._replace(pass_index=self._position.pass_index + 1, steps=0)
-            self._is_in_pass = False
+    def end_pass(self) -> None:
+        """Count the current pass as done, whether the script read all of its batches or left it."""
+        if self.is_in_pass:
+            self.position = self.position._replace(pass_index=self.position.pass_index + 1, steps=0)
+            self.is_in_pass = False
 
-    def _save_if_due(self, *, is_last: bool = False) -> None:
-        if self._run is not None:
-            self._run.write_if_due(self.step, self._position, is_last=is_last)
+    def save_if_due(self, *, is_last: bool = False) -> None:
+        """Write a checkpoint of :attr:`checkpoints`, if one is due."""
+        if self.checkpoints is not None:
+            self.checkpoints.write_if_due(self.step, is_last=is_last)
 
     def _evaluation_ticket(self) -> Ticket:
         return Ticket(self._backend.trainer, self.step, self.step, purpose=Purpose.PREDICT)
@@ -321,16 +297,15 @@ class TrainingLoop:
                     "a module with tables trains on the batches of cluster.batches(...); call it on other "
                     "tensors under torch.no_grad()"
                 )
-            current = ForwardPass(None, None, self._evaluation_ticket())
+            current = ForwardPass(self._evaluation_ticket())
         self._use_prefetched(current)
         if call.key not in current.vectors:
-            part = current.ticket.part
-            if current is self._training:  # prefetched lookups are the first parts of the step
-                extra = self._num_lookups + len(current.lookups) - part - 1
-                part = self._rules.parts + extra
-            lookup = self._tables.lookup([call.module.request(call)], current.ticket._replace(part=part))
-            (vectors,) = self._outputs(current, lookup)
-            current.vectors[call.key] = call, vectors
+            ticket = current.ticket
+            if current is self._training:
+                num_prefetched = ticket.part + 1  # one per micro-batch so far
+                num_others = self._num_lookups + len(current.zeros) - num_prefetched
+                ticket = ticket._replace(part=self._rules.parts + num_others)
+            self._use(current, self._tables.lookup([call.module.request(call)], ticket), [call])
             if current is self._training and call.ids.numel():
                 self._warnings.warn(
                     f"table {call.module.name} is called with ids that are not looked up before the module "
@@ -342,20 +317,16 @@ class TrainingLoop:
     def _use_prefetched(self, current: ForwardPass) -> None:
         """Wait for the prefetched lookup of a pass, unless its vectors are already used."""
         if current.prefetched is not None:
-            assert current.batch is not None
-            vectors = self._outputs(current, current.prefetched)
-            for call, vectors_of_call in zip(current.batch.calls, vectors, strict=True):
-                current.vectors[call.key] = call, vectors_of_call
+            self._use(current, current.prefetched, current.batch.calls)
             current.prefetched = None
 
-    def _outputs(self, current: ForwardPass, lookup: Lookup) -> Sequence[Tensor]:
+    def _use(self, current: ForwardPass, lookup: Lookup, calls: Sequence[TableCall]) -> None:
         """Wait for the vectors of a lookup of a pass."""
         *vectors, zero = lookup.outputs()
-        current.lookups.append(lookup)
         current.zeros.append(zero)
         if zero.grad_fn is not None:
             zero.grad_fn.register_prehook(self._require_cluster_backward)
-        return vectors
+        current.vectors |= {call.key: (call, each) for call, each in zip(calls, vectors, strict=True)}
 
     def rows(self, module: TableModule) -> Tensor:
         """Return all rows of a table, (rows, D), as they are now."""
@@ -371,7 +342,7 @@ class TrainingLoop:
             terms: values and weights of each mean; see :meth:`Cluster.backward`.
         """
         current = self._training
-        if current is None or current.batch is None or current.micro is None:
+        if current is None:
             raise RuntimeError("cluster.backward(...) takes the loss of a batch of cluster.batches(...)")
         if current.is_backward_done:
             raise RuntimeError(f"cluster.backward(...) is called again for the batch of step {self.step}")
@@ -387,8 +358,8 @@ class TrainingLoop:
         # The workers wait for the gradients of every lookup, even if the module called no table.
         self._use_prefetched(current)
         loss = local_loss + torch.stack(current.zeros).sum().to(local_loss)
-        self._num_lookups += len(current.lookups)
-        self._announce_lookups(current.micro)
+        self._num_lookups += len(current.zeros)
+        self._announce_lookups(current)
         for parameter in parameters:
             parameter.grad = None
         self._sent_step = self.step
@@ -398,7 +369,7 @@ class TrainingLoop:
         finally:
             self._is_in_backward = False
         current.is_backward_done = True
-        if not current.micro.is_last:
+        if not current.is_last:
             return
         for trainable, gradient in self.model.gradients.items():
             trainable.grad = gradient
@@ -406,13 +377,13 @@ class TrainingLoop:
         if not any(parameter.requires_grad for parameter in parameters):
             self._scale = self._engine.decide()  # no optimizer calls the hook
 
-    def _announce_lookups(self, micro: MicroBatch[LocalBatch]) -> None:
-        """Send the number of the step's lookups to the workers, unless it is that of its micro-batches."""
-        if self._num_lookups == micro.ticket.part + 1:
+    def _announce_lookups(self, current: ForwardPass) -> None:
+        """Send the number of lookups to the workers, unless each micro-batch so far has exactly one."""
+        if self._num_lookups == current.ticket.part + 1:
             return
-        parts = self._num_lookups if micro.is_last else _UNKNOWN
-        arguments = (self._backend.trainer, self.step, parts)
-        for call in [each.call_barrier(UpdateBarrier.expect, *arguments) for each in self._barriers]:
+        expected = self._backend.trainer, self.step, self._num_lookups if current.is_last else _MANY_PARTS
+        workers = self._placed.workers.values()
+        for call in [each.call_barrier(UpdateBarrier.expect, *expected) for each in workers]:
             call.wait()
 
     def _require_cluster_backward(self, *_: object) -> None:
@@ -450,24 +421,28 @@ class TrainingLoop:
                 summands.append(values_B.mean() * (batch.size / batch.global_size))
             else:
                 summands.append(values_B.sum())
-        return reduce(add, summands)
+        return sum(summands[1:], summands[0])
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale or drop the gradients that an optimizer of the module's parameters is about to use.
 
         Raises:
-            RuntimeError: the optimizer has no gradients of a new batch.
+            RuntimeError: the optimizer has no gradients of a new batch, or has other parameters, too.
         """
         module_ids = {id(parameter) for parameter in self.model.net.parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(id(parameter) in module_ids for parameter in parameters):
+        is_of_module = [id(parameter) in module_ids for parameter in parameters]
+        if not any(is_of_module):
             return
+        if not all(is_of_module):
+            raise RuntimeError(
+                "the optimizer has parameters outside the distributed module, which would differ between "
+                "trainers: make them parameters of the module"
+            )
         current = self._training
-        is_ready = current is not None and current.is_backward_done
-        if current is None or not is_ready or id(optimizer) in self._stepped_optimizers:
+        if current is None or not current.is_backward_done or id(optimizer) in self._stepped_optimizers:
             raise RuntimeError("optimizer.step() comes after cluster.backward(...), once for each batch")
-        assert current.micro is not None
-        if not current.micro.is_last:
+        if not current.is_last:
             self._scale = None
         elif not self._stepped_optimizers:
             self._warnings.check_gradients(p.grad for p in self.model.gradients)
@@ -481,76 +456,29 @@ class TrainingLoop:
             elif self._scale != 1.0 and parameter.grad is not None:
                 parameter.grad = parameter.grad * self._scale
 
-    def evaluate(self, data: Any, size: int | None) -> Metrics:
-        """See :meth:`Cluster.evaluate`."""
-        net, tasks, parts = self.model.net, self._config.all_tasks, []
-        modes = [(module, module.training) for module in net.modules()]
-        net.eval()
-        try:
-            with torch.no_grad():
-                for batch in self.batches(data, size, None):
-                    if missing := [name for name in tasks if name not in batch]:
-                        raise DataError(f"evaluate: the batch has no column {missing[0]!r} with labels")
-                    labels_BT = torch.stack([batch[name] for name in tasks], 1).float()
-                    ones_B = torch.ones_like(labels_BT[:, 0])
-                    weights = [batch.get(f"{name}.weights", ones_B).float() for name in tasks]
-                    groups = [batch[GROUP]] if GROUP in batch else []
-                    parts.append([net(batch), labels_BT, torch.stack(weights, 1), *groups])
-        finally:
-            for module, is_training in modes:
-                module.training = is_training
-        if not parts:
-            raise DataError("evaluate: the data have no batch")
-        outputs, *rest = (self.trainers.gather(torch.cat(each)) for each in zip(*parts, strict=True))
-        rows = torch.arange(len(outputs))  # no samples are known to have equal features
-        outputs = outputs[:, 0] if outputs.shape[1:] == (1,) else outputs
-        predictions = Predictions(outputs, rest[0], rows, *rest[1:])
-        metrics = predictions.metrics(tasks, is_weighted=self._config.data.weighted_metrics)
-        if self._run is not None:
-            self._run.note(metrics, self.step)
-        return metrics
-
-    def resume(self, root: StoragePath, objects: Sequence[Stateful], every_steps: int) -> None:
-        """See :meth:`Cluster.resume`."""
-        if self._run is not None or self._is_in_pass or self._position != Position():
-            raise RuntimeError("cluster.resume(...) is called once, before the first step")
-        if self._backend.snapshot is not None:
-            return  # hybrid compare runs the first steps of the script
-
-        def save(folder: StoragePath, best: Best | None, position: Position) -> None:
-            self.save(folder, objects, best, position)
-
-        self._backend.resume(root)
-        self._run = run = LoopCheckpoints(self._backend, self.trainers, root, every_steps, save)
-        if (stored := run.find()) is not None:
-            run.resume(stored, self.load(stored, objects))
-
-    def save(
-        self,
-        folder: StoragePath,
-        objects: Sequence[Stateful],
-        best: Best | None = None,
-        position: Position | None = None,
-    ) -> None:
-        """See :meth:`Cluster.save`."""
+    def save(self, folder: StoragePath, objects: Sequence[Stateful], best: Best | None = None) -> None:
+        """Write a checkpoint with the best evaluation so far; see :meth:`Cluster.save`."""
         self._flush()
         self.is_saving = True
         try:
-            dense, progress = pack_state(self.model.net, objects, position or self._position)
+            dense, progress = pack_state(self.model.net, objects, self.position)
         finally:
             self.is_saving = False
-        self._backend.save(folder, self.step, dense, {**progress, BEST: best})
+        progress |= {CUSTOM_LOOP: True, BEST: best}
+        manifest = Manifest(self.step, 0, self._placed.placement.shapes, progress=progress)
+        self._backend.save(self._placed.number, folder, manifest, dense)
 
     def load(self, stored: Checkpoint, objects: Sequence[Stateful]) -> Position:
         """Load a checkpoint, and return its position; see :meth:`Cluster.load`."""
-        if stored.manifest.tables.keys() != self._shapes.keys():
+        tables, shapes = stored.manifest.tables, self._placed.placement.shapes
+        if tables.keys() != shapes.keys():
             raise CheckpointError(
                 f"{stored.folder}: the checkpoint is of another model, with the tables "
-                f"{', '.join(sorted(stored.manifest.tables))}, not {', '.join(sorted(self._shapes))}"
+                f"{', '.join(sorted(tables))}, not {', '.join(sorted(shapes))}"
             )
         self._flush()
         position = load_progress(self.model.net, objects, stored)
-        self._backend.load(stored)
+        self._backend.load(self._placed.number, stored)
         self._engine.begin(iter(()), stored.manifest.step)
-        self._sent_step = -1
+        self._training, self._sent_step = None, -1
         return position

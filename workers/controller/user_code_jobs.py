@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -32,16 +32,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid import transport
-from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, DENSE_FILE, Files, Manifest
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Files, Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.loading import apply_settings
 from hybrid.custom_loop.backend import BACKEND, Backend, PlacedTables, update_rules
 from hybrid.data.dataset.dataset_manifest import checkpoint_contents
-from hybrid.embedding.placement import Placement, place
+from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import TableSpec
-from hybrid.errors import ClusterError, ConfigError, HybridError
+from hybrid.errors import ConfigError, HybridError
 from hybrid.server.barrier import HostedModule
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
@@ -66,15 +66,15 @@ class ScriptRequest:
         action: "deploy" tables, "prepare" the data of the configuration, "resume" from the checkpoints in a
             folder after a failure, "save" or "load" a checkpoint, or "end" of the script.
         tables: the tables to deploy.
-        folder, step: folder and step of the checkpoint.
-        progress: counters of the loop, for the checkpoint.
+        folder, manifest: of the checkpoint.
+        number: see :class:`PlacedTables`.
     """
 
     action: str
     tables: tuple[TableSpec, ...] = ()
-    folder: StoragePath | None = None
-    step: int = 0
-    progress: Mapping[str, Any] = field(default_factory=dict)
+    folder: StoragePath = Path()
+    manifest: Manifest | None = None
+    number: int = 0
 
 
 # A text is the location of the prepared data, for open_split.
@@ -110,8 +110,7 @@ class ScriptJob:
         self.doing = "in your script"
         self._config = config
         self._task = task
-        self._tables: list[transport.RemoteTables] = []
-        self._placement: Placement
+        self._tables: list[list[transport.RemoteTables]] = []  # of each module
         self._data: StoragePath | None = None
 
     def run(
@@ -120,9 +119,9 @@ class ScriptJob:
         """Run the script to its end on every trainer."""
         view.close()  # trainer 0 prints
         task = self._task
-        arguments = (self._config, os.path.abspath(task.path), task.arguments, task.snapshot)
+        shared, bulk = (self._config, replace(task, path=os.path.abspath(task.path))), BULK_TIMEOUT_SECONDS
         created = [
-            transport.create(role, Script, role.index, *arguments, timeout_seconds=BULK_TIMEOUT_SECONDS)
+            transport.create(role, Script, role.index, *shared, timeout_seconds=bulk)
             for role in topology.trainers
         ]
         scripts = transport.gather(created)
@@ -130,48 +129,42 @@ class ScriptJob:
         while (request := _next_request(scripts)).action != "end":
             response: ScriptResponse = None
             if request.action == "deploy":
-                self._placement = place(request.tables, topology.num_workers)
+                placement = place(request.tables, topology.num_workers)
                 rules = update_rules(self._config, topology.num_trainers)
-                workers = deploy_tables(topology, self._config, self._placement, rules)
-                self._tables = list(workers.values())
-                response = PlacedTables(self._placement, rules, workers)
+                workers = deploy_tables(topology, self._config, placement, rules)
+                response = PlacedTables(len(self._tables), placement, rules, workers)
+                self._tables.append([*workers.values()])
             elif request.action == "prepare":
                 self._data = data()
                 folders.check_data(self._data)
                 response = str(self._data.absolute())
             elif request.action == "save":
                 self._save(request, scripts[0])
-            elif request.action == "resume":
-                assert request.folder is not None
-                if task.scratch is not None:
-                    record_script_folder(task.scratch, request.folder)
+            elif request.action == "resume" and task.scratch is not None:
+                record_script_folder(task.scratch, request.folder)
             elif request.action == "load":
-                assert request.folder is not None
-                source, bulk = (request.folder, request.step), BULK_TIMEOUT_SECONDS
-                transport.gather(
-                    [each.call(HostedModule.load, *source, timeout_seconds=bulk) for each in self._tables]
-                )
+                assert request.manifest is not None
+                source, tables = (request.folder, request.manifest.step), self._tables[request.number]
+                transport.gather([t.call(HostedModule.load, *source, timeout_seconds=bulk) for t in tables])
             transport.gather([script.call(Script.respond, response) for script in scripts])
         if task.scratch is not None:
             with run_write_errors(task.scratch):
                 (task.scratch / RESULT_FILE).touch()
-        transport.gather([tables.call(HostedModule.close) for tables in self._tables])
+        transport.gather([each.call(HostedModule.close) for tables in self._tables for each in tables])
         return ExitCode.DONE
 
     def _save(self, request: ScriptRequest, first: transport.Remote[Script]) -> None:
         """Make every worker write its rows, and trainer 0 the module."""
-        tables, bulk = self._tables, BULK_TIMEOUT_SECONDS
+        tables, bulk = self._tables[request.number], BULK_TIMEOUT_SECONDS
         transport.gather([each.call(HostedModule.begin_save, False, timeout_seconds=bulk) for each in tables])
 
         def start(partial: StoragePath) -> list[transport.Pending[Files]]:
             dense = first.call(Script.write, partial, timeout_seconds=bulk)
             return [dense, *(each.call(HostedModule.write, partial, timeout_seconds=bulk) for each in tables)]
 
-        assert request.folder is not None
-        progress = {CUSTOM_LOOP: True, **request.progress}
-        manifest = Manifest(request.step, 0, self._placement.shapes, progress=progress)
+        assert request.manifest is not None
         texts, vocabularies = checkpoint_contents(self._config, self._data)
-        HeldCheckpoint(request.folder, manifest, texts, {}, start, False, vocabularies).write()
+        HeldCheckpoint(request.folder, request.manifest, texts, {}, start, False, vocabularies).write()
 
 
 def _next_request(scripts: Sequence[transport.Remote[Script]]) -> ScriptRequest:
@@ -189,48 +182,41 @@ def _next_request(scripts: Sequence[transport.Remote[Script]]) -> ScriptRequest:
         requests |= {i: request for i, request in zip(calls, received, strict=True) if request is not None}
         for trainer, request in requests.items():
             first_trainer, first = next(iter(requests.items()))
-            if request == first:
+            if repr(request) == repr(first):  # NaN equals NaN
                 continue
-            rule = f"make different requests: {first.action}, and {request.action}, at step {request.step}"
+            rule = f"make different requests: {first.action}, and {request.action}"
             if request.action == first.action == "deploy":
                 rule = "distribute modules with different tables: every trainer must build the same module"
+            elif request.action == first.action and request.folder != first.folder:
+                rule = f"{request.action} different folders: {first.folder}, and {request.folder}"
             elif request.action == first.action == "save":
                 rule = "save different states: optimizers, schedulers and other objects must be alike"
             raise HybridError(f"the scripts of trainers {first_trainer} and {trainer} {rule}")
     return requests[0]
 
 
-class Script:
-    """A script in a trainer process. The master creates the object and calls its public methods.
+class Script(Backend):
+    """A script in a trainer process, and its backend, which sends requests to the master.
+
+    The master creates the object, and calls its public methods that :class:`Backend` does not have.
 
     Args:
         index: this trainer's index.
         config: configuration of the run.
-        path: path of the script.
-        arguments: arguments of the script, for ``sys.argv``.
-        snapshot: see :class:`hybrid.custom_loop.backend.Backend`.
+        task: the script, with its absolute path.
         settings: this role's values of keys marked "by host".
     """
 
-    def __init__(
-        self,
-        index: int,
-        config: RunConfig,
-        path: str,
-        arguments: Sequence[str],
-        snapshot: Path | None,
-        settings: Sequence[str] = (),
-    ) -> None:
-        if not Path(path).is_file():
+    def __init__(self, index: int, config: RunConfig, task: ScriptTask, settings: Sequence[str] = ()) -> None:
+        if not Path(task.path).is_file():
             rule = f"is not a file on host {socket.gethostname()}; it must exist on the hosts of all trainers"
-            raise ConfigError("SCRIPT", rule, path)
-        self._path = path
-        self._arguments = arguments
+            raise ConfigError("SCRIPT", rule, task.path)
+        assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
+        super().__init__(apply_settings(config, settings), index, dist.group.WORLD, task.snapshot)
+        self._task = task
         self._requests: SimpleQueue[ScriptRequest | Exception] = SimpleQueue()
         self._responses: SimpleQueue[ScriptResponse] = SimpleQueue()
-        assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
-        self._backend = _ClusterBackend(apply_settings(config, settings), index, dist.group.WORLD, snapshot)
-        self._backend.send = self._send_request
+        self._dense: Mapping[str, Tensor] = {}
 
     def start(self) -> None:
         """Run the script in a new thread."""
@@ -256,23 +242,47 @@ class Script:
 
     def write(self, folder: StoragePath) -> Files:
         """Write the module into a checkpoint folder, as of the step that the script saves."""
-        return write_tensors(folder, DENSE_FILE, self._backend.dense)
-
-    def _send_request(self, request: ScriptRequest) -> ScriptResponse:
-        self._requests.put(request)
-        try:
-            return self._responses.get(timeout=BULK_TIMEOUT_SECONDS)
-        except Empty:
-            raise ClusterError(f"the master did not respond for {BULK_TIMEOUT_SECONDS:g} s") from None
+        return write_tensors(folder, DENSE_FILE, self._dense)
 
     def _run(self) -> None:
-        BACKEND.set(self._backend)  # in this thread's context
+        BACKEND.set(self)  # in this thread's context
         try:
-            run_script(self._path, self._arguments)
+            run_script(self._task.path, self._task.arguments)
+            self._requests.put(ScriptRequest("end"))
         except Exception as error:  # next_request raises it, so the master receives it
             self._requests.put(error)
-            return
-        self._requests.put(ScriptRequest("end"))
+        except BaseException as error:  # such as asyncio.CancelledError
+            self._requests.put(HybridError(f"{self._task.path} has ended with {error!r}"))
+
+    def _send(self, request: ScriptRequest) -> ScriptResponse:
+        """Send a request, and wait for the response; if the master is lost, this process ends."""
+        self._requests.put(request)
+        return self._responses.get()
+
+    def warn(self, message: str) -> None:
+        print_line(f"warning: {message}")  # stderr is the log of the role
+
+    def place_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
+        placed = self._send(ScriptRequest("deploy", tables=tuple(tables)))
+        assert isinstance(placed, PlacedTables)
+        return placed
+
+    def prepare_data(self) -> str:
+        source = self._send(ScriptRequest("prepare"))
+        assert isinstance(source, str)
+        return source
+
+    def enable_restart(self, folder: StoragePath) -> None:
+        self._send(ScriptRequest("resume", folder=folder.absolute()))
+
+    def save(self, number: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]) -> None:
+        self._dense = dense
+        self._send(ScriptRequest("save", folder=folder.absolute(), manifest=manifest, number=number))
+        self._dense = {}
+
+    def load(self, number: int, stored: Checkpoint) -> None:
+        folder, manifest = stored.folder.absolute(), stored.manifest
+        self._send(ScriptRequest("load", folder=folder, manifest=manifest, number=number))
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
@@ -290,45 +300,6 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
             raise HybridError(f"{path} has ended with sys.exit({exited.code!r})") from None
 
 
-class _ClusterBackend(Backend):
-    """The backend of a trainer on a cluster, which sends requests to the master.
-
-    Attributes:
-        send: sends a request, and waits for the response.
-        dense: the packed module, during :meth:`save`.
-    """
-
-    send: Callable[[ScriptRequest], ScriptResponse]
-    dense: Mapping[str, Tensor] = {}
-
-    def warn(self, message: str) -> None:
-        print_line(f"warning: {message}")  # stderr is the log of the role
-
-    def place_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
-        placed = self.send(ScriptRequest("deploy", tables=tuple(tables)))
-        assert isinstance(placed, PlacedTables)
-        return placed
-
-    def prepare_data(self) -> str:
-        source = self.send(ScriptRequest("prepare"))
-        assert isinstance(source, str)
-        return source
-
-    def resume(self, folder: StoragePath) -> None:
-        self.send(ScriptRequest("resume", folder=folder.absolute()))
-
-    def save(
-        self, folder: StoragePath, step: int, dense: Mapping[str, Tensor], progress: Mapping[str, Any]
-    ) -> None:
-        self.dense = dense
-        self.send(ScriptRequest("save", folder=folder.absolute(), step=step, progress=progress))
-        self.dense = {}
-
-    def load(self, stored: Checkpoint) -> None:
-        self.send(ScriptRequest("load", folder=stored.folder.absolute(), step=stored.manifest.step))
-
-
 def local_constructors(settings: Sequence[str]) -> list[partial[Any]]:
     """Return constructors of the objects to which a role applies its settings (:func:`apply_settings`)."""
-    classes: tuple[Callable[..., Any], ...] = (Script, Trainer)
-    return [partial(each, settings=settings) for each in classes]
+    return [partial(Script, settings=settings), partial(Trainer, settings=settings)]

@@ -48,7 +48,7 @@ def check_group_sizes(dataset: PreparedDataset, batch_size: int) -> None:
     if largest > batch_size:
         raise DataError(
             f"the largest group of data.group has {largest:,} training rows, more than a batch of "
-            f"{batch_size:,}, which has complete groups: raise train.batch_size"
+            f"{batch_size:,}, which has complete groups: raise train.batch_size, or `size` in a custom loop"
         )
 
 

@@ -40,7 +40,8 @@ IDS = torch.tensor([[1, 2, 0], [0, 0, 0], [8, 8, 3]])
 def test_embedding_equals_torch(padding: int | None) -> None:
     model, rows_RD = rows(hybrid.connect(), hybrid.Embedding(9, 4, padding_idx=padding))
     with torch.no_grad():
-        assert torch.equal(model(IDS), torch.nn.functional.embedding(IDS, rows_RD, padding))
+        for ids in (IDS, IDS.t()):
+            assert torch.equal(model(ids), torch.nn.functional.embedding(ids, rows_RD, padding))
         assert model(torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3, 4)
         assert model(torch.tensor(5)).shape == (4,)
 
@@ -57,6 +58,7 @@ def test_embedding_bag_equals_torch(mode: str, padding: int | None, pooled_by: s
         rows_RD = model.module["padded"](torch.arange(9).view(-1, 1))
         of_torch = torch.nn.EmbeddingBag.from_pretrained(rows_RD, mode=mode, padding_idx=padding)
         assert torch.allclose(table(IDS), of_torch(IDS))
+        assert torch.allclose(table(IDS.t()), of_torch(IDS.t()))
         flat, offsets = IDS.flatten(), torch.tensor([0, 2, 2, 7])
         assert torch.allclose(table(flat, offsets), of_torch(flat, offsets))
         ends = torch.tensor([0, 2, 2, 7, 9])
@@ -100,6 +102,8 @@ def test_wrong_calls_are_refused(call: Any, error: type[Exception], message: str
         (lambda: hybrid.Embedding(0, 4), "a table needs rows and columns"),
         (lambda: hybrid.Embedding(4, 0), "a table needs rows and columns"),
         (lambda: hybrid.Embedding(9, 4, init="ones"), "init is one of uniform, normal, zeros, not 'ones'"),
+        (lambda: hybrid.Embedding(9, 4, padding_idx=9), "padding_idx must be at least 0 and below 9, not 9"),
+        (lambda: hybrid.EmbeddingBag(9, 4, padding_idx=-1), "padding_idx must be .* not -1"),
         (lambda: hybrid.EmbeddingBag(9, 4, pooled_by="auto"), "pooled_by is one of workers, trainers"),
         (lambda: hybrid.Embedding.from_pretrained("x", optimizer=hybrid.SGD(lr=0.1)), "give freeze=False"),
         (lambda: hybrid.SGD(lr=-0.1), "lr cannot be"),

@@ -22,6 +22,7 @@ def whole(size: int = 10) -> dict[str, Any]:
         "pair": Pair(torch.arange(size), tags),
         "rest": [torch.rand(size, 2)],
         "name": [str(i) for i in range(size)],
+        "title": tuple(str(i) for i in range(size)),
     }
 
 
@@ -37,7 +38,7 @@ def test_cut_keeps_the_structure_of_a_batch() -> None:
     assert size_of(part) == 2
     assert part["pair"].tags.offsets.tolist() == [0, 1, 3]
     assert part["pair"].tags.values.tolist() == [4, 5, 5]
-    assert part["name"] == ["4", "5"]
+    assert (part["name"], part["title"]) == (["4", "5"], ("4", "5"))
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10, 99])
@@ -124,6 +125,7 @@ def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
         ({"a": torch.zeros(3), "b": [torch.zeros(4)]}, r"'a': 3, 'b\[0\]': 4\).*hybrid\.Jagged"),
         ({}, "no tensors"),
         ({"a": 7}, "a int at 'a'"),
+        ({"a": torch.tensor(7)}, "a scalar tensor at 'a'"),
     ],
 )
 def test_invalid_batches_are_refused(batch: dict[str, Any], message: str) -> None:

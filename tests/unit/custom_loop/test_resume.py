@@ -161,6 +161,10 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     cluster.save(tmp_path / "saved", optimizer)
     with pytest.raises(CheckpointError, match="of 1 optimizers and schedulers, not of 2"):
         cluster.load(tmp_path / "saved", optimizer, optimizer)
+    groups = torch.optim.SGD([{"params": [each]} for each in nn.Linear(4, 1).parameters()], lr=0.1)
+    for other in (groups, MultiStepLR(optimizer, [2])):
+        with pytest.raises(CheckpointError, match=f"no state for {type(other).__name__} at its position"):
+            cluster.load(tmp_path / "saved", other)
     with pytest.raises(ValueError, match="every_steps must be at least 1"):
         cluster.resume(tmp_path / "run", every_steps=0)
     cluster.resume(tmp_path / "run", optimizer)
