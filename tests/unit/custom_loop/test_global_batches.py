@@ -89,12 +89,6 @@ def test_batches_and_slices_keep_groups_whole(sizes: list[int], size: int, data:
             assert {part.global_size for part in parts} == {size_of(batch)}
 
 
-def test_group_may_continue_in_the_next_chunk() -> None:
-    of_all = of_groups([5, 3, 4, 3])
-    pieces = [cut(of_all, 0, 10), cut(of_all, 10, 15)]
-    assert [size_of(each) for each in global_batches(pieces, 5, "user")] == [5, 3, 7]
-
-
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -120,29 +114,19 @@ def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"a": torch.zeros(3), "b": [torch.zeros(4)]}, r"'a': 3, 'b\[0\]': 4\).*hybrid\.Jagged"),
-        ({}, "no tensors"),
-        ({"a": 7}, "a int at 'a'"),
-        ({"a": torch.tensor(7)}, "a scalar tensor at 'a'"),
-    ],
-)
-def test_invalid_batches_are_refused(batch: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        list(local_batches([batch], 0, 2, []))
-
-
-@pytest.mark.parametrize(
     ("data", "message"),
     [
+        ([{"a": torch.zeros(3), "b": [torch.zeros(4)]}], r"'a': 3, 'b\[0\]': 4\).*hybrid\.Jagged"),
+        ([{}], "no tensors"),
+        ([{"a": 7}], "a int at 'a'"),
+        ([{"a": torch.tensor(7)}], "a scalar tensor at 'a'"),
         (3, "cannot take batches of int"),
         ([{"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)}], "structures"),
     ],
 )
-def test_invalid_data_are_refused(data: Any, message: str) -> None:
+def test_invalid_batches_are_refused(data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        list(global_batches(data, 2))
+        list(local_batches(global_batches(data, 2), 0, 2, []))
 
 
 def test_checksum_covers_every_tensor() -> None:

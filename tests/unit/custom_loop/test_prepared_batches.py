@@ -33,6 +33,7 @@ def test_slices_of_all_trainers_are_all_samples(tmp_path: Path) -> None:
     assert train.dense_columns == ("price",)
     whole = list(test.local_batches(0, 1, 100, []))
     assert [each.global_size for each in whole] == [len(test)]
+    assert set(whole[0].values) == {"label", "dense", "user", "tags"}
     parts = [list(test.local_batches(trainer, 3, 5, [])) for trainer in range(3)]
     assert {len(part) for part in parts} == {-(-len(test) // 5)}
     for step in zip(*parts, strict=True):
@@ -57,12 +58,6 @@ def test_each_pass_has_another_order(tmp_path: Path) -> None:
     assert torch.equal(*(each.sort(dim=0).values for each in passes))
 
 
-def test_reserved_column_name_is_refused(tmp_path: Path) -> None:
-    file = config_of(tmp_path, '["dense"]', TABLE.replace("user", "dense"))
-    with pytest.raises(ConfigError, match=r"data\.sparse"):
-        hybrid.connect(file).prepare()
-
-
 TASKS = '[tasks.click]\nlabel = "label"\n[tasks.cost]\nlabel = "price"\ntype = "regression"\nmask = "label"\n'
 
 
@@ -82,11 +77,6 @@ def test_batch_has_labels_weights_and_groups(tmp_path: Path) -> None:
     file.write_text(text + TASKS.replace("tasks.cost", "tasks.user"))
     with pytest.raises(ConfigError, match=r"data\.sparse"):
         hybrid.connect(file).prepare()
-
-
-def test_batch_without_weights_has_only_its_columns(tmp_path: Path) -> None:
-    train, _ = hybrid.connect(config_of(tmp_path)).prepare()
-    assert set(next(train.local_batches(0, 1, None, [])).values) == {"label", "dense", "user", "tags"}
 
 
 def test_groups_of_prepared_data_stay_whole(tmp_path: Path) -> None:

@@ -253,53 +253,23 @@ def test_calls_before_distribute_are_refused() -> None:
         cluster.backward(torch.zeros(1))
     with pytest.raises(DataError, match="not a scalar"):
         cluster.gather(torch.tensor(1.0))
+    with pytest.raises(RuntimeError, match="outside the distributed module"):
+        torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1).step()
 
 
-def test_optimizer_with_parameters_outside_the_module_is_refused() -> None:
-    cluster, model, _ = started()
-    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
-    for batch in cluster.batches(DATA):
-        cluster.backward(errors(model, batch))
-        with pytest.raises(RuntimeError, match="outside the distributed module"):
-            optimizer.step()
-        break
-
-
-def test_checkpoint_is_written_after_the_last_micro_batch(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("[train]\nmicro_batches = 2\n")
-    cluster, model, optimizer = started(tmp_path / "config.toml")
-    for number, batch in enumerate(cluster.batches(DATA)):
-        cluster.backward(errors(model, batch))
-        optimizer.step()
-        if number == 0:
-            with pytest.raises(RuntimeError, match="step 0 is not complete"):
-                cluster.save(tmp_path / "saved", optimizer)
-    cluster.save(tmp_path / "saved", optimizer)
-
-
-@pytest.mark.parametrize("update", ["sync", "lookahead"])
 @pytest.mark.parametrize("kind", ["load", "pass", "empty pass"])
-def test_a_pass_that_was_ended_from_within_does_not_end_silently(
-    kind: str, update: str, tmp_path: Path
-) -> None:
-    (tmp_path / "job.toml").write_text(f'train.update = "{update}"')
-    cluster, model, optimizer = started(tmp_path / "job.toml")
+def test_a_pass_that_was_ended_from_within_does_not_end_silently(kind: str, tmp_path: Path) -> None:
+    cluster, model, optimizer = started()
     cluster.save(tmp_path / "saved", optimizer)
-
-    def train(data: Any, depth: int) -> None:
-        for batch in cluster.batches(data, size=4):
-            cluster.backward(errors(model, batch))
-            optimizer.step()
-            if kind == "load":
-                cluster.load(tmp_path / "saved", optimizer)
-            elif depth == 0:
-                train(DATA if kind == "pass" else [], 1)
-
+    outer = cluster.batches(DATA, size=4)
+    cluster.backward(errors(model, next(outer)))
+    optimizer.step()
+    if kind == "load":
+        cluster.load(tmp_path / "saved", optimizer)
+    else:
+        next(cluster.batches(DATA if kind == "pass" else []), None)
     with pytest.raises(RuntimeError, match="has ended this pass"):
-        train(DATA, 0)
-    assert cluster.step == {"load": 0, "pass": 3, "empty pass": 1}[kind]
-    kind = ""
-    train(DATA, 1)
+        next(outer)
 
 
 def test_skipped_step_changes_nothing(tmp_path: Path) -> None:
@@ -436,7 +406,7 @@ def test_a_loop_that_raised_does_not_disturb_the_next() -> None:
     cluster, model, optimizer = started()
     left = cluster.batches(DATA, size=4)
     cluster.backward(errors(model, next(left)))
-    with pytest.raises(RuntimeError, match=r"left after cluster.backward\(...\)"):
+    with pytest.raises(RuntimeError, match=r"^step 0 is not complete: .* left after cluster.backward\(...\)"):
         next(cluster.batches(DATA, size=4))
     with pytest.raises(RuntimeError, match="table table is already distributed"):
         hybrid.connect().distribute(model.module)
