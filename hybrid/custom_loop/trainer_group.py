@@ -48,7 +48,7 @@ class TrainerGroup:
             raise DataError("cluster.gather takes one value per sample, (samples, ...), and not a scalar")
         is_trained = torch.is_grad_enabled() and values.requires_grad
         if self._size > 1:
-            apply: Any = _Gather.apply
+            apply: Any = _GatherWithGradients.apply
             values = apply(values, self)
         return values if is_trained else values.detach().cpu()
 
@@ -70,7 +70,7 @@ class TrainerGroup:
             yield batch
 
 
-class _Gather(torch.autograd.Function):
+class _GatherWithGradients(torch.autograd.Function):
     """Concatenates the tensors of all trainers, with gradients.
 
     All trainers run the same graph in the same order. So on every trainer, the all-reduce of the backward
