@@ -40,7 +40,10 @@ _JOB = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run; return 0, 1 (a run failed or has another result), 2 (usage) or 130 (interrupted)."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.script and options.hosts:
+        parser.error("--script takes no --hosts")
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.default_int_handler)
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -80,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         help="run the roles on N hosts, which are network namespaces, and kill hosts; --freeze is the "
         "fraction that is unplugged first; needs root",
     )
+    parser.add_argument(
+        "--script", action="store_true", help="train a custom loop by hybrid run, not a configured run"
+    )
     parser.add_argument("--launcher", action="store_true", help="kill the launcher too, and start it again")
     parser.add_argument("--pause", type=float, default=3.0, help="maximum seconds before a kill (default: 3)")
     parser.add_argument("--seed", type=int, default=None, help="seed of the random choices; printed")
@@ -95,7 +101,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     folder.mkdir(parents=True)
     console.print(f"seed {seed}, in {folder}", highlight=False, soft_wrap=True)
     arguments = _launch_arguments(options)
-    with Run(folder / "undisturbed", arguments) as undisturbed:
+    with Run(folder / "undisturbed", arguments, options.script) as undisturbed:
         undisturbed.await_end()
     plan = Plan(options.freeze, options.launcher, _EARLY, options.pause)
     chance = random.Random(seed)
@@ -118,7 +124,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 def _run_class(options: argparse.Namespace) -> Callable[[Path, Sequence[str]], Run | HostsRun]:
     """Return the class of the runs that are disturbed."""
     if not options.hosts:
-        return Run
+        return partial(Run, is_script=options.script)
     from support.namespaces import hosts_refused
 
     from chaos_run.on_hosts import HostsRun
@@ -137,7 +143,8 @@ def _launch_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _judge(console: Console, kills: int, restarts: int, runs: dict[str, list[str]]) -> int:
-    console.print(f"{kills} kills, {restarts} restarts in {len(runs)} run(s)", highlight=False)
+    restarted = f", {restarts} restarts" if restarts else ""  # not recorded for scripts
+    console.print(f"{kills} kills{restarted} in {len(runs)} run(s)", highlight=False)
     for name, found in runs.items():
         result = "the same result, bit for bit" if not found else f"DIFFERENT: {', '.join(found)}"
         console.print(f"{name}: {result}", highlight=False, soft_wrap=True)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, MANIFEST_FILE, Manifest
 from hybrid.errors import HybridError
 from workers.run_folder.run_access import METRICS_FILE, newest_step
 
@@ -29,9 +30,12 @@ def _final_tensors(run: Path) -> dict[str, bytes]:
         raise HybridError(f"{run}: has no checkpoint")
     folder = run / f"checkpoints/step-{step:08d}"
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
-    return {"the step": str(step).encode(), **files}
+    progress = Manifest.read(folder / MANIFEST_FILE).progress
+    state = {"the step": step, "the state of the loop": progress if CUSTOM_LOOP in progress else None}
+    return {**{name: str(value).encode() for name, value in state.items()}, **files}
 
 
 def _lines(run: Path, kind: str) -> list[dict[str, Any]]:
-    records = map(json.loads, (run / METRICS_FILE).read_text().splitlines())
+    file = run / METRICS_FILE  # which a script does not write
+    records = map(json.loads, file.read_text().splitlines() if file.exists() else ())
     return [{k: v for k, v in r.items() if k not in _TIMES} for r in records if r["kind"] == kind]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -90,13 +91,26 @@ class Run(DisturbedRun):
     """A run in a separate folder, for the length of a ``with`` block.
 
     Args:
-        arguments: arguments of ``hybrid launch``.
+        arguments: arguments of ``hybrid launch``, or of ``hybrid run``.
+        is_script: whether to run a custom loop, whose logs are then in the folder, too.
     """
 
-    def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, folder: Path, arguments: Sequence[str], is_script: bool = False) -> None:
         self.folder = folder
-        self._command = [*(sys.executable, "-P", "-m", "workers", "launch", "--resume", "auto"), *arguments]
-        self._command += ["--set", f"run.folder={folder}"]
+        self._command = [sys.executable, "-P", "-m", "workers"]
+        self._environment, self._is_script = dict(os.environ), is_script
+        if is_script:
+            folder.mkdir()
+            self._environment["TMPDIR"] = str(folder)
+            self._command += [
+                "run",
+                *arguments,
+                str(Path(__file__).with_name("chaos_script.py")),
+                "--",
+                str(folder),
+            ]
+        else:
+            self._command += ["launch", "--resume", "auto", *arguments, "--set", f"run.folder={folder}"]
         self._out, self._err = (folder.with_name(f"{folder.name}.{kind}") for kind in ("out", "err"))
         self._killed_at = 0.0
         self._length_before_kill = 0
@@ -127,8 +141,13 @@ class Run(DisturbedRun):
 
     def _launch(self) -> None:
         with self._out.open("ab") as out, self._err.open("ab") as err:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=self._environment
+            )
         self._output_at, self._output_length = time.monotonic(), 0
+        # The launcher restarts a script only after the script has named the folder from which it resumes.
+        while self._is_script and not self._output_since_start() and not self._has_ended():
+            time.sleep(_POLL_SECONDS)
 
     def _has_ended(self) -> bool:
         code = self._process.poll()

@@ -12,13 +12,16 @@ PHASES = ("start", "step", "evaluation", "checkpoint", "shutdown")
 
 
 def running_roles(launcher: psutil.Process, run: Path) -> dict[str, psutil.Process]:
-    """Return the running roles of a launch by name: processes that write to the logs of the run."""
-    logs = (run / "logs").resolve()
+    """Return the running roles of a launch by name: processes that write to logs below the run's folder."""
     found = {}
     for process in _descendants(launcher):
         try:
             log = Path(os.readlink(f"/proc/{process.pid}/fd/2"))
-            if log.parent == logs and process.status() != psutil.STATUS_STOPPED:
+            if (
+                log.parent.name == "logs"
+                and run.resolve() in log.parents
+                and process.status() != psutil.STATUS_STOPPED
+            ):
                 found[log.stem.replace("-", " ")] = process
         except (OSError, psutil.NoSuchProcess):  # the process has just ended
             continue
@@ -39,7 +42,7 @@ def phase_of(run: Path, output: str) -> str:
         output: what its master has printed since its start.
     """
     last = output.rstrip("\n").rpartition("\n")[2]
-    if (run / RESULT_FILE).exists():
+    if any(run.rglob(RESULT_FILE)):
         return "shutdown"
     if "step " not in output:
         return "start"

@@ -22,6 +22,8 @@ KILLS = 3
     [
         ("sync", ["--launcher"]),
         ("lookahead", ["--launcher"]),
+        ("sync", ["--script"]),
+        ("lookahead", ["--script", "--launcher"]),
         pytest.param("lookahead", ["--hosts", "2"], marks=needs_hosts),
     ],
 )
