@@ -246,6 +246,9 @@ class DdpModel:
             elif not is_last:
                 gradient = gradient.clone()
             (self.gradients if is_last else self.accumulated)[parameter] = gradient
+        if is_last:  # the last micro-batch may skip a layer
+            self.gradients |= self.accumulated
+            self.accumulated.clear()
 
     def raise_of_backward(self) -> None:
         """Repeat the local backward pass to raise its error, if this trainer holds the whole net."""

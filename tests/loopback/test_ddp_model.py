@@ -105,12 +105,17 @@ def test_gradients_of_a_micro_batch_are_copied() -> None:
     assert torch.equal(model.gradients[parameter], torch.full_like(parameter, 2.0))
 
 
-def test_gradients_of_the_previous_step_are_dropped() -> None:
+def test_a_step_has_the_gradients_of_its_micro_batches_alone() -> None:
     model = make_model(DdpMode.NONE)
     take_step(model, micro_batches(0, 1))
-    used = next(model.net.parameters())
-    model.collect({used: torch.ones_like(used)}, is_last=True)
-    assert list(model.gradients) == [used]
+    first, second, *_ = model.net.parameters()
+    ones = {each: torch.ones_like(each) for each in (first, second)}
+    model.collect({first: ones[first]}, is_last=False)
+    model.collect({second: ones[second]}, is_last=True)  # the last micro-batch skips a layer
+    assert model.gradients.keys() == ones.keys()
+    assert all(torch.equal(model.gradients[each], ones[each]) for each in ones)
+    model.collect(ones, is_last=True)
+    assert all(torch.equal(model.gradients[each], ones[each]) for each in ones)
 
 
 def contexts() -> int:
