@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybrid.dense.dense_optimizer import squared_norm
 from hybrid.dense.tensor_parallel import Layout, full_tensor, local_shard
 from hybrid.engine.hybrid_model import HybridModel
+from hybrid.errors import ConfigError
 from hybrid.primitives.step_timings import StepClock
 from hybrid.transport.shared_memory.shared_slots import SharedSlots
 
@@ -182,6 +183,9 @@ class DdpModel:
         gradients: by parameter, once the last micro-batch of a step is collected.
         shared_reduce, group_reduce: what sums over trainers; both None for a trainer alone.
         accumulated: the gradients of the earlier micro-batches of the step, by parameter.
+
+    Raises:
+        ConfigError: the mode selects the head, which has no trainable parameters.
     """
 
     def __init__(
@@ -206,7 +210,10 @@ class DdpModel:
             self.module = self._ddp = self._wrap(model)
         elif mode is DdpMode.INSIDE:
             assert self._model is not None, "only a net in stages has a head"
-            self._model.stages.head = self._ddp = self._wrap(self._model.stages.head)
+            head = self._model.stages.head
+            if not any(parameter.requires_grad for parameter in head.parameters()):
+                raise ConfigError("dense.ddp", "needs a head with trainable parameters", mode.value)
+            self._model.stages.head = self._ddp = self._wrap(head)
         self._reduced = set() if self._ddp is None else set(self._ddp.parameters())
 
     def _wrap(self, module: nn.Module) -> DistributedDataParallel:

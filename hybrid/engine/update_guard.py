@@ -87,12 +87,15 @@ class Guard:
             loss: this trainer's summand.
             squared_norm: this trainer's summand of the squared norm of all dense gradients.
             find: returns a parameter with a non-finite gradient, if there is one.
+
+        Raises:
+            NonFiniteError: a gradient is not finite, and such a run must stop.
         """
+        if self._rules.check_finite and not math.isfinite(squared_norm):
+            name = find()
+            what = f"gradient of the dense net's {name}" if name else "norm of the dense net's gradients"
+            raise NonFiniteError(f"step {step}: the {what} is not finite; {_REMEDY}")
         if not self._rules.has_update_guard:
-            if not math.isfinite(squared_norm):
-                name = find()
-                what = f"gradient of the dense net's {name}" if name else "norm of the dense net's gradients"
-                raise NonFiniteError(f"step {step}: the {what} is not finite; {_REMEDY}")
             return 1.0
         norms = [each.squared_norm(step) for each in self._hosted]
         summand = squared_norm if math.isfinite(loss) else math.nan
@@ -103,7 +106,8 @@ class Guard:
         scale: float | None = 1.0
         if not math.isfinite(total):
             if self._rules.check_finite:
-                raise NonFiniteError(f"step {step}: the norm of the gradients is {math.sqrt(total)}")
+                what = f"norm of the gradients on the workers is {math.sqrt(total)}"
+                raise NonFiniteError(f"step {step}: the {what}; {_REMEDY}")
             scale = None
         elif self._rules.clip_norm is not None:
             scale = min(1.0, self._rules.clip_norm / (math.sqrt(total) + _CLIP_EPS))

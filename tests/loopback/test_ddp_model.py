@@ -1,5 +1,7 @@
 """The net of a trainer under DDP: gradients of micro-batches add up, and are reduced once per step."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from hybrid.embedding.trainer.embeddings import ModuleTables
 from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.engine.step_engine import StepEngine
+from hybrid.engine.update_guard import Guard
+from hybrid.errors import ConfigError, NonFiniteError
 from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
@@ -47,9 +51,12 @@ def take_step(model: DdpModel, micros: list[MicroBatch[Batch]]) -> None:
             model.collect(dist_autograd.get_gradients(context), is_last)
 
 
-def make_model(mode: DdpMode, tensor_size: int = 1, clock: StepClock | None = None) -> DdpModel:
+def make_model(
+    mode: DdpMode, tensor_size: int = 1, clock: StepClock | None = None, net: DenseNet | None = None
+) -> DdpModel:
     assert dist.group.WORLD is not None
-    return DdpModel(HybridModel(dense_net()), mode, DensePlacement(dist.group.WORLD, tensor_size), clock)
+    placement = DensePlacement(dist.group.WORLD, tensor_size)
+    return DdpModel(HybridModel(net or dense_net()), mode, placement, clock)
 
 
 def num_values(module: nn.Module) -> int:
@@ -116,6 +123,20 @@ def test_a_step_has_the_gradients_of_its_micro_batches_alone() -> None:
     assert all(torch.equal(model.gradients[each], ones[each]) for each in ones)
     model.collect(ones, is_last=True)
     assert all(torch.equal(model.gradients[each], ones[each]) for each in ones)
+
+
+def test_ddp_inside_needs_a_head_that_is_trained() -> None:
+    net = DenseNet(nn.Linear(NUM_DENSE, 3), Concatenation(), nn.Identity())
+    with pytest.raises(ConfigError, match=r"^dense\.ddp"):
+        make_model(DdpMode.INSIDE, net=net)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+def test_a_gradient_that_is_not_finite_is_named(clip_norm: float | None) -> None:
+    assert dist.group.WORLD is not None
+    guard = Guard(UpdateRules(1, clip_norm=clip_norm), [], dist.group.WORLD, torch.device("cpu"))
+    with pytest.raises(NonFiniteError, match=r"^step 3: .*mlp\.0\.weight .*train\.clip_norm"):
+        guard.decide(3, 0.5, math.nan, lambda: "mlp.0.weight")
 
 
 def contexts() -> int:
