@@ -256,16 +256,16 @@ def test_run_that_stopped_early_resumes_only_with_more_patience(
 ) -> None:
     """Learning rates are so small that no evaluation is better than the first."""
 
-    def config(patience: int) -> RunConfig:
+    def config(patience: int, keep_best: str = "log_loss") -> RunConfig:
         return small_config(
             train={"max_steps": 20, "eval_every_steps": 2, "patience": patience},
-            checkpoint={"keep_last": 1, "keep_best": "log_loss"},
+            checkpoint={"keep_last": 1, "keep_best": keep_best},
             embedding={"learning_rate": 1e-30},
             dense={"learning_rate": 1e-30},
         )
 
-    def ended(step: int, evaluations: int) -> str:
-        return f"ended at step {step}: {evaluations} evaluation(s) without a better log loss"
+    def ended(step: int, evaluations: int, metric: str = "log loss") -> str:
+        return f"ended at step {step}: {evaluations} evaluation(s) without a better {metric}"
 
     run, cluster = tmp_path / "run", clusters.get(2, 2)
     assert cluster.run(train, config(2), cache, run) == [ended(6, 2)]
@@ -283,6 +283,8 @@ def test_run_that_stopped_early_resumes_only_with_more_patience(
     notes = cluster.run(train, config(3), cache, run, resume=True)
     assert notes == [f"resuming from step 8: {step_folder(run, 8)}", ended(8, 3)]
     assert json.loads((run / "result.json").read_text())["steps"] == 8
+    notes = cluster.run(train, config(3, "auc"), cache, run, resume=True)  # counts from step 8
+    assert notes == [f"resuming from step 8: {step_folder(run, 8)}", ended(16, 3, "AUC")]
 
 
 @pytest.mark.long

@@ -32,13 +32,16 @@ _PATIENCE = "train.patience"  # this key can end a run before its last step
 _SECOND_CTRL_C = "; a second Ctrl-C stops at once"
 
 
-def is_patience_over(train: TrainSection, steps_per_epoch: int, best: Best | None, step: int) -> bool:
+def is_patience_over(
+    train: TrainSection, steps_per_epoch: int, best: Best | None, step: int, start: int = 0
+) -> bool:
     """Whether a run ends after ``step``, because its last evaluations did not improve on the best one.
 
-    The count of evaluations follows from the step, so a resumed run ends at the same step.
+    The count of evaluations follows from the step, so a resumed run ends at the same step. If no evaluation
+    is the best, those after ``start`` count.
     """
     every = train.eval_every_steps or steps_per_epoch
-    best_step = 0 if best is None or math.isnan(best.value) else best.step
+    best_step = start if best is None or math.isnan(best.value) else best.step
     return 0 < train.patience <= step // every - best_step // every
 
 
@@ -65,6 +68,7 @@ class Training:
         self._counts = RunCounts()
         self._profile: Path | None = None
         self._owes_evaluation = False
+        self._patience_start = 0
         self._seconds_per_step = CALL_SECONDS
         self._stop = StopRequest(config.cluster.timeout_seconds)
         self._is_stop_announced = False
@@ -136,10 +140,12 @@ class Training:
         if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
             rule = f"the run has taken all {total} steps; raise it to continue"
             raise ConfigError(session.limit, rule)
-        best = checkpoint.manifest.best
-        if best is not None and best.metric != self._config.best_by:
-            best = None
-        has_ended = is_patience_over(self._config.train, session.steps_per_epoch, best, step)
+        best, self._owes_evaluation = checkpoint.manifest.best, bool(progress.get(OWES_EVALUATION))
+        if best is None or best.metric != self._config.best_by:
+            # Evaluations of the run do not count if another metric selected the best of them.
+            best, self._patience_start = None, step - self._owes_evaluation
+        rules = self._config.train, session.steps_per_epoch
+        has_ended = is_patience_over(*rules, best, step, self._patience_start)
         if has_ended and (self._task.folder / RESULT_FILE).exists():
             by = metric_title(self._config.best_by)
             rule = f"the run ended without a better {by}; raise it to continue"
@@ -148,7 +154,6 @@ class Training:
         has_reports = PROGRESS_FILE in checkpoint.manifest.files
         self._counts = RunCounts.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
         self._step = step
-        self._owes_evaluation = bool(progress.get(OWES_EVALUATION))
         view.note(f"resuming from step {step}: {checkpoint.folder}")
         if step < total and checkpoint.manifest.metrics:
             self._metrics = checkpoint.manifest.metrics
@@ -174,8 +179,8 @@ class Training:
         """Whether the run has finished."""
         if self._owes_evaluation:
             return False
-        best, train = self._checkpoints.expected_best, self._config.train
-        has_lost_patience = is_patience_over(train, session.steps_per_epoch, best, self._step)
+        rules, best = (self._config.train, session.steps_per_epoch), self._checkpoints.expected_best
+        has_lost_patience = is_patience_over(*rules, best, self._step, self._patience_start)
         return self._step >= session.total_steps or has_lost_patience
 
     def _take_steps(self, session: DatasetSession, view: TerminalView) -> None:
