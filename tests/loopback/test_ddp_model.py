@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from support.seeded import random, seeded
 from support.vectors import micro_batch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 
 from hybrid.batch import Batch
@@ -116,7 +116,7 @@ def test_a_step_has_the_gradients_of_its_micro_batches_alone() -> None:
     model = make_model(DdpMode.NONE)
     take_step(model, micro_batches(0, 1))
     first, second, *_ = model.net.parameters()
-    ones = {each: torch.ones_like(each) for each in (first, second)}
+    ones: dict[Tensor, Tensor] = {each: torch.ones_like(each) for each in (first, second)}
     model.collect({first: ones[first]}, is_last=False)
     model.collect({second: ones[second]}, is_last=True)  # the last micro-batch skips a layer
     assert model.gradients.keys() == ones.keys()

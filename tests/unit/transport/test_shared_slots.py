@@ -3,9 +3,10 @@
 import json
 import os
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -86,23 +87,38 @@ def test_unsealed_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
         joined(2)
 
 
-@needs_root
-def test_a_peer_of_another_user_does_not_block_members() -> None:
-    class CrowdedGroup:
-        """A process group to whose first member a peer of another user connects before the others."""
+def with_address(group: dist.ProcessGroup, change: Callable[[str], str]) -> dist.ProcessGroup:
+    """Return a process group that gives ``change(name)`` as the name of the first member's socket."""
 
-        def __init__(self, group: dist.ProcessGroup) -> None:
-            self._group = group
-            self.size, self.rank = group.size, group.rank
+    class ChangedGroup:
+        rank, size = group.rank, group.size
 
         def allgather(self, received: list[list[Tensor]], sent: list[Tensor]) -> dist.Work:
-            if self._group.rank() == 0:
-                _, name, _ = json.loads(bytes(sent[0].tolist()))
-                stack.enter_context(connected_as_another_user(bytes.fromhex(name)))
-            return self._group.allgather(received, sent)
+            if group.rank() == 0:
+                host, name, trainer = json.loads(bytes(sent[0].tolist()))
+                text = json.dumps((host, change(name), trainer)).encode().ljust(len(sent[0]))
+                sent[0].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            return group.allgather(received, sent)
+
+    return cast(dist.ProcessGroup, ChangedGroup())
+
+
+def test_a_member_that_cannot_be_reached_is_an_error() -> None:
+    def join_nobody(rank: int, group: dist.ProcessGroup) -> None:
+        with pytest.raises(ClusterError, match=f"^trainer {rank} cannot share memory"):
+            join(rank, with_address(group, lambda _: b"\0nobody".hex()), timeout_seconds=0.2)
+
+    together(2, join_nobody)
+
+
+@needs_root
+def test_a_peer_of_another_user_does_not_block_members() -> None:
+    def crowd(name: str) -> str:
+        stack.enter_context(connected_as_another_user(bytes.fromhex(name)))
+        return name
 
     with ExitStack() as stack:
-        members = together(2, lambda rank, group: join(rank, cast(Any, CrowdedGroup(group))))
+        members = together(2, lambda rank, group: join(rank, with_address(group, crowd)))
         at_once(SharedSlots.sum_, members, tensors := [torch.ones(1), torch.ones(1)])
         assert tensors == [2, 2]
 
