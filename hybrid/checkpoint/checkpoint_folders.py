@@ -51,6 +51,7 @@ _PARTS_NAME = re.compile(rf"{_PARTS}[0-9a-f]{{1,64}}")
 _MAX_NAME_LENGTH = 512
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 MANIFEST_FILE = "manifest.json"
+VOCABULARIES_FILE = "vocabularies.parquet"
 DENSE_FILE = "dense.safetensors"
 REMOTE_FILE = "remote.safetensors"
 PROGRESS_FILE = "progress.safetensors"
@@ -129,9 +130,7 @@ class Manifest:
             _check_fields(fields)
         except StorageError:
             raise
-        except RecursionError as error:
-            raise CheckpointError(f"{path}: is not a manifest: nested too deeply") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: is not a manifest: {error}") from error
         fields["files"] = {name: (size, sha256) for name, (size, sha256) in fields["files"].items()}
         fields["tables"] = {name: tuple(shape) for name, shape in fields["tables"].items()}
@@ -150,36 +149,46 @@ class Manifest:
         return None if values is None else Best(*values)
 
     def write(self, folder: StoragePath) -> None:
-        """Write the manifest with its checksum into ``folder``; replace an existing one atomically."""
+        """Write the manifest with its checksum into ``folder``; replace an existing one atomically.
+
+        Raises:
+            CheckpointError: the manifest cannot be written, or is larger than :meth:`read` accepts.
+        """
         fields = dataclasses.asdict(self)
         if not self.parts:
             del fields["parts"]
         document = {"format": FORMAT, "manifest": fields, "sha256": _text_checksum(json.dumps(fields))}
         content = json.dumps(document, indent=1).encode()
+        if len(content) > _MAX_BYTES:
+            rule = f"it would have more than {_MAX_BYTES >> 20} MiB; use fewer tables or workers"
+            raise CheckpointError(f"cannot write {folder / MANIFEST_FILE}: {rule}")
         with write_errors(folder / MANIFEST_FILE):
             write_atomically(folder / MANIFEST_FILE, lambda path: storage.write_bytes(path, content))
 
     def verify(self, folder: StoragePath) -> None:
-        """Compare every file with its checksum. Files in an object store are verified when they are fetched.
+        """Compare every file with its checksum; in an object store, only the text files.
+
+        The other files of a store are verified when they are fetched.
 
         Raises:
             CheckpointError: a file is missing or altered.
+            StorageError: the store, or the system, refuses a request.
         """
-        if isinstance(folder, RemotePath):
-            return
 
         def check(name: str) -> None:
             path = folder / name
             try:
-                with path.open("rb") as file:
-                    checksum = hashlib.file_digest(file, "sha256").hexdigest()
+                checksum = storage.compute_checksum(path)
+            except StorageError:
+                raise
             except OSError as error:
                 raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
             if checksum != self.files[name][1]:
                 raise damage_error(path)
 
+        names = [n for n in self.files if isinstance(folder, Path) or n.endswith((".json", ".toml"))]
         with ThreadPoolExecutor(_THREADS, "verify") as threads:
-            list(threads.map(check, self.files))
+            list(threads.map(check, names))
 
 
 def _text_checksum(text: str) -> str:
@@ -331,43 +340,44 @@ def list_checkpoints(run: StoragePathT) -> list[StoragePathT]:
     return cast(list[StoragePathT], sorted(complete, key=parse_step, reverse=True))
 
 
-def belongs_to_run(folder: StoragePath) -> bool:
-    """Return whether a checkpoint is in a run folder."""
-    return folder.parent.name == _FOLDER
-
-
 def parse_step(folder: StoragePath) -> int:
     """Return the number of steps before a checkpoint of a run, from the name of its folder."""
     return int(folder.name.removeprefix("step-"))
 
 
-def vocabulary_path(parts: StoragePathT, name: str) -> StoragePathT:
+def vocabulary_path(files_folder: StoragePathT, name: str) -> StoragePathT:
     """Return the path of a vocabulary. All checkpoints of a run share it.
 
     Args:
-        parts: folder with the files of any checkpoint of the run (:attr:`Checkpoint.parts`).
+        files_folder: of any checkpoint of the run (:attr:`Checkpoint.files_folder`).
     """
-    folder = parts.parent if parts.name.startswith(_PARTS) else parts
+    folder = files_folder.parent if files_folder.name.startswith(_PARTS) else files_folder
     return cast(StoragePathT, folder.parent.parent / _VOCABULARIES / name)
 
 
-def save_vocabulary(source: StoragePath, folder: StoragePath, name: str) -> None:
-    """Copy a vocabulary into the run folder of a checkpoint, unless the run has it already.
+def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Files:
+    """Copy a vocabulary into a checkpoint. The checkpoints of a run share one copy, in the run folder.
 
     Args:
-        folder: any checkpoint of the run.
+        folder: folder with the files of the checkpoint.
+
+    Returns:
+        The copy if it is a file of the checkpoint, else nothing.
 
     Raises:
         CheckpointError: the vocabulary cannot be copied.
     """
+    checkpoint = folder.parent if isinstance(folder, RemotePath) else folder
+    if checkpoint.parent.name != _FOLDER:
+        return write_copy(folder, VOCABULARIES_FILE, source)
     target = vocabulary_path(folder, name)
     with write_errors(target):
-        if storage.exists(target):
-            return
-        if isinstance(target, Path):
-            refuse_link(target.parent)
-            make_folder(target.parent)
-        write_atomically(target, lambda path: storage.copy(source, path))
+        if not storage.exists(target):
+            if isinstance(target, Path):
+                refuse_link(target.parent)
+                make_folder(target.parent)
+            write_atomically(target, lambda path: storage.copy(source, path))
+    return {}
 
 
 def begin(folder: StoragePathT) -> StoragePathT:
@@ -437,10 +447,13 @@ def remove_after(run: StoragePath, step: int) -> None:
             discard(partial)
         return
     complete = list_checkpoints(run)
-    used = [folder / Manifest.read(folder / MANIFEST_FILE).parts for folder in complete]
-    for folder in (checkpoints_folder(run), *complete):
+    used = {checkpoints_folder(run): complete}
+    for folder in complete:
+        with suppress(CheckpointError):  # all folders of a damaged checkpoint stay
+            used[folder] = [folder / Manifest.read(folder / MANIFEST_FILE).parts]
+    for folder, kept in used.items():
         for entry in storage.list_entries(folder):
-            if entry.is_folder and entry.path not in (*complete, *used):
+            if entry.is_folder and entry.path not in kept:
                 discard(entry.path)
 
 

@@ -36,13 +36,13 @@ class Checkpoint:
     Attributes:
         folder: path of the checkpoint.
         manifest: content of the checkpoint.
-        standing: phrase with the rank among the checkpoints of the run, such as "the best (auc 0.8361) and
+        rank_text: phrase with the rank among the checkpoints of the run, such as "the best (auc 0.8361) and
             the last"; set by :meth:`best_valid`.
     """
 
     folder: StoragePath
     manifest: Manifest
-    standing: str = ""
+    rank_text: str = ""
 
     @classmethod
     def open(cls, folder: StoragePath) -> Checkpoint:
@@ -55,18 +55,18 @@ class Checkpoint:
             raise CheckpointError(f"{folder}: there is no checkpoint here")
         manifest = Manifest.read(folder / MANIFEST_FILE)
         checkpoint = cls(folder, manifest)
-        if (path := find_mismatch(checkpoint.parts, manifest.files)) is not None:
+        if (path := find_mismatch(checkpoint.files_folder, manifest.files)) is not None:
             raise damage_error(path)
         return checkpoint
 
     @property
-    def parts(self) -> StoragePath:
+    def files_folder(self) -> StoragePath:
         """The folder of all files except the manifest."""
-        return self.folder / self.manifest.parts if self.manifest.parts else self.folder
+        return self.folder / self.manifest.parts
 
     @classmethod
     def newest_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
-        """Open the newest checkpoint of a run whose files all have their checksums.
+        """Open the newest checkpoint of a run whose files have their checksums (:meth:`Manifest.verify`).
 
         Args:
             folder: a run folder, or a checkpoint, which must then be valid.
@@ -97,10 +97,10 @@ class Checkpoint:
         first = [] if best is None else [step_folder(folder, best.step)]
         checkpoint = cls._first_valid(folder, dict.fromkeys([*first, *candidates]), log)
         is_newest = checkpoint.folder == candidates[0]
-        checkpoint.standing = "the last" if is_newest else f"the last is {candidates[0].name}"
+        checkpoint.rank_text = "the last" if is_newest else f"the last is {candidates[0].name}"
         if best is not None and checkpoint.folder in first:
-            rank = f"the best ({best.metric.replace('_', ' ')} {best.value:.4f})"
-            checkpoint.standing = f"{rank}{' and ' if is_newest else '; '}{checkpoint.standing}"
+            best_text = f"the best ({best.metric.replace('_', ' ')} {best.value:.4f})"
+            checkpoint.rank_text = f"{best_text}{' and ' if is_newest else '; '}{checkpoint.rank_text}"
         return checkpoint
 
     @classmethod
@@ -111,7 +111,7 @@ class Checkpoint:
         for candidate in candidates:
             try:
                 checkpoint = cls.open(candidate)
-                checkpoint.manifest.verify(checkpoint.parts)
+                checkpoint.manifest.verify(checkpoint.files_folder)
             except CheckpointError as error:
                 damage.append(str(error))
                 continue
@@ -161,13 +161,11 @@ class Checkpoint:
         """
         num_shards = self._num_shards(table)
         common = math.gcd(count, num_shards)
-        for shard in range(num_shards):
+        period = num_shards // common
+        for first in range(period):
             # Row i of the target is row index + count * i of the table.
-            in_shard = (i for i in range(num_shards) if (index + count * i) % num_shards == shard)
-            if (first := next(in_shard, None)) is None:
-                continue
-            rows = slice(first, None, num_shards // common)
-            stored_rows = slice((index + count * first) // num_shards, None, count // common)
+            start, shard = divmod(index + count * first, num_shards)
+            rows, stored_rows = slice(first, None, period), slice(start, None, count // common)
             stored = self._map(table, shard, num_shards)
             widths = {name: array.shape[1:] for name, array in stored.items()}
             if widths != {name: tensor.shape[1:] for name, tensor in into.items()}:
@@ -189,13 +187,13 @@ class Checkpoint:
         with self.local_file(name) as path:
             arrays = map_arrays(path)
         if "weight" not in arrays or any(array.ndim == 0 for array in arrays.values()):
-            raise CheckpointError(f"{self.parts / name}: holds no rows")
+            raise CheckpointError(f"{self.files_folder / name}: holds no rows")
         return arrays
 
     @contextmanager
     def local_file(self, name: str) -> Iterator[Path]:
         """Yield a local path of a file. A file in an object store is fetched and verified."""
-        path = self.parts / name
+        path = self.files_folder / name
         with ExitStack() as stack:
             try:
                 _, sha256 = self.manifest.files.get(name, (0, None))

@@ -100,15 +100,13 @@ def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
         CheckpointError: the file cannot be read, or a tensor is neither float32 nor float64.
     """
     with _reading(path):
-        length = _header_length(path)
+        text = _read_header(path)
         with safe_open(path, framework="numpy"):  # checks the header
             pass
-        with path.open("rb") as file:
-            file.seek(_LENGTH_BYTES)
-            header: dict[str, dict[str, Any]] = json.loads(file.read(length))
+        header: dict[str, dict[str, Any]] = json.loads(text)
         # As a plain array: each operation on a numpy.memmap would create another memmap.
         file_bytes = np.asarray(np.memmap(path, np.uint8, "r"))
-        content = file_bytes[_LENGTH_BYTES + length :]
+        content = file_bytes[_LENGTH_BYTES + len(text) :]
     header.pop("__metadata__", None)  # written by other tools
     arrays = {}
     for name, entry in header.items():
@@ -128,19 +126,19 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         CheckpointError: the file cannot be read.
     """
     with _reading(path):
-        _header_length(path)
+        _read_header(path)  # checks its length
         return load_file(path)
 
 
-def _header_length(path: Path) -> int:
+def _read_header(path: Path) -> bytes:
     with path.open("rb") as file:
         start = file.read(_LENGTH_BYTES)
-    if len(start) < _LENGTH_BYTES:
-        raise ValueError("the file is too short")
-    (length,) = struct.unpack("<Q", start)
-    if length > _MAX_HEADER_BYTES:
-        raise ValueError(f"the header has more than {_MAX_HEADER_BYTES >> 20} MiB")
-    return int(length)
+        if len(start) < _LENGTH_BYTES:
+            raise ValueError("the file is too short")
+        (length,) = struct.unpack("<Q", start)
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"the header has more than {_MAX_HEADER_BYTES >> 20} MiB")
+        return file.read(length)
 
 
 @contextmanager

@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Manifest, write_copy, write_text
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Manifest, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.validation import FINITE_SCHEDULES
 from hybrid.data.dataset.dataset_manifest import checkpoint_contents
-from hybrid.data.encode.vocabulary import VOCABULARIES_FILE
 from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.data.prepare.preparation import cache_folder
 from hybrid.embedding.bags import Item
@@ -184,8 +183,8 @@ class SingleProcess(Backend):
             texts, vocabularies = checkpoint_contents(self.config, self._data)
             for name, text in texts.items():
                 files |= write_text(partial, name, text)
-            for source in vocabularies.values():
-                files |= write_copy(partial, VOCABULARIES_FILE, source)
+            for name, source in vocabularies.items():
+                files |= checkpoint_folders.write_vocabulary(partial, name, source)
             checkpoint_folders.commit(partial, replace(manifest, files=files))
         except BaseException:
             checkpoint_folders.discard(partial)

@@ -134,7 +134,7 @@ def held_out_rows(
         ConfigError: the run has no test rows, or no files with the columns to pass through.
         DataError: the files are missing or have changed.
     """
-    config, copy = trained.config, trained.stored.parts / dataset_manifest.COPY_NAME
+    config, copy = trained.config, trained.stored.files_folder / dataset_manifest.COPY_NAME
     if not storage.exists(copy):
         raise ConfigError(_INPUT, "must name files: the run was trained on batches of a custom loop")
     if passthrough and config.data.format == "synthetic":

@@ -62,11 +62,12 @@ class TrainedRun:
             ConfigError: the run names code that may not be executed, or paths that may not be used.
         """
         stored = Checkpoint.best_valid(folder, warn)
-        if not storage.exists(stored.parts / FILE_NAME):
+        files_folder = stored.files_folder
+        if not storage.exists(files_folder / FILE_NAME):
             rule = "was saved by a script without cluster.prepare(); use hybrid.load(FOLDER, MODULE)"
             raise CheckpointError(f"{stored.folder} {rule}")
-        config = load_run_config(stored.parts / CONFIG_FILE, trust_code=trust_code, uses_paths=uses_paths)
-        encoder = FeatureEncoder.load(stored.parts)
+        config = load_run_config(files_folder / CONFIG_FILE, trust_code=trust_code, uses_paths=uses_paths)
+        encoder = FeatureEncoder.load(files_folder)
         # If the caller gave batches, features with weighted ids have no section in the configuration.
         weighted = {
             each.name: dataclasses.replace(config.columns.get(each.name, ColumnSection()), kind="weighted")
@@ -79,7 +80,7 @@ class TrainedRun:
     def origin(self) -> str:
         """The folder of the checkpoint, and whether it is the best or the last one of the run."""
         stored = self.stored
-        return f"{stored.folder}, {stored.standing}" if stored.standing else str(stored.folder)
+        return f"{stored.folder}, {stored.rank_text}" if stored.rank_text else str(stored.folder)
 
     @cached_property
     def blueprint(self) -> Blueprint:

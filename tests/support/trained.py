@@ -19,7 +19,6 @@ from hybrid.config.loading import CONFIG_FILE, load_config
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.encode.vocabulary import VOCABULARIES_FILE
 from hybrid.data.prepare.preparation import prepare
 from hybrid.embedding.placement import place
 from hybrid.embedding.trainer.embeddings import Embeddings
@@ -212,7 +211,8 @@ def write_trained(folder: Path, config: RunConfig) -> Path:
     partial = checkpoint_folders.begin(checkpoint_folders.step_folder(folder, 1))
     files = write_text(partial, CONFIG_FILE, signed_toml(config))
     files |= write_copy(partial, feature_encoder.FILE_NAME, prepared / feature_encoder.FILE_NAME)
-    files |= write_copy(partial, VOCABULARIES_FILE, prepared / VOCABULARIES_FILE)
+    for name, source in feature_encoder.vocabulary_files(prepared).items():
+        files |= checkpoint_folders.write_vocabulary(partial, name, source)
     files |= write_text(
         partial, dataset_manifest.COPY_NAME, (prepared / dataset_manifest.FILE_NAME).read_text()
     )

@@ -10,19 +10,11 @@ from torch import Tensor
 
 from hybrid import transport
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import (
-    PROGRESS_FILE,
-    Files,
-    Manifest,
-    dense_file,
-    write_copy,
-    write_text,
-)
+from hybrid.checkpoint.checkpoint_folders import PROGRESS_FILE, Files, Manifest, dense_file, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import DenseSection, RunConfig
 from hybrid.config.loading import CONFIG_FILE, load_config
-from hybrid.data.encode.vocabulary import VOCABULARIES_FILE
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.model_builder import Blueprint, host_remote_net
@@ -223,10 +215,7 @@ class HeldCheckpoint:
             for name, text in self.texts.items():
                 files |= write_text(partial, name, text)
             for name, source in self.shared.items():
-                if checkpoint_folders.belongs_to_run(self.folder):
-                    checkpoint_folders.save_vocabulary(source, self.folder, name)
-                else:
-                    files |= write_copy(partial, VOCABULARIES_FILE, source)
+                files |= checkpoint_folders.write_vocabulary(partial, name, source)
             if self.reports:
                 files |= write_tensors(partial, PROGRESS_FILE, self.reports)
         finally:
@@ -273,7 +262,7 @@ def load(deployed: Deployment, dense: DenseSection, stored: Checkpoint) -> None:
         each.call(HostedModule.load, path, stored.manifest.step, timeout_seconds=bulk)
         for each in deployed.hosted
     ]
-    is_same_mode = load_config(stored.parts / CONFIG_FILE, is_stored=True).dense.ddp == dense.ddp
+    is_same_mode = load_config(stored.files_folder / CONFIG_FILE, is_stored=True).dense.ddp == dense.ddp
     for index, trainer in enumerate(deployed.trainers):
         name = dense_file(index - index % dense.trainers_per_net)
         if not is_same_mode or name not in stored.manifest.files:

@@ -295,7 +295,7 @@ class DatasetSession(Session):
             DataError: the checkpoint was trained on other samples; the message names the changed file.
         """
         rule = "continue with that version, or start a new run"
-        trained_on = DataManifest.read(stored.parts / dataset_manifest.COPY_NAME, rule)
+        trained_on = DataManifest.read(stored.files_folder / dataset_manifest.COPY_NAME, rule)
         assert self._data_folder is not None
         current = DataManifest.read(self._data_folder / dataset_manifest.FILE_NAME)
         trained_on.check_same(current, "resume with the same files, or start a new run")

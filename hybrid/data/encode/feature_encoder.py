@@ -20,14 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybrid.checkpoint.checkpoint_folders import vocabulary_path
+from hybrid.checkpoint.checkpoint_folders import VOCABULARIES_FILE, vocabulary_path
 from hybrid.config.data_sections import TRANSFORMS
-from hybrid.data.encode.vocabulary import (
-    VOCABULARIES_FILE,
-    Vocabulary,
-    read_vocabularies,
-    write_vocabularies,
-)
+from hybrid.data.encode.vocabulary import Vocabulary, read_vocabularies, write_vocabularies
 from hybrid.data.parse.sources import RawBlock
 from hybrid.data.values.canonical import hash_texts
 from hybrid.data.values.column_values import MAX_NUMBER, is_list, take_or_default

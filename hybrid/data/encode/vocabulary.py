@@ -24,7 +24,6 @@ from hybrid.primitives.splitmix64 import splitmix64
 from hybrid.storage.files import compute_checksum, local_copy
 from hybrid.storage.remote_path import StoragePath
 
-VOCABULARIES_FILE = "vocabularies.parquet"
 _COLUMN, _SIZES = "value", b"sizes"
 _GROUP_ROWS = 1 << 20
 # Pages of other encodings can repeat values, so a small file could hold gigabytes.

@@ -136,7 +136,7 @@ class TestBestValid:
         dataclasses.replace(read, progress=progress).write(folder)
 
     @pytest.mark.parametrize(
-        ("best", "step", "standing"),
+        ("best", "step", "rank_text"),
         [
             (30, 30, "the best (auc 0.7500); the last is step-00000110"),
             (110, 110, "the best (auc 0.7500) and the last"),
@@ -144,14 +144,14 @@ class TestBestValid:
         ],
     )
     def test_the_best_checkpoint_is_opened_or_else_the_last(
-        self, run: Path, best: int | None, step: int, standing: str
+        self, run: Path, best: int | None, step: int, rank_text: str
     ) -> None:
         self.rank(run, best)
         found = Checkpoint.best_valid(run, pytest.fail)
         assert (found.manifest.step, found.folder) == (step, step_folder(run, step))
-        assert found.standing == standing
+        assert found.rank_text == rank_text
         named = Checkpoint.best_valid(step_folder(run, 2), pytest.fail)
-        assert (named.manifest.step, named.standing) == (2, "")
+        assert (named.manifest.step, named.rank_text) == (2, "")
 
     @pytest.mark.parametrize("is_there", [True, False])
     def test_the_newest_replaces_a_damaged_or_missing_best(self, run: Path, is_there: bool) -> None:
@@ -162,7 +162,7 @@ class TestBestValid:
         else:
             shutil.rmtree(best)
         found = Checkpoint.best_valid(run, logged.append)
-        assert (found.manifest.step, found.standing) == (110, "the last")
+        assert (found.manifest.step, found.rank_text) == (110, "the last")
         damage = f"{best / DENSE_FILE}: missing or altered since the checkpoint was written"
         gone = f"{best}: there is no checkpoint here"
         assert logged == [f"{damage if is_there else gone}; step-00000110 is used instead"]
@@ -172,7 +172,7 @@ class TestBestValid:
         flip_a_bit(step_folder(run, 110) / MANIFEST_FILE)
         found = Checkpoint.best_valid(run, pytest.fail)
         assert found.manifest.step == 2
-        assert found.standing == "the best (auc 0.7500); the last is step-00000110"
+        assert found.rank_text == "the best (auc 0.7500); the last is step-00000110"
 
     def test_a_run_without_valid_checkpoints_is_an_error(self, run: Path) -> None:
         for step in (2, 30, 110):

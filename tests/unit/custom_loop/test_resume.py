@@ -107,6 +107,7 @@ def test_a_script_that_is_ended_anywhere_has_the_bits_of_an_undisturbed_one(
         with pytest.raises(SystemExit):
             train(tmp_path, every, stop, update, kind)
     found = train(tmp_path, every, update=update, kind=kind)
+    assert len([*tmp_path.glob("run/**/*.parquet")]) == (kind == "prepared")  # a vocabulary, once per run
     shared = found.keys() & expected.keys()  # an evaluation before the last checkpoint is not repeated
     assert {"module", "states", "step"} < shared
     check_equal({name: found[name] for name in shared}, {name: expected[name] for name in shared})

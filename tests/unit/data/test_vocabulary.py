@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_folders import VOCABULARIES_FILE, write_vocabulary
 from hybrid.data.encode import vocabulary
 from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding, vocabulary_files
-from hybrid.data.encode.vocabulary import VOCABULARIES_FILE, Vocabulary, read_vocabularies, write_vocabularies
+from hybrid.data.encode.vocabulary import Vocabulary, read_vocabularies, write_vocabularies
 from hybrid.errors import DataError
 from hybrid.storage.files import compute_checksum
 
@@ -100,10 +100,10 @@ def test_checkpoint_finds_the_vocabulary_files_its_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"neither here nor in {kept.parent}; copy {name} there") as caught:
         FeatureEncoder.load(checkpoint)
     assert "\n" not in str(caught.value)
-    checkpoint_folders.save_vocabulary(source, checkpoint, name)
+    assert write_vocabulary(checkpoint, name, source) == {}
     assert FeatureEncoder.load(checkpoint) == encoder
     stamp = kept.stat().st_mtime_ns
-    checkpoint_folders.save_vocabulary(source, checkpoint.with_name("step-00000002"), name)
+    write_vocabulary(checkpoint.with_name("step-00000002"), name, source)
     assert (kept.stat().st_mtime_ns, [*kept.parent.iterdir()]) == (stamp, [kept])
     kept.write_bytes(kept.read_bytes()[:-1])
     with pytest.raises(DataError, match=f"^{kept}: altered since it was written$"):
