@@ -280,6 +280,6 @@ def split_outputs(outputs_BO: Tensor, num_outputs: Sequence[int]) -> Sequence[Te
     if len(num_outputs) == 1:
         return [outputs_BO]
     return [
-        outputs.squeeze(1) if outputs.shape[1] == 1 else outputs
+        outputs.squeeze(1) if outputs.shape[1] == 1 else outputs  # ONNX cannot squeeze other sizes
         for outputs in outputs_BO.split(list(num_outputs), dim=1)
     ]

@@ -23,9 +23,10 @@ from hybrid.errors import ConfigError, HybridError
 from hybrid.inference import program_export
 from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.raw_rows import Rows, SourceRows, file_rows, held_out_rows, stream_rows
-from hybrid.inference.trained_module import ConfiguredModule, TrainedModule, column_names, prediction_columns
+from hybrid.inference.trained_module import ConfiguredModule, TrainedModule, prediction_columns
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.metrics import Predictions
+from hybrid.primitives.progress import ignore_progress
 from hybrid.storage import files as storage
 from hybrid.storage.private_files import make_folder, refuse_link
 from hybrid.storage.remote_path import RemotePath, StoragePath
@@ -52,9 +53,9 @@ def evaluate(
     model = _read_model(folder, trust_code, module, uses_paths=not inputs)
     with transient_status() as report_progress:
         if inputs:
-            rows = file_rows(model.trained, inputs, with_labels=True, report=report_progress)
+            rows = file_rows(model.trained, inputs, with_labels=True, progress=report_progress)
         else:
-            rows = held_out_rows(model.trained, report=report_progress)
+            rows = held_out_rows(model.trained, progress=report_progress)
         metrics = measure(model, rows)
     width = max(_LABEL_WIDTH, *(len(name) + 1 for name in metrics))  # names may have a task as prefix
     print_line(f"{'checkpoint':<{width}}{model.trained.origin}")
@@ -98,22 +99,23 @@ def predict(
     check_new(output)
     model = _read_model(folder, trust_code, module, uses_paths=not inputs)
     tasks = model.trained.config.all_tasks
+    names = (ROW, *prediction_columns(tasks, torch.zeros(0, model.trained.config.num_outputs)))
     for index, name in enumerate(keep):
-        if name in (ROW, *column_names(tasks)):
+        if name in names:
             raise ConfigError(_KEEP, "is the name of another column of the output", name)
         if name in keep[:index]:
             raise ConfigError(_KEEP, "names a column twice", name)
     passthrough = [(_KEEP, name) for name in keep]
     # No progress while rows go to standard output or come from standard input.
     is_quiet = output == STDOUT or _STREAM in inputs
-    with nullcontext(lambda text: None) if is_quiet else transient_status() as report_progress:
+    with nullcontext(ignore_progress) if is_quiet else transient_status() as report_progress:
         if not inputs:
-            rows = held_out_rows(model.trained, passthrough=passthrough, report=report_progress)
+            rows = held_out_rows(model.trained, passthrough=passthrough, progress=report_progress)
         elif list(inputs) == [_STREAM]:
             rows = _standard_input(model.trained, passthrough, at_once=output == STDOUT)
         else:
             rows = file_rows(
-                model.trained, inputs, with_labels=False, passthrough=passthrough, report=report_progress
+                model.trained, inputs, with_labels=False, passthrough=passthrough, progress=report_progress
             )
         with prediction_file(output) as write:
             for block in rows.blocks():
@@ -155,30 +157,29 @@ def prediction_file(output: StoragePath) -> Iterator[WriteBlock]:
     Raises:
         HybridError: the file cannot be written.
     """
-    if output == STDOUT:
-        try:
+    partial = output
+    try:
+        if output == STDOUT:
             # sys.stdout would ignore errors at the end of the process.
             with open(1, "wb", closefd=False) as file:
                 yield _csv_writer(file, "\n", file.flush)
-        except BrokenPipeError:
-            sys.exit(ExitCode.FAILED)
-        except OSError as error:
-            raise HybridError(f"standard output: cannot be written: {error.strerror}") from error
-        return
-    partial = output
-    if not isinstance(output, RemotePath):
-        partial = output.with_name(f".{output.name}.partial")
-        refuse_link(partial)
-    try:
+            return
+        if not isinstance(output, RemotePath):
+            partial = output.with_name(f".{output.name}.partial")
+            refuse_link(partial)
         with ExitStack() as stack:
             writer = stack.enter_context(storage.open_writer(partial))
             is_parquet = output.suffix == ".parquet"
-            yield _parquet_writer(writer, stack) if is_parquet else _csv_writer(writer)
+            yield _parquet_writer(writer, stack, output) if is_parquet else _csv_writer(writer)
         if not isinstance(partial, RemotePath):
             partial.rename(str(output))
-    except (OSError, ValueError, pa.ArrowException) as error:  # or a column that changes its type
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise HybridError(f"{output}: cannot be written: {reason}") from error
+    except HybridError:  # perhaps of the store that the rows are read from
+        raise
+    except OSError as error:
+        if output == STDOUT and isinstance(error, BrokenPipeError):
+            sys.exit(ExitCode.FAILED)
+        name = "standard output" if output == STDOUT else output
+        raise HybridError(f"{name}: cannot be written: {error.strerror or error}") from error
 
 
 def _csv_writer(
@@ -211,15 +212,18 @@ def _fields(column: Any) -> list[Any]:
     return [None if each is None else _ITEM_SEPARATOR.join(map(text, each)) for each in column.to_pylist()]
 
 
-def _parquet_writer(file: storage.Writer, stack: ExitStack) -> WriteBlock:
+def _parquet_writer(file: storage.Writer, stack: ExitStack, output: StoragePath) -> WriteBlock:
     writer: pq.ParquetWriter | None = None
 
     def write(columns: Mapping[str, Any]) -> None:
         nonlocal writer
         table = pa.table(dict(columns))
-        if writer is None:
-            writer = stack.enter_context(pq.ParquetWriter(file, table.schema))
-        writer.write_table(table)
+        try:
+            if writer is None:
+                writer = stack.enter_context(pq.ParquetWriter(file, table.schema))
+            writer.write_table(table)
+        except (ValueError, pa.ArrowException) as error:  # such as a column that changes its type
+            raise HybridError(f"{output}: cannot be written: {error}") from error
 
     return write
 
@@ -272,15 +276,12 @@ def export_run(
 
 def _narrow(model: TrainedModule, dtype: str) -> list[str]:
     """Convert the tables to a narrower data type; return lines with the metrics before and after."""
-    before: dict[str, float] = {}
-    notes = []
     try:
-        rows = held_out_rows(model.trained, report=lambda text: None)
+        rows = held_out_rows(model.trained, progress=ignore_progress)
         before = measure(model, rows)
     except HybridError as error:
-        notes = [f"{'on test rows':<{_LABEL_WIDTH}}not measured: {error}"]
-    for name in model.table_names:
-        model.rows(name).data = model.rows(name).detach().to(getattr(torch, dtype))
+        before, notes = {}, [f"{'on test rows':<{_LABEL_WIDTH}}not measured: {error}"]
+    model.tables.to(getattr(torch, dtype))
     if before:
         after = measure(model, rows)
         notes = [

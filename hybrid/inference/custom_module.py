@@ -14,7 +14,7 @@ from hybrid.custom_loop.backend import BACKEND
 from hybrid.custom_loop.embedding_modules import EmbeddingBag, Jagged, TableModule
 from hybrid.custom_loop.local_batches import DENSE
 from hybrid.embedding.table_spec import Pooling
-from hybrid.errors import HybridError
+from hybrid.errors import ConfigError, HybridError
 from hybrid.inference.trained_module import TrainedModule, load_parameters, pool_bags
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.user_code.user_modules import load_function
@@ -47,12 +47,19 @@ class CustomModule(TrainedModule):
         num_rows = {each.name: each.num_rows for each in spec.sparse_features}
         data = SimpleNamespace(num_rows=num_rows, dense_columns=spec.dense_features)
         module_name, _, function = name.partition(":")
+        if not function:
+            raise ConfigError(_KEY, "must be FILE.py:FUNCTION or package.module:FUNCTION", name)
         if (file := Path(module_name)).suffix == ".py":
             sys.path.append(str(file.resolve().parent))
             module_name = file.stem
         token = BACKEND.set(cast(Any, _NoBackend()))
         try:
-            module = load_function(_KEY, f"{module_name}:{function}", ("data",))(data)
+            build = load_function(_KEY, f"{module_name}:{function}", ("data",))
+            imported = Path(getattr(sys.modules[module_name], "__file__", None) or "")
+            if file.suffix == ".py" and imported.resolve() != file.resolve():
+                rule = f"the module of this name is {imported}; correct the path, or rename the file"
+                raise ConfigError(_KEY, rule, name)
+            module = build(data)
         finally:
             BACKEND.reset(token)
         tables = load_parameters(module, trained.stored)
@@ -64,13 +71,14 @@ class CustomModule(TrainedModule):
         self.eval()
 
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:
-        first = next(iter(columns.values()))
+        first = columns[self.inputs[0].name]
         size = first.offsets.shape[0] - 1 if isinstance(first, Jagged) else first.shape[0]
         outputs: Tensor = self.module({DENSE: torch.zeros(size, 0), **columns})
-        if outputs.shape not in (shape := (size, *self._shape[1:]), (*shape, 1)[:2]):
+        shape = (size, *self._output_shape[1:])
+        if outputs.shape not in (shape, (*shape, 1)[:2]):  # one output may also have the shape (size, 1)
             rule = f"must return outputs of shape {list(shape)}, not {list(outputs.shape)}"
             raise HybridError(f"{_KEY}: the module {rule}")
-        return outputs.to(self.dtype).view(self._shape)
+        return outputs.to(self.dtype).view(self._output_shape)
 
 
 class StoredTable(nn.Module):

@@ -69,12 +69,7 @@ def table_batch(trained: TrainedRun, columns: Any) -> Batch:
         raise DataError(f"{_TABLE}: cannot be read as columns of one length: {error}") from error
     layout = _layout(trained, [])
     layout.require(table.column_names, _TABLE)
-    arrays = {}
-    for name in layout.required:
-        column = table[name]
-        arrays[name] = convert_maps(
-            pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-        )
+    arrays = {name: convert_maps(table[name].combine_chunks()) for name in layout.required}
     rows = np.arange(table.num_rows)
     table_block = TableBlock(arrays, rows, rows, table.num_rows, table.num_rows, [])
     block, invalid = parse(_TABLE, table_block, layout)
@@ -89,7 +84,7 @@ def file_rows(
     *,
     with_labels: bool,
     passthrough: Sequence[tuple[str, str]] = (),
-    report: Callable[[str], None],
+    progress: Callable[[str], None],
 ) -> Rows:
     """Return the rows of files in the format of the training files.
 
@@ -97,10 +92,10 @@ def file_rows(
         paths: paths or URLs of files or folders.
         with_labels: whether every row must have its labels.
         passthrough: further columns to read: pairs of the option that names the column, and the column.
-        report: progress callback.
+        progress: progress callback.
     """
     files = list_files(paths, "the paths given")
-    return SourceRows(trained, files, _layout(trained, files, with_labels, passthrough), report)
+    return SourceRows(trained, files, _layout(trained, files, with_labels, passthrough), progress)
 
 
 def stream_rows(
@@ -126,7 +121,7 @@ def stream_rows(
 
 
 def held_out_rows(
-    trained: TrainedRun, *, passthrough: Sequence[tuple[str, str]] = (), report: Callable[[str], None]
+    trained: TrainedRun, *, passthrough: Sequence[tuple[str, str]] = (), progress: Callable[[str], None]
 ) -> Rows:
     """Return the test rows of a model's run. If they are no longer cached, they are prepared again.
 
@@ -141,7 +136,7 @@ def held_out_rows(
         raise ConfigError(passthrough[0][0], "needs --input: the synthetic click log has no files")
     rule = "name files with --input"
     trained_on = DataManifest.read(copy, rule)
-    prepared = ensure_prepared(config, cache_folder(config), report)
+    prepared = ensure_prepared(config, cache_folder(config), progress)
     trained_on.check_same(DataManifest.read(prepared / dataset_manifest.FILE_NAME), rule)
     dataset = open_split(prepared, "test", config.data)
     if not dataset.num_samples:
@@ -150,7 +145,7 @@ def held_out_rows(
         return PreparedRows(dataset)
     files = list_files(config.data.test_path or config.data.path, "data.test_path")
     layout = _layout(trained, files, False, passthrough)
-    return SourceRows(trained, files, layout, report, selection=dataset.source_rows)
+    return SourceRows(trained, files, layout, progress, selection=dataset.source_rows)
 
 
 def _layout(
@@ -162,9 +157,7 @@ def _layout(
     """Return how files are read for a model."""
     config = trained.config
     data = create_file_section(config, files, trained.encoder.input_spec)
-    return Layout.of(
-        data, config.columns, config.tasks, with_labels=with_labels, passthrough=tuple(passthrough)
-    )
+    return Layout.of(data, config.columns, config.tasks, with_labels=with_labels, passthrough=passthrough)
 
 
 @dataclass
@@ -195,7 +188,7 @@ class SourceRows:
     Attributes:
         progress: progress callback.
         text: blocks of text that replace the content of the only file; None to read the files.
-        selection: int64, the numbers of the source rows to use; None for all rows.
+        selection: int64, ascending, the numbers of the source rows to use; None for all rows.
         report: the number of rows, invalid rows and unknown values; set after the last block.
     """
 
@@ -220,7 +213,9 @@ class SourceRows:
         labels: list[LabelSums] = []
         for block in read_blocks(self.files, layout, log, report=self.progress, text=self.text):
             if self.selection is not None:
-                block = block.select(np.isin(block.source_rows_B, self.selection))
+                rows_B = block.source_rows_B
+                starts_B = np.searchsorted(self.selection, rows_B)
+                block = block.select(starts_B < np.searchsorted(self.selection, rows_B, side="right"))
             if not (size := len(block.source_rows_B)):
                 continue
             encoded = encoder.encode(block)
@@ -250,8 +245,7 @@ def _without_dictionaries(column: Any) -> Any:
         return column
     items = column.type.value_type
     if pa.types.is_struct(items):  # an id and its weight
-        fields = [items.field(i) for i in range(items.num_fields)]
-        return column.cast(pa.list_(pa.struct([(each.name, _decoded_type(each.type)) for each in fields])))
+        items = pa.struct([(each.name, _decoded_type(each.type)) for each in items])
     return column.cast(pa.list_(_decoded_type(items)))
 
 
@@ -265,8 +259,5 @@ def _batch(encoded: EncodedBlock, targets: Targets | None, spec: InputSpec) -> B
         return batch
     labels_BT, weights_BT, groups_B = (None if each is None else torch.from_numpy(each) for each in targets)
     assert labels_BT is not None
-    return batch._replace(
-        labels=labels_BT.squeeze(1) if labels_BT.shape[1] == 1 else labels_BT,
-        weights=weights_BT if weights_BT is None or weights_BT.shape[1] > 1 else weights_BT.squeeze(1),
-        groups=groups_B,
-    )
+    weights = None if weights_BT is None else weights_BT.squeeze(1)
+    return batch._replace(labels=labels_BT.squeeze(1), weights=weights, groups=groups_B)

@@ -105,7 +105,7 @@ class TrainedModule(nn.Module):
     The argument is a batch as a dict. ``dense`` has the shape (samples, numeric columns). The name of each
     categorical column has its ids, of shape (samples,). A column with any number of ids per sample is a
     :class:`hybrid.Jagged`, or the ids of all samples and int64 ``NAME.offsets`` of shape (samples + 1).
-    Weights of ids are ``NAME.weights``. :meth:`encode` makes a batch of raw values.
+    Weights of ids are ``NAME.weights``, in the same form. :meth:`encode` makes a batch of raw values.
 
     The result is a dict: ``probability`` of shape (samples,) or (samples, classes), or ``value`` for a
     regression. With several tasks, names start with the task, as in ``click.probability``.
@@ -164,7 +164,7 @@ class TrainedModule(nn.Module):
         self.inputs = tuple(inputs)
         self._tasks = trained.config.all_tasks
         num_outputs = trained.config.num_outputs
-        self._shape = (-1,) if num_outputs == 1 else (-1, num_outputs)
+        self._output_shape = (-1,) if num_outputs == 1 else (-1, num_outputs)
         self.autocast: torch.dtype | None = None
 
     @property
@@ -177,8 +177,9 @@ class TrainedModule(nn.Module):
         columns = dict(batch)
         for feature in self.trained.encoder.sparse:
             if feature.multi_hot and isinstance(batch[feature.name], Tensor):
-                for name in (feature.name, feature.name + WEIGHTS)[: 1 + feature.weighted]:
-                    columns[name] = Jagged(batch[name], columns[feature.name + OFFSETS])
+                weights = [feature.name + WEIGHTS] if feature.weighted else []
+                for name in (feature.name, *weights):
+                    columns[name] = Jagged(batch[name], batch[feature.name + OFFSETS])
         return predictions(self._tasks, self.outputs(columns))
 
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:
@@ -204,16 +205,13 @@ class TrainedModule(nn.Module):
             DataError: a value is invalid; the message names it and its row.
         """
         features = features_of(table_batch(self.trained, columns), self.trained.encoder.input_spec)
-        batch = {DENSE: features[DENSE]} if self.num_dense else {}
-        for feature in self.trained.encoder.sparse:
-            values = features[feature.name]
-            if not feature.multi_hot:
-                batch[feature.name] = values
-                continue
-            batch |= {feature.name: values.values, feature.name + OFFSETS: values.offsets}
-            if feature.weighted:
-                batch[feature.name + WEIGHTS] = features[feature.name + WEIGHTS].values
-        return batch
+        tensors: dict[str, Tensor] = {}
+        for name, values in features.items():
+            if isinstance(values, Jagged):
+                tensors |= {name: values.values, name + OFFSETS: values.offsets}
+            else:
+                tensors[name] = values
+        return {name: tensors[name] for name in self.input_names}
 
     def predict(self, batch: Batch) -> Predictions:
         """Compute the outputs for a batch of any size, without gradients."""
@@ -250,7 +248,7 @@ class ConfiguredModule(TrainedModule):
         if self.remote_net is not None:
             hidden_BH = self.remote_net(hidden_BH.to(self.dtype))
         with self._precision(pooled_BE.device):
-            outputs_BO: Tensor = self.net.head(hidden_BH).view(self._shape)
+            outputs_BO: Tensor = self.net.head(hidden_BH).view(self._output_shape)
         return outputs_BO.to(self.dtype)
 
     def _vectors(self, feature: FeatureSpec, table: TableSpec, columns: Mapping[str, Any]) -> Tensor:
@@ -357,11 +355,6 @@ def predictions(tasks: Mapping[str, TaskSection], outputs_BO: Tensor) -> dict[st
         name: activations.get(task.kind, lambda values: values)(outputs)
         for name, task, outputs in _by_task(tasks, outputs_BO)
     }
-
-
-def column_names(tasks: Mapping[str, TaskSection]) -> list[str]:
-    """Return the names of :func:`prediction_columns`."""
-    return list(prediction_columns(tasks, torch.zeros(0, sum(task.num_outputs for task in tasks.values()))))
 
 
 def prediction_columns(tasks: Mapping[str, TaskSection], outputs_NO: Tensor) -> dict[str, Tensor]:

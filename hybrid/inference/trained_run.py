@@ -95,9 +95,8 @@ class TrainedRun:
         if CUSTOM_LOOP in self.stored.manifest.progress:
             rule = "add --module FILE.py:FUNCTION, which makes its module, or use hybrid.load(FOLDER, MODULE)"
             raise CheckpointError(f"{self.stored.folder} was saved by a custom training loop; {rule}")
-        files = {DENSE_FILE: self._net_state(DENSE_FILE)}
-        if self.config.dense.remote_mlp:
-            files[REMOTE_FILE] = self._net_state(REMOTE_FILE)
+        names = [DENSE_FILE, REMOTE_FILE] if self.config.dense.remote_mlp else [DENSE_FILE]
+        files = {name: unpack_dense(self.stored.tensors(name))[0] for name in names}
         if self.config.dense.net_call.name in NETS:
             self._check_shapes(files)
         net, remote_net = self.blueprint.dense_net(), self.blueprint.remote_net()
@@ -106,9 +105,6 @@ class TrainedRun:
             load_state(module, state, self.stored.folder)
             module.eval()
         return net, remote_net
-
-    def _net_state(self, file: str) -> dict[str, Tensor]:
-        return unpack_dense(self.stored.tensors(file))[0]
 
     def _check_shapes(self, files: dict[str, dict[str, Tensor]]) -> None:
         """Compare the shapes of built-in nets with their files, before memory is allocated for the nets.

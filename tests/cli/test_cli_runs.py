@@ -79,7 +79,7 @@ def test_resumed_run_has_the_bits_of_an_undisturbed_one(
     main(["evaluate", str(step_folder(folder, 32))])
     assert f"auc                 {result_of(folder)['auc']:.4f}\n" in capsys.readouterr().out
     model = ConfiguredModule(evaluated_run.TrainedRun.read(step_folder(folder, 32), print), in_memory=False)
-    metrics = measure(model, held_out_rows(model.trained, report=print))
+    metrics = measure(model, held_out_rows(model.trained, progress=print))
     assert metrics["auc"] == result_of(folder)["auc"], "to the last bit: equal rows tie in both"
 
 

@@ -149,7 +149,7 @@ def engine_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float64]
     net, remote_net = trained.nets()
     remote = None if remote_net is None else lambda ticket, hidden_BH: remote_net(hidden_BH)
     model, ticket = blueprint.model(net, remote).eval(), Ticket(0, step, step, purpose=Purpose.PREDICT)
-    blocks = file_rows(trained, [str(inputs)], with_labels=False, report=print).blocks()
+    blocks = file_rows(trained, [str(inputs)], with_labels=False, progress=print).blocks()
     outputs = [predict_step(model, embeddings, each.batch, ticket, StepClock()) for each in blocks]
     shards.close()
     columns = prediction_columns(trained.config.all_tasks, torch.cat(outputs))

@@ -102,9 +102,9 @@ def data_notes(report: DatasetReport) -> Iterator[str]:
     for label in report.labels:
         of_task = f" for task {label.name}" if len(report.labels) > 1 else ""
         if report.num_rows and not label.count:
-            yield f"none of {report.num_rows:,} test rows has a label{of_task}: there are no metrics"
+            yield f"none of {report.num_rows:,} evaluated rows has a label{of_task}: there are no metrics"
         if label.only is not None and label.kind == "binary":
-            rows = f"all {label.count:,} test rows have label {label.only:g}{of_task}"
+            rows = f"all {label.count:,} evaluated rows have label {label.only:g}{of_task}"
             yield f"{rows}: AUC is undefined for them"
     excessive = sorted((u for u in report.unknown if u.is_excessive), key=lambda u: -u.fraction)
     if excessive:

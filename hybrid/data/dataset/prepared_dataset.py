@@ -190,8 +190,7 @@ def map_arrays(split: Path) -> dict[str, npt.NDArray[Any]]:
 
 def _by_task(values_BT: npt.NDArray[Any]) -> Tensor:
     """Return a float32 column for each task; a vector for one task."""
-    values = torch.from_numpy(values_BT.astype(np.float32, copy=False))
-    return values[:, 0] if values.size(1) == 1 else values
+    return torch.from_numpy(values_BT.astype(np.float32, copy=False)).squeeze(1)
 
 
 def sparse_features(

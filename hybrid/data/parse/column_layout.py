@@ -80,7 +80,7 @@ class Layout:
         tasks: Mapping[str, TaskSection] = _NO_SECTIONS,
         *,
         with_labels: bool = True,
-        passthrough: tuple[tuple[str, str], ...] = (),
+        passthrough: Sequence[tuple[str, str]] = (),
     ) -> Layout:
         """Return the layout of these sections; ConfigError if they contradict each other."""
         is_criteo = data.format == "criteo"
@@ -105,7 +105,8 @@ class Layout:
         if with_labels:
             check_columns(data, columns, tasks)
         targets = TargetSpec.of(tasks, data)
-        return cls(data, *columns_of(data, columns), targets, with_labels, not is_criteo, passthrough)
+        columns_read = columns_of(data, columns)
+        return cls(data, *columns_read, targets, with_labels, not is_criteo, tuple(passthrough))
 
     @property
     def required(self) -> tuple[str, ...]:

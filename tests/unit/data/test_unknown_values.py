@@ -65,6 +65,6 @@ def test_split_by_time_gives_no_warning(tmp_path: Path) -> None:
 
 def test_undefined_auc_is_reported() -> None:
     report = DatasetReport(9, (LabelReport("label", "binary", 9, 1.0, 1, 1),), InvalidRowReport({}, ()))
-    assert list(data_notes(report)) == ["all 9 test rows have label 1: AUC is undefined for them"]
+    assert list(data_notes(report)) == ["all 9 evaluated rows have label 1: AUC is undefined for them"]
     report = DatasetReport(2, (LabelReport("label", "binary", 2, 0.5, 0, 1),), InvalidRowReport({}, ()))
     assert not list(data_notes(report))

@@ -346,8 +346,9 @@ def test_module_of_a_custom_loop_computes_its_outputs(
     assert torch.allclose(probabilities, logits.sigmoid(), atol=1e-6)
     main(["export", *arguments, "--format=program", "--format=onnx", f"--output={tmp_path / 'served'}"])
     main(["export", *arguments, "--dtype=bfloat16", f"--output={tmp_path / 'half'}"])
-    inputs = CustomModule(TrainedRun.read(saved, print), net, in_memory=True).encode(texts_of(new))
-    expected = predicted_columns(saved, new, net)
+    model = CustomModule(TrainedRun.read(saved, print), net, in_memory=True)
+    inputs, expected = model.encode(texts_of(new)), predicted_columns(saved, new, net)
+    assert largest_difference(model(dict(reversed(inputs.items()))), expected) < 1e-6
     assert largest_difference(by_program(tmp_path / "served", inputs), expected) < 1e-6
     assert largest_difference(by_onnx(tmp_path / "served", inputs), expected) < 1e-6
     assert 1e-6 < largest_difference(by_program(tmp_path / "half", inputs), expected) < 1e-2
@@ -359,6 +360,9 @@ def test_other_modules_are_refused(saved: Path, run: Path, monkeypatch: pytest.M
         (saved, None, "saved by a custom training loop; add --module"),
         (saved, "clicks_net:SCRIPT", "SCRIPT"),
         (saved, "clicks_net.py:train", "__main__"),
+        (saved, "clicks_net.py", "'clicks_net.py': must be FILE.py:FUNCTION"),
+        (saved, "other/clicks_net.py:Net", "module of this name is .*; correct the path, or rename the file"),
+        (saved, "scripts/code.py:InteractiveConsole", "module of this name is .*code.py; correct"),
         (run, "clicks_net.py:Net", r"has item, tags, user, Net has tags\.max"),
     ):
         with pytest.raises(HybridError, match=message):

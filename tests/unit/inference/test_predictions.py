@@ -22,7 +22,7 @@ from support.trained import (
     write_trained,
 )
 
-from hybrid.errors import ConfigError, DataError, HybridError
+from hybrid.errors import ConfigError, DataError, HybridError, StorageError
 from hybrid.storage import files
 from hybrid.storage.remote_path import StoragePath
 from workers.model_commands import STDOUT, predict, prediction_file
@@ -188,14 +188,15 @@ def test_invalid_columns_to_keep_are_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.csv"]
 
 
+@pytest.mark.parametrize("error", [DataError("gone"), StorageError("gone"), ValueError("gone")], ids=repr)
 @pytest.mark.parametrize("name", NAMES)
-def test_an_unfinished_file_is_removed(folder: StoragePath, name: str) -> None:
+def test_an_unfinished_file_is_removed(folder: StoragePath, name: str, error: Exception) -> None:
     def write_half() -> None:
         with prediction_file(folder / name) as write:
             write({"row": pa.array([1])})
-            raise DataError("gone")
+            raise error
 
-    with pytest.raises(DataError, match="gone"):
+    with pytest.raises(type(error), match=r"^gone$"):
         write_half()
     assert not files.list_entries(folder)
 
