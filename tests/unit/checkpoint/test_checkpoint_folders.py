@@ -6,7 +6,7 @@ import json
 import math
 import os
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.errors import CheckpointError, HybridError
 from hybrid.storage import files
-from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
+from hybrid.storage.remote_path import StoragePath, parse_path
 
 
 @pytest.fixture(params=["path", "url"])
@@ -50,12 +50,6 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> StoragePath:
 def folder(tmp_path: Path) -> Path:
     """The folder of a complete checkpoint after step 1."""
     return write_checkpoint(tmp_path / "step-1")
-
-
-@pytest.fixture
-def proxy(store: Store) -> Iterator[Proxy]:
-    with Proxy(store) as each:
-        yield each
 
 
 def steps(run: StoragePath) -> list[int]:
@@ -247,13 +241,13 @@ def test_a_failure_of_the_disk_is_a_checkpoint_error(
     assert not (tmp_path / "step-1").exists()
 
 
-def test_a_manifest_that_the_store_refuses_leaves_no_checkpoint(proxy: Proxy) -> None:
-    run = parse_path(f"s3://{BUCKET}/refused?scheme=http&endpoint_override={proxy.address}")
-    assert isinstance(run, RemotePath)
-    proxy.plan = lambda method, path: "403" if method != "HEAD" and f"/{MANIFEST_FILE}" in path else None
-    with pytest.raises(CheckpointError, match=r"cannot write s3://.*manifest.json.*: .*credentials"):
-        write_checkpoint(step_folder(run, 1))
-    assert list_checkpoints(run) == []
+def test_a_manifest_that_the_store_refuses_leaves_no_checkpoint(store: Store) -> None:
+    with Proxy(store) as proxy:
+        run = parse_path(f"s3://{BUCKET}/refused?scheme=http&endpoint_override={proxy.address}")
+        proxy.plan = lambda method, path: "403" if method != "HEAD" and f"/{MANIFEST_FILE}" in path else None
+        with pytest.raises(CheckpointError, match=r"cannot write s3://.*manifest.json.*: .*credentials"):
+            write_checkpoint(step_folder(run, 1))
+        assert list_checkpoints(run) == []
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,6 @@ class TestNewestValid:
         for path in (folder, tmp_path, tmp_path / "absent"):
             with pytest.raises(CheckpointError, match=f"^{path}: there is no checkpoint here$"):
                 Checkpoint.newest_valid(path, pytest.fail)
-        with pytest.raises(CheckpointError, match=f"^{folder}: there is no checkpoint here$"):
-            Checkpoint.open(folder)
 
 
 class TestBestValid:
