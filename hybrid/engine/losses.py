@@ -92,7 +92,8 @@ class Objective:
 
     def _column(self, values: Tensor, t: int, outputs: Tensor) -> Tensor:
         """Return the column of task ``t``, with type and device of ``outputs``."""
-        return to_device(by_task(values, len(self._losses))[:, t].to(outputs.dtype), outputs.device)
+        moved = to_device(values.to(outputs.dtype), outputs.device)  # whole, since a column is not contiguous
+        return by_task(moved, len(self._losses))[:, t]
 
 
 def weighted_summand(values_B: Tensor, weights_B: Tensor, total: float) -> Tensor:

@@ -164,12 +164,10 @@ class Training:
         while not self._is_over(session) and not self._stop.is_requested:
             if not self._owes_evaluation:
                 self._take_steps(session, view)
-            is_evaluated = self._owes_evaluation and self._evaluate(session, view)
+            metrics = self._evaluate(session, view) if self._owes_evaluation else None
             if self._step < session.total_steps and not self._owes_evaluation:
-                self._checkpoints.write_if_due(self._state(session), is_evaluated)
-            if is_evaluated and not self._is_over(session):  # the summary shows the last evaluation
-                assert self._metrics is not None
-                metrics = self._metrics
+                self._checkpoints.write_if_due(self._state(session), is_evaluated=metrics is not None)
+            if metrics and not self._is_over(session):  # the summary shows the last evaluation
                 view.evaluation(self._step, {name: metrics[name] for name in shown_metrics(self._tasks)})
         if self._step < session.total_steps and self._is_over(session):
             without = f"{self._config.train.patience} evaluation(s) without a better"
@@ -255,22 +253,22 @@ class Training:
             limits.append(train.eval_every_steps - self._step % train.eval_every_steps)
         return int(min(limits))
 
-    def _evaluate(self, session: DatasetSession, view: TerminalView) -> bool:
-        """Evaluate; return False if a stop is requested before the end of the evaluation."""
+    def _evaluate(self, session: DatasetSession, view: TerminalView) -> Metrics | None:
+        """Return the metrics; None if a stop is requested before the end of the evaluation."""
         self.doing = f"while evaluating after step {self._step}"
         view.status("evaluating")
         self._announce_stop(session, view, self._step)
         predictions: list[Predictions] = []
         for chunk in session.evaluation(self._step):
             if self._stop.is_requested:
-                return False
+                return None
             predictions += chunk
         self._owes_evaluation = False
         is_weighted = session.config.data.weighted_metrics
         metrics = Predictions.concatenate(predictions).metrics(self._tasks, is_weighted=is_weighted)
         self._metrics = metrics
         self._folder.log_evaluation(self._step, metrics)
-        return True
+        return metrics
 
     def _finish(self, session: DatasetSession, view: TerminalView) -> None:
         self.doing = "while writing the checkpoint"
