@@ -21,7 +21,6 @@ import socket
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,24 +92,25 @@ class SharedSlots:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind("")  # Linux chooses a name
             listener.listen(socket.SOMAXCONN)
-            own = _TrainerAddress(host_id() if may_share else "", listener.getsockname().hex(), trainer)
-            text = json.dumps(own).encode().ljust(_ADDRESS_BYTES)
+            host = host_id() if may_share else ""
+            text = json.dumps((host, listener.getsockname().hex(), trainer)).encode().ljust(_ADDRESS_BYTES)
             assert len(text) == _ADDRESS_BYTES, "all addresses have the same size"
             sent = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             received = [torch.empty_like(sent) for _ in range(group.size())]
             group.allgather([received], [sent]).wait()
-            addresses = [_TrainerAddress(*json.loads(bytes(each.tolist()))) for each in received]
-            if not may_share or any(each.host != own.host for each in addresses):
+            addresses = (json.loads(bytes(each.tolist())) for each in received)
+            hosts, names, trainers = zip(*addresses, strict=True)
+            if not may_share or {*hosts} != {host}:
                 return None
-            members = [Role(RoleKind.TRAINER, each.trainer) for each in addresses]
+            members = [Role(RoleKind.TRAINER, index) for index in trainers]
             rank, peers = group.rank(), dict[int, socket.socket]()
             try:
                 for each in range(rank):
                     peers[each] = peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                     peer.settimeout(timeout_seconds)
-                    peer.connect(bytes.fromhex(addresses[each].name))
+                    peer.connect(bytes.fromhex(names[each]))
                     peer.sendall(bytes([rank]))
-                while len(peers) < len(addresses) - 1:
+                while len(peers) < len(members) - 1:
                     listener.settimeout(max(1e-3, deadline - time.monotonic()))
                     peer, _ = listener.accept()
                     peer.settimeout(timeout_seconds)
@@ -158,19 +158,6 @@ class SharedSlots:
         for other_N in others:
             values_N.add_(other_N)
         self._turn = (self._turn + 1) % _SLOTS
-
-
-class _TrainerAddress(NamedTuple):
-    """The host of a trainer, and the socket on which it listens.
-
-    Attributes:
-        host: see :func:`host_id`; empty if this trainer does not share.
-        name: name of its Unix socket, in hexadecimal digits.
-    """
-
-    host: str
-    name: str
-    trainer: int
 
 
 def _exchange_memory(rank: int, peers: Mapping[int, socket.socket], slot_bytes: int) -> dict[int, mmap.mmap]:
