@@ -22,7 +22,7 @@ from hybrid.engine.hybrid_model import MicroBatch
 from hybrid.engine.update_guard import GuardedModule
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateMode
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.server.barrier import UpdateBarrier
 
 # A prefetch is sent two steps before its vectors are needed, with the gradients of that earlier step.
@@ -58,7 +58,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         embeddings: the source of vectors.
         hosted: the workers that expect gradients for their tables.
         trainer: the index of the trainer.
-        mode, parts: see :class:`hybrid.protocol.update_rules.UpdateRules`.
+        rules: how gradients become updates.
         clock: measures the time spent here, and records the start of each step.
     """
 
@@ -67,16 +67,14 @@ class Feed(Iterator[StepInput[AnySamples]]):
         embeddings: Embeddings | ModuleTables,
         hosted: Sequence[GuardedModule],
         trainer: int,
-        mode: UpdateMode,
-        parts: int,
+        rules: UpdateRules,
         clock: StepClock,
     ) -> None:
         self._embeddings = embeddings
         self._hosted = hosted
         self._trainer = trainer
-        self._mode = mode
-        self._should_prefetch = mode is not UpdateMode.SYNC
-        self._parts = parts
+        self._mode, self._parts = rules.mode, rules.parts
+        self._should_prefetch = rules.mode is not UpdateMode.SYNC
         self._clock = clock
         self._has_ended = False
         self.begin(iter(()), 0)

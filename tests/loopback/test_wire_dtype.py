@@ -49,7 +49,7 @@ class Job:
         self.tables = transport.RemoteTables(MASTER, module)
         self.tables.call(TableShards.initialize, 5).wait()
         self.embeddings = Embeddings(TABLES, SPEC, placement, {0: self.tables})
-        self._feed = Feed[Batch](self.embeddings, [self.tables], 0, mode, 1, StepClock())
+        self._feed = Feed[Batch](self.embeddings, [self.tables], 0, rules, StepClock())
 
     @property
     def rows(self) -> Tensor:

@@ -110,14 +110,9 @@ class Embeddings:
 
     def _routes_for(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, Tensor | None]]:
         """Return the routes of a batch, each with ``columns_F``; see :class:`ConcatenatedFeatures`."""
-        every = range(len(self._features))
-        weighted = ids.weighted_features
-        bags = frozenset(
-            k
-            for k in every
-            if k not in self._sequences
-            and (k in weighted or (sparse.offsets is not None and self._features[k].multi_hot))
-        )
+        every, weighted = range(len(self._features)), ids.weighted_features
+        multi_hot = [k for k in every if sparse.offsets is not None and self._features[k].multi_hot]
+        bags = weighted.union(multi_hot).difference(self._sequences)
         if (bags, weighted) not in self._routes:
             rows = [k for k in every if k not in bags]
             routes = self._routes[bags, weighted] = []

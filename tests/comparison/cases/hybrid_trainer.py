@@ -38,7 +38,7 @@ from hybrid.engine.uneven_batches import align_batches
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.protocol.update_rules import UpdateRules
 from hybrid.server.barrier import HostedModule
 from workers.rendezvous.bootstrap import JoinedCluster
 
@@ -94,7 +94,7 @@ class Trainer:
         embeddings = Embeddings([TABLE], INPUT, PLACEMENT, {0: tables})
         self._model = DdpModel(HybridModel(net, remote_net), DdpMode(mode), DensePlacement(self._group))
         self._clock = StepClock()
-        self._feed = Feed[Batch](embeddings, [tables], index, UpdateMode.SYNC, 1, self._clock)
+        self._feed = Feed[Batch](embeddings, [tables], index, UpdateRules(1), self._clock)
 
     def train(self, batches: list[Batch], steps_before: int) -> dict[str, Tensor]:
         """Take steps until no trainer has a batch; return the last gradients by parameter."""
