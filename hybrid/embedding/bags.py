@@ -169,19 +169,35 @@ class RowGradients:
             block_UD = self._all_UD[first:last]
             return block_UD, float(block_UD.sum())
         out_UD = self._grad_BD.new_empty(last - first, self._grad_BD.shape[1])
-        bags, rows_U, winners_BD = self._bags, None, None
-        if bags.winners_BD is not None:
-            rows_U, winners_BD = self.rows_U[first:last].numpy(), bags.winners_BD.numpy()
-        total = kernels.sum_rows(
+        return out_UD, self._sum(first, last, out_UD, None)
+
+    def add_to(self, table_RD: Tensor, first: int, last: int, scale: float, rate: float) -> float:
+        """Add ``rate * (scale * gradient)`` to the rows ``rows_U[first:last]`` of a table, in one pass.
+
+        Returns:
+            The sum of all values of the gradients; see :meth:`sum_block`.
+        """
+        return self._sum(first, last, self._grad_BD[:0], table_RD.numpy(), scale, rate)
+
+    def _sum(
+        self, first: int, last: int, out_UD: Tensor, table: Floats | None, scale: float = 1, rate: float = 1
+    ) -> float:
+        """Call :func:`kernels.sum_rows` for ``rows_U[first:last]``."""
+        bags, grad = self._bags, self._grad_BD.numpy()
+        winners_BD = None if bags.winners_BD is None else bags.winners_BD.numpy()
+        has_rows = table is not None or winners_BD is not None
+        return kernels.sum_rows(
             bags.starts_V[first : last + 1],
             bags.sources_L,
-            self._grad_BD.numpy(),
+            grad,
             out_UD.numpy(),
             bags.weights_L,
-            rows_U,
+            self.rows_U[first:last].numpy() if has_rows else None,
             winners_BD,
+            table,
+            grad.dtype.type(scale),
+            grad.dtype.type(rate),
         )
-        return out_UD, total
 
     def sum_all(self) -> Tensor:
         """Return the gradients of all rows; later calls of :meth:`sum_block` return views of them."""

@@ -234,12 +234,18 @@ def sort_bags(offsets: Ints, order_L: Ints) -> Ints:
 
 _SUM = "float64(int32[::1], int32[::1], {0}[:,::1], {0}[:,::1], "
 _SUMS = [
-    *(_SUM + "none, none, none)", _SUM + "{0}[::1], none, none)"),
-    *(_SUM + f"none, {i}[::1], {i}[:,::1])" for i in ("int32", "int64")),
+    _SUM + f"{weights}, {rows}, {winners}, {table}, {{0}}, {{0}})"
+    for i in ("int32", "int64")
+    for table in ("none", "{0}[:,::1]")
+    for weights, rows, winners in (
+        ("none", "none" if table == "none" else f"{i}[::1]", "none"),
+        ("{0}[::1]", "none" if table == "none" else f"{i}[::1]", "none"),
+        ("none", f"{i}[::1]", f"{i}[:,::1]"),
+    )
 ]
 
 
-@_compiled(*(each.format(f) for each in _SUMS for f in ("float32", "float64")))
+@_compiled(*sorted({each.format(f) for each in _SUMS for f in ("float32", "float64")}))
 def sum_rows(
     starts_V: Ints,
     sources_L: Ints,
@@ -248,48 +254,63 @@ def sum_rows(
     weights_L: Floats | None,
     rows_U: Ints | None,
     winners_BD: Ints | None,
+    table_RD: Floats | None,
+    scale: float,
+    rate: float,
 ) -> float:
-    """Sum the gradients of the bags of each distinct id, in order.
+    """Sum the gradients of the bags of each distinct id, in order; write the sums, or add them to a table.
 
     Args:
         starts_V: bounds of the runs of equal ids in ``sources_L``, for a block of the distinct ids.
         sources_L: the bag of each id, in the order of the sorted ids.
+        out_UD: receives the sums; not used with a table.
         weights_L: factor of the gradient of each id, in the order of the sorted ids; None for ones.
-        rows_U, winners_BD: for max pooling, the distinct ids, and the row of each maximum. A row gets only
-            the columns of a gradient in which it is the maximum. None for other pooling.
+        rows_U: the distinct ids; needed for a table, and for max pooling.
+        winners_BD: for max pooling, the row of each maximum. A row gets only the columns of a gradient in
+            which it is the maximum. None for other pooling.
+        table_RD: ``table_RD[rows_U] += rate * (scale * sums)``, in the same pass; or None.
 
     Returns:
-        The sum of all written values. The sum is finite if all values are finite, unless it overflows.
+        The sum of all sums. It is finite if all values are finite, unless it overflows.
     """
     dim = grad_BD.shape[1]
-    total_D = np.zeros(dim, grad_BD.dtype)
-    for u in range(len(out_UD)):
+    sum_D, total_D = np.empty(dim, grad_BD.dtype), np.zeros(dim, grad_BD.dtype)
+    for u in range(len(starts_V) - 1):
         first = starts_V[u]
+        if table_RD is not None and rows_U is not None and u + _ROWS_AHEAD < len(rows_U):
+            prefetch_row(table_RD, rows_U[u + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba adds the first
         if weights_L is not None or winners_BD is not None:
             for d in range(dim):
-                out_UD[u, d] = 0
+                sum_D[d] = 0
         for i in range(first, starts_V[u + 1]):
             if i + _ROWS_AHEAD < len(sources_L):
-                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba adds the first
+                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]
             source = sources_L[i]
             if winners_BD is not None and rows_U is not None:
                 if i > first and source == sources_L[i - 1]:
                     continue  # the gradient counts once for a row that a bag has twice
                 for d in range(dim):
                     if winners_BD[source, d] == rows_U[u]:
-                        out_UD[u, d] += grad_BD[source, d]
+                        sum_D[d] += grad_BD[source, d]
             elif weights_L is not None:
                 weight = weights_L[i]
                 for d in range(dim):
-                    out_UD[u, d] += weight * grad_BD[source, d]
+                    sum_D[d] += weight * grad_BD[source, d]
             elif i == first:
                 for d in range(dim):
-                    out_UD[u, d] = grad_BD[source, d]
+                    sum_D[d] = grad_BD[source, d]
             else:
                 for d in range(dim):
-                    out_UD[u, d] += grad_BD[source, d]
+                    sum_D[d] += grad_BD[source, d]
         for d in range(dim):
-            total_D[d] += out_UD[u, d]
+            total_D[d] += sum_D[d]
+        if table_RD is None:
+            for d in range(dim):
+                out_UD[u, d] = sum_D[d]
+        elif rows_U is not None:
+            row = rows_U[u]
+            for d in range(dim):
+                table_RD[row, d] += rate * (scale * sum_D[d])
     return total_D.sum()  # type: ignore[no-any-return]
 
 
@@ -313,18 +334,6 @@ def put_rows(table_RD: Floats, rows_U: Ints, part_UD: Floats) -> None:
         row = rows_U[u]
         for d in range(part_UD.shape[1]):
             table_RD[row, d] = part_UD[u, d]
-
-
-_ADD = "void({0}[:,::1], {1}[::1], {0}[:,::1], {0})"
-
-
-@_compiled(*(_ADD.format(f, i) for i in ("int32", "int64") for f in ("float32", "float64")))
-def add_rows(table_RD: Floats, rows_U: Ints, part_UD: Floats, scale: float) -> None:
-    """``table_RD[rows_U] += scale * part_UD``."""
-    for u in range(len(rows_U)):
-        row = rows_U[u]
-        for d in range(part_UD.shape[1]):
-            table_RD[row, d] += scale * part_UD[u, d]
 
 
 _PLACE = "void({0}[:,:,::1], int64[::1], {0}[:,::1])"

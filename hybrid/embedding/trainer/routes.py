@@ -159,12 +159,13 @@ class DistinctRows(NamedTuple):
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
         """Return the gradients of the rows of each slot, summed over equal ids, also from (L, D)."""
-        grad_LD = grad_BFD.flatten(0, -2)
+        grad_LD, one = grad_BFD.flatten(0, -2), grad_BFD.numpy().dtype.type(1)
+        rest = None, None, None, None, one, one
         parts = []
         for slot, first, last in self.slots:
             part = grad_LD.new_empty(last - first, grad_LD.shape[1])
             starts_V = self.starts_V[first : last + 1]
-            kernels.sum_rows(starts_V, self.order_L, grad_LD.numpy(), part.numpy(), None, None, None)
+            kernels.sum_rows(starts_V, self.order_L, grad_LD.numpy(), part.numpy(), *rest)
             parts.append((slot, part))
         return parts
 

@@ -43,6 +43,7 @@ from torch import Tensor
 from torch.nn.functional import softshrink
 
 from hybrid.embedding import kernels
+from hybrid.embedding.bags import RowGradients
 from hybrid.embedding.table_spec import OptimizerSpec
 from hybrid.primitives.huge_pages import zeros_in_large_pages
 
@@ -77,6 +78,21 @@ class RowOptimizer:
         dtype = weight_RD.dtype
         self.state = {name: zeros_in_large_pages(weight_RD.shape, dtype) for name in self.values_state}
         self.state |= {name: zeros_in_large_pages(weight_RD.shape[:1], dtype) for name in self.row_state}
+
+    def apply(self, gradients: RowGradients, first: int, last: int, scale: float, factor: float) -> float:
+        """Apply one step to ``gradients.rows_U[first:last]``, with the gradients times ``scale``.
+
+        Args:
+            factor: see :meth:`step`.
+
+        Returns:
+            The sum of all gradients; see :meth:`RowGradients.sum_block`.
+        """
+        grad_UD, total = gradients.sum_block(first, last)
+        if scale != 1.0:
+            grad_UD.mul_(scale)
+        self.step(gradients.rows_U[first:last], grad_UD, factor)
+        return total
 
     def step(self, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
         """Apply one step to the distinct rows ``rows_U`` with gradients ``grad_UD``.
@@ -121,13 +137,11 @@ class RowOptimizer:
 class SGD(RowOptimizer):
     """Stochastic gradient descent."""
 
-    def step(self, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
+    def apply(self, gradients: RowGradients, first: int, last: int, scale: float, factor: float) -> float:
         if self.spec.weight_decay:
-            super().step(rows_U, grad_UD, factor)
-        else:  # the same bits, without a copy of the rows
-            weight_RD = self.weight_RD.numpy()
-            scale = weight_RD.dtype.type(-self.spec.learning_rate * factor)
-            kernels.add_rows(weight_RD, rows_U.numpy(), grad_UD.contiguous().numpy(), scale)
+            return super().apply(gradients, first, last, scale, factor)
+        # The same bits, without copies of rows and gradients.
+        return gradients.add_to(self.weight_RD, first, last, scale, -self.spec.learning_rate * factor)
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         weight_UD.add_(self._with_decay(grad_UD, weight_UD), alpha=-rate)

@@ -178,8 +178,8 @@ class TableUpdate:
             NonFiniteError: see :meth:`apply`.
         """
         for group, gradients in self.gradients:
-            grad_UD = gradients.sum_all()
-            self._check(group, gradients.rows_U, grad_UD, float(grad_UD.sum()))
+            total = float(gradients.sum_all().sum())
+            self._check(group, gradients, 0, len(gradients.rows_U), total)
         norms = (torch.linalg.vector_norm(g.sum_all(), dtype=torch.float64) for _, g in self.gradients)
         return sum(float(norm) ** 2 for norm in norms)
 
@@ -194,22 +194,22 @@ class TableUpdate:
             steps_all, rows_U = group.group.optimizer.steps_all_rows, gradients.rows_U
             num_rows = len(group.weight_RD) if steps_all else len(rows_U)
             for first, last in group.blocks(num_rows):
-                begin, end = first, last
                 if steps_all:
                     ends = torch.tensor([first, last], dtype=rows_U.dtype)
                     begin, end = torch.searchsorted(rows_U, ends).tolist()
-                grad_UD, total = gradients.sum_block(begin, end)
-                self._check(group, rows_U[begin:end], grad_UD, total)
-                if scale != 1.0:
-                    grad_UD.mul_(scale)
-                if steps_all:
+                    grad_UD, total = gradients.sum_block(begin, end)
+                    if scale != 1.0:
+                        grad_UD.mul_(scale)
                     group.optimizer.step_all(first, last, rows_U[begin:end], grad_UD, self.factor)
                 else:
-                    group.optimizer.step(rows_U[begin:end], grad_UD, self.factor)
+                    begin, end = first, last
+                    total = group.optimizer.apply(gradients, begin, end, scale, self.factor)
+                self._check(group, gradients, begin, end, total)
 
-    def _check(self, group: TableGroup, rows_U: Tensor, grad_UD: Tensor, total: float) -> None:
+    def _check(self, group: TableGroup, gradients: RowGradients, first: int, last: int, total: float) -> None:
         if not self.check_finite or math.isfinite(total):
             return
+        rows_U, grad_UD = gradients.rows_U[first:last], gradients.sum_block(first, last)[0]
         wrong_U = ~grad_UD.isfinite().all(1)
         if wrong_U.any():  # else the sum of finite values has overflowed
             table, row = group.table_of(int(rows_U[wrong_U.nonzero()[0]]))

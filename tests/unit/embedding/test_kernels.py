@@ -75,11 +75,17 @@ def test_sum_rows_adds_in_order_bit_for_bit(
                 grad_D = np.where(is_first & (winners_BD[sources_L[i]] == rows_U[u]), grad_D, dtype(0))
             expected_UD[u] = expected_UD[u] + grad_D
     out_UD = np.full_like(expected_UD, np.nan)
-    of_max = (None, None) if winners_BD is None else (rows_U, winners_BD)
-    total = kernels.sum_rows(starts_V, sources_L, grad_BD, out_UD, weights_L, *of_max)
+    arguments, number = (starts_V, sources_L, grad_BD, out_UD, weights_L), grad_BD.dtype.type
+    of_max = None if winners_BD is None else rows_U
+    total = kernels.sum_rows(*arguments, of_max, winners_BD, None, number(1), number(1))
     assert out_UD.tolist() == expected_UD.tolist()
     tolerance = (1e-4 if dtype is np.float32 else 1e-12) * max(1.0, float(np.abs(out_UD).sum()))
     assert total == pytest.approx(out_UD.sum(dtype=np.float64), abs=tolerance)
+    table_RD, scale, rate = random.normal(size=(6, dim)).astype(dtype), number(0.5), number(-0.25)
+    added_RD = table_RD.copy()
+    added_RD[rows_U] += rate * (scale * out_UD)
+    assert kernels.sum_rows(*arguments, rows_U, winners_BD, table_RD, scale, rate) == total
+    assert table_RD.tolist() == added_RD.tolist()
 
 
 @float_types
@@ -95,5 +101,6 @@ def test_total_of_non_finite_gradients_is_not_finite(dtype: type[np.floating[Any
             (None, each_L, np.repeat(each_L, 5).reshape(4, 5)),
         ]
         out_UD = np.empty_like(grad_BD)
-        totals = [kernels.sum_rows(starts_V, each_L, grad_BD, out_UD, *kind) for kind in kinds]
+        rest = None, grad_BD.dtype.type(1), grad_BD.dtype.type(1)
+        totals = [kernels.sum_rows(starts_V, each_L, grad_BD, out_UD, *kind, *rest) for kind in kinds]
         assert not np.isfinite(totals).any()

@@ -11,6 +11,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hybrid.config.table_sections import TABLE_OPTIMIZERS
+from hybrid.embedding import kernels
+from hybrid.embedding.bags import Bags, GroupedBags, RowGradients
 from hybrid.embedding.table_spec import OptimizerSpec
 from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, Adam, RowOptimizer
 from hybrid.reference.reference_rows import initial_state, update_rows
@@ -54,7 +56,10 @@ def test_step_equals_the_reference(name: str, decay: float, dtype: torch.dtype) 
     close = {torch.float32: 2e-5, torch.float64: 1e-12}[dtype] if name == "ftrl" else 0.0
     for rows_U, grad_UD, factor in steps(dtype):
         given_UD = grad_UD.clone()
-        optimizer.step(rows_U, grad_UD, factor)
+        gradients = RowGradients(
+            GroupedBags(Bags(rows_U), kernels.group_ids(rows_U.numpy(), ROWS), dtype), grad_UD
+        )
+        optimizer.apply(gradients, 0, len(rows_U), 1.0, factor)
         assert torch.equal(grad_UD, given_UD)
         update_rows(optimizer.spec, RATE * factor, expected_RD, state, rows_U, grad_UD)
         torch.testing.assert_close(weight_RD, expected_RD, rtol=close, atol=close)

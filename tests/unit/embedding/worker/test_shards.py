@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,15 +70,15 @@ def test_save_waits_for_the_running_update(
     shard = host.groups[0].group.shards[0]
     before = host.groups[0].shard_tensors(shard)["weight"].clone()
     optimizer = host.groups[0].optimizer
-    step = optimizer.step
+    apply = optimizer.apply
     has_begun, may_end = threading.Event(), threading.Event()
 
-    def slow_step(rows_U: Tensor, grad_UD: Tensor, factor: float) -> None:
+    def slow_apply(*arguments: Any) -> float:
         has_begun.set()
         assert may_end.wait(PATIENCE_SECONDS)
-        step(rows_U, grad_UD, factor)
+        return apply(*arguments)
 
-    monkeypatch.setattr(optimizer, "step", slow_step)
+    monkeypatch.setattr(optimizer, "apply", slow_apply)
     host.contribute(train(0), [(0, Bags(torch.tensor([1])))], [torch.ones(1, 3)])
     assert has_begun.wait(PATIENCE_SECONDS)
     with ThreadPoolExecutor(1) as pool:
