@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, TypeVarTuple
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Manifest, write_text
@@ -28,21 +27,14 @@ from hybrid.config.validation import FINITE_SCHEDULES
 from hybrid.data.dataset.dataset_manifest import checkpoint_contents
 from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.data.prepare.preparation import cache_folder
-from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.embedding.trainer.lookup import TableSource
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.update_guard import GuardedModule
 from hybrid.errors import ConfigError
-from hybrid.primitives.deferred_response import PendingResult
-from hybrid.protocol.ticket import Ticket
 from hybrid.protocol.update_rules import Schedule, UpdateRules
-from hybrid.server.barrier import UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
-
-Arguments = TypeVarTuple("Arguments")
-Result = TypeVar("Result")
 
 
 class WorkerTables(TableSource, GuardedModule, Protocol):
@@ -169,7 +161,7 @@ class SingleProcess(Backend):
         self._shards.append(shards)
         # A thread that updates rows while the interpreter ends would abort the process.
         weakref.finalize(self, shards.close)
-        return PlacedTables(len(self._shards) - 1, placement, rules, {0: LocalTables(shards)})
+        return PlacedTables(len(self._shards) - 1, placement, rules, {0: shards})
 
     def prepare_data(self) -> str:
         self._data = ensure_prepared(self.config, cache_folder(self.config), print).absolute()
@@ -192,41 +184,3 @@ class SingleProcess(Backend):
 
     def load(self, number: int, stored: Checkpoint) -> None:
         self._shards[number].load(stored.folder, stored.manifest.step)
-
-
-class LocalTables:
-    """The tables of this process, with the methods of a worker's stub."""
-
-    def __init__(self, shards: TableShards) -> None:
-        self._shards = shards
-
-    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
-        """See :meth:`TableShards.lookup`."""
-        return self._shards.lookup(ticket, items)
-
-    def send_gradients(
-        self,
-        ticket: Ticket,
-        grads: Sequence[Tensor],
-        next_ticket: Ticket | None = None,
-        items: Sequence[Item] = (),
-    ) -> Future[list[Tensor]]:
-        """See :meth:`TableSource.send_gradients`."""
-        self._shards.receive(ticket, grads, should_update_here=next_ticket is not None)
-        return _completed([]) if next_ticket is None else self._shards.lookup(next_ticket, items)
-
-    def squared_norm(self, step: int) -> PendingResult[float]:
-        """See :meth:`UpdateBarrier.squared_norm`."""
-        return self._shards.barrier.squared_norm(step)
-
-    def call_barrier(
-        self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
-    ) -> PendingResult[Result]:
-        """Call a method of the update barrier."""
-        return _completed(method(self._shards.barrier, *args))
-
-
-def _completed(value: Result) -> Future[Result]:
-    future: Future[Result] = Future()
-    future.set_result(value)
-    return future

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, TypeVarTuple
 
 from torch import Tensor, nn
 
@@ -29,6 +29,7 @@ from hybrid.protocol.update_rules import UpdateRules
 from hybrid.server.ledger import Contribution, Ledger
 from hybrid.storage.remote_path import StoragePath
 
+Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
 _MAX_LOOKUP_THREADS = 4
@@ -327,6 +328,18 @@ class HostedModule(nn.Module):
     def version(self) -> int:
         """Number of updates applied."""
         return self.barrier.version
+
+    def call_barrier(
+        self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
+    ) -> DeferredResponse[Result]:
+        """Call a method of the update barrier, as stubs of a remote module do."""
+        response: DeferredResponse[Result] = DeferredResponse()
+        response.set_result(method(self.barrier, *args))
+        return response
+
+    def squared_norm(self, step: int) -> DeferredResponse[float]:
+        """See :meth:`UpdateBarrier.squared_norm`."""
+        return self.barrier.squared_norm(step)
 
     def record(self, steps: range) -> None:
         """See :meth:`StepClock.record`."""

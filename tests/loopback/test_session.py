@@ -3,7 +3,7 @@
 import functools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.cluster import small_config
 from torch import Tensor
+from torch.futures import Future
 from torch.testing import assert_close
 
 from hybrid.batch import Batch, SparseFeatures
@@ -77,15 +78,15 @@ def opened(mode: str, spec: InputSpec = INPUT, **sections: dict[str, Any]) -> It
 
 
 def delay_last_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    receive: Callable[..., None] = TableShards.receive
+    send_gradients = TableShards.send_gradients
 
-    @functools.wraps(receive)  # calls name a method by its own name
-    def receive_late(tables: TableShards, ticket: Ticket, *args: Any, **options: Any) -> None:
+    @functools.wraps(send_gradients)  # calls name a method by its own name
+    def receive_late(tables: TableShards, ticket: Ticket, *args: Any) -> Future[list[Tensor]]:
         if ticket.step == 1:
             time.sleep(DELAY_SECONDS)
-        receive(tables, ticket, *args, **options)
+        return send_gradients(tables, ticket, *args)
 
-    monkeypatch.setattr(TableShards, "receive", receive_late)
+    monkeypatch.setattr(TableShards, "send_gradients", receive_late)
 
 
 def saved_rows(mode: str, folder: Path) -> dict[str, Tensor]:

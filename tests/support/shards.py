@@ -13,7 +13,6 @@ from torch import Tensor
 from hybrid.batch import SparseFeatures
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import Files, Manifest
-from hybrid.custom_loop.backend import LocalTables as LocalTables
 from hybrid.embedding.placement import Placement, Shard, place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
@@ -116,7 +115,7 @@ class Cluster:
     Args:
         multi_hot: names of the features with any number of ids.
         order: names of the features in order; empty for the order of the tables.
-        local: returns the source of each worker's tables.
+        kind: makes each worker's tables.
     """
 
     def __init__(
@@ -129,12 +128,12 @@ class Cluster:
         dtype: torch.dtype = torch.float32,
         multi_hot: Sequence[str] = (),
         order: Sequence[str] = (),
-        local: Callable[[TableShards], LocalTables] = LocalTables,
+        kind: Callable[..., TableShards] = TableShards,
     ) -> None:
         self.tables = tables
         self.placement = place(tables, num_workers)
         self.hosts = {
-            worker: TableShards(self.placement, worker, rules, dtype)
+            worker: kind(self.placement, worker, rules, dtype)
             for worker in range(num_workers)
             if self.placement.of_worker(worker)
         }
@@ -147,9 +146,8 @@ class Cluster:
         self.table_of_feature = [
             table_of[feature.name].for_feature(feature.name) for feature in self.features
         ]
-        sources = {worker: local(host) for worker, host in self.hosts.items()}
         spec = InputSpec((), tuple(self.features))
-        self.embeddings = Embeddings(tables, spec, self.placement, sources)
+        self.embeddings = Embeddings(tables, spec, self.placement, self.hosts)
 
     def drain(self) -> None:
         """Wait until all received gradients are applied."""

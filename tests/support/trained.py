@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from support.shards import LocalTables
 from torch import Tensor, nn
 
 from hybrid.checkpoint import checkpoint_folders
@@ -145,7 +144,7 @@ def engine_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float64]
     placement = place(blueprint.tables, 1)
     shards = TableShards(placement, 0, UpdateRules(1), blueprint.dtype)
     shards.load(trained.stored.folder, step)
-    embeddings = Embeddings(blueprint.tables, blueprint.input_spec, placement, {0: LocalTables(shards)})
+    embeddings = Embeddings(blueprint.tables, blueprint.input_spec, placement, {0: shards})
     net, remote_net = trained.nets()
     remote = None if remote_net is None else lambda ticket, hidden_BH: remote_net(hidden_BH)
     model, ticket = blueprint.model(net, remote).eval(), Ticket(0, step, step, purpose=Purpose.PREDICT)

@@ -15,6 +15,7 @@ from hybrid.embedding.bags import Bags, Item, pool, pool_and_record
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.worker.table_groups import DistinctStepRows, TableGroup, TableUpdate
 from hybrid.errors import ClusterError
+from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.server.barrier import HostedModule, UpdateBarrier
@@ -74,7 +75,7 @@ class TableShards(HostedModule):
 
         For ``Purpose.TRAIN``, the vectors require gradients. The backward pass must reach each lookup exactly
         once, and contributes its gradients to the update of the ticket's step. For ``Purpose.PREFETCH``, the
-        vectors are plain values, and :meth:`receive` takes their gradients.
+        vectors are plain values, and :meth:`send_gradients` takes their gradients.
         """
         is_large = sum(bags.ids_L.numel() for _, bags in items) > _LARGE_LOOKUP_IDS
         recorded: list[Item] = []
@@ -102,16 +103,29 @@ class TableShards(HostedModule):
             recorded.append((group, recorded_bags))
         return pooled, recorded
 
-    def receive(self, ticket: Ticket, grads: Sequence[Tensor], *, should_update_here: bool = False) -> None:
+    def send_gradients(
+        self,
+        ticket: Ticket,
+        grads: Sequence[Tensor],
+        next_ticket: Ticket | None = None,
+        items: Sequence[Item] = (),
+    ) -> Future[list[Tensor]]:
         """Take the gradients of a prefetched lookup, one per item, in the order of the items.
 
         Args:
-            should_update_here: see :meth:`UpdateBarrier.contribute`.
+            next_ticket, items: a lookup that follows, or None. With a lookup, gradients that complete an
+                update are applied in this call; see :meth:`UpdateBarrier.contribute`.
         """
         key = (ticket.trainer, ticket.step, ticket.part)
         if key not in self._prefetched:
             raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
+        should_update_here = next_ticket is not None
         self.contribute(ticket, self._prefetched.pop(key), grads, should_update_here=should_update_here)
+        if next_ticket is not None:
+            return self.lookup(next_ticket, items)
+        response: DeferredResponse[list[Tensor]] = DeferredResponse()
+        response.set_result([])
+        return response
 
     def contribute(
         self,

@@ -19,7 +19,6 @@ from hybrid.embedding.bags import PackedItem, unpack_items
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
 from hybrid.primitives.available_memory import available_memory_bytes
-from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.protocol.ticket import PlainTicket, Ticket
 from hybrid.server.barrier import HostedModule
 from hybrid.topology import Role
@@ -101,21 +100,12 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
 
 
 def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """Receive the gradients of one lookup, and start another lookup, if there is one.
-
-    With a lookup, gradients that complete an update are applied in this call; see
-    :meth:`UpdateBarrier.contribute`.
-    """
+    """See :meth:`TableShards.send_gradients`."""
     number, ticket, num_grads, next_ticket, items = plain
     tables: TableShards = running.objects[number]
     rest = iter(tensors)
-    grads, has_lookup = list(islice(rest, num_grads)), next_ticket is not None
-    tables.receive(Ticket.of(ticket), grads, should_update_here=has_lookup)
-    if next_ticket is not None:
-        return tables.lookup(Ticket.of(next_ticket), unpack_items(items, rest))
-    response: DeferredResponse[list[Tensor]] = DeferredResponse()
-    response.set_result([])
-    return response
+    grads, following = list(islice(rest, num_grads)), None if next_ticket is None else Ticket.of(next_ticket)
+    return tables.send_gradients(Ticket.of(ticket), grads, following, unpack_items(items, rest))
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
@@ -129,7 +119,7 @@ def call_net(number: int, ticket: PlainTicket, hidden_BH: Tensor) -> Future[Tens
 def squared_norm(number: int, step: int) -> Future[float]:
     """See :meth:`UpdateBarrier.squared_norm`."""
     hosted: HostedModule = running.objects[number]
-    return hosted.barrier.squared_norm(step)
+    return hosted.squared_norm(step)
 
 
 def _find_constructor(name: str) -> Callable[..., Any]:

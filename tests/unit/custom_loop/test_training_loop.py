@@ -16,8 +16,8 @@ from torch.futures import Future
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hybrid
-from hybrid.custom_loop.backend import LocalTables
 from hybrid.custom_loop.cluster import Cluster, Distributed
+from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ConfigError, DataError, NonFiniteError
 from hybrid.protocol.ticket import Ticket
 
@@ -109,16 +109,16 @@ class Viewed(nn.Module):
 
 def lookups(view: View, names: list[str], monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Train on batches, and check the vectors; return the numbers of lookups of a batch."""
-    tickets, lookup = [], LocalTables.lookup
+    tickets, lookup = [], TableShards.lookup
 
-    def counted(self: LocalTables, ticket: Ticket, items: Any) -> Future[list[Tensor]]:
+    def counted(self: TableShards, ticket: Ticket, items: Any) -> Future[list[Tensor]]:
         tickets.append(ticket)
         return lookup(self, ticket, items)
 
     cluster = hybrid.connect()
     model = cluster.distribute(Viewed(view, names))
     counts = set()
-    monkeypatch.setattr(LocalTables, "lookup", counted)
+    monkeypatch.setattr(TableShards, "lookup", counted)
     for batch in cluster.batches([ids_and_tags(size) for size in (3, 5, 2)]):
         vectors = model(batch)
         counts.add(len(tickets))

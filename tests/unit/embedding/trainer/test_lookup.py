@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.shards import LocalTables, cluster, is_alone_in_memory
+from support.shards import cluster, is_alone_in_memory
 from torch import Tensor
 from torch.futures import Future
 
@@ -36,11 +36,11 @@ def prefetched(step: int) -> Ticket:
     return Ticket(0, step, max(0, step - 1), purpose=Purpose.PREFETCH)
 
 
-class Watched(LocalTables):
+class Watched(TableShards):
     """Tables that record the gradients that are sent to them."""
 
-    def __init__(self, sent: list[Tensor], shards: TableShards) -> None:
-        super().__init__(shards)
+    def __init__(self, sent: list[Tensor], *args: Any) -> None:
+        super().__init__(*args)
         self._sent = sent
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
@@ -74,7 +74,7 @@ def test_sent_gradients_are_no_views(
 ) -> None:
     """RPC sends the whole storage of a view, and crashes on a view beyond an empty storage."""
     sent: list[Tensor] = []
-    each = cluster(stack, tables, 2, multi_hot=multi_hot, local=partial(Watched, sent))
+    each = cluster(stack, tables, 2, multi_hot=multi_hot, kind=partial(Watched, sent))
     bags = [[[b] * (b % 3 if f.multi_hot else 1) for b in range(size)] for f in each.features]
     pooled_BE = each.embeddings.lookup(SparseFeatures.from_bags(bags), Ticket(0, 0, 0, 0, purpose)).wait()
     if beside:

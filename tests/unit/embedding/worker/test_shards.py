@@ -98,7 +98,7 @@ def test_load_drops_pending_prefetches(stack: ExitStack, tmp_path: Path) -> None
     host.lookup(prefetch(0), [(0, Bags(torch.tensor([2])))]).wait()
     each.load(folder, 0)
     with pytest.raises(ClusterError, match="sent gradients of step 0 twice"):
-        host.receive(prefetch(0), [torch.ones(1, 3)])
+        host.send_gradients(prefetch(0), [torch.ones(1, 3)])
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ class TestPrefetches:
                 host.barrier.run_when_ready(prefetch(1, 1, part), block, is_large=True)
             abandoned = host.lookup(prefetch(1), [(0, Bags(torch.ones(20_000, dtype=torch.int64)))])
             for trainer in range(2):
-                host.receive(prefetch(0, trainer), [])
+                host.send_gradients(prefetch(0, trainer), [])
             small.wait()
             assert not abandoned.done()
             host.lookup(prefetch(1), [(0, Bags(torch.tensor([4] * 20_000)))]).wait()
@@ -236,7 +236,7 @@ class TestPrefetches:
             abandoned.wait()
             host.lookup(prefetch(1, 1), []).wait()
             for trainer, grads in enumerate(([torch.ones(20_000, 2)], [])):
-                host.receive(prefetch(1, trainer), grads)
+                host.send_gradients(prefetch(1, trainer), grads)
             host.barrier.drain()
             assert (before - host.groups[0].weight_RD)[:, 0].nonzero().tolist() == [[4]]
 
@@ -249,15 +249,15 @@ class TestPrefetches:
             class Part(int):
                 def __lt__(self, other: int) -> bool:
                     while arriving:
-                        host.receive(prefetch(1, part=arriving.pop()), [torch.ones(1, 2)])
+                        host.send_gradients(prefetch(1, part=arriving.pop()), [torch.ones(1, 2)])
                         has_arrived.set()
                     return super().__lt__(other)
 
             for ticket in (prefetch(step, part=Part(part)) for step in range(2) for part in range(2)):
                 host.lookup(ticket, [(0, Bags(torch.tensor([ticket.part])))])
             for part in range(2):
-                host.receive(prefetch(0, part=part), [torch.ones(1, 2)])
+                host.send_gradients(prefetch(0, part=part), [torch.ones(1, 2)])
             assert has_arrived.wait(PATIENCE_SECONDS)
-            host.receive(prefetch(1, part=0), [torch.ones(1, 2)])
+            host.send_gradients(prefetch(1, part=0), [torch.ones(1, 2)])
             host.barrier.drain()
             assert (before - host.groups[0].weight_RD)[:3, 0].tolist() == pytest.approx([2.0, 2.0, 0.0])
