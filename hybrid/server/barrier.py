@@ -218,7 +218,8 @@ class UpdateBarrier(Generic[Contribution]):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._updater.join(self._rules.timeout_seconds)
+        if threading.current_thread() is not self._updater:  # in which a garbage collection may close it
+            self._updater.join(self._rules.timeout_seconds)
 
     def _run(self) -> None:
         # Leaving the context waits for all lookups that updates have released, and ends their threads.

@@ -438,6 +438,18 @@ class TestClose:
             with pytest.raises(ClusterError, match="the worker is stopping"):
                 result_of(later)
 
+    def test_the_updater_may_close_its_barrier(self) -> None:
+        """As a garbage collection in it does."""
+        ended: Future_[None] = Future_()
+
+        def close(_: list[str]) -> None:
+            each.close()
+            ended.set_result(None)
+
+        with barrier(1, close) as each:
+            contribute(each, 0, 0)
+            ended.result(PATIENCE_SECONDS)
+
     def test_close_answers_lookups_released_by_another_thread(self) -> None:
         """That thread may be slow, and no update is running any more."""
 
