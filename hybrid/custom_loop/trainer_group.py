@@ -48,8 +48,7 @@ class TrainerGroup:
             raise DataError("cluster.gather takes one value per sample, (samples, ...), and not a scalar")
         is_trained = torch.is_grad_enabled() and values.requires_grad
         if self._size > 1:
-            apply: Any = _GatherWithGradients.apply
-            values = apply(values, self)
+            values = _GatherWithGradients.apply(values, self)  # type: ignore[no-untyped-call]
         return values if is_trained else values.detach().cpu()
 
     def check_batches(self, batches: Iterable[Any]) -> Iterator[Any]:

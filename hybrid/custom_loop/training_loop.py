@@ -359,7 +359,11 @@ class TrainingLoop:
         self._use_prefetched(current)
         loss = local_loss + torch.stack(current.zeros).sum().to(local_loss)
         self._num_lookups += len(current.zeros)
-        self._announce_lookups(current)
+        if self._num_lookups != current.ticket.part + 1:  # not one lookup per micro-batch so far
+            parts = self._num_lookups if current.is_last else _MANY_PARTS
+            expected, workers = (self._backend.trainer, self.step, parts), self._placed.workers.values()
+            for call in [each.call_barrier(UpdateBarrier.expect, *expected) for each in workers]:
+                call.wait()
         for parameter in parameters:
             parameter.grad = None
         self._sent_step = self.step
@@ -376,15 +380,6 @@ class TrainingLoop:
         self._warnings.note_gradients(self.model.gradients.values())
         if not any(parameter.requires_grad for parameter in parameters):
             self._scale = self._engine.decide()  # no optimizer calls the hook
-
-    def _announce_lookups(self, current: ForwardPass) -> None:
-        """Send the number of lookups to the workers, unless each micro-batch so far has exactly one."""
-        if self._num_lookups == current.ticket.part + 1:
-            return
-        expected = self._backend.trainer, self.step, self._num_lookups if current.is_last else _MANY_PARTS
-        workers = self._placed.workers.values()
-        for call in [each.call_barrier(UpdateBarrier.expect, *expected) for each in workers]:
-            call.wait()
 
     def _require_cluster_backward(self, *_: object) -> None:
         """Raise if ``cluster.backward`` did not start the running backward pass."""
