@@ -302,7 +302,7 @@ def test_batches_have_the_group_totals_of_the_step(tmp_path: Path) -> None:
 def test_group_larger_than_a_batch_is_refused(tmp_path: Path) -> None:
     dataset, test = prepared(config_of(tmp_path), tmp_path / "cache")
     BatchLoader(dataset, batch_size=4, by_group=True)
-    message = r"^the largest group of data\.group has 4 training rows, more than a batch of 3, .*batch_size$"
+    message = r"data\.group has 4 .*than a batch of 3, .*train\.batch_size"
     with pytest.raises(DataError, match=message):
         BatchLoader(dataset, batch_size=3, by_group=True)
     with pytest.raises(DataError, match="complete groups need"):
