@@ -29,12 +29,19 @@ def connect(config: str | Path | None = None) -> Cluster:
     The call seeds torch with ``run.seed``. So all trainers build the same module, and so does one process.
 
     Args:
-        config: TOML file for a single process; a cluster uses the configuration that it was started with.
+        config: TOML file for a single process; a cluster uses the configuration that it was started with. If
+            the section [data] of the file differs, there is a warning.
 
     Raises:
         ConfigError: the file has an error.
     """
-    backend = BACKEND.get(None) or SingleProcess(load_config(None if config is None else Path(config)))
+    backend = BACKEND.get(None)
+    if backend is None:
+        backend = SingleProcess(load_config(None if config is None else Path(config)))
+    elif (
+        config is not None and backend.trainer == 0 and load_config(Path(config)).data != backend.config.data
+    ):
+        backend.warn(f"the cluster has another section [data] than {config}: start it with --config {config}")
     torch.manual_seed(backend.config.run.seed)
     return Cluster(backend)
 
@@ -97,6 +104,8 @@ class Cluster:
         Raises:
             DataError: a group of ``whole`` is not adjacent, or larger than ``size``.
         """
+        if size is not None and size < 1:
+            raise ValueError(f"size must be at least 1, not {size}")
         return self._require_loop().batches(data, size, whole)
 
     def backward(

@@ -196,6 +196,10 @@ class TableModule(nn.Module):
         super().__init__()
         if min(num_embeddings, embedding_dim) < 1:
             raise ValueError(f"a table needs rows and columns, not {num_embeddings} x {embedding_dim}")
+        if not isinstance(optimizer, OptimizerSpec | None):
+            raise TypeError(
+                f"optimizer is an optimizer of tables, such as hybrid.Adam(lr=0.01), not {optimizer!r}"
+            )
         if init not in INITIALIZERS.names:
             raise ValueError(f"init is one of {', '.join(INITIALIZERS.names)}, not {init!r}")
         if padding_idx is not None and not 0 <= padding_idx < num_embeddings:
@@ -380,6 +384,8 @@ class EmbeddingBag(TableModule):
         self.weights = (weights,) if isinstance(weights, str) else tuple(weights)
         if self.weights and len(self.weights) != len(self.ids):
             raise ValueError(f"weights must name one column for each of ids, not {list(self.weights)}")
+        if mode not in [*Pooling]:
+            raise ValueError(f"mode is one of {', '.join(Pooling)}, not {mode!r}")
         self.pooling = Pooling(mode)
         self.include_last_offset = include_last_offset
         self.pooled_by = pooled_by
@@ -402,9 +408,12 @@ class EmbeddingBag(TableModule):
 
     def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:
         if isinstance(weights, Jagged):
+            if isinstance(ids, Jagged) and ids.offsets.tolist() != weights.offsets.tolist():
+                raise DataError(f"table {self.name}: the weights have other offsets than the ids")
             weights = weights.values
         if weights is not None and self.pooling is not Pooling.SUM:
-            raise ValueError(f"per_sample_weights need mode='sum', not {self.pooling.value!r}")
+            rule = f"per_sample_weights need mode='sum', not {self.pooling.value!r}"
+            raise ValueError(f"table {self.name}: {rule}")
         if isinstance(ids, Jagged):
             return TableCall(self, ids.values, ids.offsets, weights)
         if (ids.dim() == 2) == (offsets is not None) or ids.dim() not in (1, 2):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hybrid.checkpoint.checkpoint_folders import BEST, CUSTOM_LOOP, Best, Manifest
+from hybrid.checkpoint.checkpoint_folders import BEST, CUSTOM_LOOP, MANIFEST_FILE, Best, Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.custom_loop.backend import Backend
 from hybrid.custom_loop.embedding_modules import TableCall, TableModule
@@ -47,6 +47,7 @@ from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode
 from hybrid.server.barrier import UpdateBarrier
+from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
 
 _ROWS_PER_LOOKUP = 1 << 16
@@ -245,7 +246,9 @@ class TrainingLoop:
                         )
                     is_over = self.step == step + 1 if micro.is_last else current.is_backward_done
                     if not is_over:
-                        missing = "optimizer.step()" if current.is_backward_done else "cluster.backward(...)"
+                        missing = "cluster.backward(...)"
+                        if current.is_backward_done:
+                            missing = "optimizer.step() of an optimizer of the module's parameters"
                         raise RuntimeError(
                             f"{missing} was not called for the batch of step {step}; each batch takes one "
                             "step. To evaluate, iterate under torch.no_grad()"
@@ -268,9 +271,9 @@ class TrainingLoop:
         """
         if self._sent_step == self.step:
             raise RuntimeError(
-                f"step {self.step} is not complete: optimizer.step() of its last micro-batch comes first. If "
-                "the loop was left after cluster.backward(...), which updates the tables only, distribute a "
-                "new module"
+                f"step {self.step} is not complete: optimizer.step(), of its last micro-batch, comes first. "
+                "If the loop was left after cluster.backward(...), which updates the tables only, call "
+                "hybrid.connect() again and distribute a new module"
             )
         self._engine.feed.flush(self.step)
 
@@ -308,9 +311,9 @@ class TrainingLoop:
             self._use(current, self._tables.lookup([call.module.request(call)], ticket), [call])
             if current is self._training and call.ids.numel():
                 self._warnings.warn(
-                    f"table {call.module.name} is called with ids that are not looked up before the module "
-                    "runs. Each such call waits for a separate request. For speed, put the ids into the "
-                    'batch and name their column, as in hybrid.Embedding(..., ids="user")'
+                    f"table {call.module.name} is called with ids, or weights, that are not looked up before "
+                    "the module runs. Each such call waits for a separate request. For speed, put them into "
+                    "the batch, and name the columns in the arguments ids and weights of the table"
                 )
         return to_device(current.vectors[call.key][1], self.device)
 
@@ -350,6 +353,10 @@ class TrainingLoop:
             rule = "must be 1 for a loss with weights, whose sum is known only after the last micro-batch"
             raise ConfigError("train.micro_batches", rule, self._rules.parts)
         local_loss = self._local_loss(terms, current.batch)
+        if not local_loss.requires_grad:
+            raise RuntimeError(
+                "the loss does not depend on the module: its graph was detached, or not recorded"
+            )
         parameters = list(self.model.net.parameters())
         if self.step == 0:
             tensors = tensors_of(current.batch.values)
@@ -408,7 +415,10 @@ class TrainingLoop:
             if weights is not None:
                 weights_B = weights.reshape(-1).to(values_B)
                 if len(weights_B) != batch.size or not (weights_B.isfinite() & (weights_B >= 0)).all():
-                    raise DataError("cluster.backward takes one weight per sample, finite and not negative")
+                    raise DataError(
+                        f"cluster.backward takes one weight per sample, ({batch.size},), finite and not "
+                        f"negative, not {list(weights.shape)}"
+                    )
                 total = self.trainers.sum(weights_B.sum().double()).item()
                 summands.append(weighted_summand(values_B, weights_B, total))
             elif batch.size:
@@ -454,6 +464,10 @@ class TrainingLoop:
     def save(self, folder: StoragePath, objects: Sequence[Stateful], best: Best | None = None) -> None:
         """Write a checkpoint with the best evaluation so far; see :meth:`Cluster.save`."""
         self._flush()
+        manifest_path = folder / MANIFEST_FILE
+        is_resumed = self.resumed != Position()
+        if is_resumed and storage.exists(manifest_path) and Manifest.read(manifest_path).step == self.step:
+            return  # a role was lost after this save, and the script repeats it
         self.is_saving = True
         try:
             dense, progress = pack_state(self.model.net, objects, self.position)

@@ -245,6 +245,13 @@ class DdpModel:
         if is_last and self.group_reduce is not None:
             self.group_reduce.wait()
             reduced = self.group_reduce.gradients
+        if is_last:
+            for name, parameter in self.net.named_parameters():
+                if parameter in self._reduced and parameter.requires_grad and parameter not in gradients:
+                    raise RuntimeError(
+                        f"parameter {name} has no gradient: the loss of each batch must depend on all "
+                        "parameters; set requires_grad = False for others"
+                    )
         self.gradients.clear()
         for parameter in [p for p in self.net.parameters() if p in gradients]:
             gradient = reduced.get(parameter, gradients[parameter])

@@ -28,12 +28,13 @@ class Net(nn.Module):
         super().__init__()
         self.table = hybrid.Embedding(rows, 2, ids="id")
         self.linear = nn.Linear(2, 1)
+        self.unused = nn.Linear(1, 1) if kind == "unused layer" else None
 
     def forward(self, ids):
         return self.linear(self.table(ids)).view(-1)
 
 kind = sys.argv[1]
-cluster = hybrid.connect()
+cluster = hybrid.connect("other.toml" if kind == "clips and pairs" else None)
 if kind == "prepares":
     data, _ = cluster.prepare()
     cluster.print(len(data), sorted(data.num_rows))
@@ -93,21 +94,24 @@ def test_script_receives_data_and_arguments_and_trainer_0_prints(script: Path, t
 
 def test_calls_with_another_effect_on_a_cluster_cause_a_warning(script: Path, tmp_path: Path) -> None:
     pair = ["--trainers", "2", "--workers", "1"]
+    (tmp_path / "other.toml").write_text("[data]\nsynthetic_rows = 7\n")
     shown = output_of(["run", script.name, *pair, "--", "clips and pairs"], tmp_path)
     assert shown.count("train.clip_norm") == 1
     assert shown.count("cluster.gather") == 1
+    assert shown.count("--config other.toml") == 1
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("raises", "train.py:40, in <module>: KeyError: 'missing'"),
-        ("resumes, raises", "train.py:40, in <module>: KeyError: 'missing'"),
+        ("raises", "train.py:41, in <module>: KeyError: 'missing'"),
+        ("resumes, raises", "train.py:41, in <module>: KeyError: 'missing'"),
         pytest.param("exits", "train.py has ended with sys.exit(3)", marks=pytest.mark.long),
         pytest.param("ends", "make different requests: ", marks=pytest.mark.long),
         ("differs", "distribute modules with different tables"),
         pytest.param("shuffles", "trainers read different batches", marks=pytest.mark.long),
         ("plain backward", "call cluster.backward(loss)"),
+        ("unused layer", "parameter unused.weight has no gradient"),
     ],
 )
 def test_failure_of_a_script_is_one_line(kind: str, message: str, script: Path, tmp_path: Path) -> None:

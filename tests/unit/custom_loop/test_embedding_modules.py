@@ -1,7 +1,7 @@
 """Tables as modules equal those of torch."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ def rows(cluster: Cluster, table: nn.Module) -> tuple[Any, Tensor]:
 
 
 IDS = torch.tensor([[1, 2, 0], [0, 0, 0], [8, 8, 3]])
+JAGGED = hybrid.Jagged.of([[1], [2, 3]]), None, hybrid.Jagged.of([[1.0, 1.0], [1.0]], torch.float32)
 
 
 @pytest.mark.parametrize("padding", [None, 0])
@@ -80,7 +81,9 @@ def test_embedding_bag_equals_torch(mode: str, padding: int | None, pooled_by: s
         (lambda t: t(torch.tensor([[0.5]])), TypeError, "integers"),
         (lambda t: t(torch.tensor([1, 2])), ValueError, "flat ids need offsets"),
         (lambda t: t(torch.tensor([1, 2]), torch.tensor([0, 3])), DataError, "offsets of a batch must rise"),
-        (lambda t: t(IDS, None, torch.rand(3, 3)), ValueError, "per_sample_weights need mode='sum'"),
+        (lambda t: t(IDS, None, torch.rand(3, 3)), ValueError, "table table: .* need mode='sum'"),
+        (lambda t: t(*JAGGED), DataError, "table table: .* other offsets"),
+        (lambda _: hybrid.Embedding(9, 4, optimizer=cast(Any, torch.optim.Adam)), TypeError, "optimizer"),
     ],
 )
 def test_wrong_calls_are_refused(call: Any, error: type[Exception], message: str) -> None:
@@ -99,6 +102,7 @@ def test_wrong_calls_are_refused(call: Any, error: type[Exception], message: str
         (lambda: hybrid.Embedding(9, 4, init="ones"), "init is one of uniform, normal, zeros, not 'ones'"),
         (lambda: hybrid.Embedding(9, 4, padding_idx=9), "padding_idx must be at least 0 and below 9, not 9"),
         (lambda: hybrid.EmbeddingBag(9, 4, padding_idx=-1), "padding_idx must be .* not -1"),
+        (lambda: hybrid.EmbeddingBag(9, 4, mode="avg"), "mode is one of sum, mean, max, not 'avg'"),
         (lambda: hybrid.EmbeddingBag(9, 4, pooled_by="auto"), "pooled_by is one of workers, trainers"),
         (lambda: hybrid.Embedding.from_pretrained("x", optimizer=hybrid.SGD(lr=0.1)), "give freeze=False"),
         (lambda: hybrid.SGD(lr=-0.1), "lr cannot be"),
