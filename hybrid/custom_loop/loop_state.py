@@ -84,7 +84,7 @@ def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoin
     encoded, first = progress.get(_OBJECTS, []), 0
     if objects and len(encoded) != len(objects):
         rule = f"has the state of {len(encoded)} optimizers and schedulers, not of {len(objects)}"
-        raise CheckpointError(f"{stored.folder}: {rule}")
+        raise CheckpointError(f"{stored.folder}: the checkpoint {rule}; pass the objects of its script")
     for each, code in zip(objects, map(_decode, encoded), strict=False):
         groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else None
         if len(groups or ()) != (len(code) if isinstance(code, list) else 0):

@@ -50,6 +50,8 @@ class CustomModule(TrainedModule):
         if not function:
             raise ConfigError(_KEY, "must be FILE.py:FUNCTION or package.module:FUNCTION", name)
         if (file := Path(module_name)).suffix == ".py":
+            if not file.is_file():
+                raise ConfigError(_KEY, "is not a file", module_name)
             sys.path.append(str(file.resolve().parent))
             module_name = file.stem
         token = BACKEND.set(cast(Any, _NoBackend()))
