@@ -311,9 +311,9 @@ class TrainingLoop:
             self._use(current, self._tables.lookup([call.module.request(call)], ticket), [call])
             if current is self._training and call.ids.numel():
                 self._warnings.warn(
-                    f"table {call.module.name} is called with ids, or weights, that are not looked up before "
-                    "the module runs. Each such call waits for a separate request. For speed, put them into "
-                    "the batch, and name the columns in the arguments ids and weights of the table"
+                    f"table {call.module.name} is called with ids that are not looked up before the module "
+                    "runs. Each such call waits for a separate request. For speed, put the ids, and their "
+                    'weights, into the batch, and name their columns, as in hybrid.Embedding(..., ids="user")'
                 )
         return to_device(current.vectors[call.key][1], self.device)
 

@@ -84,7 +84,7 @@ def train(
             if kind == "left" and cluster.step % 3 == 0:
                 break
         found[f"loss {cluster.step}"] = cluster.evaluate(TEST)["log_loss"]
-    cluster.save(root / "final")  # which a finished script that is started again repeats
+    cluster.save(root / f"final-{cluster.step}")  # which a finished script that is started again repeats
     states = [each.state_dict() for each in (*optimizers, *schedulers)]
     return {"module": cluster.plain_module().state_dict(), "states": states, "step": cluster.step, **found}
 

@@ -356,11 +356,15 @@ def test_module_of_a_custom_loop_computes_its_outputs(
 
 def test_other_modules_are_refused(saved: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(saved.parent)
+    for file in (Path("other/clicks_net.py"), Path("scripts/code.py")):
+        file.parent.mkdir()
+        file.touch()
     for folder, module, message in (
         (saved, None, "saved by a custom training loop; add --module"),
         (saved, "clicks_net:SCRIPT", "SCRIPT"),
         (saved, "clicks_net.py:train", "__main__"),
         (saved, "clicks_net.py", "'clicks_net.py': must be FILE.py:FUNCTION"),
+        (saved, "missing/clicks_net.py:Net", "'missing/clicks_net.py': is not a file"),
         (saved, "other/clicks_net.py:Net", "module of this name is .*; correct the path, or rename the file"),
         (saved, "scripts/code.py:InteractiveConsole", "module of this name is .*code.py; correct"),
         (run, "clicks_net.py:Net", r"has item, tags, user, Net has tags\.max"),
