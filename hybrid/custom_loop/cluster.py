@@ -18,6 +18,7 @@ from hybrid.custom_loop.local_batches import GROUP, PreparedData
 from hybrid.custom_loop.loop_state import LoopCheckpoints, Position, Stateful
 from hybrid.custom_loop.training_loop import TrainingLoop
 from hybrid.data.prepare.dataset_location import open_split
+from hybrid.engine.hybrid_model import evaluating
 from hybrid.errors import DataError
 from hybrid.metrics import Metrics, Predictions
 from hybrid.storage.remote_path import StoragePath, parse_path
@@ -35,12 +36,9 @@ def connect(config: str | Path | None = None) -> Cluster:
     Raises:
         ConfigError: the file has an error.
     """
-    backend = BACKEND.get(None)
-    if backend is None:
-        backend = SingleProcess(load_config(None if config is None else Path(config)))
-    elif (
-        config is not None and backend.trainer == 0 and load_config(Path(config)).data != backend.config.data
-    ):
+    backend = BACKEND.get(None) or SingleProcess(load_config(None if config is None else Path(config)))
+    of_file = None if config is None or backend.trainer > 0 else load_config(Path(config)).data
+    if of_file not in (None, backend.config.data):
         backend.warn(f"the cluster has another section [data] than {config}: start it with --config {config}")
     torch.manual_seed(backend.config.run.seed)
     return Cluster(backend)
@@ -160,21 +158,15 @@ class Cluster:
         """
         loop, tasks, parts = self._require_loop(), self._backend.config.all_tasks, []
         net = loop.model.net
-        modes = [(module, module.training) for module in net.modules()]
-        net.eval()
-        try:
-            with torch.no_grad():
-                for batch in loop.batches(data, size, None):
-                    if missing := [name for name in tasks if name not in batch]:
-                        raise DataError(f"evaluate: the batch has no column {missing[0]!r} with labels")
-                    labels_BT = torch.stack([batch[name] for name in tasks], 1).float()
-                    ones_B = torch.ones_like(labels_BT[:, 0])
-                    weights = [batch.get(f"{name}.weights", ones_B).float() for name in tasks]
-                    groups = [batch[GROUP]] if GROUP in batch else []
-                    parts.append([net(batch), labels_BT, torch.stack(weights, 1), *groups])
-        finally:
-            for module, is_training in modes:
-                module.training = is_training
+        with evaluating(net):
+            for batch in loop.batches(data, size, None):
+                if missing := [name for name in tasks if name not in batch]:
+                    raise DataError(f"evaluate: the batch has no column {missing[0]!r} with labels")
+                labels_BT = torch.stack([batch[name] for name in tasks], 1).float()
+                ones_B = torch.ones_like(labels_BT[:, 0])
+                weights = [batch.get(f"{name}.weights", ones_B).float() for name in tasks]
+                groups = [batch[GROUP]] if GROUP in batch else []
+                parts.append([net(batch), labels_BT, torch.stack(weights, 1), *groups])
         if not parts:
             raise DataError("evaluate: the data have no batch")
         outputs, *rest = (loop.trainers.gather(torch.cat(each)) for each in zip(*parts, strict=True))

@@ -116,7 +116,6 @@ class TrainingLoop:
                 rule = f"must be sync or lookahead, since each step updates all rows of table {spec.name}"
                 raise ConfigError("train.update", rule, "async")
         self._placed = placed = backend.place_tables(specs)
-        self._widths = {spec.dim for spec in specs}
         self._rules = placed.rules
         self._tables = ModuleTables(specs, placed.placement, placed.workers, clock)
         self._modules = list(modules.values())
@@ -246,9 +245,8 @@ class TrainingLoop:
                         )
                     is_over = self.step == step + 1 if micro.is_last else current.is_backward_done
                     if not is_over:
-                        missing = "cluster.backward(...)"
-                        if current.is_backward_done:
-                            missing = "optimizer.step() of an optimizer of the module's parameters"
+                        optimizer = "optimizer.step() of parameters of the module"
+                        missing = optimizer if current.is_backward_done else "cluster.backward(...)"
                         raise RuntimeError(
                             f"{missing} was not called for the batch of step {step}; each batch takes one "
                             "step. To evaluate, iterate under torch.no_grad()"
@@ -361,7 +359,9 @@ class TrainingLoop:
         if self.step == 0:
             tensors = tensors_of(current.batch.values)
             shapes = [each.shape for each in parameters] + [each.shape[1:] for each in tensors]
-            self._warnings.check_pairs(local_loss, current.batch.size, self._widths.union(*shapes))
+            self._warnings.check_pairs(
+                local_loss, current.batch.size, {each.embedding_dim for each in self._modules}.union(*shapes)
+            )
         # The workers wait for the gradients of every lookup, even if the module called no table.
         self._use_prefetched(current)
         loss = local_loss + torch.stack(current.zeros).sum().to(local_loss)

@@ -214,7 +214,7 @@ class DdpModel:
             if not any(parameter.requires_grad for parameter in head.parameters()):
                 raise ConfigError("dense.ddp", "needs a head with trainable parameters", mode.value)
             self._model.stages.head = self._ddp = self._wrap(head)
-        self._reduced = set() if self._ddp is None else set(self._ddp.parameters())
+        self._reduced = {p for p in self._ddp.parameters() if p.requires_grad} if self._ddp else set[Tensor]()
 
     def _wrap(self, module: nn.Module) -> DistributedDataParallel:
         group = self._placement.group
@@ -245,13 +245,12 @@ class DdpModel:
         if is_last and self.group_reduce is not None:
             self.group_reduce.wait()
             reduced = self.group_reduce.gradients
-        if is_last:
-            for name, parameter in self.net.named_parameters():
-                if parameter in self._reduced and parameter.requires_grad and parameter not in gradients:
-                    raise RuntimeError(
-                        f"parameter {name} has no gradient: the loss of each batch must depend on all "
-                        "parameters; set requires_grad = False for others"
-                    )
+        named = self.net.named_parameters() if is_last else ()
+        if unused := [name for name, p in named if p in self._reduced and p not in gradients]:
+            raise RuntimeError(
+                f"parameter {unused[0]} has no gradient: the loss of each batch must depend on all "
+                "parameters; set requires_grad = False for others"
+            )
         self.gradients.clear()
         for parameter in [p for p in self.net.parameters() if p in gradients]:
             gradient = reduced.get(parameter, gradients[parameter])

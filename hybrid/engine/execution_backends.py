@@ -7,8 +7,7 @@ Each of the three stages gets its backend, over the parameters of the net::
     "tensor"    samples of the tensor group ──► shards of the stage, one per trainer ──► local samples
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from hybrid.dense.tensor_parallel import (
     trainer_mesh,
 )
 from hybrid.engine.ddp import DensePlacement
-from hybrid.engine.hybrid_model import HybridModel
+from hybrid.engine.hybrid_model import HybridModel, evaluating
 from hybrid.engine.model_builder import Blueprint
 from hybrid.errors import ConfigError, first_line
 
@@ -68,7 +67,7 @@ def apply_backend(
         return placement
     for name, stage in model.stages.named_children():
         try:
-            with _evaluating(model):
+            with evaluating(model):
                 stage(*inputs[name])
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             reason = f"{name} of the net fails with this backend: {type(error).__name__}: {first_line(error)}"
@@ -92,7 +91,7 @@ def _inputs(model: HybridModel, blueprint: Blueprint, num_samples: int) -> Stage
         return torch.rand(num_samples, width, dtype=blueprint.dtype, generator=generator).to(model.device)
 
     dense_BF, pooled_BE = make(len(blueprint.input_spec.dense_features)), make(sum(blueprint.widths))
-    with _evaluating(model):
+    with evaluating(model):
         bottom_BH = model.net.bottom(dense_BF)
         hidden_BH = model.net.interaction(bottom_BH, pooled_BE)
     if remote_mlp := blueprint.config.dense.remote_mlp:
@@ -100,15 +99,6 @@ def _inputs(model: HybridModel, blueprint: Blueprint, num_samples: int) -> Stage
     has_parameters = any(True for _ in model.net.bottom.parameters())
     later = (bottom_BH.requires_grad_(has_parameters), pooled_BE.requires_grad_())
     return {"bottom": (dense_BF,), "interaction": later, "head": (hidden_BH.requires_grad_(),)}
-
-
-@contextmanager
-def _evaluating(model: HybridModel) -> Iterator[None]:
-    """Run the block in evaluation mode without recording."""
-    model.eval()
-    with torch.no_grad():
-        yield
-    model.train()
 
 
 def _split(model: HybridModel, dense: DenseSection, device: torch.device) -> DensePlacement:

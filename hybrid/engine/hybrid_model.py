@@ -1,7 +1,7 @@
 """The model across processes: remote embeddings, a local dense net, and optionally a remote dense net."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -185,6 +185,19 @@ class HybridModel(nn.Module):
     def device(self) -> torch.device:
         """The device of the local net."""
         return next((p.device for p in self.net.parameters()), torch.device("cpu"))
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Run the block in evaluation mode without recording, and restore the modes."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for each, is_training in modes:
+            each.training = is_training
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -18,9 +18,8 @@ import random
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from hashlib import blake2b
-from typing import Any, Generic
+from typing import Generic
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 
-from hybrid.batch import Batch
 from hybrid.config import RunConfig
 from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
 from hybrid.engine.ddp import DdpMode, DdpModel, DensePlacement
@@ -36,7 +34,6 @@ from hybrid.engine.hybrid_model import MicroBatch
 from hybrid.engine.step_feed import AnySamples, Feed, StepInput
 from hybrid.engine.update_guard import Guard, GuardedModule
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.ticket import Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.transport.shared_memory.shared_slots import SharedSlots
 
@@ -202,14 +199,3 @@ class StepEngine(Generic[AnySamples]):
             scale = self._guard.decide(self.step, self._loss, norm, find)
         self.step += 1
         return scale
-
-
-def predict_step(
-    model: nn.Module, embeddings: Embeddings, batch: Batch, ticket: Ticket, clock: StepClock
-) -> Tensor:
-    """Return ``outputs_BO`` of a batch, on the CPU; the purpose of the ticket must be to predict."""
-    lookup = partial(embeddings.lookup, batch.sparse_features, ticket)
-    micro: MicroBatch[Any] = MicroBatch(batch, ticket, lookup, is_last=True)
-    with torch.no_grad():
-        outputs_BO: Tensor = model(micro, clock)
-        return outputs_BO.cpu()

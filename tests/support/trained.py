@@ -3,6 +3,7 @@
 import csv
 import random
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,8 @@ from hybrid.data.prepare.preparation import prepare
 from hybrid.embedding.placement import place
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
+from hybrid.engine.hybrid_model import MicroBatch
 from hybrid.engine.model_builder import Blueprint, table_specs
-from hybrid.engine.step_engine import predict_step
 from hybrid.inference.raw_rows import file_rows
 from hybrid.inference.trained_module import prediction_columns
 from hybrid.inference.trained_run import TrainedRun
@@ -149,7 +150,10 @@ def engine_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float64]
     remote = None if remote_net is None else lambda ticket, hidden_BH: remote_net(hidden_BH)
     model, ticket = blueprint.model(net, remote).eval(), Ticket(0, step, step, purpose=Purpose.PREDICT)
     blocks = file_rows(trained, [str(inputs)], with_labels=False, progress=print).blocks()
-    outputs = [predict_step(model, embeddings, each.batch, ticket, StepClock()) for each in blocks]
+    outputs = []
+    for batch, *_ in blocks:
+        lookup = partial(embeddings.lookup, batch.sparse_features, ticket)
+        outputs.append(model(MicroBatch(batch, ticket, lookup, is_last=True), StepClock()).detach())
     shards.close()
     columns = prediction_columns(trained.config.all_tasks, torch.cat(outputs))
     return {name: values.numpy() for name, values in columns.items()}

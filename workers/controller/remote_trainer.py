@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,10 @@ from hybrid.embedding.placement import Placement
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.engine.execution_backends import apply_backend
+from hybrid.engine.hybrid_model import MicroBatch, evaluating
 from hybrid.engine.losses import Objective
 from hybrid.engine.model_builder import Blueprint
-from hybrid.engine.step_engine import StepEngine, predict_step
+from hybrid.engine.step_engine import StepEngine
 from hybrid.engine.uneven_batches import align_batches
 from hybrid.errors import DataError
 from hybrid.metrics import Predictions
@@ -219,13 +221,12 @@ class Trainer:
 
     def evaluate(self, first_step: int, num_steps: int, steps_before: int) -> Predictions:
         """Return predictions for this trainer's slice of the test data, for at least one step."""
-        module = self._engine.model.module.eval()
-        parts = []
-        clock = StepClock()
+        module, parts, clock = self._engine.model.module, [], StepClock()
         ticket = Ticket(self._index, steps_before, steps_before, purpose=Purpose.PREDICT)
-        with self._loaders["test"].batches(0, first_step) as stream:
+        with self._loaders["test"].batches(0, first_step) as stream, evaluating(module):
             for batch in itertools.islice(stream, num_steps):
-                outputs_BO = predict_step(module, self._embeddings, batch, ticket, clock)
+                lookup = partial(self._embeddings.lookup, batch.sparse_features, ticket)
+                outputs_BO = module(MicroBatch(batch, ticket, lookup, is_last=True), clock).cpu()
                 parts.append(Predictions.of(batch, outputs_BO, self._sequences))
         return Predictions.concatenate(parts)
 
