@@ -183,9 +183,8 @@ class Cluster:
 
         Call it before the first step. A checkpoint follows every ``every_steps`` steps, after the best
         evaluation, and at the end of :meth:`epochs`, unless ``break`` leaves it. ``checkpoint.keep_last`` of
-        them are kept.
-        :meth:`batches` skips the batches before the checkpoint. So a script that is started again ends with
-        the bits of an undisturbed run. ``hybrid run`` starts it again if a role is lost.
+        them are kept. :meth:`batches` skips the batches before the checkpoint. So a script that is started
+        again ends with the bits of an undisturbed run. ``hybrid run`` starts it again if a role is lost.
 
         Args:
             folder: on storage that all hosts share.

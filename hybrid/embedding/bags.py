@@ -160,16 +160,19 @@ class RowGradients:
         self._grad_BD = grad_BD.detach().contiguous()
         self._all_UD: Tensor | None = None
 
-    def sum_block(self, first: int, last: int) -> tuple[Tensor, float]:
-        """Return the gradients of ``rows_U[first:last]``, and the sum of all their values.
+    def sum_block(self, first: int, last: int, scale: float = 1.0) -> tuple[Tensor, float]:
+        """Return the gradients of ``rows_U[first:last]``, times ``scale``, and the sum of all their values.
 
-        The sum is finite if all values are finite, unless it overflows.
+        The sum is that of the gradients before scaling. It is finite if all values are finite, unless it
+        overflows. Scale a block only once: after :meth:`sum_all`, it is scaled in place.
         """
-        if self._all_UD is not None:
+        if self._all_UD is None:
+            block_UD = self._grad_BD.new_empty(last - first, self._grad_BD.shape[1])
+            total = self._sum(first, last, block_UD, None)
+        else:
             block_UD = self._all_UD[first:last]
-            return block_UD, float(block_UD.sum())
-        out_UD = self._grad_BD.new_empty(last - first, self._grad_BD.shape[1])
-        return out_UD, self._sum(first, last, out_UD, None)
+            total = float(block_UD.sum())
+        return block_UD if scale == 1.0 else block_UD.mul_(scale), total
 
     def add_to(self, table_RD: Tensor, first: int, last: int, scale: float, rate: float) -> float:
         """Add ``rate * (scale * gradient)`` to the rows ``rows_U[first:last]`` of a table, in one pass.

@@ -232,6 +232,7 @@ def sort_bags(offsets: Ints, order_L: Ints) -> Ints:
     return bag_L[order_L]
 
 
+# The distinct ids are needed only for a table and for max pooling.
 _SUM = "float64(int32[::1], int32[::1], {0}[:,::1], {0}[:,::1], "
 _SUMS = [
     _SUM + f"{weights}, {rows}, {winners}, {table}, {{0}}, {{0}})"

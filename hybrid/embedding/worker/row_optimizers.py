@@ -88,9 +88,7 @@ class RowOptimizer:
         Returns:
             The sum of all gradients; see :meth:`RowGradients.sum_block`.
         """
-        grad_UD, total = gradients.sum_block(first, last)
-        if scale != 1.0:
-            grad_UD.mul_(scale)
+        grad_UD, total = gradients.sum_block(first, last, scale)
         self.step(gradients.rows_U[first:last], grad_UD, factor)
         return total
 

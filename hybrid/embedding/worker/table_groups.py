@@ -197,9 +197,7 @@ class TableUpdate:
                 if steps_all:
                     ends = torch.tensor([first, last], dtype=rows_U.dtype)
                     begin, end = torch.searchsorted(rows_U, ends).tolist()
-                    grad_UD, total = gradients.sum_block(begin, end)
-                    if scale != 1.0:
-                        grad_UD.mul_(scale)
+                    grad_UD, total = gradients.sum_block(begin, end, scale)
                     group.optimizer.step_all(first, last, rows_U[begin:end], grad_UD, self.factor)
                 else:
                     begin, end = first, last
