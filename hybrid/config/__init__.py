@@ -2,8 +2,7 @@
 
 Start with ``sections``, ``data_sections``, ``table_sections`` and ``task_sections``: all keys with their
 defaults, rules and meanings. ``key`` defines a key, and values that are names with arguments. ``loading``
-reads TOML and ``--set`` into a ``RunConfig``, and ``validation`` has the rules between keys. ``former_keys``
-has advice on keys of earlier versions.
+reads TOML and ``--set`` into a ``RunConfig``, and ``validation`` has the rules between keys.
 """
 
 from hybrid.config.data_sections import ColumnSection as ColumnSection, DataSection as DataSection

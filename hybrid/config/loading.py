@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybrid.config import former_keys
 from hybrid.config.key import Key, parse_toml, toml_value
 from hybrid.config.sections import NAMED_KEYS, NAMED_TYPES, SECTION_KEYS, SECTION_TYPES, RunConfig
 from hybrid.config.validation import check_rules
@@ -167,10 +166,8 @@ def _unknown(section: str, name: str) -> ConfigError:
         near = difflib.get_close_matches(section, (*SECTION_KEYS, *_ANY_NAME), n=1)
         hint = f"did you mean [{near[0]}]?" if near else _HINT
         return ConfigError(f"[{section}]", f"no such section; {hint}")
-    rule = former_keys.advice(section, name)
-    if rule is None:
-        nearest = _nearest_key(section, name)
-        rule = f"no such key; {f'did you mean {nearest}?' if nearest else _HINT}"
+    nearest = _nearest_key(section, name)
+    rule = f"no such key; {f'did you mean {nearest}?' if nearest else _HINT}"
     return ConfigError(".".join(filter(None, (section, name))), rule)
 
 
@@ -205,8 +202,6 @@ def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
 def validate(config: RunConfig) -> None:
     """Raise ConfigError if a value breaks the rule of its key, or a rule between keys."""
     for section, name, key, value in _items(config):
-        if (advice := former_keys.advice_on_value(section, name, value)) is not None:
-            raise ConfigError(f"{section}.{name}", advice, value)
         key.check(f"{section}.{name}", value)
     check_rules(config)
 

@@ -204,6 +204,16 @@ def test_invalid_file_is_refused(tmp_path: Path, text: str | bytes | None, messa
     assert str(caught.value).startswith(message.format(path=path))
 
 
+@pytest.mark.parametrize("text", ["[dense]\nmatmul = 'auto'\n", "[former]\nkey = 1\n"])
+def test_a_stored_configuration_with_an_unknown_key_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="earlier version") as caught:
+        load_config(path, is_stored=True)
+    assert caught.value.key == str(path)
+    assert "\n" not in str(caught.value)
+
+
 CSV = DataSection(format="csv", path=("x.csv",), sparse=("user",), dense=("age",))
 
 
