@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from hybrid.config.key import Call, CallSignatures, argument, by_host, fixed, option
 from hybrid.errors import ConfigError
@@ -20,8 +21,15 @@ VOCABULARY_CALLS = CallSignatures(
         "hash": (argument("rows", int, DEFAULT_HASH_ROWS, minimum=2, maximum=2_000_000_000),),
     }
 )
+TRAIN, VALIDATION, TEST = SPLITS = "train", "validation", "test"
+PATH_KEYS = {TRAIN: "data.path", VALIDATION: "data.validation", TEST: "data.test_path"}
 _COLUMN = argument("column", str, None)
-SPLIT_CALLS = CallSignatures({"random": (), "column": (_COLUMN,), "time": (_COLUMN,)})
+_FRACTION = argument("fraction", float, 0.1, above=0, maximum=0.9)
+_HOLDOUTS = {"random": (_FRACTION,), "column": (_COLUMN, _FRACTION), "time": (_COLUMN, _FRACTION)}
+SPLIT_CALLS = CallSignatures({**_HOLDOUTS, "none": ()})
+VALIDATION_CALLS = CallSignatures(
+    {"none": (), **_HOLDOUTS, "path": (argument("paths", str, None, is_list=True),)}
+)
 SHUFFLE_CALLS = CallSignatures(
     {"rows": (), "lanes": (argument("lanes", int, 64, minimum=1, maximum=4096),), "none": ()}
 )
@@ -40,26 +48,43 @@ POOLINGS = ("sum", "mean", "max")
 UNPOOLED = "none"
 
 
+class Holdout(NamedTuple):
+    """Rows of ``data.path`` that are held out from training.
+
+    Attributes:
+        split: the split of these rows, "test" or "validation".
+        key: the key of the configuration that selects them.
+        by: random, column or time.
+        column: the column that decides; empty for random rows.
+        fraction: the fraction of the rows that earlier splits leave.
+    """
+
+    split: str
+    key: str
+    by: str
+    column: str
+    fraction: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
     """The samples: files, columns, scaling and vocabularies."""
 
     format: str = fixed("synthetic", "Format of the input.", choices=FORMATS)
     path: tuple[str, ...] = option((), "Training files (plain or gzip), folders of files, or URLs.")
-    test_path: tuple[str, ...] = option(
-        (), "Test files, folders or URLs; empty holds out test_fraction of the rows."
-    )
-    test_fraction: float = fixed(
-        0.1,
-        "Fraction of rows that is held out if test_path is empty; 0 trains on all rows, without evaluation.",
-        minimum=0.0,
-        maximum=0.9,
-    )
+    test_path: tuple[str, ...] = option((), "Test files, folders or URLs; empty holds out rows by split.")
     split: str = fixed(
         "random",
-        "Which rows are held out if test_path is empty: random ones; all rows of some values of a column, "
-        "such as users; or the latest rows by a column.",
+        "The test rows if test_path is empty: random ones; all rows of some values of a column, such as "
+        "users; the latest rows by a column; or none, which trains on all rows.",
         signatures=SPLIT_CALLS,
+    )
+    validation: str = option(
+        "none",
+        "The rows that select the best checkpoint and end a run (train.patience): held out from the other "
+        "rows as in split, or files, folders or URLs. With none, the test rows do both.",
+        signatures=VALIDATION_CALLS,
+        is_name_fixed=True,
     )
     columns: tuple[str, ...] = option(
         (), "Column names of a CSV file without a header; empty reads the header."
@@ -134,19 +159,43 @@ class DataSection:
     synthetic_rows: int = fixed(600_000, "Number of training rows of the synthetic click log.", minimum=1)
 
     @property
-    def synthetic_test_rows(self) -> int:
-        """The number of test rows of the synthetic click log."""
-        return max(1, min(50_000, self.synthetic_rows // 6))
+    def synthetic_splits(self) -> dict[str, int]:
+        """The number of rows of each split of the synthetic click log; no split takes rows from another."""
+        rows = self.synthetic_rows
+        test = max(1, min(50_000, rows // 6))
+        held_out = {each.split: max(1, int(rows * each.fraction)) for each in self.holdouts}
+        return {TRAIN: rows, **held_out, TEST: test}
 
     @property
-    def split_call(self) -> Call:
-        """The kind of split, and its column."""
-        return SPLIT_CALLS.parse("data.split", self.split)
+    def holdouts(self) -> tuple[Holdout, ...]:
+        """The splits that are held out from the rows of ``path``, in the order in which they take rows."""
+        calls = [] if self.test_path else [(TEST, "data.split", SPLIT_CALLS.parse("data.split", self.split))]
+        calls.append((VALIDATION, "data.validation", self._validation_call))
+        return tuple(
+            Holdout(split, key, call.name, call.arguments.get("column", ""), call["fraction"])
+            for split, key, call in calls
+            if call.name in _HOLDOUTS
+        )
 
     @property
-    def split_column(self) -> str:
-        """The column that decides which rows are held out; empty for a random split."""
-        return str(self.split_call.arguments.get("column", ""))
+    def splits(self) -> tuple[str, ...]:
+        """The names of the splits of the prepared data."""
+        return (TRAIN, TEST) if self._validation_call.name == "none" else SPLITS
+
+    @property
+    def selection_split(self) -> str:
+        """The split whose evaluations select the best checkpoint."""
+        return VALIDATION if VALIDATION in self.splits else TEST
+
+    @property
+    def paths(self) -> dict[str, tuple[str, ...]]:
+        """The files, folders and URLs of each split; none for a split that is held out."""
+        validation = self._validation_call.arguments.get("paths", ())
+        return {TRAIN: self.path, VALIDATION: validation, TEST: self.test_path}
+
+    @property
+    def _validation_call(self) -> Call:
+        return VALIDATION_CALLS.parse("data.validation", self.validation)
 
     @property
     def is_shuffled(self) -> bool:

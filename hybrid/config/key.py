@@ -127,6 +127,12 @@ class Key:
         is_toml = not document and (self.kind is not str or isinstance(value, str | list))
         return value if is_toml else text
 
+    def read_unnamed(self, text: str) -> Any:
+        """Return the value of an argument without its name; a list needs no brackets, and text no quotes."""
+        text = text.strip()
+        value = self.parse(f"[{text}]" if self.is_list and text[:1] != "[" else text)
+        return self.read(value if isinstance(value, list) or not self.is_list else text)
+
     def check(self, dotted: str, value: Any) -> None:
         """Raise ConfigError if ``value`` breaks the rule of this key."""
         if self.signatures is not None and isinstance(value, str):
@@ -272,16 +278,19 @@ class CallSignatures:
             return {}
         if not keys:
             raise ConfigError(dotted, "takes no arguments", text)
+        unnamed: dict[str, Any] = {}
         if not _NAMED_ARGUMENT.match(inner):
             first = next(iter(keys.values()))
-            return {first.name: first.read(first.parse(f"[{inner}]" if first.is_list else inner.strip()))}
+            # Named arguments may follow.
+            value, inner = (*re.split(rf",(?=\s*(?:{'|'.join(keys)})\s*=)", inner, maxsplit=1), "")[:2]
+            unnamed[first.name] = first.read_unnamed(value)
         try:
             given = _parse_arguments(inner)
         except (ValueError, RecursionError) as error:
             raise ConfigError(dotted, f"must hold arguments as TOML: {self._form(name)}", text) from error
-        if not given.keys() <= keys.keys():
+        if not given.keys() <= keys.keys() - unnamed.keys():
             raise ConfigError(dotted, f"takes the arguments {', '.join(keys)}", text)
-        return {argument: keys[argument].read(value) for argument, value in given.items()}
+        return unnamed | {argument: keys[argument].read(value) for argument, value in given.items()}
 
     def _one_of(self, names: Iterable[str]) -> str:
         return f"one of {', '.join(names)}{f', or {self._others_rule}' if self._others_rule else ''}"

@@ -8,7 +8,13 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from hybrid.config.data_sections import ColumnSection, DataSection, columns_of, sequence_length
+from hybrid.config.data_sections import (
+    VALIDATION,
+    ColumnSection,
+    DataSection,
+    columns_of,
+    sequence_length,
+)
 from hybrid.config.sections import (
     NETS,
     DenseSection,
@@ -75,6 +81,9 @@ def _check_data(config: RunConfig) -> None:
     if data.split != "random" and (data.format == "synthetic" or data.test_path):
         rule = "must be random if data.test_path is set, and for the synthetic click log, which has test rows"
         raise ConfigError("data.split", rule, data.split)
+    if data.format == "synthetic" and (data.paths[VALIDATION] or any(each.column for each in data.holdouts)):
+        rule = "must be random or none for the synthetic click log"
+        raise ConfigError("data.validation", rule, data.validation)
     check_fields(data)
     if data.shuffle_lanes and config.has_ranking_loss:
         rule = "must not have lanes if a task has a ranking loss, since groups are shuffled as a whole"
@@ -181,8 +190,8 @@ def _check_train(config: RunConfig) -> None:
     if config.checkpoint.keep_best == "none":
         rule = "must name a metric, since train.patience ends the run by its value"
         raise ConfigError("checkpoint.keep_best", rule, "none")
-    if not config.data.test_path and not config.data.test_fraction:
-        rule = "needs test rows to evaluate on: set data.test_path, or data.test_fraction above 0"
+    if config.data.selection_split != VALIDATION and config.data.split == "none":
+        rule = "needs rows to evaluate on: set data.validation, data.test_path or data.split"
         raise ConfigError("train.patience", rule, train.patience)
 
 

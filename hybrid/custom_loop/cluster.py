@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.config.data_sections import TEST, TRAIN
 from hybrid.config.loading import load_config
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.embedding_modules import plain_copy
@@ -19,7 +20,7 @@ from hybrid.custom_loop.loop_state import LoopCheckpoints, Position, Stateful
 from hybrid.custom_loop.training_loop import TrainingLoop
 from hybrid.data.prepare.dataset_location import open_split
 from hybrid.engine.hybrid_model import evaluating
-from hybrid.errors import DataError
+from hybrid.errors import ConfigError, DataError
 from hybrid.metrics import Metrics, Predictions
 from hybrid.storage.remote_path import StoragePath, parse_path
 
@@ -58,18 +59,29 @@ class Cluster:
         self.rank = backend.trainer
         self.world_size = backend.group.size()
 
-    def prepare(self) -> tuple[PreparedData, PreparedData]:
-        """Return the training and the test samples of the configuration's section [data].
+    def prepare(self, *splits: str) -> tuple[PreparedData, ...]:
+        """Return the samples of some splits of the configuration's section [data].
 
         All trainers call it together. The master reads the files once and stores arrays. Each trainer reads
         its slice of the arrays.
+
+        Args:
+            splits: of "train", "validation" (``data.validation``) and "test"; by default, train and test.
 
         Raises:
             ConfigError, DataError: the data cannot be prepared. On a cluster, the run ends instead.
         """
         source, config = self._backend.prepare_data(), self._backend.config
-        train, test = (open_split(source, split, config.data) for split in ("train", "test"))
-        return PreparedData(train, config, config.data.is_shuffled), PreparedData(test, config, False)
+        for split in splits:
+            if split not in config.data.splits:
+                rule = f"leaves the splits {', '.join(config.data.splits)}; there is no split {split!r}"
+                raise ConfigError("data.validation", rule, config.data.validation)
+        return tuple(
+            PreparedData(
+                open_split(source, split, config.data), config, config.data.is_shuffled and split == TRAIN
+            )
+            for split in splits or (TRAIN, TEST)
+        )
 
     def distribute(self, module: nn.Module) -> Distributed:
         """Place the tables of ``module`` on the workers, and wrap the rest in DDP.

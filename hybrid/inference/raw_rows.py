@@ -140,7 +140,7 @@ def held_out_rows(
     trained_on.check_same(DataManifest.read(prepared / dataset_manifest.FILE_NAME), rule)
     dataset = open_split(prepared, "test", config.data)
     if not dataset.num_samples:
-        raise ConfigError(_INPUT, "must name files: the run has no test rows (data.test_fraction = 0)")
+        raise ConfigError(_INPUT, "must name files: the run has no test rows (data.split = none)")
     if not passthrough:
         return PreparedRows(dataset)
     files = list_files(config.data.test_path or config.data.path, "data.test_path")

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from hybrid.config import ClusterSection, RunConfig
+from hybrid.config.data_sections import PATH_KEYS
 from hybrid.config.loading import load_config, to_toml
 from hybrid.config.sections import NETS
 from hybrid.errors import ConfigError
@@ -77,8 +78,7 @@ def _path_entries(config: RunConfig) -> list[tuple[str, str]]:
     """Return the keys and values of paths, URLs and addresses in a configuration, without defaults."""
     data, cluster, default = config.data, config.cluster, ClusterSection()
     entries = [
-        *(("data.path", each) for each in data.path),
-        *(("data.test_path", each) for each in data.test_path),
+        *((PATH_KEYS[split], each) for split, paths in data.paths.items() for each in paths),
         ("data.cache_folder", data.cache_folder),
         ("data.local_cache_folder", data.local_cache_folder),
         ("cluster.secret_file", cluster.secret_file),

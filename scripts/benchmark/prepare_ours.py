@@ -19,7 +19,7 @@ def main(path: str, vocabulary: str, result: str) -> None:
     config = load_config(None, [f"data.path={path}", *settings])
     folder = Path(result)
     preparation = FilesPreparation(config, folder, ignore_progress, lambda: None)
-    encoder, reports = preparation.write([Path(path)], [])
+    encoder, reports = preparation.write({"train": [Path(path)], "test": []})
     encoder.save(folder)
     DataManifest.write(folder, encoder.input_spec, reports)
 

@@ -66,7 +66,7 @@ def test_impossible_request_is_refused(
     [
         ([HEADER, *(row.rpartition(",")[0] for row in GOOD)], {}, "{path}:", "40 like line 2"),
         ([HEADER, *(f"yes{row[1:]}" for row in GOOD)], {}, "{path}:", "set data.positive_labels"),
-        ([HEADER], {}, "", "check data.path and data.test_fraction"),
+        ([HEADER], {}, "", "check data.path, data.split and data.validation"),
         ([], {}, "{path}:", "check data.path"),
         (
             [HEADER, *GOOD[:7], "2,7.5,v1", *GOOD[8:]],

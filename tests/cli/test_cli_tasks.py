@@ -40,7 +40,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         run={"folder": "run"},
         dense={"device": "cpu"},
         train={"batch_size": 256},
-        data={"test_fraction": 0.3, "weighted_metrics": "true"},
+        data={"split": "random(0.3)", "weighted_metrics": "true"},
     )
     return folder, output_of(["launch", "--config", "shop.toml", *changed], folder)
 

@@ -113,14 +113,14 @@ def test_documented_training_function_trains_a_model(
 def test_run_without_test_rows_is_not_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = write_csv(tmp_path / "clicks.csv", 400)
-    data = {"format": "csv", "path": path, "dense": "x", "sparse": ["user", "item"], "test_fraction": 0}
+    data = {"format": "csv", "path": path, "dense": "x", "sparse": ["user", "item"], "split": "none"}
     job = settings(data=data, train={"batch_size": 64}, dense={"device": "cpu"})
     printed = output_of(["launch", *job, *settings(run={"folder": "run"})], tmp_path)
-    assert "no test rows (data.test_fraction = 0): nothing is evaluated\n" in printed
+    assert "no test rows (data.split = none): nothing is evaluated\n" in printed
     assert "test AUC            none: there are no test rows\n" in printed
     assert "evaluate run --input FILE\n" in printed
     assert "auc" not in result_of(Path("run"))
-    with pytest.raises(SystemExit, match=r"no test rows \(data.test_fraction = 0\)$"):
+    with pytest.raises(SystemExit, match=r"no test rows \(data.split = none\)$"):
         main(["evaluate", "run"])
 
 

@@ -19,6 +19,7 @@ from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, PROGRESS_FILE, File
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data.prepare.preparation import cache_folder
+from hybrid.metrics import Metrics
 from hybrid.storage.files import exists, write_bytes
 from hybrid.storage.remote_path import parse_path
 from workers.controller.remote_trainer import Trainer
@@ -285,6 +286,47 @@ def test_run_that_stopped_early_resumes_only_with_more_patience(
     assert json.loads((run / "result.json").read_text())["steps"] == 8
     notes = cluster.run(train, config(3, "auc"), cache, run, resume=True)  # counts from step 8
     assert notes == [f"resuming from step 8: {step_folder(run, 8)}", ended(16, 3, "AUC")]
+
+
+def metrics_of(cluster: JoinedCluster, config: RunConfig, cache: Path, folder: Path, step: int) -> Metrics:
+    """Return the metrics of a checkpoint on the test rows."""
+    with opened(cluster, config, cache) as session:
+        session.load(Checkpoint.open(folder))
+        return session.evaluate(step)
+
+
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
+def test_validation_rows_select_the_model_that_is_tested_once(
+    update: str, clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    """The learning rates are so high that an early evaluation is the best; the end is within an epoch."""
+    config = small_config(
+        data={"validation": "random(0.2)"},
+        train={"max_steps": 20, "eval_every_steps": 2, "patience": 3, "update": update},
+        checkpoint={"keep_last": 1, "keep_best": "log_loss"},
+        embedding={"learning_rate": 3.0, "optimizer": "adam"},
+        dense={"learning_rate": 0.3},
+    )
+    run, stopped, cluster = tmp_path / "run", tmp_path / "stopped", clusters.get(2, 2)
+    cluster.run(train, config, cache, run)
+    records = lines(run)
+    losses = {r["step"]: r["log_loss"] for r in records if r["kind"] == "validation"}
+    best = min(losses, key=lambda step: losses[step])
+    (tested,) = (record for record in records if record["kind"] == "test")
+    result = json.loads((run / "result.json").read_text())
+    assert max(losses) == result["steps"] == best + 6 < 20
+    assert tested["step"] == result["tested_step"] == result["best"]["step"] == best
+    assert result["validation"]["log_loss"] == losses[max(losses)]
+    assert cluster.run(metrics_of, config, cache, step_folder(run, best), best)["auc"] == tested["auc"]
+    # A stop, or a kill, before the result is written changes nothing.
+    code, _ = cluster.run(stop, config, cache, stopped, ("testing", best))
+    assert code is ExitCode.TERMINATED
+    assert not (stopped / "result.json").exists()
+    for _ in range(2):
+        cluster.run(train, config, cache, stopped, resume=True)
+        assert lines(stopped) == records
+        assert json.loads((stopped / "result.json").read_text())["auc"] == result["auc"]
+        (stopped / "result.json").unlink()
 
 
 @pytest.mark.long

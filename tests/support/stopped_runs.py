@@ -90,10 +90,11 @@ class StoppedSession(DatasetSession):
             signal.raise_signal(STOP_REQUEST)
         return super().train(epoch, first_step, num_steps, steps_before)
 
-    def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
-        self._stop_at("evaluating", steps_before)
-        yield from super().evaluation(steps_before)
-        self._stop_at("done evaluating", steps_before)
+    def evaluation(self, steps_before: int, split: str) -> Iterator[list[Predictions]]:
+        activity = "evaluating" if split == self.config.data.selection_split else "testing"
+        self._stop_at(activity, steps_before)
+        yield from super().evaluation(steps_before, split)
+        self._stop_at(f"done {activity}", steps_before)
 
     def begin_save(self, folder: StoragePath, step: int, *args: Any) -> HeldCheckpoint:
         self._stop_at("saving", step)

@@ -189,7 +189,7 @@ def clicks_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
         "dense": ["price", "age"],
         "sparse": ["user", "item", "tags"],
         "multi_hot_separator": "|",
-        "test_fraction": 0.4,
+        "split": "random(0.4)",
         "cache_folder": folder / "prepared",
     }
     merged: dict[str, Mapping[str, object]] = {

@@ -193,7 +193,7 @@ class TerminalView:
         width = max(_LABEL_WIDTH, 1 + max(map(len, results)))
         for label, value in {**results, **commands}.items():
             style = COMMAND_STYLE if label in commands else ""
-            if label.startswith(("test ", "best ")) and "checkpoint" not in label:
+            if label.startswith(("test ", "validation ", "best ")) and "checkpoint" not in label:
                 style = f"bold {DONE_STYLE}"
             line = Text(f"{label:<{width}}", style="dim").append(visible(value), style=f"not dim {style}")
             # Soft wrap leaves line breaks to the terminal, so a copied command is complete.

@@ -13,6 +13,7 @@ from hybrid.batch import Batch, by_task, split_outputs
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Files
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense, write_tensors
+from hybrid.config.data_sections import TRAIN
 from hybrid.config.loading import apply_settings
 from hybrid.data.batches.batch_loader import BatchLoader, BatchStream
 from hybrid.data.prepare.dataset_location import open_split
@@ -115,8 +116,8 @@ class Trainer:
         self._held: tuple[str, dict[str, Tensor]] = (DENSE_FILE, {})
         self._loaders: dict[str, BatchLoader] = {}
         if data_source is not None:
-            for split in ("train", "test"):
-                is_training = split == "train"
+            for split in config.data.splits:
+                is_training = split == TRAIN
                 self._loaders[split] = BatchLoader(
                     open_split(data_source, split, config.data),
                     batch_size=config.train.batch_size,
@@ -138,7 +139,7 @@ class Trainer:
         """
         if self._stream is None or self._position != (epoch, first_step):
             self._close_stream()
-            self._stream = self._loaders["train"].batches(epoch, first_step)
+            self._stream = self._loaders[TRAIN].batches(epoch, first_step)
             self._engine.begin(self._stream, steps_before)
         self._position = (epoch, first_step + num_steps)
         return self._train(num_steps)
@@ -219,11 +220,11 @@ class Trainer:
         outputs_N, labels_N = (torch.cat(each) if each else torch.empty(0) for each in (outputs, labels))
         return TrainerReport(losses, outputs_N, labels_N, self._clock.take(), skipped_steps)
 
-    def evaluate(self, first_step: int, num_steps: int, steps_before: int) -> Predictions:
-        """Return predictions for this trainer's slice of the test data, for at least one step."""
+    def evaluate(self, split: str, first_step: int, num_steps: int, steps_before: int) -> Predictions:
+        """Return predictions for this trainer's slice of a split, for at least one step."""
         module, parts, clock = self._engine.model.module, [], StepClock()
         ticket = Ticket(self._index, steps_before, steps_before, purpose=Purpose.PREDICT)
-        with self._loaders["test"].batches(0, first_step) as stream, evaluating(module):
+        with self._loaders[split].batches(0, first_step) as stream, evaluating(module):
             for batch in itertools.islice(stream, num_steps):
                 lookup = partial(self._embeddings.lookup, batch.sparse_features, ticket)
                 outputs_BO = module(MicroBatch(batch, ticket, lookup, is_last=True), clock).cpu()
@@ -261,6 +262,7 @@ class Trainer:
         Raises:
             CheckpointError: the checkpoint has another net.
         """
+        self._close_stream()
         stored = unpack_dense(Checkpoint.open(folder).tensors(name))
         net, state = self._placement.local_state(self._engine.model.net, *stored)
         load_state(self._engine.model.net, net, folder)

@@ -11,6 +11,7 @@ from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_folders import Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
+from hybrid.config.data_sections import TEST, TRAIN
 from hybrid.config.validation import recorded_steps
 from hybrid.data.batches.batch_loader import check_ranking_losses
 from hybrid.data.dataset import dataset_manifest
@@ -201,10 +202,14 @@ class Session:
         )
 
     def load(self, stored: Checkpoint) -> None:
-        """Load a checkpoint; CheckpointError if it is of another model."""
-        load(self._deployed, self.config.dense, stored)
+        """Load a checkpoint, to train on; CheckpointError if it is of another model."""
+        self.restore(stored)
         self.recorded = recorded_steps(self.config.profile, stored.manifest.step, self._total_steps)
         self._start_recording()
+
+    def restore(self, stored: Checkpoint) -> None:
+        """Load a checkpoint, to evaluate it; CheckpointError if it is of another model."""
+        load(self._deployed, self.config.dense, stored)
 
     def close(self) -> None:
         """End the background threads of the other roles."""
@@ -234,8 +239,7 @@ class DatasetSession(Session):
 
     Attributes:
         steps_per_epoch: number of steps of a pass over all training samples.
-        reports: reports of the training and the test samples.
-        has_test_rows: whether there are test samples.
+        reports: reports of the samples of each split.
         best_auc: the best reachable AUC of the first task on the test samples; None if it is unknown or
             metrics are weighted.
         limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
@@ -244,17 +248,16 @@ class DatasetSession(Session):
 
     def __init__(self, topology: Topology, config: RunConfig, data_folder: StoragePath) -> None:
         check_custom_metrics(config.all_tasks)
-        train = open_split(data_folder, "train", config.data)
-        test = open_split(data_folder, "test", config.data)
-        if not test.num_samples and config.data.test_fraction:
-            rule = "leaves no test rows; raise it, set it to 0 for no evaluation, or set data.test_path"
-            raise ConfigError("data.test_fraction", rule, config.data.test_fraction)
+        datasets = {split: open_split(data_folder, split, config.data) for split in config.data.splits}
+        train = datasets[TRAIN]
+        for held in config.data.holdouts:
+            if not datasets[held.split].num_samples:
+                rule = f"leaves no {held.split} rows; raise its fraction, or set {held.key} = none"
+                raise ConfigError(held.key, rule, getattr(config.data, held.key.partition(".")[2]))
         check_ranking_losses(config.all_tasks, train, config.train.batch_size)
-        self.best_auc = None if config.data.weighted_metrics else test.report.labels[0].best_auc
-        self.reports = (train.report, test.report)
+        self.best_auc = None if config.data.weighted_metrics else datasets[TEST].report.labels[0].best_auc
+        self.reports = {split: dataset.report for split, dataset in datasets.items()}
         self.steps_per_epoch = math.ceil(train.num_samples / config.train.batch_size)
-        self._test_steps = math.ceil(test.num_samples / config.train.batch_size)
-        self.has_test_rows = test.num_samples > 0
         ends = {"train.epochs": self.steps_per_epoch * config.train.epochs}
         if config.train.max_steps:
             ends["train.max_steps"] = config.train.max_steps
@@ -274,18 +277,23 @@ class DatasetSession(Session):
         timeout = self._timeout_seconds(num_steps)
         return self._on_trainers(timeout, Trainer.train, epoch, first_step, num_steps, steps_before)
 
-    def evaluate(self, steps_before: int) -> Metrics:
-        """Return metrics over the whole test set, with the model after ``steps_before`` steps."""
-        parts = [each for predictions in self.evaluation(steps_before) for each in predictions]
+    def has_rows(self, split: str) -> bool:
+        """Whether there are samples of a split."""
+        return self.reports[split].num_rows > 0
+
+    def evaluate(self, steps_before: int, split: str = TEST) -> Metrics:
+        """Return metrics over all samples of a split, with the model after ``steps_before`` steps."""
+        parts = [each for predictions in self.evaluation(steps_before, split) for each in predictions]
         is_weighted = self.config.data.weighted_metrics
         return Predictions.concatenate(parts).metrics(self.config.all_tasks, is_weighted=is_weighted)
 
-    def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
-        """Yield the predictions of all trainers for the test set, for several steps at a time."""
-        for first in range(0, self._test_steps, _EVAL_STEPS_PER_CALL):
-            count = min(_EVAL_STEPS_PER_CALL, self._test_steps - first)
+    def evaluation(self, steps_before: int, split: str) -> Iterator[list[Predictions]]:
+        """Yield the predictions of all trainers for a split, for several steps at a time."""
+        num_steps = math.ceil(self.reports[split].num_rows / self.config.train.batch_size)
+        for first in range(0, num_steps, _EVAL_STEPS_PER_CALL):
+            count = min(_EVAL_STEPS_PER_CALL, num_steps - first)
             timeout = self._timeout_seconds(count)
-            yield self._on_trainers(timeout, Trainer.evaluate, first, count, steps_before)
+            yield self._on_trainers(timeout, Trainer.evaluate, split, first, count, steps_before)
 
     def load(self, stored: Checkpoint) -> None:
         """Load a checkpoint.

@@ -20,6 +20,7 @@ from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, shard_
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.config import RunConfig
+from hybrid.config.data_sections import TRAIN
 from hybrid.config.task_sections import metric_name, metric_title
 from hybrid.custom_loop.backend import BACKEND, SingleProcess
 from hybrid.data.batches.batch_loader import BatchLoader
@@ -214,11 +215,12 @@ class Comparison:
             reports = session.train(*run)
             losses += [sum(summands) for summands in zip(*(report.losses for report in reports), strict=True)]
         actual = snapshot(session, *reference.parameter_names)
-        metrics = session.evaluate(steps) if session.has_test_rows else None
+        held_out = [split for split in session.reports if split != TRAIN and session.has_rows(split)]
+        metrics = {split: session.evaluate(steps, split) for split in held_out}
         session.close()
         self.doing = "while training in one process"
         view.status(f"training {steps} steps in one process")
-        dataset = open_split(data_folder, "train", self._config.data)
+        dataset = open_split(data_folder, TRAIN, self._config.data)
         expected_losses = []
         for epoch, _, count, _ in runs:
             expected_losses += [reference.step(each) for each in _slices(self._config, dataset, epoch, count)]
@@ -226,17 +228,17 @@ class Comparison:
         expected = reference_snapshot(reference)
         expected[TensorName("loss of every step")] = torch.tensor(expected_losses, dtype=self._dtype)
         evaluated = []
-        if metrics is not None:
-            tasks, section = self._config.all_tasks, self._config.data
-            test = BatchLoader(
-                open_split(data_folder, "test", section), batch_size=self._config.train.batch_size
+        tasks, section = self._config.all_tasks, self._config.data
+        for split, of_split in metrics.items():
+            loader = BatchLoader(
+                open_split(data_folder, split, section), batch_size=self._config.train.batch_size
             )
-            with test.batches(0) as batches:
+            with loader.batches(0) as batches:
                 predictions = [Predictions.of(b, reference.outputs(b), blueprint.sequences) for b in batches]
             single = Predictions.concatenate(predictions).metrics(tasks, is_weighted=section.weighted_metrics)
             scores = [metric_name(tasks, name, task.main_metric) for name, task in tasks.items()]
-            evaluated = [
-                f"test {metric_title(name)}: cluster {metrics[name]:.6f}, one process {single[name]:.6f}"
+            evaluated += [
+                f"{split} {metric_title(name)}: cluster {of_split[name]:.6f}, one process {single[name]:.6f}"
                 for name in scores
             ]
         judge(view, differences(actual, expected), self._config.train.dtype, evaluated)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,24 +10,25 @@ from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import OWES_EVALUATION, PROGRESS_FILE, Best
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig, TrainSection
+from hybrid.config.data_sections import TEST
 from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
 from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics, Predictions
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
 from workers.cluster_task import TrainTask
-from workers.console.messages import data_notes, unknown_fractions
-from workers.console.terminal import TerminalView, TrainingProgress, format_number
+from workers.console.messages import data_notes
+from workers.console.terminal import TerminalView, TrainingProgress
 from workers.controller.session import DatasetSession
 from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode, StopRequest
 from workers.jobs.checkpoint_schedule import Checkpoints, Interval, RunCounts, TrainingState
-from workers.run_folder.run_access import RESULT_FILE, checkpoint_root, command_name
+from workers.jobs.run_summary import PATIENCE, Outcome
+from workers.run_folder.run_access import RESULT_FILE, checkpoint_root
 from workers.run_folder.run_files import RunFolder
 
 # Approximate time of a call to the trainers, which a requested stop waits for.
 CALL_SECONDS = 1.0
-_PATIENCE = "train.patience"  # this key can end a run before its last step
 _SECOND_CTRL_C = "; a second Ctrl-C stops at once"
 
 
@@ -64,7 +64,9 @@ class Training:
         self._checkpoints: Checkpoints
         self._seconds_to_first_step = math.nan
         self._step = 0
-        self._metrics: Metrics | None = None  # of the last evaluation
+        self._selection = config.data.selection_split
+        self._metrics: Metrics | None = None  # of the last evaluation, of the selection split
+        self._tested: tuple[int, Metrics] | None = None  # the step and the metrics of the result
         self._counts = RunCounts()
         self._profile: Path | None = None
         self._owes_evaluation = False
@@ -91,11 +93,11 @@ class Training:
         for line in session.describe_model():
             view.note(line)
         view.note(f"run folder {self._run}; Ctrl-C saves a checkpoint and stops{_SECOND_CTRL_C}")
-        for report in session.reports:
+        for report in session.reports.values():
             for line in data_notes(report):
                 view.warn(line)
-        if not session.has_test_rows:
-            view.note("no test rows (data.test_fraction = 0): nothing is evaluated")
+        if not session.has_rows(self._selection):
+            view.note("no test rows (data.split = none): nothing is evaluated")
         best = self._resume(session, view)
         if self._task.resume:
             checkpoint_folders.remove_after(self._run, self._step)
@@ -115,10 +117,9 @@ class Training:
                 session.close()
                 return self._stop.code
             # A run that was killed between its last checkpoint and its end takes no step.
-            if self._metrics is None and session.has_test_rows:
-                self._metrics = session.evaluate(self._step)
-            self._finish(session, view)
-        return ExitCode.DONE
+            if self._metrics is None and session.has_rows(self._selection):
+                self._metrics = session.evaluate(self._step, self._selection)
+            return self._finish(session, view)
 
     def _resume(self, session: DatasetSession, view: TerminalView) -> Best | None:
         """Load the newest valid checkpoint if the run is resumed and has one; return its best evaluation.
@@ -149,7 +150,7 @@ class Training:
         if has_ended and (self._task.folder / RESULT_FILE).exists():
             by = metric_title(self._config.best_by)
             rule = f"the run ended without a better {by}; raise it to continue"
-            raise ConfigError(_PATIENCE, rule, self._config.train.patience)
+            raise ConfigError(PATIENCE, rule, self._config.train.patience)
         session.load(checkpoint)
         has_reports = PROGRESS_FILE in checkpoint.manifest.files
         self._counts = RunCounts.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
@@ -164,7 +165,11 @@ class Training:
         while not self._is_over(session) and not self._stop.is_requested:
             if not self._owes_evaluation:
                 self._take_steps(session, view)
-            metrics = self._evaluate(session, view) if self._owes_evaluation else None
+            metrics = None
+            if self._owes_evaluation:
+                metrics = self._evaluate(session, view, self._selection, self._step)
+            if metrics is not None:
+                self._metrics, self._owes_evaluation = metrics, False
             if self._step < session.total_steps and not self._owes_evaluation:
                 self._checkpoints.write_if_due(self._state(session), is_evaluated=metrics is not None)
             if metrics and not self._is_over(session):  # the summary shows the last evaluation
@@ -202,7 +207,7 @@ class Training:
         epoch_ends = within + count == per_epoch
         every = self._config.train.eval_every_steps
         is_due = self._step == total or (self._step % every == 0 if every else epoch_ends)
-        self._owes_evaluation = session.has_test_rows and is_due
+        self._owes_evaluation = session.has_rows(self._selection) and is_due
         is_line_due = self._step == 1 or self._step % self._config.train.log_every_steps == 0
         if self._owes_evaluation or epoch_ends or is_line_due:
             interval, self._counts.interval = self._counts.interval, Interval()
@@ -253,86 +258,64 @@ class Training:
             limits.append(train.eval_every_steps - self._step % train.eval_every_steps)
         return int(min(limits))
 
-    def _evaluate(self, session: DatasetSession, view: TerminalView) -> Metrics | None:
-        """Return the metrics; None if a stop is requested before the end of the evaluation."""
-        self.doing = f"while evaluating after step {self._step}"
+    def _evaluate(self, session: DatasetSession, view: TerminalView, split: str, step: int) -> Metrics | None:
+        """Return the metrics after ``step``; None if a stop is requested before the end of the evaluation."""
+        self.doing = f"while evaluating after step {step}"
         view.status("evaluating")
         self._announce_stop(session, view, self._step)
         predictions: list[Predictions] = []
-        for chunk in session.evaluation(self._step):
+        for chunk in session.evaluation(step, split):
             if self._stop.is_requested:
                 return None
             predictions += chunk
-        self._owes_evaluation = False
         is_weighted = session.config.data.weighted_metrics
         metrics = Predictions.concatenate(predictions).metrics(self._tasks, is_weighted=is_weighted)
-        self._metrics = metrics
-        self._folder.log_evaluation(self._step, metrics)
+        self._folder.log_evaluation(split, step, metrics)
         return metrics
 
-    def _finish(self, session: DatasetSession, view: TerminalView) -> None:
+    def _test(self, session: DatasetSession, view: TerminalView) -> bool:
+        """Evaluate the chosen model on the test rows; return False if a stop is requested meanwhile."""
+        if self._selection == TEST or not session.has_rows(TEST):
+            self._tested = None if self._metrics is None else (self._step, self._metrics)
+            return True
+        best, step = self._checkpoints.best, self._step
+        if best is not None and best.step != step:
+            self.doing = "while reading the best checkpoint"
+            view.status("reading the best checkpoint")
+            step = best.step
+            session.restore(Checkpoint.open(checkpoint_folders.step_folder(self._run, step)))
+        metrics = self._evaluate(session, view, TEST, step)
+        self._tested = None if metrics is None else (step, metrics)
+        return metrics is not None
+
+    def _finish(self, session: DatasetSession, view: TerminalView) -> ExitCode:
         self.doing = "while writing the checkpoint"
         view.status("writing the checkpoint")
         self._checkpoints.write_last(self._state(session))
+        is_complete = self._test(session, view)
         session.close()
-        rate = self._counts.samples / self._counts.seconds
-        best = self._checkpoints.best
-        result = {
-            **(self._metrics or {}),
-            "best": best and {"step": best.step, best.metric: best.value},
-            "best_reachable_auc": session.best_auc,
-            "bad_rows": sum(report.bad_rows.total for report in session.reports),
-            "unknown_values": {column.name: column.fraction for column in session.reports[1].unknown},
-            "steps": self._step,
+        if not is_complete:
+            return self._stop.code
+        folder, best = self._folder, self._checkpoints.best
+        outcome = Outcome(
+            config=self._config,
+            step=self._step,
+            tested=self._tested,
+            validation=None if self._selection == TEST else self._metrics,
+            best=best,
+            limit=session.limit if self._step == session.total_steps else PATIENCE,
+            reports=session.reports,
+            best_auc=session.best_auc,
+            samples_per_second=self._counts.samples / self._counts.seconds,
+        )
+        counts = {
             "skipped_steps": self._counts.skipped_steps,
-            "samples_per_second": rate,
             "seconds_to_first_step": self._seconds_to_first_step,
         }
-        self._folder.finish(result, main_metric(self._tasks))
-        run_folder, train = self._folder.checkpoint_root, self._config.train
-        quoted = shlex.quote(str(run_folder))  # a URL may have characters that a shell interprets
-        limit = session.limit if self._step == session.total_steps else _PATIENCE
-        raised_limit = {
-            "train.epochs": train.epochs + 1,
-            "train.max_steps": 2 * train.max_steps,
-            _PATIENCE: train.patience + 1,
-        }[limit]
-        rows = "" if session.has_test_rows else " --input FILE"
-        commands = {
-            "resume": f"{command_name()} launch --resume {quoted} --set {limit}={raised_limit}",
-            "evaluate": f"{command_name()} evaluate {quoted}{rows}",
-            "predict": f"{command_name()} predict {quoted}{rows} --output FILE",
-        }
-        view.summary(self._results(session, best, rate), commands)
-
-    def _results(self, session: DatasetSession, best: Best | None, rate: float) -> dict[str, str]:
-        """Return the results of the run for the summary, by label."""
-        score, results = main_metric(self._tasks), {}
-        test = f"test {metric_title(score)}"
-        if self._metrics is None:
-            results[test] = "none: there are no test rows"
-        else:
-            metrics, best_auc = self._metrics, session.best_auc
-            reachable = "" if best_auc is None else f" (best reachable {format_number(best_auc)})"
-            results[test] = f"{format_number(metrics[score])} at step {self._step:,}{reachable}"
-            names = [name for name in shown_metrics(self._tasks) if name != score]
-            results |= {metric_title(name): format_number(metrics[name]) for name in names}
-        earlier = None if best is None or best.step == self._step else best
-        if earlier:
-            value = f"{format_number(earlier.value)} at step {earlier.step:,}"
-            results[f"best {metric_title(earlier.metric)}"] = value
-        if unknown := session.reports[1].unknown:
-            results["unknown values"] = unknown_fractions(unknown)
-        results["throughput"] = f"{rate:,.0f} samples/s"
-        run = self._folder.checkpoint_root
-        results["run folder"], results["curves"] = str(run), str(self._folder.curves)
-        last = str(checkpoint_folders.step_folder(run, self._step))
-        if earlier:
-            results["last checkpoint"] = f"{last} (resume starts here)"
-            folder = checkpoint_folders.step_folder(run, earlier.step)
-            results["best checkpoint"] = f"{folder} (evaluate and predict use it)"
-        else:
-            results["checkpoint"] = last
+        folder.finish({**outcome.result, **counts}, main_metric(self._tasks))
+        files = {"curves": str(folder.curves)}
         if self._profile is not None:
-            results["profile"] = str(self._profile)
-        return results
+            files["profile"] = str(self._profile)
+        run = folder.checkpoint_root
+        view.summary(outcome.describe(run) | files, outcome.commands(run))
+        return ExitCode.DONE

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -121,7 +122,7 @@ def uses_namespace(config: RunConfig, folder: StoragePath) -> bool:
     """
     section, data = config.cluster, config.data
     first_rows = (table.initial for table in config.tables.values())
-    if any(map(is_url, (str(folder), data.cache_folder, *data.path, *data.test_path, *first_rows))):
+    if any(map(is_url, (str(folder), data.cache_folder, *chain(*data.paths.values()), *first_rows))):
         return False  # a store needs the network
     is_loopback_interface = section.interface in (AUTO, LOOPBACK)
     return section.namespace == "auto" and is_loopback_interface and is_loopback(section.master_address)

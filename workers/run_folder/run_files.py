@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import hybrid
 from hybrid.config import RunConfig
+from hybrid.config.data_sections import SPLITS, TEST, TRAIN
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.task_sections import metric_title
 from hybrid.metrics import Metrics
@@ -87,7 +89,8 @@ class RunFolder:
             if (root := checkpoint_root(path)) != path:  # a store
                 files.remove(root / RESULT_FILE)
         if (path / METRICS_FILE).is_file():
-            last_steps = {"test": step if is_evaluated else step - 1}
+            evaluated = {config.data.selection_split: step if is_evaluated else step - 1}
+            last_steps = {TEST: -1, **evaluated}  # with validation rows, the end of the run has a new test
             records = read_records(path / METRICS_FILE)
             kept = [record for record in records if record["step"] <= last_steps.get(record["kind"], step)]
             _write_text(path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
@@ -121,11 +124,11 @@ class RunFolder:
         fractions = progress.phase_fractions.items()
         self._events.write(progress.step, {f"time_share/{phase}": value for phase, value in fractions})
 
-    def log_evaluation(self, step: int, metrics: Metrics) -> None:
-        """Append the metrics of the test rows after ``step``."""
+    def log_evaluation(self, split: str, step: int, metrics: Metrics) -> None:
+        """Append the metrics of the rows of a split after ``step``."""
         numbers = dict(metrics)
-        self._append("test", step, numbers)
-        self._events.write(step, {f"test/{name}": value for name, value in numbers.items()})
+        self._append(split, step, numbers)
+        self._events.write(step, {f"{split}/{name}": value for name, value in numbers.items()})
 
     def log_checkpoint(
         self, step: int, seconds_stopped: float, seconds_writing: float, num_bytes: int
@@ -307,9 +310,9 @@ def draw_curves(records: list[Record], path: Path, score: str = "auc") -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    train = [record for record in records if record["kind"] == "train"]
-    test = [record for record in records if record["kind"] == "test"]
-    loss_key = "log_loss" if not test or "log_loss" in test[0] else ""
+    by_split = {split: [record for record in records if record["kind"] == split] for split in SPLITS}
+    train, evaluated = by_split.pop(TRAIN), [*chain(*by_split.values())]
+    loss_key = "log_loss" if not evaluated or "log_loss" in evaluated[0] else ""
     figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     (loss, quality), (throughput, phases) = figure.subplots(2, 2)
@@ -324,10 +327,11 @@ def draw_curves(records: list[Record], path: Path, score: str = "auc") -> None:
         axes.grid(axis="y", alpha=0.4)
         axes.locator_params(axis="x", integer=True)
         axes.spines[["top", "right"]].set_visible(False)
-    _draw_line(loss, train, "loss", "train")
-    _draw_line(loss, test, loss_key, "test")
-    _draw_line(quality, train, score, "train")
-    _draw_line(quality, test, score, "test")
+    _draw_line(loss, train, "loss", TRAIN)
+    _draw_line(quality, train, score, TRAIN)
+    for split, of_split in by_split.items():
+        _draw_line(loss, of_split, loss_key, split)
+        _draw_line(quality, of_split, score, split)
     _draw_line(throughput, train, "samples_per_second", "train")
     throughput.set_ylim(bottom=0)
     if train:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.config import RunConfig
+from hybrid.config.data_sections import PATH_KEYS
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import UnknownValues
@@ -177,8 +178,8 @@ class DataManifest:
                 if file.sampled != then.sampled:
                     raise DataError(f"{file.path}: has changed since the run began; {remedy}")
             if len(files) != len(before):
-                known = f"{len(files)} {split} file(s), and {len(before)} when the run began"
-                raise DataError(f"data.path and data.test_path name {known}; {remedy}")
+                known = f"{len(files)} file(s), and {len(before)} when the run began"
+                raise DataError(f"{PATH_KEYS[split]} names {known}; {remedy}")
         raise DataError(
             f"the configuration prepares other samples from the files than when the run began; {remedy}"
         )

@@ -44,7 +44,7 @@ from hybrid.storage.remote_path import StoragePath
 FETCH_THREADS = 8
 _SLOT_ROWS = CHUNK_ROWS + 1
 _AHEAD_ROWS = 2 * WINDOW_CHUNKS * CHUNK_ROWS  # rows of all trainers in this window and the next
-_TEST_FRACTION = 1 / 8  # fraction of data.local_cache_gb for the test split
+_HELD_OUT_FRACTION = 1 / 8  # fraction of data.local_cache_gb for each split but "train"
 _POLL_SECONDS = 0.1
 _WAIT_SECONDS = 110.0  # less than a reader waits for a batch
 
@@ -209,9 +209,9 @@ class FetchedDataset(PreparedDataset):
 
     Args:
         folder: the folder of the data set in a store.
-        split: "train" or "test".
+        split: "train", "validation" or "test".
         cache_folder: the local folder for fetched rows.
-        cache_bytes: the maximum size of the fetched rows of both splits.
+        cache_bytes: the maximum size of the fetched rows of all splits.
 
     Raises:
         DataError: the data set is incomplete, or altered.
@@ -222,7 +222,8 @@ class FetchedDataset(PreparedDataset):
         index = ChunkIndex.read(folder, split)
         self._path, self._cache_folder, self._lengths = folder / split, cache_folder, index.lengths_AC
         self._manifest, self._split = DataManifest.read(folder / dataset_manifest.FILE_NAME), split
-        self._cache_fraction = _TEST_FRACTION if split == "test" else 1 - _TEST_FRACTION
+        held_out = len(self._manifest.splits) - 1
+        self._cache_fraction = 1 - held_out * _HELD_OUT_FRACTION if split == "train" else _HELD_OUT_FRACTION
         # Every trainer needs the weights of the whole step.
         self._all_weights = self._fetch_array("weights") if "weights" in index.arrays else np.empty(0)
         room = int(cache_bytes * self._cache_fraction) - self._all_weights.nbytes

@@ -82,7 +82,7 @@ class PreparedDataset:
 
     @classmethod
     def open(cls, folder: Path, split: str) -> PreparedDataset:
-        """Open the split "train" or "test" of a folder that ``prepare`` wrote.
+        """Open the split "train", "validation" or "test" of a folder that ``prepare`` wrote.
 
         Sizes and samples of the content of all arrays are compared with the manifest.
 

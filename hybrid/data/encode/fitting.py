@@ -246,7 +246,7 @@ def fit_encoder(
         DataError: there are no rows.
     """
     if not statistics.moments.num_rows:
-        raise DataError("no row is left to train on; check data.path and data.test_fraction")
+        raise DataError("no row is left to train on; check data.path, data.split and data.validation")
     of_column = {
         k: ranked[name] for name, ks in group_by_vocabulary(layout.sparse, tables).items() for k in ks
     }

@@ -114,6 +114,12 @@ class Layout:
         return tuple(dict.fromkeys(name for _, name in self._named))
 
     @property
+    def without_holdouts(self) -> Layout:
+        """The layout of files whose rows are all of one split."""
+        data = dataclasses.replace(self.data, split="none", validation="none")
+        return dataclasses.replace(self, data=data)
+
+    @property
     def transforms(self) -> list[str]:
         """The transforms of the dense columns."""
         return [column.transform for column in self.dense]
@@ -144,7 +150,7 @@ class Layout:
         """Pairs of a configuration key and a required column that the key names."""
         named = [(column.key("dense"), source) for column in self.dense for source in column.sources]
         named += [(column.key("sparse"), source) for column in self.sparse for source in column.sources]
-        named += [("data.split", self.data.split_column)] if self.data.split_column else []
+        named += [(each.key, each.column) for each in self.data.holdouts if each.column]
         named += self.targets.columns() if self.with_labels else []
         return [*named, *self.passthrough]
 
@@ -163,7 +169,8 @@ def create_file_section(config: RunConfig, files: Sequence[StoragePath], spec: I
         format=file_format,
         dense=spec.dense_features,
         sparse=tuple(f.name for f in spec.sparse_features),
-        split="random",
+        split="none",
+        validation="none",
     )
     if data.format == "csv":
         for feature, column in zip(spec.sparse_features, columns_of(data, config.columns)[1], strict=True):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from hybrid.config import DataSection
+from hybrid.config.data_sections import PATH_KEYS, TRAIN
 from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
@@ -120,25 +121,29 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
     return tuple(files)
 
 
-def find_input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFile, ...]]:
-    """Return the training files and the test files of ``data``.
+def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
+    """Return the files of each split of ``data``.
 
     Raises:
-        ConfigError: a key names no files, or a test file is a training file.
+        ConfigError: a key names no files, or two splits have the same file.
         DataError: as :func:`list_files`, or a file cannot be read.
     """
+    files: dict[str, tuple[InputFile, ...]] = dict.fromkeys(data.splits, ())
     if data.format == "synthetic":
-        return (), ()
-    paths = list_files(data.path, "data.path")
-    test_paths = list_files(data.test_path, "data.test_path") if data.test_path else ()
-    found = storage.map_concurrently(InputFile.of, (*paths, *test_paths))
-    train, test = tuple(found[: len(paths)]), tuple(found[len(paths) :])
-    for file in test:
-        same = (t for t in train if t.real_path == file.real_path or (t.size and t.sampled == file.sampled))
-        if (twin := next(same, None)) is not None:
-            rule = f"has the same content as the training file {twin.path}; name a file with other rows"
-            raise ConfigError("data.test_path", rule, file.path)
-    return train, test
+        return files
+    for split in files:
+        if not (paths := data.paths[split]) and split != TRAIN:
+            continue
+        key = PATH_KEYS[split]
+        found = tuple(storage.map_concurrently(InputFile.of, list_files(paths, key)))
+        for file in found:
+            for other, each in ((other, each) for other, others in files.items() for each in others):
+                if each.real_path == file.real_path or (each.size and each.sampled == file.sampled):
+                    same = f"has the same content as {each.path} of {PATH_KEYS[other]}"
+                    rule = f"{same}; name a file with other rows"
+                    raise ConfigError(key, rule, file.path)
+        files[split] = found
+    return files
 
 
 def check_unchanged(files: Sequence[InputFile]) -> None:

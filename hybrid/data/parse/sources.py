@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hybrid.config import RunConfig
+from hybrid.config.data_sections import PATH_KEYS, TRAIN
 from hybrid.data.parse.column_layout import Layout, TableBlock
 from hybrid.data.parse.delimited_text import (
     BLOCK_BYTES,
@@ -55,8 +56,8 @@ class RawBlock(NamedTuple):
         source_rows_B: int64, 0-based index over the rows of all files; invalid rows count, blank lines do
             not.
         weights: an array of B lists of float32 for each sparse feature whose ids have weights.
-        split_B: the column ``data.split_column``: int64 hashes of its values, or float64 times in seconds;
-            None without such a column.
+        held_out_by: for each split that is held out by a column, int64 hashes of the column's values, or
+            float64 times in seconds, of length B.
         passthrough: the columns of ``Layout.passthrough`` by name, not converted.
     """
 
@@ -65,7 +66,7 @@ class RawBlock(NamedTuple):
     targets: Targets | None
     source_rows_B: npt.NDArray[np.int64]
     weights: tuple[pa.Array, ...] = ()
-    split_B: npt.NDArray[np.int64] | npt.NDArray[np.float64] | None = None
+    held_out_by: Mapping[str, SplitValues] = MappingProxyType({})
     passthrough: Mapping[str, pa.Array] = MappingProxyType({})
 
     def select(self, mask_B: npt.NDArray[np.bool_]) -> RawBlock:
@@ -77,9 +78,12 @@ class RawBlock(NamedTuple):
             None if self.targets is None else self.targets.select(mask_B),
             self.source_rows_B[mask_B],
             tuple(lists.filter(keep) for lists in self.weights),
-            None if self.split_B is None else self.split_B[mask_B],
+            {split: values_B[mask_B] for split, values_B in self.held_out_by.items()},
             {name: column.filter(keep) for name, column in self.passthrough.items()},
         )
+
+
+SplitValues: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +209,7 @@ def read_blocks(
 
 
 def check_columns(config: RunConfig) -> None:
-    """Check that the first training file and the first test file have the columns of the configuration.
+    """Check that the first file of each split has the columns of the configuration.
 
     Raises:
         ConfigError: a file lacks a column, or a key does not fit the files.
@@ -215,10 +219,11 @@ def check_columns(config: RunConfig) -> None:
     if data.format == "synthetic":
         return
     layout = Layout.of(data, config.columns, config.tasks)
-    first = list_files(data.path, "data.path")[:1]
-    if data.test_path:
-        first += list_files(data.test_path, "data.test_path")[:1]
-    for path in first:
+    for split, paths in data.paths.items():
+        if not paths and split != TRAIN:
+            continue
+        path = list_files(paths, PATH_KEYS[split])[0]
+        layout = layout if split == TRAIN else layout.without_holdouts
         if data.format == "parquet":
             with convert_read_errors(path), open_parquet(path) as source:
                 names = list(pq.read_schema(source).names)
@@ -257,23 +262,24 @@ def parse(
             dense_BF[:, f], wrong = parse_numbers(table.columns[column.source], data.missing)
             reject(wrong, Reason.NUMBER, column.source, "a finite number")
         features = [compute_feature(column, table.columns, data.missing, reject) for column in layout.sparse]
-        split_B: npt.NDArray[np.int64] | npt.NDArray[np.float64] | None = None
-        if name := data.split_column:
-            splits = flat_column(table.columns, name, "data.split")
-            if data.split_call.name == "time":
-                split_B, wrong = parse_seconds(splits, data.missing)
+        held_out_by: dict[str, SplitValues] = {}
+        for split, key, by, name, _ in data.holdouts:
+            if by == "time":
+                times_B, wrong = parse_seconds(flat_column(table.columns, name, key), data.missing)
                 expected = "a number, or a date such as 2024-01-31 09:30:00"
-                reject(wrong | np.isnan(split_B), Reason.SPLIT, name, expected)
-            else:
-                split_B, wrong = hash_values(splits, data.missing)
+                reject(wrong | np.isnan(times_B), Reason.SPLIT, name, expected)
+                held_out_by[split] = times_B
+            elif by == "column":
+                hashes_B, wrong = hash_values(flat_column(table.columns, name, key), data.missing)
                 reject(wrong, Reason.SPLIT, name, "a value to split rows by")
+                held_out_by[split] = hashes_B
         block = RawBlock(
             dense_BF,
             tuple(ids for ids, _ in features),
             targets,
             first_row + table.rows,
             tuple(weights for _, weights in features if weights is not None),
-            split_B,
+            held_out_by,
             {name: table.columns[name] for _, name in layout.passthrough},
         )
         return (block if valid.all() else block.select(valid)), invalid

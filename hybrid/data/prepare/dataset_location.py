@@ -73,7 +73,7 @@ def ensure_prepared(
 
 
 def open_split(source: str | StoragePath, split: str, data: DataSection) -> PreparedDataset:
-    """Open the split "train" or "test" of prepared data.
+    """Open the split "train", "validation" or "test" of prepared data.
 
     Args:
         source: the folder that :func:`ensure_prepared` returned, or its absolute path or URL.

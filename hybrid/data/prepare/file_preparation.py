@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,19 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.config import RunConfig
+from hybrid.config.data_sections import PATH_KEYS, TRAIN
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
 from hybrid.data.encode.feature_encoder import FeatureEncoder, report_unknown
 from hybrid.data.encode.fitting import FittedStatistics, fit_encoder, group_by_vocabulary
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.delimited_text import BLOCK_BYTES
-from hybrid.data.parse.sources import SEGMENT_BLOCKS, Segment, split_files
+from hybrid.data.parse.sources import SEGMENT_BLOCKS, Segment, SplitValues, split_files
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.holdout import Split
 from hybrid.data.prepare.spill import SegmentLog
 from hybrid.data.prepare.split_writer import LabelSums, SplitPosition, create_arrays, label_reports
 from hybrid.data.prepare.stages import (
-    TEST,
-    TRAIN,
     UNFINISHED,
     Piece,
     encode_piece,
@@ -90,7 +89,7 @@ def limit_memory(
 
 
 class FilesPreparation:
-    """Prepares the samples of files, and writes the arrays of both splits.
+    """Prepares the samples of files, and writes the arrays of all splits.
 
     Args:
         config: defines how files are read, how rows are split, and the memory limit.
@@ -120,22 +119,21 @@ class FilesPreparation:
         self._block_bytes = block_bytes
 
     def write(
-        self, train: Sequence[StoragePath], test: Sequence[StoragePath]
+        self, files: Mapping[str, Sequence[StoragePath]]
     ) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
         """Write the arrays; return the encoder and the reports of the splits.
 
         Args:
-            train, test: the files; without test files, some training rows are held out.
+            files: the files of each split; the rows of a split without files are held out from training.
 
         Raises:
             ConfigError: a key does not fit the files.
             DataError: a file cannot be used.
         """
         segments = {
-            split: split_files(files, self._layout, self._block_bytes)
-            for split, files in ((TRAIN, train), (TEST, test))
+            split: split_files(each, self._layout, self._block_bytes) for split, each in files.items()
         }
-        all_segments = [*segments[TRAIN], *segments[TEST]]
+        all_segments = [*chain(*segments.values())]
         size = sum(segment.size for segment in all_segments)
         most = min(len(os.sched_getaffinity(0)), max(1, size // _BYTES_PER_THREAD))
         limit_bytes = int(self._config.data.prepare_memory_gb * 2**30)
@@ -177,33 +175,37 @@ class FilesPreparation:
         self, segments: Mapping[str, Sequence[Segment]]
     ) -> tuple[list[Piece], dict[str, InvalidRowReport]]:
         """Return the pieces of all segments, and the reports of invalid rows."""
+        layouts = dict.fromkeys(segments, self._layout.without_holdouts) | {TRAIN: self._layout}
         jobs = [
-            (segment, self._spill / f"{split}-{i}")
+            (segment, self._spill / f"{split}-{i}", layouts[split])
             for split, each in segments.items()
             for i, segment in enumerate(each)
         ]
 
-        def parse(job: tuple[Segment, Path]) -> SegmentLog:
-            return parse_segment(*job, self._layout, self._block_bytes, self._advance)
+        def parse(job: tuple[Segment, Path, Layout]) -> SegmentLog:
+            return parse_segment(*job, self._block_bytes, self._advance)
 
-        parsed = zip(jobs, self._map("reading", 0.62, parse, jobs), strict=True)
-        train, invalid_rows = self._collect(parsed, len(segments[TRAIN]))
-        reports = {TRAIN: invalid_rows, TEST: NO_INVALID_ROWS}
-        values = (each for piece in train for each in spill.read_split_values(piece.folder, piece.first_row))
-        split = Split.of(self._config, values)
-        train = [piece._replace(split=split) for piece in train]
-        if not segments[TEST]:
-            return train, reports
-        test, reports[TEST] = self._collect(parsed, len(segments[TEST]))
-        if not test:
-            names = ", ".join(dict.fromkeys(str(segment.path) for segment in segments[TEST]))
-            raise DataError(f"{names}: no rows; check data.test_path")
-        return [*train, *test], reports
+        folders = ((segment, folder) for segment, folder, _ in jobs)
+        parsed = zip(folders, self._map("reading", 0.62, parse, jobs), strict=True)
+        reports = dict.fromkeys(self._config.data.splits, NO_INVALID_ROWS)
+        all_pieces: list[Piece] = []
+        for split, each in segments.items():
+            if not each and split != TRAIN:
+                continue
+            pieces, reports[split] = self._collect(parsed, split, len(each))
+            if not pieces and split != TRAIN:
+                names = ", ".join(dict.fromkeys(str(segment.path) for segment in each))
+                raise DataError(f"{names}: no rows; check {PATH_KEYS[split]}")
+            if split == TRAIN:
+                held_out = Split.all_of(self._config, partial(_read_holdouts, pieces))
+                pieces = [piece._replace(held_out=held_out) for piece in pieces]
+            all_pieces += pieces
+        return all_pieces, reports
 
     def _collect(
-        self, parsed: Iterator[tuple[tuple[Segment, Path], SegmentLog]], num_segments: int
+        self, parsed: Iterator[tuple[tuple[Segment, Path], SegmentLog]], split: str, num_segments: int
     ) -> tuple[list[Piece], InvalidRowReport]:
-        """Return the pieces of the next segments, and the report of their invalid rows."""
+        """Return the pieces of the next segments, which belong to ``split``, and their invalid rows."""
         log = InvalidRowLog(self._config.data.max_invalid_fraction)
         pieces = []
         first_row = lines = 0
@@ -213,7 +215,7 @@ class FilesPreparation:
             for block in segment_log.blocks:
                 log.add(segment.path, block.num_valid, [row.after(lines) for row in block.invalid])
             for i, piece in enumerate(segment_log.pieces):
-                pieces.append(Piece(spill.piece_folder(folder, i), first_row + piece, None))
+                pieces.append(Piece(spill.piece_folder(folder, i), first_row + piece, split))
             lines += sum(block.num_lines for block in segment_log.blocks)
             first_row += sum(block.num_rows for block in segment_log.blocks)
         return pieces, log.finish()
@@ -222,8 +224,8 @@ class FilesPreparation:
         """Return statistics of the training rows; and for each split, the starts of pieces, and the end."""
         statistics = FittedStatistics.of(self._layout)
         nothing = SplitPosition(0, np.zeros(len(self._layout.sparse), np.int64))
-        starts = {split: [nothing] for split in (TRAIN, TEST)}
         layout = self._layout
+        starts = {split: [nothing] for split in layout.data.splits}
         for of_piece in self._map("counting", 0.08, lambda piece: fit_piece(piece, layout), pieces):
             for moments, numbers in zip(of_piece.moments, of_piece.numbers, strict=True):
                 statistics.moments = statistics.moments.plus(moments)
@@ -258,13 +260,13 @@ class FilesPreparation:
             for split, (label_sums, counts) in of_splits.items():
                 sums[split] += label_sums
                 unknown[split] += counts
-        is_by_time = self._config.data.split_call.name == "time"
+        by_time = [held.split for held in self._config.data.holdouts if held.by == "time"]
         return {
             split: DatasetReport(
                 end.row,
                 label_reports(targets.tasks, sums[split]),
                 invalid_rows[split],
-                report_unknown(encoder, unknown[split], is_later=is_by_time and split == TEST),
+                report_unknown(encoder, unknown[split], is_later=split in by_time),
             )
             for split, (*_, end) in starts.items()
         }
@@ -296,6 +298,13 @@ class FilesPreparation:
         if self._should_stop.is_set():
             raise _StoppedError
         self._progress.add(rows, self._fraction or None)
+
+
+def _read_holdouts(
+    pieces: Sequence[Piece],
+) -> Iterator[tuple[npt.NDArray[np.int64], Mapping[str, SplitValues]]]:
+    for piece in pieces:
+        yield from spill.read_holdouts(piece.folder, piece.first_row)
 
 
 class _StoppedError(Exception):

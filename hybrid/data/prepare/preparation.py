@@ -6,13 +6,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from hybrid.config import RunConfig
+from hybrid.config.data_sections import TEST, TRAIN, VALIDATION
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.atomic_directory import build_directory, hold_lock
@@ -27,7 +29,6 @@ from hybrid.data.prepare.split_writer import (
     label_reports,
     write_group_order,
 )
-from hybrid.data.prepare.stages import TEST, TRAIN
 from hybrid.errors import DataError, StorageError
 from hybrid.metrics import binary_metrics
 from hybrid.primitives.progress import Progress, ignore_progress
@@ -41,13 +42,13 @@ def cache_folder(config: RunConfig) -> StoragePath:
     return parse_path(config.data.cache_folder or LOCAL_CACHE)
 
 
-def fingerprint(config: RunConfig, *files: tuple[InputFile, ...]) -> str:
+def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | None = None) -> str:
     """Return the name of the folder of prepared data: a hash of everything that its content depends on.
 
     The spelling of paths does not change the fingerprint.
 
     Args:
-        files: the training files and the test files; by default those of ``config``, which must exist.
+        files: the files of each split; by default those of ``config``, which must exist.
     """
     files = files or find_input_files(config.data)
     is_synthetic = config.data.format == "synthetic"
@@ -55,13 +56,15 @@ def fingerprint(config: RunConfig, *files: tuple[InputFile, ...]) -> str:
         name: value
         for name, value in dataclasses.asdict(config.data).items()
         if name == "format"
-        or (is_synthetic and name in ("weight", "group"))
+        or (is_synthetic and name in ("weight", "group", "validation"))
         or (name.startswith("synthetic_") == is_synthetic and SECTION_KEYS["data"][name].prepares)
     }
     for name in ("path", "test_path"):
         keys.pop(name, None)
-    stamps = [[{**dataclasses.asdict(file), "path": ""} for file in group] for group in files]
-    seed = None if config.data.test_path else config.run.seed  # the seed only selects held-out rows
+    if config.data.paths[VALIDATION]:
+        keys["validation"] = "path"
+    stamps = [[{**dataclasses.asdict(file), "path": ""} for file in group] for group in files.values()]
+    seed = config.run.seed if is_synthetic or config.data.holdouts else None
     task_keys = [name for name, key in NAMED_KEYS["tasks"].items() if key.prepares]
     tasks = [[name, *(getattr(task, key) for key in task_keys)] for name, task in config.tasks.items()]
     columns = {
@@ -95,8 +98,8 @@ def prepare(
         ConfigError: a key does not fit the files.
         DataError: the files cannot be used, or memory runs out.
     """
-    train_files, test_files = find_input_files(config.data)
-    target = cache / fingerprint(config, train_files, test_files)
+    files = find_input_files(config.data)
+    target = cache / fingerprint(config, files)
     try:
         if _is_prepared(target, report):
             return target
@@ -109,8 +112,8 @@ def prepare(
                     report("making the synthetic click log")
                     reports = _write_synthetic(config, folder, report)
                 else:
-                    report(f"preparing {', '.join(file.path for file in train_files + test_files)}")
-                    reports = _write_files(config, train_files, test_files, folder, report, check)
+                    report(f"preparing {', '.join(file.path for file in chain(*files.values()))}")
+                    reports = _write_files(config, files, folder, report, check)
     except StorageError:  # of the input
         raise
     except OSError as error:
@@ -118,9 +121,9 @@ def prepare(
     except MemoryError as error:
         rule = "lower data.prepare_memory_gb, or set data.vocabulary = hash, which keeps no values in memory"
         raise DataError(f"out of memory while preparing the data; add memory, {rule}") from error
-    train, test = reports[TRAIN].num_rows, reports[TEST].num_rows
+    train, *others = (f"{reports[split].num_rows:,} {split}" for split in config.data.splits)
     seconds = time.monotonic() - started
-    report(f"prepared {train:,} training and {test:,} test rows in {seconds:.1f} s: {target}")
+    report(f"prepared {train}ing and {' and '.join(others)} rows in {seconds:.1f} s: {target}")
     return target
 
 
@@ -141,7 +144,7 @@ def _write_synthetic(
     spec = log.encoder.input_spec
     targets = synthetic_log.targets(config)
     reports, truth = {}, []
-    for split, num_rows in ((TRAIN, config.data.synthetic_rows), (TEST, config.data.synthetic_test_rows)):
+    for split, num_rows in config.data.synthetic_splits.items():
         progress, nothing = Progress(report, "making the synthetic click log"), np.empty(0, np.int64)
         create_arrays(folder / split, spec, targets, SplitPosition(num_rows, nothing))
         writer = SplitWriter(folder / split, spec, SplitPosition(0, nothing))
@@ -171,15 +174,14 @@ def _write_synthetic(
 
 def _write_files(
     config: RunConfig,
-    train_files: tuple[InputFile, ...],
-    test_files: tuple[InputFile, ...],
+    files: dict[str, tuple[InputFile, ...]],
     folder: Path,
     report: Callable[[str], None],
     check: Callable[[], None],
 ) -> dict[str, DatasetReport]:
-    train, test = ([parse_path(file.path) for file in files] for files in (train_files, test_files))
-    encoder, reports = FilesPreparation(config, folder, report, check).write(train, test)
-    names = ", ".join(file.path for file in train_files)
+    paths = {split: [parse_path(file.path) for file in each] for split, each in files.items()}
+    encoder, reports = FilesPreparation(config, folder, report, check).write(paths)
+    names = ", ".join(file.path for file in files[TRAIN])
     for label in reports[TRAIN].labels:
         key = f"tasks.{label.name}" if config.tasks else "data"
         of_task, mask = (f" for task {label.name}", f"{key}.mask and ") if config.tasks else ("", "")
@@ -192,8 +194,8 @@ def _write_files(
             raise DataError(
                 f"{names}: every training row has label {label.only:g}{of_task}, nothing to learn; {rule}"
             )
-    check_unchanged(train_files + test_files)
+    check_unchanged([*chain(*files.values())])
     write_group_order(folder / TRAIN)
     encoder.save(folder)
-    DataManifest.write(folder, encoder.input_spec, reports, {TRAIN: train_files, TEST: test_files})
+    DataManifest.write(folder, encoder.input_spec, reports, files)
     return reports

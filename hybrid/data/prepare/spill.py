@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,14 +24,14 @@ import pyarrow as pa
 
 from hybrid.data.encode.fitting import ValueCounts
 from hybrid.data.encode.vocabulary import text_bounds
-from hybrid.data.parse.sources import RawBlock
-from hybrid.data.prepare.holdout import SplitValues
+from hybrid.data.parse.sources import RawBlock, SplitValues
 from hybrid.data.values.column_values import is_list
 from hybrid.data.values.invalid_rows import InvalidRow, Reason
 from hybrid.data.values.model_columns import Targets
 
 _ROWS, _VALUES, _SEGMENT = "rows.arrow", "words.arrow", "part.json"
-_ARRAYS = ("row", "dense", "labels", "weights", "groups", "split")  # columns of the rows
+_ARRAYS = ("row", "dense", "labels", "weights", "groups")  # columns of the rows
+_HELD_OUT_BY = "held_out_by_"  # prefix of columns of the rows
 _RANKED = ("texts.bin", "ends.bin", "counts.bin")
 
 
@@ -104,8 +104,7 @@ def write_piece(folder: Path, blocks: Sequence[RawBlock], first_row: int) -> Non
             content["weights"] = _to_arrow(block.targets.weights_BT)
         if block.targets.groups_B is not None:
             content["groups"] = pa.array(block.targets.groups_B)
-        if block.split_B is not None:
-            content["split"] = pa.array(block.split_B)
+        content |= {f"{_HELD_OUT_BY}{split}": pa.array(each) for split, each in block.held_out_by.items()}
         batches.append(pa.record_batch(content))
     _write(folder / _ROWS, batches)
     values = [each for _, each in columns]
@@ -156,14 +155,18 @@ def read_values(folder: Path) -> list[pa.Array]:
     return [column.flatten() for column in batch.columns]
 
 
-def read_split_values(
+def read_holdouts(
     folder: Path, first_row: int
-) -> Iterator[tuple[npt.NDArray[np.int64], SplitValues | None]]:
-    """Yield the row numbers and the values of ``data.split_column`` of each block of a piece."""
+) -> Iterator[tuple[npt.NDArray[np.int64], Mapping[str, SplitValues]]]:
+    """Yield the row numbers of each block of a piece, and its :attr:`RawBlock.held_out_by`."""
     for batch in _read_batches(folder):
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        split_B = np.asarray(columns["split"]) if "split" in columns else None
-        yield first_row + np.asarray(columns["row"]).astype(np.int64), split_B
+        yield first_row + np.asarray(columns["row"]).astype(np.int64), _held_out_by(columns)
+
+
+def _held_out_by(columns: Mapping[str, pa.Array]) -> dict[str, SplitValues]:
+    prefix = _HELD_OUT_BY
+    return {n.removeprefix(prefix): np.asarray(each) for n, each in columns.items() if n.startswith(prefix)}
 
 
 def read_piece(folder: Path, first_row: int, values: Sequence[pa.Array]) -> Iterator[RawBlock]:
@@ -182,7 +185,7 @@ def read_piece(folder: Path, first_row: int, values: Sequence[pa.Array]) -> Iter
             Targets(arrays["labels"], arrays.get("weights"), arrays.get("groups")),
             first_row + arrays["row"].astype(np.int64),
             tuple(column for name, column in columns.items() if name.startswith("weights_")),
-            arrays.get("split"),
+            _held_out_by(columns),
         )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from hybrid.config.data_sections import TRAIN
 from hybrid.data.dataset.atomic_directory import sync_all
 from hybrid.data.encode.feature_encoder import FeatureEncoder, count_unknown
 from hybrid.data.encode.fitting import Moments, ValueCounts, bucketed_numbers, has_several_values
@@ -32,7 +33,6 @@ from hybrid.data.prepare.spill import BlockLog, SegmentLog
 from hybrid.data.prepare.split_writer import LabelSums, SplitPosition, SplitWriter
 from hybrid.data.values.column_values import is_list
 
-TRAIN, TEST = "train", "test"
 UNFINISHED = "making-"  # prefix of the folder of a segment that is not complete
 
 
@@ -83,25 +83,24 @@ class Piece(NamedTuple):
     Attributes:
         folder: the folder of the piece.
         first_row: index of the first row over all files of the split.
-        split: selects the test rows; None where all rows are test rows.
+        split: the name of the split.
+        held_out: select the rows of other splits.
     """
 
     folder: Path
     first_row: int
-    split: Split | None
+    split: str
+    held_out: tuple[Split, ...] = ()
 
     def blocks(self, values: Sequence[pa.Array]) -> Iterator[tuple[str, RawBlock]]:
-        """Yield the training rows and the test rows of each block; see :func:`spill.read_piece`."""
+        """Yield the rows of each split, block by block; see :func:`spill.read_piece`."""
         for block in spill.read_piece(self.folder, self.first_row, values):
-            if self.split is None:
-                yield TEST, block
-                continue
-            is_test_B = self.split.is_test(block.source_rows_B, block.split_B)
-            if not is_test_B.any():
-                yield TRAIN, block
-                continue
-            yield TRAIN, block.select(~is_test_B)
-            yield TEST, block.select(is_test_B)
+            for held in self.held_out:
+                is_held_B = held.selects(block.source_rows_B, block.held_out_by)
+                if is_held_B.any():
+                    yield held.name, block.select(is_held_B)
+                    block = block.select(~is_held_B)
+            yield self.split, block
 
 
 class PieceStatistics(NamedTuple):
@@ -125,15 +124,16 @@ def fit_piece(piece: Piece, layout: Layout) -> PieceStatistics:
     """Compute the statistics of the training rows of a piece, and write the counts of values into it."""
     lengths = [len(values) for values in spill.read_values(piece.folder)]
     nothing = SplitPosition(0, np.zeros(len(lengths), np.int64))
+    sizes = dict.fromkeys(layout.data.splits, nothing)
     counts: list[npt.NDArray[np.int64]] = [np.zeros(length, np.int64) for length in lengths]
-    statistics = PieceStatistics([], [], np.zeros(len(lengths), np.bool_), {TRAIN: nothing, TEST: nothing})
+    statistics = PieceStatistics([], [], np.zeros(len(lengths), np.bool_), sizes)
     for split, rows in piece.blocks([pa.array(np.arange(length, dtype=np.int32)) for length in lengths]):
         num_rows, values_K = statistics.sizes[split]
         more = [len(c.flatten()) if is_list(c) else len(c) - c.null_count for c in rows.sparse]
         statistics.sizes[split] = SplitPosition(
             num_rows + len(rows.source_rows_B), values_K + np.array(more, np.int64)
         )
-        if split == TEST:
+        if split != TRAIN:
             continue
         statistics.moments.append(Moments.of(rows.dense_BF, layout.transforms))
         pairs = zip(layout.sparse, rows.sparse, strict=True)

@@ -44,7 +44,7 @@ NUM_STARS = 5
 _LABELS = {"binary": (CLICKED, CONVERTED), "regression": (SPENT,), "classes": (STARS,)}
 
 _TRUTH_STREAM = 0
-_SAMPLE_STREAMS = {"train": 1, "test": 2}
+_SAMPLE_STREAMS = {"train": 1, "test": 2, "validation": 3}
 
 
 class SyntheticBlock(NamedTuple):
@@ -108,7 +108,7 @@ class ClickLog:
         return FeatureEncoder(tuple(map(DenseEncoding, CRITEO_DENSE)), tuple(sparse))
 
     def blocks(self, split: str, num_rows: int) -> Iterator[SyntheticBlock]:
-        """Yield ``num_rows`` samples of the split "train" or "test", block by block."""
+        """Yield ``num_rows`` samples of a split, block by block."""
         for block, start in enumerate(range(0, num_rows, BLOCK_ROWS)):
             rng = np.random.default_rng((self._seed, _SAMPLE_STREAMS[split], block))
             size = min(BLOCK_ROWS, num_rows - start)

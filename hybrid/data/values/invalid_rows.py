@@ -54,7 +54,7 @@ _ADVICE = {
     Reason.DATE: "check the columns whose kind is hour or weekday, and data.missing",
     Reason.ID_WEIGHT: "check the separators of the columns whose kind is weighted",
     Reason.MANY: "set max_ids higher, or too_many_ids of the column",
-    Reason.SPLIT: "check data.split",
+    Reason.SPLIT: "check data.split and data.validation",
 }
 
 

@@ -1,5 +1,6 @@
 """Sections [tasks.NAME]: defaults, refused keys, and names of metrics."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,10 @@ CSV = DataSection(format="csv", path=("x",), sparse=("u",), dense=("s",))
             RunConfig(train=TrainSection(patience=2), checkpoint=CheckpointSection(keep_best="none")),
             "checkpoint.keep_best",
         ),
-        (RunConfig(train=TrainSection(patience=2), data=DataSection(test_fraction=0.0)), "train.patience"),
+        (
+            RunConfig(train=TrainSection(patience=2), data=dataclasses.replace(CSV, split="none")),
+            "train.patience",
+        ),
     ],
 )
 def test_contradicting_keys_are_refused(config: RunConfig, key: str) -> None:

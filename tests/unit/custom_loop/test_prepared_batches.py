@@ -19,7 +19,7 @@ def config_of(folder: Path, sparse: str = '["user", "tags"]', table: str = TABLE
     file = folder / "config.toml"
     file.write_text(
         f'[data]\nformat = "csv"\npath = ["{folder}/clicks.csv"]\nlabel = "label"\ndense = ["price"]\n'
-        f'sparse = {sparse}\nmulti_hot_separator = "|"\ntest_fraction = 0.2\n'
+        f'sparse = {sparse}\nmulti_hot_separator = "|"\nsplit = "random(0.2)"\n'
         f'cache_folder = "{folder}/cache"\n'
         "[train]\nbatch_size = 16\n"
     )

@@ -54,7 +54,7 @@ def train(
     (root / "config.toml").write_text(
         f'[train]\nupdate = "{update}"\nbatch_size = 4\nmax_steps = {most}\n'
         '[checkpoint]\nkeep_last = 2\nkeep_best = "log_loss"\n'
-        f'[data]\nformat = "csv"\npath = ["{root}/clicks.csv"]\nsparse = ["id"]\ntest_fraction = 0.2\n'
+        f'[data]\nformat = "csv"\npath = ["{root}/clicks.csv"]\nsparse = ["id"]\nsplit = "random(0.2)"\n'
         f'cache_folder = "{root}/cache"\n'
     )
     (root / "clicks.csv").write_text("label,id\n" + "".join(f"{i % 2},{i % 7}\n" for i in range(20)))

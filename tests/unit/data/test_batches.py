@@ -30,7 +30,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
     folder = tmp_path_factory.mktemp("loader")
     rows = "".join(f"{i % 2},{i},c{i % 7}\n" for i in range(NUM_ROWS))
     path = write(folder / "train.csv", f"label,x,c\n{rows}")
-    config = csv_config(path, dense=("x",), sparse=("c",), numeric_scaling="none", test_fraction=0.0)
+    config = csv_config(path, dense=("x",), sparse=("c",), numeric_scaling="none", split="none")
     return prepared(config, folder)[0]
 
 
@@ -214,7 +214,7 @@ def config_of(folder: Path, users: Sequence[str] = USERS) -> RunConfig:
     rows = "".join(f"{i % 2},{i},{i - 3},{user}\n" for i, user in enumerate(users))
     path = write(folder / "train.csv", f"click,x,spent,user\n{rows}")
     config = csv_config(
-        path, dense=("x",), sparse=("user",), group="user", numeric_scaling="none", test_fraction=0.0
+        path, dense=("x",), sparse=("user",), group="user", numeric_scaling="none", split="none"
     )
     return config.replace(tasks=TASKS)
 

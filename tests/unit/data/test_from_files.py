@@ -81,7 +81,7 @@ def outcome(
     """Return all prepared content of some files, or the error."""
     preparation = FilesPreparation(config, folder, ignore_progress, lambda: None, block_bytes)
     try:
-        encoder, reports = preparation.write(paths, ())
+        encoder, reports = preparation.write({"train": paths, "test": ()})
     except HybridError as error:
         return f"{type(error).__name__}: {error}"
     arrays = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.npy")}

@@ -12,7 +12,9 @@ import pytest
 from support.samples import csv_config, prepared, write
 
 from hybrid.config.loading import validate
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.prepare import holdout
+from hybrid.data.prepare.preparation import fingerprint, prepare
 from hybrid.errors import ConfigError, DataError
 
 NUM_ROWS = 600
@@ -34,7 +36,7 @@ def log(path: Path, when: list[str]) -> Path:
 
 def test_split_by_column_separates_users(tmp_path: Path) -> None:
     path = log(tmp_path / "a.csv", ["0"] * NUM_ROWS)
-    train, test = rows_of(path, split="column(user)", test_fraction=0.3)
+    train, test = rows_of(path, split="column(user, fraction = 0.3)")
     users = [line.split(",")[2] for line in path.read_text().splitlines()[1:]]
     assert sorted(train + test) == list(range(NUM_ROWS))
     assert not {users[i] for i in train} & {users[i] for i in test}
@@ -52,13 +54,48 @@ def test_split_by_time_holds_out_the_latest_rows(
         "times": [str(np.datetime64("2023-12-31T23:00:00") + 60 * number) for number in order],
     }[kind]
     path = log(tmp_path / "a.csv", when)
-    train, test = rows_of(path, split="time(when)", test_fraction=0.2)
+    train, test = rows_of(path, split="time(when, fraction = 0.2)")
     assert sorted(order[test]) == list(range(NUM_ROWS * 8 // 10, NUM_ROWS))
     assert sorted(order[train]) == list(range(NUM_ROWS * 8 // 10))
     monkeypatch.setattr(holdout, "MAX_SAMPLED", 100)  # of very many rows, the border is that of a sample
-    _, sampled = rows_of(path, split="time(when)", test_fraction=0.2, numeric_scaling="none")
+    _, sampled = rows_of(path, split="time(when, fraction = 0.2)", numeric_scaling="none")
     assert sorted(order[sampled]) == list(range(NUM_ROWS - len(sampled), NUM_ROWS))
     assert 0.1 < len(sampled) / NUM_ROWS < 0.3
+
+
+@pytest.mark.parametrize("by", ["random", "column", "time"])
+def test_validation_rows_are_held_out_from_training(tmp_path: Path, by: str) -> None:
+    path = log(tmp_path / "a.csv", [str(i) for i in range(NUM_ROWS)])
+    column = {"random": "", "column": "user, ", "time": "when, "}[by]
+    split = f"{by}({column}fraction = 0.25)"
+    config = csv_config(path, sparse=("item", "when"), split=split, validation=split)
+    validate(config)
+    folder = prepare(config, tmp_path / "cache")
+    opened = [PreparedDataset.open(folder, split) for split in ("train", "validation", "test")]
+    train, validation, test = (dataset.source_rows.tolist() for dataset in opened)
+    assert test == rows_of(path, split=split)[1]
+    assert sorted(train + validation + test) == list(range(NUM_ROWS))
+    assert 0.1 < len(validation) / NUM_ROWS < 0.3
+    if by == "time":
+        assert max(train) < min(validation) <= max(validation) < min(test)
+    if by == "column":
+        users = [line.split(",")[2] for line in path.read_text().splitlines()[1:]]
+        assert not {users[i] for i in train} & {users[i] for i in validation}
+    # The vocabulary has the values of the training rows, and a row for unknown values.
+    assert opened[0].input_spec.sparse_features[1].num_rows == len(train) + 1
+
+
+def test_validation_files_are_read_as_test_files_are(tmp_path: Path) -> None:
+    path = log(tmp_path / "a.csv", ["0"] * NUM_ROWS)
+    other = write(tmp_path / "b.csv", "label,item,when\n1,i0,5\n0,new,soon\n")
+    config = csv_config(path, sparse=("item",), split="time(when)", validation=f"path({other})")
+    validate(config)
+    folder = prepare(config, tmp_path / "cache")
+    assert PreparedDataset.open(folder, "validation").source_rows.tolist() == [0, 1]
+    data = dataclasses.replace(config.data, validation=f'path("{tmp_path}/./b.csv")')
+    assert fingerprint(config.replace(data=data)) == folder.name
+    with pytest.raises(ConfigError, match=rf"^data\.validation = '{path}': has the same content as"):
+        rows_of(path, validation=f"path({path})")
 
 
 def test_row_without_a_time_is_invalid(tmp_path: Path) -> None:
@@ -80,7 +117,10 @@ def test_split_by_a_list_column_is_refused(tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ({"split": "time"}, r"data\.split = 'time': must name its column"),
-        ({"split": "random(user)"}, r"data\.split = 'random\(user\)': takes no arguments"),
+        ({"split": "random(user)"}, r"data\.split = 'random\(user\)': fraction must be"),
+        ({"split": 'time(w, column = "v")'}, r"data\.split = .*: takes the arguments column, fraction"),
+        ({"validation": "column(usr)"}, r"data\.validation = 'usr': .*; did you mean 'user'\?"),
+        ({"validation": "path()"}, r"data\.validation = 'path\(\)': must name its paths"),
         ({"split": "time(w)", "test_path": ("b.csv",)}, r"data\.split = 'time\(w\)': must be random"),
         ({"split": "column(usr)"}, r"data\.split = 'usr': .*; did you mean 'user'\?"),
     ],

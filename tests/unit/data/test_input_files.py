@@ -59,7 +59,7 @@ def test_resumed_run_names_the_changed_input(tmp_path: Path) -> None:
     then = manifest_of(config)
     keys = "the configuration prepares other samples from the files than when the run began"
     assert refused(config.replace(run=RunSection(seed=9))) == f"{keys}; resume"
-    files = "data.path and data.test_path name 1 train file(s), and 2 when the run began"
+    files = "data.path names 1 file(s), and 2 when the run began"
     assert refused(config_of(first)) == f"{files}; resume"
     moved = first.rename(tmp_path / "c.csv")
     then.check_same(manifest_of(config_of(moved, second)), "resume")  # the samples are the same
@@ -87,7 +87,7 @@ def test_training_file_as_test_file_is_refused(tmp_path: Path) -> None:
     for twin in (path, copy, link):
         with pytest.raises(
             ConfigError,
-            match=rf"data\.test_path = '{twin}': has the same content as the training file {path}",
+            match=rf"data\.test_path = '{twin}': has the same content as {path} of data\.path",
         ):
             find_input_files(config_of(path, test_path=(str(twin),)).data)
     empty = [tmp_path / "1.csv", tmp_path / "2.csv"]

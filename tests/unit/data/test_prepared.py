@@ -50,7 +50,7 @@ def test_prepared_rows_equal_those_of_the_file(tmp_path: Path, table: Path) -> N
 
 
 def test_one_id_features_gather_without_offsets(tmp_path: Path, table: Path) -> None:
-    dataset, _ = prepared(config_of(table, test_fraction=0.0), tmp_path / "cache")
+    dataset, _ = prepared(config_of(table, split="none"), tmp_path / "cache")
     values = [*(FeatureEncoder.load(dataset.folder).sparse[1].values or ())]
     sparse = dataset.gather(np.array([3, 2, 1, 0]), 4).sparse_features
     tags = [0, 1 + values.index("t0|t1"), 1 + values.index("t0"), 0]
@@ -59,7 +59,7 @@ def test_one_id_features_gather_without_offsets(tmp_path: Path, table: Path) -> 
 
 
 def test_bags_gather_as_jagged_features(tmp_path: Path, table: Path) -> None:
-    config = config_of(table, multi_hot_separator="|", test_fraction=0.0)
+    config = config_of(table, multi_hot_separator="|", split="none")
     dataset, _ = prepared(config, tmp_path / "cache")
     sparse = dataset.gather(np.array([5, 0, 2, 1]), 4).sparse_features
     assert sparse.offsets is not None
@@ -69,7 +69,7 @@ def test_bags_gather_as_jagged_features(tmp_path: Path, table: Path) -> None:
 
 
 def test_holdout_depends_on_the_seed(tmp_path: Path, table: Path) -> None:
-    config = config_of(table, test_fraction=0.2, numeric_scaling="none")
+    config = config_of(table, split="random(0.2)", numeric_scaling="none")
     splits = []
     for seed in (1, 2):
         train, test = prepared(config.replace(run=RunSection(seed=seed)), tmp_path / "cache")
@@ -83,7 +83,7 @@ def test_holdout_depends_on_the_seed(tmp_path: Path, table: Path) -> None:
 def test_encoder_is_fitted_on_training_rows_only(tmp_path: Path) -> None:
     rows = "".join(f"{i % 2},{i},v{i}\n" for i in range(200))
     path = write(tmp_path / "train.csv", f"label,x,city\n{rows}")
-    train, test = prepared(config_of(path, sparse=("city",), test_fraction=0.3), tmp_path / "cache")
+    train, test = prepared(config_of(path, sparse=("city",), split="random(0.3)"), tmp_path / "cache")
     assert not whole(test).sparse_features.ids_L.any()
     dense, sparse, *_ = whole(train)
     assert sorted(sparse.ids_L) == list(range(1, train.num_samples + 1))
@@ -146,7 +146,7 @@ def test_weights_are_stored_and_gathered_with_their_ids(tmp_path: Path) -> None:
 
     rows = "".join(f"{i % 2},c{i % 5},{bag(i)}\n" for i in range(40))
     path = write(tmp_path / "train.csv", f"label,city,tags\n{rows}")
-    config = csv_config(path, sparse=("city", "tags"), test_fraction=0.0, multi_hot_separator="|")
+    config = csv_config(path, sparse=("city", "tags"), split="none", multi_hot_separator="|")
     weighted = config.replace(columns={"tags": ColumnSection(kind="weighted")})
     dataset, _ = prepared(weighted, tmp_path / "cache")
     sparse = dataset.gather(np.array([38, 3, 2]), 3).sparse_features
@@ -162,7 +162,7 @@ def test_weights_are_stored_and_gathered_with_their_ids(tmp_path: Path) -> None:
 def test_empty_files(tmp_path: Path, table: Path, text: str) -> None:
     empty = write(tmp_path / "empty.csv", text)
     columns = ("label", "x", "city", "tags")
-    with pytest.raises(DataError, match=r"^no row is left to train on; check data\.path and data\.test_fr"):
+    with pytest.raises(DataError, match=r"^no row is left to train on; check data\.path, data\.split"):
         prepare(config_of(empty, columns=columns), tmp_path / "cache")
     config = config_of(table, columns=columns, max_invalid_fraction=0.2, test_path=(str(empty),))
     with pytest.raises(DataError, match=r"empty\.csv: no rows; check data\.test_path"):
@@ -190,7 +190,7 @@ def test_progress_names_phase_fraction_speed_and_time_left(
     clock = itertools.count(step=6.0)  # each look at the clock is late
     monkeypatch.setattr("hybrid.primitives.progress.time.monotonic", lambda: next(clock))
     lines: list[str] = []
-    prepare(config_of(table, test_fraction=0.0), tmp_path / "cache", lines.append)
+    prepare(config_of(table, split="none"), tmp_path / "cache", lines.append)
     assert lines[2] == "reading: 1,000 rows so far"
     assert re.fullmatch(r"reading: 62%, [0-9]+ rows/s, left 0:00:[0-9]{2}", lines[3])
     phases = dict.fromkeys(line.partition(":")[0] for line in lines[1:-1])

@@ -41,7 +41,7 @@ SECONDS = 20.0
 def config_of(path: Path) -> RunConfig:
     """Weights, groups, two tasks, bags with weights and without."""
     keys = {"multi_hot_separator": "|", "weight": "w", "group": "c", "numeric_scaling": "none"}
-    config = csv_config(path, dense=("x",), sparse=("c", "tags", "rated"), test_fraction=0.1, **keys)
+    config = csv_config(path, dense=("x",), sparse=("c", "tags", "rated"), split="random(0.1)", **keys)
     columns = {"rated": ColumnSection(kind="weighted"), "c": ColumnSection(multi_hot_separator="")}
     tasks = {"click": TaskSection(), "spent": TaskSection(type="regression")}
     return config.replace(columns=columns, tasks=tasks)
@@ -314,7 +314,7 @@ def test_unpinned_chunks_are_evicted_while_their_fetch_hangs(
 def stored_config(folder: Path, cache: str = "") -> RunConfig:
     rows = "".join(f"{i % 2},{i},c{i % 7}\n" for i in range(6000))
     path = write(folder / "train.csv", f"label,x,c\n{rows}")
-    config = csv_config(path, dense=("x",), sparse=("c",), test_fraction=0.1, cache_folder=cache)
+    config = csv_config(path, dense=("x",), sparse=("c",), split="random(0.1)", cache_folder=cache)
     data = dataclasses.replace(config.data, local_cache_folder=str(folder / "local"))
     return config.replace(data=data)
 
@@ -374,7 +374,7 @@ def test_ended_run_leaves_nothing_in_the_store(tmp_path: Path, bucket: RemotePat
 
 def test_empty_split_is_sent(tmp_path: Path, bucket: RemotePath) -> None:
     config = stored_config(tmp_path, str(bucket))
-    config = config.replace(data=dataclasses.replace(config.data, test_fraction=0.0))
+    config = config.replace(data=dataclasses.replace(config.data, split="none"))
     folder = ensure_prepared(config, bucket)
     assert rows_of(open_split(folder, "test", config.data)) == []
 

@@ -124,7 +124,7 @@ def test_rewritten_stored_file_has_another_fingerprint(tmp_path: Path, there: Re
     config = config_of(file)
     before = fingerprint(config)
     assert fingerprint(config) == before
-    ((found,), _) = find_input_files(config.data)
+    (found,) = find_input_files(config.data)["train"]
     assert (found.path, found.real_path, found.sampled) == (str(file), str(file), files.content_tag(file))
     files.write_bytes(file, text(200, 1).replace("\n1,", "\n0,", 1).encode())
     assert fingerprint(config) != before

@@ -79,7 +79,7 @@ def test_invalid_targets_are_located(tmp_path: Path) -> None:
 
 
 def config_of(path: Path, tasks: dict[str, TaskSection], **keys: Any) -> RunConfig:
-    return csv_config(path, sparse=("user",), test_fraction=0.0, **keys).replace(tasks=tasks)
+    return csv_config(path, sparse=("user",), split="none", **keys).replace(tasks=tasks)
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])

@@ -56,8 +56,8 @@ def test_excess_of_unknown_values_is_a_warning(tmp_path: Path) -> None:
 def test_split_by_time_gives_no_warning(tmp_path: Path) -> None:
     rows = "".join(f"{i % 2},{'new' if i > 90 else 'old'}{i % 3},{i}\n" for i in range(120))
     (tmp_path / "a.csv").write_text(f"label,item,day\n{rows}")
-    config = csv_config(tmp_path / "a.csv", sparse=("item",), test_fraction=0.25)
-    data = dataclasses.replace(config.data, split="time(day)")
+    config = csv_config(tmp_path / "a.csv", sparse=("item",), split="random(0.25)")
+    data = dataclasses.replace(config.data, split="time(day, fraction = 0.25)")
     _, test = prepared(config.replace(data=data), tmp_path / "cache")
     assert (test.report.unknown[0].fraction, test.report.unknown[0].expected) == (29 / 30, None)
     assert not list(data_notes(test.report))

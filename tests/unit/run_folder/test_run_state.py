@@ -111,7 +111,7 @@ def test_a_fifo_is_no_configuration_of_a_run() -> None:
 
 
 OF_THE_MODEL = """
-    run.seed=2 data.format="csv" data.test_fraction=0.2 data.label="clicked" data.positive_labels="yes"
+    run.seed=2 data.format="csv" data.validation="random(0.2)" data.label="clicked" data.positive_labels="yes"
     data.negative_labels="no" data.dense=["price"] data.sparse=["user"] data.multi_hot_separator="|"
     data.missing="n/a" data.numeric_scaling=none data.shuffle=none
     data.vocabulary="hash" data.vocabulary="build(2)" data.vocabulary="hash(99)" data.synthetic_rows=99
