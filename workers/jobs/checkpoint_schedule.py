@@ -99,12 +99,14 @@ class RunCounts:
         samples: number of training samples.
         seconds: time of the trainers for these samples.
         skipped_steps: see :class:`workers.controller.remote_trainer.TrainerReport`.
+        undefined: the steps of evaluations in which the metric of the best checkpoint was undefined.
         interval: the steps since the last log step.
     """
 
     samples: int = 0
     seconds: float = 0.0
     skipped_steps: int = 0
+    undefined: list[int] = field(default_factory=list)
     interval: Interval = field(default_factory=Interval)
 
     def add(self, reports: Sequence[TrainerReport], seconds: float) -> None:
@@ -120,6 +122,7 @@ class RunCounts:
             "samples": self.samples,
             "seconds": self.seconds,
             "skipped_steps": self.skipped_steps,
+            "undefined": self.undefined,
             "interval_num_steps": self.interval.num_steps,
             "interval_seconds": self.interval.seconds,
         }
@@ -142,8 +145,9 @@ class RunCounts:
             interval = Interval(values["interval_num_steps"], values["interval_seconds"])
             for trainer in range(len(tensors) // len(_Report._fields)):
                 interval.reports[trainer] = [_Report(*(tensors[f"{n}.{trainer}"] for n in _Report._fields))]
-            return cls(values["samples"], values["seconds"], values["skipped_steps"], interval)
-        except (KeyError, TypeError) as error:
+            undefined = [*map(int, values["undefined"])]
+            return cls(values["samples"], values["seconds"], values["skipped_steps"], undefined, interval)
+        except (KeyError, TypeError, ValueError) as error:
             rule = "resume it with the version of hybrid that wrote it, or start a new run"
             raise CheckpointError(f"another version wrote the counts in the checkpoint: {rule}") from error
 
@@ -284,7 +288,7 @@ class Checkpoints:
         if manifest.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
             self._run.sync()
             metrics = dict(now.metrics or {})
-            progress = {**manifest.progress, BEST: best, OWES_EVALUATION: False}
+            progress = {**manifest.progress, **now.counts.pack().values, BEST: best, OWES_EVALUATION: False}
             dataclasses.replace(manifest, metrics=metrics, progress=progress).write(folder)
             self._prune(best)
         self.best = best

@@ -39,7 +39,7 @@ from workers.controller.user_code_jobs import run_script
 from workers.exit_codes import ExitCode
 
 # Relative and absolute tolerance. A rounding error is about 1e-16 in float64. If the exact gradient is zero,
-# an optimizer that divides by the gradient's size multiplies the error by rate / eps: 5e6 for default tables.
+# an optimizer that divides by the gradient's size multiplies the error by rate / eps: 5e8 for default tables.
 TOLERANCES = {"float64": (1e-7, 1e-8), "float32": (1e-5, 1e-6)}
 VALUE = "value"
 

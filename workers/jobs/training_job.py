@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hybrid.checkpoint import checkpoint_folders
@@ -33,16 +33,22 @@ _SECOND_CTRL_C = "; a second Ctrl-C stops at once"
 
 
 def is_patience_over(
-    train: TrainSection, steps_per_epoch: int, best: Best | None, step: int, start: int = 0
+    train: TrainSection,
+    steps_per_epoch: int,
+    best: Best | None,
+    step: int,
+    start: int = 0,
+    undefined: Sequence[int] = (),
 ) -> bool:
     """Whether a run ends after ``step``, because its last evaluations did not improve on the best one.
 
     The count of evaluations follows from the step, so a resumed run ends at the same step. If no evaluation
-    is the best, those after ``start`` count.
+    is the best, those after ``start`` count. Those at the steps ``undefined`` do not count.
     """
     every = train.eval_every_steps or steps_per_epoch
     best_step = start if best is None or math.isnan(best.value) else best.step
-    return 0 < train.patience <= step // every - best_step // every
+    count = step // every - best_step // every - sum(best_step < each <= step for each in undefined)
+    return 0 < train.patience <= count
 
 
 class Training:
@@ -146,14 +152,14 @@ class Training:
             # Evaluations of the run do not count if another metric selected the best of them.
             best, self._patience_start = None, step - self._owes_evaluation
         rules = self._config.train, session.steps_per_epoch
-        has_ended = is_patience_over(*rules, best, step, self._patience_start)
+        has_reports = PROGRESS_FILE in checkpoint.manifest.files
+        self._counts = RunCounts.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
+        has_ended = is_patience_over(*rules, best, step, self._patience_start, self._counts.undefined)
         if has_ended and (self._task.folder / RESULT_FILE).exists():
             by = metric_title(self._config.best_by)
             rule = f"the run ended without a better {by}; raise it to continue"
             raise ConfigError(PATIENCE, rule, self._config.train.patience)
         session.load(checkpoint)
-        has_reports = PROGRESS_FILE in checkpoint.manifest.files
-        self._counts = RunCounts.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
         self._step = step
         view.note(f"resuming from step {step}: {checkpoint.folder}")
         if step < total and checkpoint.manifest.metrics:
@@ -170,6 +176,8 @@ class Training:
                 metrics = self._evaluate(session, view, self._selection, self._step)
             if metrics is not None:
                 self._metrics, self._owes_evaluation = metrics, False
+                if math.isnan(metrics.get(self._config.best_by, 0.0)):
+                    self._counts.undefined.append(self._step)
             if self._step < session.total_steps and not self._owes_evaluation:
                 self._checkpoints.write_if_due(self._state(session), is_evaluated=metrics is not None)
             if metrics and not self._is_over(session):  # the summary shows the last evaluation
@@ -183,7 +191,8 @@ class Training:
         if self._owes_evaluation:
             return False
         rules, best = (self._config.train, session.steps_per_epoch), self._checkpoints.expected_best
-        has_lost_patience = is_patience_over(*rules, best, self._step, self._patience_start)
+        undefined = self._counts.undefined
+        has_lost_patience = is_patience_over(*rules, best, self._step, self._patience_start, undefined)
         return self._step >= session.total_steps or has_lost_patience
 
     def _take_steps(self, session: DatasetSession, view: TerminalView) -> None:

@@ -96,18 +96,21 @@ def test_counts_continue_with_another_number_of_trainers(before: int, after: int
 
 
 @pytest.mark.parametrize(
-    ("patience", "best", "step", "is_over"),
+    ("patience", "best", "undefined", "step", "is_over"),
     [
-        (0, Best("auc", 0.7, 10), 1000, False),
-        (2, Best("auc", 0.7, 10), 29, False),
-        (2, Best("auc", 0.7, 10), 30, True),
-        (2, None, 10, False),
-        (2, None, 20, True),
-        (1, Best("auc", math.nan, 10), 10, True),
+        (0, Best("auc", 0.7, 10), [], 1000, False),
+        (2, Best("auc", 0.7, 10), [], 29, False),
+        (2, Best("auc", 0.7, 10), [], 30, True),
+        (2, Best("auc", 0.7, 30), [10, 40, 70], 59, False),
+        (2, Best("auc", 0.7, 30), [10, 40, 70], 60, True),
+        (2, None, [], 10, False),
+        (2, None, [], 20, True),
+        (1, Best("auc", math.nan, 10), [10], 10, False),
     ],
 )
 def test_patience_counts_evaluations_since_the_best(
-    patience: int, best: Best | None, step: int, is_over: bool
+    patience: int, best: Best | None, undefined: list[int], step: int, is_over: bool
 ) -> None:
-    assert is_patience_over(TrainSection(patience=patience), 10, best, step) == is_over
-    assert is_patience_over(TrainSection(patience=patience, eval_every_steps=10), 7, best, step) == is_over
+    for per_epoch, every in ((10, 0), (7, 10)):
+        section = TrainSection(patience=patience, eval_every_steps=every)
+        assert is_patience_over(section, per_epoch, best, step, undefined=undefined) == is_over
