@@ -87,12 +87,20 @@ class DataSection:
         is_name_fixed=True,
     )
     columns: tuple[str, ...] = option(
-        (), "Column names of a CSV file without a header; empty reads the header."
+        (),
+        "Column names of a CSV file without a header; empty reads the header.",
+        takes_numbers=True,
     )
     delimiter: str = option(",", "Separator of CSV columns.")
-    label: str = fixed("label", "Label column of 1 and 0, unless there are sections [tasks.NAME].")
-    positive_labels: tuple[str, ...] = fixed(("1",), "Values of binary labels and masks that mean 1.")
-    negative_labels: tuple[str, ...] = fixed(("0",), "Values of binary labels and masks that mean 0.")
+    label: str = fixed(
+        "label", "Label column of 1 and 0, unless there are sections [tasks.NAME].", takes_numbers=True
+    )
+    positive_labels: tuple[str, ...] = fixed(
+        ("1",), "Values of binary labels and masks that mean 1.", takes_numbers=True
+    )
+    negative_labels: tuple[str, ...] = fixed(
+        ("0",), "Values of binary labels and masks that mean 0.", takes_numbers=True
+    )
     weight: str = fixed("", "Column of sample weights in the loss, at least 0; empty for equal weights.")
     weighted_metrics: bool = option(
         False,
@@ -103,12 +111,12 @@ class DataSection:
         "",
         "Column whose values group samples, such as users, for ranking losses and metrics.",
     )
-    dense: tuple[str, ...] = fixed((), "Names of the numeric columns.")
-    sparse: tuple[str, ...] = fixed((), "Names of the categorical columns.")
+    dense: tuple[str, ...] = fixed((), "Names of the numeric columns.", takes_numbers=True)
+    sparse: tuple[str, ...] = fixed((), "Names of the categorical columns.", takes_numbers=True)
     multi_hot_separator: str = fixed(
         "", "Separator of the ids in a categorical field; empty for one id per field."
     )
-    missing: tuple[str, ...] = fixed(("", "?"), "Field values that mean missing.")
+    missing: tuple[str, ...] = fixed(("", "?"), "Field values that mean missing.", takes_numbers=True)
     numeric_scaling: str = fixed(
         "standardize",
         "Scaling of numeric values by the training rows: to mean 0 and standard deviation 1, to the range "
@@ -226,7 +234,7 @@ class ColumnSection:
         signatures=KIND_CALLS,
     )
     source: tuple[str, ...] = fixed(
-        (), "Column of the files, or columns (cross); empty for the column of this name."
+        (), "Column of the files, or columns (cross); empty for the column of this name.", takes_numbers=True
     )
     multi_hot_separator: str | None = fixed(None, "Separator of ids in a field (value, weighted).")
     pooling: str | None = fixed(

@@ -69,6 +69,7 @@ class Key:
     choices: tuple[str, ...] = ()
     size: int | None = None  # the length of a list, if it is fixed
     signatures: CallSignatures | None = None  # the names that a value may have, with their arguments
+    takes_numbers: bool = False  # a text may be written as a number, true or false
     is_fixed: bool = False  # a resumed run keeps its value, on which tensors or the data position depend
     is_name_fixed: bool = False  # a resumed run keeps the name in its value, and may change the arguments
     is_by_host: bool = False  # a role may have a different value; the master decides all other keys
@@ -90,6 +91,7 @@ class Key:
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         kind = _LISTS[self.kind] if self.is_list else _KINDS[self.kind]
+        kind = f"{kind} or numbers" if self.takes_numbers and self.is_list else kind
         if self.size is not None:
             kind = f"{kind} of length {self.size}"
         bounds = [
@@ -114,6 +116,8 @@ class Key:
         return (value,) if is_single else value
 
     def _convert(self, value: Any) -> Any:
+        if self.takes_numbers and isinstance(value, bool | int | float):
+            return str(value).lower()  # TOML's true is Python's True
         is_whole = self.kind is float and type(value) is int and abs(value) <= sys.float_info.max
         return float(value) if is_whole else value
 

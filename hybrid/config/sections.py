@@ -61,7 +61,7 @@ SCHEDULE_CALLS = CallSignatures(
         "polynomial": (argument("power", float, 1.0, above=0), _FINAL, _STEPS, _WARMUP, _INITIAL),
         "one_cycle": (
             argument("peak_fraction", float, 0.3, above=0, maximum=0.999999),
-            _FINAL,
+            argument("final_factor", float, 4e-6, minimum=0, maximum=1),  # as torch's OneCycleLR
             _STEPS,
             _INITIAL,
         ),
@@ -341,7 +341,8 @@ class ScheduleSection:
         "constant",
         "The learning rate by step. The rate rises linearly from `initial_factor` times the full rate over "
         "`warmup_steps`. Then it falls until step `steps` (0: until the end of the run), which includes the "
-        "warm-up. In one_cycle, it rises in the fraction `peak_fraction` of the steps.",
+        "warm-up. In one_cycle, it rises in the fraction `peak_fraction` of the steps, and momentum "
+        "and betas stay (cycle_momentum=False of torch's OneCycleLR).",
         signatures=SCHEDULE_CALLS,
     )
 

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from hybrid.config.data_sections import POOLINGS
 from hybrid.config.key import Call, CallSignatures, argument, fixed, option
 
-_EPS = argument("eps", float, 1e-8, minimum=1e-30)
+# The defaults are those of torch.optim, and those of custom loops (hybrid.Adagrad and others).
+_ADAGRAD_EPS = argument("eps", float, 1e-10, minimum=1e-30)
+_ADAM_EPS = argument("eps", float, 1e-8, minimum=1e-30)
 _DECAY = argument("weight_decay", float, 0.0, minimum=0)
+_ADAMW_DECAY = argument("weight_decay", float, 0.01, minimum=0)
 _ALL_ROWS = argument("all_rows", bool, False)
 _MOMENTUM = argument("momentum", float, 0.9, minimum=0, maximum=0.999999)
 _BETAS = argument("betas", float, (0.9, 0.999), is_list=True, size=2, minimum=0, maximum=0.999999)
@@ -18,10 +21,10 @@ TABLE_OPTIMIZERS = CallSignatures(
     {
         "sgd": (_DECAY, _ALL_ROWS),
         "momentum": (_MOMENTUM, _DECAY, _ALL_ROWS),
-        "adagrad": (_EPS, _DECAY, _ALL_ROWS),
-        "rowwise_adagrad": (_EPS, _DECAY),
-        "adam": (_BETAS, _EPS, _DECAY, _ALL_ROWS),
-        "adamw": (_BETAS, _EPS, _DECAY, _ALL_ROWS),
+        "adagrad": (_ADAGRAD_EPS, _DECAY, _ALL_ROWS),
+        "rowwise_adagrad": (_ADAGRAD_EPS, _DECAY),
+        "adam": (_BETAS, _ADAM_EPS, _DECAY, _ALL_ROWS),
+        "adamw": (_BETAS, _ADAM_EPS, _ADAMW_DECAY, _ALL_ROWS),
         "ftrl": (_BETA, _L1, _DECAY),
     }
 )
@@ -77,7 +80,7 @@ class TableSection:
     learning_rate: float | None = option(None, "Learning rate of the rows.", above=0)
     placement: str | None = option(None, "The workers that hold the rows.", signatures=PLACEMENT_CALLS)
     features: tuple[str, ...] = fixed(
-        (), "Columns that share this table; empty for the column of the table's name."
+        (), "Columns that share this table; empty for the column of the table's name.", takes_numbers=True
     )
     initial: str = fixed(
         "",

@@ -25,6 +25,7 @@ class LoopWarnings:
         self._given: set[str] = set()
         self._gradients: list[tuple[int, int]] = []
         self._rates = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[float]]()
+        self._momenta = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[object]]()
 
     def note_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Record the versions of the gradients that ``cluster.backward`` has computed."""
@@ -47,6 +48,15 @@ class LoopWarnings:
                 "the learning rate of the optimizer has changed, for instance by torch.optim.lr_scheduler. "
                 "The tables keep the rates of their own optimizers. To schedule the tables, too, set section "
                 "[schedule] of the configuration"
+            )
+
+    def check_momentum(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if the momentum or the betas of an optimizer are not those of its first step."""
+        momenta = [group.get("betas", group.get("momentum")) for group in optimizer.param_groups]
+        if self._momenta.setdefault(optimizer, momenta) != momenta:
+            raise RuntimeError(
+                "the momentum or the betas of the optimizer have changed, as OneCycleLR and CyclicLR do by "
+                "default, but the tables keep those of their own optimizers: pass cycle_momentum=False"
             )
 
     def check_pairs(self, loss: Tensor, size: int, sizes: Iterable[int]) -> None:

@@ -115,6 +115,7 @@ class TrainingLoop:
             if spec.optimizer.all_rows and config.train.update == "async":
                 rule = f"must be sync or lookahead, since each step updates all rows of table {spec.name}"
                 raise ConfigError("train.update", rule, "async")
+        self._has_momentum = any(spec.optimizer.has_momentum for spec in specs)
         self._placed = placed = backend.place_tables(specs)
         self._rules = placed.rules
         self._tables = ModuleTables(specs, placed.placement, placed.workers, clock)
@@ -453,6 +454,8 @@ class TrainingLoop:
             self._warnings.check_gradients(p.grad for p in self.model.gradients)
             self._scale = self._engine.decide()
         self._warnings.check_learning_rate(optimizer)
+        if self._has_momentum:
+            self._warnings.check_momentum(optimizer)
         self._stepped_optimizers.add(id(optimizer))
         self._optimizers[optimizer] = None
         for parameter in parameters:

@@ -38,9 +38,14 @@ class OptimizerSpec:
     all_rows: bool = False
 
     @property
+    def has_momentum(self) -> bool:
+        """Whether a step depends on the gradients of earlier steps by a momentum."""
+        return self.name in ("momentum", "adam", "adamw")
+
+    @property
     def steps_all_rows(self) -> bool:
         """Whether a step also changes rows without a gradient, by weight decay or momentum."""
-        return self.all_rows and (self.weight_decay > 0 or self.name in ("momentum", "adam", "adamw"))
+        return self.all_rows and (self.weight_decay > 0 or self.has_momentum)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ def test_file_sets_keys_and_tables(tmp_path: Path) -> None:
         format = "criteo"
         path = ["day_0.gz", "day_1.gz"]
         numeric_scaling = "none"
+        negative_labels = [0, false]
         [train]
         batch_size = 4096
         [cluster]
@@ -62,7 +63,12 @@ def test_file_sets_keys_and_tables(tmp_path: Path) -> None:
     )
     user = TableSection(dim=8, placement="auto(workers = [1])", features=("user", "friend"))
     assert config == RunConfig(
-        data=DataSection(format="criteo", path=("day_0.gz", "day_1.gz"), numeric_scaling="none"),
+        data=DataSection(
+            format="criteo",
+            path=("day_0.gz", "day_1.gz"),
+            numeric_scaling="none",
+            negative_labels=("0", "false"),
+        ),
         train=TrainSection(batch_size=4096),
         cluster=ClusterSection(timeout_seconds=5.0),
         tables={"user": user, "item.id": TableSection()},
@@ -89,6 +95,9 @@ def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
         ("data.path=/x/y.csv", "data", "path", ("/x/y.csv",)),
         ('data.path=["/x/y.csv", "/z.csv"]', "data", "path", ("/x/y.csv", "/z.csv")),
         ("data.positive_labels=1.5", "data", "positive_labels", ("1.5",)),
+        ("data.positive_labels=[1, true]", "data", "positive_labels", ("1", "true")),
+        ("data.missing=[-1, -99.0, '']", "data", "missing", ("-1", "-99.0", "")),
+        ("data.dense=[0, 1]", "data", "dense", ("0", "1")),
         ("dense.top_mlp=64", "dense", "top_mlp", (64,)),
         ("dense.top_mlp=[]", "dense", "top_mlp", ()),
         ("data.shuffle=none", "data", "shuffle", "none"),

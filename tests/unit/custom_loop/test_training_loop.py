@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -384,6 +385,26 @@ def test_changes_of_the_parameters_alone_warn_once(
             optimizer.step()
             schedule.step()
     assert [remedy is not None and remedy in str(each.message) for each in caught] == [True] * bool(remedy)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_cycled", "is_refused"),
+    [(hybrid.Adam, True, True), (hybrid.Adam, False, False), (hybrid.SGD, True, False)],
+)
+def test_momentum_that_changes_beside_momentum_of_tables_is_refused(
+    optimizer: Callable[..., Any], is_cycled: bool, is_refused: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.toml").write_text('[schedule]\nkind = "one_cycle(steps = 9)"\n')
+    cluster, net = hybrid.connect(tmp_path / "config.toml"), Net()
+    net.table.optimizer = optimizer(lr=0.1)
+    model = cluster.distribute(net)
+    dense = torch.optim.Adam(model.parameters(), lr=0.1)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(dense, 0.1, total_steps=9, cycle_momentum=is_cycled)
+    with pytest.raises(RuntimeError, match="cycle_momentum") if is_refused else nullcontext():
+        for batch in cluster.batches(DATA, size=2):
+            cluster.backward(errors(model, batch))
+            dense.step()
+            cycle.step()
 
 
 class Twice(Net):

@@ -1,10 +1,16 @@
 """Tables from the configuration and the columns, and their placement."""
 
+import dataclasses
+import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import hybrid
 from hybrid.config import (
     ClusterSection,
     ColumnSection,
@@ -45,13 +51,38 @@ def test_each_column_has_a_table_by_default() -> None:
         ("ftrl(beta = 0.7, l1 = 0.8, weight_decay = 0.6)",
          OptimizerSpec("ftrl", 0.1, weight_decay=0.6, ftrl_beta=0.7, ftrl_l1=0.8)),
         ("adamw(betas = [0.3, 0.4], eps = 0.2, all_rows = true)",
-         OptimizerSpec("adamw", 0.1, eps=0.2, betas=(0.3, 0.4), all_rows=True)),
+         OptimizerSpec("adamw", 0.1, eps=0.2, betas=(0.3, 0.4), weight_decay=0.01, all_rows=True)),
         ("momentum(0.5)", OptimizerSpec("momentum", 0.1, momentum=0.5)),
     ],
 )  # fmt: skip
 def test_optimizer_arguments_reach_the_tables(optimizer: str, expected: OptimizerSpec) -> None:
     embedding = EmbeddingSection(optimizer=optimizer, learning_rate=0.1)
     assert {t.optimizer for t in table_specs(RunConfig(embedding=embedding), COLUMNS)} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("name", "of_loops", "of_torch"),
+    [
+        ("sgd", hybrid.SGD, torch.optim.SGD),
+        ("momentum", hybrid.Momentum, None),
+        ("adagrad", hybrid.Adagrad, torch.optim.Adagrad),
+        ("rowwise_adagrad", hybrid.RowwiseAdagrad, torch.optim.Adagrad),
+        ("adam", hybrid.Adam, torch.optim.Adam),
+        ("adamw", hybrid.AdamW, torch.optim.AdamW),
+        ("ftrl", hybrid.Ftrl, None),
+    ],
+)
+def test_defaults_of_optimizers_are_those_of_loops_and_of_torch(
+    name: str, of_loops: Callable[..., OptimizerSpec], of_torch: Callable[..., Any] | None
+) -> None:
+    embedding = EmbeddingSection(optimizer=name, learning_rate=0.1)
+    (spec,) = {table.optimizer for table in table_specs(RunConfig(embedding=embedding), COLUMNS)}
+    assert spec == of_loops(lr=0.1)
+    if of_torch is not None:
+        defaults = of_torch([torch.zeros(1)]).defaults
+        settings = dataclasses.asdict(spec)
+        shared = (settings.keys() & defaults.keys() & inspect.signature(of_loops).parameters.keys()) - {"lr"}
+        assert {key: settings[key] for key in shared} == {key: defaults[key] for key in shared}
 
 
 def test_table_section_overrides_one_table() -> None:

@@ -50,7 +50,7 @@ def test_one_cycle_equals_torch(steps: int, peak: float, initial: float, final: 
 
 def test_one_cycle_with_its_peak_at_the_first_step() -> None:
     """Torch divides by zero at that step."""
-    section = ScheduleSection(kind="one_cycle(0.25)")
+    section = ScheduleSection(kind="one_cycle(peak_fraction = 0.25, final_factor = 0.0)")
     assert factors(section, 4) == pytest.approx([1.0, 0.75, 0.25, 0.0], abs=1e-12)
 
 
