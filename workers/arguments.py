@@ -180,8 +180,10 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     export.add_argument("--format", action="append", choices=EXPORTS, help=help_text)
     help_text = "data type of the tables; the loss of precision is measured (default: that of the run)"
     export.add_argument("--dtype", choices=ROW_TYPES, help=help_text)
-    config = add("config", "print the effective configuration, or all keys", _config)
-    config.add_argument("--describe", action="store_true", help="print each key: default, rule, meaning")
+    config = add("config", "print the effective configuration, all keys, or a schema", _config)
+    pages = config.add_mutually_exclusive_group()
+    pages.add_argument("--describe", action="store_true", help="print each key: default, rule, meaning")
+    pages.add_argument("--schema", action="store_true", help="print a JSON schema, for editors")
     secret = add("secret", "create a secret file for roles started by hand", about=_SECRET)
     secret.add_argument("file", type=Path, metavar="FILE", help="file to create; must not exist")
     return parser, subparsers.choices

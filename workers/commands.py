@@ -26,6 +26,7 @@ from hybrid.config.loading import (
     to_toml,
     validate,
 )
+from hybrid.config.schema import json_schema
 from hybrid.errors import ConfigError, HybridError
 from hybrid.security.secret import VARIABLE, Secret
 from hybrid.storage.remote_path import StoragePath, parse_path
@@ -403,4 +404,7 @@ def secret_command(options: argparse.Namespace) -> None:
 
 def config_command(options: argparse.Namespace) -> None:
     """Print the effective configuration, or a description of each key."""
+    if options.schema:
+        print_text(json_schema())
+        return
     print_text(describe() if options.describe else to_toml(_read_config(options)))

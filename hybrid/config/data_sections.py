@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 from hybrid.config.key import Call, CallSignatures, argument, by_host, fixed, option
+from hybrid.config.splits import (
+    PATH_KEYS,
+    SPLIT_CALLS,
+    SPLITS,
+    TEST,
+    TRAIN,
+    VALIDATION,
+    VALIDATION_CALLS,
+    Holdout,
+    holdouts,
+)
 from hybrid.errors import ConfigError
 
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
@@ -20,15 +30,6 @@ VOCABULARY_CALLS = CallSignatures(
         "build": (argument("min_count", int, 1, minimum=1),),
         "hash": (argument("rows", int, DEFAULT_HASH_ROWS, minimum=2, maximum=2_000_000_000),),
     }
-)
-TRAIN, VALIDATION, TEST = SPLITS = "train", "validation", "test"
-PATH_KEYS = {TRAIN: "data.path", VALIDATION: "data.validation", TEST: "data.test_path"}
-_COLUMN = argument("column", str, None)
-_FRACTION = argument("fraction", float, 0.1, above=0, maximum=0.9)
-_HOLDOUTS = {"random": (_FRACTION,), "column": (_COLUMN, _FRACTION), "time": (_COLUMN, _FRACTION)}
-SPLIT_CALLS = CallSignatures({**_HOLDOUTS, "none": ()})
-VALIDATION_CALLS = CallSignatures(
-    {"none": (), **_HOLDOUTS, "path": (argument("paths", str, None, is_list=True),)}
 )
 SHUFFLE_CALLS = CallSignatures(
     {"rows": (), "lanes": (argument("lanes", int, 64, minimum=1, maximum=4096),), "none": ()}
@@ -46,24 +47,6 @@ KIND_CALLS = CallSignatures(
 )
 POOLINGS = ("sum", "mean", "max")
 UNPOOLED = "none"
-
-
-class Holdout(NamedTuple):
-    """Rows of ``data.path`` that are held out from training.
-
-    Attributes:
-        split: the split of these rows, "test" or "validation".
-        key: the key of the configuration that selects them.
-        by: random, column or time.
-        column: the column that decides; empty for random rows.
-        fraction: the fraction of the rows that earlier splits leave.
-    """
-
-    split: str
-    key: str
-    by: str
-    column: str
-    fraction: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,18 +160,12 @@ class DataSection:
     @property
     def holdouts(self) -> tuple[Holdout, ...]:
         """The splits that are held out from the rows of ``path``, in the order in which they take rows."""
-        calls = [] if self.test_path else [(TEST, "data.split", SPLIT_CALLS.parse("data.split", self.split))]
-        calls.append((VALIDATION, "data.validation", self._validation_call))
-        return tuple(
-            Holdout(split, key, call.name, call.arguments.get("column", ""), call["fraction"])
-            for split, key, call in calls
-            if call.name in _HOLDOUTS
-        )
+        return holdouts(self.test_path, self.split, self.validation)
 
     @property
     def splits(self) -> tuple[str, ...]:
         """The names of the splits of the prepared data."""
-        return (TRAIN, TEST) if self._validation_call.name == "none" else SPLITS
+        return (TRAIN, TEST) if self.validation == "none" else SPLITS
 
     @property
     def selection_split(self) -> str:
@@ -198,12 +175,9 @@ class DataSection:
     @property
     def paths(self) -> dict[str, tuple[str, ...]]:
         """The files, folders and URLs of each split; none for a split that is held out."""
-        validation = self._validation_call.arguments.get("paths", ())
-        return {TRAIN: self.path, VALIDATION: validation, TEST: self.test_path}
-
-    @property
-    def _validation_call(self) -> Call:
-        return VALIDATION_CALLS.parse("data.validation", self.validation)
+        validation = VALIDATION_CALLS.parse(PATH_KEYS[VALIDATION], self.validation)
+        paths = validation.arguments.get("paths", ())
+        return {TRAIN: self.path, VALIDATION: paths, TEST: self.test_path}
 
     @property
     def is_shuffled(self) -> bool:

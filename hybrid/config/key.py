@@ -37,6 +37,33 @@ def parse_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
+def key_lines(text: str) -> dict[str, int]:
+    """Return the first line of each key and section of a valid TOML text, by its dotted name."""
+    lines: dict[str, int] = {}
+    section: list[str] = []
+    first, statement = 1, ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        is_within_list = bool(statement) and line.rstrip().endswith(",")
+        statement += f"{line}\n"
+        if is_within_list:
+            continue
+        try:
+            inner = parse_toml(statement)
+        except ValueError:
+            continue  # the statement goes on
+        names: list[str] = []
+        while isinstance(inner, dict) and len(inner) == 1:
+            ((name, inner),) = inner.items()
+            names.append(name)
+        if statement.lstrip().startswith("["):
+            section, names = names, []
+        dotted = [*section, *names]
+        for end in range(1, len(dotted) + 1):
+            lines.setdefault(".".join(dotted[:end]), first)
+        first, statement = number + 1, ""
+    return lines
+
+
 def toml_value(value: Any) -> str:
     """Return the TOML text of a value."""
     if isinstance(value, tuple | list):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybrid.config.key import Key, parse_toml, toml_value
+from hybrid.config.key import Key, key_lines, parse_toml, toml_value
 from hybrid.config.sections import NAMED_KEYS, NAMED_TYPES, SECTION_KEYS, SECTION_TYPES, RunConfig
 from hybrid.config.validation import check_rules
 from hybrid.errors import ConfigError
@@ -33,13 +33,19 @@ def load_config(
         is_stored: whether a run or checkpoint has the file. An unknown key is then a key of another version.
 
     Raises:
-        ConfigError: the file cannot be read, or a key or value breaks a rule.
+        ConfigError: the file cannot be read, or a key or value breaks a rule. The message names the file, and
+            the line of the key.
     """
-    sections = {} if path is None else _read_sections(path, is_stored)
-    for text in overrides:
-        section, name, value = _override(text)
+    text, sections = ("", {}) if path is None else _read_sections(path, is_stored)
+    settings = [_override(each) for each in overrides]
+    for section, name, value in settings:
         sections.setdefault(section, {})[name] = _find(section, name).parse(value)
-    return _checked(sections)
+    try:
+        return _checked(sections)
+    except ConfigError as error:
+        if path is None or error.key in (f"{section}.{name}" for section, name, _ in settings):
+            raise
+        raise _located(path, text, error) from error
 
 
 def read_toml_text(text: str) -> RunConfig:
@@ -96,12 +102,21 @@ def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
     return config
 
 
-def _read_sections(path: StoragePath, is_stored: bool) -> dict[str, dict[str, Any]]:
-    """Return the sections of a file; errors about unknown keys name the file."""
+def _located(path: StoragePath, text: str, error: ConfigError) -> ConfigError:
+    """Return the error with the file ``path``, whose content is ``text``, and the line of its key."""
+    lines, key = key_lines(text), error.key.strip("[]")
+    line = lines.get(key, lines.get(key.rpartition(".")[0]))
+    place = path if line is None else f"{path}:{line}"
+    return ConfigError(f"{place}: {error.key}", error.rule, error.value)
+
+
+def _read_sections(path: StoragePath, is_stored: bool) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return the text of a file, and its sections; errors about unknown keys name the file."""
     try:
         # A file that the user names may be a FIFO. A file in a run folder must not block.
         content = path.read_bytes() if isinstance(path, Path) and not is_stored else read_bytes(path)
-        document = parse_toml(content.decode("utf-8-sig"))
+        text = content.decode("utf-8-sig")
+        document = parse_toml(text)
     except OSError as error:
         raise ConfigError(str(path), f"cannot read the configuration: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -119,8 +134,8 @@ def _read_sections(path: StoragePath, is_stored: bool) -> dict[str, dict[str, An
         if is_stored:
             rule = f"an earlier version wrote it ({error.key}); this one can neither resume nor load it"
             raise ConfigError(str(path), rule) from error
-        raise ConfigError(f"{path}: {error.key}", error.rule, error.value) from error
-    return sections
+        raise _located(path, text, error) from error
+    return text, sections
 
 
 def _by_section(document: dict[str, Any]) -> dict[str, dict[str, Any]]:

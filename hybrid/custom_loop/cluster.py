@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.config.data_sections import TEST, TRAIN
 from hybrid.config.loading import load_config
+from hybrid.config.splits import TEST, TRAIN
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.embedding_modules import plain_copy
 from hybrid.custom_loop.local_batches import GROUP, PreparedData

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from hybrid.config import ClusterSection, RunConfig
-from hybrid.config.data_sections import PATH_KEYS
 from hybrid.config.loading import load_config, to_toml
 from hybrid.config.sections import NETS
+from hybrid.config.splits import PATH_KEYS
 from hybrid.errors import ConfigError
 from hybrid.storage.files import read_text
 from hybrid.storage.private_files import private_user_folder

@@ -13,8 +13,8 @@ from hybrid.batch import Batch, by_task, split_outputs
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Files
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense, write_tensors
-from hybrid.config.data_sections import TRAIN
 from hybrid.config.loading import apply_settings
+from hybrid.config.splits import TRAIN
 from hybrid.data.batches.batch_loader import BatchLoader, BatchStream
 from hybrid.data.prepare.dataset_location import open_split
 from hybrid.dense.dense_optimizer import DenseOptimizer

@@ -11,7 +11,7 @@ from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_folders import Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import TEST, TRAIN
+from hybrid.config.splits import TEST, TRAIN
 from hybrid.config.validation import recorded_steps
 from hybrid.data.batches.batch_loader import check_ranking_losses
 from hybrid.data.dataset import dataset_manifest

@@ -20,7 +20,7 @@ from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, shard_
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import TRAIN
+from hybrid.config.splits import TRAIN
 from hybrid.config.task_sections import metric_name, metric_title
 from hybrid.custom_loop.backend import BACKEND, SingleProcess
 from hybrid.data.batches.batch_loader import BatchLoader

@@ -10,7 +10,7 @@ from typing import Any
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import Best
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import TEST, VALIDATION
+from hybrid.config.splits import TEST, VALIDATION
 from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
 from hybrid.data.dataset.dataset_manifest import DatasetReport
 from hybrid.metrics import Metrics

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import hybrid
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import SPLITS, TEST, TRAIN
 from hybrid.config.loading import CONFIG_FILE
+from hybrid.config.splits import SPLITS, TEST, TRAIN
 from hybrid.config.task_sections import metric_title
 from hybrid.metrics import Metrics
 from hybrid.storage import files

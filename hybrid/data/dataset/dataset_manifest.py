@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import PATH_KEYS
 from hybrid.config.loading import CONFIG_FILE
+from hybrid.config.splits import PATH_KEYS
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import UnknownValues
 from hybrid.data.parse.input_files import InputFile, compute_sampled_checksum

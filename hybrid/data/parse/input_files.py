@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from hybrid.config import DataSection
-from hybrid.config.data_sections import PATH_KEYS, TRAIN
+from hybrid.config.splits import PATH_KEYS, TRAIN
 from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path

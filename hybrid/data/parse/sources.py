@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import PATH_KEYS, TRAIN
+from hybrid.config.splits import PATH_KEYS, TRAIN
 from hybrid.data.parse.column_layout import Layout, TableBlock
 from hybrid.data.parse.delimited_text import (
     BLOCK_BYTES,

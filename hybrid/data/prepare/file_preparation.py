@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import PATH_KEYS, TRAIN
+from hybrid.config.splits import PATH_KEYS, TRAIN
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
 from hybrid.data.encode.feature_encoder import FeatureEncoder, report_unknown
 from hybrid.data.encode.fitting import FittedStatistics, fit_encoder, group_by_vocabulary

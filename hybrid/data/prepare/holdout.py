@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import TEST
+from hybrid.config.splits import TEST
 from hybrid.data.parse.sources import SplitValues
 from hybrid.primitives.splitmix64 import next_of
 

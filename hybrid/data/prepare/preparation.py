@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import TEST, TRAIN, VALIDATION
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
+from hybrid.config.splits import TEST, TRAIN, VALIDATION
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.atomic_directory import build_directory, hold_lock
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DataManifest, DatasetReport

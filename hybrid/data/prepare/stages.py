@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybrid.config.data_sections import TRAIN
+from hybrid.config.splits import TRAIN
 from hybrid.data.dataset.atomic_directory import sync_all
 from hybrid.data.encode.feature_encoder import FeatureEncoder, count_unknown
 from hybrid.data.encode.fitting import Moments, ValueCounts, bucketed_numbers, has_several_values

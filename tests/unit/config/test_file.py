@@ -1,6 +1,7 @@
 """Configuration files and overrides: accepted and refused ones, and the TOML that is written."""
 
 import dataclasses
+import json
 import math
 import re
 from pathlib import Path
@@ -27,6 +28,7 @@ from hybrid.config.loading import (
     to_toml,
     validate,
 )
+from hybrid.config.schema import json_schema
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError
 
@@ -184,19 +186,26 @@ def test_unknown_key_has_nearest_key(name: str, nearest: str, tmp_path: Path) ->
     section, _, key = name.rpartition(".")
     with pytest.raises(ConfigError, match=rf"did you mean {nearest}\?$") as caught:
         _load(tmp_path, f"[{section}]\n{key} = 1" if section else f"{key} = 1")
-    assert caught.value.key == f"{tmp_path}/run.toml: {name}"
+    assert caught.value.key == f"{tmp_path}/run.toml:{1 + bool(section)}: {name}"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[trian]", "{path}: [trian]: no such section; did you mean [train]?"),
-        ("[metrics]", "{path}: [metrics]: "),
-        ("[data]\npriority = 'w'", "{path}: data.priority: "),
-        ("[tables.user]\nweight = 1", "{path}: tables.user.weight: "),
-        ("[train]\n'' = 1", "{path}: train: "),
-        ("[metrics]\nrecall_at = 5", "{path}: metrics.recall_at: "),
-        ("train = 3", "{path}: train = 3: "),
+        ("[trian]", "{path}:1: [trian]: no such section; did you mean [train]?"),
+        ("[metrics]", "{path}:1: [metrics]: "),
+        ("[data]\npriority = 'w'", "{path}:2: data.priority: "),
+        ("[tables.user]\nweight = 1", "{path}:2: tables.user.weight: "),
+        ("[train]\n'' = 1", "{path}:1: train: "),
+        ("[metrics]\nrecall_at = 5", "{path}:2: metrics.recall_at: "),
+        ("train = 3", "{path}:1: train = 3: "),
+        ("[data]\nsparse = [\n  'a',\n]\n# none\n[train]\nepochs = 0", "{path}:7: train.epochs = 0: "),
+        ('[run]\nname = """\n[train]\nepochs = 1\n"""\n[train]\nepochs = 0', "{path}:7: train.epochs"),
+        ("train.epochs = 0", "{path}:1: train.epochs = 0: "),
+        ("train = {batch_size = 2, epochs = 0}", "{path}:1: train.epochs = 0: "),
+        ("[tables.'a.b']\ndim = 2\nplacement = 'row(9)'", "{path}:3: tables.a.b.placement = 9: "),
+        ("[data]\nformat = 'csv'", "{path}:1: data.path: "),
+        ("[columns.x]\nkind = 'hour'\n[data]\nformat = 'csv'", "{path}:3: data.path: "),
         ("[train]\nepochs = \n", "{path}: is not valid TOML: Invalid value (at line 2, column 10)"),
         (b"# \xe9", "{path}: is not UTF-8 text (byte 2)"),
         (None, "{path}: cannot read the configuration: Is a directory"),
@@ -288,6 +297,25 @@ def test_written_toml_is_read_equal(tmp_path: Path, config: RunConfig) -> None:
     again = _load(tmp_path, to_toml(config))
     assert again == config
     assert read_toml_text(to_toml(config)) == config
+
+
+def test_error_of_an_override_names_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^train\.epochs = 0: "):
+        _load(tmp_path, "[train]\nepochs = 3", "train.epochs=0")
+
+
+def test_schema_has_every_key_with_its_type_and_default() -> None:
+    schema = json.loads(json_schema())["properties"]
+    assert schema.keys() == {*SECTION_KEYS, *NAMED_KEYS}
+    for section, keys in SECTION_KEYS.items():
+        assert schema[section]["properties"].keys() == keys.keys()
+    assert schema["train"]["properties"]["epochs"] | {"description": ""} == {
+        "type": "integer",
+        "minimum": 1,
+        "default": 1,
+        "description": "",
+    }
+    assert schema["tables"]["additionalProperties"]["properties"].keys() == NAMED_KEYS["tables"].keys()
 
 
 def test_role_overrides_keys_by_host_only() -> None:
