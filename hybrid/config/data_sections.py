@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hybrid.config.key import Call, CallSignatures, argument, by_host, fixed, option
+from hybrid.config.key import Call, CallSignatures, argument, by_host, fixed, in_files, option
 from hybrid.config.splits import (
     PATH_KEYS,
     SPLIT_CALLS,
@@ -75,15 +75,9 @@ class DataSection:
         takes_numbers=True,
     )
     delimiter: str = option(",", "Separator of CSV columns.")
-    label: str = fixed(
-        "label", "Label column of 1 and 0, unless there are sections [tasks.NAME].", takes_numbers=True
-    )
-    positive_labels: tuple[str, ...] = fixed(
-        ("1",), "Values of binary labels and masks that mean 1.", takes_numbers=True
-    )
-    negative_labels: tuple[str, ...] = fixed(
-        ("0",), "Values of binary labels and masks that mean 0.", takes_numbers=True
-    )
+    label: str = in_files("label", "Label column of 1 and 0, unless there are sections [tasks.NAME].")
+    positive_labels: tuple[str, ...] = in_files(("1",), "Values of binary labels and masks that mean 1.")
+    negative_labels: tuple[str, ...] = in_files(("0",), "Values of binary labels and masks that mean 0.")
     weight: str = fixed("", "Column of sample weights in the loss, at least 0; empty for equal weights.")
     weighted_metrics: bool = option(
         False,
@@ -94,12 +88,12 @@ class DataSection:
         "",
         "Column whose values group samples, such as users, for ranking losses and metrics.",
     )
-    dense: tuple[str, ...] = fixed((), "Names of the numeric columns.", takes_numbers=True)
-    sparse: tuple[str, ...] = fixed((), "Names of the categorical columns.", takes_numbers=True)
+    dense: tuple[str, ...] = in_files((), "Names of the numeric columns.")
+    sparse: tuple[str, ...] = in_files((), "Names of the categorical columns.")
     multi_hot_separator: str = fixed(
         "", "Separator of the ids in a categorical field; empty for one id per field."
     )
-    missing: tuple[str, ...] = fixed(("", "?"), "Field values that mean missing.", takes_numbers=True)
+    missing: tuple[str, ...] = in_files(("", "?"), "Field values that mean missing.")
     numeric_scaling: str = fixed(
         "standardize",
         "Scaling of numeric values by the training rows: to mean 0 and standard deviation 1, to the range "
@@ -207,8 +201,8 @@ class ColumnSection:
         "such as a:0.5, with `separator` between id and weight.",
         signatures=KIND_CALLS,
     )
-    source: tuple[str, ...] = fixed(
-        (), "Column of the files, or columns (cross); empty for the column of this name.", takes_numbers=True
+    source: tuple[str, ...] = in_files(
+        (), "Column of the files, or columns (cross); empty for the column of this name."
     )
     multi_hot_separator: str | None = fixed(None, "Separator of ids in a field (value, weighted).")
     pooling: str | None = fixed(

@@ -78,6 +78,7 @@ def option(default: Any, meaning: str, **more: Any) -> Any:
 
 
 fixed = partial(option, is_fixed=True)
+in_files = partial(fixed, takes_numbers=True)  # names and values in files
 by_host = partial(option, is_by_host=True)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid.config.data_sections import POOLINGS
-from hybrid.config.key import Call, CallSignatures, argument, fixed, option
+from hybrid.config.key import Call, CallSignatures, argument, fixed, in_files, option
 
 # The defaults are those of torch.optim, and those of custom loops (hybrid.Adagrad and others).
 _ADAGRAD_EPS = argument("eps", float, 1e-10, minimum=1e-30)
@@ -79,8 +79,8 @@ class TableSection:
     )
     learning_rate: float | None = option(None, "Learning rate of the rows.", above=0)
     placement: str | None = option(None, "The workers that hold the rows.", signatures=PLACEMENT_CALLS)
-    features: tuple[str, ...] = fixed(
-        (), "Columns that share this table; empty for the column of the table's name.", takes_numbers=True
+    features: tuple[str, ...] = in_files(
+        (), "Columns that share this table; empty for the column of the table's name."
     )
     initial: str = fixed(
         "",

@@ -3,50 +3,47 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import Best
-from hybrid.config import RunConfig
 from hybrid.config.splits import TEST, VALIDATION
 from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
-from hybrid.data.dataset.dataset_manifest import DatasetReport
 from hybrid.metrics import Metrics
 from hybrid.storage.remote_path import StoragePath
 from workers.console.messages import unknown_fractions
 from workers.console.terminal import format_number
+from workers.controller.session import DatasetSession
 from workers.run_folder.run_access import command_name
 
 PATIENCE = "train.patience"  # this key can end a run before its last step
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Outcome:
     """How a run has ended.
 
     Attributes:
-        config: the configuration of the run.
+        session: the session of the run.
         step: the last step.
         tested: the step and the metrics of the model on the test rows; None without test rows.
         validation: the metrics of the last step on the validation rows, if there are such rows.
         best: the best checkpoint, if there is one.
-        limit: the key that has ended the run.
-        reports: reports of the samples of each split.
-        best_auc: the best reachable AUC on the test rows, if it is known.
         samples_per_second: training samples of all trainers.
     """
 
-    config: RunConfig
+    session: DatasetSession
     step: int
     tested: tuple[int, Metrics] | None
     validation: Metrics | None
     best: Best | None
-    limit: str
-    reports: Mapping[str, DatasetReport]
-    best_auc: float | None
     samples_per_second: float
+
+    @property
+    def _limit(self) -> str:
+        """The key that has ended the run."""
+        return self.session.limit if self.step == self.session.total_steps else PATIENCE
 
     @property
     def result(self) -> dict[str, Any]:
@@ -57,41 +54,45 @@ class Outcome:
             "tested_step": step,
             "validation": self.validation,
             "best": self.best and {"step": self.best.step, self.best.metric: self.best.value},
-            "best_reachable_auc": self.best_auc,
-            "bad_rows": sum(report.bad_rows.total for report in self.reports.values()),
-            "unknown_values": {column.name: column.fraction for column in self.reports[TEST].unknown},
+            "best_reachable_auc": self.session.best_auc,
+            "bad_rows": sum(report.bad_rows.total for report in self.session.reports.values()),
+            "unknown_values": {column.name: column.fraction for column in self.session.reports[TEST].unknown},
             "steps": self.step,
             "samples_per_second": self.samples_per_second,
         }
 
     def commands(self, run: StoragePath) -> dict[str, str]:
         """Return the commands that resume, evaluate and use the run, by label."""
-        train = self.config.train
+        train = self.session.config.train
         raised_limit = {
             "train.epochs": train.epochs + 1,
             "train.max_steps": 2 * train.max_steps,
             PATIENCE: train.patience + 1,
-        }[self.limit]
+        }[self._limit]
         quoted = shlex.quote(str(run))  # a URL may have characters that a shell interprets
         rows = " --input FILE" if self.tested is None else ""
         return {
-            "resume": f"{command_name()} launch --resume {quoted} --set {self.limit}={raised_limit}",
+            "resume": f"{command_name()} launch --resume {quoted} --set {self._limit}={raised_limit}",
             "evaluate": f"{command_name()} evaluate {quoted}{rows}",
             "predict": f"{command_name()} predict {quoted}{rows} --output FILE",
         }
 
     def describe(self, run: StoragePath) -> dict[str, str]:
         """Return the results for the summary, by label."""
-        tasks, results = self.config.all_tasks, {}
+        tasks, results = self.session.config.all_tasks, {}
         score = main_metric(tasks)
         note = "; the same test rows chose the step (see data.validation)"
-        shared = "" if VALIDATION in self.reports else note
+        shared = "" if VALIDATION in self.session.reports else note
         if self.tested is None:
             results[f"test {metric_title(score)}"] = "none: there are no test rows"
         else:
             step, metrics = self.tested
-            reachable = "" if self.best_auc is None else f" (best reachable {format_number(self.best_auc)})"
-            ended = shared if self.limit == PATIENCE else ""
+            reachable = (
+                ""
+                if self.session.best_auc is None
+                else f" (best reachable {format_number(self.session.best_auc)})"
+            )
+            ended = shared if self._limit == PATIENCE else ""
             value = f"{format_number(metrics[score])} at step {step:,}{reachable}{ended}"
             results[f"test {metric_title(score)}"] = value
             names = [name for name in shown_metrics(tasks) if name != score]
@@ -104,7 +105,7 @@ class Outcome:
             value = f"{format_number(earlier.value)} at step {earlier.step:,}{shared}"
             of_rows = "" if shared else "validation "
             results[f"best {of_rows}{metric_title(earlier.metric)}"] = value
-        if unknown := self.reports[TEST].unknown:
+        if unknown := self.session.reports[TEST].unknown:
             results["unknown values"] = unknown_fractions(unknown)
         results["throughput"] = f"{self.samples_per_second:,.0f} samples/s"
         results["run folder"] = str(run)

@@ -307,14 +307,11 @@ class Training:
             return self._stop.code
         folder, best = self._folder, self._checkpoints.best
         outcome = Outcome(
-            config=self._config,
-            step=self._step,
-            tested=self._tested,
+            session,
+            self._step,
+            self._tested,
             validation=None if self._selection == TEST else self._metrics,
             best=best,
-            limit=session.limit if self._step == session.total_steps else PATIENCE,
-            reports=session.reports,
-            best_auc=session.best_auc,
             samples_per_second=self._counts.samples / self._counts.seconds,
         )
         counts = {
