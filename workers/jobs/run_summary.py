@@ -15,6 +15,7 @@ from hybrid.storage.remote_path import StoragePath
 from workers.console.messages import unknown_fractions
 from workers.console.terminal import format_number
 from workers.controller.session import DatasetSession
+from workers.jobs.checkpoint_schedule import RunCounts
 from workers.run_folder.run_access import command_name
 
 PATIENCE = "train.patience"  # this key can end a run before its last step
@@ -30,7 +31,7 @@ class Outcome:
         tested: the step and the metrics of the model on the test rows; None without test rows.
         validation: the metrics of the last step on the validation rows, if there are such rows.
         best: the best checkpoint, if there is one.
-        samples_per_second: training samples of all trainers.
+        counts: the counts of the run.
     """
 
     session: DatasetSession
@@ -38,7 +39,7 @@ class Outcome:
     tested: tuple[int, Metrics] | None
     validation: Metrics | None
     best: Best | None
-    samples_per_second: float
+    counts: RunCounts
 
     @property
     def _limit(self) -> str:
@@ -58,7 +59,8 @@ class Outcome:
             "bad_rows": sum(report.bad_rows.total for report in self.session.reports.values()),
             "unknown_values": {column.name: column.fraction for column in self.session.reports[TEST].unknown},
             "steps": self.step,
-            "samples_per_second": self.samples_per_second,
+            "skipped_steps": self.counts.skipped_steps,
+            "samples_per_second": self.counts.samples / self.counts.seconds,
         }
 
     def commands(self, run: StoragePath) -> dict[str, str]:
@@ -107,7 +109,7 @@ class Outcome:
             results[f"best {of_rows}{metric_title(earlier.metric)}"] = value
         if unknown := self.session.reports[TEST].unknown:
             results["unknown values"] = unknown_fractions(unknown)
-        results["throughput"] = f"{self.samples_per_second:,.0f} samples/s"
+        results["throughput"] = f"{self.counts.samples / self.counts.seconds:,.0f} samples/s"
         results["run folder"] = str(run)
         last = str(checkpoint_folders.step_folder(run, self.step))
         if earlier:

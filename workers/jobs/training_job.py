@@ -305,23 +305,13 @@ class Training:
         session.close()
         if not is_complete:
             return self._stop.code
-        folder, best = self._folder, self._checkpoints.best
-        outcome = Outcome(
-            session,
-            self._step,
-            self._tested,
-            validation=None if self._selection == TEST else self._metrics,
-            best=best,
-            samples_per_second=self._counts.samples / self._counts.seconds,
-        )
-        counts = {
-            "skipped_steps": self._counts.skipped_steps,
-            "seconds_to_first_step": self._seconds_to_first_step,
-        }
-        folder.finish({**outcome.result, **counts}, main_metric(self._tasks))
-        files = {"curves": str(folder.curves)}
+        validation = None if self._selection == TEST else self._metrics
+        best = self._checkpoints.best
+        outcome = Outcome(session, self._step, self._tested, validation, best, self._counts)
+        seconds = {"seconds_to_first_step": self._seconds_to_first_step}
+        self._folder.finish({**outcome.result, **seconds}, main_metric(self._tasks))
+        files = {"curves": str(self._folder.curves)}
         if self._profile is not None:
             files["profile"] = str(self._profile)
-        run = folder.checkpoint_root
-        view.summary(outcome.describe(run) | files, outcome.commands(run))
+        view.summary(outcome.describe(self._run) | files, outcome.commands(self._run))
         return ExitCode.DONE
