@@ -105,18 +105,13 @@ class DataSection:
     cache_folder: str = by_host(
         "",
         "Folder of prepared data, which every trainer can read; empty for runs/.prepared. With a "
-        "URL, each trainer fetches the rows of its steps.",
+        "URL, each host fetches the data once.",
         prepares=False,
     )
     local_cache_folder: str = by_host(
         "",
-        "Folder of this host, used if cache_folder is a URL. Trainers keep fetched rows there (by default "
-        "in the folder of temporary files), and the master keeps prepared data there (by default in "
-        "runs/.prepared).",
+        "Folder of this host for prepared data, used if cache_folder is a URL; empty for runs/.prepared.",
         prepares=False,
-    )
-    local_cache_gb: float = by_host(
-        4.0, "GiB of disk for the rows that each trainer fetches.", above=0, prepares=False
     )
     prepare_memory_gb: float = by_host(
         0.0,
