@@ -226,7 +226,7 @@ def _model(parser: _Parser) -> None:
 
 
 def _trust(parser: _Parser) -> None:
-    help_text = "use the modules, paths and URLs that RUN names, even if you have not signed RUN"
+    help_text = "use all values of RUN, such as modules, paths and hosts, even if you have not signed them"
     parser.add_argument("--trust-code", action="store_true", help=help_text)
 
 

@@ -227,7 +227,7 @@ def role_command(options: argparse.Namespace) -> None:
         cluster = _read_config(options).cluster
     else:
         path = parse_path(options.resume) / CONFIG_FILE
-        cluster = load_run_config(path, _overrides(options), options.trust_code, uses_paths=True).cluster
+        cluster = load_run_config(path, _overrides(options), options.trust_code, uses=["cluster"]).cluster
     role = role_of(os.environ, cluster.topology)
     address = _master_address(options)
     options.command, options.script = role.kind.value, None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hybrid.config.key import Call, CallSignatures, argument, by_host, fixed, option
+from hybrid.config.key import Call, CallSignatures, argument, by_host, fixed, model, option, setting
 from hybrid.errors import ConfigError
 
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
@@ -44,59 +44,59 @@ UNPOOLED = "none"
 class DataSection:
     """The samples: files, columns, scaling and vocabularies."""
 
-    format: str = fixed("synthetic", "Format of the input.", choices=FORMATS)
+    format: str = model("synthetic", "Format of the input.", choices=FORMATS)
     path: tuple[str, ...] = option((), "Training files (plain or gzip), folders of files, or URLs.")
     test_path: tuple[str, ...] = option(
         (), "Test files, folders or URLs; empty holds out test_fraction of the rows."
     )
-    test_fraction: float = fixed(
+    test_fraction: float = model(
         0.1,
         "Fraction of rows that is held out if test_path is empty; 0 trains on all rows, without evaluation.",
         minimum=0.0,
         maximum=0.9,
     )
-    split: str = fixed(
+    split: str = model(
         "random",
         "Which rows are held out if test_path is empty: random ones; all rows of some values of a column, "
         "such as users; or the latest rows by a column.",
         signatures=SPLIT_CALLS,
     )
-    columns: tuple[str, ...] = option(
+    columns: tuple[str, ...] = setting(
         (), "Column names of a CSV file without a header; empty reads the header."
     )
-    delimiter: str = option(",", "Separator of CSV columns.")
-    label: str = fixed("label", "Label column of 1 and 0, unless there are sections [tasks.NAME].")
-    positive_labels: tuple[str, ...] = fixed(("1",), "Values of binary labels and masks that mean 1.")
-    negative_labels: tuple[str, ...] = fixed(("0",), "Values of binary labels and masks that mean 0.")
-    weight: str = fixed("", "Column of sample weights in the loss, at least 0; empty for equal weights.")
-    weighted_metrics: bool = option(
+    delimiter: str = setting(",", "Separator of CSV columns.")
+    label: str = model("label", "Label column of 1 and 0, unless there are sections [tasks.NAME].")
+    positive_labels: tuple[str, ...] = model(("1",), "Values of binary labels and masks that mean 1.")
+    negative_labels: tuple[str, ...] = model(("0",), "Values of binary labels and masks that mean 0.")
+    weight: str = model("", "Column of sample weights in the loss, at least 0; empty for equal weights.")
+    weighted_metrics: bool = setting(
         False,
         "Whether metrics weight samples as the loss does; ranking metrics and custom metrics do not.",
         prepares=False,
     )
-    group: str = fixed(
+    group: str = model(
         "",
         "Column whose values group samples, such as users, for ranking losses and metrics.",
     )
-    dense: tuple[str, ...] = fixed((), "Names of the numeric columns.")
-    sparse: tuple[str, ...] = fixed((), "Names of the categorical columns.")
-    multi_hot_separator: str = fixed(
+    dense: tuple[str, ...] = model((), "Names of the numeric columns.")
+    sparse: tuple[str, ...] = model((), "Names of the categorical columns.")
+    multi_hot_separator: str = model(
         "", "Separator of the ids in a categorical field; empty for one id per field."
     )
-    missing: tuple[str, ...] = fixed(("", "?"), "Field values that mean missing.")
-    numeric_scaling: str = fixed(
+    missing: tuple[str, ...] = model(("", "?"), "Field values that mean missing.")
+    numeric_scaling: str = model(
         "standardize",
         "Scaling of numeric values by the training rows: to mean 0 and standard deviation 1, to the range "
         "from 0 to 1, or none. With `log`, sign(x) * log(1 + |x|) is scaled.",
         signatures=SCALING_CALLS,
     )
-    vocabulary: str = fixed(
+    vocabulary: str = model(
         "build",
         "`build` numbers the values of the training rows. Values with fewer than `min_count` occurrences "
         "share the row of unknown values. `hash` hashes values into `rows` rows.",
         signatures=VOCABULARY_CALLS,
     )
-    max_invalid_fraction: float = option(
+    max_invalid_fraction: float = setting(
         0.1,
         "Largest fraction of invalid rows; 0 stops at the first invalid row.",
         minimum=0,
@@ -119,7 +119,7 @@ class DataSection:
         minimum=0,
         prepares=False,
     )
-    shuffle: str = fixed(
+    shuffle: str = model(
         "rows",
         "`rows` shuffles the training rows in each epoch. With `lanes`, each of T trainers reads about "
         "1 / T of the data, instead of nearly all data. `none` keeps the order of the files.",
@@ -163,7 +163,7 @@ class DataSection:
 class ColumnSection:
     """How a column of data.dense or data.sparse is computed; a missing key has the value of [data]."""
 
-    kind: str = fixed(
+    kind: str = model(
         "value",
         "`value`: the value of the source. Others are for data.sparse. `buckets`: the range of a number; "
         "ranges begin at `bounds`. `quantiles`: the same, with equally many training rows in each range. "
@@ -171,27 +171,27 @@ class ColumnSection:
         "such as a:0.5, with `separator` between id and weight.",
         signatures=KIND_CALLS,
     )
-    source: tuple[str, ...] = fixed(
+    source: tuple[str, ...] = model(
         (), "Column of the files, or columns (cross); empty for the column of this name."
     )
-    multi_hot_separator: str | None = fixed(None, "Separator of ids in a field (value, weighted).")
-    pooling: str | None = fixed(
+    multi_hot_separator: str | None = model(None, "Separator of ids in a field (value, weighted).")
+    pooling: str | None = model(
         None,
         "How a bag becomes one vector; none keeps a sequence of up to max_ids vectors (value, weighted).",
         choices=(*POOLINGS, UNPOOLED),
         prepares=False,
         absent="as its table",
     )
-    max_ids: int = fixed(0, "Largest number of ids per sample; 0 for no limit (value, weighted).", minimum=0)
-    too_many_ids: str = fixed(
+    max_ids: int = model(0, "Largest number of ids per sample; 0 for no limit (value, weighted).", minimum=0)
+    too_many_ids: str = model(
         "invalid_row",
         "Whether more than max_ids ids make a row invalid, or the first or the last ids are kept.",
         choices=("invalid_row", "keep_first", "keep_last"),
     )
-    numeric_scaling: str | None = fixed(
+    numeric_scaling: str | None = model(
         None, "Scaling of numeric values (of data.dense).", signatures=SCALING_CALLS
     )
-    vocabulary: str | None = fixed(
+    vocabulary: str | None = model(
         None, "How values become rows (value, weighted; cross: hash).", signatures=VOCABULARY_CALLS
     )
 

@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE, fixed_values, load_config
-from hybrid.config.sections import NAMED_KEYS
+from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError, HybridError, StorageError
 from hybrid.storage import files
 from hybrid.storage.private_files import make_folder, open_file, private_user_folder, refuse_link
@@ -50,6 +50,8 @@ _CLOCK_TOLERANCE_NS = 60_000_000_000  # the clocks of this machine and the store
 _WAIT_SECONDS = 1.0  # the roles of a killed launch hold the lock for some milliseconds
 _POLL_SECONDS = 0.02
 _LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that limit the length of a run
+
+_RESUMED_SECTIONS = {*SECTION_KEYS, *NAMED_KEYS} - {"run"}  # the folder of a resumed run is known
 
 # Fields of a line of metrics.jsonl.
 Record: TypeAlias = dict[str, Any]
@@ -357,12 +359,12 @@ def load_resumed_config(run: StoragePath, overrides: Sequence[str], trust_code: 
         trust_code: whether to trust a run that the user has not signed.
 
     Raises:
-        ConfigError: there is no run; the run names code or paths but has no signature of the user; or an
-            override changes the model or the data.
+        ConfigError: there is no run; the user has not signed values of the run; or an override changes the
+            model or the data.
     """
     if not files.is_file(run / CONFIG_FILE):
         raise ConfigError("--resume", "contains no run", str(run))
-    config = load_run_config(run / CONFIG_FILE, overrides, trust_code, uses_paths=True)
+    config = load_run_config(run / CONFIG_FILE, overrides, trust_code, uses=_RESUMED_SECTIONS)
     check_same_model(run, config)
     return config
 
