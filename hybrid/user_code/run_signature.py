@@ -66,27 +66,22 @@ def load_run_config(
     if trust_code:
         return config
     chosen = {text.partition("=")[0].strip() for text in overrides}
-    code, others = {}, {}
+    refused = {}
     for section, name, key, value in _unsigned_values(path, config):
         dotted = f"{section}.{name}"
         if dotted in chosen:
             continue
-        if key.unsigned:
-            code[dotted] = value
-        elif section.partition(".")[0] in uses:
-            others[dotted] = value
+        if key.unsigned or section.partition(".")[0] in uses:
+            refused[dotted] = value
         else:
             config = config.replace_value(section, name, key.default)
-    if not (refused := code | others):
+    if not refused:
         return config
-    dotted, *more = refused
-    rule = f"{path} has this value, and you have not signed it; check it, then allow it with --trust-code"
-    if more:
-        rule = rule.replace("signed it;", f"signed it (nor {', '.join(more)});")
-    if not code:
-        rule += f", or choose another with --set {dotted}=..."
-        rule += " (--resume) or --input (evaluate and predict)" if dotted.startswith("data.") else ""
-    raise ConfigError(dotted, rule, refused[dotted])
+    dotted, *others = refused
+    nor = f" (nor {', '.join(others)})" if others else ""
+    choices = f"--set {dotted}=... (--resume), --input (evaluate, predict)"
+    rule = f"{path} has this value, and you have not signed it{nor}; choose another with {choices}"
+    raise ConfigError(dotted, f"{rule}, or check this one, and allow it with --trust-code", refused[dotted])
 
 
 def _unsigned_values(path: StoragePath, config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:

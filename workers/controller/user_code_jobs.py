@@ -45,7 +45,7 @@ from hybrid.errors import ConfigError, HybridError
 from hybrid.server.barrier import HostedModule
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
-from hybrid.user_code.user_modules import load_function
+from hybrid.user_code.user_modules import FolderFinder, load_function
 from workers.cluster_task import ScriptTask
 from workers.console.messages import print_line
 from workers.console.terminal import TerminalView
@@ -286,13 +286,14 @@ class Script(Backend):
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a file as Python runs a program; it can import modules beside it.
+    """Run a file as Python runs a program; it can import modules beside it, and in the working directory.
 
     Raises:
         HybridError: the script has exited with a status other than zero.
     """
     sys.argv = [path, *arguments]
     sys.path.append(str(Path(path).resolve().parent))
+    FolderFinder.search(Path())
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as exited:

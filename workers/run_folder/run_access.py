@@ -51,8 +51,6 @@ _WAIT_SECONDS = 1.0  # the roles of a killed launch hold the lock for some milli
 _POLL_SECONDS = 0.02
 _LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that limit the length of a run
 
-_RESUMED_SECTIONS = {*SECTION_KEYS, *NAMED_KEYS} - {"run"}  # the folder of a resumed run is known
-
 # Fields of a line of metrics.jsonl.
 Record: TypeAlias = dict[str, Any]
 _FileVersion: TypeAlias = tuple[int, int, int] | None  # inode, size, time of change; None if missing
@@ -364,7 +362,8 @@ def load_resumed_config(run: StoragePath, overrides: Sequence[str], trust_code: 
     """
     if not files.is_file(run / CONFIG_FILE):
         raise ConfigError("--resume", "contains no run", str(run))
-    config = load_run_config(run / CONFIG_FILE, overrides, trust_code, uses=_RESUMED_SECTIONS)
+    used = {*SECTION_KEYS, *NAMED_KEYS} - {"run"}  # which has the folder, and a name for new folders
+    config = load_run_config(run / CONFIG_FILE, overrides, trust_code, uses=used)
     check_same_model(run, config)
     return config
 

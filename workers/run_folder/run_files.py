@@ -304,9 +304,11 @@ def draw_curves(records: list[Record], path: Path, score: str = "auc") -> None:
     Args:
         score: the metric to draw beside the loss.
     """
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    matplotlib.rcdefaults()  # without a file matplotlibrc of the working directory
     train = [record for record in records if record["kind"] == "train"]
     test = [record for record in records if record["kind"] == "test"]
     loss_key = "log_loss" if not test or "log_loss" in test[0] else ""

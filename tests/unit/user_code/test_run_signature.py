@@ -159,17 +159,6 @@ def test_no_value_of_another_user_has_an_effect_unless_allowed(
     assert load_resumed_config(run, [], trust_code=True) == config
 
 
-def test_values_that_a_role_may_choose_need_a_signature() -> None:
-    """They are paths, interfaces, devices and limits of a host."""
-    by_host = {
-        f"{section}.{key.name}"
-        for section in SECTIONS
-        for key in SECTIONS[section].values()
-        if key.is_by_host
-    }
-    assert by_host < {*NEED_SIGNATURE}
-
-
 LOSSES = RunConfig(tasks={"a": TaskSection(loss="mine:loss", metrics=("mine:lift",)), "b": TaskSection()})
 
 
