@@ -125,8 +125,10 @@ def another_value(key: Key) -> str:
     """Return a value of a key that is not its default, for ``--set``."""
     if key.kind in (int, float):
         return str(1 + (0 if key.is_list else key.default))
-    others = [choice for choice in key.choices if choice != key.default]
-    return others[0] if others else "my:loss" if key.unsigned else "cpu"  # also a path, and a host
+    if key.unsigned:
+        return "my:loss"
+    names = key.choices if key.signatures is None else key.signatures.names
+    return next(each for each in (*names, "cpu") if each != key.default)  # also a path, and a host
 
 
 @pytest.mark.parametrize("dotted", NEED_SIGNATURE)
