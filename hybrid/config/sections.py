@@ -113,8 +113,7 @@ class ClusterSection:
     )
     timeout_seconds: float = option(
         60.0,
-        "Time limit of a call, of a worker's wait for gradients, and of the last step and checkpoint "
-        "of a stopped run.",
+        "Time limit of a role's wait for another one, and of the last step and checkpoint of a stopped run.",
         above=0,
     )
     heartbeat_timeout_seconds: float = option(

@@ -25,9 +25,13 @@ _NEVER = sys.maxsize  # a step that no run reaches
 
 @dataclass(slots=True)
 class _Entry(Generic[Contribution]):
-    """The gradients of one trainer for one step, by part."""
+    """The gradients of one trainer for one step, by part.
 
-    arrived_at: float
+    Attributes:
+        arrived_at: time of the last part.
+    """
+
+    arrived_at: float = 0.0
     parts: dict[int, Contribution] = field(default_factory=dict)
 
 
@@ -70,7 +74,8 @@ class Ledger(Generic[Contribution]):
         if is_past or (entry and ticket.part in entry.parts):
             raise ClusterError(f"trainer {trainer} sent gradients of step {ticket.step} twice")
         if entry is None:
-            entry = self._entries[key] = _Entry(now)
+            entry = self._entries[key] = _Entry()
+        entry.arrived_at = now
         entry.parts[ticket.part] = contribution
 
     def expect(self, trainer: int, step: int, parts: int) -> None:
@@ -110,7 +115,10 @@ class Ledger(Generic[Contribution]):
         self._absences[trainer] = [range(absence.start, min(absence.stop, step)) for absence in absences]
 
     def seconds_left(self, now: float) -> float | None:
-        """Return how long step ``version`` may still wait; None in async mode, or before the first gradients.
+        """Return how long step ``version`` may still wait; None if it may wait without a limit.
+
+        The time counts from when the first trainer has sent all its gradients, and waits for the other
+        trainers. If all trainers pause, as for an evaluation or a debugger, no trainer waits.
 
         Raises:
             ClusterError: gradients are missing after the timeout.
@@ -118,7 +126,7 @@ class Ledger(Generic[Contribution]):
         if self._rules.mode is UpdateMode.ASYNC:
             return None
         expected, timeout = self._expected(), self._rules.timeout_seconds
-        arrived = [entry.arrived_at for key in expected if (entry := self._entries.get(key))]
+        arrived = [self._entries[step, t].arrived_at for step, t in expected if self._is_complete(t, step)]
         if not arrived:
             return None
         left = min(arrived) + timeout - now

@@ -28,6 +28,7 @@ from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.protocol.ticket import Ticket
 from hybrid.topology import MASTER, Role, Topology
 from hybrid.transport import RemoteError
+from workers.controller import session as session_module
 from workers.controller.session import Session
 
 pytestmark = pytest.mark.usefixtures("loopback")
@@ -75,6 +76,13 @@ def opened(mode: str, spec: InputSpec = INPUT, **sections: dict[str, Any]) -> It
         yield session
     finally:
         session.close()
+
+
+def test_training_on_batches_of_the_caller_has_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "BULK_TIMEOUT_SECONDS", DELAY_SECONDS / 4)
+    delay_last_gradients(monkeypatch)
+    with opened("lookahead") as session:
+        assert len(session.train_on(make_batches, 0)[0].losses) == STEPS
 
 
 def delay_last_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
