@@ -97,8 +97,7 @@ class UpdateRules:
         parts: number of contributions of each trainer to a step, one per micro-batch.
         clip_norm: the largest norm of all gradients of a step; None for no limit.
         check_finite: whether a non-finite loss or gradient is an error; otherwise its step is skipped.
-        timeout_seconds: how long a trainer waits for the gradients of others, or for the decision to apply
-            a step.
+        timeout_seconds: how long to wait for the last trainer of a step, or for the decision to apply a step.
         schedule: how learning rates change from step to step.
     """
 

@@ -263,10 +263,7 @@ class UpdateBarrier(Generic[Contribution]):
                 self._fail(error)
 
     def _decision(self, step: int, update: Update) -> float | None:
-        """Return the squared norm of a step to the trainers, and wait for their decision.
-
-        The timeout counts from the first request of the norm: before it, no trainer waits.
-        """
+        """Return the squared norm of a step to the trainers, and wait for their decision."""
         norm = update.squared_norm()
         with self._changed:
             # A trainer without batches may request the norm of a step while the others take the next.
@@ -275,7 +272,8 @@ class UpdateBarrier(Generic[Contribution]):
         for future in futures:
             future.set_result(norm)
         with self._changed:
-            self._wait_until(lambda: self._norm_step >= step or self._closed, timeouts=None)
+            # Before the first request of the norm, no trainer waits.
+            self._wait_until(lambda: self._norm_step >= step or step in self._decisions or self._closed, None)
             is_decided = self._wait_until(lambda: step in self._decisions or self._closed)
             if not is_decided or self._closed:
                 raise ClusterError(f"step {step}: no decision from trainer 0 (cluster.timeout_seconds)")

@@ -25,13 +25,9 @@ _NEVER = sys.maxsize  # a step that no run reaches
 
 @dataclass(slots=True)
 class _Entry(Generic[Contribution]):
-    """The gradients of one trainer for one step, by part.
+    """The gradients of one trainer for one step, by part."""
 
-    Attributes:
-        arrived_at: time of the last part.
-    """
-
-    arrived_at: float = 0.0
+    arrived_at: float  # of the last part
     parts: dict[int, Contribution] = field(default_factory=dict)
 
 
@@ -74,7 +70,7 @@ class Ledger(Generic[Contribution]):
         if is_past or (entry and ticket.part in entry.parts):
             raise ClusterError(f"trainer {trainer} sent gradients of step {ticket.step} twice")
         if entry is None:
-            entry = self._entries[key] = _Entry()
+            entry = self._entries[key] = _Entry(now)
         entry.arrived_at = now
         entry.parts[ticket.part] = contribution
 
@@ -115,10 +111,9 @@ class Ledger(Generic[Contribution]):
         self._absences[trainer] = [range(absence.start, min(absence.stop, step)) for absence in absences]
 
     def seconds_left(self, now: float) -> float | None:
-        """Return how long step ``version`` may still wait; None if it may wait without a limit.
+        """Return how long step ``version`` may still wait; None in async mode, or if no trainer waits for it.
 
-        The time counts from when the first trainer has sent all its gradients, and waits for the other
-        trainers. If all trainers pause, as for an evaluation or a debugger, no trainer waits.
+        A trainer waits once it has sent all parts of its gradients. All may pause before that.
 
         Raises:
             ClusterError: gradients are missing after the timeout.

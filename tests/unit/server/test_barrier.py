@@ -136,16 +136,19 @@ class Gate:
 
 
 class TestLookups:
-    def test_lookup_waits_for_its_version(self) -> None:
+    @pytest.mark.parametrize("mode", list(UpdateMode))
+    def test_lookup_waits_for_its_version(self, mode: UpdateMode) -> None:
         gate = Gate()
-        with barrier(1, gate) as each:
+        with barrier(1, gate, mode) as each:
             assert look_up(each, 0, lambda: "at once").done()
             first, second = (look_up(each, version, lambda: len(gate.applied)) for version in (1, 2))
             contribute(each, 0, 0)
             gate.await_update()
+            during = look_up(each, 1, lambda: len(gate.applied))
             assert not first.done()  # the update is under way
+            assert not during.done()
             gate.release()
-            assert result_of(first) == 1
+            assert (result_of(first), result_of(during)) == (1, 1)
             assert not second.done()
             contribute(each, 0, 1)
             gate.release()

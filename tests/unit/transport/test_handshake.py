@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
@@ -283,24 +283,6 @@ def test_missing_roles_are_named() -> None:
         message = rf"^trainer 1 cannot reach worker 0 at 127.0.0.1:{gone.port}: .*refused"
         with pytest.raises(ClusterError, match=message):
             worker.connect(trainer(1, timeout_seconds=0.2))
-
-
-def test_the_wait_for_an_address_does_not_count(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, connect = time.monotonic, WorkerAddress.connect
-
-    class LateStore:
-        def get(self, key: str) -> bytes:
-            monkeypatch.setattr(time, "monotonic", lambda: now() + 2 * SECONDS)
-            return worker.store.get(key)
-
-    def refuse_once(address: WorkerAddress) -> socket.socket:
-        monkeypatch.setattr(WorkerAddress, "connect", connect)
-        raise ConnectionRefusedError
-
-    monkeypatch.setattr(WorkerAddress, "connect", refuse_once)
-    worker.connect(trainer(0), cast(dist.Store, LateStore()))
-    monkeypatch.undo()
-    worker.check_missing_trainers_connect(1)
 
 
 def test_an_interface_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
