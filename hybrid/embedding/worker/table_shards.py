@@ -168,7 +168,7 @@ class TableShards(HostedModule):
 
     def _find_distinct_rows(self, step: int) -> None:
         """Find the distinct rows of a step after its lookups, while trainers compute the gradients."""
-        with self._distinct_rows_lock:
+        with self.clock.span("distinct rows", step), self._distinct_rows_lock:
             bags_of: dict[int, list[Bags]] = {}
             for key in sorted(key for key in list(self._prefetched) if key[1] == step):
                 for group, bags in self._prefetched.get(key, ()):  # empty if the gradients have just arrived
@@ -191,7 +191,8 @@ class TableShards(HostedModule):
             table_group, all_bags = self.groups[number], [bags for bags, _ in of_group]
             rows = distinct_rows.get(number)
             if rows is None or not rows.is_of(all_bags):
-                rows = table_group.find_distinct_rows(all_bags)
+                with self.clock.span("distinct rows", step):
+                    rows = table_group.find_distinct_rows(all_bags)
             merged.append((table_group, table_group.merge(rows, [grad_BD for _, grad_BD in of_group])))
         return TableUpdate(merged, step, self._rules.schedule.factor(step), self._rules.check_finite)
 

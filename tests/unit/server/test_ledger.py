@@ -108,6 +108,18 @@ class TestAbsences:
         assert [is_ready(each, version) for version in (0, 1)] == [True, False]
         assert steps_of(each, 0, 8) == [0, 3, 6, 7]
 
+    def test_an_absence_from_the_next_step_survives_a_later_one(self) -> None:
+        each = ledger(2)
+        for trainer in range(2):
+            enter(each, trainer, 0)
+        assert update(each)
+        for first, back in ((1, 2), (3, 4)):
+            each.finish(1, first)
+            each.rejoin(1, back)
+        enter(each, 0, 1)
+        assert update(each) == "t0s1p0"
+        assert steps_of(each, 1, 5) == [2, 4]
+
 
 class TestTime:
     def test_timeout_counts_from_the_first_trainer_that_waits(self) -> None:
