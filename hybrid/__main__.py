@@ -1,9 +1,9 @@
 """``python -m hybrid``: the command line."""
 
-from workers.module_imports import search_working_directory_last
+from workers.module_imports import exclude_working_directory
 
 if __name__ == "__main__":
-    search_working_directory_last()
+    exclude_working_directory()
     from workers.cli import main
 
     main()

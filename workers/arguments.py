@@ -53,9 +53,8 @@ _BY_RANK = (
     "master; the trainers come next, then the workers. Every role needs the secret of the cluster."
 )
 _PLAN = (
-    "Print the placement of tables, the traffic between roles, the memory of each host, the expected samples "
-    "per second, and their limit. Nothing is started. The data files are read only if table sizes or the "
-    "number of ids depend on them."
+    "Print the placement of tables, the messages and bytes of a step, and the memory of each host. Nothing "
+    "is started. The data files are read only if table sizes or the number of ids depend on them."
 )
 _SECRET = (
     "Write a new secret into a file that only you can read. A cluster accepts only roles that have its "
@@ -151,11 +150,10 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         _set(role, "set a key marked 'by host' for this role")
     text = "start the role of this process's rank (torchrun, srun)"
     add("role", text, _master_address, _counts, _config, _resume, about=_BY_RANK)
-    text = "print table placement and expected speed; starts nothing"
+    text = "print table placement, traffic and memory; starts nothing"
     plan = add("plan", text, _config, about=_PLAN)
     for flag, value_type, metavar, default, help_text in (
         ("--hosts", int, "N", 1, "number of equal hosts (default: 1)"),
-        ("--cores", int, "N", None, "cores of a host (default: as this machine)"),
         ("--memory", float, "GIB", None, "memory of a host (default: as this machine)"),
         ("--network", float, "GBIT", 10.0, "network of a host in Gbit/s each way (default: 10)"),
         ("--ids", float, "N", None, "mean ids of a sample per sparse column; then no files are read"),
@@ -230,7 +228,7 @@ def _model(parser: _Parser) -> None:
 
 
 def _trust(parser: _Parser) -> None:
-    help_text = "use the modules, paths and URLs that RUN names, even if you have not signed RUN"
+    help_text = "use all values of RUN, such as modules, paths and hosts, even if you have not signed them"
     parser.add_argument("--trust-code", action="store_true", help=help_text)
 
 

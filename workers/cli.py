@@ -21,7 +21,7 @@ from workers.arguments import parse
 from workers.console.messages import logging_to_stderr, print_line, visible
 from workers.console.output_stream import tolerate_lost_output
 from workers.exit_codes import HANDLED_SIGNALS, STOP_REQUEST, ExitCode, Interrupt, exit_code, handling
-from workers.module_imports import search_working_directory_last
+from workers.module_imports import exclude_working_directory
 
 # Cache folders of torch's compiler, and of its kernels for some GPUs. The defaults have predictable names in
 # the system's temporary folder, and torch loads libraries that another user may have put there.
@@ -29,6 +29,8 @@ _VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "QUACK_CACHE_DIR": "quack"}
 # Torch writes precompiled headers to the temporary folder only. Without them the first compilation takes
 # twice as long.
 _HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+# Numba reads it in the working directory. It can name a folder of compiled code, which numba would load.
+_NUMBA_FILE = Path(".numba_config.yaml")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,10 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started_at = time.time()
     # torch's C++ code logs each broken connection with a stack; the roles report it in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    search_working_directory_last()  # for modules of the user (dense.net = module:function)
+    exclude_working_directory()
     options = parse(arguments)
     options.started_at = started_at
-    if options.command not in _WITHOUT_TORCH:
+    uses_torch = options.command not in _WITHOUT_TORCH
+    if uses_torch:
         choose_compile_cache()
     is_run = options.command in _RUNS
     try:
@@ -47,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tolerate_lost_output(_name(options), run_continues=is_run) as lost,
             logging_to_stderr(options.verbosity),
         ):
+            if uses_torch and _NUMBA_FILE.exists():
+                rule = "in the working directory would configure numba; remove it, or set NUMBA_... variables"
+                raise HybridError(f"{_NUMBA_FILE} {rule}")
             try:
                 with _interruptible():
                     getattr(commands, f"{options.command}_command")(options)

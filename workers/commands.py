@@ -228,7 +228,7 @@ def role_command(options: argparse.Namespace) -> None:
         cluster = _read_config(options).cluster
     else:
         path = parse_path(options.resume) / CONFIG_FILE
-        cluster = load_run_config(path, _overrides(options), options.trust_code, uses_paths=True).cluster
+        cluster = load_run_config(path, _overrides(options), options.trust_code, uses=["cluster"]).cluster
     role = role_of(os.environ, cluster.topology)
     address = _master_address(options)
     options.command, options.script = role.kind.value, None
@@ -341,9 +341,9 @@ def master_host(environment: Mapping[str, str]) -> str:
 
 
 def plan_command(options: argparse.Namespace) -> None:
-    """Print the placement of tables, and the cost of a step."""
+    """Print the placement of tables, the traffic of a step, and memory."""
     config = _read_config(options)
-    for name in ("hosts", "cores", "memory", "network", "ids"):
+    for name in ("hosts", "memory", "network", "ids"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name}", "must be more than 0, and finite", value)
@@ -353,7 +353,6 @@ def plan_command(options: argparse.Namespace) -> None:
 
     hosts = Hosts(
         options.hosts,
-        options.cores or len(os.sched_getaffinity(0)),
         options.memory * 2**30 if options.memory else psutil.virtual_memory().total,
         options.network * 1e9 / 8,
     )

@@ -50,7 +50,7 @@ def evaluate(
     folder: StoragePath, inputs: Sequence[str], trust_code: bool = False, module: str | None = None
 ) -> None:
     """Print the metrics of a trained model on labeled files, or on the test rows of its run."""
-    model = _read_model(folder, trust_code, module, uses_paths=not inputs)
+    model = _read_model(folder, trust_code, module, uses_data=not inputs)
     with transient_status() as report_progress:
         if inputs:
             rows = file_rows(model.trained, inputs, with_labels=True, progress=report_progress)
@@ -97,7 +97,7 @@ def predict(
         HybridError: the output exists or cannot be written.
     """
     check_new(output)
-    model = _read_model(folder, trust_code, module, uses_paths=not inputs)
+    model = _read_model(folder, trust_code, module, uses_data=not inputs)
     tasks = model.trained.config.all_tasks
     names = (ROW, *prediction_columns(tasks, torch.zeros(0, model.trained.config.num_outputs)))
     for index, name in enumerate(keep):
@@ -252,7 +252,7 @@ def export_run(
     if "onnx" in formats:
         program_export.check_onnx()
     # Measuring the loss of precision reads the data of the run.
-    model = _read_model(folder, trust_code, module, uses_paths=dtype is not None, in_memory=True)
+    model = _read_model(folder, trust_code, module, uses_data=dtype is not None, in_memory=True)
     lines = [f"{'checkpoint':<{_LABEL_WIDTH}}{model.trained.origin}"]
     if dtype is not None and getattr(torch, dtype).itemsize < model.dtype.itemsize:
         lines += _narrow(model, dtype)
@@ -325,12 +325,12 @@ def check_new(output: StoragePath) -> None:
 
 
 def _read_model(
-    folder: StoragePath, trust_code: bool, module: str | None, *, uses_paths: bool, in_memory: bool = False
+    folder: StoragePath, trust_code: bool, module: str | None, *, uses_data: bool, in_memory: bool = False
 ) -> TrainedModule:
     """Read the best checkpoint of a run, or a given one; by default, the tables stay in their files."""
     with transient_status() as report_progress:
         report_progress("reading the model")
-        trained = TrainedRun.read(folder, _warn, trust_code, uses_paths=uses_paths)
+        trained = TrainedRun.read(folder, _warn, trust_code, uses_data=uses_data)
         if module is None:
             return ConfiguredModule(trained, in_memory=in_memory)
         return CustomModule(trained, module, in_memory=in_memory)

@@ -6,16 +6,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_PROJECT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
-def search_working_directory_last() -> None:
-    """Make Python search the working directory for modules, after all other folders.
 
-    The working directory has the user's modules. ``python -m`` and an empty entry of PYTHONPATH put it first.
-    There, a user's module could replace a module of Python, of this project, or of an installed package.
+def exclude_working_directory() -> None:
+    """Make Python not search the working directory for modules, unless PYTHONPATH names it.
+
+    Somebody else may have written the files there. Torch and other packages look for optional modules such as
+    ``dill``, and would import them. ``python -m`` and an empty entry of PYTHONPATH add the working directory.
+    If it has this project, it is searched last.
     """
-    here = os.getcwd()
-    others = [folder for folder in sys.path if os.path.realpath(folder) != os.path.realpath(here)]
-    sys.path[:] = [*others, here]
+    here = os.path.realpath(os.getcwd())
+    if here in map(os.path.realpath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
+        return
+    others = [folder for folder in sys.path if os.path.realpath(folder) != here]
+    sys.path[:] = [*others, here] if here == _PROJECT else others
 
 
 @contextmanager

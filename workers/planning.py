@@ -1,12 +1,8 @@
-"""``hybrid plan``: placement of tables, traffic, memory and expected speed of a step.
+"""``hybrid plan``: placement of tables, messages and bytes of a step, and memory.
 
 Ids are assumed to be skewed as in the built-in click log: id = floor(rows * u**3) for a uniform u. In tables
-of many millions of rows nearly all ids of a step are then distinct.
-
-The model counts the operations of each role per step, and multiplies them by costs in CPU-seconds. The costs
-were fitted to measurements on one AMD EPYC core. In ``lookahead`` and ``async`` runs, trainers, workers and
-the network work at the same time, so the slowest limits a step. In ``sync`` runs, their times add up. Roles
-are assigned to hosts in turn, trainers first.
+of many millions of rows nearly all ids of a step are then distinct. Roles are assigned to hosts in turn,
+trainers first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,23 +13,19 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch.utils.flop_counter import FlopCounterMode
 
 from hybrid.config import RunConfig
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.prepare.dataset_location import ensure_prepared, open_split
 from hybrid.data.prepare.synthetic_log import ClickLog
-from hybrid.dense.matmul import use_torch
 from hybrid.dense.net_builder import build_dense_net
 from hybrid.embedding.placement import (
     BYTES_PER_ID,
     Placement,
     bag_ids,
     bytes_per_row,
-    state_values_per_row,
     unpooled_ids,
 )
 from hybrid.embedding.table_spec import TableSpec, tables_of
@@ -44,20 +36,8 @@ from hybrid.storage.remote_path import StoragePath
 from hybrid.transport.shared_memory.shared_slots import MAX_MEMBERS
 from workers.console.terminal import transient_status
 
-TRAINERS, WORKERS, NETWORK, CORES = "trainers", "workers", "network of a host", "cores of a host"
 _GRADIENT_BYTES = 4
-# Seconds of one operation, by role. A peer is a trainer that reduces gradients in the same shared memory.
-_TRAINER_SECONDS = {
-    "step": 2.471e-3, "socket message": 4.465e-4, "rpc message": 9.231e-4, "byte": 5.209e-10,
-    "sample": 1.512e-6, "id": 1.089e-8, "value": 9.544e-9, "flop": 1.97e-11, "parameter": 8.749e-9,
-    "peer": 8.758e-5, "peer parameter": 7.205e-10, "gloo round": 2.339e-4, "gloo byte": 2.211e-8,
-}  # fmt: skip
-_WORKER_SECONDS = {
-    "step": 7.068e-4, "socket message": 5.455e-4, "rpc message": 9.689e-4, "trainer": 2.81e-4,
-    "byte": 1.061e-9, "row": 6.512e-8, "updated value": 2.639e-9,
-}  # fmt: skip
-_BUSY_FRACTION = 0.908  # of a step, in which its slowest role works
-# Memory beside tables and nets: bytes of the process, and per value of a vector or per byte of a message.
+# Measured memory beside tables and nets: of a process, and per value of a vector or per byte of a message.
 _TRAINER_BYTES, _BYTES_PER_VALUE = 52.67e6, 99.87
 _WORKER_BYTES, _BYTES_PER_MESSAGE_BYTE = 41.05e6, 10.28
 _BLOCKS = 3_000  # of a table; the rows of a block have nearly the same frequency
@@ -70,58 +50,44 @@ class Hosts:
     """The identical hosts of a cluster."""
 
     count: int
-    cores: int  # of one host
     memory_bytes: float  # of one host
     bytes_per_second: float  # network of one host, in each direction
 
 
 class Traffic(NamedTuple):
-    """Expected traffic and work of one step, by worker or of one trainer."""
+    """Expected traffic of one lookup and its gradients, between one trainer and each worker."""
 
-    up_bytes_W: Array  # ids and gradients, from one trainer
-    down_bytes_W: Array  # vectors, to one trainer
-    rows_W: Array  # rows that a worker reads for all trainers; it receives as many gradients
-    updated_W: Array  # values of the rows that a worker updates, with their optimizer state
-    ids: float  # ids that one trainer distributes to workers
-    values: float  # values of the vectors, or partial vectors, that one trainer assembles
+    up_bytes_W: Array  # ids and gradients
+    down_bytes_W: Array  # vectors
+    values: float  # values of the vectors, or partial vectors, that the trainer assembles
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The expected traffic, memory and speed of a run."""
+    """The expected traffic and memory of a run."""
 
     placement: Placement
-    traffic: Traffic  # of one lookup between a trainer and each worker
+    traffic: Traffic
     transfers: Mapping[str, tuple[int, float]]  # messages and bytes, by name such as "trainer -> worker"
     trainer_bytes: float  # memory of a trainer
-    worker_bytes: float  # memory of the largest worker
+    worker_bytes: float  # memory of the largest worker, with its copy of the rows for a checkpoint
     host_bytes: float  # memory of all roles of the fullest host
-    seconds: Mapping[str, float]  # the time of a step if one bottleneck limited it alone, by bottleneck
-    limit: str  # the bottleneck, a key of ``seconds``
-    step_seconds: float
-    has_costs: bool  # whether costs were measured for such a dense net and device
+    network_seconds: float  # time that the busiest network of a host needs for the bytes of a step
 
 
 def print_plan(config: RunConfig, cache: StoragePath, hosts: Hosts, ids_per_sample: float | None) -> None:
-    """Print the placement, traffic, memory and speed; :func:`expected_data` describes the arguments."""
+    """Print the placement, traffic and memory; :func:`expected_data` describes the arguments."""
     input_spec, means = expected_data(config, cache, ids_per_sample)
     plan = make_plan(config, input_spec, means, hosts)
     transfers = _table("transfer", "messages a step", "MiB a step")
     for name, (messages, num_bytes) in plan.transfers.items():
         transfers.add_row(name, f"{messages:,}", _mib(num_bytes))
-    speed = ["samples/s   unknown for GPUs, replicas, tensor parallelism and remote nets"]
-    if plan.has_costs:
-        rate = config.train.batch_size / plan.step_seconds
-        times = ", ".join(f"{name} {seconds * 1e3:,.1f} ms" for name, seconds in plan.seconds.items())
-        speed = [
-            f"samples/s   {rate:,.0f}, with costs that were measured on one AMD EPYC core",
-            f"step        {plan.step_seconds * 1e3:,.1f} ms, limited by {plan.limit} ({times})",
-        ]
     verdict = "DOES NOT SUFFICE" if plan.host_bytes > hosts.memory_bytes else "suffices"
     lines = [
-        f"memory      {_gib(plan.worker_bytes)} a worker, {_gib(plan.trainer_bytes)} a trainer",
+        f"memory      {_gib(plan.worker_bytes)} a worker, with a copy of its rows for checkpoints; "
+        f"{_gib(plan.trainer_bytes)} a trainer",
         f"            {verdict}: a host needs {_gib(plan.host_bytes)} of its {_gib(hosts.memory_bytes)}",
-        *speed,
+        f"network     a step takes at least {plan.network_seconds * 1e3:,.1f} ms between hosts",
     ]
     console = Console()
     for part in (_shards(plan, means), "", _workers(config, plan), "", transfers, "", *lines):
@@ -236,45 +202,15 @@ def make_plan(
         raise ConfigError("--hosts", rule, hosts.count)
     tables, placement = place_tables(config, input_spec, ids_per_sample)
     samples, wire_bytes = samples_of_lookup(config), wire_bytes_per_value(config)
-    moved = traffic(tables, placement, ids_per_sample, samples, trainers, wire_bytes)
+    moved = traffic(tables, placement, ids_per_sample, samples, wire_bytes)
     up_W, down_W = lookups * moved.up_bytes_W, lookups * moved.down_bytes_W
-    dense = config.dense
-    has_costs = not dense.remote_mlp and not dense.tensor_size and dense.device in ("auto", "cpu")
     widths = [table.width for table in tables_of(input_spec, tables)]
-    flops, parameters = _dense_work(config, input_spec, widths) if has_costs else (0.0, 0)
+    parameters = sum(p.numel() for p in build_dense_net(config, input_spec, widths).parameters())
 
-    is_sync = config.train.update == "sync"
-    rounds = trainers * lookups * (2 if is_sync else 1)  # in sync, gradients do not travel with the next ids
-    message = "rpc message" if is_sync else "socket message"
-    local_batch = config.train.batch_size / trainers
+    # In sync mode, gradients do not travel with the next ids.
+    rounds = trainers * lookups * (2 if config.train.update == "sync" else 1)
     is_ring = hosts.count > 1 or trainers > MAX_MEMBERS
     ring_bytes = 2 * (trainers - 1) / trainers * parameters * _GRADIENT_BYTES if is_ring else 0.0
-    trainer = {
-        "step": 1.0,
-        message: workers * rounds / trainers,
-        "byte": float(up_W.sum() + down_W.sum()),
-        "sample": local_batch,
-        "id": lookups * moved.ids,
-        "value": lookups * moved.values,
-        "flop": local_batch * flops,
-        "parameter": parameters,
-    }
-    if is_ring:
-        trainer |= {"gloo round": 2 * (trainers - 1), "gloo byte": ring_bytes}
-    else:
-        trainer |= {"peer": trainers - 1, "peer parameter": (trainers - 1) * parameters}
-    bytes_W = trainers * (up_W + down_W)
-    worker_W: dict[str, float | Array] = {
-        "step": 1.0,
-        message: rounds,
-        "trainer": trainers * lookups,
-        "byte": bytes_W,
-        "row": lookups * moved.rows_W,
-        "updated value": moved.updated_W,
-    }
-    trainer_seconds = sum(count * _TRAINER_SECONDS[name] for name, count in trainer.items())
-    seconds_W = np.asarray(sum(count * _WORKER_SECONDS[name] for name, count in worker_W.items()))
-
     trainers_H = np.bincount(np.arange(trainers) % hosts.count, minlength=hosts.count)
     # Whether a host has a worker: the product with values by worker is their sum by host.
     has_worker_HW = np.arange(hosts.count)[:, None] == (trainers + np.arange(workers)) % hosts.count
@@ -283,18 +219,6 @@ def make_plan(
     np.fill_diagonal(bytes_HH, 0.0)
     ring_H = trainers_H * ring_bytes if hosts.count > 1 else np.zeros(1)
     most_bytes = max((bytes_HH.sum(1) + ring_H).max(), (bytes_HH.sum(0) + ring_H).max())
-    host_seconds_H = trainer_seconds * trainers_H + has_worker_HW @ seconds_W
-    seconds = {
-        TRAINERS: trainer_seconds,
-        WORKERS: float(seconds_W.max()),
-        NETWORK: float(most_bytes) / hosts.bytes_per_second,
-    }
-    limit = max(seconds, key=lambda name: seconds[name])
-    step_seconds = sum(seconds.values()) if is_sync else seconds[limit]
-    seconds[CORES] = float(host_seconds_H.max()) / hosts.cores
-    if seconds[CORES] > step_seconds:  # the roles of a host wait for its cores
-        limit, step_seconds = CORES, seconds[CORES]
-
     transfers = {
         "trainer -> worker": (workers * rounds, trainers * float(up_W.sum())),
         "worker -> trainer": (workers * rounds, trainers * float(down_W.sum())),
@@ -303,10 +227,11 @@ def make_plan(
         transfers["trainer -> trainer"] = (2 * trainers * (trainers - 1), trainers * ring_bytes)
 
     # Each parameter has a gradient and two values of optimizer state.
-    trainer_bytes = _TRAINER_BYTES + _BYTES_PER_VALUE * trainer["value"] + 4 * _GRADIENT_BYTES * parameters
-    memory_W = _WORKER_BYTES + _BYTES_PER_MESSAGE_BYTE * bytes_W
+    trainer_bytes = _TRAINER_BYTES + _BYTES_PER_VALUE * lookups * moved.values
+    trainer_bytes += 4 * _GRADIENT_BYTES * parameters
+    memory_W = _WORKER_BYTES + _BYTES_PER_MESSAGE_BYTE * trainers * (up_W + down_W)
     for shard in placement.shards:
-        memory_W[shard.worker] += shard.num_bytes
+        memory_W[shard.worker] += 2 * shard.num_bytes  # with the copy
     return Plan(
         placement=placement,
         traffic=moved,
@@ -314,23 +239,8 @@ def make_plan(
         trainer_bytes=trainer_bytes,
         worker_bytes=float(memory_W.max()),
         host_bytes=float((trainer_bytes * trainers_H + has_worker_HW @ memory_W).max()),
-        seconds=seconds,
-        limit=limit,
-        step_seconds=step_seconds / _BUSY_FRACTION,
-        has_costs=has_costs,
+        network_seconds=float(most_bytes) / hosts.bytes_per_second,
     )
-
-
-def _dense_work(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> tuple[float, int]:
-    """Return the floating-point operations per sample, forward and backward, and the number of parameters."""
-    net = build_dense_net(config, input_spec, widths)
-    use_torch(net)  # FlopCounterMode counts only the operators of torch
-    dtype = next((parameter.dtype for parameter in net.parameters()), torch.float32)
-    dense_BF = torch.zeros(1, len(input_spec.dense_features), dtype=dtype)
-    pooled_BE = torch.zeros(1, sum(widths), dtype=dtype, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
-        net(dense_BF, pooled_BE).sum().backward()
-    return counter.get_total_flops(), sum(p.numel() for p in net.parameters())
 
 
 def traffic(
@@ -338,10 +248,9 @@ def traffic(
     placement: Placement,
     ids_per_sample: Mapping[str, float],
     samples: float,
-    trainers: int,
     wire_bytes: int | None = None,
 ) -> Traffic:
-    """Return the traffic of a step of ``trainers`` trainers with ``samples`` samples each.
+    """Return the traffic of a lookup of ``samples`` samples.
 
     Features with one id per sample, sequences, and multi-hot features that trainers pool travel as distinct
     rows. For other multi-hot features, each shard sends a partial vector per bag and receives the whole
@@ -351,7 +260,7 @@ def traffic(
         ids_per_sample: mean number of ids of each multi-hot feature; other features have one.
         wire_bytes: bytes of a value in a message; None for the bytes of a value of the rows.
     """
-    by_worker_4W, ids, values = np.zeros((4, placement.num_workers)), 0.0, 0.0
+    by_worker_2W, values = np.zeros((2, placement.num_workers)), 0.0
     for table in tables:
         holders = [shard.worker for shard in placement.shards if shard.table.name == table.name]
         num_shards = len(holders)
@@ -363,23 +272,17 @@ def traffic(
         if table.name in placement.pooled_by_trainers:
             rows += sum(distinct_rows(table.num_rows, draws) for draws in ids_by_pooling)
             bag_rows = vectors = 0.0
-            ids += unpooled + bag_total
             values += (positions + bag_total) * table.dim
         else:
             # Each shard of a multi-hot table needs a pass over all ids, and sends partial vectors.
             bag_rows, vectors = bag_total / num_shards, samples * sum(map(len, bags.values()))
-            ids += unpooled + bag_total * num_shards
             values += (positions + vectors * num_shards) * table.dim
         rows /= num_shards
         vector_bytes = (rows + vectors) * table.dim * (wire_bytes or table.bytes_per_value)
         id_bytes = (rows + bag_rows + vectors) * BYTES_PER_ID  # bags have offsets beside their ids
-        touched = distinct_rows(table.num_rows, trainers * (unpooled + bag_total))
-        updated = (table.num_rows if table.optimizer.steps_all_rows else touched) / num_shards
-        updated *= table.dim + state_values_per_row(table)
-        of_shard = (id_bytes + vector_bytes, vector_bytes, trainers * (rows + bag_rows), updated)
-        by_worker_4W[:, holders] += np.array(of_shard)[:, None]
-    up_W, down_W, rows_W, updated_W = by_worker_4W
-    return Traffic(up_W, down_W, rows_W, updated_W, ids, values)
+        by_worker_2W[:, holders] += np.array((id_bytes + vector_bytes, vector_bytes))[:, None]
+    up_W, down_W = by_worker_2W
+    return Traffic(up_W, down_W, values)
 
 
 @cache

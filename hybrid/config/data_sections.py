@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hybrid.config.key import Call, CallSignatures, argument, by_host, fixed, in_files, option
+from hybrid.config.key import Call, CallSignatures, argument, by_host, fixed, in_files, model, option, setting
 from hybrid.config.splits import (
     PATH_KEYS,
     SPLIT_CALLS,
@@ -53,10 +53,10 @@ UNPOOLED = "none"
 class DataSection:
     """The samples: files, columns, scaling and vocabularies."""
 
-    format: str = fixed("synthetic", "Format of the input.", choices=FORMATS)
+    format: str = model("synthetic", "Format of the input.", choices=FORMATS)
     path: tuple[str, ...] = option((), "Training files (plain or gzip), folders of files, or URLs.")
     test_path: tuple[str, ...] = option((), "Test files, folders or URLs; empty holds out rows by split.")
-    split: str = fixed(
+    split: str = model(
         "random",
         "The test rows if test_path is empty: random ones; all rows of some values of a column, such as "
         "users; the latest rows by a column; or none, which trains on all rows.",
@@ -68,45 +68,46 @@ class DataSection:
         "rows as in split, or files, folders or URLs. With none, the test rows do both.",
         signatures=VALIDATION_CALLS,
         is_name_fixed=True,
+        unsigned=r"(?s:(?!\s*path\b).*)",
     )
-    columns: tuple[str, ...] = option(
+    columns: tuple[str, ...] = setting(
         (),
         "Column names of a CSV file without a header; empty reads the header.",
         takes_numbers=True,
     )
-    delimiter: str = option(",", "Separator of CSV columns.")
+    delimiter: str = setting(",", "Separator of CSV columns.")
     label: str = in_files("label", "Label column of 1 and 0, unless there are sections [tasks.NAME].")
     positive_labels: tuple[str, ...] = in_files(("1",), "Values of binary labels and masks that mean 1.")
     negative_labels: tuple[str, ...] = in_files(("0",), "Values of binary labels and masks that mean 0.")
-    weight: str = fixed("", "Column of sample weights in the loss, at least 0; empty for equal weights.")
-    weighted_metrics: bool = option(
+    weight: str = model("", "Column of sample weights in the loss, at least 0; empty for equal weights.")
+    weighted_metrics: bool = setting(
         False,
         "Whether metrics weight samples as the loss does; ranking metrics and custom metrics do not.",
         prepares=False,
     )
-    group: str = fixed(
+    group: str = model(
         "",
         "Column whose values group samples, such as users, for ranking losses and metrics.",
     )
     dense: tuple[str, ...] = in_files((), "Names of the numeric columns.")
     sparse: tuple[str, ...] = in_files((), "Names of the categorical columns.")
-    multi_hot_separator: str = fixed(
+    multi_hot_separator: str = model(
         "", "Separator of the ids in a categorical field; empty for one id per field."
     )
     missing: tuple[str, ...] = in_files(("", "?"), "Field values that mean missing.")
-    numeric_scaling: str = fixed(
+    numeric_scaling: str = model(
         "standardize",
         "Scaling of numeric values by the training rows: to mean 0 and standard deviation 1, to the range "
         "from 0 to 1, or none. With `log`, sign(x) * log(1 + |x|) is scaled.",
         signatures=SCALING_CALLS,
     )
-    vocabulary: str = fixed(
+    vocabulary: str = model(
         "build",
         "`build` numbers the values of the training rows. Values with fewer than `min_count` occurrences "
         "share the row of unknown values. `hash` hashes values into `rows` rows.",
         signatures=VOCABULARY_CALLS,
     )
-    max_invalid_fraction: float = option(
+    max_invalid_fraction: float = setting(
         0.1,
         "Largest fraction of invalid rows; 0 stops at the first invalid row.",
         minimum=0,
@@ -115,18 +116,13 @@ class DataSection:
     cache_folder: str = by_host(
         "",
         "Folder of prepared data, which every trainer can read; empty for runs/.prepared. With a "
-        "URL, each trainer fetches the rows of its steps.",
+        "URL, each host fetches the data once.",
         prepares=False,
     )
     local_cache_folder: str = by_host(
         "",
-        "Folder of this host, used if cache_folder is a URL. Trainers keep fetched rows there (by default "
-        "in the folder of temporary files), and the master keeps prepared data there (by default in "
-        "runs/.prepared).",
+        "Folder of this host for prepared data, used if cache_folder is a URL; empty for runs/.prepared.",
         prepares=False,
-    )
-    local_cache_gb: float = by_host(
-        4.0, "GiB of disk for the rows that each trainer fetches.", above=0, prepares=False
     )
     prepare_memory_gb: float = by_host(
         0.0,
@@ -134,7 +130,7 @@ class DataSection:
         minimum=0,
         prepares=False,
     )
-    shuffle: str = fixed(
+    shuffle: str = model(
         "rows",
         "`rows` shuffles the training rows in each epoch. With `lanes`, each of T trainers reads about "
         "1 / T of the data, instead of nearly all data. `none` keeps the order of the files.",
@@ -193,7 +189,7 @@ class DataSection:
 class ColumnSection:
     """How a column of data.dense or data.sparse is computed; a missing key has the value of [data]."""
 
-    kind: str = fixed(
+    kind: str = model(
         "value",
         "`value`: the value of the source. Others are for data.sparse. `buckets`: the range of a number; "
         "ranges begin at `bounds`. `quantiles`: the same, with equally many training rows in each range. "
@@ -204,24 +200,24 @@ class ColumnSection:
     source: tuple[str, ...] = in_files(
         (), "Column of the files, or columns (cross); empty for the column of this name."
     )
-    multi_hot_separator: str | None = fixed(None, "Separator of ids in a field (value, weighted).")
-    pooling: str | None = fixed(
+    multi_hot_separator: str | None = model(None, "Separator of ids in a field (value, weighted).")
+    pooling: str | None = model(
         None,
         "How a bag becomes one vector; none keeps a sequence of up to max_ids vectors (value, weighted).",
         choices=(*POOLINGS, UNPOOLED),
         prepares=False,
         absent="as its table",
     )
-    max_ids: int = fixed(0, "Largest number of ids per sample; 0 for no limit (value, weighted).", minimum=0)
-    too_many_ids: str = fixed(
+    max_ids: int = model(0, "Largest number of ids per sample; 0 for no limit (value, weighted).", minimum=0)
+    too_many_ids: str = model(
         "invalid_row",
         "Whether more than max_ids ids make a row invalid, or the first or the last ids are kept.",
         choices=("invalid_row", "keep_first", "keep_last"),
     )
-    numeric_scaling: str | None = fixed(
+    numeric_scaling: str | None = model(
         None, "Scaling of numeric values (of data.dense).", signatures=SCALING_CALLS
     )
-    vocabulary: str | None = fixed(
+    vocabulary: str | None = model(
         None, "How values become rows (value, weighted; cross: hash).", signatures=VOCABULARY_CALLS
     )
 

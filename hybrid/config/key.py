@@ -19,6 +19,7 @@ from hybrid.errors import ConfigError
 # A dotted key of many segments. The memory of tomllib grows with the square of their number.
 _DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
 USER_FUNCTION = r"\w+(\.\w+)*:\w+"  # user code, as module:function
+BUILT_IN = "[^:]*"  # any other value of a key that also takes a USER_FUNCTION
 _KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
 _LISTS: dict[Any, str] = {int: "a list of integers", float: "a list of finite numbers", str: "a list of text"}
 _CALL = re.compile(r"\s*([\w.:]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
@@ -78,8 +79,11 @@ def option(default: Any, meaning: str, **more: Any) -> Any:
 
 
 fixed = partial(option, is_fixed=True)
-in_files = partial(fixed, takes_numbers=True)  # names and values in files
 by_host = partial(option, is_by_host=True)
+# Keys of the model, its columns, and the arithmetic of training. They need no signature.
+setting = partial(option, unsigned=r"(?s:.*)")
+model = partial(fixed, unsigned=r"(?s:.*)")
+in_files = partial(model, takes_numbers=True)  # names and values in files
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class Key:
     takes_numbers: bool = False  # a text may be written as a number, true or false
     is_fixed: bool = False  # a resumed run keeps its value, on which tensors or the data position depend
     is_name_fixed: bool = False  # a resumed run keeps the name in its value, and may change the arguments
+    unsigned: str = ""  # pattern of the values that need no signature; see hybrid.user_code.run_signature
     is_by_host: bool = False  # a role may have a different value; the master decides all other keys
     prepares: bool = True  # prepared data depend on it; for [data], [tasks.NAME] and [columns.NAME]
     absent: str = ""  # meaning of the default None, if not the value of the section that this one overrides

@@ -1,6 +1,5 @@
 """Reading and writing configurations: TOML files, ``--set`` overrides, and the page of all keys."""
 
-import dataclasses
 import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -67,8 +66,7 @@ def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
         key = _find(section, name)
         if not key.is_by_host:
             raise ConfigError(f"{section}.{name}", "is decided by the master; set it there")
-        values = dataclasses.replace(getattr(config, section), **{name: key.read(key.parse(value))})
-        config = config.replace(**{section: values})
+        config = config.replace_value(section, name, key.read(key.parse(value)))
     if settings:
         validate(config)
     return config
@@ -203,7 +201,7 @@ def _similarity(first: str, second: str) -> float:
     return difflib.SequenceMatcher(None, first, second).ratio()
 
 
-def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
+def key_values(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
     """Yield section, name, key and value of each key whose value is not None."""
     sections = [(section, getattr(config, section), keys) for section, keys in SECTION_KEYS.items()]
     for kind, keys in NAMED_KEYS.items():
@@ -216,7 +214,7 @@ def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
 
 def validate(config: RunConfig) -> None:
     """Raise ConfigError if a value breaks the rule of its key, or a rule between keys."""
-    for section, name, key, value in _items(config):
+    for section, name, key, value in key_values(config):
         key.check(f"{section}.{name}", value)
     check_rules(config)
 
@@ -227,7 +225,7 @@ def to_toml(config: RunConfig) -> str:
     for kind in NAMED_KEYS:
         for name in getattr(config, kind):
             blocks[f"{kind}.{name}"] = [f"[{kind}.{toml_value(name)}]"]
-    for section, name, _, value in _items(config):
+    for section, name, _, value in key_values(config):
         blocks[section].append(f"{name} = {toml_value(value)}")
     return "\n\n".join("\n".join(lines) for lines in blocks.values()) + "\n"
 
@@ -235,7 +233,7 @@ def to_toml(config: RunConfig) -> str:
 def fixed_values(config: RunConfig) -> dict[str, Any]:
     """Return the values that a resumed run keeps, by dotted key, as JSON values."""
     values: dict[str, Any] = {}
-    for section, name, key, value in _items(config):
+    for section, name, key, value in key_values(config):
         if key.is_name_fixed:
             values[f"{section}.{name}"] = value.partition("(")[0]
         elif key.is_fixed:

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 from hybrid.config.data_sections import ColumnSection, DataSection
 from hybrid.config.key import (
+    BUILT_IN,
     USER_FUNCTION,
     Call,
     CallSignatures,
@@ -18,7 +19,9 @@ from hybrid.config.key import (
     by_host,
     fixed,
     keys_of,
+    model,
     option,
+    setting,
     split_call,
 )
 from hybrid.config.table_sections import EmbeddingSection, TableSection
@@ -78,7 +81,7 @@ class RunSection:
     folder: str = option(
         "", "Run folder, or its URL in an object store (docs/storage.md); empty for a new folder under runs/."
     )
-    seed: int = fixed(1, "Seed of tables, dense nets, shuffling and synthetic data.", minimum=0)
+    seed: int = model(1, "Seed of tables, dense nets, shuffling and synthetic data.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +113,7 @@ class ClusterSection:
     )
     timeout_seconds: float = option(
         60.0,
-        "Time limit of a call, of a worker's wait for gradients, and of the last step and checkpoint "
-        "of a stopped run.",
+        "Time limit of a role's wait for another one, and of the last step and checkpoint of a stopped run.",
         above=0,
     )
     heartbeat_timeout_seconds: float = option(
@@ -166,28 +168,29 @@ class DenseSection:
         "(mmoe); in ple, each layer has so many per task, and so many shared experts. `expert_mlp` lists the "
         "hidden units of an expert.",
         signatures=NET_CALLS,
+        unsigned=BUILT_IN,
     )
-    bottom_mlp: tuple[int, ...] = fixed(
+    bottom_mlp: tuple[int, ...] = model(
         (64, 32), "Hidden units of the net over numeric features (dlrm).", minimum=1
     )
-    top_mlp: tuple[int, ...] = fixed(
+    top_mlp: tuple[int, ...] = model(
         (128, 64),
         "Hidden units of the net over all features, or of each task's tower (mmoe, ple).",
         minimum=1,
     )
-    remote_mlp: tuple[int, ...] = fixed(
+    remote_mlp: tuple[int, ...] = model(
         (),
         "Hidden units of a remote dense net between interaction and head, which a worker hosts; "
         "empty for none.",
         minimum=1,
     )
-    optimizer: str = option(
+    optimizer: str = setting(
         "Adam",
         'A class of torch.optim, with its arguments: "SGD(momentum = 0.9, weight_decay = 1e-4)".',
         is_name_fixed=True,
     )
-    learning_rate: float = option(0.002, "Learning rate of the dense nets.", above=0)
-    ddp: str = option(
+    learning_rate: float = setting(0.002, "Learning rate of the dense nets.", above=0)
+    ddp: str = setting(
         "outside",
         "Parameters under DDP: none, those of the head (inside), or all local parameters (outside).",
         choices=DDP_MODES,
@@ -198,12 +201,12 @@ class DenseSection:
         "cuda:0,cuda:1, hold replicas, over which a trainer splits its samples. The first device holds the "
         "parameters.",
     )
-    tensor_size: int = option(
+    tensor_size: int = setting(
         0,
         "Number of trainers that split the layers of a net, a divisor of cluster.trainers; 0 for none.",
         minimum=0,
     )
-    tensor_plan: tuple[str, ...] = option(
+    tensor_plan: tuple[str, ...] = setting(
         (),
         'How layers are split, such as ["head.0 = colwise", "head.2 = rowwise"]; empty for the '
         "built-in plan of a built-in net.",
@@ -214,7 +217,7 @@ class DenseSection:
         "for TorchScript, or a backend of torch.compile.",
         choices=("none", *COMPILERS),
     )
-    autocast: str = option(
+    autocast: str = setting(
         "none",
         "Precision in torch.autocast of the local net, for operations for which bfloat16 is safe.",
         choices=("none", "bfloat16"),
@@ -255,12 +258,12 @@ class DenseSection:
 class DenseGroupSection:
     """Separate optimizer arguments for some parameters of dense nets."""
 
-    parameters: tuple[str, ...] = option(
+    parameters: tuple[str, ...] = setting(
         (),
         'Names or patterns of parameters, such as "head.*" or "*.bias"; parameters of the remote net '
         'begin with "remote.".',
     )
-    optimizer_options: tuple[str, ...] = option(
+    optimizer_options: tuple[str, ...] = setting(
         (), 'Arguments that differ from [dense], such as ["lr = 0.001", "weight_decay = 0"].'
     )
 
@@ -284,32 +287,32 @@ class DenseGroupSection:
 class TrainSection:
     """Steps, batches, and how trainers update parameters."""
 
-    epochs: int = option(1, "Number of passes over the training rows.", minimum=1)
-    max_steps: int = option(0, "Number of steps after which the run stops; 0 for no limit.", minimum=0)
-    batch_size: int = fixed(1024, "Number of samples per step over all trainers.", minimum=1)
-    micro_batches: int = option(
+    epochs: int = setting(1, "Number of passes over the training rows.", minimum=1)
+    max_steps: int = setting(0, "Number of steps after which the run stops; 0 for no limit.", minimum=0)
+    batch_size: int = model(1024, "Number of samples per step over all trainers.", minimum=1)
+    micro_batches: int = setting(
         1, "Number of micro-batches that a trainer computes per step, one after another.", minimum=1
     )
-    update: str = option(
+    update: str = setting(
         "sync",
         "sync: one exact step of all trainers, by distributed autograd. lookahead: the same step with ids "
         "sent ahead, which is faster. async: workers apply each trainer's gradients when they arrive.",
         choices=UPDATE_MODES,
     )
-    clip_norm: float | None = option(
+    clip_norm: float | None = setting(
         None, "Norm over all tables and dense nets to which larger gradients are scaled down.", above=0
     )
-    non_finite: str = option(
+    non_finite: str = setting(
         "stop",
         "Whether a loss or gradient that is not finite stops the run, or skips the step.",
         choices=("stop", "skip"),
     )
-    dtype: str = option("float32", "Type of rows, dense parameters and optimizer state.", choices=DTYPES)
-    log_every_steps: int = option(10, "Number of steps between two progress lines.", minimum=1)
-    eval_every_steps: int = option(
+    dtype: str = setting("float32", "Type of rows, dense parameters and optimizer state.", choices=DTYPES)
+    log_every_steps: int = setting(10, "Number of steps between two progress lines.", minimum=1)
+    eval_every_steps: int = setting(
         0, "Number of steps between two evaluations; 0 for one per epoch.", minimum=0
     )
-    patience: int = option(
+    patience: int = setting(
         0,
         "Number of evaluations without improvement (checkpoint.keep_best) after which the run ends; "
         "0 for no limit.",
@@ -326,7 +329,7 @@ class CheckpointSection:
     )
     every_minutes: float = option(5.0, "Minutes between two checkpoints; 0 for no limit by time.", minimum=0)
     keep_last: int = option(2, "Number of newest checkpoints to keep.", minimum=1)
-    keep_best: str = option(
+    keep_best: str = setting(
         "auto",
         "Metric by which the best checkpoint is kept, too, such as auc, or NAME.auc with several tasks. "
         "auto is AUC, RMSE or accuracy of the first task; none keeps no best checkpoint.",
@@ -337,7 +340,7 @@ class CheckpointSection:
 class ScheduleSection:
     """The learning-rate schedule of tables and dense nets."""
 
-    kind: str = option(
+    kind: str = setting(
         "constant",
         "The learning rate by step. The rate rises linearly from `initial_factor` times the full rate over "
         "`warmup_steps`. Then it falls until step `steps` (0: until the end of the run), which includes the "
@@ -405,6 +408,13 @@ class RunConfig:
     def replace(self, **sections: Any) -> RunConfig:
         """Return a copy with other sections."""
         return dataclasses.replace(self, **sections)
+
+    def replace_value(self, section: str, name: str, value: Any) -> RunConfig:
+        """Return a copy with another value of the key ``name`` in ``section``, such as ``tables.NAME``."""
+        kind, dot, inner = section.partition(".")
+        before = getattr(self, kind)
+        changed = dataclasses.replace(before[inner] if dot else before, **{name: value})
+        return self.replace(**{kind: {**before, inner: changed} if dot else changed})
 
     @property
     def all_tasks(self) -> dict[str, TaskSection]:

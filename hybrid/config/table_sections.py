@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid.config.data_sections import POOLINGS
-from hybrid.config.key import Call, CallSignatures, argument, fixed, in_files, option
+from hybrid.config.key import Call, CallSignatures, argument, fixed, in_files, model, setting
 
 # The defaults are those of torch.optim, and those of custom loops (hybrid.Adagrad and others).
 _ADAGRAD_EPS = argument("eps", float, 1e-10, minimum=1e-30)
@@ -42,9 +42,9 @@ PLACEMENT_CALLS = CallSignatures(dict.fromkeys(("auto", "table", "row"), _PLACEM
 class EmbeddingSection:
     """Defaults of all tables, which a section [tables.NAME] overrides for one."""
 
-    dim: int = fixed(16, "Width of a row.", minimum=1)
-    pooling: str = fixed("sum", "How the vectors of a bag become one vector.", choices=POOLINGS)
-    optimizer: str = option(
+    dim: int = model(16, "Width of a row.", minimum=1)
+    pooling: str = model("sum", "How the vectors of a bag become one vector.", choices=POOLINGS)
+    optimizer: str = setting(
         "adagrad",
         "The optimizer of the rows. `weight_decay` and momentum apply to the rows that a step reads. With "
         "`all_rows`, a step updates all rows, as torch does with dense gradients, and reads and writes whole "
@@ -52,14 +52,14 @@ class EmbeddingSection:
         signatures=TABLE_OPTIMIZERS,
         is_name_fixed=True,
     )
-    learning_rate: float = option(0.05, "Learning rate of the rows.", above=0)
-    wire_dtype: str = option(
+    learning_rate: float = setting(0.05, "Learning rate of the rows.", above=0)
+    wire_dtype: str = setting(
         "rows",
         "Type of vectors and gradients in messages of training: the type of the rows, or bfloat16, which "
         "halves the bytes and has eight bits of precision.",
         choices=("rows", "bfloat16"),
     )
-    placement: str = option(
+    placement: str = setting(
         "auto",
         "`table` keeps a table on one worker, `row` splits its rows over workers; `workers` lists the "
         "workers that may hold rows. `pooled_by` selects the side that pools bags: the workers, or the "
@@ -73,12 +73,12 @@ class EmbeddingSection:
 class TableSection:
     """Overrides for one table; a missing key has the value of [embedding]."""
 
-    dim: int | None = fixed(None, "Width of a row.", minimum=1)
-    optimizer: str | None = option(
+    dim: int | None = model(None, "Width of a row.", minimum=1)
+    optimizer: str | None = setting(
         None, "The optimizer of the rows.", signatures=TABLE_OPTIMIZERS, is_name_fixed=True
     )
-    learning_rate: float | None = option(None, "Learning rate of the rows.", above=0)
-    placement: str | None = option(None, "The workers that hold the rows.", signatures=PLACEMENT_CALLS)
+    learning_rate: float | None = setting(None, "Learning rate of the rows.", above=0)
+    placement: str | None = setting(None, "The workers that hold the rows.", signatures=PLACEMENT_CALLS)
     features: tuple[str, ...] = in_files(
         (), "Columns that share this table; empty for the column of the table's name."
     )
@@ -88,8 +88,8 @@ class TableSection:
         "has a column of values and a column of vectors. A .npy or safetensors file has the rows in order; "
         "path#name selects one of several tensors.",
     )
-    frozen: bool = fixed(False, "Whether the rows keep their initial values.")
-    init: str = fixed(
+    frozen: bool = model(False, "Whether the rows keep their initial values.")
+    init: str = model(
         "uniform",
         "The distribution of random initial rows. `scale` is the largest absolute value (uniform) or the "
         "standard deviation (normal); 0 means 1 / sqrt(rows).",

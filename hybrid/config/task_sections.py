@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybrid.config.key import USER_FUNCTION, Call, CallSignatures, argument, fixed, option
+from hybrid.config.key import BUILT_IN, USER_FUNCTION, Call, CallSignatures, argument, model, option, setting
 from hybrid.errors import ConfigError
 
 TYPE_CALLS = CallSignatures(
@@ -59,13 +59,13 @@ _NAME = r"[A-Za-z_][\w-]*"
 class TaskSection:
     """A task: its labels, loss and metrics. Without sections, data.label is the label of the only task."""
 
-    label: str = fixed("", "Label column; empty for the column of the task's name.")
-    type: str = fixed(
+    label: str = model("", "Label column; empty for the column of the task's name.")
+    type: str = model(
         "binary",
         "Labels: 0 and 1 (binary), any numbers (regression), or classes from 0 to `count` - 1.",
         signatures=TYPE_CALLS,
     )
-    mask: str = fixed(
+    mask: str = model(
         "",
         "Column of 1 and 0 that selects the samples of this task, such as clicked for a label "
         "bought; empty for all samples.",
@@ -76,9 +76,10 @@ class TaskSection:
         "which returns one value per sample; empty for the first loss of the type. A larger `gamma` gives "
         "well-classified samples less weight. Beyond an error of `delta`, huber grows linearly.",
         signatures=LOSS_CALLS,
+        unsigned=BUILT_IN,
         prepares=False,
     )
-    ranking_loss: str = option(
+    ranking_loss: str = setting(
         "",
         "Additional loss of the ranking within each data.group (binary, regression): pairwise (RankNet) or "
         "listwise (softmax cross-entropy); empty for none. `fraction` is its fraction of the task's loss. "
@@ -87,11 +88,12 @@ class TaskSection:
         is_name_fixed=True,
         prepares=False,
     )
-    weight: float = option(1.0, "Weight of the task's loss.", above=0, prepares=False)
+    weight: float = setting(1.0, "Weight of the task's loss.", above=0, prepares=False)
     metrics: tuple[str, ...] = option(
         (),
         "Additional metrics: gauc, mrr, ndcg@K and recall@K, within each data.group, or your "
         "functions as module:function.",
+        unsigned=BUILT_IN,
         prepares=False,
     )
 

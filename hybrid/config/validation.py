@@ -21,7 +21,6 @@ from hybrid.config.splits import VALIDATION
 from hybrid.config.table_sections import TABLE_OPTIMIZERS, TableSection, table_placement
 from hybrid.config.task_sections import TaskSection, check_tasks
 from hybrid.errors import ConfigError
-from hybrid.storage.remote_path import is_url
 
 FINITE_SCHEDULES = ("cosine", "polynomial", "one_cycle")
 _DEVICE = r"(cpu|cuda:(0|[1-9][0-9]*))"
@@ -83,9 +82,6 @@ def _check_data(config: RunConfig) -> None:
     if data.shuffle_lanes and config.has_ranking_loss:
         rule = "must not have lanes if a task has a ranking loss, since groups are shuffled as a whole"
         raise ConfigError("data.shuffle", rule, data.shuffle)
-    if is_url(data.cache_folder) and config.has_ranking_loss:
-        rule = "must be a folder, not a URL, if a task has a ranking loss"
-        raise ConfigError("data.cache_folder", rule, data.cache_folder)
     if data.format == "synthetic":
         for name, section in config.columns.items():
             # Pooling and max_ids also apply to batches that user code provides.

@@ -71,13 +71,11 @@ def ids_dtype(num_rows: int) -> torch.dtype:
     return torch.int32 if num_rows <= torch.iinfo(torch.int32).max else torch.int64
 
 
-def pool(weight_RD: Tensor, bags: Bags) -> Tensor:
-    """Return one pooled vector per bag, (bags, D); zeros for an empty bag."""
-    return pool_and_record(weight_RD, bags)[0]
-
-
 def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
-    """Pool, and return the bags with ``winners_BD``, since rows may change before the backward pass."""
+    """Return one pooled vector per bag, (bags, D), zeros for an empty bag; and the bags with ``winners_BD``.
+
+    The rows may change before the backward pass, which needs the winners of max pooling.
+    """
     if bags.offsets is None:
         return weight_RD.index_select(0, bags.ids_L), bags
     weights_L = None if bags.weights_L is None else bags.weights_L.to(weight_RD.dtype)

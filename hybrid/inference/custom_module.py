@@ -1,7 +1,6 @@
 """The module of a custom training loop, with the tables of its checkpoint."""
 
 import copy
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,18 +48,14 @@ class CustomModule(TrainedModule):
         module_name, _, function = name.partition(":")
         if not function:
             raise ConfigError(_KEY, "must be FILE.py:FUNCTION or package.module:FUNCTION", name)
+        folder = None
         if (file := Path(module_name)).suffix == ".py":
             if not file.is_file():
                 raise ConfigError(_KEY, "is not a file", module_name)
-            sys.path.append(str(file.resolve().parent))
-            module_name = file.stem
+            module_name, folder = file.stem, file.parent
         token = BACKEND.set(cast(Any, _NoBackend()))
         try:
-            build = load_function(_KEY, f"{module_name}:{function}", ("data",))
-            imported = Path(getattr(sys.modules[module_name], "__file__", None) or "")
-            if file.suffix == ".py" and imported.resolve() != file.resolve():
-                rule = f"the module of this name is {imported}; correct the path, or rename the file"
-                raise ConfigError(_KEY, rule, name)
+            build = load_function(_KEY, f"{module_name}:{function}", ("data",), folder)
             module = build(data)
         finally:
             BACKEND.reset(token)

@@ -47,26 +47,28 @@ class TrainedRun:
         warn: Callable[[str], object],
         trust_code: bool = False,
         *,
-        uses_paths: bool = False,
+        uses_data: bool = False,
     ) -> TrainedRun:
         """Read the best checkpoint of a run, or a given checkpoint.
 
         Args:
             folder: a run or a checkpoint.
             warn: receives a line for each damaged checkpoint.
-            trust_code: whether user code of a run that the user has not signed may be executed.
-            uses_paths: whether the data of the run will be read; see :func:`load_run_config`.
+            trust_code: whether to trust a run that the user has not signed; see :func:`load_run_config`.
+            uses_data: whether the data of the run will be read.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged, or does not describe its columns.
-            ConfigError: the run names code that may not be executed, or paths that may not be used.
+            ConfigError: the user has not signed the code or the data of the run.
         """
         stored = Checkpoint.best_valid(folder, warn)
         files_folder = stored.files_folder
         if not storage.exists(files_folder / FILE_NAME):
             rule = "was saved by a script without cluster.prepare(); use hybrid.load(FOLDER, MODULE)"
             raise CheckpointError(f"{stored.folder} {rule}")
-        config = load_run_config(files_folder / CONFIG_FILE, trust_code=trust_code, uses_paths=uses_paths)
+        config = load_run_config(
+            files_folder / CONFIG_FILE, trust_code=trust_code, uses=["data"] if uses_data else ()
+        )
         encoder = FeatureEncoder.load(files_folder)
         # If the caller gave batches, features with weighted ids have no section in the configuration.
         weighted = {

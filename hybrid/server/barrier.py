@@ -79,7 +79,8 @@ class UpdateBarrier(Generic[Contribution]):
         self._merge = merge
         self._ledger = Ledger[Contribution](rules)
         self._waiting: list[_PendingLookup] = []
-        self._norm: tuple[int, float] | None = None  # the last merged step, and its squared norm
+        self._norms: dict[int, float] = {}  # squared norms of the last two merged steps
+        self._norm_step = -1  # the last step whose norm was requested
         self._norm_waiting: dict[int, list[DeferredResponse[float]]] = {}  # by step
         self._decisions: dict[int, float | None] = {}  # factor of the gradients by step, None to drop them
         self._failure: Exception | None = None
@@ -154,13 +155,14 @@ class UpdateBarrier(Generic[Contribution]):
         """Return the squared norm of a step's merged gradients, once all of them have arrived."""
         future: DeferredResponse[float] = DeferredResponse()
         with self._changed:
+            self._norm_step = max(self._norm_step, step)
+            self._changed.notify_all()
             if self._failure is not None:
                 future.set_exception(self._failure)
-            elif self._norm is None or self._norm[0] < step:
-                self._norm_waiting.setdefault(step, []).append(future)
+            elif step in self._norms:
+                future.set_result(self._norms[step])
             else:
-                assert self._norm[0] == step, "a trainer requests a norm before the next step"
-                future.set_result(self._norm[1])
+                self._norm_waiting.setdefault(step, []).append(future)
         return future
 
     def decide(self, step: int, scale: float | None) -> None:
@@ -208,7 +210,7 @@ class UpdateBarrier(Generic[Contribution]):
         with self._changed:
             assert self._ledger.is_idle
             self._ledger = Ledger(self._rules, version)
-            self._norm = None
+            self._norms, self._norm_step = {}, -1
             waiting, self._waiting = self._waiting, []
         for each in waiting:
             each.future.set_exception(ClusterError(f"step {each.ticket.step}: a checkpoint was loaded"))
@@ -264,11 +266,14 @@ class UpdateBarrier(Generic[Contribution]):
         """Return the squared norm of a step to the trainers, and wait for their decision."""
         norm = update.squared_norm()
         with self._changed:
-            self._norm = (step, norm)
+            # A trainer without batches may request the norm of a step while the others take the next.
+            self._norms = {s: self._norms[s] for s in self._norms if s == step - 1} | {step: norm}
             futures = self._norm_waiting.pop(step, [])
         for future in futures:
             future.set_result(norm)
         with self._changed:
+            # Before the first request of the norm, no trainer waits.
+            self._wait_until(lambda: self._norm_step >= step or step in self._decisions or self._closed, None)
             is_decided = self._wait_until(lambda: step in self._decisions or self._closed)
             if not is_decided or self._closed:
                 raise ClusterError(f"step {step}: no decision from trainer 0 (cluster.timeout_seconds)")
@@ -285,9 +290,9 @@ class UpdateBarrier(Generic[Contribution]):
             self._wait_until(lambda: not self._ledger.is_updating)
             raise ClusterError("the worker is stopping")
 
-    def _wait_until(self, condition: Callable[[], bool], timeouts: int = 1) -> bool:
+    def _wait_until(self, condition: Callable[[], bool], timeouts: int | None = 1) -> bool:
         """Wait until a condition holds; return False after the timeout. Raise the failure of the barrier."""
-        seconds = timeouts * self._rules.timeout_seconds
+        seconds = None if timeouts is None else timeouts * self._rules.timeout_seconds
         is_over = self._changed.wait_for(lambda: self._failure or condition(), seconds)
         if self._failure is not None:
             raise self._failure

@@ -27,7 +27,7 @@ _NEVER = sys.maxsize  # a step that no run reaches
 class _Entry(Generic[Contribution]):
     """The gradients of one trainer for one step, by part."""
 
-    arrived_at: float
+    arrived_at: float  # of the last part
     parts: dict[int, Contribution] = field(default_factory=dict)
 
 
@@ -71,6 +71,7 @@ class Ledger(Generic[Contribution]):
             raise ClusterError(f"trainer {trainer} sent gradients of step {ticket.step} twice")
         if entry is None:
             entry = self._entries[key] = _Entry(now)
+        entry.arrived_at = now
         entry.parts[ticket.part] = contribution
 
     def expect(self, trainer: int, step: int, parts: int) -> None:
@@ -110,7 +111,9 @@ class Ledger(Generic[Contribution]):
         self._absences[trainer] = [range(absence.start, min(absence.stop, step)) for absence in absences]
 
     def seconds_left(self, now: float) -> float | None:
-        """Return how long step ``version`` may still wait; None in async mode, or before the first gradients.
+        """Return how long step ``version`` may still wait; None in async mode, or if no trainer waits for it.
+
+        A trainer waits once it has sent all parts of its gradients. All may pause before that.
 
         Raises:
             ClusterError: gradients are missing after the timeout.
@@ -118,7 +121,7 @@ class Ledger(Generic[Contribution]):
         if self._rules.mode is UpdateMode.ASYNC:
             return None
         expected, timeout = self._expected(), self._rules.timeout_seconds
-        arrived = [entry.arrived_at for key in expected if (entry := self._entries.get(key))]
+        arrived = [self._entries[step, t].arrived_at for step, t in expected if self._is_complete(t, step)]
         if not arrived:
             return None
         left = min(arrived) + timeout - now

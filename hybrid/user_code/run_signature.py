@@ -1,9 +1,10 @@
-"""Signatures of user code, paths and URLs in the configuration of a run; does not import torch.
+"""Signatures of values in the configuration of a run; does not import torch.
 
-A run folder and its checkpoints contain the configuration of the run. The configuration may name modules,
-which commands import, and files, folders and stores, which commands read and write. A command must not use
-such values of another user's run unless its user allows it. So the program signs these values when it writes
-a configuration, with a key that only the user can read.
+A run folder and its checkpoints contain the configuration of the run, which another user may have written.
+Its model, columns and arithmetic are data. All other values decide what a command does on this machine:
+modules to import, paths and URLs, hosts and interfaces, devices, and limits. Each key declares which of its
+values need no signature (:attr:`hybrid.config.key.Key.unsigned`); by default, only its default needs none.
+The program signs all others when it writes a configuration, with a key that only the user can read.
 
 Each value has a separate signature. The signatures are comments at the end of the file. So they are copied
 with the file, and the user may edit all other keys.
@@ -11,16 +12,17 @@ with the file, and the user may edit all other keys.
 
 import hmac
 import os
+import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
-from hybrid.config import ClusterSection, RunConfig
-from hybrid.config.loading import load_config, to_toml
-from hybrid.config.sections import NETS
-from hybrid.config.splits import PATH_KEYS
+from hybrid.config import RunConfig
+from hybrid.config.key import Key
+from hybrid.config.loading import key_values, load_config, to_toml
 from hybrid.errors import ConfigError
 from hybrid.storage.files import read_text
 from hybrid.storage.private_files import private_user_folder
@@ -28,12 +30,16 @@ from hybrid.storage.remote_path import StoragePath
 
 _PREFIX = "# signed by the user of this run: "
 _KEY_BYTES = 32
-_ALLOW = "and you have not signed it; check it, then allow it with --trust-code"
 
 
 def signed_toml(config: RunConfig) -> str:
     """Return the configuration of a run as TOML, signed if the user has a private folder for a key."""
-    text, entries = to_toml(config), [*_code_entries(config), *_path_entries(config)]
+    entries = [
+        (f"{section}.{name}", each)
+        for section, name, key, value in key_values(config)
+        for each in _elements_to_sign(key, value)
+    ]
+    text = to_toml(config)
     if not entries or (key := _key()) is None:
         return text
     lines = (f"{_PREFIX}{_signature(key, *each)}\n" for each in entries)
@@ -41,65 +47,63 @@ def signed_toml(config: RunConfig) -> str:
 
 
 def load_run_config(
-    path: StoragePath, overrides: Sequence[str] = (), trust_code: bool = False, *, uses_paths: bool = False
+    path: StoragePath, overrides: Sequence[str] = (), trust_code: bool = False, *, uses: Collection[str] = ()
 ) -> RunConfig:
-    """Read the configuration of a run whose user code the caller will import.
+    """Read the configuration of a run that another user may have written.
+
+    A value that needs a signature and has none is replaced by its default, or refused if the default would
+    not do.
 
     Args:
         overrides: see :func:`load_config`; these values need no signature.
         trust_code: whether the user trusts the run even if another user wrote it.
-        uses_paths: whether the caller will also use paths and URLs of the configuration.
+        uses: the sections whose values must not be replaced. Names of user code are never replaced.
 
     Raises:
-        ConfigError: this user has not signed a name of user code, or a path; or see :func:`load_config`.
+        ConfigError: this user has not signed a value; or see :func:`load_config`.
     """
     config = load_config(path, overrides, is_stored=True)
     if trust_code:
         return config
-    _refuse_unsigned(path, _code_entries(config), f"code to import and run, {_ALLOW}")
     chosen = {text.partition("=")[0].strip() for text in overrides}
-    for each in _path_entries(config) if uses_paths else []:
-        if each[0] not in chosen:
-            remedy = f"or choose another (--resume: --set {each[0]}=...; evaluate and predict: --input)"
-            _refuse_unsigned(path, [each], f"a path or address to use, {_ALLOW}, {remedy}")
-    return config
+    refused = {}
+    for section, name, key, value in _unsigned_values(path, config):
+        dotted = f"{section}.{name}"
+        if dotted in chosen:
+            continue
+        if key.unsigned or section.partition(".")[0] in uses:
+            refused[dotted] = value
+        else:
+            config = config.replace_value(section, name, key.default)
+    if not refused:
+        return config
+    dotted, *others = refused
+    nor = f" (nor {', '.join(others)})" if others else ""
+    choices = f"--set {dotted}=... (--resume), --input (evaluate, predict)"
+    rule = f"{path} has this value, and you have not signed it{nor}; choose another with {choices}"
+    raise ConfigError(dotted, f"{rule}, or check this one, and allow it with --trust-code", refused[dotted])
 
 
-def _code_entries(config: RunConfig) -> list[tuple[str, str]]:
-    """Return the keys and values of a configuration that name user code."""
-    entries = [] if config.dense.net_call.name in NETS else [("dense.net", config.dense.net)]
-    for name, task in config.tasks.items():
-        entries += [(f"tasks.{name}.loss", task.loss)] if ":" in task.loss else []
-        entries += [(f"tasks.{name}.metrics", metric) for metric in task.metrics if ":" in metric]
-    return entries
-
-
-def _path_entries(config: RunConfig) -> list[tuple[str, str]]:
-    """Return the keys and values of paths, URLs and addresses in a configuration, without defaults."""
-    data, cluster, default = config.data, config.cluster, ClusterSection()
-    entries = [
-        *((PATH_KEYS[split], each) for split, paths in data.paths.items() for each in paths),
-        ("data.cache_folder", data.cache_folder),
-        ("data.local_cache_folder", data.local_cache_folder),
-        ("cluster.secret_file", cluster.secret_file),
-        *(("cluster.master", cluster.master),) * (cluster.master != default.master),
-        *((f"tables.{name}.initial", table.initial) for name, table in config.tables.items()),
-    ]
-    return [(dotted, value) for dotted, value in entries if value]
-
-
-def _refuse_unsigned(path: StoragePath, entries: Sequence[tuple[str, str]], rule: str) -> None:
-    """Raise ConfigError for the first entry of the file ``path`` that this user has not signed."""
-    lines = read_text(path).splitlines() if entries else []
+def _unsigned_values(path: StoragePath, config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
+    """Yield section, name, key and first unsigned element of each value that this user has not signed."""
+    lines = read_text(path).splitlines()
     signatures = [line.removeprefix(_PREFIX).strip().encode() for line in lines if line.startswith(_PREFIX)]
-    key = _key() if signatures else None
-    for dotted, value in entries:
-        expected = b"" if key is None else _signature(key, dotted, value).encode()
-        if key is None or not any(hmac.compare_digest(each, expected) for each in signatures):
-            raise ConfigError(dotted, f"{path} names {rule}", value)
+    own = _key() if signatures else None
+    for section, name, key, value in key_values(config):
+        for element in _elements_to_sign(key, value):
+            expected = b"" if own is None else _signature(own, f"{section}.{name}", element).encode()
+            if own is None or not any(hmac.compare_digest(each, expected) for each in signatures):
+                yield section, name, key, element
+                break
 
 
-def _signature(key: bytes, dotted: str, value: str) -> str:
+def _elements_to_sign(key: Key, value: Any) -> list[Any]:
+    """Return the value of a key, or the elements of a list, if it needs a signature."""
+    elements = [] if value == key.default else value if key.is_list else [value]
+    return [each for each in elements if not re.fullmatch(key.unsigned, str(each))]
+
+
+def _signature(key: bytes, dotted: str, value: Any) -> str:
     return hmac.new(key, f"{dotted} = {value}".encode(), "sha256").hexdigest()
 
 

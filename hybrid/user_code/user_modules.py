@@ -8,6 +8,7 @@ project are not user modules.
 import dataclasses
 import functools
 import importlib
+import importlib.abc
 import importlib.util
 import inspect
 import logging
@@ -18,8 +19,10 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, ClassVar
 
 from hybrid.errors import ConfigError, HybridError, first_line
 
@@ -32,24 +35,65 @@ _PACKAGES = {"site-packages", "dist-packages"}
 _STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
 
 
-def load_function(key: str, name: str, parameters: Sequence[str] = ()) -> Callable[..., Any]:
+class FolderFinder(importlib.abc.MetaPathFinder):
+    """Finds the modules of a folder that the user has named, and those that modules of the folder import.
+
+    The folder is not in ``sys.path``: somebody else may have written files there, and packages such as torch
+    import optional modules if they find some.
+    """
+
+    _named: ClassVar[set[str]] = set()  # top-level names, for all folders
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @classmethod
+    def search(cls, folder: Path, module: str = "") -> None:
+        """Search ``folder`` after all other folders; ``module`` is a module that the user has named."""
+        cls._named.add(module.partition(".")[0])
+        searched = [each._folder for each in sys.meta_path if isinstance(each, cls)]
+        if (resolved := folder.resolve()) not in searched:
+            sys.meta_path.append(cls(resolved))
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        """See :class:`importlib.abc.MetaPathFinder`; ``path`` is None for a top-level module."""
+        if path is not None or not (fullname in self._named or self._is_importer(sys._getframe(1))):
+            return None
+        return PathFinder.find_spec(fullname, [str(self._folder)])
+
+    def _is_importer(self, frame: FrameType | None) -> bool:
+        """Return whether the innermost code outside of importlib is user code in the folder."""
+        while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "importlib":
+            frame = frame.f_back
+        file = None if frame is None else frame.f_globals.get("__file__")
+        return file is not None and is_user_file(file) and Path(file).resolve().is_relative_to(self._folder)
+
+
+def load_function(
+    key: str, name: str, parameters: Sequence[str] = (), folder: Path | None = None
+) -> Callable[..., Any]:
     """Import the function ``name``, "module:function".
 
     Args:
         key: the configuration key that contains the name, for errors.
         parameters: names of the positional arguments that the function must accept.
+        folder: the folder of the module; None for the working directory, or an installed module.
 
     Raises:
-        ConfigError: there is no such function, it takes other arguments, its module cannot be imported, or an
-            installed module has the same name.
+        ConfigError: there is no such function, it takes other arguments, its module cannot be imported, or
+            another module has the same name.
     """
     module_name, _, function_name = name.partition(":")
-    path = Path(*module_name.split("."))
-    local = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
+    path, base = Path(*module_name.split(".")), folder or Path()
+    for each in (base, Path()):
+        FolderFinder.search(each, module_name)
+    local = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if (base / f).is_file()), None)
     if local is not None:
-        first = Path(local.parts[0]).resolve()
-        if not any(each in (first, first / "__init__.py") for each in _module_paths(module_name)):
-            rule = f"is in {local}, but an installed module has the same name; rename your module"
+        first, paths = (base / local.parts[0]).resolve(), _module_paths(module_name)
+        if not any(each in (first, first / "__init__.py") for each in paths):
+            other = paths[0] if paths else "built in"
+            rule = f"is in {base / local}, but the module of this name is {other}"
+            rule += "; correct the path, or rename the file"
             raise ConfigError(key, rule, name)
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
@@ -152,6 +196,7 @@ def load_user_object(name: str) -> Any:
     """
     module, _, qualified = name.partition(":")
     top = module.partition(".")[0]
+    FolderFinder.search(Path(), module)
     if top and top not in sys.modules and importlib.util.find_spec(top) is None:
         raise ConfigError("FUNCTION", f"there is no such module{_missing_module_hint()}", name)
     if not _is_user_module(module):

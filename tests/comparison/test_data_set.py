@@ -61,10 +61,10 @@ def test_store_that_refuses_a_request_is_reported_in_one_line(
     config = small_config(cluster={"trainers": 3, "workers": 2}, data={"synthetic_rows": 15_000})
     with Proxy(store) as proxy:
         proxy.plan = lambda method, path: (
-            "403" if method == "GET" and path.endswith("/train/samples") else None
+            "403" if method == "GET" and path.endswith("/train/labels.npy") else None
         )
         stored = in_store(config, store, tmp_path, proxy.address)
-        message = r"^RemoteError: s3://open/.*/train/samples\?.*: cannot be read: .*ACCESS_DENIED"
+        message = r"^StorageError: s3://open/.*/train/labels\.npy\?.*: cannot be read: .*ACCESS_DENIED"
         with pytest.raises(CaseError, match=message):
             clusters.get(3, 2).run(evaluate, stored, cache_folder(stored), STEPS)
 

@@ -2,6 +2,7 @@
 
 import functools
 import random
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +28,14 @@ from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.protocol.ticket import Ticket
 from hybrid.topology import MASTER, Role, Topology
-from hybrid.transport import RemoteError
+from hybrid.transport import Remote, RemoteError
+from workers.cluster_task import ScriptTask
+from workers.console.terminal import TerminalView
+from workers.controller import session as session_module
 from workers.controller.session import Session
+from workers.controller.shared_folders import SharedFolders
+from workers.controller.user_code_jobs import ScriptJob
+from workers.exit_codes import ExitCode
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -75,6 +82,29 @@ def opened(mode: str, spec: InputSpec = INPUT, **sections: dict[str, Any]) -> It
         yield session
     finally:
         session.close()
+
+
+def test_training_on_batches_of_the_caller_has_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "BULK_TIMEOUT_SECONDS", DELAY_SECONDS / 4)
+    delay_last_gradients(monkeypatch)
+    with opened("lookahead") as session:
+        assert len(session.train_on(make_batches, 0)[0].losses) == STEPS
+
+
+def test_a_script_may_be_silent_for_longer_than_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, seconds = Remote.call, DELAY_SECONDS
+
+    def call_with_timeout(*args: Any, timeout_seconds: float = seconds) -> Any:
+        return call(*args, timeout_seconds=timeout_seconds)
+
+    monkeypatch.setattr(Remote, "call", call_with_timeout)
+    for name in ("argv", "path"):  # which a script changes
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    (script := tmp_path / "train.py").write_text(f"import time\ntime.sleep({2 * seconds})")
+    job = ScriptJob(small_config(cluster={"timeout_seconds": seconds}), ScriptTask(str(script), ()))
+    assert job.run(LocalTopology(1, 1), Path, TerminalView(), SharedFolders([])) == ExitCode.DONE
 
 
 def delay_last_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

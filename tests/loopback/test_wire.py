@@ -225,6 +225,20 @@ def test_a_missing_response_names_both_roles(caller: transport.Remote[Caller], m
         rpc._set_rpc_timeout(seconds)
 
 
+def test_a_late_trainer_is_named_before_a_call_times_out() -> None:
+    seconds = rpc.get_rpc_timeout()
+    rpc._set_rpc_timeout(0.3)
+    try:
+        with hosted_table(UpdateRules(2, timeout_seconds=0.4)) as tables, dist_autograd.context():
+            ticket = Ticket(0, 0, 0, purpose=Purpose.PREFETCH)
+            (vectors,) = tables.lookup(ticket, [ONE_ROW]).wait()
+            tables.send_gradients(ticket, [vectors]).wait()
+            with pytest.raises(RuntimeError, match="step 0: no gradients from trainer 1"):
+                tables.lookup(Ticket(0, 1, 1), [ONE_ROW]).wait()
+    finally:
+        rpc._set_rpc_timeout(seconds)
+
+
 class AheadTrainer:
     """A trainer's place: it looks up two steps ahead, and sends each step's gradients with such a lookup."""
 

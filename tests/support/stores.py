@@ -258,8 +258,7 @@ def in_store(config: RunConfig, store: Store, folder: Path, address: str = "") -
     query = f"endpoint_override={address or store.address}&scheme=http&region=us-east-1&anonymous=true"
     url = f"s3://{_OPEN_BUCKET}/prepared"
     data = dataclasses.replace(
-        config.data, cache_folder=f"{url}?{query}", local_cache_folder=str(folder / "local")
+        config.data, cache_folder=f"{url}?{query}", local_cache_folder=str(folder / "prepared")
     )
-    config = config.replace(data=data)
-    ensure_prepared(config, parse_path(url))
-    return config
+    ensure_prepared(config.replace(data=data), parse_path(url))
+    return config.replace(data=dataclasses.replace(data, local_cache_folder=str(folder / "fetched")))

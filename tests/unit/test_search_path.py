@@ -1,4 +1,4 @@
-"""The working directory is searched last; imports of many modules are not slowed by garbage collection."""
+"""A command imports modules of the working directory only if the user names them."""
 
 import os
 import subprocess
@@ -9,8 +9,9 @@ import pytest
 from support import forked
 from support.commands import HYBRID, ROOT
 
+from workers.cli import main
 from workers.launching.fork_server import ForkServer
-from workers.module_imports import search_working_directory_last
+from workers.module_imports import exclude_working_directory
 
 
 @pytest.fixture
@@ -26,16 +27,29 @@ def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("before", ["", None, "link"])
-def test_working_directory_is_searched_last_and_once(
+def test_working_directory_is_searched_only_if_the_user_names_it(
     before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "link").symlink_to("here")
     monkeypatch.chdir(tmp_path / "here")
     first = {"": "", None: os.getcwd(), "link": str(tmp_path / "link")}[before]
-    monkeypatch.setattr(sys, "path", [first, "/a", os.getcwd(), "/b"])
-    search_working_directory_last()
-    assert sys.path == ["/a", "/b", os.getcwd()]
+    for named in ("/a:", str(tmp_path / "link")):  # an empty entry names no folder
+        monkeypatch.setenv("PYTHONPATH", named)
+        monkeypatch.setattr(sys, "path", searched := [first, "/a", os.getcwd(), "/b"])
+        exclude_working_directory()
+        assert sys.path == (["/a", "/b"] if named == "/a:" else searched)
+
+
+def test_numba_takes_no_settings_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They name a folder of compiled code."""
+    monkeypatch.chdir(tmp_path)
+    settings = Path(".numba_config.yaml")
+    settings.write_text("cache_dir: theirs\n")
+    with pytest.raises(SystemExit, match=str(settings)):
+        main(["plan"])
 
 
 def test_a_command_imports_nothing_of_the_working_directory(crowded: Path) -> None:
@@ -53,6 +67,6 @@ def test_a_fork_server_imports_nothing_of_the_working_directory(
     crowded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(crowded), *sys.path])
-    search_working_directory_last()
+    exclude_working_directory()
     with ForkServer(["support.forked"]) as server:
         assert forked.end_of(server, forked.exit_with, 0).exit_code == 0

@@ -279,8 +279,6 @@ class Trainer:
     def close(self) -> None:
         """End the background reading of data."""
         self._close_stream()
-        for loader in self._loaders.values():
-            loader.dataset.close()
 
     def _close_stream(self) -> None:
         if self._stream is not None:

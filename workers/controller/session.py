@@ -46,6 +46,7 @@ from workers.step_profile import Profile
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 _EVAL_STEPS_PER_CALL = 20
+_NO_LIMIT = 0.0  # seconds; RPC then never raises a timeout
 
 
 class Session:
@@ -123,7 +124,7 @@ class Session:
         Args:
             make_batches: a function of a module that every trainer can import.
         """
-        return self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.train_on, make_batches, steps_before)
+        return self._on_trainers(_NO_LIMIT, Trainer.train_on, make_batches, steps_before)
 
     def take_profile(self) -> Profile:
         """Return the profile of the recorded steps since the last call.

@@ -45,7 +45,7 @@ from hybrid.errors import ConfigError, HybridError
 from hybrid.server.barrier import HostedModule
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
-from hybrid.user_code.user_modules import load_function
+from hybrid.user_code.user_modules import FolderFinder, load_function
 from workers.cluster_task import ScriptTask
 from workers.console.messages import print_line
 from workers.console.terminal import TerminalView
@@ -126,7 +126,8 @@ class ScriptJob:
         ]
         scripts = transport.gather(created)
         transport.gather([script.call(Script.start) for script in scripts])
-        while (request := _next_request(scripts)).action != "end":
+        timeout_seconds = _POLL_SECONDS + self._config.cluster.timeout_seconds
+        while (request := _next_request(scripts, timeout_seconds)).action != "end":
             response: ScriptResponse = None
             if request.action == "deploy":
                 placement = place(request.tables, topology.num_workers)
@@ -167,7 +168,7 @@ class ScriptJob:
         HeldCheckpoint(request.folder, request.manifest, texts, {}, start, False, vocabularies).write()
 
 
-def _next_request(scripts: Sequence[transport.Remote[Script]]) -> ScriptRequest:
+def _next_request(scripts: Sequence[transport.Remote[Script]], timeout_seconds: float) -> ScriptRequest:
     """Wait for the next request, which all scripts must make.
 
     Raises:
@@ -176,7 +177,9 @@ def _next_request(scripts: Sequence[transport.Remote[Script]]) -> ScriptRequest:
     requests: dict[int, ScriptRequest] = {}
     while len(requests) < len(scripts):
         calls = {
-            i: s.call(Script.next_request, _POLL_SECONDS) for i, s in enumerate(scripts) if i not in requests
+            i: s.call(Script.next_request, _POLL_SECONDS, timeout_seconds=timeout_seconds)
+            for i, s in enumerate(scripts)
+            if i not in requests
         }
         received = transport.gather(list(calls.values()))
         requests |= {i: request for i, request in zip(calls, received, strict=True) if request is not None}
@@ -286,13 +289,14 @@ class Script(Backend):
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a file as Python runs a program; it can import modules beside it.
+    """Run a file as Python runs a program; it can import modules beside it, and in the working directory.
 
     Raises:
         HybridError: the script has exited with a status other than zero.
     """
     sys.argv = [path, *arguments]
     sys.path.append(str(Path(path).resolve().parent))
+    FolderFinder.search(Path())
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as exited:

@@ -110,6 +110,7 @@ class RendezvousStore(dist.Store):
         super().__init__()
         self._connect = connect
         self._timeout = timedelta(seconds=timeout_seconds)
+        self._lock = threading.Lock()  # of the attributes below
         self._idle: list[Channel] = []  # a request that waits does not block another one
         self._barriers: dict[bytes, bytes] = {}  # torch's numbers, renumbered from the first of this cluster
 
@@ -154,11 +155,11 @@ class RendezvousStore(dist.Store):
     def _request(self, *request: str | bytes, seconds: float = 0.0) -> bytes:
         fields = [field.encode() if isinstance(field, str) else field for field in request]
         known = self._barriers
-        fields = [_BARRIER.sub(lambda n: known.setdefault(n[0], b"%d" % len(known)), each) for each in fields]
+        with self._lock:
+            fields = [_BARRIER.sub(lambda n: known.setdefault(n[0], b"%d" % len(known)), f) for f in fields]
+            channel = self._idle.pop() if self._idle else None
         try:
-            if self._idle:
-                channel = self._idle.pop()
-            else:
+            if channel is None:
                 channel = self._connect()
                 channel.send(STORE)
             try:
@@ -169,15 +170,17 @@ class RendezvousStore(dist.Store):
                 raise
         except OSError as error:
             raise dist.DistNetworkError(str(error)) from error
-        self._idle.append(channel)
+        with self._lock:
+            self._idle.append(channel)
         if kind == LATE:
             raise dist.DistStoreError(f"{request[0]!r} of {request[2:]!r} timed out after {seconds:g} s")
         return response[0]
 
     def close(self) -> None:
         """Close idle connections."""
-        while self._idle:
-            self._idle.pop().close()
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
 
 
 @contextmanager

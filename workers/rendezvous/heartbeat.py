@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from hybrid import __version__
 from hybrid.errors import ClusterError, HybridError, first_line
+from hybrid.user_code.user_modules import kind_and_text, log_traceback
 from workers.exit_codes import ExitCode, StopMessage, exit_code
 from workers.rendezvous.interrupt import StoppedError, describe_final_error
 
@@ -136,7 +137,7 @@ class HeartbeatSender:
 
     Args:
         channel: the connection over which the role has registered; closed at the end.
-        on_failure: called once if the master has ended or is frozen, or the run has failed.
+        on_failure: called once if the master has ended or is frozen, or the run or the thread has failed.
     """
 
     def __init__(self, channel: Channel, on_failure: Callable[[ClusterError], None]) -> None:
@@ -178,14 +179,17 @@ class HeartbeatSender:
                 self._on_failure(StoppedError(f"stopped by the master: {message.reason}", message.code))
                 self._leaving.wait()
             self._channel.send(LEAVING, *self._final_report)
-        except ClusterError as error:
+        except OSError as error:
+            if not self._leaving.is_set():
+                self._on_failure(_lost_master_error(error))
+        except Exception as error:  # raised in the main thread
+            if not isinstance(error, ClusterError):
+                log_traceback(error)
+                error = ClusterError(f"the heartbeat thread has failed: {kind_and_text(error)}")
             self._on_failure(error)
             self._report(error)
             with suppress(OSError, ClusterError):  # a master that was frozen receives this when it resumes
                 self._channel.send(LEAVING, *self._final_report)
-        except OSError as error:
-            if not self._leaving.is_set():
-                self._on_failure(_lost_master_error(error))
         finally:
             self._channel.close()
 

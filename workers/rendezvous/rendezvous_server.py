@@ -19,10 +19,11 @@ from contextlib import suppress
 
 from hybrid.config import RunConfig
 from hybrid.config.loading import to_toml
-from hybrid.errors import ClusterError, HybridError, first_line
+from hybrid.errors import ClusterError, HybridError
 from hybrid.security.rejected_messages import RejectionLog
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER
+from hybrid.user_code.user_modules import kind_and_text, log_traceback
 from workers.exit_codes import ExitCode, StopMessage, exit_code
 from workers.rendezvous.heartbeat import (
     ACCEPTED,
@@ -134,7 +135,11 @@ class RendezvousServer:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
         except Exception as error:  # raised in the main thread
-            self._on_failure(ClusterError(f"the rendezvous has failed: {first_line(error)}"))
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        log_traceback(error)
+        self._on_failure(ClusterError(f"the rendezvous has failed: {kind_and_text(error)}"))
 
     async def _serve(self) -> None:
         endless = self._count_silence(), self._accept_all()
@@ -177,7 +182,8 @@ class RendezvousServer:
             try:
                 self._arriving += 1
                 try:
-                    purpose, *message = await channel.receive()
+                    async with asyncio.timeout(HANDSHAKE_SECONDS):
+                        purpose, *message = await channel.receive()
                     if purpose == HEARTBEATS:
                         role = dataclasses.replace(Registration.unpacked(message[0]), is_local=is_local)
                         response = self._register(role)
@@ -191,6 +197,8 @@ class RendezvousServer:
                     await channel.send(*response)
             except (OSError, EOFError):
                 pass  # the end of a role is detected by its heartbeats
+            except Exception as error:  # raised in the main thread
+                self._fail(error)
             finally:
                 writer.close()
 

@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE, fixed_values, load_config
-from hybrid.config.sections import NAMED_KEYS
+from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError, HybridError, StorageError
 from hybrid.storage import files
 from hybrid.storage.private_files import make_folder, open_file, private_user_folder, refuse_link
@@ -357,12 +357,13 @@ def load_resumed_config(run: StoragePath, overrides: Sequence[str], trust_code: 
         trust_code: whether to trust a run that the user has not signed.
 
     Raises:
-        ConfigError: there is no run; the run names code or paths but has no signature of the user; or an
-            override changes the model or the data.
+        ConfigError: there is no run; the user has not signed values of the run; or an override changes the
+            model or the data.
     """
     if not files.is_file(run / CONFIG_FILE):
         raise ConfigError("--resume", "contains no run", str(run))
-    config = load_run_config(run / CONFIG_FILE, overrides, trust_code, uses_paths=True)
+    used = {*SECTION_KEYS, *NAMED_KEYS} - {"run"}  # which has the folder, and a name for new folders
+    config = load_run_config(run / CONFIG_FILE, overrides, trust_code, uses=used)
     check_same_model(run, config)
     return config
 

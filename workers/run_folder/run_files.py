@@ -307,9 +307,11 @@ def draw_curves(records: list[Record], path: Path, score: str = "auc") -> None:
     Args:
         score: the metric to draw beside the loss.
     """
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    matplotlib.rcdefaults()  # without a file matplotlibrc of the working directory
     by_split = {split: [record for record in records if record["kind"] == split] for split in SPLITS}
     train, evaluated = by_split.pop(TRAIN), [*chain(*by_split.values())]
     loss_key = "log_loss" if not evaluated or "log_loss" in evaluated[0] else ""

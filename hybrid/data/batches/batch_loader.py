@@ -103,14 +103,11 @@ class BatchLoader:
     def batches(self, epoch: int, first_step: int = 0) -> BatchStream:
         """Return the batches of an epoch from ``first_step`` on; the caller closes the stream."""
         starts = range(first_step * self.batch_size, self.dataset.num_samples, self.batch_size)
-        is_over = threading.Event()
         if self.by_group:
             steps = self._plan_groups(epoch, starts)
         else:
-            order = self._order(self.dataset.num_samples, epoch)
-            chunks_at_once = order.chunks_at_once(self.batch_size, self.num_trainers)
-            steps = self.dataset.fetch_ahead(self._plan_rows(order, starts), chunks_at_once, is_over)
-        return BatchStream(self._read(steps), self.prefetch_batches, is_over)
+            steps = self._plan_rows(self._order(self.dataset.num_samples, epoch), starts)
+        return BatchStream(self._read(steps), self.prefetch_batches)
 
     def _plan_rows(self, order: RowOrder, starts: range) -> Generator[StepRows, None, None]:
         for start in starts:
@@ -174,12 +171,11 @@ class BatchStream(Iterator[Batch]):
 
     Args:
         batches: the batches; the thread closes the generator.
-        is_over: an event that ``close`` sets, and that ends ``batches`` at once.
     """
 
-    def __init__(self, batches: Generator[Batch, None, None], depth: int, is_over: threading.Event) -> None:
+    def __init__(self, batches: Generator[Batch, None, None], depth: int) -> None:
         self._batches = batches
-        self._is_over = is_over
+        self._is_over = threading.Event()
         self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         self._free = threading.Semaphore(depth)
         self._thread = threading.Thread(target=self._run, name="batch reader", daemon=True)
@@ -192,7 +188,7 @@ class BatchStream(Iterator[Batch]):
             item = self._ready.get(timeout=READ_TIMEOUT_SECONDS)
         except queue.Empty:
             self.close()
-            rule = "check the disk, or the store, of data.cache_folder"
+            rule = "check the disk of data.cache_folder"
             raise DataError(f"no batch in {READ_TIMEOUT_SECONDS:.0f} s; {rule}") from None
         if isinstance(item, Batch):
             self._free.release()

@@ -17,8 +17,7 @@ A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (featu
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,36 +102,17 @@ class PreparedDataset:
         """The 0-based input row of each sample, (N,)."""
         return self._arrays["source_rows"]
 
-    def fetch_ahead(
-        self, steps: Generator[StepRows, None, None], chunks_at_once: int, is_over: threading.Event
-    ) -> Generator[StepRows, None, None]:
-        """Return a generator of the same steps that yields each once :meth:`gather` can read its rows.
-
-        Args:
-            chunks_at_once: see :class:`hybrid.data.dataset.sample_order.RowOrder`.
-            is_over: ends a wait for rows; another thread may set it.
-        """
-        return steps
-
-    def close(self) -> None:
-        """End the threads that read ahead."""
-
     @property
     def num_samples(self) -> int:
         """The number of samples of the split."""
         return self.report.num_rows
 
     @property
-    def total_ids(self) -> Sequence[int]:
-        """The number of ids of each multi-hot feature in all samples."""
-        return [len(ids_L) for ids_L, *_ in self._bags.values()]
-
-    @property
     def ids_per_sample(self) -> dict[str, float]:
         """The mean number of ids of each multi-hot feature; the others have exactly one."""
         names = [feature.name for feature in self.input_spec.sparse_features if feature.multi_hot]
-        pairs = zip(names, self.total_ids, strict=True)
-        return {name: total / max(1, self.num_samples) for name, total in pairs}
+        pairs = zip(names, self._bags.values(), strict=True)
+        return {name: len(ids_L) / max(1, self.num_samples) for name, (ids_L, *_) in pairs}
 
     @property
     def has_groups(self) -> bool:

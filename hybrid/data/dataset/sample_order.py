@@ -37,13 +37,6 @@ class RowOrder:
         """Return the rows of a step that begins after ``start`` rows of the epoch and ends after ``stop``."""
         return np.arange(start, stop)
 
-    def chunks_at_once(self, batch_size: int, num_slices: int) -> int:
-        """Return the maximum number of chunks with the rows of a slice in this window and the next.
-
-        In file order, a step is a window.
-        """
-        return 2 * (-(-batch_size // num_slices // CHUNK_ROWS) + 1)
-
 
 class ShuffledOrder(RowOrder):
     """The rows 0 .. ``num_rows`` - 1, shuffled within windows or their lanes; see the module.
@@ -107,13 +100,6 @@ class ShuffledOrder(RowOrder):
             stream = (_LANE_STREAM, window, lane) if self._has_lanes else (_WINDOW_STREAM, window)
             np.random.default_rng((*self._key, *stream)).shuffle(of_lane)
         return lanes
-
-    def chunks_at_once(self, batch_size: int, num_slices: int) -> int:
-        """See :class:`RowOrder`; count a slice's lanes, one more lane on each side, and their edges."""
-        num_lanes = len(self._turns_L)
-        lanes = min(-(-num_lanes // num_slices) + 2, num_lanes)
-        chunks = min(2 * self._window_chunks, len(self._chunks))
-        return min(-(-chunks * lanes // num_lanes) + 2, chunks)
 
     def _count_rows_L(self, position: int) -> npt.NDArray[np.int64]:
         """Return how many of the first ``position`` rows of the epoch each lane has."""

@@ -1,12 +1,10 @@
 """The location of a run's prepared data: a folder that every trainer can read, or an object store.
 
-With a store, the master prepares the data in a local folder and sends them; trainers read them in the store.
+With a store, the master prepares the data in a local folder and sends them; other hosts fetch them.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,9 +14,8 @@ from hybrid.config import DataSection, RunConfig
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.atomic_directory import hold_lock
 from hybrid.data.dataset.dataset_manifest import DataManifest
-from hybrid.data.dataset.fetched_split import FetchedDataset
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
-from hybrid.data.dataset.remote_dataset import altered_error, send_dataset
+from hybrid.data.dataset.remote_dataset import altered_error, fetch_dataset, send_dataset
 from hybrid.data.encode.feature_encoder import FILE_NAME as FEATURES
 from hybrid.data.prepare.preparation import LOCAL_CACHE, fingerprint, prepare
 from hybrid.primitives.progress import ignore_progress
@@ -26,7 +23,6 @@ from hybrid.storage.files import compute_checksum, read_text, remove, write_byte
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
 _ATTEMPT = "attempt.txt"  # in a store: the name of the complete folder beside it
-_GIB = 1 << 30
 
 
 def ensure_prepared(
@@ -47,7 +43,7 @@ def ensure_prepared(
     if not isinstance(cache, RemotePath):
         return prepare(config, cache, report, check)
     target = cache / fingerprint(config)
-    local = Path(config.data.local_cache_folder or LOCAL_CACHE, "sent")
+    local = _local_cache(config.data)
     with hold_lock(local / f"{target.name}.sending", check):  # one process of this machine sends the data
         with suppress(FileNotFoundError):
             folder = target / read_text(target / _ATTEMPT)
@@ -68,7 +64,6 @@ def ensure_prepared(
             with suppress(OSError):
                 remove(folder)
             raise
-        shutil.rmtree(prepared, ignore_errors=True)  # all trainers read from the store
     return folder
 
 
@@ -77,14 +72,17 @@ def open_split(source: str | StoragePath, split: str, data: DataSection) -> Prep
 
     Args:
         source: the folder that :func:`ensure_prepared` returned, or its absolute path or URL.
-        data: the section with the folder and the size of the local cache.
+        data: the section with the local folder for data of a store.
 
     Raises:
-        DataError: the data are incomplete, or altered.
+        DataError: the data are incomplete or altered, or the local folder cannot be written.
         HybridError: the data cannot be read.
     """
     path = parse_path(source)
-    if not isinstance(path, RemotePath):
-        return PreparedDataset.open(path, split)
-    folder = Path(data.local_cache_folder or tempfile.gettempdir())
-    return FetchedDataset(path, split, folder, int(data.local_cache_gb * _GIB))
+    if isinstance(path, RemotePath):
+        path = fetch_dataset(path, _local_cache(data))
+    return PreparedDataset.open(path, split)
+
+
+def _local_cache(data: DataSection) -> Path:
+    return Path(data.local_cache_folder or LOCAL_CACHE)

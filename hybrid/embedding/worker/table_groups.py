@@ -15,7 +15,14 @@ from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.embedding import kernels
-from hybrid.embedding.bags import Bags, GroupedBags, RowGradients, concatenate, ids_dtype
+from hybrid.embedding.bags import (
+    Bags,
+    GroupedBags,
+    RowGradients,
+    concatenate,
+    ids_dtype,
+    pool_and_record,
+)
 from hybrid.embedding.initial_rows import fill_random_rows, read_rows, read_rows_by_key
 from hybrid.embedding.placement import Shard, ShardGroup
 from hybrid.embedding.worker.row_optimizers import OPTIMIZERS
@@ -24,28 +31,34 @@ from hybrid.primitives.huge_pages import large_pages, zeros_in_large_pages
 
 # Bytes of rows, gradients and state in one block of an update. A block stays in the CPU cache.
 _BLOCK_BYTES = 2 << 20
+_MIN_REUSED_BYTES = 8 << 20  # for smaller responses, the allocator reuses memory by itself
 
 
 class ReusedBuffers:
-    """Copies tensors into buffers, and reuses the buffers for later tensors of the same size.
+    """Memory for large tensors, reused after the tensors are deleted.
 
     The first write to new memory costs more than a copy: the system clears each page, and the host of a
     virtual machine may have to allocate one. The system may reclaim an unused buffer
-    (``MADV_FREE``), and counts it as available memory.
+    (``MADV_FREE``), and counts it as available memory. Any thread may call the methods.
     """
 
     def __init__(self) -> None:
         self._spare: dict[int, list[mmap.mmap]] = defaultdict(list)
 
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Copy a contiguous CPU tensor."""
-        if not tensor.nbytes:
-            return tensor.clone()
-        spare = self._spare[tensor.nbytes]
-        buffer = spare.pop() if spare else large_pages(tensor.nbytes)
-        view = memoryview(buffer)  # lives as long as the copy and its views
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a CPU tensor with undefined values."""
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(*shape, dtype=dtype)
+        # Powers of two, so that tensors of similar sizes use the same buffers. Unused pages take no memory.
+        num_bytes = 1 << (count * dtype.itemsize - 1).bit_length()
+        try:
+            buffer = self._spare[num_bytes].pop()
+        except IndexError:
+            buffer = large_pages(num_bytes)
+        view = memoryview(buffer)  # lives as long as the tensor and its views
         weakref.finalize(view, self._keep, buffer).atexit = False
-        return torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+        return torch.frombuffer(view, dtype=dtype, count=count).view(*shape)
 
     def _keep(self, buffer: mmap.mmap) -> None:
         with suppress(OSError):  # without MADV_FREE, the process keeps the memory
@@ -76,7 +89,7 @@ class TableGroup:
         self.group = group
         self.weight_RD = zeros_in_large_pages((group.num_rows, group.dim), dtype)
         self.optimizer = OPTIMIZERS[group.optimizer.name](group.optimizer, self.weight_RD)
-        self._for_copies = ReusedBuffers()
+        self._buffers = ReusedBuffers()
 
     def initialize(self, seed: int) -> None:
         """Fill the rows with their initial values; see :meth:`TableShards.initialize`."""
@@ -100,7 +113,10 @@ class TableGroup:
         """Return the checkpoint tensors of each shard, by file, as views of the group or of a copy."""
         tensors = self._tensors
         if is_copied:
-            tensors = {name: self._for_copies.copy(tensor) for name, tensor in tensors.items()}
+            tensors = {
+                name: self._buffers.empty(tensor.shape, tensor.dtype).copy_(tensor)
+                for name, tensor in tensors.items()
+            }
         return {
             shard_file(shard.table.name, shard.index, shard.count): self.shard_tensors(shard, tensors)
             for shard in self.group.shards
@@ -109,6 +125,14 @@ class TableGroup:
     @property
     def _tensors(self) -> dict[str, Tensor]:
         return {"weight": self.weight_RD, **self.optimizer.state}
+
+    def pool(self, bags: Bags) -> tuple[Tensor, Bags]:
+        """Return one pooled vector per bag, and the bags with ``winners_BD``; see :func:`pool_and_record`."""
+        shape = len(bags.ids_L), self.group.dim
+        if bags.offsets is not None or math.prod(shape) * self.weight_RD.itemsize < _MIN_REUSED_BYTES:
+            return pool_and_record(self.weight_RD, bags)
+        vectors_BD = self._buffers.empty(shape, self.weight_RD.dtype)
+        return torch.index_select(self.weight_RD, 0, bags.ids_L, out=vectors_BD), bags
 
     def find_distinct_rows(self, bags: Sequence[Bags]) -> DistinctStepRows:
         """Find the distinct rows of a step; :meth:`merge` sums their gradients.

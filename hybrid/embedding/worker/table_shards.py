@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.embedding.bags import Bags, Item, pool, pool_and_record
+from hybrid.embedding.bags import Bags, Item
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.worker.table_groups import DistinctStepRows, TableGroup, TableUpdate
 from hybrid.errors import ClusterError
@@ -87,7 +87,7 @@ class TableShards(HostedModule):
 
     def _look_up(self, ticket: Ticket, items: Sequence[Item], recorded: list[Item]) -> list[Tensor]:
         if ticket.purpose is Purpose.PREDICT:
-            return [pool(self.groups[group].weight_RD, bags) for group, bags in items]
+            return [self.groups[group].pool(bags)[0] for group, bags in items]
         with self.clock.span("pool", ticket.step):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ class TableShards(HostedModule):
         """Return pooled vectors, and the items with ``winners_BD`` for their gradients."""
         pooled, recorded = [], []
         for group, bags in items:
-            vectors_BD, recorded_bags = pool_and_record(self.groups[group].weight_RD, bags)
+            vectors_BD, recorded_bags = self.groups[group].pool(bags)
             pooled.append(vectors_BD.to(self._wire_dtype))
             recorded.append((group, recorded_bags))
         return pooled, recorded
@@ -168,7 +168,7 @@ class TableShards(HostedModule):
 
     def _find_distinct_rows(self, step: int) -> None:
         """Find the distinct rows of a step after its lookups, while trainers compute the gradients."""
-        with self._distinct_rows_lock:
+        with self.clock.span("distinct rows", step), self._distinct_rows_lock:
             bags_of: dict[int, list[Bags]] = {}
             for key in sorted(key for key in list(self._prefetched) if key[1] == step):
                 for group, bags in self._prefetched.get(key, ()):  # empty if the gradients have just arrived
@@ -191,7 +191,8 @@ class TableShards(HostedModule):
             table_group, all_bags = self.groups[number], [bags for bags, _ in of_group]
             rows = distinct_rows.get(number)
             if rows is None or not rows.is_of(all_bags):
-                rows = table_group.find_distinct_rows(all_bags)
+                with self.clock.span("distinct rows", step):
+                    rows = table_group.find_distinct_rows(all_bags)
             merged.append((table_group, table_group.merge(rows, [grad_BD for _, grad_BD in of_group])))
         return TableUpdate(merged, step, self._rules.schedule.factor(step), self._rules.check_finite)
 

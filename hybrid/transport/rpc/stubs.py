@@ -43,6 +43,8 @@ Result = TypeVar("Result")
 # that waits for updates before a checkpoint. The other calls compute, so more threads than cores do not help.
 _RPC_THREADS = 8
 _NUMBER_BITS = 62
+# A worker that waits for a trainer fails first, after one timeout, and its error names the trainer.
+_TIMEOUTS_OF_STEPS = 2
 
 
 def _send(
@@ -55,6 +57,10 @@ def _send(
         return rpc.rpc_async(  # type: ignore[no-any-return]
             role.rpc_name, function, args=args, timeout=timeout_seconds
         )
+
+
+def _send_of_step(role: Role, function: Callable[..., Any], *args: Any) -> torch.futures.Future[Any]:
+    return _send(role, function, *args, timeout_seconds=_TIMEOUTS_OF_STEPS * rpc.get_rpc_timeout())
 
 
 class Remote(Generic[Owned]):
@@ -93,7 +99,7 @@ class RemoteHosted(Remote[Kind]):
 
     def squared_norm(self, step: int) -> Pending[float]:
         """See :meth:`UpdateBarrier.squared_norm`."""
-        return Pending(self.role, _send(self.role, endpoints.squared_norm, self.number, step))
+        return Pending(self.role, _send_of_step(self.role, endpoints.squared_norm, self.number, step))
 
 
 class RemoteTables(RemoteHosted[TableShards]):
@@ -104,7 +110,7 @@ class RemoteTables(RemoteHosted[TableShards]):
         plain, tensors = pack_items(items)
         request = self.number, ticket.plain, plain
         if ticket.purpose is Purpose.TRAIN:
-            return PendingTensors(self.role, _send(self.role, endpoints.lookup, request, tensors))
+            return PendingTensors(self.role, _send_of_step(self.role, endpoints.lookup, request, tensors))
         client = endpoints.running.clients[self.role]
         return PendingTensors(self.role, client.call(endpoints.lookup, request, tensors))
 
@@ -127,7 +133,7 @@ class RemoteNet(RemoteHosted[HostedNet]):
 
     def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
         """Return the remote net's output for ``hidden_BH``; see :meth:`HostedNet.call`."""
-        sending = _send(self.role, endpoints.call_net, self.number, ticket.plain, hidden_BH)
+        sending = _send_of_step(self.role, endpoints.call_net, self.number, ticket.plain, hidden_BH)
         return PendingTensors[Tensor](self.role, sending).wait()
 
 
@@ -232,7 +238,7 @@ def start(
     sockets = dist.PrefixStore("sockets", store)
     if role.kind is RoleKind.TRAINER:
         for worker, connection in connect_to_workers(identity, sockets).items():
-            state.clients[worker] = SocketClient(connection, timeout_seconds)
+            state.clients[worker] = SocketClient(connection, _TIMEOUTS_OF_STEPS * timeout_seconds)
     elif role.kind is RoleKind.WORKER:
         state.server = SocketServer(accept_trainers(identity, sockets, interface), SOCKET_CALLS)
 

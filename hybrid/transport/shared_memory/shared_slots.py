@@ -88,7 +88,6 @@ class SharedSlots:
         """
         if not 2 <= group.size() <= MAX_MEMBERS:
             return None
-        deadline = time.monotonic() + timeout_seconds
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind("")  # Linux chooses a name
             listener.listen(socket.SOMAXCONN)
@@ -97,7 +96,8 @@ class SharedSlots:
             assert len(text) == _ADDRESS_BYTES, "all addresses have the same size"
             sent = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             received = [torch.empty_like(sent) for _ in range(group.size())]
-            group.allgather([received], [sent]).wait()
+            group.allgather([received], [sent]).wait()  # for the last trainer
+            deadline = time.monotonic() + timeout_seconds
             addresses = (json.loads(bytes(each.tolist())) for each in received)
             hosts, names, trainers = zip(*addresses, strict=True)
             if not may_share or {*hosts} != {host}:

@@ -189,10 +189,10 @@ def connect_to_workers(own: Identity, store: dist.Store) -> dict[Role, Connectio
     Raises:
         ClusterError: a worker cannot be reached in time.
     """
-    deadline = time.monotonic() + own.timeout_seconds
     connections: dict[Role, Connection] = {}
     for worker in own.topology.workers:
         address = WorkerAddress(*json.loads(store.get(worker.rpc_name)))
+        deadline = time.monotonic() + own.timeout_seconds
         while worker not in connections:
             try:
                 connections[worker] = connect_to_worker(own, worker, address)

@@ -92,7 +92,8 @@ class SocketClient:
 
     Args:
         connection: owned by this object.
-        timeout_seconds: timeout of every call.
+        timeout_seconds: how long to wait until a call is sent, or for a response. The time between these
+            waits is not limited: a prefetched lookup is sent two steps before its vectors are needed.
     """
 
     def __init__(self, connection: Connection, timeout_seconds: float) -> None:
@@ -112,9 +113,9 @@ class SocketClient:
         Args:
             plain: numbers, text, and tuples and lists of these.
         """
-        deadline = time.monotonic() + self._timeout_seconds
-        reply = Reply(partial(self._read_until, deadline), self._poll)
+        reply = Reply(self._read_until, self._poll)
         with self._sending:
+            deadline = time.monotonic() + self._timeout_seconds
             self._number += 1
             self._open[self._number] = reply
             call = Message(FrameKind.CALL, self._number, (qualified_name(function), plain), tensors)
@@ -138,8 +139,9 @@ class SocketClient:
             finally:
                 self._receiving.release()
 
-    def _read_until(self, deadline: float, reply: Reply) -> None:
-        """Read until ``reply`` is complete; fail it at the deadline."""
+    def _read_until(self, reply: Reply) -> None:
+        """Read until ``reply`` is complete; fail it after the timeout, which begins now."""
+        deadline = time.monotonic() + self._timeout_seconds
         while not reply.is_done:
             with self._receiving:
                 if reply.is_done or self._read():

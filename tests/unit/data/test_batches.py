@@ -101,7 +101,7 @@ def stream_of(read: Callable[[int], object], num_steps: int, depth: int) -> Batc
             sparse = SparseFeatures(torch.tensor([step]), None, None, 1)
             yield Batch(torch.zeros(1, 0), sparse, torch.zeros(1), 1)
 
-    return BatchStream(batches(), depth, threading.Event())
+    return BatchStream(batches(), depth)
 
 
 def test_reading_error_is_raised_with_its_batch() -> None:
@@ -139,7 +139,7 @@ def test_hanging_reader_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr("hybrid.data.batches.batch_loader.JOIN_TIMEOUT_SECONDS", 0.05)
     release = threading.Event()
     stream = stream_of(lambda step: release.wait(10), 1, depth=1)
-    with pytest.raises(Exception, match=r"no batch in .*check the disk, or the store, of data\.cache_folder"):
+    with pytest.raises(Exception, match=r"no batch in .*check the disk of data\.cache_folder"):
         next(stream)
     release.set()
 
@@ -168,8 +168,6 @@ def test_shuffled_order_has_every_row_once(
 
     steps = steps_of(order(), num_rows, batch_size)
     assert all(len(step) == batch_size for step in steps[:-1])
-    if batch_size <= 48:  # a step has rows of at most two windows
-        assert max(len({row // 8 for row in step}) for step in steps) <= order().chunks_at_once(batch_size, 1)
     assert sorted(itertools.chain(*steps)) == list(range(num_rows))
     first = min(first // batch_size, len(steps) - 1)
     start = first * batch_size

@@ -24,7 +24,7 @@ from workers.rendezvous.heartbeat import (
     register,
 )
 from workers.rendezvous.interrupt import LostRoleError, StoppedError
-from workers.rendezvous.secure_channel import LARGEST_FRAME, Channel
+from workers.rendezvous.secure_channel import LARGEST_FRAME, Channel, MasterChannel
 
 TIMEOUT = 0.5
 TRAINER = Role(RoleKind.TRAINER, 1)
@@ -132,6 +132,18 @@ def test_a_silent_role_is_frozen() -> None:
         rule = f"no heartbeat for {TIMEOUT} s (cluster.heartbeat_timeout_seconds)"
         assert [str(error) for error in opened.lost] == [f"{IDLE} is frozen: {rule}"]
         assert isinstance(opened.lost[0], LostRoleError)
+
+
+@pytest.mark.parametrize("is_master", [False, True])
+def test_a_failed_thread_of_heartbeats_ends_the_run(is_master: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> list[bytes]:
+        raise MemoryError("no more")
+
+    with open_rendezvous() as opened, opened.heartbeats():
+        monkeypatch.setattr(MasterChannel if is_master else Channel, "receive", fail)
+        assert eventually(lambda: opened.lost and opened.failures, SECONDS)
+    reports = opened.lost if is_master else opened.failures
+    assert str(reports[0]).endswith("failed: MemoryError: no more")
 
 
 def test_a_failed_role_reports_its_error() -> None:

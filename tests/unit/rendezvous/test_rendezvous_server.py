@@ -319,6 +319,8 @@ def test_many_connections_wait_for_a_busy_master(opened: OpenRendezvous) -> None
 
 
 def test_a_silent_peer_is_disconnected(monkeypatch: pytest.MonkeyPatch, opened: OpenRendezvous) -> None:
-    monkeypatch.setattr(rendezvous_server, "HANDSHAKE_SECONDS", 0.05)
+    monkeypatch.setattr(rendezvous_server, "HANDSHAKE_SECONDS", 0.2)
     with opened.connect_unauthenticated() as connection:
         assert connection.recv(1) == b""
+    with closing(opened.channel()) as channel, pytest.raises(OSError, match="closed"):
+        channel.receive()  # the master waits for the purpose of the connection

@@ -1,16 +1,20 @@
 """The cluster's store is a store as torch's own, and a role that waits on it can be interrupted."""
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from support.rendezvous import SECONDS, OpenRendezvous, open_rendezvous
 
 from hybrid.errors import ClusterError
+from workers.rendezvous import bootstrap
 from workers.rendezvous.bootstrap import RendezvousStore
 
 MOMENT = timedelta(milliseconds=20)
@@ -59,6 +63,23 @@ def test_the_store_equals_a_store_of_torch(store: RendezvousStore) -> None:
     assert history(store) == history(dist.HashStore())
     assert history(dist.PrefixStore("within", store)) == history(dist.HashStore())
     assert store.clone().get("text") == b"a"
+
+
+def test_threads_share_a_store(store: RendezvousStore) -> None:
+    """Torch's numbers of barriers are renumbered, and stay different."""
+
+    def switch_threads(frame: FrameType, *_: object) -> Any:
+        if frame.f_code.co_filename != bootstrap.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        time.sleep(0)
+        return switch_threads
+
+    threading.settrace(switch_threads)
+    with ThreadPoolExecutor(8) as pool:
+        sums = list(pool.map(lambda number: store.add(f"_ID_{number}", 1), range(50)))
+        threading.settrace(None)
+    assert sums == [1] * 50
 
 
 @pytest.mark.parametrize("question", ["get", "wait"])

@@ -32,12 +32,13 @@ Result = TypeVar("Result")
 class Merged:
     """An update that passes its contributions, with their factor, to ``apply``."""
 
-    def __init__(self, contributions: list[str], apply: Callable[[list[str]], None]) -> None:
+    def __init__(self, contributions: list[str], apply: Callable[[list[str]], None], step: int = 0) -> None:
         self._contributions = contributions
         self._apply = apply
+        self._norm = NORM + step
 
     def squared_norm(self) -> float:
-        return NORM
+        return self._norm
 
     def apply(self, scale: float) -> None:
         scaled = self._contributions if scale == 1.0 else [f"{scale}*{c}" for c in self._contributions]
@@ -57,7 +58,7 @@ def barrier(
     """Yield a barrier whose threads have ended when the block ends."""
 
     def merge(step: int, contributions: list[str]) -> Update:
-        return Merged(contributions, apply)
+        return Merged(contributions, apply, step)
 
     before = set(threading.enumerate())
     rules = UpdateRules(num_trainers, mode, parts, check_finite=not decided, timeout_seconds=timeout_seconds)
@@ -135,16 +136,19 @@ class Gate:
 
 
 class TestLookups:
-    def test_lookup_waits_for_its_version(self) -> None:
+    @pytest.mark.parametrize("mode", list(UpdateMode))
+    def test_lookup_waits_for_its_version(self, mode: UpdateMode) -> None:
         gate = Gate()
-        with barrier(1, gate) as each:
+        with barrier(1, gate, mode) as each:
             assert look_up(each, 0, lambda: "at once").done()
             first, second = (look_up(each, version, lambda: len(gate.applied)) for version in (1, 2))
             contribute(each, 0, 0)
             gate.await_update()
+            during = look_up(each, 1, lambda: len(gate.applied))
             assert not first.done()  # the update is under way
+            assert not during.done()
             gate.release()
-            assert result_of(first) == 1
+            assert (result_of(first), result_of(during)) == (1, 1)
             assert not second.done()
             contribute(each, 0, 1)
             gate.release()
@@ -312,7 +316,7 @@ class TestRestart:
                 norm = each.squared_norm(start)
                 assert not norm.done()
                 contribute(each, 0, start)
-                assert result_of(norm) == NORM
+                assert result_of(norm) == NORM + start
                 each.decide(start, 1.0)
                 each.drain()
 
@@ -354,7 +358,7 @@ class TestDecided:
             assert not next_one.done()
             for trainer in range(2):
                 contribute(each, trainer, 1)
-            assert result_of(next_one) == NORM
+            assert result_of(next_one) == NORM + 1
             each.decide(1, 1.0)
             each.drain()
         assert applied[1] == ["t0s1", "t1s1"]
@@ -364,8 +368,20 @@ class TestDecided:
         with barrier(1, ignore, decided=True, timeout_seconds=0.05) as each:
             waiting = look_up(each, 1, nothing)
             contribute(each, 0, 0)
+            assert not is_done(waiting, 0.1)  # the trainers may pause before they request the norm
+            result_of(each.squared_norm(0))
             assert_all_fail([waiting], each, message)
             assert each.version == 0
+
+    def test_a_trainer_without_batches_may_request_a_norm_late(self) -> None:
+        with barrier(2, ignore, decided=True) as each:
+            each.finish(1, 0)
+            for step in range(2):
+                contribute(each, 0, step)
+                assert result_of(each.squared_norm(step)) == NORM + step
+                assert result_of(each.squared_norm(max(0, step - 1))) == NORM + max(0, step - 1)
+                each.decide(step, 1.0)
+            each.drain()
 
     def test_close_ends_the_wait_for_a_decision(self) -> None:
         with barrier(1, ignore, decided=True) as each, ThreadPoolExecutor(1) as pool:

@@ -108,15 +108,30 @@ class TestAbsences:
         assert [is_ready(each, version) for version in (0, 1)] == [True, False]
         assert steps_of(each, 0, 8) == [0, 3, 6, 7]
 
+    def test_an_absence_from_the_next_step_survives_a_later_one(self) -> None:
+        each = ledger(2)
+        for trainer in range(2):
+            enter(each, trainer, 0)
+        assert update(each)
+        for first, back in ((1, 2), (3, 4)):
+            each.finish(1, first)
+            each.rejoin(1, back)
+        enter(each, 0, 1)
+        assert update(each) == "t0s1p0"
+        assert steps_of(each, 1, 5) == [2, 4]
+
 
 class TestTime:
-    def test_timeout_counts_from_the_first_gradients_of_the_step(self) -> None:
-        each = ledger(3)
+    def test_timeout_counts_from_the_first_trainer_that_waits(self) -> None:
+        each = ledger(3, parts=2)
         assert each.seconds_left(1000.0) is None
-        enter(each, 0, 1, now=1000.0)
-        assert each.seconds_left(2000.0) is None  # gradients of a later step
-        enter(each, 1, 0, now=2000.0)
-        enter(each, 2, 0, now=2019.0)  # does not extend the time of the others
+        for part in range(2):
+            enter(each, 0, 1, part, now=1000.0)
+        enter(each, 1, 0, 0, now=1000.0)
+        assert each.seconds_left(2000.0) is None  # gradients of a later step, and of one micro-batch
+        enter(each, 1, 0, 1, now=2000.0)
+        for part in range(2):
+            enter(each, 2, 0, part, now=2019.0)  # does not extend the time of the others
         assert each.seconds_left(2019.5) == 0.5
 
     def test_timeout_names_missing_trainers(self) -> None:

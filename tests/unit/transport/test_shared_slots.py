@@ -3,10 +3,11 @@
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -85,6 +86,26 @@ def test_unsealed_memory_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_slots, "create_memory", create_unsealed)
     with pytest.raises(ClusterError, match=r"^trainer \d .*not sealed"):
         joined(2)
+
+
+def test_the_wait_for_the_last_trainer_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group waits for the last trainer when the trainers exchange addresses."""
+    now = time.monotonic
+
+    def join_late(rank: int, group: dist.ProcessGroup) -> SharedSlots | None:
+        class LateGroup:
+            rank, size = group.rank, group.size
+
+            def allgather(self, *tensors: Any) -> dist.Work:
+                monkeypatch.setattr(time, "monotonic", lambda: now() + 1000.0)
+                work = group.allgather(*tensors)
+                work.wait()
+                threading.Event().wait(0.05 * group.rank())  # before it connects to rank 0
+                return work
+
+        return join(rank, cast(dist.ProcessGroup, LateGroup()))
+
+    assert all(together(2, join_late))
 
 
 def with_address(group: dist.ProcessGroup, change: Callable[[str], str]) -> dist.ProcessGroup:

@@ -4,7 +4,9 @@ import logging
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -213,6 +215,19 @@ def test_a_silent_worker_is_lost_after_the_timeout() -> None:
         wait(client.call(double, 1, [torch.zeros(LARGE)]))
     client.close()
     theirs.socket.close()
+
+
+def test_the_timeout_counts_from_the_start_of_the_wait(
+    client: SocketClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may pause between steps, while a prefetched lookup waits for gradients of the next step."""
+    early, now = client.call(defer, 1), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 10 * SECONDS)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(early.wait)
+        assert not futures.wait([waiting], timeout=0.05).done
+        deferred.pop(1).set_result([torch.ones(2)])
+        assert waiting.result(SECONDS)[0].tolist() == [1, 1]
 
 
 def test_an_altered_response_is_rejected(ends: tuple[SocketClient, Connection]) -> None:

@@ -1,14 +1,17 @@
 """Code and paths of a run are used only if its user has signed them, or the reader allows it."""
 
 import os
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from hybrid.config import DenseSection, RunConfig, TaskSection
+from hybrid.config import DenseSection, RunConfig, RunSection, TaskSection
+from hybrid.config.key import Key
 from hybrid.config.loading import load_config, to_toml
+from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError
 from hybrid.user_code.run_signature import load_run_config, signed_toml
 from workers.run_folder.run_access import load_resumed_config
@@ -109,31 +112,52 @@ def test_a_key_that_others_may_know_signs_nothing(
     check_refused(path)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "data.path=s3://theirs/clicks.csv",
-        "data.test_path=/etc/passwd",
-        "data.cache_folder=s3://theirs/cache",
-        "data.local_cache_folder=/srv",
-        "cluster.secret_file=/root/secret",
-        "cluster.master=0.0.0.0",
-        "tables.C1.initial=/srv/rows.npy",
-    ],
-)
-def test_paths_of_another_user_are_used_only_if_allowed(setting: str, tmp_path: Path, state: Path) -> None:
-    csv = [] if "data.path" in setting else ["data.path=mine.csv"]
-    config = load_config(None, [setting, "data.format=csv", "data.sparse=C1", *csv])
+SECTIONS = {**SECTION_KEYS, **{f"{kind}.C1": keys for kind, keys in NAMED_KEYS.items()}}
+NEED_SIGNATURE = {
+    f"{section}.{key.name}": key
+    for section, keys in SECTIONS.items()
+    for key in keys.values()
+    if not re.fullmatch(key.unsigned, ":")
+}
+
+
+def another_value(key: Key) -> str:
+    """Return a value of a key that is not its default, for ``--set``."""
+    if key.kind in (int, float):
+        return str(1 + (0 if key.is_list else key.default))
+    if key.unsigned:
+        return "my:loss"
+    names = key.choices if key.signatures is None else key.signatures.names
+    return next(each for each in (*names, "cpu") if each != key.default)  # also a path, and a host
+
+
+@pytest.mark.parametrize("dotted", NEED_SIGNATURE)
+def test_no_value_of_another_user_has_an_effect_unless_allowed(
+    dotted: str, tmp_path: Path, state: Path
+) -> None:
+    section, _, name = dotted.rpartition(".")
+    key, kind = NEED_SIGNATURE[dotted], section.partition(".")[0]
+    setting = f"{dotted}={another_value(key)}"
+    data = ["data.format=csv", "data.sparse=C2", *(["data.path=mine.csv"] if dotted != "data.path" else [])]
+    config, chosen = load_config(None, [*data, setting]), data[2:]
     run = tmp_path / "run"
     RunFolder.create(run, config).close()
-    assert load_resumed_config(run, ["train.epochs=2"]).train.epochs == 2
+    assert load_resumed_config(run, []) == load_run_config(run / "config.toml") == config
     shutil.rmtree(state)
-    key = setting.partition("=")[0]
-    chosen = [f"data.path={config.data.path[0]}"] if key != "data.path" else []
-    with pytest.raises(ConfigError, match=rf"^{key} = .*--trust-code"):
-        load_resumed_config(run, chosen)
-    assert load_run_config(run / "config.toml") == config, "evaluation on other files uses no path"
-    assert load_resumed_config(run, [*chosen, setting]) == config
+    if kind == "run":
+        assert load_resumed_config(run, chosen) == config.replace(run=RunSection())
+    else:
+        with pytest.raises(ConfigError, match=r"^[^\n]*you have not signed it; [^\n]*--trust-code") as caught:
+            load_resumed_config(run, chosen)
+        assert caught.value.key == dotted
+        with pytest.raises(ConfigError, match="--trust-code"):
+            load_run_config(run / "config.toml", chosen, uses=[kind])
+    if key.unsigned:
+        check_refused(run / "config.toml", dotted)
+    else:
+        read = load_run_config(run / "config.toml", chosen)
+        assert read == config.replace_value(section, name, key.default)
+    assert load_resumed_config(run, [*chosen, setting]).replace(run=config.run) == config
     assert load_resumed_config(run, [], trust_code=True) == config
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import sys
@@ -182,6 +183,30 @@ def test_a_module_of_the_current_folder_is_found(
     assert load_user_object(f"{package}.jobs:batches")(3) == [3]
     monkeypatch.chdir(tmp_path)
     assert load_function("dense.net", f"{package}.jobs:batches")(3) == [3]
+
+
+@pytest.mark.parametrize("given", ["", "folder"])
+def test_a_folder_has_modules_for_the_user_only(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules find others beside them, at any time. A library does not find an optional module there."""
+    (tmp_path / "site-packages").mkdir()
+    function = f"def build():\n    import {given}later\n    return {given}library"
+    for name, text in {
+        "named": f"import {given}beside, {given}library\n{function}",
+        "beside": "",
+        "later": "",
+        "optional": "raise AssertionError",
+        "site-packages/library": f"try: import {given}optional as found\nexcept ImportError: found = None",
+    }.items():
+        path = tmp_path / name
+        path.with_name(f"{given}{path.name}.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "site-packages")])
+    monkeypatch.chdir("/" if given else tmp_path)
+    build = load_function("dense.net", f"{given}named:build", folder=tmp_path if given else None)
+    monkeypatch.chdir("/")
+    assert build().found is None
+    assert importlib.util.find_spec(f"{given}optional") is None
 
 
 def test_a_module_that_exits_is_an_error(package: str, tmp_path: Path) -> None:

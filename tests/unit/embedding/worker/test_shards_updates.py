@@ -99,11 +99,16 @@ class TestDecided:
 
 
 @pytest.mark.parametrize("scale", [None, 0.3], ids=["at once", "decided"])
-@pytest.mark.parametrize("all_rows", [False, True], ids=["touched", "all"])
-def test_update_of_several_blocks_equals_the_reference(scale: float | None, all_rows: bool) -> None:
-    num_rows = 2**18  # of 48 bytes with gradient and state
+@pytest.mark.parametrize(
+    ("optimizer", "weight_decay", "all_rows"),
+    [("adam", 0.1, False), ("adam", 0.1, True), ("sgd", 0.0, False), ("sgd", 0.1, False)],
+)
+def test_update_of_several_blocks_equals_the_reference(
+    scale: float | None, optimizer: str, weight_decay: float, all_rows: bool
+) -> None:
+    num_rows = 2**19  # of 16 bytes with gradient, and more with state
     rules = UpdateRules(1, check_finite=scale is None)
-    with hosting(rules, "adam", num_rows, weight_decay=0.1, all_rows=all_rows) as host:
+    with hosting(rules, optimizer, num_rows, weight_decay=weight_decay, all_rows=all_rows) as host:
         (group,) = host.groups
         assert len(list(group.blocks(num_rows))) > 2
         expected_RD = group.weight_RD.clone()
@@ -239,6 +244,19 @@ class TestPrefetches:
                 host.send_gradients(prefetch(1, trainer), grads)
             host.barrier.drain()
             assert (before - host.groups[0].weight_RD)[:, 0].nonzero().tolist() == [[4]]
+
+    def test_distinct_rows_of_the_next_step_are_found_once(self) -> None:
+        """They are found before the gradients arrive, in the order in which gradients are merged."""
+        with hosting(UpdateRules(2, UpdateMode.LOOKAHEAD, parts=2)) as host:
+            host.record(range(1, 2))
+            order = [(trainer, part) for trainer in (1, 0) for part in (0, 1)]
+            for ticket in (prefetch(step, *each) for step in range(2) for each in order):
+                host.lookup(ticket, [(0, Bags(torch.tensor([1, 4])))])
+            for step in range(2):
+                for each in order:
+                    later = prefetch(step + 2, *each)
+                    host.send_gradients(prefetch(step, *each), [torch.ones(2, 2)], later)
+            assert [span.name for span in host.take_spans()].count("distinct rows") == 1
 
     def test_gradients_may_arrive_while_the_rows_of_their_step_are_collected(self) -> None:
         """The first comparison of two parts of step 1 comes from the search for its distinct rows."""
