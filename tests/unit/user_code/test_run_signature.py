@@ -161,6 +161,15 @@ def test_no_value_of_another_user_has_an_effect_unless_allowed(
     assert load_resumed_config(run, [], trust_code=True) == config
 
 
+def test_validation_files_of_another_user_are_refused(tmp_path: Path, state: Path) -> None:
+    data = ["data.format=csv", "data.sparse=C2", "data.path=mine.csv"]
+    for value in ("random(0.2)", "path(/etc/passwd)"):
+        RunFolder.create(tmp_path / value[:4], load_config(None, [*data, f"data.validation={value}"])).close()
+    shutil.rmtree(state)
+    load_run_config(tmp_path / "rand/config.toml", data[2:])
+    check_refused(tmp_path / "path/config.toml", "data.validation")
+
+
 LOSSES = RunConfig(tasks={"a": TaskSection(loss="mine:loss", metrics=("mine:lift",)), "b": TaskSection()})
 
 
