@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import torch
 
 from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.config.validation import table_of_column
 from hybrid.data.dataset.dataset_manifest import DatasetReport
 from hybrid.data.parse.delimited_text import BLOCK_BYTES, STDIN, read_descriptor
 from hybrid.data.values.column_values import is_list
@@ -260,7 +261,8 @@ def export_run(
         files = program_export.write_preprocessing(model, partial)
         if "tables" in formats:
             tensors = {table: model.rows(table).detach() for table in model.table_names}
-            files += write_tensors(partial, program_export.TABLES_FILE, tensors)
+            meaning = model.trained.encoder.row_checksums(table_of_column(model.trained.config.tables))
+            files += write_tensors(partial, program_export.TABLES_FILE, tensors, meaning)
         if {"program", "onnx"} & {*formats}:
             report_progress("exporting the program")
             program = program_export.export_program(model)

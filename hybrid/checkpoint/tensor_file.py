@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,12 @@ _ALIGNMENT = 8
 _LENGTH_BYTES = 8
 
 
-def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor]) -> Files:
+def write_tensors(
+    folder: StoragePath,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> Files:
     """Write named tensors as one file of a checkpoint, and flush it to the disk.
 
     Tensors that are not contiguous, or not on the CPU, are copied one at a time.
@@ -63,7 +69,7 @@ def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor])
     path = folder / name
     # Wide types first, so that each tensor is aligned when the file is mapped into memory.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    entries: dict[str, dict[str, object]] = {}
+    entries: dict[str, Mapping[str, object]] = {"__metadata__": {**metadata}} if metadata else {}
     start = 0
     for tensor_name, tensor in ordered.items():
         if tensor.dtype not in _DTYPES:

@@ -240,7 +240,7 @@ class TableModule(nn.Module):
         if freeze and optimizer is not None:
             raise ValueError("frozen rows have no optimizer; give freeze=False to train them")
         initial = make_absolute(source)
-        num_rows, dim = read_shape(initial)
+        (num_rows, dim), _ = read_shape(initial)
         chosen = OptimizerSpec("frozen", 0.0) if freeze else optimizer
         return cls(num_rows, dim, optimizer=chosen, initial=initial, **options)
 

@@ -74,16 +74,19 @@ class StoredTensor(NamedTuple):
     Attributes:
         shape: shape of the tensor.
         rows: function that returns the rows from a first index to an end index.
+        checksum: of the meaning of the rows (``FeatureEncoder.row_checksums``); empty if unknown.
     """
 
     shape: tuple[int, ...]
     rows: Callable[[int, int], Tensor]
+    checksum: str = ""
 
     @classmethod
     def of_safetensors(cls, file: Any, name: str) -> StoredTensor:
         """Return a tensor of an open safetensors file."""
         tensor = file.get_slice(name)
-        return cls(tuple(tensor.get_shape()), lambda start, stop: tensor[start:stop])
+        checksum = (file.metadata() or {}).get(name, "")
+        return cls(tuple(tensor.get_shape()), lambda start, stop: tensor[start:stop], checksum)
 
     def of_shard(self, index: int, count: int) -> Iterator[tuple[int, Tensor]]:
         """Yield blocks of the rows of a shard, each with the index of its first row within the shard."""
@@ -99,16 +102,15 @@ def make_absolute(source: str | Path) -> str:
     return str(source) if is_url(str(source)) else os.path.abspath(source)
 
 
-def read_shape(source: str) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a source.
+def read_shape(source: str) -> tuple[tuple[int, ...], str]:
+    """Return the numbers of rows and columns of a source, and the ``checksum`` of :class:`StoredTensor`.
 
     Raises:
         DataError: the source is not a matrix of floating-point values.
         StorageError: the file cannot be fetched.
     """
     with _opened(source) as matrix:
-        num_rows, dim = matrix.shape
-        return num_rows, dim
+        return matrix.shape, matrix.checksum
 
 
 def read_rows(source: str, out_RD: Tensor, index: int, count: int) -> None:

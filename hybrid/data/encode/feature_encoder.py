@@ -7,10 +7,11 @@ the numbers below ``bounds[0]``. Bucket i holds the numbers from ``bounds[i - 1]
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -229,6 +230,19 @@ class FeatureEncoder:
             if each.values is not None and each.values not in distinct:
                 distinct.append(each.values)
         return distinct
+
+    def row_checksums(self, table_of: Mapping[str, str]) -> dict[str, str]:
+        """Return a checksum of the meaning of the rows of each table.
+
+        Args:
+            table_of: the tables of the columns whose tables have other names.
+        """
+        checksums = {}
+        for each in sorted(self.sparse, key=lambda each: each.num_rows):  # the longest vocabulary of a table
+            digest = hashlib.sha256(json.dumps([each.vocabulary, each.num_rows, each.bounds]).encode())
+            digest.update(b"" if each.values is None else hash_texts(each.values.texts).tobytes())
+            checksums[table_of.get(each.name, each.name)] = digest.hexdigest()
+        return checksums
 
     def save(self, folder: Path) -> None:
         """Write ``features.json`` into ``folder``, and the vocabularies beside it."""
