@@ -19,7 +19,7 @@ from hybrid.storage.files import compute_checksum, read_bytes, read_text
 from hybrid.storage.remote_path import StoragePath
 from hybrid.user_code.run_signature import signed_toml
 
-FORMAT_VERSION = 6  # raise it whenever the same configuration would be prepared differently
+FORMAT_VERSION = 7  # raise it whenever the same configuration would be prepared differently
 FILE_NAME = "manifest.json"
 COPY_NAME = "data.json"  # in a checkpoint
 NO_INVALID_ROWS = InvalidRowReport({}, ())
