@@ -145,12 +145,14 @@ class UnknownValues:
         count: number of unknown values; 0 with ``vocabulary = hash``.
         num_values: number of values, missing ones excluded.
         expected: the fraction that is unknown in rows like the training rows; None for later rows.
+        several: number of rows with several values, which a column of one value per row counts as unknown.
     """
 
     name: str
     count: int
     num_values: int
     expected: float | None
+    several: int = 0
 
     @property
     def fraction(self) -> float:
@@ -306,19 +308,22 @@ def transform_columns(
 
 
 def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBlock) -> npt.NDArray[np.int64]:
-    """Return the numbers of unknown values and of all values of K categorical columns of a block, (2, K).
+    """Return counts of K categorical columns of a block, (3, K), as in :class:`UnknownValues`.
+
+    These are the unknown values, all values, and the rows with several values in a column of one per row.
 
     Args:
         encoded: the result of ``FeatureEncoder.encode``.
     """
-    counts: npt.NDArray[np.int64] = np.zeros((2, len(encoder.sparse)), np.int64)
+    counts: npt.NDArray[np.int64] = np.zeros((3, len(encoder.sparse)), np.int64)
     one_id, bags = iter(encoded.ids_BK.T), iter(encoded.bags)
     for k, (encoding, column) in enumerate(zip(encoder.sparse, block.sparse, strict=True)):
         ids = next(bags).ids_L if encoding.multi_hot else next(one_id)
-        absent = 0
+        absent = several = 0
         if not encoding.multi_hot:
-            absent = int((np.diff(column.offsets) == 0).sum()) if is_list(column) else column.null_count
-        counts[:, k] = (ids == 0).sum() - absent, len(ids) - absent  # a missing value has row 0, too
+            lengths_B = np.diff(column.offsets) if is_list(column) else np.asarray(column.is_valid())
+            absent, several = (lengths_B == 0).sum(), (lengths_B > 1).sum()
+        counts[:, k] = (ids == 0).sum() - absent, len(ids) - absent, several  # a missing value has row 0
     return counts
 
 
@@ -332,8 +337,8 @@ def report_unknown(
         is_later: whether the rows of the split are later than the training rows.
     """
     return tuple(
-        UnknownValues(each.name, count, num_values, None if is_later else each.expected_unknown)
-        for each, count, num_values in zip(encoder.sparse, *counts.tolist(), strict=True)
+        UnknownValues(each.name, count, num_values, None if is_later else each.expected_unknown, several)
+        for each, count, num_values, several in zip(encoder.sparse, *counts.tolist(), strict=True)
     )
 
 

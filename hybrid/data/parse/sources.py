@@ -32,7 +32,7 @@ from hybrid.data.parse.delimited_text import (
 )
 from hybrid.data.parse.input_files import convert_read_errors, list_files, path_columns
 from hybrid.data.parse.parquet_blocks import open_parquet, read_parquet
-from hybrid.data.values.column_values import hash_values, parse_numbers, parse_seconds
+from hybrid.data.values.column_values import find_digit_dates, hash_values, parse_numbers, parse_seconds
 from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason, format_cell
 from hybrid.data.values.model_columns import Targets, compute_feature, flat_column
 from hybrid.errors import DataError, HybridError
@@ -273,6 +273,11 @@ def parse(
             dense_BF[:, f], wrong = parse_numbers(columns[column.source], data.missing)
             reject(wrong, Reason.NUMBER, column.source, "a finite number")
         features = [compute_feature(column, columns, data.missing, reject) for column in layout.sparse]
+        for column in layout.sparse if layout.with_labels else ():
+            if column.kind in ("hour", "weekday") and not column.date_format:
+                digits = find_digit_dates(columns[column.source], data.missing)
+                expected = f'seconds since 1970, or a date format such as "{column.kind}(%Y%m%d)"'
+                reject(digits, Reason.DATE, column.source, expected)
         split_B: npt.NDArray[np.int64] | npt.NDArray[np.float64] | None = None
         if name := data.split_column:
             splits = flat_column(columns, name, "data.split")
