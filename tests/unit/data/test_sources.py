@@ -150,13 +150,15 @@ def test_delimiter_of_several_characters(tmp_path: Path, block_bytes: int) -> No
     assert located(report, path) == ["4: 2 columns, expected 3"]
 
 
-@pytest.mark.parametrize("empty", [b"", b"\n", gzip.compress(b"")])
-@pytest.mark.parametrize("file_format", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    ("file_format", "empty"),
+    [("csv", b""), ("csv", b"\n"), ("csv", gzip.compress(b"", mtime=0)), ("parquet", b"")],
+)
 def test_empty_files_beside_others_have_no_rows(tmp_path: Path, file_format: str, empty: bytes) -> None:
     """Spark writes them."""
     data = edit(format=file_format, columns=(), path=(str(tmp_path),))
     for i in (0, 2):
-        write(tmp_path / f"{i}", b"" if file_format == "parquet" else empty)
+        write(tmp_path / f"{i}", empty)
     if file_format == "csv":
         write(tmp_path / "1", "city,x,label,y\na,1,1,2\n")
     else:
