@@ -14,6 +14,8 @@ Every message is one line that says what happened and what to do. The log of the
 
 from __future__ import annotations
 
+_MAX_MESSAGE_CHARACTERS = 4000
+
 
 class HybridError(Exception):
     """Base of the errors that the user can correct; the command line prints one line for each."""
@@ -88,6 +90,12 @@ def error_class(name: str) -> type[Exception]:
     """Return the class of this module that is called ``name``; Exception if there is none."""
     cls = globals().get(name)
     return cls if isinstance(cls, type) and issubclass(cls, HybridError) else Exception
+
+
+def shorten(text: str) -> str:
+    """Return a message, without its middle if it is too long for a person and for a frame of the network."""
+    half = _MAX_MESSAGE_CHARACTERS // 2
+    return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
 
 
 def first_line(error: BaseException) -> str:

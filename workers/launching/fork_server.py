@@ -104,6 +104,24 @@ def serve(descriptor: int, launcher: int) -> None:
             server.handle_events()
 
 
+class _ReportFile:
+    """The report of a process, in memory of the system; a full pipe would block the process."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.memfd_create("report"), "r+b", buffering=0)
+
+    def write(self, report: object) -> None:
+        """Write the report; called once, by the process."""
+        pickle.dump(report, self._file)
+
+    def take(self) -> Any:
+        """Return the report of a process that has ended, and free the memory; None if there is no report."""
+        with self._file, suppress(EOFError, pickle.UnpicklingError):  # it was killed while it wrote
+            self._file.seek(0)
+            return pickle.load(self._file)
+        return None
+
+
 class _Server:
     """The server's side: handles the requests of the launcher, and reports the ends of processes."""
 
@@ -114,7 +132,7 @@ class _Server:
             "preload": _import,
             "start": self._start,
         }
-        self._processes: dict[str, tuple[ForkProcess, Connection]] = {}
+        self._processes: dict[str, tuple[ForkProcess, _ReportFile]] = {}
 
     def handle_events(self) -> None:
         """Wait for a request or the end of a process, and handle it; EOFError if the launcher has ended."""
@@ -131,12 +149,9 @@ class _Server:
                     reply = error
                 self._connection.send(reply)
             else:
-                process, reports = self._processes.pop(by_sentinel[ready])  # type: ignore[index]  # a number
+                process, report = self._processes.pop(by_sentinel[ready])  # type: ignore[index]  # a number
                 process.join()
-                report = None
-                with reports, suppress(EOFError):
-                    report = reports.recv() if reports.poll() else None
-                self._connection.send(ProcessEnd(process.name, process.exitcode or 0, report))
+                self._connection.send(ProcessEnd(process.name, process.exitcode or 0, report.take()))
                 process.close()
 
     def _start(self, work: bytes, address: str, port: int) -> dict[str, int]:
@@ -146,12 +161,11 @@ class _Server:
             context = multiprocessing.get_context("fork")
             pids = {}
             for name, args in calls.items():
-                reader, writer = context.Pipe(duplex=False)
-                run = (os.getpid(), target, (*args, listener, writer))
+                report = _ReportFile()
+                run = (os.getpid(), target, (*args, listener, report.write))
                 process = context.Process(target=self._run, args=run, name=name)
                 process.start()
-                writer.close()
-                self._processes[name] = process, reader
+                self._processes[name] = process, report
                 pids[name] = process.pid or 0
         return pids
 
@@ -262,11 +276,11 @@ class ForkServer:
         address: str = "127.0.0.1",
         port: int = 0,
     ) -> dict[str, int]:
-        """Start processes that run ``target(*args, listener, reports)``; each ends with an event.
+        """Start processes that run ``target(*args, listener, report)``; each ends with an event.
 
         Args:
             target: a function of a module. All processes share ``listener``, a socket that listens on the
-                address. ``reports`` is a connection for one report to the launcher.
+                address. ``report`` takes one object that the launcher receives with the end of the process.
             calls: the arguments of each process, by its name.
             address, port: see :func:`listen`.
 

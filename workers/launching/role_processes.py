@@ -8,13 +8,13 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hybrid.config import RunConfig
-from hybrid.errors import ClusterError, HybridError
+from hybrid.errors import ClusterError, HybridError, shorten
 from hybrid.security.secret import Secret
 from hybrid.storage.private_files import make_folder, open_file
 from hybrid.topology import MASTER, Role, RoleKind
@@ -75,7 +75,7 @@ def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
     if isinstance(error, transport.RemoteError):
         logged_by = error.role if error.failure.is_logged else None
     log = "" if logged_by is None else f"; see {log_path(folder, logged_by)}"
-    return RoleFailure(" ".join(message.split()) + log, cause_of(error))
+    return RoleFailure(shorten(" ".join(message.split())) + log, cause_of(error))
 
 
 def count_oom_kills(root: Path = Path("/")) -> int:
@@ -241,13 +241,13 @@ def run_role(
     secret: Secret,
     level: Verbosity,
     listener: socket.socket,
-    reports: Connection,
+    report: Callable[[RoleFailure], object],
 ) -> None:
     """Run a role in its process; write output to its log, and report a failure to the launcher.
 
     Args:
         listener: the socket of the rendezvous, for the master.
-        reports: connection to the launcher.
+        report: called with the failure of the role.
     """
     if not isinstance(task, TrainTask):  # the server ignores it, but this task has nothing to save
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -259,7 +259,7 @@ def run_role(
             make_folder(path.parent)
             descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except HybridError as error:
-        reports.send(describe_failure(role, error, folder))
+        report(describe_failure(role, error, folder))
         end_now(ExitCode.FAILED)
     os.dup2(descriptor, 2)
     if not has_stdout:
@@ -286,9 +286,9 @@ def run_role(
                     address = MasterAddress(config.cluster.master_address, listener.getsockname()[1])
                 serve(role, address, secret)  # the launcher decides on the exit code
         except KeyboardInterrupt as interrupt:
-            reports.send(RoleFailure(str(interrupt), Cause.STOPPED))
+            report(RoleFailure(str(interrupt), Cause.STOPPED))
             end_now(exit_code(interrupt))
         except Exception as error:
-            reports.send(describe_failure(role, error, folder))
+            report(describe_failure(role, error, folder))
             log_traceback(error)
             end_now(exit_code(error))  # threads of torch may wait for a lost role

@@ -57,10 +57,12 @@ def test_exit_codes_are_reported(
     assert forked.end_of(server, target, *args) == ProcessEnd("one", exit_code)
 
 
-def test_each_process_can_send_a_report(server: ForkServer) -> None:
-    server.start(forked.send, {name: (f"from {name}",) for name in ("one", "two")})
+@pytest.mark.parametrize("length", [8, 1 << 21], ids=["short", "larger than a pipe"])
+def test_each_process_can_send_a_report(length: int, server: ForkServer) -> None:
+    reports = {name: name * (length // len(name)) for name in ("one", "four")}
+    server.start(forked.send, {name: (text,) for name, text in reports.items()})
     ends = [server.event(SECONDS) for _ in range(2)]
-    assert {each.name: each.report for each in ends if each} == {"one": "from one", "two": "from two"}
+    assert {each.name: each.report for each in ends if each} == reports
 
 
 @pytest.mark.parametrize("target", [forked.pause, forked.freeze])

@@ -2,7 +2,7 @@
 
 import resource
 import signal
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,8 @@ from workers.launching.role_processes import (
     run_role,
 )
 from workers.rendezvous.host_setup import listen
+from workers.rendezvous.interrupt import describe_final_error
+from workers.rendezvous.secure_channel import LARGEST_FRAME
 from workers.run_folder.run_access import log_path
 
 WORKER, LOG, RUN = Role(RoleKind.WORKER, 0), Path("worker.log"), Path("run")
@@ -154,19 +156,25 @@ def test_a_report_is_one_line_and_names_the_log_with_the_traceback(error: Except
     assert describe_failure(MASTER, error, RUN).message == message
 
 
-def _run_master(reports: Connection, folder: Path, most_bytes: int) -> None:
+def test_a_report_is_short_enough_for_a_frame_of_the_rendezvous() -> None:
+    error = errors.DataError("é" * LARGEST_FRAME)
+    for message in (describe_failure(MASTER, error, RUN).message, describe_final_error(error)):
+        assert 1000 < len(message.encode()) < LARGEST_FRAME // 4
+
+
+def _run_master(report: Callable[[RoleFailure], None], folder: Path, most_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))  # as a full disk
     task = ScriptTask("train.py", ())
     with listen("127.0.0.1", 0) as listener:
-        run_role(MASTER, INVALID, folder, task, Secret.fresh(), Verbosity.NORMAL, listener, reports)
+        run_role(MASTER, INVALID, folder, task, Secret.fresh(), Verbosity.NORMAL, listener, report)
 
 
 def end_of_master(folder: Path, most_bytes: int = 1 << 20) -> tuple[int, RoleFailure]:
     """Return the exit code and the report of a master whose files may have this size."""
     context = fork_context()
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_run_master, args=(writer, folder, most_bytes))
+    process = context.Process(target=_run_master, args=(writer.send, folder, most_bytes))
     process.start()
     writer.close()
     process.join(SECONDS)
