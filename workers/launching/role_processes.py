@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, HybridError, shorten
+from hybrid.primitives.available_memory import memory_groups
 from hybrid.security.secret import Secret
 from hybrid.storage.private_files import make_folder, open_file
 from hybrid.topology import MASTER, Role, RoleKind
@@ -34,6 +35,7 @@ _DEFAULT_GRACE_SECONDS = 0.5
 _END_SECONDS = 5.0
 _WAIT_SECONDS = 60.0
 _MAX_LOG_BYTES = 4096
+_KILL_COUNTERS = ("memory.events", "memory.oom_control")  # in version 2 and 1 of control groups
 _LOG = logging.getLogger(__name__)
 
 
@@ -84,10 +86,8 @@ def count_oom_kills(root: Path = Path("/")) -> int:
     Args:
         root: folder with proc and sys.
     """
-    group = ""
-    with suppress(OSError):  # version 2 of control groups has one line, 0::/GROUP
-        group = (root / "proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
-    for path in (root / "sys/fs/cgroup" / group / "memory.events", root / "proc/vmstat"):
+    counters = [group / name for group, _ in memory_groups(root) for name in _KILL_COUNTERS]
+    for path in (*counters, root / "proc/vmstat"):
         with suppress(OSError):
             for line in path.read_text().splitlines():
                 name, _, value = line.partition(" ")

@@ -116,14 +116,13 @@ def test_the_first_cause_sorts_first() -> None:
     ]
 
 
+V2 = {"proc/self/mountinfo": "29 28 0:26 / /groups rw - cgroup2 cgroup2 rw\n"}
+V1 = {"proc/self/mountinfo": "35 31 0:32 / /groups rw - cgroup cgroup rw,memory\n"}
 GROUPS: list[tuple[str, dict[str, str], int]] = [
-    (
-        "own group",
-        {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "oom 9\noom_kill 3\n"},
-        3,
-    ),
-    ("root", {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.events": "oom_kill 5\n"}, 5),
-    ("version 1", {"proc/self/cgroup": "4:memory:/job\n", "proc/vmstat": "oom_kill 6\n"}, 6),
+    ("own", V2 | {"proc/self/cgroup": "0::/job\n", "groups/job/memory.events": "oom 9\noom_kill 3\n"}, 3),
+    ("root", V2 | {"proc/self/cgroup": "0::/\n", "groups/memory.events": "oom_kill 5\n"}, 5),
+    ("v1", V1 | {"proc/self/cgroup": "4:memory:/job\n", "groups/job/memory.oom_control": "oom_kill 2\n"}, 2),
+    ("host", V1 | {"proc/self/cgroup": "4:memory:/job\n", "proc/vmstat": "oom_kill 6\n"}, 6),
     ("nowhere", {}, 0),
 ]
 
