@@ -21,6 +21,8 @@ from hybrid.data.prepare.dataset_location import open_split
 from hybrid.engine.hybrid_model import evaluating
 from hybrid.errors import DataError
 from hybrid.metrics import Metrics, Predictions
+from hybrid.storage.compile_cache import choose_compile_cache
+from hybrid.storage.folder_lock import lock_until_exit
 from hybrid.storage.remote_path import StoragePath, parse_path
 
 
@@ -36,6 +38,7 @@ def connect(config: str | Path | None = None) -> Cluster:
     Raises:
         ConfigError: the file has an error.
     """
+    choose_compile_cache()
     backend = BACKEND.get(None) or SingleProcess(load_config(None if config is None else Path(config)))
     of_file = None if config is None or backend.trainer > 0 else load_config(Path(config)).data
     if of_file not in (None, backend.config.data):
@@ -182,7 +185,8 @@ class Cluster:
         """Continue from the newest checkpoint in a run folder, if there is one, and write further ones.
 
         Call it before the first step. A checkpoint follows every ``every_steps`` steps, after the best
-        evaluation, and at the end of :meth:`epochs`, unless ``break`` leaves it. ``checkpoint.keep_last`` of
+        evaluation, and at the end of :meth:`epochs`, unless ``break`` leaves it. A checkpoint that cannot be
+        written causes a warning, except at the end. ``checkpoint.keep_last`` of
         them are kept. :meth:`batches` skips the batches before the checkpoint. So a script that is started
         again ends with the bits of an undisturbed run. ``hybrid run`` starts it again if a role is lost.
 
@@ -192,6 +196,7 @@ class Cluster:
 
         Raises:
             CheckpointError: the checkpoint is of another model, or all are damaged.
+            ConfigError: another run uses the folder, or it cannot be created.
         """
         if every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, not {every_steps}")
@@ -200,6 +205,8 @@ class Cluster:
             raise RuntimeError("cluster.resume(...) is called once, before the first step")
         if self._backend.snapshot is not None:
             return  # hybrid compare runs the first steps of the script
+        if self.rank == 0 and isinstance(root, Path):
+            lock_until_exit(root.absolute(), "cluster.resume")
         self._backend.enable_restart(root)
         loop.checkpoints = LoopCheckpoints(
             self._backend, loop.trainers, root, every_steps, lambda path, best: loop.save(path, objects, best)
@@ -208,8 +215,15 @@ class Cluster:
             loop.resumed = loop.load(stored, objects)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the indices of the epochs, from that of the checkpoint of :meth:`resume` on."""
+        """Yield the indices of the epochs, from that of the checkpoint of :meth:`resume` on.
+
+        Raises:
+            CheckpointError: the last checkpoint cannot be written.
+        """
         loop = self._require_loop()
+        if loop.checkpoints is not None and loop.resumed.epoch >= count > 0:
+            root, done = loop.checkpoints.root, f"all {count} epoch(s) are done at step {loop.step}"
+            self.print(f"{root}: {done}; raise their number, or choose another folder to start anew")
         for epoch in range(loop.resumed.epoch, count):
             if loop.remaining_steps == 0:
                 break
@@ -234,8 +248,7 @@ class Cluster:
             objects: optimizers of the module, schedulers, and other objects with ``state_dict()``.
 
         Raises:
-            CheckpointError: the folder exists or cannot be written; no partial checkpoint remains. On a
-                cluster, the run ends instead.
+            CheckpointError: the folder exists or cannot be written; no partial checkpoint remains.
             RuntimeError: a step has begun.
         """
         self._require_loop().save(parse_path(folder), objects)

@@ -16,7 +16,7 @@ from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense
 from hybrid.custom_loop.backend import Backend
 from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.dense.dense_optimizer import DenseOptimizer
-from hybrid.errors import CheckpointError, DataError
+from hybrid.errors import CheckpointError, DataError, StorageError
 from hybrid.metrics import Metrics
 from hybrid.protocol.update_rules import Schedule
 from hybrid.storage.remote_path import StoragePath
@@ -137,7 +137,7 @@ class LoopCheckpoints:
         every_steps: number of steps between two checkpoints.
         save: writes a checkpoint of the loop, given its folder and the best evaluation.
         saved_step: step of the newest checkpoint; 0 if there is none.
-        best: the best evaluation, or None.
+        best: the best evaluation of which there is a checkpoint, or will be before the next step, or None.
     """
 
     backend: Backend
@@ -147,6 +147,7 @@ class LoopCheckpoints:
     save: Callable[[StoragePath, Best | None], None]
     saved_step: int = 0
     best: Best | None = None
+    _saved_best: Best | None = None
 
     def open_newest(self) -> Checkpoint | None:
         """Return the newest valid checkpoint, which others will follow; None if there is none.
@@ -163,6 +164,7 @@ class LoopCheckpoints:
             return None
         stored = Checkpoint.open(checkpoint_folders.step_folder(self.root, step))
         self.saved_step, self.best = step, stored.manifest.best
+        self._saved_best = self.best
         return stored
 
     def record_evaluation(self, metrics: Metrics, step: int) -> None:
@@ -171,12 +173,35 @@ class LoopCheckpoints:
         self.best = checkpoint_folders.choose_best(self.best, by, metrics, step)
 
     def write_if_due(self, step: int, *, is_last: bool = False) -> None:
-        """Write a checkpoint between two steps, if it is due; remove old ones."""
+        """Write a checkpoint between two steps, if it is due; remove old ones.
+
+        If that fails, there is a warning, and the script continues. Only the last checkpoint must succeed.
+
+        Raises:
+            CheckpointError: the last checkpoint cannot be written.
+        """
         is_best = self.best is not None and self.best.step == step
         if step == self.saved_step or not (is_last or is_best or step % self.every_steps == 0):
             return
-        self.save(checkpoint_folders.step_folder(self.root, step), self.best)
-        self.saved_step = step
+        try:
+            self.save(checkpoint_folders.step_folder(self.root, step), self.best)
+        except CheckpointError as error:  # of all trainers
+            failure = f"no checkpoint of step {step}: {error}"
+            if is_last:
+                raise CheckpointError(
+                    f"{failure}; a new start resumes from step {self.saved_step}"
+                ) from error
+            self._warn(f"{failure}; training continues")
+            self.best = self._saved_best
+            return
+        self.saved_step, self._saved_best = step, self.best
         if self.backend.trainer == 0:
             keep_last = self.backend.config.checkpoint.keep_last
-            checkpoint_folders.prune(self.root, keep_last, self.best and self.best.step)
+            try:
+                checkpoint_folders.prune(self.root, keep_last, self.best and self.best.step)
+            except (CheckpointError, StorageError) as error:
+                self._warn(f"an old checkpoint could not be removed: {error}")
+
+    def _warn(self, message: str) -> None:
+        if self.backend.trainer == 0:
+            self.backend.warn(message)

@@ -124,9 +124,10 @@ def test_failure_of_a_script_is_one_line(kind: str, message: str, script: Path, 
 def test_killed_script_that_resumes_has_the_result_of_an_undisturbed_one(
     script: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "undisturbed").mkdir()
+    (tmp_path / "undisturbed/run/checkpoints/step-00000002").mkdir(parents=True)  # in the way
     command = ["run", script, "--trainers", "2", "--workers", "2", "--"]
-    expected = output_of([*command, "resumes"], tmp_path / "undisturbed").splitlines()[-2:]
+    *printed, parameters, steps = output_of([*command, "resumes"], tmp_path / "undisturbed").splitlines()
+    assert [line[:32] for line in printed if "warning" in line] == ["warning: no checkpoint of step 2"]
     command.append("resumes, stops")
 
     def await_step(running: Command, step: int) -> None:
@@ -148,11 +149,14 @@ def test_killed_script_that_resumes_has_the_result_of_an_undisturbed_one(
     assert re.fullmatch(lines + stopped, ended.stderr), ended.stderr
     with started(command, tmp_path) as running:
         await_step(running, 3)
+        second = run(command, tmp_path)
+        assert (second.code, second.stderr.count("\n")) == (1, 1)
+        assert second.stderr.startswith(f"hybrid run: cluster.resume = '{tmp_path / 'run'}': ")
         running.role("master").kill()
         ended = running.wait()
     assert ended.code == 0
     assert re.fullmatch(line("master", "resuming from step 3"), ended.stderr), ended.stderr
-    assert ended.stdout.splitlines()[-2:] == expected
+    assert ended.stdout.splitlines()[-2:] == [parameters, steps]
     assert not Path(ended.stderr.rpartition("see ")[2].partition("; ")[0]).exists()
 
 

@@ -9,7 +9,6 @@ the URL of the run. Checkpoints are written to the store directly.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -33,7 +32,8 @@ from hybrid.config.loading import CONFIG_FILE, fixed_values, load_config
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError, HybridError, StorageError
 from hybrid.storage import files
-from hybrid.storage.private_files import make_folder, open_file, private_user_folder, refuse_link
+from hybrid.storage.folder_lock import LOCK_FILE, folder_lock
+from hybrid.storage.private_files import private_user_folder, refuse_link
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 from hybrid.topology import Role
 from hybrid.user_code.run_signature import load_run_config
@@ -42,13 +42,11 @@ from workers.console.messages import print_line
 RUNS = Path("runs")
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"  # exists only if the run has finished
-_LOCK_FILE = ".lock"
 _STORE_FILE = ".store"  # contains the URL of the run
 _RESUME_FILE = ".resume"  # in the scratch folder of a script: the path from which the script resumes
 _DIGEST_CHARACTERS = 12
 _CLOCK_TOLERANCE_NS = 60_000_000_000  # the clocks of this machine and the store may differ
-_WAIT_SECONDS = 1.0  # the roles of a killed launch hold the lock for some milliseconds
-_POLL_SECONDS = 0.02
+_STALE_SECONDS = 60.0  # then a command has locked its scratch folder
 _LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that limit the length of a run
 
 # Fields of a line of metrics.jsonl.
@@ -99,6 +97,7 @@ def run_write_errors(path: Path, remedy: str = "set run.folder to another folder
 @contextmanager
 def scratch_logs(prefix: str) -> Iterator[Path]:
     """Yield a temporary folder for logs; it is kept only if the message of an error contains its path."""
+    _remove_stale_logs(prefix)
     with run_write_errors(Path(tempfile.gettempdir()), "set TMPDIR to another folder"):
         folder = Path(tempfile.mkdtemp(prefix=prefix))
     is_named = False
@@ -110,6 +109,16 @@ def scratch_logs(prefix: str) -> Iterator[Path]:
     finally:
         if not is_named:
             shutil.rmtree(folder)
+
+
+def _remove_stale_logs(prefix: str) -> None:
+    """Remove the folders of killed commands: their lock files exist, but no process holds them."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{LOCK_FILE}"):
+        with suppress(OSError, HybridError):  # it is in use, or another command removes it
+            status = lock.lstat()
+            if status.st_uid == os.geteuid() and status.st_mtime < time.time() - _STALE_SECONDS:
+                with folder_lock(lock.parent, wait_seconds=0.0):
+                    shutil.rmtree(lock.parent)
 
 
 def command_name() -> str:
@@ -160,21 +169,21 @@ def hold_run(run: StoragePath, is_resumed: bool) -> Iterator[tuple[Path, int]]:
     The files of a resumed run are fetched from the store first: another machine may have written them.
 
     Yields:
-        The local folder, and the descriptor of its lock; see :func:`run_lock`.
+        The local folder, and the descriptor of its lock; see :func:`folder_lock`.
 
     Raises:
-        ConfigError: another launch holds the lock, or the folder cannot be created.
+        ConfigError: another run holds the lock, or the folder cannot be created.
         HybridError: a folder in it is a symbolic link.
         StorageError: the store rejects a request.
     """
     if not isinstance(run, RemotePath):
         for name in ("logs", "profile"):
             refuse_link(run / name)
-        with run_lock(run) as lock:
+        with folder_lock(run) as lock:
             yield run, lock
         return
     folder = _local_folder(run)
-    with run_lock(folder) as lock:
+    with folder_lock(folder) as lock:
         with run_write_errors(folder):
             (folder / _STORE_FILE).write_text(str(run), encoding="utf-8")
         print_line(f"logs and metrics are kept in {folder}, and sent to {run} with each checkpoint")
@@ -223,55 +232,6 @@ def upload(folder: Path) -> None:
         is_older = entry is not None and status.st_mtime_ns < entry.mtime_ns - _CLOCK_TOLERANCE_NS
         if entry is None or entry.size != status.st_size or not is_older:
             files.copy(path, target)
-
-
-@contextmanager
-def run_lock(folder: Path) -> Iterator[int]:
-    """Lock a run folder, which is created if missing, and yield the descriptor of the lock.
-
-    Each role inherits the descriptor, and the system releases the lock when the last process with it ends. So
-    the lock is never stale, and no other launch writes to the folder while a role lives.
-
-    Raises:
-        ConfigError: another launch holds the lock, or the folder cannot be created.
-    """
-    path = folder / _LOCK_FILE
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    try:
-        make_folder(folder)
-        descriptor = _acquire(path)
-    except BlockingIOError as error:
-        rule = "is in use by another launch; stop that launch, or choose another folder"
-        raise ConfigError("run.folder", rule, str(folder)) from error
-    except OSError as error:
-        rule = f"cannot be created: {error.strerror}; choose another folder"
-        raise ConfigError("run.folder", rule, str(folder)) from error
-    try:
-        yield descriptor
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-        with suppress(OSError):  # not empty, since they contain a run
-            for each in missing:
-                each.rmdir()
-
-
-def _acquire(path: Path) -> int:
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while True:
-        descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The previous holder may have removed the file that is locked now.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(path.stat(), os.fstat(descriptor)):
-                    return descriptor
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise
-        os.close(descriptor)
-        time.sleep(_POLL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, SequentialL
 from torch.utils.data import DataLoader
 
 import hybrid
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, list_checkpoints, parse_step
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, list_checkpoints, parse_step, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.errors import CheckpointError, DataError
+from hybrid.errors import CheckpointError, ConfigError, DataError
+from hybrid.storage.folder_lock import folder_lock
 
 pytestmark = pytest.mark.filterwarnings("ignore:the learning rate of the optimizer has changed")
 EPOCHS, STEPS = 3, 4  # steps per epoch
+LAST = EPOCHS * STEPS
 
 
 class Net(nn.Module):
@@ -143,6 +145,34 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
         (folder / DENSE_FILE).write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="run"):
         train(tmp_path)
+
+
+def test_one_run_at_a_time_uses_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with folder_lock(tmp_path / "run"), pytest.raises(ConfigError, match=r"^cluster\.resume = '.*/run': "):
+        train(tmp_path)
+    train(tmp_path)
+    assert capsys.readouterr().out.count("step 12") == 0
+    train(tmp_path)  # of this process
+    assert f"{tmp_path / 'run'}: all 3 epoch(s) are done at step 12" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="cluster"), folder_lock(tmp_path / "run", "cluster"):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("obstructed", "kept", "best"),
+    [(6, [12, 9, 4], 4), (STEPS, [12, 9], 12), (LAST, [9, 6, 4], 4)],
+)
+def test_a_loop_goes_on_if_a_checkpoint_cannot_be_written(
+    obstructed: int, kept: list[int], best: int, tmp_path: Path
+) -> None:
+    """Only the last checkpoint must be written. The best evaluation is one with a checkpoint."""
+    step_folder(tmp_path / "run", obstructed).mkdir(parents=True)
+    error = pytest.raises(CheckpointError, match=f"step {LAST}: .* resumes from step 9$")
+    warning = pytest.warns(UserWarning, match=f"no checkpoint of step {obstructed}: .* training continues$")
+    with error if obstructed == LAST else warning:
+        train(tmp_path)
+    assert [parse_step(folder) for folder in list_checkpoints(tmp_path / "run")] == kept
+    assert Checkpoint.best_valid(tmp_path / "run", print).manifest.step == best
 
 
 def test_the_best_evaluation_keeps_its_checkpoint(tmp_path: Path) -> None:
