@@ -43,7 +43,8 @@ from workers.exit_codes import HANDLED_SIGNALS, STOP_REQUEST
 from workers.module_imports import fast_imports
 from workers.rendezvous.host_setup import LOOPBACK, listen
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+_ARG_START, _ARG_END = 45, 46  # positions in proc_pid_stat(5), after the name
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 _SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914  # linux/sockios.h
 _IFF_UP = 1
@@ -83,6 +84,15 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def name_process(name: str) -> None:
+    """Name this process "hybrid NAME" for ``ps``, and NAME for ``top``, which shows 15 characters."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[_ARG_START]), int(fields[_ARG_END])  # of the arguments in memory
+    title = f"hybrid {name}".encode()[: max(0, end - start - 1)]  # no addresses if the system hides them
+    ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
+
+
 def serve(descriptor: int, launcher: int) -> None:
     """Run the server until the launcher ends.
 
@@ -91,6 +101,7 @@ def serve(descriptor: int, launcher: int) -> None:
         launcher: pid of the launcher.
     """
     end_with_parent(launcher)
+    name_process("fork server")
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # with them, all trainers would use the same GPU
         os.environ.pop(name, None)
     # A terminal or scheduler may send these to every process; only the launcher acts on them.
@@ -177,6 +188,7 @@ class _Server:
 
     def _run(self, server: int, target: Callable[..., None], args: Sequence[Any]) -> None:
         end_with_parent(server)
+        name_process(multiprocessing.current_process().name)
         self._connection.close()
         target(*args)
 

@@ -76,6 +76,17 @@ def test_a_signal_ends_a_process_in_any_state(server: ForkServer, target: Callab
     assert forked.end_of(server, forked.exit_with, 0) == ProcessEnd("one", 0)
 
 
+def test_processes_have_names(server: ForkServer) -> None:
+    pids = server.start(forked.pause, dict.fromkeys(("trainer 0", "worker 12"), ()))
+
+    def shown() -> list[tuple[str, str]]:
+        processes = [psutil.Process(pid) for pid in pids.values()]
+        return [(each.name(), each.cmdline()[0]) for each in processes]
+
+    named = [("trainer 0", "hybrid trainer 0"), ("worker 12", "hybrid worker 12")]
+    assert eventually(lambda: shown() == named, SECONDS), shown()
+
+
 def test_signals_for_the_launcher_do_not_stop_its_processes(server: ForkServer) -> None:
     process = running(server)
     for each in (process, psutil.Process(process.ppid())):
