@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 
 _ROOT = Path("/")
-# Files of a control group by version: limit, usage, and the usage that the kernel gives up first.
-_FILES = {
-    "cgroup2": ("memory.max", "memory.current", "inactive_file"),
-    "cgroup": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
+# Of a control group of version 2 and 1: the files with limit and usage, and what the kernel gives up first.
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def boot_id() -> str:
@@ -33,38 +33,33 @@ def free_memory(root: Path = _ROOT) -> dict[str, int]:
     Args:
         root: folder with proc and the mounted control groups.
     """
-    boot = boot_id()
-    free = {boot: int(psutil.virtual_memory().available)}
-    for group, version in memory_groups(root):
-        limit, usage, reclaimable = _FILES[version]
-        with suppress(OSError, ValueError):  # the top group has no limit, others may have "max"
-            most = int((group / limit).read_text())
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            used = int((group / usage).read_text()) - int(stat.get(reclaimable, 0))
-            status = group.stat()
-            free[f"{boot} {status.st_dev} {status.st_ino}"] = max(0, most - used)
+    free = {boot_id(): int(psutil.virtual_memory().available)}
+    for group in memory_groups(root):
+        for limit, usage, reclaimable in _FILES:
+            with suppress(OSError, ValueError):  # other version, or no limit: no file, or the text "max"
+                most = int((group / limit).read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                used = int((group / usage).read_text()) - int(stat.get(reclaimable, 0))
+                status = group.stat()
+                free[f"{boot_id()} {status.st_dev} {status.st_ino}"] = max(0, most - used)
     return free
 
 
-def memory_groups(root: Path = _ROOT) -> Iterator[tuple[Path, str]]:
-    """Yield folder and version, a key of ``_FILES``, of the control group of this process, and of all above.
+def memory_groups(root: Path = _ROOT) -> Iterator[Path]:
+    """Yield the folders of the control groups that may limit this process's memory, innermost first.
 
     Slurm and systemd start processes in groups below the mounted one. A container may see few of the groups.
     """
-    paths = {}  # of this process in the hierarchy of each version
+    paths = {}  # of this process, by type of file system
     with suppress(FileNotFoundError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
-            if number == "0":
-                paths["cgroup2"] = path
-            elif "memory" in controllers.split(","):
-                paths["cgroup"] = path
+            if number == "0" or "memory" in controllers.split(","):
+                paths["cgroup2" if number == "0" else "cgroup"] = path
         for line in (root / "proc/self/mountinfo").read_text().splitlines():
-            _, _, _, top, mounted, *_, version, _, options = line.split(" ")
-            if version not in paths or (version == "cgroup" and "memory" not in options.split(",")):
-                continue
-            below = Path(os.path.relpath(paths[version], top))
-            mount = root / mounted.lstrip("/")
-            if ".." in below.parts or not (mount / below).is_dir():  # the group is outside what is mounted
-                below = Path()
-            yield from ((mount / each, version) for each in (below, *below.parents))
+            _, _, _, top, mounted, *_, kind, _, options = line.split(" ")
+            if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+                below, mount = Path(os.path.relpath(paths.get(kind, "/"), top)), root / mounted.lstrip("/")
+                if ".." in below.parts or not (mount / below).is_dir():  # the group is not visible here
+                    below = Path()
+                yield from (mount / each for each in (below, *below.parents))

@@ -86,7 +86,7 @@ def count_oom_kills(root: Path = Path("/")) -> int:
     Args:
         root: folder with proc and sys.
     """
-    counters = [group / name for group, _ in memory_groups(root) for name in _KILL_COUNTERS]
+    counters = [group / name for group in memory_groups(root) for name in _KILL_COUNTERS]
     for path in (*counters, root / "proc/vmstat"):
         with suppress(OSError):
             for line in path.read_text().splitlines():
