@@ -55,8 +55,14 @@ def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WA
 def lock_until_exit(folder: Path, key: str) -> None:
     """Lock a run folder until this process ends; see :func:`folder_lock`. Further calls have no effect."""
     lock = ExitStack()
-    lock.enter_context(folder_lock(folder, key))
+    descriptor = lock.enter_context(folder_lock(folder, key))
     atexit.register(lock.close)
+
+    def leave_to_parent() -> None:  # processes of a DataLoader may outlive this one by seconds
+        atexit.unregister(lock.close)
+        os.close(descriptor)
+
+    os.register_at_fork(after_in_child=leave_to_parent)
 
 
 def _acquire(path: Path, wait_seconds: float) -> int:

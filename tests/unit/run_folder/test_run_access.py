@@ -11,7 +11,7 @@ from support.stores import BUCKET, Proxy, Store
 
 from hybrid.errors import ConfigError, HybridError, StorageError
 from hybrid.storage import files
-from hybrid.storage.folder_lock import folder_lock
+from hybrid.storage.folder_lock import folder_lock, lock_until_exit
 from hybrid.storage.remote_path import StoragePath, parse_path
 from workers.run_folder.run_access import RunState, checkpoint_root, hold_run
 from workers.run_folder.run_files import RunFolder
@@ -48,9 +48,11 @@ def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     ready, ready_writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        with folder_lock(tmp_path):
+        os.setpgid(0, 0)
+        lock_until_exit(tmp_path, "key")
+        if os.fork():  # a child that outlives this process, as those of a DataLoader
             os.write(ready_writer, b"x")
-            signal.pause()
+        signal.pause()
         os._exit(0)
     assert os.read(ready, 1)
     os.kill(pid, signal.SIGKILL)
@@ -58,8 +60,11 @@ def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     os.close(ready)
     os.close(ready_writer)
     assert (tmp_path / ".lock").exists()
-    with folder_lock(tmp_path):
-        pass
+    try:
+        with folder_lock(tmp_path):
+            pass
+    finally:
+        os.killpg(pid, signal.SIGKILL)
 
 
 def test_a_folder_is_made_and_removed_if_unused(tmp_path: Path) -> None:
