@@ -127,6 +127,11 @@ class Batch(NamedTuple):
     groups: Tensor | None = None
     total_groups: Tensor | None = None
 
+    @property
+    def checksum(self) -> int:
+        """0, because each trainer reads only its slice; see :class:`hybrid.protocol.ticket.Ticket`."""
+        return 0
+
     @classmethod
     def empty(cls, num_dense: int, num_sparse: int) -> Batch:
         """Return a batch without samples, of F dense and K sparse features."""

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -186,13 +187,15 @@ class TrainingLoop:
         if torch.is_grad_enabled():
             yield from self._training_batches(data, size, whole)
             return
-        outer = self._evaluation
+        outer, checksum = self._evaluation, 0
         try:
             for batch in self._local_batches(data, size, whole, self.position.pass_index, 0):
+                checksum = zlib.crc32(batch.checksum.to_bytes(4, "little"), checksum)
                 ticket = self._evaluation_ticket()
                 prefetched = self._tables.lookup(batch.sparse_features, ticket) if batch.calls else None
                 self._evaluation = ForwardPass(ticket, batch, prefetched)
                 yield batch.values
+            self.trainers.check_equal(checksum)
         finally:
             self._evaluation = outer
 
@@ -205,8 +208,7 @@ class TrainingLoop:
             split = trainer, num_trainers, size, self._modules, whole
             return data.local_batches(*split, epoch=index, first_step=first)
         batches = islice(self._seeded(global_batches(data, size, whole), index), first, None)
-        checked = self.trainers.check_batches(batches)
-        return local_batches(checked, trainer, num_trainers, self._modules, whole)
+        return local_batches(batches, trainer, num_trainers, self._modules, whole)
 
     def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
         """Yield batches whose random numbers depend on their position only, and are alike on all trainers."""
@@ -252,6 +254,7 @@ class TrainingLoop:
                             "step. To evaluate, iterate under torch.no_grad()"
                         )
                 self.position = self.position._replace(steps=self.position.steps + 1)
+            self._flush()  # raises what went wrong in the last step
             if self.remaining_steps != 0:
                 self.end_pass()
             elif self._backend.snapshot is not None:

@@ -220,6 +220,30 @@ def test_each_module_of_a_script_has_its_own_tables(
         clusters.get(2, 2).run(run_script, str(tmp_path / "script.py"), tmp_path, update=update)
 
 
+OTHER_BATCH = """
+import sys, torch, hybrid
+cluster = hybrid.connect()
+model = cluster.distribute(torch.nn.Sequential(hybrid.Embedding(9, 2, ids="")))
+batches = [torch.arange(8) for _ in range(3)]
+batches[int(sys.argv[1])] += cluster.rank
+with torch.set_grad_enabled(sys.argv[2] == "train"):
+    for ids in cluster.batches(batches):
+        vectors = model(ids)
+        if sys.argv[2] == "train":
+            cluster.backward(vectors.sum(1))
+"""
+
+
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
+@pytest.mark.parametrize(("number", "purpose"), [(1, "train"), (2, "train"), (2, "evaluate")])
+def test_a_later_batch_that_differs_between_trainers_is_found(
+    number: int, purpose: str, update: str, clusters: Clusters, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(OTHER_BATCH)
+    with pytest.raises(CaseError, match=r"trainers .*read different batches"):
+        clusters.get(2, 2).run(run_script, str(tmp_path / "script.py"), number, purpose, update=update)
+
+
 @pytest.mark.parametrize(("first", "then"), [((3, 2), (2, 1)), ((2, 1), (1, 1))], ids=["fewer", "alone"])
 def test_a_run_continues_on_a_cluster_of_another_size(
     first: tuple[int, int], then: tuple[int, int], clusters: Clusters, tmp_path: Path

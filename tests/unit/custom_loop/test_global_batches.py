@@ -135,3 +135,14 @@ def test_checksum_covers_every_tensor() -> None:
     assert checksum(first) == checksum(second)
     second["pair"].tags.values[0] += 1
     assert checksum(first) != checksum(second)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])
+def test_checksum_of_a_long_tensor_covers_values_and_order(dtype: torch.dtype) -> None:
+    values = (torch.arange(1_000_003) % 251).to(dtype)
+    assert checksum([values]) == checksum([values.clone()])
+    assert checksum([values]) != checksum([values.roll(1)])
+    for position in (0, 500_001, len(values) - 1):
+        other = values.clone()
+        other[position] += 1
+        assert checksum([values]) != checksum([other]), position
