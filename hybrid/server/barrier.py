@@ -100,8 +100,8 @@ class UpdateBarrier(Generic[Contribution]):
     ) -> DeferredResponse[Result]:
         """Run ``work`` as soon as the updates that the ticket requires are applied.
 
-        A prefetched lookup replaces a waiting one of the same step and part, which then fails: the trainer has
-        left the batches of the earlier lookup, and continues with others.
+        A prefetched lookup replaces a waiting one of the same step and part, which then fails: the trainer
+        has left the batches of the earlier lookup, and continues with others.
 
         Args:
             is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
