@@ -89,11 +89,20 @@ class Cluster:
         self._loop = TrainingLoop(self._backend, module)
         return Distributed(self._loop)
 
-    def batches(self, data: Any, size: int | None = None, whole: str | None = None) -> Iterator[Any]:
+    def batches(
+        self,
+        data: Any,
+        size: int | None = None,
+        whole: str | None = None,
+        *,
+        drop_last: bool = False,
+    ) -> Iterator[Any]:
         """Yield this trainer's slice of each batch of ``data``; all trainers iterate over the same batches.
 
         The lookups of a batch are sent as soon as it is read. Under ``torch.no_grad()``, batches are for
-        evaluation.
+        evaluation. Tensors are on the device of the module. A slice without samples is one repeated sample of
+        the batch; with BatchNorm, a slice has at least two samples. :meth:`backward`, :meth:`mean`,
+        :meth:`gather` and :meth:`evaluate` leave out repeated samples.
 
         Args:
             data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; a dict with all
@@ -101,13 +110,16 @@ class Cluster:
             size: number of samples per batch over all trainers; by default, batches keep their sizes.
             whole: column with a group number per sample, for ranking losses. The samples of a group must be
                 adjacent. A group is not split between trainers, nor between batches of ``size`` samples.
+            drop_last: whether to leave out a last batch of fewer than ``size`` samples.
 
         Raises:
             DataError: a group of ``whole`` is not adjacent, or larger than ``size``.
         """
         if size is not None and size < 1:
             raise ValueError(f"size must be at least 1, not {size}")
-        return self._require_loop().batches(data, size, whole)
+        if drop_last and size is None and not isinstance(data, PreparedData):
+            raise ValueError("drop_last needs a size; a DataLoader has its own drop_last")
+        return self._require_loop().batches(data, size, whole, drop_last)
 
     def backward(
         self,
@@ -131,7 +143,12 @@ class Cluster:
         self._require_loop().backward([(values, weights), *more])
 
     def mean(self, values: Tensor) -> float:
-        """Return the mean of all trainers' values, of any shape; NaN if there are none."""
+        """Return the mean of all trainers' values, of any shape; NaN if there are none.
+
+        Repeated samples of :meth:`batches` are left out if ``values`` has one entry per sample of the last
+        batch, or of all batches of the pass.
+        """
+        values = self._require_loop().handed_out.without_padding(values)
         sums = torch.tensor([values.detach().double().sum().item(), values.numel()], dtype=torch.float64)
         total, count = self._require_loop().trainers.sum(sums).tolist()
         return total / count if count else math.nan
@@ -139,10 +156,12 @@ class Cluster:
     def gather(self, values: Tensor) -> Tensor:
         """Return all trainers' values, (samples, ...), in the order of the batch, on the CPU.
 
+        Repeated samples of :meth:`batches` are left out, as in :meth:`mean`.
         A tensor that requires gradients stays on its device and gets the gradients of all trainers. Use the
         result for losses that compare samples of the batch. Every trainer must then use it in its loss.
         """
-        return self._require_loop().trainers.gather(values)
+        loop = self._require_loop()
+        return loop.trainers.gather(loop.handed_out.without_padding(values))
 
     def evaluate(self, data: Any, size: int | None = None) -> Metrics:
         """Return the metrics of configured runs for samples of all trainers; all trainers call it together.
@@ -161,8 +180,9 @@ class Cluster:
         """
         loop, tasks, parts = self._require_loop(), self._backend.config.all_tasks, []
         net = loop.model.net
+        outer = loop.handed_out
         with evaluating(net):
-            for batch in loop.batches(data, size, None):
+            for batch in loop.batches(data, size):
                 if missing := [name for name in tasks if name not in batch]:
                     raise DataError(f"evaluate: the batch has no column {missing[0]!r} with labels")
                 labels_BT = torch.stack([batch[name] for name in tasks], 1).float()
@@ -172,7 +192,8 @@ class Cluster:
                 parts.append([net(batch), labels_BT, torch.stack(weights, 1), *groups])
         if not parts:
             raise DataError("evaluate: the data have no batch")
-        outputs, *rest = (loop.trainers.gather(torch.cat(each)) for each in zip(*parts, strict=True))
+        outputs, *rest = (self.gather(torch.cat(each)) for each in zip(*parts, strict=True))
+        loop.handed_out = outer
         rows = torch.arange(len(outputs))  # no samples are known to have equal features
         outputs = outputs[:, 0] if outputs.shape[1:] == (1,) else outputs
         predictions = Predictions(outputs, rest[0], rows, *rest[1:])
@@ -288,7 +309,7 @@ class Cluster:
 
     @property
     def device(self) -> torch.device:
-        """Device of the module. Move all inputs except ids to it."""
+        """Device of the module, and of the tensors of its batches."""
         return self._require_loop().device
 
     def _require_loop(self) -> TrainingLoop:

@@ -40,13 +40,13 @@ class Position(NamedTuple):
         epoch: index of the epoch, see :meth:`Cluster.epochs`.
         first_pass: index of the epoch's first pass over training batches.
         pass_index: index of the current pass.
-        steps: number of steps of this pass that are done.
+        samples: number of samples of this pass, of all trainers, whose steps are done.
     """
 
     epoch: int = 0
     first_pass: int = 0
     pass_index: int = 0
-    steps: int = 0
+    samples: int = 0
 
 
 def pack_state(

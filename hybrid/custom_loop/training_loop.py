@@ -13,8 +13,8 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count, islice
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -27,16 +27,18 @@ from hybrid.custom_loop.backend import Backend
 from hybrid.custom_loop.embedding_modules import TableCall, TableModule
 from hybrid.custom_loop.local_batches import (
     LocalBatch,
+    PassSizes,
     PreparedData,
     global_batches,
     local_batches,
+    skip_samples,
     tensors_of,
 )
 from hybrid.custom_loop.loop_state import LoopCheckpoints, Position, Stateful, load_progress, pack_state
 from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.dense.devices import choose_devices
-from hybrid.dense.net_builder import batch_norm_warning
+from hybrid.dense.net_builder import BATCH_NORMS, batch_norm_warning
 from hybrid.embedding.trainer.embeddings import ModuleTables, TableRequest
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.engine.ddp import DensePlacement
@@ -94,6 +96,7 @@ class TrainingLoop:
         checkpoints: the checkpoints of ``cluster.resume``, or None.
         position: position of the loop.
         resumed: position of the checkpoint from which the loop continues.
+        handed_out: the slices of the pass that was iterated last.
         is_in_pass: whether a pass over training batches has begun, and the next has not.
         is_saving: whether a checkpoint is reading the state dict of the module.
     """
@@ -124,7 +127,8 @@ class TrainingLoop:
             module.bind(name, self)
         net.to(self.device)
         if not backend.is_single_process and (message := batch_norm_warning(net, config)):
-            self._warnings.warn(message)
+            last = "cluster.batches(..., drop_last=True) leaves out a last batch that is too small"
+            self._warnings.warn(f"{message}. {last}")
         self._engine = StepEngine[LocalBatch](
             config,
             backend.trainer,
@@ -152,6 +156,7 @@ class TrainingLoop:
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
         self.checkpoints: LoopCheckpoints | None = None
         self.position = self.resumed = Position()
+        self.handed_out = PassSizes()
         self.is_in_pass = False
         self._sent_step = -1  # the last step with gradients on their way to the tables
         self.is_saving = False
@@ -182,33 +187,44 @@ class TrainingLoop:
         max_steps = self._config.train.max_steps
         return max(0, max_steps - self.step) if max_steps else None
 
-    def batches(self, data: Any, size: int | None, whole: str | None) -> Iterator[Any]:
+    def batches(
+        self, data: Any, size: int | None, whole: str | None = None, drop_last: bool = False
+    ) -> Iterator[Any]:
         """Yield this trainer's slice of each batch, for training, or for evaluation under ``no_grad``."""
         if torch.is_grad_enabled():
-            yield from self._training_batches(data, size, whole)
+            yield from self._training_batches(data, size, whole, drop_last)
             return
-        outer, checksum = self._evaluation, 0
+        outer, checksum, self.handed_out = self._evaluation, 0, PassSizes()
         try:
-            for batch in self._local_batches(data, size, whole, self.position.pass_index, 0):
+            for batch in self._local_batches(data, size, whole, drop_last, self.position.pass_index, 0):
                 checksum = zlib.crc32(batch.checksum.to_bytes(4, "little"), checksum)
                 ticket = self._evaluation_ticket()
                 prefetched = self._tables.lookup(batch.sparse_features, ticket) if batch.calls else None
                 self._evaluation = ForwardPass(ticket, batch, prefetched)
-                yield batch.values
+                yield self._hand_out(batch)
             self.trainers.check_equal(checksum)
         finally:
             self._evaluation = outer
 
+    def _hand_out(self, batch: LocalBatch) -> Any:
+        self.handed_out.add(batch)
+        return batch.handed_out
+
     def _local_batches(
-        self, data: Any, size: int | None, whole: str | None, index: int, first: int
+        self, data: Any, size: int | None, whole: str | None, drop_last: bool, index: int, first_sample: int
     ) -> Iterator[LocalBatch]:
-        """Yield the slices of pass number ``index``, from batch ``first`` on."""
+        """Yield the slices of pass number ``index``, from a sample on."""
         trainer, num_trainers = self._backend.trainer, self._backend.group.size()
+        modules, needs_pairs = self.model.net.modules(), torch.is_grad_enabled()
+        least = 1 + (needs_pairs and any(isinstance(each, BATCH_NORMS) and each.training for each in modules))
         if isinstance(data, PreparedData):
-            split = trainer, num_trainers, size, self._modules, whole
-            return data.local_batches(*split, epoch=index, first_step=first)
-        batches = islice(self._seeded(global_batches(data, size, whole), index), first, None)
-        return local_batches(batches, trainer, num_trainers, self._modules, whole)
+            split = trainer, num_trainers, size, self._modules, whole, index, first_sample
+            slices = data.local_batches(*split, least=least, drop_last=drop_last)
+        else:
+            batches = self._seeded(global_batches(data, size, whole, drop_last=drop_last), index)
+            remaining = skip_samples(batches, first_sample)
+            slices = local_batches(remaining, trainer, num_trainers, self._modules, whole, least)
+        return (replace(each, device=self.device) for each in slices)
 
     def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
         """Yield batches whose random numbers depend on their position only, and are alike on all trainers."""
@@ -218,17 +234,19 @@ class TrainingLoop:
                 return
             yield batch
 
-    def _training_batches(self, data: Any, size: int | None, whole: str | None) -> Iterator[Any]:
+    def _training_batches(
+        self, data: Any, size: int | None, whole: str | None, drop_last: bool
+    ) -> Iterator[Any]:
         self._flush()
         self.end_pass()
         index, resumed = self.position.pass_index, self.resumed
         if index < resumed.pass_index:  # its steps precede the checkpoint
             self.position = self.position._replace(pass_index=index + 1)
             return
-        first = resumed.steps if index == resumed.pass_index else 0
-        self._training, current = None, None
-        self.position, self.is_in_pass = self.position._replace(steps=first), True
-        self._engine.begin(self._local_batches(data, size, whole, index, first), self.step)
+        first = resumed.samples if index == resumed.pass_index else 0
+        self._training, current, self.handed_out = None, None, PassSizes()
+        self.position, self.is_in_pass = self.position._replace(samples=first), True
+        self._engine.begin(self._local_batches(data, size, whole, drop_last, index, first), self.step)
         try:
             for step_input in self._engine.steps(self.remaining_steps, self.save_if_due):
                 step, self._num_lookups = self.step, 0
@@ -239,7 +257,7 @@ class TrainingLoop:
                     with self._engine.recording(micro):
                         lookup: Any = micro.start()
                         self._training = current = ForwardPass(ticket, micro.batch, lookup, micro.is_last)
-                        yield micro.batch.values
+                        yield self._hand_out(micro.batch)
                     if self._training is not current:
                         raise RuntimeError(
                             "cluster.load(...), or a pass over other training batches, has ended this pass: "
@@ -253,13 +271,14 @@ class TrainingLoop:
                             f"{missing} was not called for the batch of step {step}; each batch takes one "
                             "step. To evaluate, iterate under torch.no_grad()"
                         )
-                self.position = self.position._replace(steps=self.position.steps + 1)
+                num_samples = self.position.samples + step_input.batch.global_size
+                self.position = self.position._replace(samples=num_samples)
             self._flush()  # raises what went wrong in the last step
             if self.remaining_steps != 0:
                 self.end_pass()
             elif self._backend.snapshot is not None:
                 self.save(self._backend.snapshot, [*self._optimizers])
-                self._backend.snapshot = None
+                raise SystemExit  # hybrid compare needs no further lines of the script
         finally:
             if self._training is current:  # an interrupted loop may end after the next one has begun
                 self._training = None
@@ -281,7 +300,7 @@ class TrainingLoop:
     def end_pass(self) -> None:
         """Count the current pass as done, whether the script read all of its batches or left it."""
         if self.is_in_pass:
-            self.position = self.position._replace(pass_index=self.position.pass_index + 1, steps=0)
+            self.position = self.position._replace(pass_index=self.position.pass_index + 1, samples=0)
             self.is_in_pass = False
 
     def save_if_due(self, *, is_last: bool = False) -> None:
@@ -409,19 +428,22 @@ class TrainingLoop:
         summands = []
         for values, weights in terms:
             values_B = values.reshape(-1)
-            if values.dim() == 0 or len(values_B) != batch.size:
+            size = batch.padded_size
+            if values.dim() == 0 or len(values_B) != size:
                 raise DataError(
-                    f"cluster.backward takes one loss value per sample, ({batch.size},), not "
+                    f"cluster.backward takes one loss value per sample, ({size},), not "
                     f'{list(values.shape)}: use reduction="none". For a loss over pairs of samples, use '
                     "cluster.gather(vectors)"
                 )
+            values_B = values_B if batch.size == size else values_B[: batch.size]
             if weights is not None:
                 weights_B = weights.reshape(-1).to(values_B)
-                if len(weights_B) != batch.size or not (weights_B.isfinite() & (weights_B >= 0)).all():
+                if len(weights_B) != size or not (weights_B.isfinite() & (weights_B >= 0)).all():
                     raise DataError(
-                        f"cluster.backward takes one weight per sample, ({batch.size},), finite and not "
+                        f"cluster.backward takes one weight per sample, ({size},), finite and not "
                         f"negative, not {list(weights.shape)}"
                     )
+                weights_B = weights_B[: batch.size]
                 total = self.trainers.sum(weights_B.sum().double()).item()
                 summands.append(weighted_summand(values_B, weights_B, total))
             elif batch.size:

@@ -220,6 +220,48 @@ def test_each_module_of_a_script_has_its_own_tables(
         clusters.get(2, 2).run(run_script, str(tmp_path / "script.py"), tmp_path, update=update)
 
 
+SMALL_SLICES = """
+import sys, torch, hybrid
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, has_norm):
+        super().__init__()
+        optimizer = hybrid.Adam(lr=0.1)
+        self.table = hybrid.Embedding(9, 4, ids="id", optimizer=optimizer)
+        self.gru, self.norm = nn.GRU(4, 4, batch_first=True), nn.BatchNorm1d(4) if has_norm else nn.Identity()
+    def forward(self, batch):
+        vectors, size = self.table(batch["id"]), len(batch["id"])
+        lengths = torch.full((size,), 3)
+        packed = nn.utils.rnn.pack_padded_sequence(vectors, lengths, batch_first=True)
+        return self.norm(self.gru(packed)[1][0].view(size, -1)).sum(1)
+cluster = hybrid.connect(sys.argv[3] if len(sys.argv) > 3 else None)
+data = {"id": torch.arange(192).view(-1, 3) % 7, "label": torch.arange(64.0) % 2}
+has_norm = sys.argv[2] == "norm"
+model = cluster.distribute(Net(has_norm).double())
+optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.1), []
+for batch in cluster.batches(data, 31 if has_norm else 21):
+    losses.append((model(batch) - batch["label"]) ** 2)
+    cluster.backward(losses[-1])
+    optimizer.step()
+means = [cluster.mean(torch.cat(losses)), cluster.evaluate(data, 21)["auc"], cluster.mean(losses[-1])]
+state = {**cluster.plain_module().state_dict(), "means": torch.tensor(means)}
+"""
+
+
+def test_ordinary_modules_train_on_batches_smaller_than_the_number_of_trainers(
+    clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last batch has one sample, two with BatchNorm. Adam would move rows that are not in the batch."""
+    (tmp_path / "script.py").write_text(SMALL_SLICES + "if cluster.rank == 0: torch.save(state, sys.argv[1])")
+    (tmp_path / "config.toml").write_text('[train]\ndtype = "float64"\n')
+    for kind in ("norm", "plain"):
+        clusters.get(3, 2).run(run_script, str(tmp_path / "script.py"), tmp_path / "found", kind)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "one"), "plain", str(tmp_path / "config.toml")])
+    runpy.run_path(str(tmp_path / "script.py"))
+    found, expected = (torch.load(tmp_path / name, weights_only=True) for name in ("found", "one"))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
 OTHER_BATCH = """
 import sys, torch, hybrid
 cluster = hybrid.connect()

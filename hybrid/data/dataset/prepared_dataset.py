@@ -36,16 +36,19 @@ from hybrid.primitives.grouping import ranking_totals
 
 
 class StepRows(NamedTuple):
-    """The rows of a step; a trainer's slice is from ``start`` to ``stop``."""
+    """The rows of a step; a trainer's slice is from ``start`` to ``stop``, and has ``padding`` after it."""
 
     rows: npt.NDArray[np.int64]
     start: int
     stop: int
+    padding: tuple[int, int] = (0, 0)
 
     @property
     def local(self) -> npt.NDArray[np.int64]:
         """The rows of the slice."""
-        return self.rows[self.start : self.stop]
+        first, last = self.padding
+        local = self.rows[self.start : self.stop]
+        return np.concatenate([local, self.rows[first:last]]) if first < last else local
 
 
 class PreparedDataset:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -97,6 +98,7 @@ def main(output: str, options: set[str], config: str | None) -> None:
     data = islice(batches(), start, HALF if "save" in named or "half" in options else None)
     for batch in cluster.batches(data, whole="group" if "ranked" in options else None):
         step = cluster.step
+        assert len(batch["user"])
         logits = model(batch, step)
         if "twice" in options:
             logits = logits + model({**batch, "price": -batch["price"]}, step)
@@ -109,6 +111,7 @@ def main(output: str, options: set[str], config: str | None) -> None:
         for optimizer in optimizers:
             optimizer.step()
         parts.append(cluster.gather(loss.detach()))
+        assert cluster.mean(loss) == pytest.approx(parts[-1].mean().item(), nan_ok=True)
         if cluster.step > step:
             losses.append(torch.cat(parts).mean().item())
             parts = []
