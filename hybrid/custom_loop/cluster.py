@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hybrid.config.loading import load_config
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.embedding_modules import plain_copy
 from hybrid.custom_loop.local_batches import GROUP, PreparedData
-from hybrid.custom_loop.loop_state import LoopCheckpoints, Position, Stateful
+from hybrid.custom_loop.loop_state import EpochRecord, LoopCheckpoints, Position, Stateful, describe_start
 from hybrid.custom_loop.training_loop import TrainingLoop
 from hybrid.data.prepare.dataset_location import open_split
 from hybrid.engine.hybrid_model import evaluating
@@ -178,6 +179,9 @@ class Cluster:
         Raises:
             DataError: there are no samples, or no labels.
         """
+        return self._require_loop().evaluate_once(partial(self._evaluate, data, size))
+
+    def _evaluate(self, data: Any, size: int | None) -> Metrics:
         loop, tasks, parts = self._require_loop(), self._backend.config.all_tasks, []
         net = loop.model.net
         outer = loop.handed_out
@@ -232,8 +236,9 @@ class Cluster:
         loop.checkpoints = LoopCheckpoints(
             self._backend, loop.trainers, root, every_steps, lambda path, best: loop.save(path, objects, best)
         )
+        loop.start = describe_start(loop.model.net, objects, self.world_size)
         if (stored := loop.checkpoints.open_newest()) is not None:
-            loop.resumed = loop.load(stored, objects)
+            loop.resume(stored, objects, loop.start)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the indices of the epochs, from that of the checkpoint of :meth:`resume` on.
@@ -250,13 +255,14 @@ class Cluster:
                 break
             loop.end_pass()
             first = max(loop.position.pass_index, loop.resumed.first_pass)
-            loop.position = Position(epoch, first, first)
+            loop.position, loop.in_epoch = Position(epoch, first, first), EpochRecord()
             if epoch > loop.resumed.epoch:
                 loop.save_if_due()
             yield epoch
         if loop.remaining_steps != 0:  # else a longer run can continue in the pass
             loop.end_pass()
             loop.position = loop.position._replace(epoch=count, first_pass=loop.position.pass_index)
+            loop.in_epoch = EpochRecord()
         loop.save_if_due(is_last=True)
 
     def save(self, folder: str | StoragePath, *objects: Stateful) -> None:

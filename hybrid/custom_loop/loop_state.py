@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Best
@@ -21,7 +22,8 @@ from hybrid.metrics import Metrics
 from hybrid.protocol.update_rules import Schedule
 from hybrid.storage.remote_path import StoragePath
 
-_OBJECTS, _POSITION = "objects", "position"  # keys of a manifest's progress
+# Keys of a manifest's progress.
+_OBJECTS, _TYPES, _POSITION, _EPOCH, _START = "objects", "types", "position", "in_epoch", "start"
 _PAIRS, _TUPLE = "pairs", "tuple"
 
 
@@ -49,13 +51,53 @@ class Position(NamedTuple):
     samples: int = 0
 
 
+@dataclass
+class EpochRecord:
+    """What a script has done in an epoch between its passes, and does again if it resumes within the epoch.
+
+    Attributes:
+        lengths: length of the data of each training pass; -1 if unknown.
+        evaluations: metrics of each evaluation.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    evaluations: list[Metrics] = field(default_factory=list)
+
+
+def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
+    """Return what is expected to be equal when a script resumes, before its first step."""
+    start: dict[str, str] = {}
+    for number, each in enumerate(objects):
+        state: dict[str, Any] = each.state_dict()
+        if isinstance(each, torch.optim.Optimizer | LRScheduler):
+            for index, group in enumerate(state.get("param_groups", [state])):
+                values = {name: value for name, value in group.items() if name != "params"}
+                owner = f"{type(each).__name__} (object {number}, group {index})"
+                start |= {f"{name} of {owner}": repr(value) for name, value in values.items()}
+    if dropouts := [name for name, module in net.named_modules() if _has_dropout(module)]:
+        start[f"number of trainers, on which the masks of dropout in {dropouts[0]} depend"] = str(
+            num_trainers
+        )
+    return start
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    probability = getattr(module, "p" if "Dropout" in type(module).__name__ else "dropout", 0.0)
+    return isinstance(probability, int | float) and probability > 0
+
+
 def pack_state(
-    net: nn.Module, objects: Sequence[Stateful], position: Position
+    net: nn.Module,
+    objects: Sequence[Stateful],
+    position: Position,
+    in_epoch: EpochRecord,
+    start: Mapping[str, str],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and the progress of a checkpoint.
 
     Args:
         objects: optimizers of the module, schedulers, and other objects.
+        start: see :func:`describe_start`.
 
     Raises:
         DataError: the state of an object has a value that a checkpoint cannot store.
@@ -69,11 +111,14 @@ def pack_state(
             state = [{**group, "params": None} for group in state["param_groups"]]
             first += _num_parameters(each)
         encoded.append(_encode(state, type(each).__name__))
-    return pack_dense(net.state_dict(), tensors), {_OBJECTS: encoded, _POSITION: position}
+    progress = {_OBJECTS: encoded, _TYPES: [type(each).__name__ for each in objects], _POSITION: position}
+    return pack_dense(net.state_dict(), tensors), progress | {_EPOCH: asdict(in_epoch), _START: start}
 
 
-def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoint) -> Position:
-    """Load the module and the objects from a checkpoint, and return its position.
+def load_progress(
+    net: nn.Module, objects: Sequence[Stateful], stored: Checkpoint
+) -> tuple[Position, EpochRecord, dict[str, str]]:
+    """Load the module and the objects from a checkpoint; return its position, record and start.
 
     Raises:
         CheckpointError: the checkpoint is of another module, or of other objects.
@@ -82,14 +127,18 @@ def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoin
     load_state(net, state, stored.folder)
     progress = stored.manifest.progress
     encoded, first = progress.get(_OBJECTS, []), 0
+    types = progress.get(_TYPES) or [""] * len(encoded)
     if objects and len(encoded) != len(objects):
         rule = f"has the state of {len(encoded)} optimizers and schedulers, not of {len(objects)}"
         raise CheckpointError(f"{stored.folder}: the checkpoint {rule}; pass the objects of its script")
-    for each, code in zip(objects, map(_decode, encoded), strict=False):
+    for each, code, name in zip(objects, map(_decode, encoded), types, strict=False):
         groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else None
-        if len(groups or ()) != (len(code) if isinstance(code, list) else 0):
+        is_other = name != type(each).__name__
+        if is_other or len(groups or ()) != (len(code) if isinstance(code, list) else 0):
             rule = f"has no state for {type(each).__name__} at its position among the objects of cluster.save"
-            raise CheckpointError(f"{stored.folder}: {rule}, with the same number of parameter groups")
+            raise CheckpointError(
+                f"{stored.folder}: {rule}, with the same number of parameter groups, but for {name}"
+            )
         if not isinstance(each, torch.optim.Optimizer):
             each.load_state_dict(code)
             continue
@@ -99,7 +148,8 @@ def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoin
         for group, settings in zip(each.param_groups, code, strict=True):
             group.update({name: value for name, value in settings.items() if name != "params"})
         first = end
-    return Position(*progress.get(_POSITION, ()))
+    record = EpochRecord(**progress.get(_EPOCH, {}))
+    return Position(*progress.get(_POSITION, ())), record, progress.get(_START, {})
 
 
 def _num_parameters(optimizer: torch.optim.Optimizer) -> int:

@@ -12,29 +12,39 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from operator import length_hint
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
 from hybrid.checkpoint.checkpoint_folders import BEST, CUSTOM_LOOP, MANIFEST_FILE, Best, Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.custom_loop.backend import Backend
-from hybrid.custom_loop.embedding_modules import TableCall, TableModule
+from hybrid.custom_loop.embedding_modules import Jagged, TableCall, TableModule
 from hybrid.custom_loop.local_batches import (
     LocalBatch,
     PassSizes,
     PreparedData,
     global_batches,
     local_batches,
+    size_of,
     skip_samples,
     tensors_of,
 )
-from hybrid.custom_loop.loop_state import LoopCheckpoints, Position, Stateful, load_progress, pack_state
+from hybrid.custom_loop.loop_state import (
+    EpochRecord,
+    LoopCheckpoints,
+    Position,
+    Stateful,
+    load_progress,
+    pack_state,
+)
 from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.dense.devices import choose_devices
@@ -46,6 +56,7 @@ from hybrid.engine.hybrid_model import to_device
 from hybrid.engine.losses import weighted_summand
 from hybrid.engine.step_engine import StepEngine, seed_step
 from hybrid.errors import CheckpointError, ConfigError, DataError
+from hybrid.metrics import Metrics
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode
@@ -96,6 +107,8 @@ class TrainingLoop:
         checkpoints: the checkpoints of ``cluster.resume``, or None.
         position: position of the loop.
         resumed: position of the checkpoint from which the loop continues.
+        in_epoch: what the script has done in this epoch.
+        start: see :func:`describe_start`.
         handed_out: the slices of the pass that was iterated last.
         is_in_pass: whether a pass over training batches has begun, and the next has not.
         is_saving: whether a checkpoint is reading the state dict of the module.
@@ -156,6 +169,8 @@ class TrainingLoop:
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
         self.checkpoints: LoopCheckpoints | None = None
         self.position = self.resumed = Position()
+        self.in_epoch, self._resumed_epoch = EpochRecord(), EpochRecord()
+        self.start: Mapping[str, str] = {}
         self.handed_out = PassSizes()
         self.is_in_pass = False
         self._sent_step = -1  # the last step with gradients on their way to the tables
@@ -240,6 +255,8 @@ class TrainingLoop:
         self._flush()
         self.end_pass()
         index, resumed = self.position.pass_index, self.resumed
+        if self.checkpoints is not None:
+            self._note_length(data, index)
         if index < resumed.pass_index:  # its steps precede the checkpoint
             self.position = self.position._replace(pass_index=index + 1)
             return
@@ -495,15 +512,63 @@ class TrainingLoop:
             return  # a role was lost after this save, and the script repeats it
         self.is_saving = True
         try:
-            dense, progress = pack_state(self.model.net, objects, self.position)
+            state = self.position, self.in_epoch, self.start
+            dense, progress = pack_state(self.model.net, objects, *state)
         finally:
             self.is_saving = False
         progress |= {CUSTOM_LOOP: True, BEST: best}
         manifest = Manifest(self.step, 0, self._placed.placement.shapes, progress=progress)
         self._backend.save(self._placed.number, folder, manifest, dense)
 
-    def load(self, stored: Checkpoint, objects: Sequence[Stateful]) -> Position:
-        """Load a checkpoint, and return its position; see :meth:`Cluster.load`."""
+    def resume(self, stored: Checkpoint, objects: Sequence[Stateful], start: Mapping[str, str]) -> None:
+        """Continue from a checkpoint, and warn if the script starts otherwise than the one that wrote it.
+
+        Args:
+            start: see :func:`describe_start`.
+        """
+        self.resumed, self._resumed_epoch, before = self.load(stored, objects)
+        if differences := [
+            f"the {name}: {before.get(name)}, and {start.get(name)} now"
+            for name in sorted(before.keys() | start.keys())
+            if before.get(name) != start.get(name)
+        ]:
+            self._warnings.warn(
+                f"{stored.folder}: the script that wrote the checkpoint began with another value of "
+                f"{'; '.join(differences)}. The states of the checkpoint apply, but results may differ from "
+                "those of an undisturbed run"
+            )
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the script is between passes that it repeats up to the checkpoint."""
+        is_before = self.position.pass_index + self.is_in_pass <= self.resumed.pass_index
+        return is_before and self.resumed != Position()
+
+    def evaluate_once(self, evaluate: Callable[[], Metrics]) -> Metrics:
+        """Return the metrics of ``evaluate``, or those of this evaluation before the checkpoint."""
+        if self._training is not None or self.checkpoints is None:  # a skipped step does not evaluate again
+            return evaluate()
+        done, known = self.in_epoch.evaluations, self._resumed_epoch.evaluations
+        is_known = self.is_repeating and len(done) < len(known)
+        done.append(known[len(done)] if is_known else evaluate())
+        return done[-1]
+
+    def _note_length(self, data: Any, index: int) -> None:
+        """Record the length of a pass; warn if it was another one before the checkpoint."""
+        counted = data.dataset if isinstance(data, DataLoader) else data
+        length = size_of(data) if isinstance(data, Mapping | Jagged | Tensor) else length_hint(counted, -1)
+        done, known = self.in_epoch.lengths, self._resumed_epoch.lengths
+        if index <= self.resumed.pass_index and known[len(done) : len(done) + 1] not in ([], [length]):
+            self._warnings.warn(
+                f"pass {len(done)} of epoch {self.position.epoch} reads data of length {length}; before the "
+                f"checkpoint, it was {known[len(done)]}. The position in other data is not that of the run"
+            )
+        done.append(length)
+
+    def load(
+        self, stored: Checkpoint, objects: Sequence[Stateful]
+    ) -> tuple[Position, EpochRecord, dict[str, str]]:
+        """Load a checkpoint, and return what :func:`load_progress` returns; see :meth:`Cluster.load`."""
         tables, shapes = stored.manifest.tables, self._placed.placement.shapes
         if tables.keys() != shapes.keys():
             raise CheckpointError(
@@ -511,8 +576,8 @@ class TrainingLoop:
                 f"{', '.join(sorted(tables))}, not {', '.join(sorted(shapes))}"
             )
         self._flush()
-        position = load_progress(self.model.net, objects, stored)
+        progress = load_progress(self.model.net, objects, stored)
         self._backend.load(self._placed.number, stored)
         self._engine.begin(iter(()), stored.manifest.step)
         self._training, self._sent_step = None, -1
-        return position
+        return progress

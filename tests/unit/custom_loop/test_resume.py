@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,93 @@ def test_a_script_that_is_ended_anywhere_has_the_bits_of_an_undisturbed_one(
     assert {"module", "states", "step"} < shared
     check_equal({name: found[name] for name in shared}, {name: expected[name] for name in shared})
     check_equal(train(tmp_path, every, update=update, kind=kind)["module"], expected["module"])
+
+
+class Script:
+    """A script whose epochs have two passes and an evaluation between them.
+
+    Attributes:
+        trained: the values of ``number`` of the trained samples.
+        evaluated: the evaluations.
+    """
+
+    def __init__(self, root: Path, size: int, stop: int = -1, kind: str = "dict", **changes: Any) -> None:
+        rows = 24 // (2 if changes.get("half") else 1)
+        data: Any = {
+            "id": torch.arange(rows) % 9,
+            "label": torch.arange(rows) % 2,
+            "number": torch.arange(rows),
+        }
+        (root / "clicks.csv").write_text(
+            "label,id,number\n" + "".join(f"{i % 2},{i % 7},{i}\n" for i in range(24))
+        )
+        (root / "config.toml").write_text(
+            f'[data]\nformat = "csv"\npath = ["{root}/clicks.csv"]\nsparse = ["id"]\ndense = ["number"]\n'
+            f'numeric_scaling = "none"\ntest_fraction = 0.0\ncache_folder = "{root}/cache"\n'
+        )
+        cluster = hybrid.connect(root / "config.toml")
+        if kind == "prepared":
+            data, _ = cluster.prepare()
+        if kind == "batches":
+            data = [{name: each[i : i + size] for name, each in data.items()} for i in range(0, rows, size)]
+        model = cluster.distribute(Net())
+        optimizer = changes.get("optimizer", torch.optim.Adam)(model.parameters(), lr=changes.get("lr", 0.1))
+        schedule = CosineAnnealingLR(optimizer, changes.get("length", 8))
+        cluster.resume(root / "run", optimizer, schedule, every_steps=1)
+        self.trained: list[int] = []
+        self.evaluated: list[float] = []
+        for _ in cluster.epochs(1):
+            for _ in range(2):
+                chunks = (each for each in data) if kind == "batches" else data
+                for batch in cluster.batches(chunks, None if kind == "batches" else size):
+                    if cluster.step == stop:
+                        return
+                    cluster.backward((model(batch) - batch["label"].float()) ** 2)
+                    optimizer.step()
+                    schedule.step()
+                    number = batch["dense"].view(-1) if kind == "prepared" else batch["number"]
+                    self.trained += number.long().tolist()
+                self.evaluated.append(cluster.evaluate(TEST)["log_loss"])
+
+
+@pytest.mark.parametrize("kind", ["dict", "batches", "prepared"])
+@pytest.mark.parametrize("then", [3, 5, 12])
+def test_another_batch_size_trains_each_sample_once_and_evaluations_are_not_repeated(
+    kind: str, then: int, tmp_path: Path
+) -> None:
+    first = Script(tmp_path, 8, stop=5, kind=kind)  # after two batches of the second pass
+    second = Script(tmp_path, then, kind=kind)
+    assert len(first.trained) == 24 + 16
+    assert sorted((first.trained + second.trained)[24:]) == list(range(24))
+    assert second.evaluated[:1] == first.evaluated
+    assert len(second.evaluated) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lr": 0.2}, ["lr of Adam", ": 0.1, and 0.2 now"]),
+        ({"length": 9}, ["T_max of CosineAnnealingLR", ": 8, and 9 now"]),
+        ({"half": True}, ["pass 0 of epoch 0", "length 12; ", "24"]),
+        ({}, []),
+    ],
+)
+def test_a_resumed_script_that_differs_causes_a_warning(
+    changes: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    Script(tmp_path, 8, stop=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Script(tmp_path, 8, stop=3, **changes)
+    shown = " ".join(str(each.message) for each in caught if "checkpoint" in str(each.message))
+    assert all(word in shown for word in words), shown
+    assert bool(shown) == bool(words), shown
+
+
+def test_a_resume_with_another_optimizer_is_refused(tmp_path: Path) -> None:
+    Script(tmp_path, 8, stop=2)
+    with pytest.raises(CheckpointError, match=r"run.* no state for AdamW at its position .* Adam$"):
+        Script(tmp_path, 8, optimizer=torch.optim.AdamW)
 
 
 def test_a_script_in_async_mode_takes_all_steps(tmp_path: Path) -> None:
