@@ -136,6 +136,9 @@ class TrainingLoop:
         self._rules = placed.rules
         self._tables = ModuleTables(specs, placed.placement, placed.workers, clock)
         self._modules = list(modules.values())
+        # As the reference of hybrid compare, one process looks up all ids when they are used.
+        is_reference = backend.is_single_process and backend.snapshot is not None
+        self._ahead = [] if is_reference else self._modules  # whose named columns are looked up ahead
         for name, module in modules.items():
             module.bind(name, self)
         net.to(self.device)
@@ -233,12 +236,12 @@ class TrainingLoop:
         modules, needs_pairs = self.model.net.modules(), torch.is_grad_enabled()
         least = 1 + (needs_pairs and any(isinstance(each, BATCH_NORMS) and each.training for each in modules))
         if isinstance(data, PreparedData):
-            split = trainer, num_trainers, size, self._modules, whole, index, first_sample
+            split = trainer, num_trainers, size, self._ahead, whole, index, first_sample
             slices = data.local_batches(*split, least=least, drop_last=drop_last)
         else:
             batches = self._seeded(global_batches(data, size, whole, drop_last=drop_last), index)
             remaining = skip_samples(batches, first_sample)
-            slices = local_batches(remaining, trainer, num_trainers, self._modules, whole, least)
+            slices = local_batches(remaining, trainer, num_trainers, self._ahead, whole, least)
         return (replace(each, device=self.device) for each in slices)
 
     def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
@@ -346,7 +349,7 @@ class TrainingLoop:
                 num_others = self._num_lookups + len(current.zeros) - num_prefetched
                 ticket = ticket._replace(part=self._rules.parts + num_others)
             self._use(current, self._tables.lookup([call.module.request(call)], ticket), [call])
-            if current is self._training and call.ids.numel():
+            if current is self._training and call.ids.numel() and self._ahead:
                 self._warnings.warn(
                     f"table {call.module.name} is called with ids that are not looked up before the module "
                     "runs. Each such call waits for a separate request. For speed, put the ids, and their "

@@ -58,8 +58,7 @@ class Plain:
             torch.optim.Adam(self.mlp.parameters(), lr=0.01, eps=1e-4),
             torch.optim.Adagrad([t["user"]], lr=0.1, eps=1e-4),
             torch.optim.SGD([t["item"]], lr=0.3),
-            torch.optim.SGD([t["tags"]], lr=0.2),
-            torch.optim.AdamW([t["seen"]], lr=0.05, eps=1e-3, weight_decay=0.3),
+            torch.optim.AdamW([t["tags"], t["seen"]], lr=0.05, eps=1e-3, weight_decay=0.3),
             *([torch.optim.SGD([t["pair"]], lr=0.3)] if "pair" in t else []),
         ]
 
@@ -75,9 +74,11 @@ class Plain:
         history = embedding(batch["history"], padded)
         attention = torch.softmax((history @ item.unsqueeze(2)).squeeze(2), dim=1)
         parts = [user, item, (attention.unsqueeze(2) * history).sum(1), batch["price"].unsqueeze(1)]
-        if "condition" not in self.options or step % 2:
+        kind = step % 3 if "condition" in self.options else 1
+        if kind:
             values, offsets = batch["tags"]
-            parts.append(embedding_bag(values, rows["tags"], offsets, mode="mean", include_last_offset=True))
+            tags = embedding_bag(values, rows["tags"], offsets, mode="mean", include_last_offset=True)
+            parts.append(tags * (kind == 1))
         else:
             parts.append(torch.zeros(size, 3))
         weights = batch["seen_weights"]

@@ -395,6 +395,38 @@ class Twice(Net):
 
 
 @pytest.mark.filterwarnings("ignore:table table is called with ids that are not")
+@pytest.mark.parametrize("optimizer", ["Momentum", "Adagrad", "Adam", "AdamW", "SGD"])
+@pytest.mark.parametrize(
+    "text", ['update = "sync"', 'update = "lookahead"', 'update = "async"', "micro_batches = 2"]
+)
+def test_rows_whose_vectors_are_not_used_do_not_change(text: str, optimizer: str, tmp_path: Path) -> None:
+    """As rows that are looked up only if the module calls the table, and uses the vectors."""
+    (tmp_path / "job.toml").write_text(f"[train]\n{text}\n")
+    ends = []
+    for ids in (["id", "other"], []):
+        cluster, net = hybrid.connect(tmp_path / "job.toml"), Net()
+        net.table = hybrid.Embedding(
+            9, 2, optimizer=getattr(hybrid, optimizer)(lr=0.1, weight_decay=0.1), ids=ids
+        )
+        model = cluster.distribute(net)
+        dense = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in cluster.batches({**DATA, "other": DATA["id"].flip(0) + 3}, size=2):
+            scores = (
+                model(batch["id"]) * 0
+                if cluster.step % 2
+                else model.linear(batch["label"].view(-1, 1).expand(-1, 2)).squeeze(1)
+            )
+            if cluster.step % 3 == 0:
+                scores = scores + model(batch["other"])
+            if ids:
+                model.table(batch["other"])  # not used
+            cluster.backward((scores - batch["label"]) ** 2)
+            dense.step()
+        ends.append(cluster.plain_module().state_dict())
+    torch.testing.assert_close(*ends)
+
+
+@pytest.mark.filterwarnings("ignore:table table is called with ids that are not")
 def test_computed_ids_of_one_shape_get_their_own_vectors() -> None:
     cluster = hybrid.connect()
     model = cluster.distribute(Twice())
