@@ -80,6 +80,7 @@ class ForwardPass:
         prefetched: the lookup that was sent before the pass; None after its vectors are used.
         is_last: whether it trains the last micro-batch of a step.
         vectors: calls and their vectors, by key.
+        returned: key of each call whose vectors the module has, and their version when it got them.
         zeros: the zero output of each lookup whose vectors were used; see :meth:`ModuleTables.lookup`.
         is_backward_done: whether ``cluster.backward`` was called.
     """
@@ -89,6 +90,7 @@ class ForwardPass:
     prefetched: Lookup | None = None
     is_last: bool = False
     vectors: dict[object, tuple[TableCall, Tensor]] = field(default_factory=dict)
+    returned: dict[object, int] = field(default_factory=dict)
     zeros: list[Tensor] = field(default_factory=list)
     is_backward_done: bool = False
 
@@ -332,7 +334,10 @@ class TrainingLoop:
         return Ticket(self._backend.trainer, self.step, self.step, purpose=Purpose.PREDICT)
 
     def vectors(self, call: TableCall) -> Tensor:
-        """Return the vectors of a call of a table, (ids or bags, D), on the device."""
+        """Return the vectors of a call of a table, (ids or bags, D), on the device.
+
+        As with ``torch.nn``, a change in place does not change the vectors of another call.
+        """
         current = self._training if torch.is_grad_enabled() else self._evaluation
         if current is None:
             if torch.is_grad_enabled():
@@ -342,20 +347,31 @@ class TrainingLoop:
                 )
             current = ForwardPass(self._evaluation_ticket())
         self._use_prefetched(current)
-        if call.key not in current.vectors:
+        is_new = call.key not in current.vectors
+        if is_new or self._is_changed(current, call):
             ticket = current.ticket
             if current is self._training:
                 num_prefetched = ticket.part + 1  # one per micro-batch so far
                 num_others = self._num_lookups + len(current.zeros) - num_prefetched
                 ticket = ticket._replace(part=self._rules.parts + num_others)
             self._use(current, self._tables.lookup([call.module.request(call)], ticket), [call])
-            if current is self._training and call.ids.numel() and self._ahead:
+            if is_new and current is self._training and call.ids.numel() and self._ahead:
                 self._warnings.warn(
                     f"table {call.module.name} is called with ids that are not looked up before the module "
                     "runs. Each such call waits for a separate request. For speed, put the ids, and their "
                     'weights, into the batch, and name their columns, as in hybrid.Embedding(..., ids="user")'
                 )
-        return to_device(current.vectors[call.key][1], self.device)
+        vectors = current.vectors[call.key][1]
+        if vectors.is_inference() or call.key in current.returned:
+            vectors = vectors.clone()
+        else:
+            current.returned[call.key] = vectors._version
+        return to_device(vectors, self.device)
+
+    def _is_changed(self, current: ForwardPass, call: TableCall) -> bool:
+        """Whether the module has changed the vectors that an earlier equal call has returned."""
+        version = current.returned.get(call.key)
+        return version is not None and current.vectors[call.key][1]._version != version
 
     def _use_prefetched(self, current: ForwardPass) -> None:
         """Wait for the prefetched lookup of a pass, unless its vectors are already used."""
@@ -369,7 +385,9 @@ class TrainingLoop:
         current.zeros.append(zero)
         if zero.grad_fn is not None:
             zero.grad_fn.register_prehook(self._require_cluster_backward)
-        current.vectors |= {call.key: (call, each) for call, each in zip(calls, vectors, strict=True)}
+        for call, each in zip(calls, vectors, strict=True):
+            current.vectors[call.key] = call, each
+            current.returned.pop(call.key, None)
 
     def rows(self, module: TableModule) -> Tensor:
         """Return all rows of a table, (rows, D), as they are now."""

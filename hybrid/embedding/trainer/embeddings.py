@@ -385,7 +385,8 @@ class _SeparateCalls(NamedTuple):
             for call, ranks in zip(calls, ranks_L.split(sizes), strict=True):
                 vectors[call] = rows_UD.index_select(0, ranks)
         for call, assembler in self.bags:
-            vectors[call] = assembler.vectors(responses).flatten(0, 1)
+            # Detached, since torch refuses changes in place of views.
+            vectors[call] = assembler.vectors(responses).flatten(0, 1).detach()
         return *(vectors[call] for call in range(len(self.calls))), torch.zeros(())
 
     def gradients(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[Slot, Tensor]]:

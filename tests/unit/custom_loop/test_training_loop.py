@@ -436,6 +436,52 @@ def test_computed_ids_of_one_shape_get_their_own_vectors() -> None:
         break
 
 
+class InPlace(nn.Module):
+    """Changes the vectors of equal calls in place, before and after the next call."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first = self.table(ids).mul_(3)
+        second, third = self.table(ids), self.table(ids)
+        second.sigmoid_()
+        out: Tensor = (
+            (first + second + third.masked_fill_(third > 0, 0.5) + self.table(ids)).flatten(1).sum(1)
+        )
+        return out
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        lambda: hybrid.Embedding(5, 2, ids="id", optimizer=hybrid.SGD(lr=0.1)),
+        lambda: hybrid.EmbeddingBag(5, 2, ids="id", optimizer=hybrid.SGD(lr=0.1)),
+        lambda: hybrid.EmbeddingBag(5, 2, ids="id", optimizer=hybrid.SGD(lr=0.1), pooled_by="trainers"),
+    ],
+)
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
+def test_changes_in_place_do_not_reach_other_calls(
+    update: str, table: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    (tmp_path / "job.toml").write_text(f'train.update = "{update}"')
+    cluster = hybrid.connect(tmp_path / "job.toml")
+    model = cluster.distribute(InPlace(table()))
+    plain: Any = cluster.plain_module()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for batch in cluster.batches({"id": DATA["id"].view(4, 2)}, size=2):
+        for grad_mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with grad_mode():
+                found, expected = model(batch["id"]), plain(batch["id"])
+            torch.testing.assert_close(found, expected)
+        cluster.backward(found.square())
+        optimizer.zero_grad()
+        expected.square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(cluster.plain_module().state_dict(), plain.state_dict())
+
+
 def test_a_loop_that_raised_does_not_disturb_the_next() -> None:
     """As in a notebook, where the traceback keeps the first loop alive."""
     cluster, model, optimizer = started()
