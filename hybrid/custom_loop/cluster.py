@@ -340,7 +340,7 @@ class Distributed(nn.Module):
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Call the module: under DDP while gradients are enabled."""
-        module = self._loop.model.module if torch.is_grad_enabled() else self.module
+        module = self._loop.model.follow_parameters() if torch.is_grad_enabled() else self.module
         return module(*args, **keywords)
 
     def __getattr__(self, name: str) -> Any:

@@ -512,7 +512,7 @@ class TrainingLoop:
             raise RuntimeError("optimizer.step() comes after cluster.backward(...), once for each batch")
         if not current.is_last:
             self._scale = None
-        elif not self._stepped_optimizers:
+        elif self.step == current.ticket.step:  # not decided yet
             self._warnings.check_gradients(p.grad for p in self.model.gradients)
             self._scale = self._engine.decide()
         self._warnings.check_learning_rate(optimizer)

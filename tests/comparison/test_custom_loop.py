@@ -287,6 +287,59 @@ def test_a_later_batch_that_differs_between_trainers_is_found(
         clusters.get(2, 2).run(run_script, str(tmp_path / "script.py"), number, purpose, update=update)
 
 
+CHANGES = """
+import sys, torch, hybrid
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = hybrid.Embedding(9, 4, ids="id", optimizer=hybrid.SGD(lr=0.1))
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    def forward(self, batch):
+        return self.layers(self.table(batch["id"])).sum(1)
+def changed(step):
+    if step == 0 or step == 2 or step == 3:
+        net.layers[0].requires_grad_(step != 3)
+    if step == 1 or step == 6:
+        net.layers.requires_grad_(step == 6)
+    if step == 4:
+        net.layers[1] = nn.Linear(4, 4).double()
+        net.layers.append(nn.Linear(4, 99)).append(nn.Linear(99, 4)).double()
+    if step == 5:
+        net.layers[0].weight = net.layers[2].weight
+cluster = hybrid.connect(f"{sys.argv[1]}/job.toml")
+net = Net().double()
+(net.layers if sys.argv[2] == "all" else net.layers[0]).requires_grad_(False)
+model = cluster.distribute(net)
+data = {"id": torch.arange(21) % 9, "label": torch.arange(21.0).double() / 9}
+for batch in cluster.batches(data, size=3):
+    changed(cluster.step)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scores = model.layers(net.table(batch["id"])).sum(1) if sys.argv[2] == "layers" else model(batch)
+    cluster.backward((scores - batch["label"]) ** 2)
+    optimizer.step()
+torch.save(cluster.plain_module().state_dict(), f"{sys.argv[1]}/{cluster.rank}-{cluster.world_size}")
+"""
+
+
+@pytest.mark.parametrize(("update", "frozen"), [("sync", "all"), ("lookahead", "first")])
+def test_parameters_may_be_frozen_trained_tied_and_replaced_later(
+    update: str, frozen: str, clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CHANGES)
+    (tmp_path / "job.toml").write_text('train.dtype = "float64"')
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path), frozen])
+    runpy.run_path(str(script), run_name="__main__")
+    clusters.get(2, 2).run(run_script, str(script), tmp_path, frozen, update=update)
+    expected, *found = (torch.load(tmp_path / name) for name in ("0-1", "0-2", "1-2"))
+    for state in found:
+        torch.testing.assert_close(state, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    with pytest.raises(CaseError, match=r"parameter layers\.0\.weight is not summed .* with model\(\.\.\.\)"):
+        clusters.get(2, 2).run(run_script, str(script), tmp_path, "layers", update=update)
+
+
 @pytest.mark.parametrize(("first", "then"), [((3, 2), (2, 1)), ((2, 1), (1, 1))], ids=["fewer", "alone"])
 def test_a_run_continues_on_a_cluster_of_another_size(
     first: tuple[int, int], then: tuple[int, int], clusters: Clusters, tmp_path: Path
