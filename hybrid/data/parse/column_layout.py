@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from hybrid.data.parse.input_files import path_columns
 from hybrid.data.values.canonical import canonical_text
 from hybrid.data.values.invalid_rows import InvalidRow, format_value
 from hybrid.data.values.model_columns import TargetSpec
-from hybrid.errors import ConfigError, DataError
+from hybrid.errors import ConfigError, DataError, most_similar
 from hybrid.input_spec import InputSpec
 from hybrid.storage.remote_path import StoragePath
 
@@ -139,10 +138,9 @@ class Layout:
         known = [*names, *path_columns(path)]
         for key, name in self.named:
             if name not in known:
-                lower = {each.lower(): each for each in known}
-                nearest = difflib.get_close_matches(name.lower(), lower, n=1)
+                nearest = most_similar(name, known)
                 columns = ", ".join(map(format_value, known[:_MAX_SHOWN]))
-                hint = f"did you mean {format_value(lower[nearest[0]])}?" if nearest else f"it has {columns}"
+                hint = f"did you mean {format_value(nearest)}?" if nearest else f"it has {columns}"
                 raise ConfigError(key, f"{path} has no such column; {hint}", name)
             if names.count(name) > 1:
                 positions = " and ".join(str(i) for i, each in enumerate(names, start=1) if each == name)
