@@ -291,7 +291,8 @@ class TrainingLoop:
                         missing = optimizer if current.is_backward_done else "cluster.backward(...)"
                         raise RuntimeError(
                             f"{missing} was not called for the batch of step {step}; each batch takes one "
-                            "step. To evaluate, iterate under torch.no_grad()"
+                            "step. To add up the gradients of several batches, yield them as one batch, and "
+                            "set train.micro_batches. To evaluate, iterate under torch.no_grad()"
                         )
                 num_samples = self.position.samples + step_input.batch.global_size
                 self.position = self.position._replace(samples=num_samples)
@@ -406,7 +407,10 @@ class TrainingLoop:
         if current is None:
             raise RuntimeError("cluster.backward(...) takes the loss of a batch of cluster.batches(...)")
         if current.is_backward_done:
-            raise RuntimeError(f"cluster.backward(...) is called again for the batch of step {self.step}")
+            raise RuntimeError(
+                f"cluster.backward(...) is called again for the batch of step {self.step}: add up the losses "
+                "of each sample, or pass further losses as more=[(loss, weights)]"
+            )
         if self._rules.parts > 1 and any(weights is not None for _, weights in terms):
             rule = "must be 1 for a loss with weights, whose sum is known only after the last micro-batch"
             raise ConfigError("train.micro_batches", rule, self._rules.parts)

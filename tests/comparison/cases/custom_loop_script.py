@@ -51,7 +51,10 @@ class Net(nn.Module):
             parts.append(self.tags(batch["tags"]) * (kind == 1))
         else:
             parts.append(user.new_zeros(len(user), 3))
-        parts.append(self.seen(batch["seen"], per_sample_weights=batch["seen_weights"]))
+        weights = batch["seen_weights"]
+        if "trained weights" in self.options:
+            weights = weights * self.mlp.get_parameter("0.bias")[:3]
+        parts.append(self.seen(batch["seen"], per_sample_weights=weights))
         if "computed" in self.options:
             parts.append(self.pair((batch["user"] * 7 + batch["item"]) % NUM_PAIRS))
         else:

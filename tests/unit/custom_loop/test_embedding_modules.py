@@ -1,5 +1,6 @@
 """Tables as modules equal those of torch."""
 
+import traceback
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,6 +68,34 @@ def test_embedding_bag_equals_torch(mode: str, padding: int | None, pooled_by: s
         if mode == "sum":
             weights = torch.rand(3, 3)
             assert torch.allclose(table(IDS, None, weights), of_torch(IDS, per_sample_weights=weights))
+
+
+@pytest.mark.filterwarnings("ignore:table table is called with ids that are not")
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("layout", ["matrix", "flat", "jagged"])
+def test_weights_of_bags_get_the_gradients_of_torch(layout: str, padding: int | None) -> None:
+    table = hybrid.EmbeddingBag(
+        9, 4, mode="sum", padding_idx=padding, optimizer=hybrid.SGD(lr=0.1), include_last_offset=True
+    )
+    cluster, ends = hybrid.connect(), torch.tensor([0, 2, 2, 9])
+    model = cluster.distribute(Of(table))
+    plain: Any = cluster.plain_module()
+    for batch in cluster.batches({"id": IDS}):
+        ids, weights = batch["id"], [torch.rand(3, 3).requires_grad_()] * 2
+        weights[1] = weights[0].detach().clone().requires_grad_()
+        flat, offsets = ids.flatten(), ends
+        if layout == "matrix":
+            found, expected = model(ids, None, weights[0]), plain(ids, None, weights[1])
+        else:
+            expected = plain(flat, offsets, weights[1].flatten())
+            jagged = hybrid.Jagged(flat, offsets), None, hybrid.Jagged(weights[0].flatten(), offsets)
+            found = model(*jagged) if layout == "jagged" else model(flat, offsets, weights[0].flatten())
+        cluster.backward(found.square().sum(1))
+        expected.square().sum(1).mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(weights[0].grad, weights[1].grad)
+    torch.testing.assert_close(cluster.plain_module().state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -159,6 +188,15 @@ def test_frozen_pretrained_rows_do_not_change(freeze: bool, tmp_path: Path) -> N
         now_RD = model(torch.arange(9))
     assert torch.equal(now_RD[6:], rows_RD[6:])
     assert torch.equal(now_RD[:6], rows_RD[:6]) is freeze
+
+
+@pytest.mark.parametrize("kind", [hybrid.Embedding, hybrid.EmbeddingBag])
+def test_a_table_has_no_weight(kind: Any) -> None:
+    model = hybrid.connect().distribute(Of(kind(9, 4)))
+    assert not hasattr(model.table, "weight")
+    with pytest.raises(AttributeError, match=r"table table has no weight: .* torch.arange") as caught:
+        _ = model.table.weight
+    assert "weights" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize("kind", [hybrid.Embedding, hybrid.EmbeddingBag])
