@@ -1,10 +1,11 @@
 """The local batches of a trainer: slices of the script's batches, or of prepared data.
 
 A batch is a structure of dicts, lists and tuples whose tensors have samples as their first dimension; a
-:class:`Jagged` has any number of values per sample. All trainers read the same global batches. Each trainer
-takes a contiguous slice. If it is too short for the module, other samples of the batch pad it, which count
-for nothing. Their rows of tables are rows of the batch, so they change no further rows. If groups must not be
-split, the last sample of a group selects the batch and the slice (``hybrid/primitives/grouping.py``).
+:class:`Jagged` has any number of values per sample. Numbers, texts and None belong to the whole batch. All
+trainers read the same global batches. Each trainer takes a contiguous slice. If it is too short for the
+module, other samples of the batch pad it, which count for nothing. Their rows of tables are rows of the
+batch, so they change no further rows. If groups must not be split, the last sample of a group selects the
+batch and the slice (``hybrid/primitives/grouping.py``).
 """
 
 from __future__ import annotations
@@ -315,6 +316,17 @@ def _concatenate(batches: Sequence[Any]) -> Any:
     if len({len(each) for each in columns}) != 1:
         raise DataError("batches of different structures cannot be joined into batches of another size")
     joined = iter([_concatenate_column(chunks) for chunks in zip(*columns, strict=True)])
+    constants: dict[str, Any] = {}
+
+    def check(path: str, value: Any) -> None:
+        if (first := constants.setdefault(path, value)) != value:
+            raise DataError(
+                f"batches with {first!r} and {value!r} at {path!r} cannot be joined into batches of another "
+                "size: give one value per sample, as a tensor"
+            )
+
+    for batch in batches:
+        _map_columns(batch, lambda *_: None, constant=check)
     return _map_columns(batches[0], lambda *_: next(joined))
 
 
@@ -335,16 +347,22 @@ def _columns(batch: Any) -> list[tuple[str, Any]]:
     return columns
 
 
-def _map_columns(batch: Any, function: Callable[[Any, str], Any], path: str = "") -> Any:
+def _map_columns(
+    batch: Any,
+    function: Callable[[Any, str], Any],
+    path: str = "",
+    constant: Callable[[str, Any], object] = lambda *_: None,
+) -> Any:
     """Call ``function`` with each column and its path of keys; return the results in the batch's structure.
 
-    A column is a tensor, a :class:`Jagged`, or a list or tuple of other values, such as texts.
+    A column is a tensor, a :class:`Jagged`, or a list or tuple of other values, such as texts. Other values
+    stay, and ``constant`` is called with their path.
     """
     if isinstance(batch, Jagged) or (isinstance(batch, Tensor) and batch.dim()):
         return function(batch, path)
 
     def mapped(key: object, value: Any) -> Any:
-        return _map_columns(value, function, f"{path}[{key!r}]" if path else str(key))
+        return _map_columns(value, function, f"{path}[{key!r}]" if path else str(key), constant)
 
     if isinstance(batch, Mapping):
         return {name: mapped(name, value) for name, value in batch.items()}
@@ -353,8 +371,10 @@ def _map_columns(batch: Any, function: Callable[[Any, str], Any], path: str = ""
             return function(batch, path)
         values = [mapped(index, value) for index, value in enumerate(batch)]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    found = "scalar tensor" if isinstance(batch, Tensor) else type(batch).__name__
-    raise DataError(f"a batch has a {found} at {path!r}, where a tensor of samples must be")
+    if isinstance(batch, Tensor | str | bytes | int | float | None):
+        constant(path, batch)
+        return batch
+    raise DataError(f"a batch has a {type(batch).__name__} at {path!r}, where a tensor of samples must be")
 
 
 @dataclass

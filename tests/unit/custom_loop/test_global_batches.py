@@ -18,6 +18,8 @@ from hybrid.custom_loop.local_batches import (
 )
 from hybrid.errors import DataError
 
+CONSTANTS = {"mask": None, "epoch": 3, "rate": torch.tensor(0.5), "about": ("x", {"name": "text"}, True)}
+
 
 class Pair(NamedTuple):
     ids: Tensor
@@ -31,6 +33,7 @@ def whole(size: int = 10) -> dict[str, Any]:
         "rest": [torch.rand(size, 2)],
         "name": [str(i) for i in range(size)],
         "title": tuple(str(i) for i in range(size)),
+        **CONSTANTS,
     }
 
 
@@ -47,6 +50,9 @@ def test_cut_keeps_the_structure_of_a_batch() -> None:
     assert part["pair"].tags.offsets.tolist() == [0, 1, 3]
     assert part["pair"].tags.values.tolist() == [4, 5, 5]
     assert (part["name"], part["title"]) == (["4", "5"], ("4", "5"))
+    of_batch = [each.values for each in next(local_batches([whole()], 1, 2, [])).split(3)]
+    for values in (part, *of_batch, *global_batches([whole(), whole()], 8)):
+        assert values | CONSTANTS == values
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10, 99])
@@ -132,8 +138,9 @@ def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
     [
         ([{"a": torch.zeros(3), "b": [torch.zeros(4)]}], r"'a': 3, 'b\[0\]': 4\).*hybrid\.Jagged"),
         ([{}], "no tensors"),
-        ([{"a": 7}], "a int at 'a'"),
-        ([{"a": torch.tensor(7)}], "a scalar tensor at 'a'"),
+        ([{"a": 7, "b": torch.tensor(7)}], "no tensors"),
+        ([{"a": torch.zeros(1), "b": {7}}], "a set at 'b'"),
+        ([{"a": torch.zeros(1), "b": each} for each in (None, 3)], "None and 3 at 'b'"),
         (3, "cannot take batches of int"),
         ([{"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)}], "structures"),
     ],
