@@ -107,7 +107,7 @@ class Cluster:
 
         Args:
             data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; a dict with all
-                samples; or a result of :meth:`prepare`.
+                samples; or a result of :meth:`prepare`. Numbers, texts and None are passed on.
             size: number of samples per batch over all trainers; by default, batches keep their sizes.
             whole: column with a group number per sample, for ranking losses. The samples of a group must be
                 adjacent. A group is not split between trainers, nor between batches of ``size`` samples.

@@ -152,14 +152,14 @@ class TableShards(HostedModule):
             ClusterError: the shape of a gradient is not the shape of its vectors.
         """
         gradients: Gradients = [], frozenset()
-        for (group, bags), grad in zip(items, grads, strict=False):
+        grads, marks = grads[: len(items)], grads[len(items) :]
+        for (group, bags), grad in zip(items, grads, strict=True):
             if grad.shape != (bags.num_bags, self.groups[group].group.dim):
                 raise ClusterError(
                     f"trainer {ticket.trainer} sent gradients of shape {list(grad.shape)} for "
                     f"{bags.num_bags} vectors of {self.groups[group].group.dim}"
                 )
             gradients[0].append((group, bags, grad.to(self._dtype)))
-        marks = grads[len(items) :]
         if marks and not marks[0].all():
             gradients = self._used(gradients[0], marks[0].bool())
         self.barrier.contribute(ticket, gradients, should_update_here=should_update_here)
