@@ -348,8 +348,8 @@ class TrainingLoop:
                 )
             current = ForwardPass(self._evaluation_ticket())
         self._use_prefetched(current)
-        is_new = call.key not in current.vectors
-        if is_new or self._is_changed(current, call):
+        is_new, version = call.key not in current.vectors, current.returned.get(call.key)
+        if is_new or (version is not None and version != current.vectors[call.key][1]._version):
             ticket = current.ticket
             if current is self._training:
                 num_prefetched = ticket.part + 1  # one per micro-batch so far
@@ -368,11 +368,6 @@ class TrainingLoop:
         else:
             current.returned[call.key] = vectors._version
         return to_device(vectors, self.device)
-
-    def _is_changed(self, current: ForwardPass, call: TableCall) -> bool:
-        """Whether the module has changed the vectors that an earlier equal call has returned."""
-        version = current.returned.get(call.key)
-        return version is not None and current.vectors[call.key][1]._version != version
 
     def _use_prefetched(self, current: ForwardPass) -> None:
         """Wait for the prefetched lookup of a pass, unless its vectors are already used."""
