@@ -48,7 +48,8 @@ class Net(nn.Module):
         parts = [user, item, (attention.unsqueeze(2) * history).sum(1), batch["price"].unsqueeze(1)]
         kind = step % 3 if "condition" in self.options else 1
         if kind == 1 or (kind == 2 and self.is_first):  # a gradient of zeros is a step, no gradient is none
-            parts.append(self.tags(batch["tags"]) * (kind == 1))
+            tags = self.tags(batch["tags"])
+            parts.append(tags * (kind == 1))
         else:
             parts.append(user.new_zeros(len(user), 3))
         weights = batch["seen_weights"]
