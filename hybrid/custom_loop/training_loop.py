@@ -14,6 +14,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 from operator import length_hint
 from typing import Any
@@ -68,6 +69,23 @@ _ROWS_PER_LOOKUP = 1 << 16
 # Seeds the random numbers that all trainers draw alike; no trainer has this rank.
 _ALL_TRAINERS = 1 << 32
 _MANY_PARTS = 1 << 30  # more parts than a step has, until its last micro-batch is known
+
+
+_LOOPS = weakref.WeakSet["TrainingLoop"]()
+
+
+@cache
+def _call_before_steps() -> None:
+    """Make every optimizer call the loops before its step, from the first loop of the process on.
+
+    Removing the hook of a loop that is garbage could disturb an optimizer that iterates over its hooks.
+    """
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for loop in list(_LOOPS):
+            loop.before_optimizer_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
 
 
 @dataclass
@@ -181,20 +199,17 @@ class TrainingLoop:
         self._sent_step = -1  # the last step with gradients on their way to the tables
         self.is_saving = False
         self._is_in_backward = False
-        loop = weakref.ref(self)  # hooks of parameters and optimizers must not keep it alive
+        loop = weakref.ref(self)  # hooks of parameters must not keep it alive
 
         def after_gradient(_: Tensor) -> None:
             if (live_loop := loop()) is not None:
                 live_loop._require_cluster_backward()
 
-        def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if (live_loop := loop()) is not None:
-                live_loop.before_optimizer_step(optimizer)
-
         for parameter in net.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(after_gradient)
-        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        _call_before_steps()
+        _LOOPS.add(self)
 
     @property
     def step(self) -> int:
