@@ -42,7 +42,7 @@ class ConfigError(HybridError):
     """
 
     def __init__(self, key: str, rule: str, value: object = None) -> None:
-        shown = "" if value is None else f" = {value!r}"
+        shown = "" if value is None else f" = {value!r:.300}"
         super().__init__(f"{' '.join(key.split())}{shown}: {rule}")
         self.key = key
         self.value = value

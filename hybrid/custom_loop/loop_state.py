@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Best
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, MANIFEST_FILE, Best
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense
 from hybrid.custom_loop.backend import Backend
@@ -25,6 +25,10 @@ from hybrid.storage.remote_path import StoragePath
 # Keys of a manifest's progress.
 _OBJECTS, _TYPES, _POSITION, _EPOCH, _START = "objects", "types", "position", "in_epoch", "start"
 _PAIRS, _TUPLE = "pairs", "tuple"
+# Settings of a group: its parameters, and choices of kernels that depend on the device.
+_NOT_LOADED = ("params", "foreach", "fused", "capturable", "differentiable")
+_MAX_EMPTY_PASSES = 10_000  # passes and epochs of a loop without a step
+_MAX_SAMPLES = 1 << 48  # of a pass
 
 
 class Stateful(Protocol):
@@ -125,13 +129,12 @@ def load_progress(
     """
     state, tensors = unpack_dense(stored.tensors(DENSE_FILE))
     load_state(net, state, stored.folder)
-    progress = stored.manifest.progress
-    encoded, first = progress.get(_OBJECTS, []), 0
-    types = progress.get(_TYPES) or [""] * len(encoded)
-    if objects and len(encoded) != len(objects):
-        rule = f"has the state of {len(encoded)} optimizers and schedulers, not of {len(objects)}"
+    states, position, record, start = _parse_progress(stored)
+    first = 0
+    if objects and len(states) != len(objects):
+        rule = f"has the state of {len(states)} optimizers and schedulers, not of {len(objects)}"
         raise CheckpointError(f"{stored.folder}: the checkpoint {rule}; pass the objects of its script")
-    for each, code, name in zip(objects, map(_decode, encoded), types, strict=False):
+    for each, (name, code) in zip(objects, states, strict=False):
         groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else None
         is_other = name != type(each).__name__
         if is_other or len(groups or ()) != (len(code) if isinstance(code, list) else 0):
@@ -139,6 +142,11 @@ def load_progress(
             raise CheckpointError(
                 f"{stored.folder}: {rule}, with the same number of parameter groups, but for {name}"
             )
+        is_checked = isinstance(each, torch.optim.Optimizer | LRScheduler)
+        current = each.state_dict() if groups is None else groups
+        if is_checked and not _fits(code, current, has_more=groups is not None):
+            rule = f"has a state that does not fit {type(each).__name__}; pass the objects of its script"
+            raise CheckpointError(f"{stored.folder}: the checkpoint {rule}")
         if not isinstance(each, torch.optim.Optimizer):
             each.load_state_dict(code)
             continue
@@ -146,10 +154,59 @@ def load_progress(
         values = {index - first: state for index, state in tensors.items() if first <= index < end}
         DenseOptimizer(each, Schedule()).load(values, stored.folder)
         for group, settings in zip(each.param_groups, code, strict=True):
-            group.update({name: value for name, value in settings.items() if name != "params"})
+            group.update({name: value for name, value in settings.items() if name not in _NOT_LOADED})
         first = end
-    record = EpochRecord(**progress.get(_EPOCH, {}))
-    return Position(*progress.get(_POSITION, ())), record, progress.get(_START, {})
+    return position, record, start
+
+
+def _parse_progress(
+    stored: Checkpoint,
+) -> tuple[list[tuple[str, Any]], Position, EpochRecord, dict[str, str]]:
+    """Return type and state of each object, the position, the record of the epoch, and the start.
+
+    Raises:
+        CheckpointError: a value is invalid, or a loop cannot have reached the position.
+    """
+    progress, most = stored.manifest.progress, stored.manifest.step + _MAX_EMPTY_PASSES
+    try:
+        states = [_decode(code) for code in progress.get(_OBJECTS, ())]
+        types = progress.get(_TYPES, [""] * len(states))
+        position = Position(*progress.get(_POSITION, ()))
+        record, start = EpochRecord(**progress.get(_EPOCH, {})), progress.get(_START, {})
+        numbers = [value for metrics in record.evaluations for value in metrics.values()]
+        is_valid = (
+            all(type(each) is int and each >= 0 for each in position)
+            and max(position[:-1]) <= most
+            and position.samples < _MAX_SAMPLES
+            and position.first_pass <= position.pass_index
+            and all(type(each) is int for each in record.lengths)
+            and all(isinstance(each, int | float) for each in numbers)
+            and all(isinstance(each, str) for each in (*types, *start, *start.values()))
+        )
+        if is_valid:
+            return [*zip(types, states, strict=True)], position, record, start
+    except (TypeError, ValueError, KeyError, AttributeError):
+        pass
+    rule = "has no valid state of a loop; use another checkpoint"
+    raise CheckpointError(f"{stored.folder / MANIFEST_FILE}: {rule}")
+
+
+def _fits(value: Any, current: Any, *, has_more: bool = True) -> bool:
+    """Return whether a stored value may replace a current one of an object of torch.
+
+    Args:
+        has_more: whether a stored dict may have further names, with numbers.
+    """
+    if isinstance(current, dict):
+        return isinstance(value, dict) and all(
+            name in _NOT_LOADED or ((has_more or name in current) and _fits(each, current.get(name, 0.0)))
+            for name, each in value.items()
+        )
+    if isinstance(current, list | tuple):
+        is_as_long = isinstance(value, type(current)) and len(value) == len(current)
+        return is_as_long and all(map(_fits, value, current))
+    kind = next((kind for kind in (bool, str, int | float) if isinstance(current, kind)), None)
+    return isinstance(value, kind) if kind else not isinstance(value, dict | list | tuple)
 
 
 def _num_parameters(optimizer: torch.optim.Optimizer) -> int:

@@ -26,6 +26,7 @@ from torch import Tensor
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import DataError, StorageError, first_line
 from hybrid.primitives.splitmix64 import splitmix64
+from hybrid.storage.file_formats import map_array
 from hybrid.storage.files import local_copy
 from hybrid.storage.remote_path import is_url, parse_path
 
@@ -135,20 +136,24 @@ def _opened(source: str) -> Iterator[StoredTensor]:
     # A late import: environments of the benchmark's other systems lack safetensors.
     from safetensors import SafetensorError, safe_open
 
+    from hybrid.checkpoint.tensor_file import read_header
+
     path, _, name = source.partition("#")
     try:
         if path.endswith(".parquet"):
             raise LookupError("Parquet files have rows by key, which only tables of prepared data have")
         with ExitStack() as stack:
-            local_path = stack.enter_context(local_copy(parse_path(path)))
             if path.endswith(".npy"):
-                array = np.load(local_path, mmap_mode="r", allow_pickle=False)
+                array = map_array(parse_path(path), follows_links=True)
                 matrix = StoredTensor(array.shape, lambda i, j: torch.from_numpy(np.array(array[i:j])))
             else:
+                local_path = stack.enter_context(local_copy(parse_path(path), follows_links=True))
+                read_header(local_path)  # checks its length
                 file = stack.enter_context(safe_open(local_path, framework="pt"))
                 names = list(file.keys())
+                known = ", ".join(f"#{each}" if each.isprintable() else repr(each) for each in sorted(names))
                 if name not in names and (name or len(names) > 1):
-                    raise LookupError(f"it has no tensor {name!r}; add one of #{', #'.join(sorted(names))}")
+                    raise LookupError(f"it has no tensor {name!r}; add one of {known}")
                 matrix = StoredTensor.of_safetensors(file, name or names[0])
             if len(matrix.shape) != 2 or 0 in matrix.shape:
                 raise DataError(f"{source}: has shape {list(matrix.shape)}, but must have rows and columns")
@@ -157,8 +162,9 @@ def _opened(source: str) -> Iterator[StoredTensor]:
             yield matrix
     except StorageError:
         raise
-    except (OSError, SafetensorError, ValueError, LookupError) as error:
-        raise DataError(f"{source}: cannot be read as rows of a table: {first_line(error)}") from error
+    except (OSError, SafetensorError, ValueError, LookupError, RuntimeError) as error:
+        # RuntimeError: torch cannot map the file, which may be larger than it looks.
+        raise DataError(f"{source}: cannot be read as rows of a table: {first_line(error):.300}") from error
 
 
 def read_rows_by_key(table: TableSpec, out_RD: Tensor, index: int, count: int) -> None:

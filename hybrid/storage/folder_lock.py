@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from hybrid.errors import ConfigError
+from hybrid.errors import ConfigError, StorageError
 from hybrid.storage.private_files import make_folder, open_file
 
 LOCK_FILE = ".lock"
@@ -38,6 +38,8 @@ def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WA
     except BlockingIOError as error:
         rule = "is in use by another run; stop that run, or choose another folder"
         raise ConfigError(key, rule, str(folder)) from error
+    except StorageError:
+        raise
     except OSError as error:
         rule = f"cannot be created: {error.strerror}; choose another folder"
         raise ConfigError(key, rule, str(folder)) from error

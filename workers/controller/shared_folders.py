@@ -91,7 +91,7 @@ class SharedFolders:
         trainers = [role for role in self.remote_roles if role.kind is RoleKind.TRAINER]
         if trainers and not isinstance(folder, RemotePath):
             manifest = folder.absolute() / FILE_NAME
-            _check(_DATA_KEY, manifest, manifest.read_bytes(), dict.fromkeys(trainers, False))
+            _check(_DATA_KEY, manifest, files.read_bytes(manifest), dict.fromkeys(trainers, False))
 
     def check_run(self, run: StoragePath) -> None:
         """Check that all roles see the run folder, and that roles that write checkpoints can write there.

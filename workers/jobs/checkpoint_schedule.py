@@ -138,7 +138,10 @@ class RunCounts:
         """
         if not values:
             return cls()
+        counts = [values.get(name, -1) for name in cls().pack().values]
         try:
+            if not all(type(count) in (int, float) and count >= 0 for count in counts):
+                raise TypeError("a count is not a number")
             interval = Interval(values["interval_num_steps"], values["interval_seconds"])
             for trainer in range(len(tensors) // len(_Report._fields)):
                 interval.reports[trainer] = [_Report(*(tensors[f"{n}.{trainer}"] for n in _Report._fields))]

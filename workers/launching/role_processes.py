@@ -17,6 +17,7 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, HybridError, shorten
 from hybrid.primitives.available_memory import memory_groups
 from hybrid.security.secret import Secret
+from hybrid.storage.files import open_reader
 from hybrid.storage.private_files import make_folder, open_file
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.user_code.user_modules import log_traceback
@@ -129,7 +130,7 @@ class RoleProcess:
     def _infer_failure(self, exit_code: int) -> RoleFailure:
         """Return the failure of a role that has not reported one."""
         process, log = f"{self.role} (pid {self.pid})", ""
-        with suppress(FileNotFoundError), self.log.open("rb") as file:
+        with suppress(FileNotFoundError), open_reader(self.log) as file:
             file.seek(max(self._log_bytes_before, file.seek(0, os.SEEK_END) - _MAX_LOG_BYTES))
             log = file.read().decode(errors="replace")
         if exit_code > 0:

@@ -29,7 +29,8 @@ from hybrid.data.values.canonical import hash_texts
 from hybrid.data.values.column_values import MAX_NUMBER, is_list, take_or_default
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.storage.files import compute_checksum, exists, read_text
+from hybrid.storage.file_formats import parse_json
+from hybrid.storage.files import compute_checksum, exists, read_text, write_bytes
 from hybrid.storage.remote_path import StoragePath
 
 FILE_NAME = "features.json"
@@ -250,7 +251,7 @@ class FeatureEncoder:
         """Write ``features.json`` into ``folder``, and the vocabularies beside it."""
         write_vocabularies(folder / VOCABULARIES_FILE, self.vocabularies)
         text = self.to_json(compute_checksum(folder / VOCABULARIES_FILE))
-        (folder / FILE_NAME).write_text(text, encoding="utf-8")
+        write_bytes(folder / FILE_NAME, text.encode())
 
     def to_json(self, sha256: str | None = None) -> str:
         """Return the content of ``features.json``.
@@ -277,7 +278,9 @@ class FeatureEncoder:
         try:
             sha256, known = content.get("vocabularies"), list[Vocabulary]()
             if sha256 is not None:
-                known = read_vocabularies(_find_vocabularies(folder, sha256), sha256)
+                file = _find_vocabularies(folder, sha256)
+                is_of_run = file.name != VOCABULARIES_FILE
+                known = read_vocabularies(file, sha256, file.parent.parent if is_of_run else None)
             dense = tuple(DenseEncoding(**d) for d in content["dense"])
             sparse = tuple(_sparse_encoding(s, known) for s in content["sparse"])
             if not all(map(_is_valid_dense, dense)) or not all(map(_is_valid_sparse, sparse)):
@@ -358,8 +361,8 @@ def vocabulary_files(folder: StoragePath) -> dict[str, StoragePath]:
 def _read_json(path: StoragePath) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file has another JSON value."""
     try:
-        content = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(read_text(path))
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
     return content if isinstance(content, dict) else {}
 

@@ -430,7 +430,7 @@ def open_text(path: StoragePath) -> Iterator[IO[bytes]]:
         DataError: the file cannot be read.
         StorageError: the store refuses the request.
     """
-    with convert_read_errors(path), storage.open_reader(path) as file:
+    with convert_read_errors(path), storage.open_reader(path, follows_links=True) as file:
         start = file.read(_LOOK_BYTES)
         file.seek(0)
         unpack = next((each for magic, each in _UNPACKERS.items() if start.startswith(magic)), None)

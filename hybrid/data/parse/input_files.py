@@ -37,13 +37,18 @@ def convert_read_errors(path: StoragePath) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read ({error}); check the file and data.format") from error
 
 
-def compute_sampled_checksum(path: StoragePath) -> str:
+def compute_sampled_checksum(
+    path: StoragePath, root: StoragePath | None = None, *, follows_links: bool = False
+) -> str:
     """Return a checksum of the size and of 32 blocks of 32 KiB, evenly spread, first and last included.
 
     A file of at most 1 MiB is read completely. In a larger file, changes between the blocks are not detected.
+
+    Args:
+        root, follows_links: see :func:`hybrid.storage.files.open_reader`.
     """
     digest = hashlib.sha256()
-    with storage.open_reader(path) as file:
+    with storage.open_reader(path, root, follows_links=follows_links) as file:
         size = file.seek(0, io.SEEK_END)
         digest.update(size.to_bytes(8, "little"))
         last = max(0, size - SAMPLED_BLOCK_BYTES)
@@ -80,7 +85,7 @@ class InputFile:
             if isinstance(path, RemotePath):
                 real_path, sampled = str(path), storage.content_tag(path) or compute_sampled_checksum(path)
             else:
-                real_path, sampled = str(path.resolve()), compute_sampled_checksum(path)
+                real_path, sampled = str(path.resolve()), compute_sampled_checksum(path, follows_links=True)
         return cls(str(path), real_path, found.size, found.mtime_ns, sampled)
 
 

@@ -84,8 +84,9 @@ def open_parquet(path: StoragePath) -> Iterator[Path | IO[bytes]]:
     if isinstance(path, RemotePath):
         with files.open_reader(path) as file:
             yield file
-    else:
-        yield path
+        return
+    with files.local_copy(path, follows_links=True) as local:
+        yield local
 
 
 def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows: int) -> int:

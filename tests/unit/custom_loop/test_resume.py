@@ -3,13 +3,14 @@
 import itertools
 import random
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import forge
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, SequentialLR
 from torch.utils.data import DataLoader
@@ -296,6 +297,45 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="once, before the first step"):
             cluster.resume(tmp_path / "run")
         break
+
+
+def set_state(index: int, name: object, value: object) -> Callable[[dict[str, Any]], object]:
+    """Return a function that sets a field in the stored state of an object."""
+
+    def change(fields: dict[str, Any]) -> None:
+        state = fields["progress"]["objects"][index]
+        (state[0] if index == 0 else state)["pairs"].append([name, value])
+
+    return change
+
+
+def set_progress(name: str, value: object) -> Callable[[dict[str, Any]], object]:
+    """Return a function that sets a field of the stored progress."""
+    return lambda fields: fields["progress"].update({name: value})
+
+
+HOSTILE = [
+    *(set_state(0, *each) for each in (("lr", "x"), ("betas", "xy"), ("__class__", "os"), ([1], 2))),
+    *(set_state(1, *each) for each in (("get_lr", "x"), ("optimizer", 1), ("step", "x"), ("_last_lr", 3))),
+    *(set_progress("position", value) for value in (None, {"a": 1}, [*"abcd"], [-3, 0, 0, 0], [1] * 5)),
+    *(set_progress("position", value) for value in ([0, 0, 0, 2**60], [0, 0, 2**60, 0])),
+    *(set_progress("objects", value) for value in (None, "ab", [[{"x": 1}], {}], [[{"pairs": [[1]]}], {}])),
+]
+
+
+def test_a_hostile_state_is_refused(tmp_path: Path) -> None:
+    cluster = hybrid.connect()
+    adam = torch.optim.Adam(cluster.distribute(Net()).parameters(), lr=0.1)
+    objects = adam, MultiStepLR(adam, [2])
+    for number, change in enumerate(HOSTILE):
+        cluster.save(saved := tmp_path / f"saved-{number}", *objects)
+        forge(saved, change)
+        with pytest.raises(CheckpointError, match=rf"^{saved}"):
+            cluster.load(saved, *objects)
+    cluster.save(tmp_path / "good", *objects)
+    forge(tmp_path / "good", set_state(0, "capturable", True))  # which a CPU does not have
+    cluster.load(tmp_path / "good", *objects)
+    assert not adam.param_groups[0]["capturable"]
 
 
 @pytest.mark.parametrize("update", ["sync", "lookahead"])

@@ -124,6 +124,10 @@ def test_only_a_folder_that_the_program_made_may_name_a_store(run: StoragePath, 
                 RunState.of(folder)
             with pytest.raises(HybridError, match=rf"^{folder}/\.store: "):
                 RunFolder(folder)
+            (folder / ".store").unlink()
+            os.mkfifo(folder / ".store")
+            with pytest.raises(HybridError, match=rf"^{folder}/\.store: "):
+                RunState.of(folder)
         here.chmod(0o755)
         with pytest.raises(HybridError, match=rf"^{here}/\.store: "):
             RunState.of(here)
