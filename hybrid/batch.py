@@ -115,6 +115,7 @@ class Batch(NamedTuple):
         total_groups: ``totals_T``, float64, weights of the groups of all trainers by task (see
             :func:`hybrid.primitives.grouping.ranking_weights`); None without a ranking loss. With one, the
             samples of a group are adjacent, in one slice and in one micro-batch.
+        local_size: number of samples before the padding, of a batch that a loader reads.
     """
 
     dense_features: Tensor
@@ -126,6 +127,12 @@ class Batch(NamedTuple):
     total_weights: Tensor | None = None
     groups: Tensor | None = None
     total_groups: Tensor | None = None
+    local_size: int = 0
+
+    @property
+    def checksum(self) -> int:
+        """0, because each trainer reads only its slice; see :class:`hybrid.protocol.ticket.Ticket`."""
+        return 0
 
     @classmethod
     def empty(cls, num_dense: int, num_sparse: int) -> Batch:
@@ -243,6 +250,13 @@ def slice_bounds(size: int, index: int, count: int) -> tuple[int, int]:
     small, larger = divmod(size, count)
     start = index * small + min(index, larger)
     return start, start + small + (index < larger)
+
+
+def padding_bounds(size: int, start: int, stop: int, least: int) -> tuple[int, int]:
+    """Return the range of other samples of a batch that pads a slice of fewer than ``least`` samples."""
+    missing = max(0, min(least, size) - (stop - start))
+    first = stop if stop + missing <= size else max(0, start - missing)
+    return first, first + missing
 
 
 def _bits(numbers: Tensor) -> npt.NDArray[np.uint64]:

@@ -14,6 +14,12 @@ Every message is one line that says what happened and what to do. The log of the
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+_CUTOFF = 0.65  # similarity of names, from 0 to 1
+_MAX_MESSAGE_CHARACTERS = 4000
+
 
 class HybridError(Exception):
     """Base of the errors that the user can correct; the command line prints one line for each."""
@@ -36,7 +42,7 @@ class ConfigError(HybridError):
     """
 
     def __init__(self, key: str, rule: str, value: object = None) -> None:
-        shown = "" if value is None else f" = {value!r}"
+        shown = "" if value is None else f" = {value!r:.300}"
         super().__init__(f"{' '.join(key.split())}{shown}: {rule}")
         self.key = key
         self.value = value
@@ -88,6 +94,22 @@ def error_class(name: str) -> type[Exception]:
     """Return the class of this module that is called ``name``; Exception if there is none."""
     cls = globals().get(name)
     return cls if isinstance(cls, type) and issubclass(cls, HybridError) else Exception
+
+
+def shorten(text: str) -> str:
+    """Return a message, without its middle if it is too long for a person and for a frame of the network."""
+    half = _MAX_MESSAGE_CHARACTERS // 2
+    return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
+
+
+def most_similar(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that the user may have meant, in upper or lower case; None if no name is similar."""
+
+    def similarity(other: str) -> float:
+        return difflib.SequenceMatcher(None, name.casefold(), other.casefold()).ratio()
+
+    nearest = max(names, key=similarity, default=None)
+    return None if nearest is None or similarity(nearest) < _CUTOFF else nearest
 
 
 def first_line(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """The arguments of every command, as ``--help`` prints them. Imports nothing slow."""
 
 import argparse
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TypeAlias
 
 from hybrid import __version__
 from hybrid.config.sections import DTYPES
-from hybrid.errors import StorageError
+from hybrid.errors import StorageError, most_similar
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import RoleKind
 from workers.console.messages import Verbosity
@@ -72,8 +71,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.print_help()
         parser.exit(2)
     if command is not None and command not in commands:
-        similar = difflib.get_close_matches(command, commands, n=1)
-        hint = f"did you mean '{similar[0]}'?" if similar else f"choose from {', '.join(commands)}"
+        similar = most_similar(command, commands)
+        hint = f"did you mean '{similar}'?" if similar else f"choose from {', '.join(commands)}"
         parser.error(f"unknown command '{command}'; {hint}")
     end = len(values)
     if _SCRIPT_ARGUMENTS in values and command in (_RUN, _COMPARE):

@@ -1,20 +1,16 @@
 """The command line: runs a command, stops it on signals, and ends with an exit code."""
 
 import argparse
-import atexit
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from hybrid.errors import HybridError
-from hybrid.storage.private_files import private_user_folder
+from hybrid.storage.compile_cache import choose_compile_cache
 from hybrid.topology import RoleKind
 from workers import commands
 from workers.arguments import parse
@@ -23,12 +19,6 @@ from workers.console.output_stream import tolerate_lost_output
 from workers.exit_codes import HANDLED_SIGNALS, STOP_REQUEST, ExitCode, Interrupt, exit_code, handling
 from workers.module_imports import exclude_working_directory
 
-# Cache folders of torch's compiler, and of its kernels for some GPUs. The defaults have predictable names in
-# the system's temporary folder, and torch loads libraries that another user may have put there.
-_VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "QUACK_CACHE_DIR": "quack"}
-# Torch writes precompiled headers to the temporary folder only. Without them the first compilation takes
-# twice as long.
-_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 # Numba reads it in the working directory. It can name a folder of compiled code, which numba would load.
 _NUMBA_FILE = Path(".numba_config.yaml")
 
@@ -87,25 +77,6 @@ def _interruptible() -> Iterator[None]:
 
     with handling((*HANDLED_SIGNALS, STOP_REQUEST), interrupt) as handled:
         yield
-
-
-def choose_compile_cache() -> None:
-    """Give torch private cache folders, unless the user has set some.
-
-    The folders are in the user's cache folder, so later runs use them again. If no private folder can be made
-    there, torch and matplotlib get a temporary folder. The end of this process removes it.
-    """
-    os.environ.setdefault(_HEADERS, "0")
-    missing = [name for name in _VARIABLES if not os.environ.get(name)]
-    if not missing:
-        return
-    folder = private_user_folder("XDG_CACHE_HOME", ".cache", "torch")
-    if folder is None:
-        folder = Path(tempfile.mkdtemp(prefix="hybrid-torch-"))
-        atexit.register(partial(shutil.rmtree, folder, ignore_errors=True))
-        os.environ.setdefault("MPLCONFIGDIR", str(folder))  # else a warning if $HOME is read-only
-    for name in missing:
-        os.environ[name] = str(folder / _VARIABLES[name])
 
 
 _WITHOUT_TORCH = ("config", "secret")

@@ -29,6 +29,7 @@ from hybrid.config.loading import (
 from hybrid.config.schema import json_schema
 from hybrid.errors import ConfigError, HybridError
 from hybrid.security.secret import VARIABLE, Secret
+from hybrid.storage.folder_lock import folder_lock
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.user_code.run_signature import load_run_config
@@ -50,7 +51,6 @@ from workers.run_folder.run_access import (
     load_resumed_config,
     newest_run,
     refuse_existing,
-    run_lock,
     run_path,
     scratch_logs,
     script_folder,
@@ -85,7 +85,7 @@ def compare_command(options: argparse.Namespace) -> None:
     if config.embedding.wire_dtype != "rows":
         rule = "must be rows: one process sends nothing, so it rounds nothing"
         raise ConfigError("embedding.wire_dtype", rule, config.embedding.wire_dtype)
-    with scratch_logs("hybrid-compare-") as folder, run_lock(folder) as lock:
+    with scratch_logs("hybrid-compare-") as folder, folder_lock(folder) as lock:
         if options.script is None:
             from hybrid.data.parse.sources import check_columns
 
@@ -111,7 +111,7 @@ def run_command(options: argparse.Namespace) -> None:
     else:
         task = _script_task(options.program, options.arguments)
     config = _read_config(options)
-    with scratch_logs("hybrid-run-") as folder, run_lock(folder) as lock:
+    with scratch_logs("hybrid-run-") as folder, folder_lock(folder) as lock:
         if isinstance(task, ScriptTask):
             task = dataclasses.replace(task, scratch=folder)
         with _report_saved_state(folder, options.command):

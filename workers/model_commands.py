@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import torch
 
 from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.config.validation import table_of_column
 from hybrid.data.dataset.dataset_manifest import DatasetReport
 from hybrid.data.parse.delimited_text import BLOCK_BYTES, STDIN, read_descriptor
 from hybrid.data.values.column_values import is_list
@@ -28,7 +29,7 @@ from hybrid.inference.trained_run import TrainedRun
 from hybrid.metrics import Predictions
 from hybrid.primitives.progress import ignore_progress
 from hybrid.storage import files as storage
-from hybrid.storage.private_files import make_folder, refuse_link
+from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import RemotePath, StoragePath
 from workers.console.messages import data_notes, print_line, unknown_fractions
 from workers.console.terminal import transient_status
@@ -157,22 +158,16 @@ def prediction_file(output: StoragePath) -> Iterator[WriteBlock]:
     Raises:
         HybridError: the file cannot be written.
     """
-    partial = output
     try:
         if output == STDOUT:
             # sys.stdout would ignore errors at the end of the process.
             with open(1, "wb", closefd=False) as file:
                 yield _csv_writer(file, "\n", file.flush)
             return
-        if not isinstance(output, RemotePath):
-            partial = output.with_name(f".{output.name}.partial")
-            refuse_link(partial)
         with ExitStack() as stack:
-            writer = stack.enter_context(storage.open_writer(partial))
+            writer = stack.enter_context(storage.open_writer(output))
             is_parquet = output.suffix == ".parquet"
             yield _parquet_writer(writer, stack, output) if is_parquet else _csv_writer(writer)
-        if not isinstance(partial, RemotePath):
-            partial.rename(str(output))
     except HybridError:  # perhaps of the store that the rows are read from
         raise
     except OSError as error:
@@ -260,7 +255,8 @@ def export_run(
         files = program_export.write_preprocessing(model, partial)
         if "tables" in formats:
             tensors = {table: model.rows(table).detach() for table in model.table_names}
-            files += write_tensors(partial, program_export.TABLES_FILE, tensors)
+            meaning = model.trained.encoder.row_checksums(table_of_column(model.trained.config.tables))
+            files += write_tensors(partial, program_export.TABLES_FILE, tensors, meaning)
         if {"program", "onnx"} & {*formats}:
             report_progress("exporting the program")
             program = program_export.export_program(model)

@@ -14,7 +14,8 @@ from statistics import fmean
 from typing import Any, TypeAlias
 
 from hybrid.primitives.step_timings import STEP, STEPS_THREAD, Span
-from hybrid.storage.private_files import make_folder, open_file
+from hybrid.storage.files import write_bytes
+from hybrid.storage.private_files import make_folder
 from hybrid.topology import Role
 
 # Names of a span and its enclosing spans, outermost first.
@@ -82,8 +83,7 @@ class Profile:
         """Write trace.json and table.md into ``folder``."""
         make_folder(folder)
         for name, text in (("trace.json", json.dumps(self.trace())), ("table.md", self.table())):
-            with open(folder / name, "w", encoding="utf-8", opener=open_file) as file:
-                file.write(text)
+            write_bytes(folder / name, text.encode())
 
     def _rows(self, spans: Sequence[Span]) -> Iterator[str]:
         """Yield the table of one role, in order of first occurrence; nested spans follow their parent."""

@@ -16,7 +16,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,8 +25,9 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from urllib.parse import quote
 
 from hybrid.config.task_sections import is_lower_better
-from hybrid.errors import CheckpointError, StorageError
+from hybrid.errors import CheckpointError, OutageError, StorageError
 from hybrid.storage import files as storage
+from hybrid.storage.file_formats import is_inner_name, parse_json
 from hybrid.storage.private_files import make_folder, refuse_link, sync
 from hybrid.storage.remote_path import RemotePath, StoragePath, StoragePathT
 
@@ -44,11 +45,8 @@ OWES_EVALUATION = "owes_evaluation"  # whether the evaluation after this step is
 CUSTOM_LOOP = "custom_loop"  # whether a custom training loop wrote the checkpoint
 _MAX_BYTES = 32 << 20  # the manifest of a thousand tables on a hundred workers has 20 MB
 _MAX_COUNT = 2**63 - 1
-# A file in the checkpoint's folder or one folder below it; shard_file percent-encodes names of tables.
-_COMPONENT = r"(?!\.+(?:/|\Z))[\w.~%-]+"
-_FILE_NAME = re.compile(rf"(?:{_COMPONENT}/)?{_COMPONENT}", re.ASCII)
+_STEP_NAME = re.compile(r"step-[0-9]{1,18}")
 _PARTS_NAME = re.compile(rf"{_PARTS}[0-9a-f]{{1,64}}")
-_MAX_NAME_LENGTH = 512
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 MANIFEST_FILE = "manifest.json"
 VOCABULARIES_FILE = "vocabularies.parquet"
@@ -114,11 +112,7 @@ class Manifest:
             CheckpointError: the manifest is invalid or altered.
         """
         try:
-            _expect(storage.is_file(path), "it is not a file")
-            with storage.open_reader(path) as file:
-                content = file.read(_MAX_BYTES + 1)
-            _expect(len(content) <= _MAX_BYTES, f"it has more than {_MAX_BYTES >> 20} MiB")
-            document = json.loads(content.decode())
+            document = parse_json(storage.read_bytes(path, _MAX_BYTES))
             _expect(isinstance(document, dict), "it is not an object")
             if (version := document.get("format")) != FORMAT:
                 rule = f"has format {version!r:.80}, not {FORMAT}; use the version of hybrid that wrote it"
@@ -128,13 +122,19 @@ class Manifest:
             if document["sha256"] != _text_checksum(json.dumps(fields)):
                 raise CheckpointError(f"{path}: altered since the checkpoint was written")
             _check_fields(fields)
-        except StorageError:
+        except OutageError:
             raise
-        except (OSError, ValueError, RecursionError) as error:
+        except StorageError as error:  # its message names the path
+            raise CheckpointError(str(error)) from error
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: is not a manifest: {error}") from error
         fields["files"] = {name: (size, sha256) for name, (size, sha256) in fields["files"].items()}
         fields["tables"] = {name: tuple(shape) for name, shape in fields["tables"].items()}
         manifest = cls(**fields)
+        folder = path.parent
+        is_of_run = folder.parent.name == _FOLDER and _STEP_NAME.fullmatch(folder.name)
+        if is_of_run and parse_step(folder) != manifest.step:
+            raise CheckpointError(f"{path}: is of step {manifest.step}, unlike the name of its folder")
         for table, (_, _, count) in manifest.tables.items():
             # The bound guards against a huge count in the file.
             for index in range(min(count, len(manifest.files) + 1)):
@@ -163,7 +163,9 @@ class Manifest:
             rule = f"it would have more than {_MAX_BYTES >> 20} MiB; use fewer tables or workers"
             raise CheckpointError(f"cannot write {folder / MANIFEST_FILE}: {rule}")
         with write_errors(folder / MANIFEST_FILE):
-            write_atomically(folder / MANIFEST_FILE, lambda path: storage.write_bytes(path, content))
+            storage.write_bytes(folder / MANIFEST_FILE, content)
+            if isinstance(folder, Path):
+                sync(folder)
 
     def verify(self, folder: StoragePath) -> None:
         """Compare every file with its checksum; in an object store, only the text files.
@@ -178,7 +180,7 @@ class Manifest:
         def check(name: str) -> None:
             path = folder / name
             try:
-                checksum = storage.compute_checksum(path)
+                checksum = storage.compute_checksum(path, folder)
             except StorageError:
                 raise
             except OSError as error:
@@ -212,8 +214,7 @@ def _check_fields(fields: Any) -> None:
         is_shape = _is_list(shape, 3) and all(map(_is_count, shape)) and shape[2] > 0
         _expect(is_shape, f"table {table!r:.80} must have a number of rows, a width, and a number of files")
     for file, entry in fields["files"].items():
-        is_name = len(file) <= _MAX_NAME_LENGTH and _FILE_NAME.fullmatch(file)
-        _expect(is_name, f"{file!r:.80} must be the name of a file in the checkpoint")
+        _expect(is_inner_name(file), f"{file!r:.80} must be the name of a file in the checkpoint")
         is_valid = _is_list(entry, 2) and _is_count(entry[0]) and isinstance(entry[1], str)
         _expect(is_valid and _CHECKSUM.fullmatch(entry[1]), f"file {file} must have a size and a checksum")
     for metric, value in fields["metrics"].items():
@@ -223,7 +224,8 @@ def _check_fields(fields: Any) -> None:
     _expect(is_folder, f"{parts!r:.80} must be the name of a folder in the checkpoint")
     best = fields["progress"].get(BEST)
     is_best = _is_list(best, 3) and [type(best[0]), type(best[1]) in (int, float)] == [str, True]
-    _expect(best is None or (is_best and _is_count(best[2])), "best must be a metric, its value, and a step")
+    is_best = is_best and _is_count(best[2]) and best[2] <= fields["step"]
+    _expect(best is None or is_best, "best must be a metric, its value, and a step that the run has taken")
 
 
 def _expect(condition: object, rule: str) -> None:
@@ -270,21 +272,6 @@ def write_copy(folder: StoragePath, name: str, source: StoragePath) -> Files:
     with write_errors(path):
         storage.copy(source, path)
         return {name: (storage.require_file(source).size, storage.compute_checksum(source))}
-
-
-def write_atomically(path: StoragePath, write: Callable[[StoragePath], object]) -> None:
-    """Call ``write`` to write a file, which appears under its name once it is complete."""
-    if isinstance(path, RemotePath):  # a store writes atomically
-        write(path)
-        return
-    partial = path.with_name(path.name + _PARTIAL)
-    try:
-        write(partial)
-        os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
 
 
 @contextmanager
@@ -334,9 +321,11 @@ def list_checkpoints(run: StoragePathT) -> list[StoragePathT]:
     folder = checkpoints_folder(run)
     if isinstance(folder, Path):
         refuse_link(folder)
-    paths = [each.path for each in storage.list_entries(folder) if each.is_folder]
-    named = [path for path in paths if re.fullmatch(r"step-\d+", path.name)]
-    complete = [path for path in named if storage.is_file(path / MANIFEST_FILE)]
+    entries = [each for each in storage.list_entries(folder) if _STEP_NAME.fullmatch(each.path.name)]
+    for each in entries:
+        if not each.is_folder and isinstance(each.path, Path):
+            refuse_link(each.path)
+    complete = [each.path for each in entries if each.is_folder and storage.exists(each.path / MANIFEST_FILE)]
     return cast(list[StoragePathT], sorted(complete, key=parse_step, reverse=True))
 
 
@@ -373,10 +362,13 @@ def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Fil
     target = vocabulary_path(folder, name)
     with write_errors(target):
         if not storage.exists(target):
-            if isinstance(target, Path):
-                refuse_link(target.parent)
-                make_folder(target.parent)
-            write_atomically(target, lambda path: storage.copy(source, path))
+            if not isinstance(target, Path):
+                storage.copy(source, target)
+                return {}
+            refuse_link(target.parent)
+            make_folder(target.parent)
+            storage.copy(source, target)
+            sync(target.parent)
     return {}
 
 

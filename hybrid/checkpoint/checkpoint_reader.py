@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,8 +121,7 @@ class Checkpoint:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Read the named tensors of one file."""
-        with self.local_file(name) as path:
-            return read_tensors(path)
+        return read_tensors(*self._source(name))
 
     def map_rows(self, table: str, num_rows: int, dim: int) -> list[npt.NDArray[Any]]:
         """Map the rows of every shard of a table into memory; see :func:`map_arrays`.
@@ -184,23 +182,15 @@ class Checkpoint:
 
     def _map(self, table: str, shard: int, num_shards: int) -> dict[str, npt.NDArray[Any]]:
         name = shard_file(table, shard, num_shards)
-        with self.local_file(name) as path:
-            arrays = map_arrays(path)
+        arrays = map_arrays(*self._source(name))
         if "weight" not in arrays or any(array.ndim == 0 for array in arrays.values()):
             raise CheckpointError(f"{self.files_folder / name}: holds no rows")
         return arrays
 
-    @contextmanager
-    def local_file(self, name: str) -> Iterator[Path]:
-        """Yield a local path of a file. A file in an object store is fetched and verified."""
-        path = self.files_folder / name
-        with ExitStack() as stack:
-            try:
-                _, sha256 = self.manifest.files.get(name, (0, None))
-                local_path = stack.enter_context(storage.local_copy(path, sha256))
-            except (FileNotFoundError, ValueError) as error:
-                raise damage_error(path) from error
-            yield local_path
+    def _source(self, name: str) -> tuple[StoragePath, str | None, StoragePath]:
+        """Return the path of a file, its checksum, and the folder in which links are not followed."""
+        _, sha256 = self.manifest.files.get(name, (0, None))
+        return self.files_folder / name, sha256, self.files_folder
 
 
 def _candidates(folder: StoragePath) -> list[StoragePath]:

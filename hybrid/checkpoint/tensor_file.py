@@ -12,8 +12,9 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hybrid.checkpoint.checkpoint_folders import Files, write_error
+from hybrid.checkpoint.checkpoint_folders import Files, damage_error, write_error
 from hybrid.errors import CheckpointError, first_line
 from hybrid.storage import files as storage
+from hybrid.storage.file_formats import parse_json
 from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import StoragePath
 
@@ -52,7 +54,12 @@ _ALIGNMENT = 8
 _LENGTH_BYTES = 8
 
 
-def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor]) -> Files:
+def write_tensors(
+    folder: StoragePath,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> Files:
     """Write named tensors as one file of a checkpoint, and flush it to the disk.
 
     Tensors that are not contiguous, or not on the CPU, are copied one at a time.
@@ -63,7 +70,7 @@ def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor])
     path = folder / name
     # Wide types first, so that each tensor is aligned when the file is mapped into memory.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    entries: dict[str, dict[str, object]] = {}
+    entries: dict[str, Mapping[str, object]] = {"__metadata__": {**metadata}} if metadata else {}
     start = 0
     for tensor_name, tensor in ordered.items():
         if tensor.dtype not in _DTYPES:
@@ -91,21 +98,24 @@ def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor])
     return {name: (size, digest.hexdigest())}
 
 
-def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+def map_arrays(
+    path: StoragePath, sha256: str | None = None, root: StoragePath | None = None
+) -> dict[str, npt.NDArray[Any]]:
     """Map the named tensors of a file into memory, read-only; pages are read on access.
 
-    If safetensors mapped the file, the system would reserve memory for all of it.
+    If safetensors mapped the file, the system would reserve memory for all of it. For the arguments, see
+    :func:`hybrid.storage.files.local_copy`.
 
     Raises:
         CheckpointError: the file cannot be read, or a tensor is neither float32 nor float64.
     """
-    with _reading(path):
-        text = _read_header(path)
-        with safe_open(path, framework="numpy"):  # checks the header
+    with _opened(path, sha256, root) as local:
+        text = read_header(local)
+        with safe_open(local, framework="numpy"):  # checks the header
             pass
-        header: dict[str, dict[str, Any]] = json.loads(text)
+        header: dict[str, dict[str, Any]] = parse_json(text)
         # As a plain array: each operation on a numpy.memmap would create another memmap.
-        file_bytes = np.asarray(np.memmap(path, np.uint8, "r"))
+        file_bytes = np.asarray(np.memmap(local, np.uint8, "r"))
         content = file_bytes[_LENGTH_BYTES + len(text) :]
     header.pop("__metadata__", None)  # written by other tools
     arrays = {}
@@ -119,19 +129,22 @@ def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     return arrays
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the named tensors of a file.
+def read_tensors(
+    path: StoragePath, sha256: str | None = None, root: StoragePath | None = None
+) -> dict[str, Tensor]:
+    """Read the named tensors of a file. For the arguments, see :func:`hybrid.storage.files.local_copy`.
 
     Raises:
         CheckpointError: the file cannot be read.
     """
-    with _reading(path):
-        _read_header(path)  # checks its length
-        return load_file(path)
+    with _opened(path, sha256, root) as local:
+        read_header(local)  # checks its length
+        return load_file(local)
 
 
-def _read_header(path: Path) -> bytes:
-    with path.open("rb") as file:
+def read_header(local: Path) -> bytes:
+    """Return the header of a local file; ValueError if the header is too long, or the file too short."""
+    with open(local, "rb") as file:
         start = file.read(_LENGTH_BYTES)
         if len(start) < _LENGTH_BYTES:
             raise ValueError("the file is too short")
@@ -142,7 +155,19 @@ def _read_header(path: Path) -> bytes:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _opened(path: StoragePath, sha256: str | None, root: StoragePath | None) -> Iterator[Path]:
+    """Yield a local path of a file. A file in an object store is fetched and verified."""
+    with ExitStack() as stack:
+        try:
+            local = stack.enter_context(storage.local_copy(path, sha256, root=root))
+        except (FileNotFoundError, ValueError) as error:
+            raise damage_error(path) from error
+        with _reading(path):
+            yield local
+
+
+@contextmanager
+def _reading(path: StoragePath) -> Iterator[None]:
     """Convert the exceptions for an invalid file to a CheckpointError."""
     try:
         yield

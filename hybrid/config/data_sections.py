@@ -34,13 +34,14 @@ VOCABULARY_CALLS = CallSignatures(
 SHUFFLE_CALLS = CallSignatures(
     {"rows": (), "lanes": (argument("lanes", int, 64, minimum=1, maximum=4096),), "none": ()}
 )
+_FORMAT = argument("format", str, "")
 KIND_CALLS = CallSignatures(
     {
         "value": (),
         "buckets": (argument("bounds", float, None, is_list=True),),
         "quantiles": (argument("buckets", int, None, minimum=2),),
-        "hour": (),
-        "weekday": (),
+        "hour": (_FORMAT,),
+        "weekday": (_FORMAT,),
         "cross": (),
         "weighted": (argument("separator", str, ":"),),
     }
@@ -94,7 +95,9 @@ class DataSection:
     multi_hot_separator: str = model(
         "", "Separator of the ids in a categorical field; empty for one id per field."
     )
-    missing: tuple[str, ...] = in_files(("", "?"), "Field values that mean missing.")
+    missing: tuple[str, ...] = in_files(
+        ("", "?", r"\N", "NULL", "NA", "None"), "Field values that mean missing."
+    )
     numeric_scaling: str = model(
         "standardize",
         "Scaling of numeric values by the training rows: to mean 0 and standard deviation 1, to the range "
@@ -193,8 +196,8 @@ class ColumnSection:
         "value",
         "`value`: the value of the source. Others are for data.sparse. `buckets`: the range of a number; "
         "ranges begin at `bounds`. `quantiles`: the same, with equally many training rows in each range. "
-        "`hour`, `weekday`: of a date. `cross`: the hash of several columns. `weighted`: ids with weights, "
-        "such as a:0.5, with `separator` between id and weight.",
+        "`hour`, `weekday`: of a date; `format`, such as %Y%m%d, is for dates in digits. `cross`: the hash "
+        "of several columns. `weighted`: ids with weights, such as a:0.5; `separator` is between them.",
         signatures=KIND_CALLS,
     )
     source: tuple[str, ...] = in_files(
@@ -239,7 +242,9 @@ class Column:
     bounds: tuple[float, ...]
     quantiles: int
     weight_separator: str
+    date_format: str
     separator: str
+    has_several: bool  # whether its section allows several ids in a row
     max_ids: int
     too_many_ids: str
     transform: str
@@ -309,7 +314,9 @@ def _column(data: DataSection, sections: Mapping[str, ColumnSection], name: str)
         bounds=kind.arguments.get("bounds", ()),
         quantiles=kind.arguments.get("buckets", 0),
         weight_separator=kind.arguments.get("separator", ":"),
+        date_format=kind.arguments.get("format", ""),
         separator=data.multi_hot_separator if separator is None else separator,
+        has_several=bool(separator) or section.max_ids > 1,
         max_ids=section.max_ids,
         too_many_ids=section.too_many_ids,
         transform="log" if scaling["log"] else "none",
@@ -338,6 +345,8 @@ def _check(name: str, section: ColumnSection, is_dense: bool) -> None:
         raise ConfigError(f"columns.{name}.vocabulary", "must be hash (cross)", section.vocabulary)
     if kind != "cross" and len(section.source) > 1:
         raise ConfigError(f"columns.{name}.source", f"must be one column, for {column}", section.source)
+    if (form := call.arguments.get("format")) and "%" not in form:
+        raise ConfigError(f"columns.{name}.kind", "format must be like %Y%m%d (strptime)", section.kind)
     for low, high in pairwise(call.arguments.get("bounds", ())):
         if not low < high:
             rule = f"bounds must be ascending, but {high:g} follows {low:g}"

@@ -21,7 +21,12 @@ _DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*
 USER_FUNCTION = r"\w+(\.\w+)*:\w+"  # user code, as module:function
 BUILT_IN = "[^:]*"  # any other value of a key that also takes a USER_FUNCTION
 _KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
-_LISTS: dict[Any, str] = {int: "a list of integers", float: "a list of finite numbers", str: "a list of text"}
+MAX_LAYERS = 1000  # of a net: a file with far more would take minutes before the net is refused
+_LISTS: dict[Any, str] = {
+    int: f"a list of at most {MAX_LAYERS} integers",
+    float: "a list of finite numbers",
+    str: "a list of text",
+}
 _CALL = re.compile(r"\s*([\w.:]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _NAMED_ARGUMENT = re.compile(r"\s*\w+\s*=")
 
@@ -184,6 +189,7 @@ class Key:
         return (
             isinstance(elements, tuple)
             and (self.size is None or len(elements) == self.size)
+            and not (self.kind is int and len(elements) > MAX_LAYERS)
             and all(self._accepts_element(element) for element in elements)
         )
 

@@ -1,20 +1,19 @@
 """Reading and writing configurations: TOML files, ``--set`` overrides, and the page of all keys."""
 
-import difflib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from hybrid.config.key import Key, key_lines, parse_toml, toml_value
 from hybrid.config.sections import NAMED_KEYS, NAMED_TYPES, SECTION_KEYS, SECTION_TYPES, RunConfig
 from hybrid.config.validation import check_rules
-from hybrid.errors import ConfigError
+from hybrid.errors import ConfigError, most_similar
 from hybrid.storage.files import read_bytes
 from hybrid.storage.remote_path import StoragePath
 
 CONFIG_FILE = "config.toml"  # in the folder of a run, and in each of its checkpoints
 _ANY_NAME = {f"{kind}.NAME": keys for kind, keys in NAMED_KEYS.items()}
-_CUTOFF = 0.7  # similarity of names, from 0 to 1
 _HINT = "hybrid config --describe lists all keys"
 # What the reference page shows as the default of a key whose default is None.
 _ABSENT = {"tables.NAME": "as [embedding]", "columns.NAME": "as [data]", "dense_groups.NAME": "as [dense]"}
@@ -176,8 +175,8 @@ def _keys_of(section: str) -> dict[str, Key]:
 def _unknown(section: str, name: str) -> ConfigError:
     """Return the error about an unknown key; about an unknown section if ``name`` is empty."""
     if not name and section not in SECTION_KEYS:
-        near = difflib.get_close_matches(section, (*SECTION_KEYS, *_ANY_NAME), n=1)
-        hint = f"did you mean [{near[0]}]?" if near else _HINT
+        near = most_similar(section, (*SECTION_KEYS, *_ANY_NAME))
+        hint = f"did you mean [{near}]?" if near else _HINT
         return ConfigError(f"[{section}]", f"no such section; {hint}")
     nearest = _nearest_key(section, name)
     rule = f"no such key; {f'did you mean {nearest}?' if nearest else _HINT}"
@@ -188,17 +187,11 @@ def _nearest_key(section: str, name: str) -> str | None:
     """Return the key with the most similar name, in the most similar section; None if no name is similar."""
     known = _keys_of(section)
     sections = {section: known} if known and section not in SECTION_KEYS else SECTION_KEYS | _ANY_NAME
-    similarity = {
-        f"{heading}.{key}": (_similarity(name, key), _similarity(section, heading))
-        for heading, keys in sections.items()
-        for key in keys
-    }
-    nearest = max(similarity, key=lambda dotted: similarity[dotted])
-    return nearest if similarity[nearest][0] >= _CUTOFF else None
-
-
-def _similarity(first: str, second: str) -> float:
-    return difflib.SequenceMatcher(None, first, second).ratio()
+    key = most_similar(name, chain.from_iterable(sections.values()))
+    if key is None:
+        return None
+    headings = [heading for heading, keys in sections.items() if key in keys]
+    return f"{most_similar(section, headings) or headings[0]}.{key}"
 
 
 def key_values(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 from hybrid.config.data_sections import ColumnSection, DataSection
 from hybrid.config.key import (
     BUILT_IN,
+    MAX_LAYERS,
     USER_FUNCTION,
     Call,
     CallSignatures,
@@ -29,12 +30,12 @@ from hybrid.config.task_sections import LABEL, TaskSection, main_metric
 from hybrid.input_spec import TaskSpec
 from hybrid.topology import Topology
 
-_EXPERTS = argument("experts", int, 4, minimum=1)
+_EXPERTS = argument("experts", int, 4, minimum=1, maximum=MAX_LAYERS)
 _EXPERT_MLP = argument("expert_mlp", int, (64, 32), is_list=True, minimum=1)
 NET_CALLS = CallSignatures(
     {
         "dlrm": (),
-        "dcn_v2": (argument("cross_layers", int, 2, minimum=1),),
+        "dcn_v2": (argument("cross_layers", int, 2, minimum=1, maximum=MAX_LAYERS),),
         "deepfm": (),
         "wide_deep": (),
         "mmoe": (_EXPERTS, _EXPERT_MLP),

@@ -114,8 +114,8 @@ def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> 
     Args:
         value_of: returns the value that the text of a label stands for.
     """
-    if len(data.delimiter) != 1:
-        raise ConfigError("data.delimiter", "must be one character", data.delimiter)
+    if not data.delimiter or {*data.delimiter} & {*'"\r\n'}:
+        raise ConfigError("data.delimiter", "must be text without quotes and line breaks", data.delimiter)
     positive = {value_of(label) for label in data.positive_labels}
     if shared := [label for label in data.negative_labels if value_of(label) in positive]:
         rule = "must not share values with data.positive_labels"

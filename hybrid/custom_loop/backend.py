@@ -32,7 +32,7 @@ from hybrid.embedding.table_spec import TableSpec
 from hybrid.embedding.trainer.lookup import TableSource
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.update_guard import GuardedModule
-from hybrid.errors import ConfigError
+from hybrid.errors import CheckpointError, ConfigError, StorageError
 from hybrid.protocol.update_rules import Schedule, UpdateRules
 from hybrid.storage.remote_path import StoragePath
 
@@ -109,7 +109,7 @@ class Backend:
             dense: the module as :func:`pack_dense` returns it. Only trainer 0's copy is written.
 
         Raises:
-            CheckpointError: the checkpoint cannot be written. On a cluster, the run ends instead.
+            CheckpointError: the checkpoint cannot be written.
         """
         raise NotImplementedError
 
@@ -178,8 +178,10 @@ class SingleProcess(Backend):
             for name, source in vocabularies.items():
                 files |= checkpoint_folders.write_vocabulary(partial, name, source)
             checkpoint_folders.commit(partial, replace(manifest, files=files))
-        except BaseException:
+        except BaseException as error:
             checkpoint_folders.discard(partial)
+            if isinstance(error, StorageError):
+                raise CheckpointError(str(error)) from error
             raise
 
     def load(self, number: int, stored: Checkpoint) -> None:

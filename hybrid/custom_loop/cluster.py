@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from hybrid.config.splits import TEST, TRAIN
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.embedding_modules import plain_copy
 from hybrid.custom_loop.local_batches import GROUP, PreparedData
-from hybrid.custom_loop.loop_state import LoopCheckpoints, Position, Stateful
+from hybrid.custom_loop.loop_state import EpochRecord, LoopCheckpoints, Position, Stateful, describe_start
 from hybrid.custom_loop.training_loop import TrainingLoop
 from hybrid.data.prepare.dataset_location import open_split
 from hybrid.engine.hybrid_model import evaluating
 from hybrid.errors import ConfigError, DataError
 from hybrid.metrics import Metrics, Predictions
+from hybrid.storage.compile_cache import choose_compile_cache
+from hybrid.storage.folder_lock import lock_until_exit
 from hybrid.storage.remote_path import StoragePath, parse_path
 
 
@@ -37,6 +40,7 @@ def connect(config: str | Path | None = None) -> Cluster:
     Raises:
         ConfigError: the file has an error.
     """
+    choose_compile_cache()
     backend = BACKEND.get(None) or SingleProcess(load_config(None if config is None else Path(config)))
     of_file = None if config is None or backend.trainer > 0 else load_config(Path(config)).data
     if of_file not in (None, backend.config.data):
@@ -98,25 +102,37 @@ class Cluster:
         self._loop = TrainingLoop(self._backend, module)
         return Distributed(self._loop)
 
-    def batches(self, data: Any, size: int | None = None, whole: str | None = None) -> Iterator[Any]:
+    def batches(
+        self,
+        data: Any,
+        size: int | None = None,
+        whole: str | None = None,
+        *,
+        drop_last: bool = False,
+    ) -> Iterator[Any]:
         """Yield this trainer's slice of each batch of ``data``; all trainers iterate over the same batches.
 
         The lookups of a batch are sent as soon as it is read. Under ``torch.no_grad()``, batches are for
-        evaluation.
+        evaluation. Tensors are on the device of the module. A slice without samples is one repeated sample of
+        the batch; with BatchNorm, a slice has at least two samples. :meth:`backward`, :meth:`mean`,
+        :meth:`gather` and :meth:`evaluate` leave out repeated samples.
 
         Args:
             data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; a dict with all
-                samples; or a result of :meth:`prepare`.
+                samples; or a result of :meth:`prepare`. Numbers, texts and None are passed on.
             size: number of samples per batch over all trainers; by default, batches keep their sizes.
             whole: column with a group number per sample, for ranking losses. The samples of a group must be
                 adjacent. A group is not split between trainers, nor between batches of ``size`` samples.
+            drop_last: whether to leave out a last batch of fewer than ``size`` samples.
 
         Raises:
             DataError: a group of ``whole`` is not adjacent, or larger than ``size``.
         """
         if size is not None and size < 1:
             raise ValueError(f"size must be at least 1, not {size}")
-        return self._require_loop().batches(data, size, whole)
+        if drop_last and size is None and not isinstance(data, PreparedData):
+            raise ValueError("drop_last needs a size; a DataLoader has its own drop_last")
+        return self._require_loop().batches(data, size, whole, drop_last)
 
     def backward(
         self,
@@ -140,7 +156,12 @@ class Cluster:
         self._require_loop().backward([(values, weights), *more])
 
     def mean(self, values: Tensor) -> float:
-        """Return the mean of all trainers' values, of any shape; NaN if there are none."""
+        """Return the mean of all trainers' values, of any shape; NaN if there are none.
+
+        Repeated samples of :meth:`batches` are left out if ``values`` has one entry per sample of the last
+        batch, or of all batches of the pass.
+        """
+        values = self._require_loop().handed_out.without_padding(values)
         sums = torch.tensor([values.detach().double().sum().item(), values.numel()], dtype=torch.float64)
         total, count = self._require_loop().trainers.sum(sums).tolist()
         return total / count if count else math.nan
@@ -148,10 +169,12 @@ class Cluster:
     def gather(self, values: Tensor) -> Tensor:
         """Return all trainers' values, (samples, ...), in the order of the batch, on the CPU.
 
+        Repeated samples of :meth:`batches` are left out, as in :meth:`mean`.
         A tensor that requires gradients stays on its device and gets the gradients of all trainers. Use the
         result for losses that compare samples of the batch. Every trainer must then use it in its loss.
         """
-        return self._require_loop().trainers.gather(values)
+        loop = self._require_loop()
+        return loop.trainers.gather(loop.handed_out.without_padding(values))
 
     def evaluate(self, data: Any, size: int | None = None) -> Metrics:
         """Return the metrics of configured runs for samples of all trainers; all trainers call it together.
@@ -168,10 +191,14 @@ class Cluster:
         Raises:
             DataError: there are no samples, or no labels.
         """
+        return self._require_loop().evaluate_once(partial(self._evaluate, data, size))
+
+    def _evaluate(self, data: Any, size: int | None) -> Metrics:
         loop, tasks, parts = self._require_loop(), self._backend.config.all_tasks, []
         net = loop.model.net
+        outer = loop.handed_out
         with evaluating(net):
-            for batch in loop.batches(data, size, None):
+            for batch in loop.batches(data, size):
                 if missing := [name for name in tasks if name not in batch]:
                     raise DataError(f"evaluate: the batch has no column {missing[0]!r} with labels")
                 labels_BT = torch.stack([batch[name] for name in tasks], 1).float()
@@ -181,7 +208,8 @@ class Cluster:
                 parts.append([net(batch), labels_BT, torch.stack(weights, 1), *groups])
         if not parts:
             raise DataError("evaluate: the data have no batch")
-        outputs, *rest = (loop.trainers.gather(torch.cat(each)) for each in zip(*parts, strict=True))
+        outputs, *rest = (self.gather(torch.cat(each)) for each in zip(*parts, strict=True))
+        loop.handed_out = outer
         rows = torch.arange(len(outputs))  # no samples are known to have equal features
         outputs = outputs[:, 0] if outputs.shape[1:] == (1,) else outputs
         predictions = Predictions(outputs, rest[0], rows, *rest[1:])
@@ -194,7 +222,8 @@ class Cluster:
         """Continue from the newest checkpoint in a run folder, if there is one, and write further ones.
 
         Call it before the first step. A checkpoint follows every ``every_steps`` steps, after the best
-        evaluation, and at the end of :meth:`epochs`, unless ``break`` leaves it. ``checkpoint.keep_last`` of
+        evaluation, and at the end of :meth:`epochs`, unless ``break`` leaves it. A checkpoint that cannot be
+        written causes a warning, except at the end. ``checkpoint.keep_last`` of
         them are kept. :meth:`batches` skips the batches before the checkpoint. So a script that is started
         again ends with the bits of an undisturbed run. ``hybrid run`` starts it again if a role is lost.
 
@@ -204,6 +233,7 @@ class Cluster:
 
         Raises:
             CheckpointError: the checkpoint is of another model, or all are damaged.
+            ConfigError: another run uses the folder, or it cannot be created.
         """
         if every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, not {every_steps}")
@@ -212,28 +242,39 @@ class Cluster:
             raise RuntimeError("cluster.resume(...) is called once, before the first step")
         if self._backend.snapshot is not None:
             return  # hybrid compare runs the first steps of the script
+        if self.rank == 0 and isinstance(root, Path):
+            lock_until_exit(root.absolute(), "cluster.resume")
         self._backend.enable_restart(root)
         loop.checkpoints = LoopCheckpoints(
             self._backend, loop.trainers, root, every_steps, lambda path, best: loop.save(path, objects, best)
         )
+        loop.start = describe_start(loop.model.net, objects, self.world_size)
         if (stored := loop.checkpoints.open_newest()) is not None:
-            loop.resumed = loop.load(stored, objects)
+            loop.resume(stored, objects, loop.start)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the indices of the epochs, from that of the checkpoint of :meth:`resume` on."""
+        """Yield the indices of the epochs, from that of the checkpoint of :meth:`resume` on.
+
+        Raises:
+            CheckpointError: the last checkpoint cannot be written.
+        """
         loop = self._require_loop()
+        if loop.checkpoints is not None and loop.resumed.epoch >= count > 0:
+            root, done = loop.checkpoints.root, f"all {count} epoch(s) are done at step {loop.step}"
+            self.print(f"{root}: {done}; raise their number, or choose another folder to start anew")
         for epoch in range(loop.resumed.epoch, count):
             if loop.remaining_steps == 0:
                 break
             loop.end_pass()
             first = max(loop.position.pass_index, loop.resumed.first_pass)
-            loop.position = Position(epoch, first, first)
+            loop.position, loop.in_epoch = Position(epoch, first, first), EpochRecord()
             if epoch > loop.resumed.epoch:
                 loop.save_if_due()
             yield epoch
         if loop.remaining_steps != 0:  # else a longer run can continue in the pass
             loop.end_pass()
             loop.position = loop.position._replace(epoch=count, first_pass=loop.position.pass_index)
+            loop.in_epoch = EpochRecord()
         loop.save_if_due(is_last=True)
 
     def save(self, folder: str | StoragePath, *objects: Stateful) -> None:
@@ -246,8 +287,7 @@ class Cluster:
             objects: optimizers of the module, schedulers, and other objects with ``state_dict()``.
 
         Raises:
-            CheckpointError: the folder exists or cannot be written; no partial checkpoint remains. On a
-                cluster, the run ends instead.
+            CheckpointError: the folder exists or cannot be written; no partial checkpoint remains.
             RuntimeError: a step has begun.
         """
         self._require_loop().save(parse_path(folder), objects)
@@ -287,7 +327,7 @@ class Cluster:
 
     @property
     def device(self) -> torch.device:
-        """Device of the module. Move all inputs except ids to it."""
+        """Device of the module, and of the tensors of its batches."""
         return self._require_loop().device
 
     def _require_loop(self) -> TrainingLoop:
@@ -312,7 +352,7 @@ class Distributed(nn.Module):
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Call the module: under DDP while gradients are enabled."""
-        module = self._loop.model.module if torch.is_grad_enabled() else self.module
+        module = self._loop.model.follow_parameters() if torch.is_grad_enabled() else self.module
         return module(*args, **keywords)
 
     def __getattr__(self, name: str) -> Any:

@@ -240,9 +240,16 @@ class TableModule(nn.Module):
         if freeze and optimizer is not None:
             raise ValueError("frozen rows have no optimizer; give freeze=False to train them")
         initial = make_absolute(source)
-        num_rows, dim = read_shape(initial)
+        (num_rows, dim), _ = read_shape(initial)
         chosen = OptimizerSpec("frozen", 0.0) if freeze else optimizer
         return cls(num_rows, dim, optimizer=chosen, initial=initial, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "weight":
+            return super().__getattr__(name)
+        # With another object than the table, Python suggests no attribute of a similar name.
+        rule = "the workers hold the rows. Call the table, with torch.arange(num_embeddings) for all rows"
+        raise AttributeError(f"table {self.name} has no weight: {rule}", name=name, obj=None)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, optimizer={self.optimizer.name}"
@@ -401,10 +408,18 @@ class EmbeddingBag(TableModule):
         Args:
             ids: (bags, ids per bag), a :class:`Jagged`, or flat with ``offsets``.
             offsets: where each bag starts.
-            per_sample_weights: a weight per id, in the layout of the ids; only for mode "sum". Weights get no
-                gradients.
+            per_sample_weights: a weight per id, in the layout of the ids; only for mode "sum". If weights
+                require gradients, the trainer looks up the rows in this call, and pools them.
         """
-        return self._vectors(self.call(ids, offsets, per_sample_weights))
+        call = self.call(ids, offsets, per_sample_weights)
+        if call.weights is None or not (call.weights.requires_grad and torch.is_grad_enabled()):
+            return self._vectors(call)
+        ids_L, offsets, weights_L = self._without_padding(call)
+        rows_LD = self._vectors(TableCall(self, ids_L))
+        bags_L = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff()).to(rows_LD.device)
+        assert weights_L is not None
+        pooled_ND = rows_LD.new_zeros(len(offsets) - 1, self.embedding_dim)
+        return pooled_ND.index_add(0, bags_L, rows_LD * weights_L.to(rows_LD).unsqueeze(1))
 
     def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:
         if isinstance(weights, Jagged):
@@ -423,6 +438,14 @@ class EmbeddingBag(TableModule):
         return TableCall(self, ids, offsets, weights, self.include_last_offset)
 
     def request(self, call: TableCall) -> TableRequest:
+        if call.offsets is None and call.ids.dim() == 1:  # of forward, for rows that it pools
+            return TableRequest(self.name, call.ids)
+        ids_L, offsets, weights_L = self._without_padding(call)
+        weights_L = None if weights_L is None else weights_L.detach().cpu()
+        return TableRequest(self.name, ids_L, offsets, weights_L, self.pooling)
+
+    def _without_padding(self, call: TableCall) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return ids and offsets as in :class:`TableRequest`, and the weights as given, in one dimension."""
         ids, offsets, weights = call.ids.cpu(), call.offsets, call.weights
         if offsets is None:
             offsets = torch.arange(len(ids) + 1) * ids.shape[1]
@@ -432,9 +455,8 @@ class EmbeddingBag(TableModule):
         if (is_padding := self._is_padding(ids)) is not None:
             kept_before = torch.cat([torch.zeros(1, dtype=torch.int64), (~is_padding).reshape(-1).cumsum(0)])
             ids, offsets = ids[~is_padding], kept_before[offsets]
-            weights = None if weights is None else weights[~is_padding]
-        weights_L = None if weights is None else weights.detach().reshape(-1).cpu()
-        return TableRequest(self.name, _as_ids(ids), offsets, weights_L, self.pooling)
+            weights = None if weights is None else weights[(~is_padding).to(weights.device)]
+        return _as_ids(ids), offsets, None if weights is None else weights.reshape(-1)
 
 
 def _refuse_state_dict(table: TableModule, prefix: str, keep_vars: bool) -> None:

@@ -1,16 +1,18 @@
 """The local batches of a trainer: slices of the script's batches, or of prepared data.
 
 A batch is a structure of dicts, lists and tuples whose tensors have samples as their first dimension; a
-:class:`Jagged` has any number of values per sample. All trainers read the same global batches. Each trainer
-takes a contiguous slice, which may be empty. If groups must not be split, the last sample of a group selects
-the batch and the slice of the group (``hybrid/primitives/grouping.py``).
+:class:`Jagged` has any number of values per sample. Numbers, texts and None belong to the whole batch. All
+trainers read the same global batches. Each trainer takes a contiguous slice. If it is too short for the
+module, other samples of the batch pad it, which count for nothing. Their rows of tables are rows of the
+batch, so they change no further rows. If groups must not be split, the last sample of a group selects the
+batch and the slice (``hybrid/primitives/grouping.py``).
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -20,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid.batch import Batch, by_task, slice_bounds
+from hybrid.batch import Batch, by_task, padding_bounds, slice_bounds
 from hybrid.config import RunConfig
 from hybrid.custom_loop.embedding_modules import Jagged, TableCall, TableModule
 from hybrid.data.batches.batch_loader import BatchLoader
@@ -31,6 +33,29 @@ from hybrid.input_spec import InputSpec
 from hybrid.primitives.grouping import find_split_group, group_bounds, group_ends, last_end
 
 DENSE, GROUP = "dense", "group"
+_LONG_BYTES = 1 << 12  # of a tensor; a checksum of all bytes would take a measurable fraction of a step
+
+
+@dataclass
+class PassSizes:
+    """The sizes of the slices that a pass has handed out, without and with padding."""
+
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    is_padded: bool = False
+
+    def add(self, batch: LocalBatch) -> None:
+        """Add a slice."""
+        self.sizes.append((batch.size, batch.padded_size))
+        self.is_padded |= batch.size < batch.padded_size
+
+    def without_padding(self, values: Tensor) -> Tensor:
+        """Leave out the padding from values per sample of the last slice, or of all slices of the pass."""
+        for slices in (self.sizes[-1:], self.sizes) if self.is_padded and values.dim() else ():
+            sizes, padded_sizes = zip(*slices, strict=True)
+            if len(values) == sum(padded_sizes):
+                pairs = zip(values.split(padded_sizes), sizes, strict=True)
+                return torch.cat([chunk[:size] for chunk, size in pairs])
+        return values
 
 
 @dataclass(eq=False)
@@ -38,11 +63,14 @@ class LocalBatch:
     """One trainer's slice of a global batch.
 
     Args:
-        values: the slice, in the structure of the script's batches.
+        values: the slice, then its padding, in the structure of the script's batches.
         size: number of samples in the slice.
         global_size: number of samples of all trainers.
         tables: the tables of the module.
         whole: column whose groups are not split between micro-batches, or None.
+        checksum: of the global batch; 0 if this trainer reads only its slice.
+        least: number of samples that ``values`` has at least, if the global batch has as many.
+        device: on which the script gets the tensors.
     """
 
     ended = False  # the batches of all trainers end at the same step
@@ -52,28 +80,55 @@ class LocalBatch:
     global_size: int
     tables: Sequence[TableModule]
     whole: str | None = None
+    checksum: int = 0
+    least: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @cached_property
+    def handed_out(self) -> Any:
+        """The values on the device; ids for lookups stay on the CPU, too."""
+        if self.device.type == "cpu":
+            return self.values
+
+        def move(column: Any, _: str) -> Any:
+            if isinstance(column, Jagged):
+                return Jagged(*(each.to(self.device) for each in column))
+            return column.to(self.device) if isinstance(column, Tensor) else column
+
+        return _map_columns(self.values, move)
+
+    @property
+    def padded_size(self) -> int:
+        """Number of samples in ``values``."""
+        return max(self.size, min(self.least, self.global_size))
 
     @cached_property
     def calls(self) -> list[TableCall]:
         """The calls whose columns the tables name; they are looked up before the module runs."""
-        columns = {name: c for name, c in _columns(self.values) if isinstance(c, Tensor | Jagged)}
+        return self._calls(self.handed_out)
+
+    def _calls(self, values: Any) -> list[TableCall]:
+        columns = {name: c for name, c in _columns(values) if isinstance(c, Tensor | Jagged)}
         return [call for table in self.tables for call in table.calls(columns)]
 
     @property
     def sparse_features(self) -> list[TableRequest]:
         """The lookups of :attr:`calls`."""
-        return [call.module.request(call) for call in self.calls]
+        calls = self.calls if self.handed_out is self.values else self._calls(self.values)
+        return [call.module.request(call) for call in calls]
 
     def split(self, parts: int) -> list[LocalBatch]:
-        """Return ``parts`` micro-batches, which may be empty."""
+        """Return ``parts`` micro-batches, which may consist of padding."""
         if parts == 1:
             return [self]
         ranges = [slice_bounds(self.size, part, parts) for part in range(parts)]
         if self.whole is not None:
-            ends_G = group_ends(_group_column(self.values, self.whole))
+            ends_G = group_ends(_group_column(self.values, self.whole)[: self.size])
             ranges = [group_bounds(ends_G, start, stop) for start, stop in ranges]
-        rest = self.global_size, self.tables, self.whole
-        return [LocalBatch(cut(self.values, *bounds), bounds[1] - bounds[0], *rest) for bounds in ranges]
+        return [
+            replace(self, values=_cut_padded(self.values, *bounds, self.least), size=bounds[1] - bounds[0])
+            for bounds in ranges
+        ]
 
 
 def local_batches(
@@ -82,11 +137,13 @@ def local_batches(
     num_trainers: int,
     tables: Sequence[TableModule],
     whole: str | None = None,
+    least: int = 1,
 ) -> Iterator[LocalBatch]:
     """Yield a trainer's slice of each global batch.
 
     Args:
         whole: column whose groups are not split between trainers, or None.
+        least: see :class:`LocalBatch`.
 
     Raises:
         DataError: the samples of a group are not adjacent in a batch.
@@ -101,16 +158,20 @@ def local_batches(
                     f"samples of group {split} of {whole!r} are not adjacent in a batch: sort the data by it"
                 )
             start, stop = group_bounds(group_ends(groups_B), start, stop)
-        values = batch if num_trainers == 1 else cut(batch, start, stop)
-        yield LocalBatch(values, stop - start, size, tables, whole)
+        values = batch if num_trainers == 1 else _cut_padded(batch, start, stop, least)
+        checked = checksum(batch) if num_trainers > 1 else 0
+        yield LocalBatch(values, stop - start, size, tables, whole, checked, least)
 
 
-def global_batches(data: Any, size: int | None, whole: str | None = None) -> Iterator[Any]:
+def global_batches(
+    data: Any, size: int | None, whole: str | None = None, *, drop_last: bool = False
+) -> Iterator[Any]:
     """Yield batches of ``size`` samples; the last may be smaller. Without ``size``, batches keep their sizes.
 
     Args:
         data: a dict, tensor or :class:`Jagged` with all samples, or an iterable of batches of any sizes.
         whole: column whose groups are not split, so that sizes vary by up to a group; or None.
+        drop_last: whether to leave out a last batch of fewer than ``size`` samples.
 
     Raises:
         DataError: ``data`` has another type, or a group is larger than a batch.
@@ -121,10 +182,10 @@ def global_batches(data: Any, size: int | None, whole: str | None = None) -> Ite
         raise DataError(
             f"cannot take batches of {type(data).__name__}; give an iterable, such as a DataLoader"
         )
-    yield from data if size is None else _rebatch(data, size, whole)
+    yield from data if size is None else _rebatch(data, size, whole, drop_last)
 
 
-def _rebatch(chunks: Iterable[Any], size: int, whole: str | None) -> Iterator[Any]:
+def _rebatch(chunks: Iterable[Any], size: int, whole: str | None, drop_last: bool) -> Iterator[Any]:
     """Yield batches of ``size`` samples.
 
     Batch s has samples s * size to (s + 1) * size. With ``whole``, it has the groups whose last sample is in
@@ -144,7 +205,7 @@ def _rebatch(chunks: Iterable[Any], size: int, whole: str | None) -> Iterator[An
             continue
         joined, first = _concatenate(held), start
         ends_G = None if whole is None else start + _checked_group_ends(joined, whole, size)
-        while stop <= num_complete or (is_last and start < num_read):
+        while stop <= num_complete or (is_last and start < num_read and not drop_last):
             # A range may end before the last group does.
             end = min(stop, num_read) if ends_G is None else last_end(ends_G, stop)
             yield cut(joined, start - first, end - first)
@@ -201,6 +262,24 @@ def cut(batch: Any, start: int, stop: int) -> Any:
     )
 
 
+def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
+    """Leave out the first ``count`` samples; a batch in which they end is cut."""
+    for batch in batches:
+        skipped = min(count, size_of(batch))
+        count -= skipped
+        if not skipped:
+            yield batch
+        elif skipped < size_of(batch):
+            yield cut(batch, skipped, size_of(batch))
+
+
+def _cut_padded(batch: Any, start: int, stop: int, least: int) -> Any:
+    """Return the samples from ``start`` to ``stop``, and after them others, to have at least ``least``."""
+    first, last = padding_bounds(size_of(batch), start, stop, least)
+    values = cut(batch, start, stop)
+    return _concatenate([values, cut(batch, first, last)]) if first < last else values
+
+
 def tensors_of(batch: Any) -> Iterator[Tensor]:
     """Yield all tensors of a batch, in the order of its dicts and lists."""
     for _, column in _columns(batch):
@@ -211,10 +290,21 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 def checksum(batch: Any) -> int:
-    """Return a checksum of the bytes of a batch's tensors."""
+    """Return a checksum of a batch's tensors.
+
+    It covers all values; of long tensors, it covers their order at some positions only, for speed.
+    """
     total = 0
     for tensor in tensors_of(batch):
-        total = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, total)
+        values = tensor.detach().cpu()
+        values = values.float() if values.dtype is torch.bfloat16 else values  # which NumPy lacks
+        content = np.ascontiguousarray(values.numpy()).reshape(-1).view(np.uint8)
+        if (stride := len(content) // _LONG_BYTES) > 1:
+            end = len(content) // 8 * 8
+            words, rest = content[:end].view(np.int64), content[end:]
+            total = zlib.crc32(np.add.reduce(words).tobytes() + rest.tobytes(), total)
+            content = words[::stride].copy().view(np.uint8)
+        total = zlib.crc32(content.data, total)
     return total
 
 
@@ -226,6 +316,17 @@ def _concatenate(batches: Sequence[Any]) -> Any:
     if len({len(each) for each in columns}) != 1:
         raise DataError("batches of different structures cannot be joined into batches of another size")
     joined = iter([_concatenate_column(chunks) for chunks in zip(*columns, strict=True)])
+    constants: dict[str, Any] = {}
+
+    def check(path: str, value: Any) -> None:
+        if (first := constants.setdefault(path, value)) != value:
+            raise DataError(
+                f"batches with {first!r} and {value!r} at {path!r} cannot be joined into batches of another "
+                "size: give one value per sample, as a tensor"
+            )
+
+    for batch in batches:
+        _map_columns(batch, lambda *_: None, constant=check)
     return _map_columns(batches[0], lambda *_: next(joined))
 
 
@@ -246,16 +347,22 @@ def _columns(batch: Any) -> list[tuple[str, Any]]:
     return columns
 
 
-def _map_columns(batch: Any, function: Callable[[Any, str], Any], path: str = "") -> Any:
+def _map_columns(
+    batch: Any,
+    function: Callable[[Any, str], Any],
+    path: str = "",
+    constant: Callable[[str, Any], object] = lambda *_: None,
+) -> Any:
     """Call ``function`` with each column and its path of keys; return the results in the batch's structure.
 
-    A column is a tensor, a :class:`Jagged`, or a list or tuple of other values, such as texts.
+    A column is a tensor, a :class:`Jagged`, or a list or tuple of other values, such as texts. Other values
+    stay, and ``constant`` is called with their path.
     """
     if isinstance(batch, Jagged) or (isinstance(batch, Tensor) and batch.dim()):
         return function(batch, path)
 
     def mapped(key: object, value: Any) -> Any:
-        return _map_columns(value, function, f"{path}[{key!r}]" if path else str(key))
+        return _map_columns(value, function, f"{path}[{key!r}]" if path else str(key), constant)
 
     if isinstance(batch, Mapping):
         return {name: mapped(name, value) for name, value in batch.items()}
@@ -264,8 +371,10 @@ def _map_columns(batch: Any, function: Callable[[Any, str], Any], path: str = ""
             return function(batch, path)
         values = [mapped(index, value) for index, value in enumerate(batch)]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    found = "scalar tensor" if isinstance(batch, Tensor) else type(batch).__name__
-    raise DataError(f"a batch has a {found} at {path!r}, where a tensor of samples must be")
+    if isinstance(batch, Tensor | str | bytes | int | float | None):
+        constant(path, batch)
+        return batch
+    raise DataError(f"a batch has a {type(batch).__name__} at {path!r}, where a tensor of samples must be")
 
 
 @dataclass
@@ -323,13 +432,18 @@ class PreparedData:
         tables: Sequence[TableModule],
         whole: str | None = None,
         epoch: int = 0,
-        first_step: int = 0,
+        first_sample: int = 0,
+        *,
+        least: int = 1,
+        drop_last: bool = False,
     ) -> Iterator[LocalBatch]:
-        """Yield a trainer's slice of each batch of a pass, from a step on.
+        """Yield a trainer's slice of each batch of a pass, from a sample on.
 
         Args:
             epoch: number of the pass, which decides its order.
             whole: ``group`` if groups are not split, or None.
+            least: see :class:`LocalBatch`.
+            drop_last: whether to leave out a last batch of fewer samples.
 
         Raises:
             DataError: ``whole`` names another column.
@@ -348,8 +462,10 @@ class PreparedData:
             shuffle=self.is_shuffled,
             lanes=config.data.shuffle_lanes if self.is_shuffled else 0,
             by_group=whole is not None,
+            least=least,
+            drop_last=drop_last,
         )
-        with loader.batches(epoch, first_step) as stream:
+        with loader.batches(epoch, first_sample=first_sample) as stream:
             for batch in stream:
                 values = features_of(batch, self.dataset.input_spec)
                 for t, task in enumerate(tasks := config.all_tasks):
@@ -358,7 +474,8 @@ class PreparedData:
                         values[f"{task}.weights"] = by_task(batch.weights, len(tasks))[:, t]
                 if batch.groups is not None:
                     values[GROUP] = batch.groups
-                yield LocalBatch(values, len(batch.labels), batch.global_size, tables, whole)
+                sizes = batch.local_size, batch.global_size
+                yield LocalBatch(values, *sizes, tables, whole, least=least)
 
 
 def features_of(batch: Batch, input_spec: InputSpec) -> dict[str, Any]:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Best
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, MANIFEST_FILE, Best
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense
 from hybrid.custom_loop.backend import Backend
 from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.dense.dense_optimizer import DenseOptimizer
-from hybrid.errors import CheckpointError, DataError
+from hybrid.errors import CheckpointError, DataError, StorageError
 from hybrid.metrics import Metrics
 from hybrid.protocol.update_rules import Schedule
 from hybrid.storage.remote_path import StoragePath
 
-_OBJECTS, _POSITION = "objects", "position"  # keys of a manifest's progress
+# Keys of a manifest's progress.
+_OBJECTS, _TYPES, _POSITION, _EPOCH, _START = "objects", "types", "position", "in_epoch", "start"
 _PAIRS, _TUPLE = "pairs", "tuple"
+# Settings of a group: its parameters, and choices of kernels that depend on the device.
+_NOT_LOADED = ("params", "foreach", "fused", "capturable", "differentiable")
+_MAX_EMPTY_PASSES = 10_000  # passes and epochs of a loop without a step
+_MAX_SAMPLES = 1 << 48  # of a pass
 
 
 class Stateful(Protocol):
@@ -40,22 +46,62 @@ class Position(NamedTuple):
         epoch: index of the epoch, see :meth:`Cluster.epochs`.
         first_pass: index of the epoch's first pass over training batches.
         pass_index: index of the current pass.
-        steps: number of steps of this pass that are done.
+        samples: number of samples of this pass, of all trainers, whose steps are done.
     """
 
     epoch: int = 0
     first_pass: int = 0
     pass_index: int = 0
-    steps: int = 0
+    samples: int = 0
+
+
+@dataclass
+class EpochRecord:
+    """What a script has done in an epoch between its passes, and does again if it resumes within the epoch.
+
+    Attributes:
+        lengths: length of the data of each training pass; -1 if unknown.
+        evaluations: metrics of each evaluation.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    evaluations: list[Metrics] = field(default_factory=list)
+
+
+def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
+    """Return what is expected to be equal when a script resumes, before its first step."""
+    start: dict[str, str] = {}
+    for number, each in enumerate(objects):
+        state: dict[str, Any] = each.state_dict()
+        if isinstance(each, torch.optim.Optimizer | LRScheduler):
+            for index, group in enumerate(state.get("param_groups", [state])):
+                values = {name: value for name, value in group.items() if name != "params"}
+                owner = f"{type(each).__name__} (object {number}, group {index})"
+                start |= {f"{name} of {owner}": repr(value) for name, value in values.items()}
+    if dropouts := [name for name, module in net.named_modules() if _has_dropout(module)]:
+        start[f"number of trainers, on which the masks of dropout in {dropouts[0]} depend"] = str(
+            num_trainers
+        )
+    return start
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    probability = getattr(module, "p" if "Dropout" in type(module).__name__ else "dropout", 0.0)
+    return isinstance(probability, int | float) and probability > 0
 
 
 def pack_state(
-    net: nn.Module, objects: Sequence[Stateful], position: Position
+    net: nn.Module,
+    objects: Sequence[Stateful],
+    position: Position,
+    in_epoch: EpochRecord,
+    start: Mapping[str, str],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and the progress of a checkpoint.
 
     Args:
         objects: optimizers of the module, schedulers, and other objects.
+        start: see :func:`describe_start`.
 
     Raises:
         DataError: the state of an object has a value that a checkpoint cannot store.
@@ -69,27 +115,38 @@ def pack_state(
             state = [{**group, "params": None} for group in state["param_groups"]]
             first += _num_parameters(each)
         encoded.append(_encode(state, type(each).__name__))
-    return pack_dense(net.state_dict(), tensors), {_OBJECTS: encoded, _POSITION: position}
+    progress = {_OBJECTS: encoded, _TYPES: [type(each).__name__ for each in objects], _POSITION: position}
+    return pack_dense(net.state_dict(), tensors), progress | {_EPOCH: asdict(in_epoch), _START: start}
 
 
-def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoint) -> Position:
-    """Load the module and the objects from a checkpoint, and return its position.
+def load_progress(
+    net: nn.Module, objects: Sequence[Stateful], stored: Checkpoint
+) -> tuple[Position, EpochRecord, dict[str, str]]:
+    """Load the module and the objects from a checkpoint; return its position, record and start.
 
     Raises:
         CheckpointError: the checkpoint is of another module, or of other objects.
     """
     state, tensors = unpack_dense(stored.tensors(DENSE_FILE))
     load_state(net, state, stored.folder)
-    progress = stored.manifest.progress
-    encoded, first = progress.get(_OBJECTS, []), 0
-    if objects and len(encoded) != len(objects):
-        rule = f"has the state of {len(encoded)} optimizers and schedulers, not of {len(objects)}"
+    states, position, record, start = _parse_progress(stored)
+    first = 0
+    if objects and len(states) != len(objects):
+        rule = f"has the state of {len(states)} optimizers and schedulers, not of {len(objects)}"
         raise CheckpointError(f"{stored.folder}: the checkpoint {rule}; pass the objects of its script")
-    for each, code in zip(objects, map(_decode, encoded), strict=False):
+    for each, (name, code) in zip(objects, states, strict=False):
         groups = each.param_groups if isinstance(each, torch.optim.Optimizer) else None
-        if len(groups or ()) != (len(code) if isinstance(code, list) else 0):
+        is_other = name != type(each).__name__
+        if is_other or len(groups or ()) != (len(code) if isinstance(code, list) else 0):
             rule = f"has no state for {type(each).__name__} at its position among the objects of cluster.save"
-            raise CheckpointError(f"{stored.folder}: {rule}, with the same number of parameter groups")
+            raise CheckpointError(
+                f"{stored.folder}: {rule}, with the same number of parameter groups, but for {name}"
+            )
+        is_checked = isinstance(each, torch.optim.Optimizer | LRScheduler)
+        current = each.state_dict() if groups is None else groups
+        if is_checked and not _fits(code, current, has_more=groups is not None):
+            rule = f"has a state that does not fit {type(each).__name__}; pass the objects of its script"
+            raise CheckpointError(f"{stored.folder}: the checkpoint {rule}")
         if not isinstance(each, torch.optim.Optimizer):
             each.load_state_dict(code)
             continue
@@ -97,9 +154,59 @@ def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoin
         values = {index - first: state for index, state in tensors.items() if first <= index < end}
         DenseOptimizer(each, Schedule()).load(values, stored.folder)
         for group, settings in zip(each.param_groups, code, strict=True):
-            group.update({name: value for name, value in settings.items() if name != "params"})
+            group.update({name: value for name, value in settings.items() if name not in _NOT_LOADED})
         first = end
-    return Position(*progress.get(_POSITION, ()))
+    return position, record, start
+
+
+def _parse_progress(
+    stored: Checkpoint,
+) -> tuple[list[tuple[str, Any]], Position, EpochRecord, dict[str, str]]:
+    """Return type and state of each object, the position, the record of the epoch, and the start.
+
+    Raises:
+        CheckpointError: a value is invalid, or a loop cannot have reached the position.
+    """
+    progress, most = stored.manifest.progress, stored.manifest.step + _MAX_EMPTY_PASSES
+    try:
+        states = [_decode(code) for code in progress.get(_OBJECTS, ())]
+        types = progress.get(_TYPES, [""] * len(states))
+        position = Position(*progress.get(_POSITION, ()))
+        record, start = EpochRecord(**progress.get(_EPOCH, {})), progress.get(_START, {})
+        numbers = [value for metrics in record.evaluations for value in metrics.values()]
+        is_valid = (
+            all(type(each) is int and each >= 0 for each in position)
+            and max(position[:-1]) <= most
+            and position.samples < _MAX_SAMPLES
+            and position.first_pass <= position.pass_index
+            and all(type(each) is int for each in record.lengths)
+            and all(isinstance(each, int | float) for each in numbers)
+            and all(isinstance(each, str) for each in (*types, *start, *start.values()))
+        )
+        if is_valid:
+            return [*zip(types, states, strict=True)], position, record, start
+    except (TypeError, ValueError, KeyError, AttributeError):
+        pass
+    rule = "has no valid state of a loop; use another checkpoint"
+    raise CheckpointError(f"{stored.folder / MANIFEST_FILE}: {rule}")
+
+
+def _fits(value: Any, current: Any, *, has_more: bool = True) -> bool:
+    """Return whether a stored value may replace a current one of an object of torch.
+
+    Args:
+        has_more: whether a stored dict may have further names, with numbers.
+    """
+    if isinstance(current, dict):
+        return isinstance(value, dict) and all(
+            name in _NOT_LOADED or ((has_more or name in current) and _fits(each, current.get(name, 0.0)))
+            for name, each in value.items()
+        )
+    if isinstance(current, list | tuple):
+        is_as_long = isinstance(value, type(current)) and len(value) == len(current)
+        return is_as_long and all(map(_fits, value, current))
+    kind = next((kind for kind in (bool, str, int | float) if isinstance(current, kind)), None)
+    return isinstance(value, kind) if kind else not isinstance(value, dict | list | tuple)
 
 
 def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
@@ -137,7 +244,7 @@ class LoopCheckpoints:
         every_steps: number of steps between two checkpoints.
         save: writes a checkpoint of the loop, given its folder and the best evaluation.
         saved_step: step of the newest checkpoint; 0 if there is none.
-        best: the best evaluation, or None.
+        best: the best evaluation of which there is a checkpoint, or will be before the next step, or None.
     """
 
     backend: Backend
@@ -147,6 +254,7 @@ class LoopCheckpoints:
     save: Callable[[StoragePath, Best | None], None]
     saved_step: int = 0
     best: Best | None = None
+    _saved_best: Best | None = None
 
     def open_newest(self) -> Checkpoint | None:
         """Return the newest valid checkpoint, which others will follow; None if there is none.
@@ -163,6 +271,7 @@ class LoopCheckpoints:
             return None
         stored = Checkpoint.open(checkpoint_folders.step_folder(self.root, step))
         self.saved_step, self.best = step, stored.manifest.best
+        self._saved_best = self.best
         return stored
 
     def record_evaluation(self, metrics: Metrics, step: int) -> None:
@@ -171,12 +280,35 @@ class LoopCheckpoints:
         self.best = checkpoint_folders.choose_best(self.best, by, metrics, step)
 
     def write_if_due(self, step: int, *, is_last: bool = False) -> None:
-        """Write a checkpoint between two steps, if it is due; remove old ones."""
+        """Write a checkpoint between two steps, if it is due; remove old ones.
+
+        If that fails, there is a warning, and the script continues. Only the last checkpoint must succeed.
+
+        Raises:
+            CheckpointError: the last checkpoint cannot be written.
+        """
         is_best = self.best is not None and self.best.step == step
         if step == self.saved_step or not (is_last or is_best or step % self.every_steps == 0):
             return
-        self.save(checkpoint_folders.step_folder(self.root, step), self.best)
-        self.saved_step = step
+        try:
+            self.save(checkpoint_folders.step_folder(self.root, step), self.best)
+        except CheckpointError as error:  # of all trainers
+            failure = f"no checkpoint of step {step}: {error}"
+            if is_last:
+                raise CheckpointError(
+                    f"{failure}; a new start resumes from step {self.saved_step}"
+                ) from error
+            self._warn(f"{failure}; training continues")
+            self.best = self._saved_best
+            return
+        self.saved_step, self._saved_best = step, self.best
         if self.backend.trainer == 0:
             keep_last = self.backend.config.checkpoint.keep_last
-            checkpoint_folders.prune(self.root, keep_last, self.best and self.best.step)
+            try:
+                checkpoint_folders.prune(self.root, keep_last, self.best and self.best.step)
+            except (CheckpointError, StorageError) as error:
+                self._warn(f"an old checkpoint could not be removed: {error}")
+
+    def _warn(self, message: str) -> None:
+        if self.backend.trainer == 0:
+            self.backend.warn(message)

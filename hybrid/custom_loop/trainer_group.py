@@ -1,15 +1,14 @@
 """Collective operations among the trainers of a custom loop."""
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid.custom_loop.local_batches import checksum
 from hybrid.engine.uneven_batches import gather_slices
 from hybrid.errors import DataError
+from hybrid.protocol.ticket import DIFFERENT_BATCHES
 
 
 class TrainerGroup:
@@ -51,22 +50,16 @@ class TrainerGroup:
             values = _GatherWithGradients.apply(values, self)  # type: ignore[no-untyped-call]
         return values if is_trained else values.detach().cpu()
 
-    def check_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches; compare the first one of all trainers.
+    def check_equal(self, checksum: int) -> None:
+        """Compare a checksum of the batches that the trainers have read.
 
         Raises:
             DataError: trainers read different batches.
         """
-        for number, batch in enumerate(batches):
-            if number == 0 and self._size > 1:
-                local = torch.tensor([checksum(batch)], dtype=torch.int64, device=self.device)
-                if bool((self.gather(local) != local.cpu()).any()):
-                    raise DataError(
-                        "trainers read different batches. All trainers must read the same batches; each gets "
-                        "its slice. Use the same seed on all trainers where the script shuffles or samples "
-                        "the data (samplers of torch already have it)"
-                    )
-            yield batch
+        if self._size > 1:
+            local = torch.tensor([checksum], dtype=torch.int64, device=self.device)
+            if bool((self.gather(local) != local.cpu()).any()):
+                raise DataError(f"trainers {DIFFERENT_BATCHES}")
 
 
 class _GatherWithGradients(torch.autograd.Function):

@@ -11,31 +11,45 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count, islice
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import count
+from operator import length_hint
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
 from hybrid.checkpoint.checkpoint_folders import BEST, CUSTOM_LOOP, MANIFEST_FILE, Best, Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.custom_loop.backend import Backend
-from hybrid.custom_loop.embedding_modules import TableCall, TableModule
+from hybrid.custom_loop.embedding_modules import Jagged, TableCall, TableModule
 from hybrid.custom_loop.local_batches import (
     LocalBatch,
+    PassSizes,
     PreparedData,
     global_batches,
     local_batches,
+    size_of,
+    skip_samples,
     tensors_of,
 )
-from hybrid.custom_loop.loop_state import LoopCheckpoints, Position, Stateful, load_progress, pack_state
+from hybrid.custom_loop.loop_state import (
+    EpochRecord,
+    LoopCheckpoints,
+    Position,
+    Stateful,
+    load_progress,
+    pack_state,
+)
 from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.dense.devices import choose_devices
-from hybrid.dense.net_builder import batch_norm_warning
+from hybrid.dense.net_builder import BATCH_NORMS, batch_norm_warning
 from hybrid.embedding.trainer.embeddings import ModuleTables, TableRequest
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.engine.ddp import DensePlacement
@@ -43,6 +57,7 @@ from hybrid.engine.hybrid_model import to_device
 from hybrid.engine.losses import weighted_summand
 from hybrid.engine.step_engine import StepEngine, seed_step
 from hybrid.errors import CheckpointError, ConfigError, DataError
+from hybrid.metrics import Metrics
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode
@@ -56,6 +71,23 @@ _ALL_TRAINERS = 1 << 32
 _MANY_PARTS = 1 << 30  # more parts than a step has, until its last micro-batch is known
 
 
+_LOOPS = weakref.WeakSet["TrainingLoop"]()
+
+
+@cache
+def _call_before_steps() -> None:
+    """Make every optimizer call the loops before its step, from the first loop of the process on.
+
+    Removing the hook of a loop that is garbage could disturb an optimizer that iterates over its hooks.
+    """
+
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for loop in list(_LOOPS):
+            loop.before_optimizer_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+
+
 @dataclass
 class ForwardPass:
     """A forward pass that is running.
@@ -66,6 +98,7 @@ class ForwardPass:
         prefetched: the lookup that was sent before the pass; None after its vectors are used.
         is_last: whether it trains the last micro-batch of a step.
         vectors: calls and their vectors, by key.
+        returned: key of each call whose vectors the module has, and their version when it got them.
         zeros: the zero output of each lookup whose vectors were used; see :meth:`ModuleTables.lookup`.
         is_backward_done: whether ``cluster.backward`` was called.
     """
@@ -75,6 +108,7 @@ class ForwardPass:
     prefetched: Lookup | None = None
     is_last: bool = False
     vectors: dict[object, tuple[TableCall, Tensor]] = field(default_factory=dict)
+    returned: dict[object, int] = field(default_factory=dict)
     zeros: list[Tensor] = field(default_factory=list)
     is_backward_done: bool = False
 
@@ -93,6 +127,9 @@ class TrainingLoop:
         checkpoints: the checkpoints of ``cluster.resume``, or None.
         position: position of the loop.
         resumed: position of the checkpoint from which the loop continues.
+        in_epoch: what the script has done in this epoch.
+        start: see :func:`describe_start`.
+        handed_out: the slices of the pass that was iterated last.
         is_in_pass: whether a pass over training batches has begun, and the next has not.
         is_saving: whether a checkpoint is reading the state dict of the module.
     """
@@ -120,11 +157,15 @@ class TrainingLoop:
         self._rules = placed.rules
         self._tables = ModuleTables(specs, placed.placement, placed.workers, clock)
         self._modules = list(modules.values())
+        # As the reference of hybrid compare, one process looks up all ids when they are used.
+        is_reference = backend.is_single_process and backend.snapshot is not None
+        self._ahead = [] if is_reference else self._modules  # whose named columns are looked up ahead
         for name, module in modules.items():
             module.bind(name, self)
         net.to(self.device)
         if not backend.is_single_process and (message := batch_norm_warning(net, config)):
-            self._warnings.warn(message)
+            last = "cluster.batches(..., drop_last=True) leaves out a last batch that is too small"
+            self._warnings.warn(f"{message}. {last}")
         self._engine = StepEngine[LocalBatch](
             config,
             backend.trainer,
@@ -152,24 +193,24 @@ class TrainingLoop:
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
         self.checkpoints: LoopCheckpoints | None = None
         self.position = self.resumed = Position()
+        self.in_epoch, self._resumed_epoch = EpochRecord(), EpochRecord()
+        self.start: Mapping[str, str] = {}
+        self.handed_out = PassSizes()
         self.is_in_pass = False
         self._sent_step = -1  # the last step with gradients on their way to the tables
         self.is_saving = False
         self._is_in_backward = False
-        loop = weakref.ref(self)  # hooks of parameters and optimizers must not keep it alive
+        loop = weakref.ref(self)  # hooks of parameters must not keep it alive
 
         def after_gradient(_: Tensor) -> None:
             if (live_loop := loop()) is not None:
                 live_loop._require_cluster_backward()
 
-        def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if (live_loop := loop()) is not None:
-                live_loop.before_optimizer_step(optimizer)
-
         for parameter in net.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(after_gradient)
-        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        _call_before_steps()
+        _LOOPS.add(self)
 
     @property
     def step(self) -> int:
@@ -182,32 +223,44 @@ class TrainingLoop:
         max_steps = self._config.train.max_steps
         return max(0, max_steps - self.step) if max_steps else None
 
-    def batches(self, data: Any, size: int | None, whole: str | None) -> Iterator[Any]:
+    def batches(
+        self, data: Any, size: int | None, whole: str | None = None, drop_last: bool = False
+    ) -> Iterator[Any]:
         """Yield this trainer's slice of each batch, for training, or for evaluation under ``no_grad``."""
         if torch.is_grad_enabled():
-            yield from self._training_batches(data, size, whole)
+            yield from self._training_batches(data, size, whole, drop_last)
             return
-        outer = self._evaluation
+        outer, checksum, self.handed_out = self._evaluation, 0, PassSizes()
         try:
-            for batch in self._local_batches(data, size, whole, self.position.pass_index, 0):
+            for batch in self._local_batches(data, size, whole, drop_last, self.position.pass_index, 0):
+                checksum = zlib.crc32(batch.checksum.to_bytes(4, "little"), checksum)
                 ticket = self._evaluation_ticket()
                 prefetched = self._tables.lookup(batch.sparse_features, ticket) if batch.calls else None
                 self._evaluation = ForwardPass(ticket, batch, prefetched)
-                yield batch.values
+                yield self._hand_out(batch)
+            self.trainers.check_equal(checksum)
         finally:
             self._evaluation = outer
 
+    def _hand_out(self, batch: LocalBatch) -> Any:
+        self.handed_out.add(batch)
+        return batch.handed_out
+
     def _local_batches(
-        self, data: Any, size: int | None, whole: str | None, index: int, first: int
+        self, data: Any, size: int | None, whole: str | None, drop_last: bool, index: int, first_sample: int
     ) -> Iterator[LocalBatch]:
-        """Yield the slices of pass number ``index``, from batch ``first`` on."""
+        """Yield the slices of pass number ``index``, from a sample on."""
         trainer, num_trainers = self._backend.trainer, self._backend.group.size()
+        modules, needs_pairs = self.model.net.modules(), torch.is_grad_enabled()
+        least = 1 + (needs_pairs and any(isinstance(each, BATCH_NORMS) and each.training for each in modules))
         if isinstance(data, PreparedData):
-            split = trainer, num_trainers, size, self._modules, whole
-            return data.local_batches(*split, epoch=index, first_step=first)
-        batches = islice(self._seeded(global_batches(data, size, whole), index), first, None)
-        checked = self.trainers.check_batches(batches)
-        return local_batches(checked, trainer, num_trainers, self._modules, whole)
+            split = trainer, num_trainers, size, self._ahead, whole, index, first_sample
+            slices = data.local_batches(*split, least=least, drop_last=drop_last)
+        else:
+            batches = self._seeded(global_batches(data, size, whole, drop_last=drop_last), index)
+            remaining = skip_samples(batches, first_sample)
+            slices = local_batches(remaining, trainer, num_trainers, self._ahead, whole, least)
+        return (replace(each, device=self.device) for each in slices)
 
     def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
         """Yield batches whose random numbers depend on their position only, and are alike on all trainers."""
@@ -217,17 +270,21 @@ class TrainingLoop:
                 return
             yield batch
 
-    def _training_batches(self, data: Any, size: int | None, whole: str | None) -> Iterator[Any]:
+    def _training_batches(
+        self, data: Any, size: int | None, whole: str | None, drop_last: bool
+    ) -> Iterator[Any]:
         self._flush()
         self.end_pass()
         index, resumed = self.position.pass_index, self.resumed
+        if self.checkpoints is not None:
+            self._note_length(data, index)
         if index < resumed.pass_index:  # its steps precede the checkpoint
             self.position = self.position._replace(pass_index=index + 1)
             return
-        first = resumed.steps if index == resumed.pass_index else 0
-        self._training, current = None, None
-        self.position, self.is_in_pass = self.position._replace(steps=first), True
-        self._engine.begin(self._local_batches(data, size, whole, index, first), self.step)
+        first = resumed.samples if index == resumed.pass_index else 0
+        self._training, current, self.handed_out = None, None, PassSizes()
+        self.position, self.is_in_pass = self.position._replace(samples=first), True
+        self._engine.begin(self._local_batches(data, size, whole, drop_last, index, first), self.step)
         try:
             for step_input in self._engine.steps(self.remaining_steps, self.save_if_due):
                 step, self._num_lookups = self.step, 0
@@ -238,7 +295,7 @@ class TrainingLoop:
                     with self._engine.recording(micro):
                         lookup: Any = micro.start()
                         self._training = current = ForwardPass(ticket, micro.batch, lookup, micro.is_last)
-                        yield micro.batch.values
+                        yield self._hand_out(micro.batch)
                     if self._training is not current:
                         raise RuntimeError(
                             "cluster.load(...), or a pass over other training batches, has ended this pass: "
@@ -250,14 +307,17 @@ class TrainingLoop:
                         missing = optimizer if current.is_backward_done else "cluster.backward(...)"
                         raise RuntimeError(
                             f"{missing} was not called for the batch of step {step}; each batch takes one "
-                            "step. To evaluate, iterate under torch.no_grad()"
+                            "step. To add up the gradients of several batches, yield them as one batch, and "
+                            "set train.micro_batches. To evaluate, iterate under torch.no_grad()"
                         )
-                self.position = self.position._replace(steps=self.position.steps + 1)
+                num_samples = self.position.samples + step_input.batch.global_size
+                self.position = self.position._replace(samples=num_samples)
+            self._flush()  # raises what went wrong in the last step
             if self.remaining_steps != 0:
                 self.end_pass()
             elif self._backend.snapshot is not None:
                 self.save(self._backend.snapshot, [*self._optimizers])
-                self._backend.snapshot = None
+                raise SystemExit  # hybrid compare needs no further lines of the script
         finally:
             if self._training is current:  # an interrupted loop may end after the next one has begun
                 self._training = None
@@ -279,7 +339,7 @@ class TrainingLoop:
     def end_pass(self) -> None:
         """Count the current pass as done, whether the script read all of its batches or left it."""
         if self.is_in_pass:
-            self.position = self.position._replace(pass_index=self.position.pass_index + 1, steps=0)
+            self.position = self.position._replace(pass_index=self.position.pass_index + 1, samples=0)
             self.is_in_pass = False
 
     def save_if_due(self, *, is_last: bool = False) -> None:
@@ -291,7 +351,10 @@ class TrainingLoop:
         return Ticket(self._backend.trainer, self.step, self.step, purpose=Purpose.PREDICT)
 
     def vectors(self, call: TableCall) -> Tensor:
-        """Return the vectors of a call of a table, (ids or bags, D), on the device."""
+        """Return the vectors of a call of a table, (ids or bags, D), on the device.
+
+        As with ``torch.nn``, a change in place does not change the vectors of another call.
+        """
         current = self._training if torch.is_grad_enabled() else self._evaluation
         if current is None:
             if torch.is_grad_enabled():
@@ -301,20 +364,26 @@ class TrainingLoop:
                 )
             current = ForwardPass(self._evaluation_ticket())
         self._use_prefetched(current)
-        if call.key not in current.vectors:
+        is_new, version = call.key not in current.vectors, current.returned.get(call.key)
+        if is_new or (version is not None and version != current.vectors[call.key][1]._version):
             ticket = current.ticket
             if current is self._training:
                 num_prefetched = ticket.part + 1  # one per micro-batch so far
                 num_others = self._num_lookups + len(current.zeros) - num_prefetched
                 ticket = ticket._replace(part=self._rules.parts + num_others)
             self._use(current, self._tables.lookup([call.module.request(call)], ticket), [call])
-            if current is self._training and call.ids.numel():
+            if is_new and current is self._training and call.ids.numel() and self._ahead:
                 self._warnings.warn(
                     f"table {call.module.name} is called with ids that are not looked up before the module "
                     "runs. Each such call waits for a separate request. For speed, put the ids, and their "
                     'weights, into the batch, and name their columns, as in hybrid.Embedding(..., ids="user")'
                 )
-        return to_device(current.vectors[call.key][1], self.device)
+        vectors = current.vectors[call.key][1]
+        if vectors.is_inference() or call.key in current.returned:
+            vectors = vectors.clone()
+        else:
+            current.returned[call.key] = vectors._version
+        return to_device(vectors, self.device)
 
     def _use_prefetched(self, current: ForwardPass) -> None:
         """Wait for the prefetched lookup of a pass, unless its vectors are already used."""
@@ -328,7 +397,9 @@ class TrainingLoop:
         current.zeros.append(zero)
         if zero.grad_fn is not None:
             zero.grad_fn.register_prehook(self._require_cluster_backward)
-        current.vectors |= {call.key: (call, each) for call, each in zip(calls, vectors, strict=True)}
+        for call, each in zip(calls, vectors, strict=True):
+            current.vectors[call.key] = call, each
+            current.returned.pop(call.key, None)
 
     def rows(self, module: TableModule) -> Tensor:
         """Return all rows of a table, (rows, D), as they are now."""
@@ -347,7 +418,10 @@ class TrainingLoop:
         if current is None:
             raise RuntimeError("cluster.backward(...) takes the loss of a batch of cluster.batches(...)")
         if current.is_backward_done:
-            raise RuntimeError(f"cluster.backward(...) is called again for the batch of step {self.step}")
+            raise RuntimeError(
+                f"cluster.backward(...) is called again for the batch of step {self.step}: add up the losses "
+                "of each sample, or pass further losses as more=[(loss, weights)]"
+            )
         if self._rules.parts > 1 and any(weights is not None for _, weights in terms):
             rule = "must be 1 for a loss with weights, whose sum is known only after the last micro-batch"
             raise ConfigError("train.micro_batches", rule, self._rules.parts)
@@ -407,19 +481,22 @@ class TrainingLoop:
         summands = []
         for values, weights in terms:
             values_B = values.reshape(-1)
-            if values.dim() == 0 or len(values_B) != batch.size:
+            size = batch.padded_size
+            if values.dim() == 0 or len(values_B) != size:
                 raise DataError(
-                    f"cluster.backward takes one loss value per sample, ({batch.size},), not "
+                    f"cluster.backward takes one loss value per sample, ({size},), not "
                     f'{list(values.shape)}: use reduction="none". For a loss over pairs of samples, use '
                     "cluster.gather(vectors)"
                 )
+            values_B = values_B if batch.size == size else values_B[: batch.size]
             if weights is not None:
                 weights_B = weights.reshape(-1).to(values_B)
-                if len(weights_B) != batch.size or not (weights_B.isfinite() & (weights_B >= 0)).all():
+                if len(weights_B) != size or not (weights_B.isfinite() & (weights_B >= 0)).all():
                     raise DataError(
-                        f"cluster.backward takes one weight per sample, ({batch.size},), finite and not "
+                        f"cluster.backward takes one weight per sample, ({size},), finite and not "
                         f"negative, not {list(weights.shape)}"
                     )
+                weights_B = weights_B[: batch.size]
                 total = self.trainers.sum(weights_B.sum().double()).item()
                 summands.append(weighted_summand(values_B, weights_B, total))
             elif batch.size:
@@ -450,7 +527,7 @@ class TrainingLoop:
             raise RuntimeError("optimizer.step() comes after cluster.backward(...), once for each batch")
         if not current.is_last:
             self._scale = None
-        elif not self._stepped_optimizers:
+        elif self.step == current.ticket.step:  # not decided yet
             self._warnings.check_gradients(p.grad for p in self.model.gradients)
             self._scale = self._engine.decide()
         self._warnings.check_learning_rate(optimizer)
@@ -473,15 +550,63 @@ class TrainingLoop:
             return  # a role was lost after this save, and the script repeats it
         self.is_saving = True
         try:
-            dense, progress = pack_state(self.model.net, objects, self.position)
+            state = self.position, self.in_epoch, self.start
+            dense, progress = pack_state(self.model.net, objects, *state)
         finally:
             self.is_saving = False
         progress |= {CUSTOM_LOOP: True, BEST: best}
         manifest = Manifest(self.step, 0, self._placed.placement.shapes, progress=progress)
         self._backend.save(self._placed.number, folder, manifest, dense)
 
-    def load(self, stored: Checkpoint, objects: Sequence[Stateful]) -> Position:
-        """Load a checkpoint, and return its position; see :meth:`Cluster.load`."""
+    def resume(self, stored: Checkpoint, objects: Sequence[Stateful], start: Mapping[str, str]) -> None:
+        """Continue from a checkpoint, and warn if the script starts otherwise than the one that wrote it.
+
+        Args:
+            start: see :func:`describe_start`.
+        """
+        self.resumed, self._resumed_epoch, before = self.load(stored, objects)
+        if differences := [
+            f"the {name}: {before.get(name)}, and {start.get(name)} now"
+            for name in sorted(before.keys() | start.keys())
+            if before.get(name) != start.get(name)
+        ]:
+            self._warnings.warn(
+                f"{stored.folder}: the script that wrote the checkpoint began with another value of "
+                f"{'; '.join(differences)}. The states of the checkpoint apply, but results may differ from "
+                "those of an undisturbed run"
+            )
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the script is between passes that it repeats up to the checkpoint."""
+        is_before = self.position.pass_index + self.is_in_pass <= self.resumed.pass_index
+        return is_before and self.resumed != Position()
+
+    def evaluate_once(self, evaluate: Callable[[], Metrics]) -> Metrics:
+        """Return the metrics of ``evaluate``, or those of this evaluation before the checkpoint."""
+        if self._training is not None or self.checkpoints is None:  # a skipped step does not evaluate again
+            return evaluate()
+        done, known = self.in_epoch.evaluations, self._resumed_epoch.evaluations
+        is_known = self.is_repeating and len(done) < len(known)
+        done.append(known[len(done)] if is_known else evaluate())
+        return done[-1]
+
+    def _note_length(self, data: Any, index: int) -> None:
+        """Record the length of a pass; warn if it was another one before the checkpoint."""
+        counted = data.dataset if isinstance(data, DataLoader) else data
+        length = size_of(data) if isinstance(data, Mapping | Jagged | Tensor) else length_hint(counted, -1)
+        done, known = self.in_epoch.lengths, self._resumed_epoch.lengths
+        if index <= self.resumed.pass_index and known[len(done) : len(done) + 1] not in ([], [length]):
+            self._warnings.warn(
+                f"pass {len(done)} of epoch {self.position.epoch} reads data of length {length}; before the "
+                f"checkpoint, it was {known[len(done)]}. The position in other data is not that of the run"
+            )
+        done.append(length)
+
+    def load(
+        self, stored: Checkpoint, objects: Sequence[Stateful]
+    ) -> tuple[Position, EpochRecord, dict[str, str]]:
+        """Load a checkpoint, and return what :func:`load_progress` returns; see :meth:`Cluster.load`."""
         tables, shapes = stored.manifest.tables, self._placed.placement.shapes
         if tables.keys() != shapes.keys():
             raise CheckpointError(
@@ -489,8 +614,8 @@ class TrainingLoop:
                 f"{', '.join(sorted(tables))}, not {', '.join(sorted(shapes))}"
             )
         self._flush()
-        position = load_progress(self.model.net, objects, stored)
+        progress = load_progress(self.model.net, objects, stored)
         self._backend.load(self._placed.number, stored)
         self._engine.begin(iter(()), stored.manifest.step)
         self._training, self._sent_step = None, -1
-        return position
+        return progress

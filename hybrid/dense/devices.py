@@ -41,7 +41,7 @@ def _num_gpus() -> int:
 
 
 def choose_backend(devices: Sequence[str]) -> str:
-    """Return the process group backend for trainers on ``devices``, each "host/device".
+    """Return the process group backend for trainers on ``devices``, each "ID of the host/device".
 
     NCCL needs one GPU per trainer; gloo supports everything else, also shared GPUs.
     """

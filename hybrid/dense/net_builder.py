@@ -26,6 +26,8 @@ from hybrid.models.ple import PLE
 from hybrid.models.wide_deep import WideAndDeep
 from hybrid.user_code.user_modules import describe_error, load_function
 
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+
 
 def extra_columns(net_name: str) -> int:
     """Return the columns of every table beyond the embedding: 1 for a first-order weight, else 0."""
@@ -185,8 +187,7 @@ def batch_norm_warning(net: nn.Module, config: RunConfig) -> str | None:
     Such a layer normalizes by the statistics of the samples that it sees. One process would take those of the
     global batch. ``torch.nn.SyncBatchNorm`` does so too, but takes no CPU tensors.
     """
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    layers = [name for name, module in net.named_modules() if isinstance(module, kinds)]
+    layers = [name for name, module in net.named_modules() if isinstance(module, BATCH_NORMS)]
     together = config.cluster.trainers if config.dense.ddp != "none" else 1
     is_split = together * config.train.micro_batches > 1 or config.dense.parallel == "replicas"
     if not layers or not is_split:

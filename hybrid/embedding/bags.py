@@ -39,6 +39,16 @@ class Bags(NamedTuple):
 # A request to one group of a worker's tables: index of the group, and the rows within it.
 Item: TypeAlias = tuple[int, Bags]
 
+# The last request of a lookup for training, if the loss may not use all of its vectors. The gradient of its
+# response has a mark for each bag of the other requests, then for each table: 1, or 0 for what the loss does
+# not use, which is not updated. A gradient without values is all ones.
+MARKS: Item = (-1, Bags(torch.empty(0, dtype=torch.int32)))
+
+
+def has_marks(items: Sequence[Item]) -> bool:
+    """Whether the last item is :data:`MARKS`."""
+    return bool(items) and items[-1][0] == MARKS[0]
+
 
 # An item without its tensors: group, pooling, and whether there are offsets and weights.
 PackedItem: TypeAlias = tuple[int, str, bool, bool]

@@ -26,6 +26,7 @@ from torch import Tensor
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import DataError, StorageError, first_line
 from hybrid.primitives.splitmix64 import splitmix64
+from hybrid.storage.file_formats import map_array
 from hybrid.storage.files import local_copy
 from hybrid.storage.remote_path import is_url, parse_path
 
@@ -74,16 +75,19 @@ class StoredTensor(NamedTuple):
     Attributes:
         shape: shape of the tensor.
         rows: function that returns the rows from a first index to an end index.
+        checksum: of the meaning of the rows (``FeatureEncoder.row_checksums``); empty if unknown.
     """
 
     shape: tuple[int, ...]
     rows: Callable[[int, int], Tensor]
+    checksum: str = ""
 
     @classmethod
     def of_safetensors(cls, file: Any, name: str) -> StoredTensor:
         """Return a tensor of an open safetensors file."""
         tensor = file.get_slice(name)
-        return cls(tuple(tensor.get_shape()), lambda start, stop: tensor[start:stop])
+        checksum = (file.metadata() or {}).get(name, "")
+        return cls(tuple(tensor.get_shape()), lambda start, stop: tensor[start:stop], checksum)
 
     def of_shard(self, index: int, count: int) -> Iterator[tuple[int, Tensor]]:
         """Yield blocks of the rows of a shard, each with the index of its first row within the shard."""
@@ -99,16 +103,15 @@ def make_absolute(source: str | Path) -> str:
     return str(source) if is_url(str(source)) else os.path.abspath(source)
 
 
-def read_shape(source: str) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a source.
+def read_shape(source: str) -> tuple[tuple[int, ...], str]:
+    """Return the numbers of rows and columns of a source, and the ``checksum`` of :class:`StoredTensor`.
 
     Raises:
         DataError: the source is not a matrix of floating-point values.
         StorageError: the file cannot be fetched.
     """
     with _opened(source) as matrix:
-        num_rows, dim = matrix.shape
-        return num_rows, dim
+        return matrix.shape, matrix.checksum
 
 
 def read_rows(source: str, out_RD: Tensor, index: int, count: int) -> None:
@@ -133,20 +136,24 @@ def _opened(source: str) -> Iterator[StoredTensor]:
     # A late import: environments of the benchmark's other systems lack safetensors.
     from safetensors import SafetensorError, safe_open
 
+    from hybrid.checkpoint.tensor_file import read_header
+
     path, _, name = source.partition("#")
     try:
         if path.endswith(".parquet"):
             raise LookupError("Parquet files have rows by key, which only tables of prepared data have")
         with ExitStack() as stack:
-            local_path = stack.enter_context(local_copy(parse_path(path)))
             if path.endswith(".npy"):
-                array = np.load(local_path, mmap_mode="r", allow_pickle=False)
+                array = map_array(parse_path(path), follows_links=True)
                 matrix = StoredTensor(array.shape, lambda i, j: torch.from_numpy(np.array(array[i:j])))
             else:
+                local_path = stack.enter_context(local_copy(parse_path(path), follows_links=True))
+                read_header(local_path)  # checks its length
                 file = stack.enter_context(safe_open(local_path, framework="pt"))
                 names = list(file.keys())
+                known = ", ".join(f"#{each}" if each.isprintable() else repr(each) for each in sorted(names))
                 if name not in names and (name or len(names) > 1):
-                    raise LookupError(f"it has no tensor {name!r}; add one of #{', #'.join(sorted(names))}")
+                    raise LookupError(f"it has no tensor {name!r}; add one of {known}")
                 matrix = StoredTensor.of_safetensors(file, name or names[0])
             if len(matrix.shape) != 2 or 0 in matrix.shape:
                 raise DataError(f"{source}: has shape {list(matrix.shape)}, but must have rows and columns")
@@ -155,8 +162,9 @@ def _opened(source: str) -> Iterator[StoredTensor]:
             yield matrix
     except StorageError:
         raise
-    except (OSError, SafetensorError, ValueError, LookupError) as error:
-        raise DataError(f"{source}: cannot be read as rows of a table: {first_line(error)}") from error
+    except (OSError, SafetensorError, ValueError, LookupError, RuntimeError) as error:
+        # RuntimeError: torch cannot map the file, which may be larger than it looks.
+        raise DataError(f"{source}: cannot be read as rows of a table: {first_line(error):.300}") from error
 
 
 def read_rows_by_key(table: TableSpec, out_RD: Tensor, index: int, count: int) -> None:

@@ -10,7 +10,6 @@ buffers whose layout is fixed when the model is built.
 # No postponed annotations here: DDP checks the annotations of a communication hook, as types.
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -196,6 +195,7 @@ class DdpModel:
         clock: StepClock | None = None,
         shared_reduce: SharedSlots | None = None,
     ) -> None:
+        self._whole = model
         self._model = model if isinstance(model, HybridModel) else None
         self.net: nn.Module = model if self._model is None else self._model.net
         self.module = model
@@ -205,19 +205,44 @@ class DdpModel:
         self.group_reduce: GroupReduce | None = None
         self.accumulated: dict[Tensor, Tensor] = {}
         self._placement = placement
+        self._mode = mode
         self._ddp: DistributedDataParallel | None = None
+        self._is_last = True  # micro-batch of the step
+        self._reduced: set[Tensor] = set()  # parameters that DDP reduces
+        self._summed: set[Tensor] = set()  # those that it has reduced in this micro-batch
+        self._capacity = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         if mode is DdpMode.OUTSIDE:
-            self.module = self._ddp = self._wrap(model)
+            self.follow_parameters()
         elif mode is DdpMode.INSIDE:
             assert self._model is not None, "only a net in stages has a head"
             head = self._model.stages.head
             if not any(parameter.requires_grad for parameter in head.parameters()):
                 raise ConfigError("dense.ddp", "needs a head with trainable parameters", mode.value)
             self._model.stages.head = self._ddp = self._wrap(head)
-        self._reduced = {p for p in self._ddp.parameters() if p.requires_grad} if self._ddp else set[Tensor]()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def follow_parameters(self) -> nn.Module:
+        """Return what to call; under ``OUTSIDE``, wrap the model again if other parameters are trained now.
+
+        All trainers call it together. DDP then copies the parameters of trainer 0 to the others.
+
+        Raises:
+            RuntimeError: the parameters have changed between two micro-batches of a step.
+        """
+        trained = {p for p in self.net.parameters() if p.requires_grad}
+        if self._mode is DdpMode.OUTSIDE and trained != self._reduced:
+            if self.accumulated:
+                raise RuntimeError(
+                    "the trained parameters of the module have changed between two micro-batches of a step; "
+                    "change requires_grad, or replace layers, only after a whole step"
+                )
+            self.module, self._ddp, self._reduced = self._whole, None, set()
+            if trained:
+                self.module = self._ddp = self._wrap(self._whole)
+        return self.module
 
     def _wrap(self, module: nn.Module) -> DistributedDataParallel:
-        group = self._placement.group
+        group, parameters = self._placement.group, [p for p in module.parameters() if p.requires_grad]
         ddp = DistributedDataParallel(
             module,
             process_group=group,
@@ -226,18 +251,21 @@ class DdpModel:
             # Running statistics must agree; constant index tables need no broadcast every step.
             forward_sync_buffers=any(buffer.is_floating_point() for buffer in module.buffers()),
         )
+        if sum(parameter.nbytes for parameter in parameters) > self._capacity:
+            self.shared_reduce = None
         if self.shared_reduce is None and group.size() > 1:
-            parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
             self.group_reduce = GroupReduce(parameters, group, self.clock)
         ddp.register_comm_hook(self, sum_hook)
+        ddp.require_backward_grad_sync = self._is_last
+        self._reduced = set(parameters)
         return ddp
 
-    def reducing(self, is_last: bool) -> AbstractContextManager[None]:
-        """Reduce the gradients of a micro-batch within the block if it is the last one of the step."""
-        if is_last or self._ddp is None:
-            return nullcontext()
-        no_sync: AbstractContextManager[None] = self._ddp.no_sync()
-        return no_sync
+    def begin(self, is_last: bool) -> None:
+        """Begin a micro-batch, whose gradients are reduced if it is the last one of the step."""
+        self._is_last = is_last
+        self._summed.clear()
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = is_last
 
     def collect(self, gradients: dict[Tensor, Tensor], is_last: bool) -> None:
         """Add the gradients of a micro-batch, as its graph gives them."""
@@ -245,11 +273,18 @@ class DdpModel:
         if is_last and self.group_reduce is not None:
             self.group_reduce.wait()
             reduced = self.group_reduce.gradients
-        named = self.net.named_parameters() if is_last else ()
-        if unused := [name for name, p in named if p in self._reduced and p not in gradients]:
+        named = dict(self.net.named_parameters()) if is_last and self._ddp is not None else {}
+        if unused := [name for name, p in named.items() if p in self._reduced and p not in gradients]:
             raise RuntimeError(
                 f"parameter {unused[0]} has no gradient: the loss of each batch must depend on all "
                 "parameters; set requires_grad = False for others"
+            )
+        of_mode = gradients if self._mode is DdpMode.OUTSIDE else self._reduced
+        if local := [name for name, p in named.items() if p in of_mode and p not in self._summed]:
+            raise RuntimeError(
+                f"the gradient of parameter {local[0]} is not summed over the trainers, because the forward "
+                "of the distributed module did not call its layer: train with model(...), not with the "
+                "original module, nor with layers or other methods of the model"
             )
         self.gradients.clear()
         for parameter in [p for p in self.net.parameters() if p in gradients]:
@@ -296,6 +331,7 @@ def sum_hook(model: DdpModel, bucket: dist.GradBucket) -> torch.futures.Future[T
     DDP would divide by the number of trainers, which is the mean only where all batches have one size. The
     loss of each trainer already carries the weight of its samples in the global batch, so the sum is right.
     """
+    model._summed.update(bucket.parameters())
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         if parameter in model.accumulated:
             gradient.add_(model.accumulated.pop(parameter))

@@ -11,6 +11,7 @@ from hybrid.config import ColumnSection, RunConfig, TableSection
 from hybrid.config.data_sections import UNPOOLED, sequence_length
 from hybrid.config.table_sections import table_optimizer, table_placement
 from hybrid.config.validation import table_of_column
+from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.dense.compilation import compiled
 from hybrid.dense.dense_optimizer import make_optimizer
 from hybrid.dense.hosted_net import HostedNet
@@ -23,7 +24,7 @@ from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
 from hybrid.protocol.update_rules import UpdateRules
-from hybrid.storage.remote_path import is_url
+from hybrid.storage.remote_path import is_url, parse_path
 
 _SPEC_FIELDS = {"beta": "ftrl_beta", "l1": "ftrl_l1"}  # arguments whose field has another name
 
@@ -117,12 +118,19 @@ def _with_pretrained_rows(table: TableSpec, data_source: str | None) -> TableSpe
             rule = "must not be Parquet, whose rows are found by value, for a table of several columns"
             raise ConfigError(key, rule, path)
         return replace(table, keys=data_source or "")
-    shape = read_shape(table.initial)
+    shape, checksum = read_shape(table.initial)
     if shape != (table.num_rows, table.dim):
         rule = (
             f"must have {table.num_rows} rows of {table.dim}, as the table has, not {shape[0]} of {shape[1]}"
         )
         raise ConfigError(key, rule, path)
+    if data_source and checksum:
+        table_of = dict.fromkeys(table.features, table.name)
+        if FeatureEncoder.load(parse_path(data_source)).row_checksums(table_of)[table.name] != checksum:
+            rule = (
+                "has rows of other values than the training data; give a Parquet file of values and vectors"
+            )
+            raise ConfigError(key, rule, path)
     return table
 
 

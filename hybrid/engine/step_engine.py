@@ -100,9 +100,9 @@ class StepEngine(Generic[AnySamples]):
         self._clock = clock
         mode, shared_reduce = DdpMode(config.dense.ddp), None
         num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        if is_single_process or not num_bytes:
+        if is_single_process or (not num_bytes and mode is DdpMode.INSIDE):
             mode = DdpMode.NONE
-        if mode is not DdpMode.NONE and dist.get_backend(group) == "gloo":
+        if mode is not DdpMode.NONE and num_bytes and dist.get_backend(group) == "gloo":
             is_cpu, seconds = devices[0].type == "cpu", config.cluster.timeout_seconds
             shared_reduce = SharedSlots.join(placement.group, trainer, num_bytes, is_cpu, seconds)
         self.model = DdpModel(model, mode, placement, clock, shared_reduce)
@@ -148,7 +148,7 @@ class StepEngine(Generic[AnySamples]):
     def recording(self, micro: MicroBatch[AnySamples]) -> Iterator[None]:
         """Record the forward pass of a micro-batch, until :meth:`backward` or the end of the block."""
         with ExitStack() as self._recording:
-            self._recording.enter_context(self.model.reducing(micro.is_last))
+            self.model.begin(micro.is_last)
             self._context_id = None
             if self._spans_processes:
                 self._context_id = self._recording.enter_context(dist_autograd.context())

@@ -37,6 +37,10 @@ class Samples(Protocol):
     def ended(self) -> bool: ...
 
     @property
+    def checksum(self) -> int:
+        """See :class:`Ticket`."""
+
+    @property
     def sparse_features(self) -> Any:
         """The ids to look up."""
 
@@ -146,7 +150,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         lookups: list[Lookup] = []
         micro_batches = []
         for part, samples in enumerate(batch.split(self._parts)):
-            ticket = Ticket(self._trainer, step, step, part)
+            ticket = Ticket(self._trainer, step, step, part, checksum=batch.checksum)
             start: Callable[[], Lookup] = partial(self._start, samples, ticket)
             if self._should_prefetch:
                 is_async = self._mode is UpdateMode.ASYNC

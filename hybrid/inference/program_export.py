@@ -19,6 +19,7 @@ from hybrid.config.data_sections import columns_of
 from hybrid.data.parse.column_layout import create_file_section
 from hybrid.errors import HybridError
 from hybrid.inference.trained_module import SAMPLES, STARTS, TrainedModule, prediction_names
+from hybrid.storage.files import write_bytes
 from hybrid.user_code.user_modules import describe_error
 
 PREPROCESSING_FILE = "preprocessing.json"
@@ -178,7 +179,7 @@ def write_preprocessing(model: TrainedModule, folder: Path) -> list[str]:
         ],
     }
     text = json.dumps(content, ensure_ascii=False, indent=1)
-    (folder / PREPROCESSING_FILE).write_text(text, encoding="utf-8")
+    write_bytes(folder / PREPROCESSING_FILE, text.encode())
     return [PREPROCESSING_FILE]
 
 

@@ -209,7 +209,7 @@ class SourceRows:
         """
         layout, encoder = self.layout, self.trained.encoder
         log = InvalidRowLog(layout.data.max_invalid_fraction)
-        unknown, num_rows = np.zeros((2, len(encoder.sparse)), np.int64), 0
+        unknown, num_rows = np.zeros((3, len(encoder.sparse)), np.int64), 0
         labels: list[LabelSums] = []
         for block in read_blocks(self.files, layout, log, report=self.progress, text=self.text):
             if self.selection is not None:

@@ -1,19 +1,65 @@
-"""The memory that a process may still allocate. This module does not import torch."""
+"""The memory that a process may still allocate: of its host, and of its control groups. Without torch."""
 
+import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-_CGROUP = Path("/sys/fs/cgroup")
+_ROOT = Path("/")
+# Of a control group of version 2 and 1: the files with limit and usage, and what the kernel gives up first.
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
-def available_memory_bytes(cgroup: Path = _CGROUP) -> int:
-    """Return the free bytes of the host, or of its container (cgroup v2) if those are fewer."""
-    available = int(psutil.virtual_memory().available)
-    limit = cgroup / "memory.max"
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        # Cached file pages, which the kernel drops first, count as used.
-        used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
-        available = min(available, max(0, int(text) - used))
-    return available
+def boot_id() -> str:
+    """Return an id of the running kernel; names of hosts need not be unique."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def available_memory_bytes(root: Path = _ROOT) -> int:
+    """Return the bytes that this process may still allocate; see :func:`free_memory`."""
+    return min(free_memory(root).values())
+
+
+def free_memory(root: Path = _ROOT) -> dict[str, int]:
+    """Return the free bytes of the host, and of each control group that limits this process.
+
+    The keys are ids that are the same in all processes with this limit, also in containers.
+
+    Args:
+        root: folder with proc and the mounted control groups.
+    """
+    free = {boot_id(): int(psutil.virtual_memory().available)}
+    for group in memory_groups(root):
+        for limit, usage, reclaimable in _FILES:
+            with suppress(OSError, ValueError):  # other version, or no limit: no file, or the text "max"
+                most = int((group / limit).read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                used = int((group / usage).read_text()) - int(stat.get(reclaimable, 0))
+                status = group.stat()
+                free[f"{boot_id()} {status.st_dev} {status.st_ino}"] = max(0, most - used)
+    return free
+
+
+def memory_groups(root: Path = _ROOT) -> Iterator[Path]:
+    """Yield the folders of the control groups that may limit this process's memory, innermost first.
+
+    Slurm and systemd start processes in groups below the mounted one. A container may see few of the groups.
+    """
+    paths = {}  # of this process, by type of file system
+    with suppress(FileNotFoundError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0" or "memory" in controllers.split(","):
+                paths["cgroup2" if number == "0" else "cgroup"] = path
+        for line in (root / "proc/self/mountinfo").read_text().splitlines():
+            _, _, _, top, mounted, *_, kind, _, options = line.split(" ")
+            if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
+                below, mount = Path(os.path.relpath(paths.get(kind, "/"), top)), root / mounted.lstrip("/")
+                if ".." in below.parts or not (mount / below).is_dir():  # the group is not visible here
+                    below = Path()
+                yield from (mount / each for each in (below, *below.parents))

@@ -4,7 +4,13 @@ from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 # A ticket as plain values; see Ticket.plain.
-PlainTicket: TypeAlias = tuple[int, int, int, int, str]
+PlainTicket: TypeAlias = tuple[int, int, int, int, str, int]
+
+# Ends a message about the trainers that read them.
+DIFFERENT_BATCHES = (
+    "read different batches. All trainers must read the same batches; each gets its slice. Use the same seed "
+    "on all trainers where the script shuffles or samples the data (samplers of torch already have it)"
+)
 
 
 class Purpose(StrEnum):
@@ -26,6 +32,7 @@ class Ticket(NamedTuple):
         part: index among the lookups of this trainer and step. A configured run has one lookup per
             micro-batch; a custom loop may have several per batch.
         purpose: whether gradients follow, and how they are sent.
+        checksum: of the step's global batch, which must be equal on all trainers; 0 if only slices are read.
     """
 
     trainer: int
@@ -33,13 +40,14 @@ class Ticket(NamedTuple):
     version: int
     part: int = 0
     purpose: Purpose = Purpose.TRAIN
+    checksum: int = 0
 
     @property
     def plain(self) -> PlainTicket:
         """The ticket as plain values; :meth:`of` is the inverse."""
-        return (*self[:4], self.purpose.value)
+        return (*self[:4], self.purpose.value, self.checksum)
 
     @classmethod
     def of(cls, plain: PlainTicket) -> "Ticket":
         """Return the ticket with these plain values."""
-        return cls(*plain[:4], Purpose(plain[4]))
+        return cls(*plain[:4], Purpose(plain[4]), plain[5])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hybrid.checkpoint.checkpoint_folders import Files
 from hybrid.checkpoint.tensor_file import write_tensors
-from hybrid.errors import ClusterError
+from hybrid.errors import ClusterError, DataError
 from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.primitives.step_timings import OpenSpan, Span, StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
@@ -100,8 +100,8 @@ class UpdateBarrier(Generic[Contribution]):
     ) -> DeferredResponse[Result]:
         """Run ``work`` as soon as the updates that the ticket requires are applied.
 
-        A prefetched lookup replaces a waiting one with an equal ticket, which then fails: the trainer has
-        left the batches of the earlier lookup, and continues with others.
+        A prefetched lookup replaces a waiting one of the same step and part, which then fails: the trainer
+        has left the batches of the earlier lookup, and continues with others.
 
         Args:
             is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
@@ -116,7 +116,7 @@ class UpdateBarrier(Generic[Contribution]):
             is_ready = self._ledger.is_ready(ticket)
             if not is_ready:
                 if ticket.purpose is Purpose.PREFETCH:
-                    replaced = [each for each in self._waiting if each.ticket == ticket]
+                    replaced = [each for each in self._waiting if each.ticket[:-1] == ticket[:-1]]
                 is_timed = ticket.purpose is not Purpose.PREDICT
                 span = self._clock.begin("wait", ticket.step) if is_timed else None
                 self._waiting = [each for each in self._waiting if each not in replaced]
@@ -139,15 +139,20 @@ class UpdateBarrier(Generic[Contribution]):
         Raises:
             ClusterError: the barrier has failed, the trainer has finished, or it has already sent these
                 gradients.
+            DataError: the trainer has read another batch than the others.
         """
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
-            self._ledger.enter(ticket, contribution, time.monotonic())
-            is_here = should_update_here and not self._rules.has_update_guard
-            update = self._ledger.begin_update() if is_here else None
-            if update is None:
-                self._changed.notify_all()
+        try:
+            with self._changed:
+                if self._failure is not None:
+                    raise self._failure
+                self._ledger.enter(ticket, contribution, time.monotonic())
+                is_here = should_update_here and not self._rules.has_update_guard
+                update = self._ledger.begin_update() if is_here else None
+                if update is None:
+                    self._changed.notify_all()
+        except DataError as error:  # raised in every call, also of the other trainers
+            self._fail(error)
+            raise
         if update is not None:
             self._run_update(*update)
 

@@ -14,8 +14,8 @@ from functools import partial
 from itertools import count, takewhile
 from typing import Generic, TypeVar
 
-from hybrid.errors import ClusterError
-from hybrid.protocol.ticket import Ticket
+from hybrid.errors import ClusterError, DataError
+from hybrid.protocol.ticket import DIFFERENT_BATCHES, Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 
 Contribution = TypeVar("Contribution")
@@ -48,6 +48,7 @@ class Ledger(Generic[Contribution]):
         self._updating: dict[tuple[int, int], _Entry[Contribution]] = {}  # of the running update
         self._parts: dict[tuple[int, int], int] = {}  # by step and trainer; rules.parts by default
         self._first_unapplied = [version] * rules.num_trainers  # first step not applied, by trainer
+        self._checksums: dict[int, tuple[int, int]] = {}  # of batches by step, and the trainer that sent it
         self._absences: list[list[range]] = [[] for _ in range(rules.num_trainers)]
 
     @property
@@ -63,6 +64,10 @@ class Ledger(Generic[Contribution]):
     def enter(self, ticket: Ticket, contribution: Contribution, now: float) -> None:
         """Add a trainer's gradients of a part of a step; see :meth:`UpdateBarrier.contribute`."""
         trainer, key = ticket.trainer, (ticket.step, ticket.trainer)
+        if ticket.checksum:
+            checksum, other = self._checksums.setdefault(ticket.step, (ticket.checksum, trainer))
+            if checksum != ticket.checksum:
+                raise DataError(f"step {ticket.step}: trainers {other} and {trainer} {DIFFERENT_BATCHES}")
         if not self._takes_part(trainer, ticket.step):
             raise ClusterError(f"trainer {trainer} sent gradients of step {ticket.step} after its end")
         entry = self._entries.get(key)
@@ -99,6 +104,8 @@ class Ledger(Generic[Contribution]):
             self._first_unapplied[trainer] = step + 1
         self._updating = {}
         self.version += 1
+        all_applied = min(self._first_unapplied)
+        self._checksums = {step: c for step, c in self._checksums.items() if step >= all_applied}
 
     def finish(self, trainer: int, step: int) -> None:
         """Expect no gradients of a trainer from ``step`` on."""

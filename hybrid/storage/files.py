@@ -1,7 +1,8 @@
 """Functions to read, write, list and remove files of this machine and of object stores.
 
-A missing file raises FileNotFoundError, any other failure OSError. A failure of a store, or a path that the
-system refuses, raises StorageError with advice. A file of a store becomes visible when it is complete.
+A missing file raises FileNotFoundError, any other failure OSError. A failure of a store, or a path that is
+refused, raises StorageError with advice. A file becomes visible when it is complete. Only regular files are
+opened, and no links, unless the user has named the file itself.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 from hybrid.errors import StorageError
 from hybrid.storage.object_stores import RemoteReader, list_store, open_remote_writer, store_request
+from hybrid.storage.private_files import open_file
 from hybrid.storage.remote_path import RemotePath, StoragePath
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 16 << 20
 _REQUESTS = 6
 _SMALL_REQUESTS = 16  # concurrent requests that mostly wait
+MAX_SMALL_BYTES = 64 << 20  # of a file that is read at once
+_MAX_PARTIAL_NAME = 200  # the limit of file systems is 255
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -51,7 +55,8 @@ class Entry(NamedTuple):
 
     Attributes:
         path: its path.
-        size: in bytes; 0 for a folder, -1 for what is neither a file nor a folder, such as a FIFO.
+        size: in bytes; 0 for a folder, -1 for what is neither a file nor a folder, such as a FIFO, and for a
+            link in a listed folder.
         mtime_ns: time of the last write; 0 if the store does not report it.
         is_folder: whether it is a folder.
     """
@@ -88,6 +93,11 @@ def find_entry(path: StoragePath) -> Entry | None:
     if entry is None:
         _list_remote(path, is_deep=False)  # raises an error if the bucket does not exist
     return entry
+
+
+def _find_inside(path: Path) -> Entry | None:
+    """Return an entry of a folder, in which a link is neither a file nor a folder."""
+    return Entry(path, -1, 0, False) if path.is_symlink() else find_entry(path)
 
 
 def _path_error(path: Path, error: OSError) -> StorageError:
@@ -131,7 +141,7 @@ def list_entries(folder: StoragePath, *, is_deep: bool = False) -> list[Entry]:
             )
         except OSError as error:
             raise _path_error(folder, error) from error
-        entries = [each for path in paths if (each := find_entry(path)) is not None]
+        entries = [each for path in paths if (each := _find_inside(path)) is not None]
     return sorted((e for e in entries if not (is_deep and e.is_folder)), key=lambda each: str(each.path))
 
 
@@ -168,12 +178,14 @@ def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) 
         return list(threads.map(function, items))
 
 
-def read_bytes(path: StoragePath) -> bytes:
-    """Return the content of a small regular file; reading a FIFO would block."""
-    if not isinstance(path, RemotePath):
-        require_file(path)
+def read_bytes(path: StoragePath, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
+    """Return the content of a small file; StorageError if it has more than ``max_bytes``."""
     with open_reader(path) as file:
-        return file.read()
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        reason = f"has more than {max_bytes >> 20} MiB, so this program did not write it; remove it"
+        raise StorageError(f"{path}: {reason}", reason)
+    return content
 
 
 def read_text(path: StoragePath) -> str:
@@ -182,35 +194,32 @@ def read_text(path: StoragePath) -> str:
 
 
 @contextmanager
-def open_reader(path: StoragePath) -> Iterator[IO[bytes]]:
-    """Open a file for reading; a read from a store is one request, for no more than the requested bytes."""
+def open_reader(
+    path: StoragePath, root: StoragePath | None = None, *, follows_links: bool = False
+) -> Iterator[IO[bytes]]:
+    """Open a file for reading; a read from a store is one request, for no more than the requested bytes.
+
+    Args:
+        root, follows_links: of a file of this machine, see :func:`hybrid.storage.private_files.open_file`.
+    """
     if not isinstance(path, RemotePath):
-        with path.open("rb") as local_file:
+        descriptor = open_file(path, root=cast(Path | None, root), follows_links=follows_links)
+        with os.fdopen(descriptor, "rb") as local_file:
             yield local_file
         return
     with RemoteReader(path) as remote_file:
         yield cast(IO[bytes], remote_file)
 
 
-def open_ranges(path: StoragePath) -> Callable[[int, int], bytes]:
-    """Return a function of a start and a length that reads a range of a file, in any thread."""
-    if isinstance(path, RemotePath):
-        return RemoteReader(path).read_at
-
-    def read(start: int, length: int) -> bytes:
-        with path.open("rb", buffering=0) as file:
-            return os.pread(file.fileno(), length, start)
-
-    return read
-
-
-def read_blocks(path: StoragePath) -> Iterator[bytes]:
+def read_blocks(path: StoragePath, root: StoragePath | None = None) -> Iterator[bytes]:
     """Yield the content of a file in blocks; several requests to a store are sent in advance."""
-    starts = range(0, require_file(path).size, BLOCK_BYTES)
-    read = open_ranges(path)
     if not isinstance(path, RemotePath):
-        yield from (read(start, BLOCK_BYTES) for start in starts)
+        with open_reader(path, root) as file:
+            while block := file.read(BLOCK_BYTES):
+                yield block
         return
+    starts = range(0, require_file(path).size, BLOCK_BYTES)
+    read = RemoteReader(path).read_at
     with ThreadPoolExecutor(_REQUESTS, "store") as threads:
         pending = deque[Future[bytes]]()
         for start in starts:
@@ -220,33 +229,40 @@ def read_blocks(path: StoragePath) -> Iterator[bytes]:
         yield from (each.result() for each in pending)
 
 
-def compute_checksum(path: StoragePath) -> str:
+def compute_checksum(path: StoragePath, root: StoragePath | None = None) -> str:
     """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
-    for block in read_blocks(path):
+    for block in read_blocks(path, root):
         digest.update(block)
     return digest.hexdigest()
 
 
 @contextmanager
-def local_copy(path: StoragePath, sha256: str | None = None, folder: Path | None = None) -> Iterator[Path]:
-    """Yield a path of this machine where a file can be read and mapped into memory.
+def local_copy(
+    path: StoragePath,
+    sha256: str | None = None,
+    root: StoragePath | None = None,
+    *,
+    follows_links: bool = False,
+) -> Iterator[Path]:
+    """Yield a path of this machine where a library can read a file and map it into memory.
 
-    A remote file is fetched into a file without a name, which the system removes. The path is valid only
-    inside the context; memory maps stay valid.
+    A remote file is fetched into a file without a name in ``TMPDIR``, which the system removes. The
+    path is that of a descriptor. It is valid only inside the context; memory maps stay valid.
 
     Args:
         sha256: the checksum that a fetched file must have.
-        folder: the folder of the fetched file; by default that of temporary files (``TMPDIR``).
+        root, follows_links: see :func:`open_reader`.
 
     Raises:
         ValueError: the checksum differs.
     """
     if not isinstance(path, RemotePath):
-        yield path
+        with open_reader(path, root, follows_links=follows_links) as local_file:
+            yield Path(f"/proc/self/fd/{local_file.fileno()}")
         return
     digest = hashlib.sha256()
-    with tempfile.TemporaryFile(dir=folder, prefix="hybrid-") as file:
+    with tempfile.TemporaryFile(prefix="hybrid-") as file:
         for block in read_blocks(path):
             digest.update(block)
             file.write(block)
@@ -258,24 +274,31 @@ def local_copy(path: StoragePath, sha256: str | None = None, folder: Path | None
 
 @contextmanager
 def open_writer(path: StoragePath) -> Iterator[Writer]:
-    """Open a file for writing, and flush it to the disk at the end; a failure leaves no file."""
+    """Open a file for writing, which replaces an existing file once it is complete, and is on the disk.
+
+    A failure leaves the existing file. A link is replaced, not followed.
+    """
     if isinstance(path, RemotePath):
         with open_remote_writer(path) as stream:
             yield stream
         return
+    # A fixed name, so that the file of a killed process is replaced. It is new: neither a link nor a FIFO.
+    partial = path.with_name(f".{path.name[-_MAX_PARTIAL_NAME:]}.unfinished")
     try:
-        with path.open("wb") as file:
+        partial.unlink(missing_ok=True)
+        with os.fdopen(open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        partial.replace(path)
     except BaseException:
         with suppress(OSError):
-            path.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
         raise
 
 
 def write_bytes(path: StoragePath, content: bytes) -> None:
-    """Write a small file; in a store by one request, so that readers see the old or the new content."""
+    """Write a small file; readers see the old or the new content."""
     with open_writer(path) as file:
         file.write(content)
 
@@ -283,7 +306,7 @@ def write_bytes(path: StoragePath, content: bytes) -> None:
 def remove(path: StoragePath) -> None:
     """Remove a file, or a folder with its content, if there is one."""
     if not isinstance(path, RemotePath):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import io
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -84,7 +85,9 @@ _REMEDIES = (
 _NOISE = re.compile(
     r"\s*\(Request ID: [^)]*\)| error_info=\{.*|google::cloud::Status\(|\w+ error, with a last message of "
 )
-_MAX_BUFFERED_BYTES = 64 << 20
+_MAX_UNSENT_BYTES = 4 << 20  # of a file that is sent by one request
+_MAX_UNFLUSHED_BYTES = 64 << 20
+_SHOW_INCOMPLETE_FILES = ("abfs", "hdfs")
 
 
 def get_client(root: str, query: str) -> tuple[fs.FileSystem, str]:
@@ -303,54 +306,90 @@ class RemoteReader(io.RawIOBase):
 
 
 class _RemoteWriter:
-    """A writable file object for a file of a store, which becomes visible when it is closed."""
+    """A writable file object for a file of a store, which becomes visible when it is closed.
+
+    pyarrow cannot discard a stream: closing or deleting a stream completes its file. So a small file is sent
+    when all its content is known. A large file is sent under a temporary name if there is a file of its name,
+    or if the store shows incomplete files.
+    """
 
     def __init__(self, path: RemotePath) -> None:
+        self.closed = False
         self._path = path
-        self._buffered_bytes = 0
-        with store_request(path, "written") as (filesystem, key):
-            # In Azure, incomplete files are visible, so a file is written to a temporary folder and copied.
-            folder, _, name = key.rpartition("/")
-            self._temporary = f"{folder}/.{name}.{token_hex(4)}" if filesystem.type_name == "abfs" else None
-            target = key if self._temporary is None else f"{self._temporary}/part"
-            # Without compression=None, pyarrow would compress by the suffix of the name.
-            self._stream = filesystem.open_output_stream(target, compression=None)
-
-    @property
-    def closed(self) -> bool:
-        return bool(self._stream.closed)
+        self._unsent: list[bytes] = []
+        self._num_unsent = self._num_unflushed = 0
+        self._stream: Any = None
+        self._sent_to = self._folder = ""  # the name of the stream's file, and its temporary folder, if any
+        self._is_new = False  # whether the store had no file of that name
 
     def write(self, content: bytes | memoryview, /) -> int:
         """See :class:`hybrid.storage.files.Writer`."""
         num_bytes = memoryview(content).nbytes
-        with store_request(self._path, "written"):
+        self._num_unsent += num_bytes
+        if self._stream is None and self._num_unsent < _MAX_UNSENT_BYTES:
+            self._unsent.append(bytes(content))
+            return num_bytes
+        with store_request(self._path, "written") as (filesystem, key):
+            if self._stream is None:
+                self._is_new = filesystem.get_file_info(key).type.name == "NotFound"
+                self._open(filesystem, key, is_temporary=not self._is_new)
             self._stream.write(content)
-            self._buffered_bytes += num_bytes
-            if self._temporary is not None and self._buffered_bytes >= _MAX_BUFFERED_BYTES:
+            self._num_unflushed += num_bytes
+            if filesystem.type_name == "abfs" and self._num_unflushed >= _MAX_UNFLUSHED_BYTES:
                 self._stream.flush()  # Azure's client buffers without a limit
-                self._buffered_bytes = 0
+                self._num_unflushed = 0
         return num_bytes
 
+    def _open(self, filesystem: fs.FileSystem, key: str, *, is_temporary: bool) -> None:
+        """Open the stream, and send the content so far."""
+        self._sent_to = key
+        has_folder = filesystem.type_name in _SHOW_INCOMPLETE_FILES
+        if is_temporary or has_folder:
+            folder, _, name = key.rpartition("/")
+            self._sent_to, self._is_new = f"{folder}/.{name}.{token_hex(4)}", True
+        if has_folder:
+            self._folder, self._sent_to = self._sent_to, f"{self._sent_to}/part"
+        # Without compression=None, pyarrow would compress by the suffix of the name.
+        self._stream = filesystem.open_output_stream(self._sent_to, compression=None)
+        self._stream.write(b"".join(self._unsent))
+
     def close(self) -> None:
+        self.closed = True
+        # An interrupt between two requests would complete an empty file. It reaches only the main thread.
+        with ThreadPoolExecutor(1, "store") as thread:
+            thread.submit(self._finish).result()
+
+    def _finish(self) -> None:
         with store_request(self._path, "written") as (filesystem, key):
+            if self._stream is None:
+                self._open(filesystem, key, is_temporary=False)
             self._stream.close()
-            if self._temporary is not None:
-                filesystem.copy_file(f"{self._temporary}/part", key)
-                filesystem.delete_dir(self._temporary)
+            if self._sent_to != key:
+                publish = filesystem.move if filesystem.type_name == "hdfs" else filesystem.copy_file
+                publish(self._sent_to, key)
+                self._remove(filesystem)
+
+    def _remove(self, filesystem: fs.FileSystem) -> None:
+        """Remove the file that the stream has written."""
+        if self._folder:
+            filesystem.delete_dir(self._folder)
+        else:
+            filesystem.delete_file(self._sent_to)
 
     def abandon(self) -> None:
-        """Remove the unfinished file. A stream cannot be discarded: closing it creates a file to delete."""
-        with suppress(OSError), store_request(self._path, "removed") as (filesystem, key):
-            self._stream.close()
-            if self._temporary is not None:
-                filesystem.delete_dir(self._temporary)
-            else:
-                filesystem.delete_file(key)
+        """Remove the unfinished file, if there was none of its name before."""
+        if self._stream is None:
+            return
+        with suppress(OSError), store_request(self._path, "removed") as (filesystem, _):
+            with suppress(OSError):
+                self._stream.close()
+            if self._is_new:
+                self._remove(filesystem)
 
 
 @contextmanager
 def open_remote_writer(path: RemotePath) -> Iterator[_RemoteWriter]:
-    """Open a file of a store for writing; it exists at the end, and a failure leaves no file."""
+    """Open a file of a store for writing; it exists at the end, and a failure leaves the earlier file."""
     writer = _RemoteWriter(path)
     try:
         yield writer

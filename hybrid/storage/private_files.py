@@ -1,15 +1,15 @@
-"""Folders and files that only their owner can read. Without torch.
+"""Private folders, and the opening of files in folders that may be foreign. Without torch.
 
 A run's files contain the user's data. New folders are private; an existing folder keeps its mode, since its
-owner has decided who may read it, and new folders in it are private again.
+owner has decided who may read it, and new folders in it are private again. Every file of a run, a checkpoint,
+prepared data or pretrained rows is opened by :func:`open_file`.
 """
 
-import errno
 import os
 import stat
 from pathlib import Path
 
-from hybrid.errors import HybridError
+from hybrid.errors import StorageError
 
 
 def make_folder(path: Path) -> None:
@@ -25,32 +25,48 @@ def make_folder(path: Path) -> None:
         path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
 
 
-def open_file(path: str | Path, flags: int) -> int:
-    """Open a file that is not a symbolic link; usable as the ``opener`` of Python's :func:`open`.
+def open_file(
+    path: str | Path, flags: int = os.O_RDONLY, root: Path | None = None, *, follows_links: bool = False
+) -> int:
+    """Open a regular file; usable as the ``opener`` of Python's :func:`open`.
+
+    A folder that another user has sent may contain links, FIFOs and devices.
 
     Args:
         flags: of :func:`os.open`.
+        root: the folder that the user has named, below which nothing may be a link; by default the file's.
+        follows_links: whether the user has named the file itself, which may then be a link.
 
     Returns:
         The descriptor.
 
     Raises:
-        HybridError: the file is a link.
+        StorageError: a path below ``root`` is a link, or the file is not a regular file.
         OSError: the file cannot be opened.
     """
-    try:
-        # O_NONBLOCK: a FIFO without a reader is an error.
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            refuse_link(path)
-        raise
+    if not follows_links:
+        flags |= os.O_NOFOLLOW
+        refuse_link(path, root)
+    # O_NONBLOCK: a FIFO without a writer or a reader does not block.
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        reason = "is not a regular file; remove it"
+        raise StorageError(f"{path}: {reason}", reason)
+    return descriptor
 
 
-def refuse_link(path: str | Path) -> None:
-    """Raise HybridError if a path is a symbolic link, since it may lead to files of another run."""
-    if os.path.islink(path):
-        raise HybridError(f"{path}: is a symbolic link, and files are not written through links; remove it")
+def refuse_link(path: str | Path, root: Path | None = None) -> None:
+    """Raise StorageError if a path is a symbolic link, since it may lead to files of another run.
+
+    Args:
+        root: a folder above ``path``; the folders below it must not be links, either.
+    """
+    inner = [Path(path), *Path(path).parents]
+    for each in inner[: 1 if root is None else inner.index(root)]:
+        if each.is_symlink():
+            reason = "is a symbolic link, which is not followed here; remove it"
+            raise StorageError(f"{each}: {reason}", reason)
 
 
 def private_user_folder(variable: str, default: str, name: str = "") -> Path | None:

@@ -36,22 +36,20 @@ class HostsRun(DisturbedRun):
         cache = folder.with_name("prepared")  # in the folder that all hosts share
         start = f"cluster.start_timeout_seconds={_START_SECONDS}"
         own = [start, f"data.cache_folder={cache}", f"run.folder={folder}"]
-        self._arguments = [
-            "--resume",
-            "auto",
-            *(text for each in own for text in ("--set", each)),
-            *arguments,
-        ]
+        values = [text for each in own for text in ("--set", each)]
+        self._arguments = ["--resume", "auto", *values, *arguments]
         self._num_hosts = num_hosts
-        self._stack, self._starts = ExitStack(), ExitStack()
+        self._starts = ExitStack()
 
     def __enter__(self) -> HostsRun:
         output = self.folder.with_name(f"{self.folder.name}.output")
         output.mkdir()
-        self._switch = self._stack.enter_context(Switch(output))
-        self._hosts = [self._switch.host(self.folder.parent) for _ in range(self._num_hosts)]
-        self._stack.enter_context(self._starts)
-        self._start()
+        with ExitStack() as stack:
+            self._switch = stack.enter_context(Switch(output))
+            self._hosts = [self._switch.host(self.folder.parent) for _ in range(self._num_hosts)]
+            stack.enter_context(self._starts)
+            self._start()
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

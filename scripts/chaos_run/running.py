@@ -102,21 +102,20 @@ class Run(DisturbedRun):
         if is_script:
             folder.mkdir()
             self._environment["TMPDIR"] = str(folder)
-            self._command += [
-                "run",
-                *arguments,
-                str(Path(__file__).with_name("chaos_script.py")),
-                "--",
-                str(folder),
-            ]
+            script = str(Path(__file__).with_name("chaos_script.py"))
+            self._command += ["run", *arguments, script, "--", str(folder)]
         else:
             self._command += ["launch", "--resume", "auto", *arguments, "--set", f"run.folder={folder}"]
         self._out, self._err = (folder.with_name(f"{folder.name}.{kind}") for kind in ("out", "err"))
         self._killed_at = 0.0
         self._length_before_kill = 0
-        self._launch()
 
     def __enter__(self) -> Run:
+        try:
+            self._launch()
+        except BaseException:  # it has started the run
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,14 +6,33 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from chaos_run.run_comparison import differences
 from chaos_run.victims import PHASES
-from support.commands import ROOT, TrainedRun, settings
+from support.commands import LEFT_SECONDS, ROOT, TrainedRun, eventually, settings
 from support.namespaces import needs_hosts
 
 SECONDS = 100
 KILLS = 3
+
+
+def chaos(*arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Return a command of ``scripts/chaos`` and its environment."""
+    paths = os.pathsep.join(map(str, (ROOT / "tests", ROOT / "scripts", ROOT)))
+    command = [sys.executable, "-m", "chaos_run", "--folder", "chaos", *arguments]
+    return command, {**os.environ, "PYTHONPATH": paths}
+
+
+def test_a_run_that_is_interrupted_at_its_start_ends(tmp_path: Path) -> None:
+    command, environment = chaos("--script")
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as process:
+        children = psutil.Process(process.pid).children
+        assert eventually(lambda: len(children(recursive=True)) > 1, SECONDS)
+        started = children(recursive=True)
+        process.terminate()
+        assert process.wait(SECONDS) == 130
+    assert eventually(lambda: not any(each.is_running() for each in started), LEFT_SECONDS)
 
 
 @pytest.mark.long
@@ -36,12 +55,12 @@ def test_killed_run_has_the_bits_of_an_undisturbed_one(
         data={"cache_folder": tmp_path / "chaos/prepared"},  # which hosts share
         cluster={"heartbeat_timeout_seconds": 3},
     )
-    command = [*(sys.executable, "-m", "chaos_run", "--kills", str(KILLS), "--seed", "1", "--pause", "0.3")]
-    paths = (ROOT / "tests", ROOT / "scripts", ROOT)
+    options = ["--kills", str(KILLS), "--seed", "1", "--pause", "0.3"]
+    command, environment = chaos(*options, *victims, *tiny, *overrides)
     ended = subprocess.run(
-        [*command, *victims, "--folder", "chaos", *tiny, *overrides],
+        command,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=SECONDS,

@@ -27,11 +27,13 @@ class Net(nn.Module):
     def __init__(self, rows):
         super().__init__()
         self.table = hybrid.Embedding(rows, 2, ids="id")
+        self.even = hybrid.Embedding(5, 2, ids="id", optimizer=hybrid.Momentum(lr=0.1))
         self.linear = nn.Linear(2, 1)
         self.unused = nn.Linear(1, 1) if kind == "unused layer" else None
 
     def forward(self, ids):
-        return self.linear(self.table(ids)).view(-1)
+        vectors = self.table(ids) if cluster.step % 2 else self.table(ids) + self.even(ids)
+        return self.linear(vectors).view(-1)
 
 kind = sys.argv[1]
 cluster = hybrid.connect("other.toml" if kind == "clips and pairs" else None)
@@ -104,8 +106,8 @@ def test_calls_with_another_effect_on_a_cluster_cause_a_warning(script: Path, tm
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("raises", "train.py:41, in <module>: KeyError: 'missing'"),
-        ("resumes, raises", "train.py:41, in <module>: KeyError: 'missing'"),
+        ("raises", "train.py:43, in <module>: KeyError: 'missing'"),
+        ("resumes, raises", "train.py:43, in <module>: KeyError: 'missing'"),
         pytest.param("exits", "train.py has ended with sys.exit(3)", marks=pytest.mark.long),
         pytest.param("ends", "make different requests: ", marks=pytest.mark.long),
         ("differs", "distribute modules with different tables"),
@@ -124,9 +126,10 @@ def test_failure_of_a_script_is_one_line(kind: str, message: str, script: Path, 
 def test_killed_script_that_resumes_has_the_result_of_an_undisturbed_one(
     script: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "undisturbed").mkdir()
+    (tmp_path / "undisturbed/run/checkpoints/step-00000002").mkdir(parents=True)  # in the way
     command = ["run", script, "--trainers", "2", "--workers", "2", "--"]
-    expected = output_of([*command, "resumes"], tmp_path / "undisturbed").splitlines()[-2:]
+    *printed, parameters, steps = output_of([*command, "resumes"], tmp_path / "undisturbed").splitlines()
+    assert [line[:32] for line in printed if "warning" in line] == ["warning: no checkpoint of step 2"]
     command.append("resumes, stops")
 
     def await_step(running: Command, step: int) -> None:
@@ -148,11 +151,14 @@ def test_killed_script_that_resumes_has_the_result_of_an_undisturbed_one(
     assert re.fullmatch(lines + stopped, ended.stderr), ended.stderr
     with started(command, tmp_path) as running:
         await_step(running, 3)
+        second = run(command, tmp_path)
+        assert (second.code, second.stderr.count("\n")) == (1, 1)
+        assert second.stderr.startswith(f"hybrid run: cluster.resume = '{tmp_path / 'run'}': ")
         running.role("master").kill()
         ended = running.wait()
     assert ended.code == 0
     assert re.fullmatch(line("master", "resuming from step 3"), ended.stderr), ended.stderr
-    assert ended.stdout.splitlines()[-2:] == expected
+    assert ended.stdout.splitlines()[-2:] == [parameters, steps]
     assert not Path(ended.stderr.rpartition("see ")[2].partition("; ")[0]).exists()
 
 
@@ -165,10 +171,13 @@ def test_example_of_the_readme_trains(tmp_path: Path) -> None:
 
 def test_compare_measures_the_difference_of_a_script_from_one_process(script: Path, tmp_path: Path) -> None:
     sizes = ["--trainers", "2", "--workers", "2"]
-    printed = output_of(["compare", script.name, *sizes, "--steps", "2", "--", "trains"], tmp_path)
+    script.write_text(
+        SCRIPT + "1 / (cluster.step - 1)\n"
+    )  # the script ends at the last step that is compared
+    printed = output_of(["compare", script.name, *sizes, "--steps", "1", "--", "trains"], tmp_path)
     assert "table table" in printed
     assert "module: linear.weight" in printed
-    assert printed.endswith("of 4 tensors are the same bit for bit\n")
+    assert printed.endswith("of 6 tensors are the same bit for bit\n")
     script.write_text(SCRIPT.replace("return self.linear", "return (1 + cluster.rank) * self.linear"))
     ended = run(["compare", script.name, *sizes, "--steps", "2", "--", "trains"], tmp_path)
     assert ended.code == 1

@@ -58,8 +58,7 @@ class Plain:
             torch.optim.Adam(self.mlp.parameters(), lr=0.01, eps=1e-4),
             torch.optim.Adagrad([t["user"]], lr=0.1, eps=1e-4),
             torch.optim.SGD([t["item"]], lr=0.3),
-            torch.optim.SGD([t["tags"]], lr=0.2),
-            torch.optim.AdamW([t["seen"]], lr=0.05, eps=1e-3, weight_decay=0.3),
+            torch.optim.AdamW([t["tags"], t["seen"]], lr=0.05, eps=1e-3, weight_decay=0.3),
             *([torch.optim.SGD([t["pair"]], lr=0.3)] if "pair" in t else []),
         ]
 
@@ -75,12 +74,16 @@ class Plain:
         history = embedding(batch["history"], padded)
         attention = torch.softmax((history @ item.unsqueeze(2)).squeeze(2), dim=1)
         parts = [user, item, (attention.unsqueeze(2) * history).sum(1), batch["price"].unsqueeze(1)]
-        if "condition" not in self.options or step % 2:
+        kind = step % 3 if "condition" in self.options else 1
+        if kind:
             values, offsets = batch["tags"]
-            parts.append(embedding_bag(values, rows["tags"], offsets, mode="mean", include_last_offset=True))
+            tags = embedding_bag(values, rows["tags"], offsets, mode="mean", include_last_offset=True)
+            parts.append(tags * (kind == 1))
         else:
             parts.append(torch.zeros(size, 3))
         weights = batch["seen_weights"]
+        if "trained weights" in self.options:
+            weights = weights * self.mlp.get_parameter("0.bias")[:3]
         parts.append(embedding_bag(batch["seen"], rows["seen"], mode="sum", per_sample_weights=weights))
         pairs = (users * 7 + items) % NUM_PAIRS
         parts.append(embedding(pairs, rows["pair"]) if "pair" in rows else torch.zeros(size, 2))
@@ -125,10 +128,12 @@ def check(output: Path, options: tuple[str, ...]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at inputs of a graph
-@pytest.mark.filterwarnings("ignore:table pair is called with ids that are not")
+@pytest.mark.filterwarnings("ignore:table .* is called with ids that are not")
 @pytest.mark.parametrize("update", ["sync", "lookahead"])
 @pytest.mark.parametrize(
-    "options", [(), (*ALL, "ranked"), (*MICRO, "computed"), ("compile",), ("compile outside",)], ids=" ".join
+    "options",
+    [(), (*ALL, "ranked", "trained weights"), (*MICRO, "computed"), ("compile",), ("compile outside",)],
+    ids=" ".join,
 )
 def test_one_process_equals_plain_torch(
     options: tuple[str, ...], update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -149,11 +154,11 @@ def test_one_process_equals_plain_torch(
         (3, 2, ALL, "sync"),
         (3, 2, ALL, "lookahead"),
         (3, 2, ("pooled", "condition"), "sync"),
-        (3, 2, ("pooled", "weights"), "lookahead"),
+        (3, 2, ("pooled", "weights", "trained weights"), "lookahead"),
         (2, 2, ("weights",), "lookahead"),
         (3, 2, ("ranked", "weights"), "sync"),
         (2, 2, ("ranked",), "lookahead"),
-        (2, 2, ("twice", "computed"), "sync"),
+        (2, 2, ("twice", "computed", "trained weights"), "sync"),
         (2, 2, ("twice",), "lookahead"),
         (3, 2, (*MICRO, "computed"), "sync"),
         (2, 2, ("micro", "computed"), "lookahead"),
@@ -218,6 +223,125 @@ def test_each_module_of_a_script_has_its_own_tables(
     (tmp_path / "script.py").write_text(TWO_MODULES + line)
     with pytest.raises(CaseError, match=message) if message else nullcontext():
         clusters.get(2, 2).run(run_script, str(tmp_path / "script.py"), tmp_path, update=update)
+
+
+SMALL_SLICES = """
+import sys, torch, hybrid
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, has_norm):
+        super().__init__()
+        optimizer = hybrid.Adam(lr=0.1)
+        self.table = hybrid.Embedding(9, 4, ids="id", optimizer=optimizer)
+        self.gru, self.norm = nn.GRU(4, 4, batch_first=True), nn.BatchNorm1d(4) if has_norm else nn.Identity()
+    def forward(self, batch):
+        vectors, size = self.table(batch["id"]), len(batch["id"])
+        lengths = torch.full((size,), 3)
+        packed = nn.utils.rnn.pack_padded_sequence(vectors, lengths, batch_first=True)
+        return self.norm(self.gru(packed)[1][0].view(size, -1)).sum(1)
+cluster = hybrid.connect(sys.argv[3] if len(sys.argv) > 3 else None)
+data = {"id": torch.arange(192).view(-1, 3) % 7, "label": torch.arange(64.0) % 2}
+has_norm = sys.argv[2] == "norm"
+model = cluster.distribute(Net(has_norm).double())
+optimizer, losses = torch.optim.Adam(model.parameters(), lr=0.1), []
+for batch in cluster.batches(data, 31 if has_norm else 21):
+    losses.append((model(batch) - batch["label"]) ** 2)
+    cluster.backward(losses[-1])
+    optimizer.step()
+means = [cluster.mean(torch.cat(losses)), cluster.evaluate(data, 21)["auc"], cluster.mean(losses[-1])]
+state = {**cluster.plain_module().state_dict(), "means": torch.tensor(means)}
+"""
+
+
+def test_ordinary_modules_train_on_batches_smaller_than_the_number_of_trainers(
+    clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last batch has one sample, two with BatchNorm. Adam would move rows that are not in the batch."""
+    (tmp_path / "script.py").write_text(SMALL_SLICES + "if cluster.rank == 0: torch.save(state, sys.argv[1])")
+    (tmp_path / "config.toml").write_text('[train]\ndtype = "float64"\n')
+    for kind in ("norm", "plain"):
+        clusters.get(3, 2).run(run_script, str(tmp_path / "script.py"), tmp_path / "found", kind)
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "one"), "plain", str(tmp_path / "config.toml")])
+    runpy.run_path(str(tmp_path / "script.py"))
+    found, expected = (torch.load(tmp_path / name, weights_only=True) for name in ("found", "one"))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+OTHER_BATCH = """
+import sys, torch, hybrid
+cluster = hybrid.connect()
+model = cluster.distribute(torch.nn.Sequential(hybrid.Embedding(9, 2, ids="")))
+batches = [torch.arange(8) for _ in range(3)]
+batches[int(sys.argv[1])] += cluster.rank
+with torch.set_grad_enabled(sys.argv[2] == "train"):
+    for ids in cluster.batches(batches):
+        vectors = model(ids)
+        if sys.argv[2] == "train":
+            cluster.backward(vectors.sum(1))
+"""
+
+
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
+@pytest.mark.parametrize(("number", "purpose"), [(1, "train"), (2, "train"), (2, "evaluate")])
+def test_a_later_batch_that_differs_between_trainers_is_found(
+    number: int, purpose: str, update: str, clusters: Clusters, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(OTHER_BATCH)
+    with pytest.raises(CaseError, match=r"trainers .*read different batches"):
+        clusters.get(2, 2).run(run_script, str(tmp_path / "script.py"), number, purpose, update=update)
+
+
+CHANGES = """
+import sys, torch, hybrid
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = hybrid.Embedding(9, 4, ids="id", optimizer=hybrid.SGD(lr=0.1))
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    def forward(self, batch):
+        return self.layers(self.table(batch["id"])).sum(1)
+def changed(step):
+    if step == 0 or step == 2 or step == 3:
+        net.layers[0].requires_grad_(step != 3)
+    if step == 1 or step == 6:
+        net.layers.requires_grad_(step == 6)
+    if step == 4:
+        net.layers[1] = nn.Linear(4, 4).double()
+        net.layers.append(nn.Linear(4, 99)).append(nn.Linear(99, 4)).double()
+    if step == 5:
+        net.layers[0].weight = net.layers[2].weight
+cluster = hybrid.connect(f"{sys.argv[1]}/job.toml")
+net = Net().double()
+(net.layers if sys.argv[2] == "all" else net.layers[0]).requires_grad_(False)
+model = cluster.distribute(net)
+data = {"id": torch.arange(21) % 9, "label": torch.arange(21.0).double() / 9}
+for batch in cluster.batches(data, size=3):
+    changed(cluster.step)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scores = model.layers(net.table(batch["id"])).sum(1) if sys.argv[2] == "layers" else model(batch)
+    cluster.backward((scores - batch["label"]) ** 2)
+    optimizer.step()
+torch.save(cluster.plain_module().state_dict(), f"{sys.argv[1]}/{cluster.rank}-{cluster.world_size}")
+"""
+
+
+@pytest.mark.parametrize(("update", "frozen"), [("sync", "all"), ("lookahead", "first")])
+def test_parameters_may_be_frozen_trained_tied_and_replaced_later(
+    update: str, frozen: str, clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CHANGES)
+    (tmp_path / "job.toml").write_text('train.dtype = "float64"')
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path), frozen])
+    runpy.run_path(str(script), run_name="__main__")
+    clusters.get(2, 2).run(run_script, str(script), tmp_path, frozen, update=update)
+    expected, *found = (torch.load(tmp_path / name) for name in ("0-1", "0-2", "1-2"))
+    for state in found:
+        torch.testing.assert_close(state, expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    with pytest.raises(CaseError, match=r"parameter layers\.0\.weight is not summed .* with model\(\.\.\.\)"):
+        clusters.get(2, 2).run(run_script, str(script), tmp_path, "layers", update=update)
 
 
 @pytest.mark.parametrize(("first", "then"), [((3, 2), (2, 1)), ((2, 1), (1, 1))], ids=["fewer", "alone"])

@@ -45,7 +45,8 @@ def micro_batches(step: int, num_micro_batches: int) -> list[MicroBatch[Batch]]:
 def take_step(model: DdpModel, micros: list[MicroBatch[Batch]]) -> None:
     for micro in micros:
         is_last = micro is micros[-1]
-        with model.reducing(is_last), dist_autograd.context() as context:
+        model.begin(is_last)
+        with dist_autograd.context() as context:
             logits_B = model.module(micro, StepClock())
             dist_autograd.backward(context, [logits_B.square().sum()])
             model.collect(dist_autograd.get_gradients(context), is_last)

@@ -1,13 +1,17 @@
 """Small checkpoints, written without a cluster."""
 
+import hashlib
+import json
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hybrid import transport
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Files, Manifest, shard_file
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, MANIFEST_FILE, Files, Manifest, shard_file
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.storage.remote_path import StoragePathT
 
@@ -37,6 +41,16 @@ def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Change the manifest of a checkpoint, and correct its checksum."""
+    path = folder / MANIFEST_FILE
+    document = json.loads(path.read_text())
+    change(document["manifest"])
+    document["sha256"] = hashlib.sha256(json.dumps(document["manifest"]).encode()).hexdigest()
+    path.write_text(json.dumps(document))
+    return path
 
 
 def names(folder: Path) -> list[str]:

@@ -121,11 +121,11 @@ class Command:
         return found
 
     def role(self, name: str) -> psutil.Process:
-        """The process of a role under ``launch``, found by its open log."""
-        log = f"{name.replace(' ', '-')}.log"
+        """The process of a role under ``launch``."""
         for process in self.processes():
-            if any(Path(os.readlink(fd)).name == log for fd in _standard_errors(process)):
-                return process
+            with suppress(psutil.NoSuchProcess):
+                if process.cmdline()[:1] == [f"hybrid {name}"]:
+                    return process
         raise AssertionError(f"no {name} among {self.processes()}")
 
     def kill(self) -> None:
@@ -135,12 +135,6 @@ class Command:
             with suppress(psutil.NoSuchProcess):  # it has ended with the command
                 process.kill()
         self.process.wait(COMMAND_SECONDS)
-
-
-def _standard_errors(process: psutil.Process) -> Iterator[Path]:
-    path = Path(f"/proc/{process.pid}/fd/2")
-    if path.is_symlink():
-        yield path
 
 
 def marked(mark: str) -> list[psutil.Process]:

@@ -7,15 +7,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 
 from workers.launching.fork_server import ForkServer, ProcessEnd
 
 SECONDS = 10.0
 
 
-def send(text: str, listener: socket.socket, reports: Connection) -> None:
-    reports.send(text)
+def send(text: str, listener: socket.socket, report: Callable[[object], None]) -> None:
+    report(text)
 
 
 def exit_with(code: int, *_: object) -> None:
@@ -34,7 +33,7 @@ def freeze(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def connect(port: int | None, listener: socket.socket, reports: Connection) -> None:
+def connect(port: int | None, listener: socket.socket, *_: object) -> None:
     """Fail if nothing listens on this port of loopback; by default that of the start."""
     socket.create_connection(("127.0.0.1", port or listener.getsockname()[1]), SECONDS).close()
 

@@ -33,6 +33,65 @@ def test_class_names_are_unique() -> None:
     assert not {name for name, count in names.items() if count > 1}
 
 
+# Modules that open files without hybrid.storage, and why nobody else's link or FIFO can be there.
+OPENERS = {
+    "hybrid/checkpoint/tensor_file.py": "of descriptors that local_copy has opened",
+    "hybrid/embedding/initial_rows.py": "of descriptors that local_copy has opened",
+    "hybrid/config/loading.py": "of a configuration that the user names, which may be a FIFO",
+    "hybrid/data/encode/vocabulary.py": "of descriptors, and in a folder without links, see build_directory",
+    **dict.fromkeys(
+        (
+            f"hybrid/data/prepare/{name}.py"
+            for name in ("spill", "split_writer", "stages", "vocabulary_order")
+        ),
+        "in a folder without links, see build_directory",
+    ),
+    **dict.fromkeys(
+        ("hybrid/data/parse/parquet_blocks.py", "hybrid/data/parse/sources.py"), "of what open_parquet yields"
+    ),
+    "hybrid/security/closed_listeners.py": "of /proc",
+    "hybrid/security/secret.py": "of a file that the user names",
+    "hybrid/user_code/run_signature.py": "of the user's private folder",
+    "workers/model_commands.py": "of standard output, and of files that open_writer has opened",
+    **dict.fromkeys(
+        (
+            "hybrid/dense/matmul.py",
+            "hybrid/primitives/available_memory.py",
+            "hybrid/transport/shared_memory/shared_slots.py",
+            "workers/launching/fork_server.py",
+            "workers/launching/role_processes.py",
+            "workers/console/output_stream.py",
+        ),
+        "of /proc, /sys or memory",
+    ),
+}
+OPENING = re.compile(
+    r"(?<!\w)(open|os\.(open|fdopen)|np\.(load|save|memmap)|safe_open|load_file|(\w+\.)*open_memmap)"
+    r"|pq\.(ParquetFile|ParquetWriter|read_\w+)|.*\.(write_text|write_bytes|read_text|read_bytes)"
+)
+
+
+def opens_a_file(call: ast.Call) -> bool:
+    """Whether a call opens a file otherwise than by hybrid.storage."""
+    name = ast.unparse(call.func)
+    if name.partition(".")[0] in ("files", "storage") or any(each.arg == "opener" for each in call.keywords):
+        return False
+    is_method = name.endswith(".open") and bool(call.args) and isinstance(call.args[0], ast.Constant)
+    return is_method or OPENING.fullmatch(name) is not None
+
+
+def test_files_are_opened_by_the_storage_package() -> None:
+    """So no module follows a link, or waits for a FIFO, in a folder that another user has sent."""
+    found = {
+        str(file.relative_to(ROOT))
+        for top in ("hybrid", "workers")
+        for file in (ROOT / top).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and opens_a_file(node) and file.parent.name != "storage"
+    }
+    assert found == OPENERS.keys()
+
+
 def test_files_that_text_refers_to_exist() -> None:
     """In pages and in code, such as ``hybrid/batch.py``; paths in docs/upstream.md are those of torch."""
     pages = {ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {ROOT / "docs/upstream.md"}

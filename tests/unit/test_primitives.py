@@ -42,25 +42,49 @@ def test_a_system_without_large_pages_gives_others(monkeypatch: pytest.MonkeyPat
     assert refused == [True]
 
 
+V2 = "29 28 0:26 {top} /groups rw shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+V1 = (
+    "34 31 0:31 / /cpu rw - cgroup cgroup rw,cpu\n35 31 0:32 {top} /groups rw - cgroup cgroup rw,memory\n"
+    "41 31 0:38 / /unified rw - cgroup2 cgroup2 rw\n"
+)
+FILES = {V2: ("max", "current", ""), V1: ("limit_in_bytes", "usage_in_bytes", "total_")}
+
+
 @pytest.mark.parametrize(
-    ("limit", "used", "cached", "available"),
+    ("mounts", "top", "path", "limits", "available"),
     [
-        ("max", 10, 0, 1000),
-        ("500", 300, 0, 200),
-        ("5000", 300, 0, 1000),
-        ("500", 490, 400, 410),  # the kernel drops cached files first
-        ("100", 300, 0, 0),
+        (V2, "/", "/", {}, 1000),
+        (V2, "/", "/", {"": ("500", 300, 0)}, 200),
+        (V2, "/", "/", {"": ("5000", 300, 0)}, 1000),
+        (V2, "/", "/", {"": ("500", 490, 400)}, 410),  # the kernel drops cached files first
+        (V2, "/", "/", {"": ("100", 300, 0)}, 0),
+        (V2, "/", "/slurm/job/step", {"slurm/job": ("700", 300, 0), "slurm/job/step": ("max", 100, 0)}, 400),
+        (V2, "/docker/7", "/docker/7/job", {"job": ("500", 400, 0)}, 100),
+        (V2, "/..", "/", {"": ("500", 400, 0)}, 100),  # mounted before the process got a namespace
+        (V2, "/", "/../other", {"": ("500", 400, 0)}, 100),  # moved to a group outside its namespace
+        (V1, "/", "/", {"": (str(2**63 - 4096), 300, 0)}, 1000),
+        (V1, "/", "/job/task", {"job": ("500", 300, 100), "job/task": ("900", 100, 0)}, 300),
+        (V1, "/docker/7", "/docker/7", {"": ("500", 400, 0)}, 100),
+        ("", "", "", {}, 1000),
     ],
 )
-def test_available_memory_is_that_of_host_or_container(
-    limit: str, used: int, cached: int, available: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert available_memory_bytes() > 0
+def test_available_memory_is_that_of_host_and_control_groups(
+    mounts: str, top: str, path: str, limits: dict[str, Any], available: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    assert 0 < available_memory_bytes() <= psutil.virtual_memory().total
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    assert available_memory_bytes(tmp_path) == 1000
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text(f"{used}\n")
-    (tmp_path / "memory.stat").write_text(f"anon {used - cached}\ninactive_file {cached}\n")
+    if mounts:
+        group = f"9:cpu:/else\n4:hugetlb,memory:{path}\n0::/\n" if mounts == V1 else f"0::{path}\n"
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(group)
+        (tmp_path / "proc/self/mountinfo").write_text(mounts.format(top=top))
+    for name, (most, used, cached) in limits.items():
+        limit, usage, prefix = FILES[mounts]
+        (folder := tmp_path / "groups" / name).mkdir(parents=True, exist_ok=True)
+        (folder / f"memory.{limit}").write_text(f"{most}\n")
+        (folder / f"memory.{usage}").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 7\n{prefix}inactive_file {cached}\n")
     assert available_memory_bytes(tmp_path) == available
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
+import hybrid
+from hybrid.storage.compile_cache import choose_compile_cache
 from workers import cli, commands
-from workers.cli import choose_compile_cache
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "QUACK_CACHE_DIR": "quack"}
 
@@ -34,9 +36,10 @@ def chosen() -> dict[str, str]:
     return {name: os.environ[name] for name in VARIABLES}
 
 
-def test_torch_compiles_into_a_private_folder_of_the_user(home: Path) -> None:
+@pytest.mark.parametrize("choose", [choose_compile_cache, hybrid.connect], ids=["command", "one process"])
+def test_torch_compiles_into_a_private_folder_of_the_user(choose: Callable[[], object], home: Path) -> None:
     """A release of torch that uses other folders fails here."""
-    choose_compile_cache()
+    choose()
     assert chosen() == {name: f"{home}/.cache/hybrid/torch/{sub}" for name, sub in VARIABLES.items()}
     assert (home / ".cache/hybrid/torch").stat().st_mode & 0o777 == 0o700
     assert cache_dir() == f"{home}/.cache/hybrid/torch/inductor"
@@ -70,7 +73,7 @@ def test_a_folder_that_others_can_write_is_replaced_by_a_new_one(home: Path) -> 
 
 def test_a_temporary_folder_is_removed_with_its_process(tmp_path: Path) -> None:
     (tmp_path / ".cache").touch()
-    code = "from workers.cli import *; choose_compile_cache(); print(len(os.listdir()))"
+    code = "from hybrid.storage.compile_cache import *; choose_compile_cache(); print(len(os.listdir()))"
     kept = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "XDG_CACHE_HOME")}
     ended = subprocess.run(
         [sys.executable, "-c", f"import os; {code}"],

@@ -106,6 +106,11 @@ def data_notes(report: DatasetReport) -> Iterator[str]:
         if label.only is not None and label.kind == "binary":
             rows = f"all {label.count:,} evaluated rows have label {label.only:g}{of_task}"
             yield f"{rows}: AUC is undefined for them"
+    for column in report.unknown:
+        if column.several:
+            found = f"{column.several:,} row(s) have several values in column {column.name}"
+            rule = f"set columns.{column.name}.multi_hot_separator, or max_ids (Parquet)"
+            yield f"warning: {found}, but no training row has; they count as unknown; {rule}"
     excessive = sorted((u for u in report.unknown if u.is_excessive), key=lambda u: -u.fraction)
     if excessive:
         columns = ", ".join(

@@ -127,21 +127,23 @@ def deploy_tables(
 
 
 def memory_shortage(placement: Placement, holders: Sequence[Role], fraction: float = 1.0) -> str | None:
-    """Return a message if tables need more than a fraction of the free memory of a host, else None.
+    """Return a message if tables need more than a fraction of the free memory of their workers, else None.
+
+    A host and each control group limit the sum over the workers in it.
 
     Args:
         holders: the workers that hold tables.
     """
     pings = [transport.ping(role, _PING_TIMEOUT_SECONDS) for role in holders]
     vitals = dict(zip(holders, transport.gather(pings), strict=True))
-    for host in {vital.host: None for vital in vitals.values()}:
-        roles = [role for role in holders if vitals[role].host == host]
+    for limit in {limit: None for vital in vitals.values() for limit in vital.free_bytes}:
+        roles = [role for role in holders if limit in vitals[role].free_bytes]
         shards = [shard for role in roles for shard in placement.of_worker(role.index)]
         needed = sum(shard.num_bytes for shard in shards)
-        free = min(vitals[role].available_bytes for role in roles)
+        free = min(vitals[role].free_bytes[limit] for role in roles)
         if needed > fraction * free:
             largest = max(shards, key=lambda shard: shard.num_bytes)
-            names = ", ".join(str(role) for role in roles)
+            names, host = ", ".join(map(str, roles)), vitals[roles[0]].host
             return (
                 f"{names} on {host}: tables need {_gib(needed)}, but only {_gib(free)} of memory are free; "
                 f"the largest table is {largest.table.name} with {_gib(largest.num_bytes)}. Use fewer rows, "

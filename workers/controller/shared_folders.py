@@ -18,12 +18,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from hybrid import transport
 from hybrid.checkpoint.checkpoint_folders import write_errors
 from hybrid.data.dataset.dataset_manifest import FILE_NAME
 from hybrid.errors import CheckpointError, DataError, StorageError
+from hybrid.primitives.available_memory import boot_id
 from hybrid.storage import files
 from hybrid.storage.remote_path import RemotePath, StoragePath
 from hybrid.topology import Role, RoleKind
@@ -36,8 +36,7 @@ _SECONDS = 60.0  # a network file system may be slow
 
 def filesystem_id() -> str:
     """Return an id that processes share if they see the same files: the boot and the mount namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {os.readlink('/proc/self/ns/mnt')}"
+    return f"{boot_id()} {os.readlink('/proc/self/ns/mnt')}"
 
 
 class FolderCheck:
@@ -92,7 +91,7 @@ class SharedFolders:
         trainers = [role for role in self.remote_roles if role.kind is RoleKind.TRAINER]
         if trainers and not isinstance(folder, RemotePath):
             manifest = folder.absolute() / FILE_NAME
-            _check(_DATA_KEY, manifest, manifest.read_bytes(), dict.fromkeys(trainers, False))
+            _check(_DATA_KEY, manifest, files.read_bytes(manifest), dict.fromkeys(trainers, False))
 
     def check_run(self, run: StoragePath) -> None:
         """Check that all roles see the run folder, and that roles that write checkpoints can write there.

@@ -41,7 +41,7 @@ from hybrid.custom_loop.backend import BACKEND, Backend, PlacedTables, update_ru
 from hybrid.data.dataset.dataset_manifest import checkpoint_contents
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import TableSpec
-from hybrid.errors import ConfigError, HybridError
+from hybrid.errors import CheckpointError, ConfigError, HybridError, StorageError, error_class, error_kind
 from hybrid.server.barrier import HostedModule
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
@@ -77,8 +77,9 @@ class ScriptRequest:
     number: int = 0
 
 
+_SaveError: TypeAlias = tuple[str, str]  # its kind and its message
 # A text is the location of the prepared data, for open_split.
-ScriptResponse: TypeAlias = PlacedTables | str | None
+ScriptResponse: TypeAlias = PlacedTables | str | _SaveError | None
 
 
 class FunctionJob:
@@ -140,7 +141,7 @@ class ScriptJob:
                 folders.check_data(self._data)
                 response = str(self._data.absolute())
             elif request.action == "save":
-                self._save(request, scripts[0])
+                response = self._save(request, scripts[0])
             elif request.action == "resume" and task.scratch is not None:
                 record_script_folder(task.scratch, request.folder)
             elif request.action == "load":
@@ -154,8 +155,8 @@ class ScriptJob:
         transport.gather([each.call(HostedModule.close) for tables in self._tables for each in tables])
         return ExitCode.DONE
 
-    def _save(self, request: ScriptRequest, first: transport.Remote[Script]) -> None:
-        """Make every worker write its rows, and trainer 0 the module."""
+    def _save(self, request: ScriptRequest, first: transport.Remote[Script]) -> _SaveError | None:
+        """Make every worker write its rows, and trainer 0 the module; return the error if that fails."""
         tables, bulk = self._tables[request.number], BULK_TIMEOUT_SECONDS
         transport.gather([each.call(HostedModule.begin_save, False, timeout_seconds=bulk) for each in tables])
 
@@ -165,7 +166,11 @@ class ScriptJob:
 
         assert request.manifest is not None
         texts, vocabularies = checkpoint_contents(self._config, self._data)
-        HeldCheckpoint(request.folder, request.manifest, texts, {}, start, False, vocabularies).write()
+        try:
+            HeldCheckpoint(request.folder, request.manifest, texts, {}, start, False, vocabularies).write()
+        except (CheckpointError, StorageError) as error:
+            return error_kind(error), str(error)
+        return None
 
 
 def _next_request(scripts: Sequence[transport.Remote[Script]], timeout_seconds: float) -> ScriptRequest:
@@ -280,8 +285,13 @@ class Script(Backend):
 
     def save(self, number: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]) -> None:
         self._dense = dense
-        self._send(ScriptRequest("save", folder=folder.absolute(), manifest=manifest, number=number))
+        request = ScriptRequest("save", folder=folder.absolute(), manifest=manifest, number=number)
+        response = self._send(request)
         self._dense = {}
+        if response is not None:
+            assert isinstance(response, tuple)
+            kind, message = response
+            raise CheckpointError(message) from error_class(kind)(message)
 
     def load(self, number: int, stored: Checkpoint) -> None:
         folder, manifest = stored.folder.absolute(), stored.manifest

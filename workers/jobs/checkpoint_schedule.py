@@ -141,11 +141,15 @@ class RunCounts:
         """
         if not values:
             return cls()
+        numbers = cls().pack().values.keys() - {"undefined"}
         try:
+            counts = [*(values[name] for name in numbers), *values["undefined"]]
+            if not all(type(count) in (int, float) and count >= 0 for count in counts):
+                raise TypeError("a count is not a number")
             interval = Interval(values["interval_num_steps"], values["interval_seconds"])
             for trainer in range(len(tensors) // len(_Report._fields)):
                 interval.reports[trainer] = [_Report(*(tensors[f"{n}.{trainer}"] for n in _Report._fields))]
-            undefined = [*map(int, values["undefined"])]
+            undefined = [*values["undefined"]]
             return cls(values["samples"], values["seconds"], values["skipped_steps"], undefined, interval)
         except (KeyError, TypeError, ValueError) as error:
             rule = "resume it with the version of hybrid that wrote it, or start a new run"

@@ -43,7 +43,8 @@ from workers.exit_codes import HANDLED_SIGNALS, STOP_REQUEST
 from workers.module_imports import fast_imports
 from workers.rendezvous.host_setup import LOOPBACK, listen
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+_ARG_START, _ARG_END = 45, 46  # positions in proc_pid_stat(5), after the name
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 _SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914  # linux/sockios.h
 _IFF_UP = 1
@@ -83,6 +84,15 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def name_process(name: str) -> None:
+    """Name this process "hybrid NAME" for ``ps``, and NAME for ``top``, which shows 15 characters."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[_ARG_START]), int(fields[_ARG_END])  # of the arguments in memory
+    title = f"hybrid {name}".encode()[: max(0, end - start - 1)]  # no addresses if the system hides them
+    ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
+
+
 def serve(descriptor: int, launcher: int) -> None:
     """Run the server until the launcher ends.
 
@@ -91,6 +101,7 @@ def serve(descriptor: int, launcher: int) -> None:
         launcher: pid of the launcher.
     """
     end_with_parent(launcher)
+    name_process("fork server")
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # with them, all trainers would use the same GPU
         os.environ.pop(name, None)
     # A terminal or scheduler may send these to every process; only the launcher acts on them.
@@ -104,6 +115,24 @@ def serve(descriptor: int, launcher: int) -> None:
             server.handle_events()
 
 
+class _ReportFile:
+    """The report of a process, in memory of the system; a full pipe would block the process."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.memfd_create("report"), "r+b", buffering=0)
+
+    def write(self, report: object) -> None:
+        """Write the report; called once, by the process."""
+        pickle.dump(report, self._file)
+
+    def take(self) -> Any:
+        """Return the report of a process that has ended, and free the memory; None if there is no report."""
+        with self._file, suppress(EOFError, pickle.UnpicklingError):  # it was killed while it wrote
+            self._file.seek(0)
+            return pickle.load(self._file)
+        return None
+
+
 class _Server:
     """The server's side: handles the requests of the launcher, and reports the ends of processes."""
 
@@ -114,7 +143,7 @@ class _Server:
             "preload": _import,
             "start": self._start,
         }
-        self._processes: dict[str, tuple[ForkProcess, Connection]] = {}
+        self._processes: dict[str, tuple[ForkProcess, _ReportFile]] = {}
 
     def handle_events(self) -> None:
         """Wait for a request or the end of a process, and handle it; EOFError if the launcher has ended."""
@@ -131,12 +160,9 @@ class _Server:
                     reply = error
                 self._connection.send(reply)
             else:
-                process, reports = self._processes.pop(by_sentinel[ready])  # type: ignore[index]  # a number
+                process, report = self._processes.pop(by_sentinel[ready])  # type: ignore[index]  # a number
                 process.join()
-                report = None
-                with reports, suppress(EOFError):
-                    report = reports.recv() if reports.poll() else None
-                self._connection.send(ProcessEnd(process.name, process.exitcode or 0, report))
+                self._connection.send(ProcessEnd(process.name, process.exitcode or 0, report.take()))
                 process.close()
 
     def _start(self, work: bytes, address: str, port: int) -> dict[str, int]:
@@ -146,12 +172,11 @@ class _Server:
             context = multiprocessing.get_context("fork")
             pids = {}
             for name, args in calls.items():
-                reader, writer = context.Pipe(duplex=False)
-                run = (os.getpid(), target, (*args, listener, writer))
+                report = _ReportFile()
+                run = (os.getpid(), target, (*args, listener, report.write))
                 process = context.Process(target=self._run, args=run, name=name)
                 process.start()
-                writer.close()
-                self._processes[name] = process, reader
+                self._processes[name] = process, report
                 pids[name] = process.pid or 0
         return pids
 
@@ -163,6 +188,7 @@ class _Server:
 
     def _run(self, server: int, target: Callable[..., None], args: Sequence[Any]) -> None:
         end_with_parent(server)
+        name_process(multiprocessing.current_process().name)
         self._connection.close()
         target(*args)
 
@@ -262,11 +288,11 @@ class ForkServer:
         address: str = "127.0.0.1",
         port: int = 0,
     ) -> dict[str, int]:
-        """Start processes that run ``target(*args, listener, reports)``; each ends with an event.
+        """Start processes that run ``target(*args, listener, report)``; each ends with an event.
 
         Args:
             target: a function of a module. All processes share ``listener``, a socket that listens on the
-                address. ``reports`` is a connection for one report to the launcher.
+                address. ``report`` takes one object that the launcher receives with the end of the process.
             calls: the arguments of each process, by its name.
             address, port: see :func:`listen`.
 

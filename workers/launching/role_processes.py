@@ -8,14 +8,16 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hybrid.config import RunConfig
-from hybrid.errors import ClusterError, HybridError
+from hybrid.errors import ClusterError, HybridError, shorten
+from hybrid.primitives.available_memory import memory_groups
 from hybrid.security.secret import Secret
+from hybrid.storage.files import open_reader
 from hybrid.storage.private_files import make_folder, open_file
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.user_code.user_modules import log_traceback
@@ -34,6 +36,7 @@ _DEFAULT_GRACE_SECONDS = 0.5
 _END_SECONDS = 5.0
 _WAIT_SECONDS = 60.0
 _MAX_LOG_BYTES = 4096
+_KILL_COUNTERS = ("memory.events", "memory.oom_control")  # in version 2 and 1 of control groups
 _LOG = logging.getLogger(__name__)
 
 
@@ -75,7 +78,7 @@ def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
     if isinstance(error, transport.RemoteError):
         logged_by = error.role if error.failure.is_logged else None
     log = "" if logged_by is None else f"; see {log_path(folder, logged_by)}"
-    return RoleFailure(" ".join(message.split()) + log, cause_of(error))
+    return RoleFailure(shorten(" ".join(message.split())) + log, cause_of(error))
 
 
 def count_oom_kills(root: Path = Path("/")) -> int:
@@ -84,10 +87,8 @@ def count_oom_kills(root: Path = Path("/")) -> int:
     Args:
         root: folder with proc and sys.
     """
-    group = ""
-    with suppress(OSError):  # version 2 of control groups has one line, 0::/GROUP
-        group = (root / "proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
-    for path in (root / "sys/fs/cgroup" / group / "memory.events", root / "proc/vmstat"):
+    counters = [group / name for group in memory_groups(root) for name in _KILL_COUNTERS]
+    for path in (*counters, root / "proc/vmstat"):
         with suppress(OSError):
             for line in path.read_text().splitlines():
                 name, _, value = line.partition(" ")
@@ -129,7 +130,7 @@ class RoleProcess:
     def _infer_failure(self, exit_code: int) -> RoleFailure:
         """Return the failure of a role that has not reported one."""
         process, log = f"{self.role} (pid {self.pid})", ""
-        with suppress(FileNotFoundError), self.log.open("rb") as file:
+        with suppress(FileNotFoundError), open_reader(self.log) as file:
             file.seek(max(self._log_bytes_before, file.seek(0, os.SEEK_END) - _MAX_LOG_BYTES))
             log = file.read().decode(errors="replace")
         if exit_code > 0:
@@ -241,13 +242,13 @@ def run_role(
     secret: Secret,
     level: Verbosity,
     listener: socket.socket,
-    reports: Connection,
+    report: Callable[[RoleFailure], object],
 ) -> None:
     """Run a role in its process; write output to its log, and report a failure to the launcher.
 
     Args:
         listener: the socket of the rendezvous, for the master.
-        reports: connection to the launcher.
+        report: called with the failure of the role.
     """
     if not isinstance(task, TrainTask):  # the server ignores it, but this task has nothing to save
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -259,7 +260,7 @@ def run_role(
             make_folder(path.parent)
             descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except HybridError as error:
-        reports.send(describe_failure(role, error, folder))
+        report(describe_failure(role, error, folder))
         end_now(ExitCode.FAILED)
     os.dup2(descriptor, 2)
     if not has_stdout:
@@ -286,9 +287,9 @@ def run_role(
                     address = MasterAddress(config.cluster.master_address, listener.getsockname()[1])
                 serve(role, address, secret)  # the launcher decides on the exit code
         except KeyboardInterrupt as interrupt:
-            reports.send(RoleFailure(str(interrupt), Cause.STOPPED))
+            report(RoleFailure(str(interrupt), Cause.STOPPED))
             end_now(exit_code(interrupt))
         except Exception as error:
-            reports.send(describe_failure(role, error, folder))
+            report(describe_failure(role, error, folder))
             log_traceback(error)
             end_now(exit_code(error))  # threads of torch may wait for a lost role

@@ -332,7 +332,7 @@ def _start_torch(
         dist.destroy_process_group()
     if role.kind is RoleKind.TRAINER:  # join the process group in which DDP reduces gradients
         device = choose_devices(config.dense, role.index)[0]
-        store.set(f"device/{role.index}", f"{socket.gethostname()}/{device}")
+        store.set(f"device/{role.index}", f"{filesystem_id()}/{device}")
         devices = [store.get(f"device/{i}").decode() for i in range(section.trainers)]
         names = dist.PrefixStore("trainers", store)
         with close_listeners_after(names, role.index, section.trainers):

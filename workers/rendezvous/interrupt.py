@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-from hybrid.errors import ClusterError, HybridError, first_line
+from hybrid.errors import ClusterError, HybridError, first_line, shorten
 from workers.console.messages import print_line
 from workers.exit_codes import ExitCode, ReportedError, exit_code
 
@@ -124,7 +124,7 @@ def run_interruptibly(function: Callable[[], None]) -> None:
 
 def describe_final_error(error: BaseException) -> str:
     """Return the line that a process reports about the error that ends it."""
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else first_line(error)
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else shorten(first_line(error))
 
 
 def end_now(code: int) -> NoReturn:

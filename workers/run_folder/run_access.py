@@ -9,9 +9,7 @@ the URL of the run. Checkpoints are written to the store directly.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import json
 import os
 import re
 import shlex
@@ -33,7 +31,9 @@ from hybrid.config.loading import CONFIG_FILE, fixed_values, load_config
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError, HybridError, StorageError
 from hybrid.storage import files
-from hybrid.storage.private_files import make_folder, open_file, private_user_folder, refuse_link
+from hybrid.storage.file_formats import parse_json
+from hybrid.storage.folder_lock import LOCK_FILE, folder_lock
+from hybrid.storage.private_files import private_user_folder, refuse_link
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 from hybrid.topology import Role
 from hybrid.user_code.run_signature import load_run_config
@@ -42,13 +42,13 @@ from workers.console.messages import print_line
 RUNS = Path("runs")
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"  # exists only if the run has finished
-_LOCK_FILE = ".lock"
 _STORE_FILE = ".store"  # contains the URL of the run
 _RESUME_FILE = ".resume"  # in the scratch folder of a script: the path from which the script resumes
 _DIGEST_CHARACTERS = 12
 _CLOCK_TOLERANCE_NS = 60_000_000_000  # the clocks of this machine and the store may differ
-_WAIT_SECONDS = 1.0  # the roles of a killed launch hold the lock for some milliseconds
-_POLL_SECONDS = 0.02
+_MAX_LOG_BYTES = 1 << 30
+_NO_NUMBERS = ("kind", "phase_seconds")
+_STALE_SECONDS = 60.0  # then a command has locked its scratch folder
 _LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that limit the length of a run
 
 # Fields of a line of metrics.jsonl.
@@ -91,6 +91,8 @@ def run_write_errors(path: Path, remedy: str = "set run.folder to another folder
     """
     try:
         yield
+    except StorageError:  # its message has the remedy
+        raise
     except OSError as error:
         reason = error.strerror or error
         raise HybridError(f"{path}: cannot be written: {reason}; free space there, or {remedy}") from error
@@ -99,6 +101,7 @@ def run_write_errors(path: Path, remedy: str = "set run.folder to another folder
 @contextmanager
 def scratch_logs(prefix: str) -> Iterator[Path]:
     """Yield a temporary folder for logs; it is kept only if the message of an error contains its path."""
+    _remove_stale_logs(prefix)
     with run_write_errors(Path(tempfile.gettempdir()), "set TMPDIR to another folder"):
         folder = Path(tempfile.mkdtemp(prefix=prefix))
     is_named = False
@@ -110,6 +113,16 @@ def scratch_logs(prefix: str) -> Iterator[Path]:
     finally:
         if not is_named:
             shutil.rmtree(folder)
+
+
+def _remove_stale_logs(prefix: str) -> None:
+    """Remove the folders of killed commands: their lock files exist, but no process holds them."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{LOCK_FILE}"):
+        with suppress(OSError, HybridError):  # it is in use, or another command removes it
+            status = lock.lstat()
+            if status.st_uid == os.geteuid() and status.st_mtime < time.time() - _STALE_SECONDS:
+                with folder_lock(lock.parent, wait_seconds=0.0):
+                    shutil.rmtree(lock.parent)
 
 
 def command_name() -> str:
@@ -130,7 +143,7 @@ def checkpoint_root(folder: Path) -> StoragePath:
     if not os.path.lexists(path):
         return folder
     try:
-        run, status = parse_path(path.read_text(encoding="utf-8")), folder.stat()
+        run, status = parse_path(files.read_text(path)), folder.stat()
     except (OSError, ValueError) as error:
         raise HybridError(f"{path}: cannot be read: {error}; remove it") from error
     is_private = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
@@ -143,14 +156,14 @@ def checkpoint_root(folder: Path) -> StoragePath:
 def record_script_folder(scratch: Path, folder: StoragePath) -> None:
     """Record in the scratch folder of a script that the script resumes from the checkpoints in ``folder``."""
     with run_write_errors(scratch, "set TMPDIR to another folder"):
-        (scratch / _RESUME_FILE).write_text(str(folder), encoding="utf-8")
+        files.write_bytes(scratch / _RESUME_FILE, str(folder).encode())
 
 
 def script_folder(scratch: Path) -> StoragePath | None:
     """Return the folder from whose checkpoints a script resumes; None if it has recorded no folder."""
     path = scratch / _RESUME_FILE
     is_run = (scratch / CONFIG_FILE).exists()  # another user may have written the files of a run
-    return parse_path(path.read_text(encoding="utf-8")) if path.is_file() and not is_run else None
+    return parse_path(files.read_text(path)) if path.is_file() and not is_run else None
 
 
 @contextmanager
@@ -160,30 +173,29 @@ def hold_run(run: StoragePath, is_resumed: bool) -> Iterator[tuple[Path, int]]:
     The files of a resumed run are fetched from the store first: another machine may have written them.
 
     Yields:
-        The local folder, and the descriptor of its lock; see :func:`run_lock`.
+        The local folder, and the descriptor of its lock; see :func:`folder_lock`.
 
     Raises:
-        ConfigError: another launch holds the lock, or the folder cannot be created.
+        ConfigError: another run holds the lock, or the folder cannot be created.
         HybridError: a folder in it is a symbolic link.
         StorageError: the store rejects a request.
     """
     if not isinstance(run, RemotePath):
         for name in ("logs", "profile"):
             refuse_link(run / name)
-        with run_lock(run) as lock:
+        with folder_lock(run) as lock:
             yield run, lock
         return
     folder = _local_folder(run)
-    with run_lock(folder) as lock:
+    with folder_lock(folder) as lock:
         with run_write_errors(folder):
-            (folder / _STORE_FILE).write_text(str(run), encoding="utf-8")
+            files.write_bytes(folder / _STORE_FILE, str(run).encode())
         print_line(f"logs and metrics are kept in {folder}, and sent to {run} with each checkpoint")
         if is_resumed:
             for entry in files.list_entries(run):
                 if not entry.is_folder:
-                    content = files.read_bytes(entry.path)
                     with run_write_errors(folder):
-                        (folder / entry.path.name).write_bytes(content)
+                        files.copy(entry.path, folder / entry.path.name)
         try:
             yield folder, lock
         except BaseException:
@@ -214,64 +226,15 @@ def upload(folder: Path) -> None:
     if not isinstance(store, RemotePath):
         return
     uploaded = {entry.path: entry for root in (store, store / "logs") for entry in files.list_entries(root)}
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        if any(part.startswith(".") for part in relative.parts) or not path.is_file():
+    for local in files.list_entries(folder, is_deep=True):
+        relative = Path(str(local.path)).relative_to(folder)
+        if any(part.startswith(".") for part in relative.parts) or not local.is_file:
             continue
         target = store / str(relative)
-        status, entry = path.stat(), uploaded.get(target)
-        is_older = entry is not None and status.st_mtime_ns < entry.mtime_ns - _CLOCK_TOLERANCE_NS
-        if entry is None or entry.size != status.st_size or not is_older:
-            files.copy(path, target)
-
-
-@contextmanager
-def run_lock(folder: Path) -> Iterator[int]:
-    """Lock a run folder, which is created if missing, and yield the descriptor of the lock.
-
-    Each role inherits the descriptor, and the system releases the lock when the last process with it ends. So
-    the lock is never stale, and no other launch writes to the folder while a role lives.
-
-    Raises:
-        ConfigError: another launch holds the lock, or the folder cannot be created.
-    """
-    path = folder / _LOCK_FILE
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    try:
-        make_folder(folder)
-        descriptor = _acquire(path)
-    except BlockingIOError as error:
-        rule = "is in use by another launch; stop that launch, or choose another folder"
-        raise ConfigError("run.folder", rule, str(folder)) from error
-    except OSError as error:
-        rule = f"cannot be created: {error.strerror}; choose another folder"
-        raise ConfigError("run.folder", rule, str(folder)) from error
-    try:
-        yield descriptor
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-        with suppress(OSError):  # not empty, since they contain a run
-            for each in missing:
-                each.rmdir()
-
-
-def _acquire(path: Path) -> int:
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while True:
-        descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The previous holder may have removed the file that is locked now.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(path.stat(), os.fstat(descriptor)):
-                    return descriptor
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise
-        os.close(descriptor)
-        time.sleep(_POLL_SECONDS)
+        entry = uploaded.get(target)
+        is_older = entry is not None and local.mtime_ns < entry.mtime_ns - _CLOCK_TOLERANCE_NS
+        if entry is None or entry.size != local.size or not is_older:
+            files.copy(local.path, target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,14 +295,31 @@ def newest_step(folder: StoragePath) -> int | None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of metrics.jsonl, without lines that a kill or a power cut has damaged."""
+    """Return the records of metrics.jsonl, without lines that a kill or a power cut has damaged.
+
+    Raises:
+        StorageError: the path is a link or no regular file, or the file is too large.
+    """
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+    for line in files.read_bytes(path, _MAX_LOG_BYTES).split(b"\n")[:-1]:
         with suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record:
+            record = parse_json(line)
+            if _is_record(record):
                 records.append(record)
     return records
+
+
+def _is_record(value: Any) -> bool:
+    """Return whether a value is a kind, a step, the seconds of phases, and other numbers."""
+    if not isinstance(value, dict) or not isinstance(seconds := value.get("phase_seconds", {}), dict):
+        return False
+    others = [each for name, each in value.items() if name not in _NO_NUMBERS and each is not None]
+    is_step = type(value.get("step")) is int and value["step"] >= 0
+    return (
+        is_step
+        and isinstance(value.get("kind"), str)
+        and all(type(each) in (int, float) for each in [*others, *seconds.values()])
+    )
 
 
 def _version(path: Path) -> _FileVersion:

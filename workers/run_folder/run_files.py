@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -259,16 +260,8 @@ class AppendOnlyFile:
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Write a file atomically: if that fails, the old file is unchanged."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
     with run_write_errors(path):
-        try:
-            with open(unfinished, "w", encoding="utf-8", opener=open_file) as file:
-                file.write(text)
-            unfinished.replace(path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
+        files.write_bytes(path, text.encode())
 
 
 def _json(values: Mapping[str, Any]) -> str:
@@ -337,23 +330,24 @@ def draw_curves(records: list[Record], path: Path, score: str = "auc") -> None:
     _draw_line(throughput, train, "samples_per_second", "train")
     throughput.set_ylim(bottom=0)
     if train:
-        percentages: dict[str, list[float]] = {name: [] for name in train[0]["phase_seconds"]}
-        for record in train:
-            total = sum(record["phase_seconds"].values()) or 1.0
-            for name, seconds in record["phase_seconds"].items():
-                percentages[name].append(100 * seconds / total)
+        seconds = [record.get("phase_seconds", {}) for record in train]
+        percentages = {
+            name: [100 * each.get(name, 0.0) / (sum(each.values()) or 1.0) for each in seconds]
+            for name in dict.fromkeys(name for each in seconds for name in each)
+        }
         phases.stackplot([record["step"] for record in train], [*percentages.values()], labels=[*percentages])
         phases.set_ylim(0, 100)
         phases.legend(ncols=len(percentages), loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize=8)
-    with open(path, "wb", opener=open_file) as file:
-        figure.savefig(file, format="png")
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    files.write_bytes(path, content.getvalue())
 
 
 def _draw_line(axes: Axes, records: list[Record], key: str, label: str) -> None:
     """Draw a number over the steps, with a gap where it is unknown."""
     if not key or not records:
         return
-    values: list[Any] = [math.nan if record[key] is None else record[key] for record in records]
+    values = [math.nan if (value := record.get(key)) is None else value for record in records]
     marker = "o" if len(records) < 30 else ""
     axes.plot([record["step"] for record in records], values, label=label, marker=marker, markersize=4)
     axes.legend(frameon=False)

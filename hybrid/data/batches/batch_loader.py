@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.batch import Batch, slice_bounds
+from hybrid.batch import Batch, padding_bounds, slice_bounds
 from hybrid.config import TaskSection
 from hybrid.data.dataset.prepared_dataset import PreparedDataset, StepRows
 from hybrid.data.dataset.sample_order import RowOrder, ShuffledOrder, positions
@@ -73,6 +74,8 @@ class BatchLoader:
         lanes: the number of lanes of the shuffle (hybrid/data/dataset/sample_order.py); 0 for none.
         prefetch_batches: how many batches are read ahead.
         by_group: whether groups stay complete.
+        least: number of samples of a slice, with padding; see :class:`LocalBatch`.
+        drop_last: whether to leave out a last batch of fewer samples.
 
     Raises:
         DataError: groups cannot stay complete.
@@ -88,6 +91,8 @@ class BatchLoader:
     lanes: int = 0
     prefetch_batches: int = 2
     by_group: bool = False
+    least: int = 0
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         if self.by_group:
@@ -100,35 +105,49 @@ class BatchLoader:
         """Steps that pass over every sample once."""
         return -(-self.dataset.num_samples // self.batch_size)
 
-    def batches(self, epoch: int, first_step: int = 0) -> BatchStream:
-        """Return the batches of an epoch from ``first_step`` on; the caller closes the stream."""
-        starts = range(first_step * self.batch_size, self.dataset.num_samples, self.batch_size)
+    def batches(self, epoch: int, first_step: int = 0, first_sample: int = 0) -> BatchStream:
+        """Return the batches of an epoch from ``first_step`` on; the caller closes the stream.
+
+        Args:
+            first_sample: position from which the first batch has samples, if it is after the step's start.
+        """
+        size, end = self.batch_size, self.dataset.num_samples
+        end -= end % size if self.drop_last else 0
+        first = max(first_step * size, first_sample)
+        ranges = pairwise([first, *range(first - first % size + size, end, size), end] if first < end else [])
         if self.by_group:
-            steps = self._plan_groups(epoch, starts)
+            steps = self._plan_groups(epoch, ranges)
         else:
-            steps = self._plan_rows(self._order(self.dataset.num_samples, epoch), starts)
+            steps = self._plan_rows(self._order(self.dataset.num_samples, epoch), ranges)
         return BatchStream(self._read(steps), self.prefetch_batches)
 
-    def _plan_rows(self, order: RowOrder, starts: range) -> Generator[StepRows, None, None]:
-        for start in starts:
-            rows = order.indices(start, min(start + self.batch_size, self.dataset.num_samples))
-            yield StepRows(rows, *slice_bounds(len(rows), self.trainer_index, self.num_trainers))
+    def _plan_rows(
+        self, order: RowOrder, ranges: Iterable[tuple[int, int]]
+    ) -> Generator[StepRows, None, None]:
+        for start, stop in ranges:
+            rows = order.indices(start, stop)
+            yield self._slice(rows, *slice_bounds(len(rows), self.trainer_index, self.num_trainers))
 
-    def _plan_groups(self, epoch: int, starts: range) -> Generator[StepRows, None, None]:
+    def _slice(self, rows: npt.NDArray[np.int64], start: int, stop: int) -> StepRows:
+        return StepRows(rows, start, stop, padding_bounds(len(rows), start, stop, self.least))
+
+    def _plan_groups(self, epoch: int, ranges: Iterable[tuple[int, int]]) -> Generator[StepRows, None, None]:
         assert self.dataset.group_starts is not None, "check_group_sizes comes first"
         num_groups = len(self.dataset.group_starts) - 1
         groups = GroupedOrder(self.dataset, self._order(num_groups, epoch).indices(0, num_groups))
-        for start in starts:
-            rows, ends = groups.indices(start, start + self.batch_size)
+        for start, stop in ranges:
+            rows, ends = groups.indices(start, stop)
             bounds = slice_bounds(len(rows), self.trainer_index, self.num_trainers)
-            yield StepRows(rows, *group_bounds(ends, *bounds))
+            if len(rows):  # a resumed pass may begin after the groups of a range
+                yield self._slice(rows, *group_bounds(ends, *bounds))
 
     def _read(self, steps: Generator[StepRows, None, None]) -> Generator[Batch, None, None]:
         with closing(steps):
             for step in steps:
                 total_groups = self.dataset.total_groups(step.rows) if self.by_group else None
                 total_weights = self.dataset.total_weights(step.rows)
-                yield self.dataset.gather(step.local, len(step.rows), total_weights, total_groups)
+                batch = self.dataset.gather(step.local, len(step.rows), total_weights, total_groups)
+                yield batch._replace(local_size=step.stop - step.start)
 
     def _order(self, number: int, epoch: int) -> RowOrder:
         """Return the order of ``number`` rows or groups in an epoch."""

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid.errors import ClusterError, OutageError
-from hybrid.storage.private_files import make_folder, sync
+from hybrid.storage import files
+from hybrid.storage.private_files import make_folder, open_file, sync
 
 _PREFIX, _LOCK = ".building-", ".lock"
 _POLL_SECONDS = 0.2
@@ -45,7 +46,7 @@ def hold_lock(path: Path, check: Callable[[], None]) -> Iterator[None]:
 
 def _try_lock(lock: Path) -> int | None:
     """Return the descriptor of a locked file; None if another process holds the lock."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT, 0o600)
+    descriptor = open_file(lock, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The last holder may have removed the file, and another process may have created a new one.
@@ -65,8 +66,8 @@ def build_directory(target: Path) -> Iterator[Path]:
     """Yield a folder that becomes ``target`` at the end; the caller holds the lock of ``target``.
 
     After an interrupt, a kill, or the loss of the cluster or of a store, the folder stays. The next call
-    yields the folder with its files. Other failures would occur again, so the folder is removed. Folders for
-    other targets whose locks are free are removed.
+    yields the folder with its files. Other failures would occur again, so the folder is removed.
+    A folder with links is removed first. Folders for other targets whose locks are free are removed.
 
     Raises:
         OSError: the folder cannot be written.
@@ -78,6 +79,8 @@ def build_directory(target: Path) -> Iterator[Path]:
             shutil.rmtree(other, ignore_errors=True)
             lock.unlink(missing_ok=True)
             os.close(descriptor)
+    if folder.is_symlink() or any(path.is_symlink() for path in folder.rglob("*")):
+        files.remove(folder)  # this program makes no links
     try:
         make_folder(folder)
         yield folder

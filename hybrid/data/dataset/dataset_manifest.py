@@ -14,13 +14,14 @@ from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import UnknownValues
 from hybrid.data.parse.input_files import InputFile, compute_sampled_checksum
 from hybrid.data.values.invalid_rows import InvalidRowReport
-from hybrid.errors import DataError
+from hybrid.errors import DataError, StorageError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.storage.files import compute_checksum, read_bytes, read_text
+from hybrid.storage.file_formats import is_inner_name, parse_fields, parse_json
+from hybrid.storage.files import compute_checksum, read_bytes, read_text, write_bytes
 from hybrid.storage.remote_path import StoragePath
 from hybrid.user_code.run_signature import signed_toml
 
-FORMAT_VERSION = 6  # raise it whenever the same configuration would be prepared differently
+FORMAT_VERSION = 7  # raise it whenever the same configuration would be prepared differently
 FILE_NAME = "manifest.json"
 COPY_NAME = "data.json"  # in a checkpoint
 NO_INVALID_ROWS = InvalidRowReport({}, ())
@@ -73,8 +74,10 @@ class DatasetReport:
     def of(cls, content: dict[str, Any]) -> DatasetReport:
         """Return the report from parsed JSON."""
         bad_rows = InvalidRowReport(content["bad_rows"]["counts"], tuple(content["bad_rows"]["examples"]))
-        unknown = tuple(UnknownValues(**column) for column in content["unknown"])
-        labels = tuple(LabelReport(**task) for task in content["labels"])
+        unknown = tuple(parse_fields(UnknownValues, column) for column in content["unknown"])
+        labels = tuple(parse_fields(LabelReport, task) for task in content["labels"])
+        if type(content["num_rows"]) is not int or content["num_rows"] < 0:
+            raise TypeError(f"num_rows is {content['num_rows']!r:.80}")
         return cls(**{**content, "labels": labels, "bad_rows": bad_rows, "unknown": unknown})
 
 
@@ -122,7 +125,7 @@ class DataManifest:
             if path.is_file()
         }
         content = {"format": FORMAT_VERSION, **asdict(cls(spec, splits, inputs or {}, stored))}
-        (folder / FILE_NAME).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        write_bytes(folder / FILE_NAME, json.dumps(content, indent=1).encode())
 
     @classmethod
     def read(cls, path: StoragePath, rule: str = "") -> DataManifest:
@@ -132,21 +135,25 @@ class DataManifest:
             rule: advice for the message about another version.
         """
         try:
-            content = json.loads(read_bytes(path))
+            content = parse_json(read_bytes(path))
             if content["format"] != FORMAT_VERSION:
                 raise DataError(f"{path}: made by another version of this program" + (rule and f"; {rule}"))
             spec = content["input_spec"]
-            features = tuple(FeatureSpec(**feature) for feature in spec["sparse_features"])
+            features = tuple(parse_fields(FeatureSpec, feature) for feature in spec["sparse_features"])
+            if not all(map(is_inner_name, content["stored"])):
+                raise ValueError("it lists a file outside of its folder")
             return cls(
                 InputSpec(tuple(spec["dense_features"]), features),
                 {split: DatasetReport.of(report) for split, report in content["splits"].items()},
                 {
-                    split: tuple(InputFile(**file) for file in files)
+                    split: tuple(parse_fields(InputFile, file) for file in files)
                     for split, files in content["inputs"].items()
                 },
-                {name: StoredFile(**file) for name, file in content["stored"].items()},
+                {name: parse_fields(StoredFile, file) for name, file in content["stored"].items()},
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except StorageError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path}: cannot be read ({error})") from error
 
     def check(self, folder: Path, split: str) -> None:
@@ -162,7 +169,9 @@ class DataManifest:
             if top in self.splits and top != split:
                 continue
             try:
-                found = compute_sampled_checksum(folder / name)
+                found = compute_sampled_checksum(folder / name, folder)
+            except StorageError as error:
+                raise DataError(str(error)) from error
             except OSError as error:
                 raise DataError(f"{folder / name}: cannot be read ({error})") from error
             if found != file.sampled:

@@ -33,19 +33,29 @@ from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.primitives.grouping import ranking_totals
+from hybrid.storage.file_formats import map_array
+
+_TYPES: dict[str, tuple[npt.DTypeLike, ...]] = {  # of arrays; int64 for those that are not here
+    "labels": (np.uint8, np.float32),
+    **dict.fromkeys(("dense", "weights"), (np.float32,)),
+    "ids": (np.int32,),
+}
 
 
 class StepRows(NamedTuple):
-    """The rows of a step; a trainer's slice is from ``start`` to ``stop``."""
+    """The rows of a step; a trainer's slice is from ``start`` to ``stop``, and has ``padding`` after it."""
 
     rows: npt.NDArray[np.int64]
     start: int
     stop: int
+    padding: tuple[int, int] = (0, 0)
 
     @property
     def local(self) -> npt.NDArray[np.int64]:
         """The rows of the slice."""
-        return self.rows[self.start : self.stop]
+        first, last = self.padding
+        local = self.rows[self.start : self.stop]
+        return np.concatenate([local, self.rows[first:last]]) if first < last else local
 
 
 class PreparedDataset:
@@ -91,9 +101,10 @@ class PreparedDataset:
         try:
             manifest = DataManifest.read(folder / FILE_NAME)
             manifest.check(folder, split)
+            arrays = map_arrays(folder, manifest, split)
         except DataError as error:
             raise DataError(f"{error}; delete {folder} to prepare it again") from error
-        dataset = cls(map_arrays(folder / split), manifest.input_spec, manifest.splits[split])
+        dataset = cls(arrays, manifest.input_spec, manifest.splits[split])
         dataset.folder = folder
         return dataset
 
@@ -162,10 +173,33 @@ class PreparedDataset:
         )
 
 
-def map_arrays(split: Path) -> dict[str, npt.NDArray[Any]]:
-    """Map all arrays of a split into memory, by their names."""
-    # np.asarray, because slicing np.memmap costs more than reading the rows of a small batch.
-    return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in sorted(split.glob("*.npy"))}
+def map_arrays(folder: Path, manifest: DataManifest, split: str) -> dict[str, npt.NDArray[Any]]:
+    """Map all arrays of a split into memory, by their names.
+
+    Raises:
+        DataError: an array is missing, cannot be read, or has another type or length than a prepared one.
+    """
+    arrays, num_rows = {}, manifest.splits[split].num_rows
+    features = enumerate(manifest.input_spec.sparse_features)
+    bags = {f"bag_{k}" for k, feature in features if feature.multi_hot}
+    lengths = {f"{bag}_offsets": num_rows + 1 for bag in bags}
+    required = {"dense", "ids", "labels", "source_rows", *lengths, *(f"{bag}_ids" for bag in bags)}
+    listed = {Path(name).stem for name in manifest.stored if name.startswith(f"{split}/")}
+    for name in sorted(required | listed):  # the ids of a bag precede its offsets and weights
+        bag, _, kind = name.rpartition("_") if name.startswith("bag_") else ("", "", name)
+        try:
+            array = arrays[name] = map_array(folder / split / f"{name}.npy", folder)
+            num_items = len(arrays[f"{bag}_ids"]) if bag else num_rows
+            if len(array) != lengths.get(name, len(array) if kind == "group_starts" else num_items):
+                raise ValueError(f"its length is {len(array)}")
+            if array.dtype not in _TYPES.get(kind, (np.int64,)):
+                raise ValueError(f"its type is {array.dtype}")
+            if name in lengths and [array[0], array[-1]] != [0, num_items]:
+                raise ValueError(f"its ends are {array[0]} and {array[-1]}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            path = folder / split / f"{name}.npy"
+            raise DataError(f"{path}: is not an array of prepared data: {error}") from error
+    return arrays
 
 
 def _by_task(values_BT: npt.NDArray[Any]) -> Tensor:

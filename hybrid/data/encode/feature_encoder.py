@@ -7,10 +7,11 @@ the numbers below ``bounds[0]``. Bucket i holds the numbers from ``bounds[i - 1]
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +29,8 @@ from hybrid.data.values.canonical import hash_texts
 from hybrid.data.values.column_values import MAX_NUMBER, is_list, take_or_default
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.storage.files import compute_checksum, exists, read_text
+from hybrid.storage.file_formats import parse_json
+from hybrid.storage.files import compute_checksum, exists, read_text, write_bytes
 from hybrid.storage.remote_path import StoragePath
 
 FILE_NAME = "features.json"
@@ -144,12 +146,14 @@ class UnknownValues:
         count: number of unknown values; 0 with ``vocabulary = hash``.
         num_values: number of values, missing ones excluded.
         expected: the fraction that is unknown in rows like the training rows; None for later rows.
+        several: number of rows with several values, which a column of one value per row counts as unknown.
     """
 
     name: str
     count: int
     num_values: int
     expected: float | None
+    several: int = 0
 
     @property
     def fraction(self) -> float:
@@ -230,11 +234,24 @@ class FeatureEncoder:
                 distinct.append(each.values)
         return distinct
 
+    def row_checksums(self, table_of: Mapping[str, str]) -> dict[str, str]:
+        """Return a checksum of the meaning of the rows of each table.
+
+        Args:
+            table_of: the tables of the columns whose tables have other names.
+        """
+        checksums = {}
+        for each in sorted(self.sparse, key=lambda each: each.num_rows):  # the longest vocabulary of a table
+            digest = hashlib.sha256(json.dumps([each.vocabulary, each.num_rows, each.bounds]).encode())
+            digest.update(b"" if each.values is None else hash_texts(each.values.texts).tobytes())
+            checksums[table_of.get(each.name, each.name)] = digest.hexdigest()
+        return checksums
+
     def save(self, folder: Path) -> None:
         """Write ``features.json`` into ``folder``, and the vocabularies beside it."""
         write_vocabularies(folder / VOCABULARIES_FILE, self.vocabularies)
         text = self.to_json(compute_checksum(folder / VOCABULARIES_FILE))
-        (folder / FILE_NAME).write_text(text, encoding="utf-8")
+        write_bytes(folder / FILE_NAME, text.encode())
 
     def to_json(self, sha256: str | None = None) -> str:
         """Return the content of ``features.json``.
@@ -261,7 +278,9 @@ class FeatureEncoder:
         try:
             sha256, known = content.get("vocabularies"), list[Vocabulary]()
             if sha256 is not None:
-                known = read_vocabularies(_find_vocabularies(folder, sha256), sha256)
+                file = _find_vocabularies(folder, sha256)
+                is_of_run = file.name != VOCABULARIES_FILE
+                known = read_vocabularies(file, sha256, file.parent.parent if is_of_run else None)
             dense = tuple(DenseEncoding(**d) for d in content["dense"])
             sparse = tuple(_sparse_encoding(s, known) for s in content["sparse"])
             if not all(map(_is_valid_dense, dense)) or not all(map(_is_valid_sparse, sparse)):
@@ -292,19 +311,22 @@ def transform_columns(
 
 
 def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBlock) -> npt.NDArray[np.int64]:
-    """Return the numbers of unknown values and of all values of K categorical columns of a block, (2, K).
+    """Return counts of K categorical columns of a block, (3, K), as in :class:`UnknownValues`.
+
+    These are the unknown values, all values, and the rows with several values in a column of one per row.
 
     Args:
         encoded: the result of ``FeatureEncoder.encode``.
     """
-    counts: npt.NDArray[np.int64] = np.zeros((2, len(encoder.sparse)), np.int64)
+    counts: npt.NDArray[np.int64] = np.zeros((3, len(encoder.sparse)), np.int64)
     one_id, bags = iter(encoded.ids_BK.T), iter(encoded.bags)
     for k, (encoding, column) in enumerate(zip(encoder.sparse, block.sparse, strict=True)):
         ids = next(bags).ids_L if encoding.multi_hot else next(one_id)
-        absent = 0
+        absent = several = 0
         if not encoding.multi_hot:
-            absent = int((np.diff(column.offsets) == 0).sum()) if is_list(column) else column.null_count
-        counts[:, k] = (ids == 0).sum() - absent, len(ids) - absent  # a missing value has row 0, too
+            lengths_B = np.diff(column.offsets) if is_list(column) else np.asarray(column.is_valid())
+            absent, several = (lengths_B == 0).sum(), (lengths_B > 1).sum()
+        counts[:, k] = (ids == 0).sum() - absent, len(ids) - absent, several  # a missing value has row 0
     return counts
 
 
@@ -318,8 +340,8 @@ def report_unknown(
         is_later: whether the rows of the split are later than the training rows.
     """
     return tuple(
-        UnknownValues(each.name, count, num_values, None if is_later else each.expected_unknown)
-        for each, count, num_values in zip(encoder.sparse, *counts.tolist(), strict=True)
+        UnknownValues(each.name, count, num_values, None if is_later else each.expected_unknown, several)
+        for each, count, num_values, several in zip(encoder.sparse, *counts.tolist(), strict=True)
     )
 
 
@@ -339,8 +361,8 @@ def vocabulary_files(folder: StoragePath) -> dict[str, StoragePath]:
 def _read_json(path: StoragePath) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file has another JSON value."""
     try:
-        content = json.loads(read_text(path))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(read_text(path))
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
     return content if isinstance(content, dict) else {}
 

@@ -253,7 +253,8 @@ def fit_encoder(
     sparse = []
     for k, column in enumerate(layout.sparse):
         has_weights = column.kind == "weighted"
-        is_bag = column.kind != "cross" and (bool(statistics.several_K[k]) or has_weights)
+        has_several = column.has_several or bool(statistics.several_K[k])
+        is_bag = column.kind != "cross" and (has_several or has_weights)
         if (values := of_column.get(k)) is not None:
             known = values.count_known(column.min_count)
             encoding = SparseEncoding(column.name, "build", 1 + known, is_bag, weighted=has_weights)

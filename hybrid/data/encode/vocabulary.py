@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from hybrid.data.parse.parquet_blocks import MAX_VALUES_PER_BYTE, check_claimed_sizes
 from hybrid.errors import DataError
 from hybrid.primitives.splitmix64 import splitmix64
+from hybrid.storage.file_formats import parse_json
 from hybrid.storage.files import compute_checksum, local_copy
 from hybrid.storage.remote_path import StoragePath
 
@@ -125,18 +126,19 @@ def write_vocabularies(path: Path, vocabularies: Sequence[Vocabulary]) -> None:
             writer.write_table(pa.table([each.texts], schema), _GROUP_ROWS)
 
 
-def read_vocabularies(path: StoragePath, sha256: str) -> list[Vocabulary]:
+def read_vocabularies(path: StoragePath, sha256: str, root: StoragePath | None = None) -> list[Vocabulary]:
     """Return the vocabularies that ``write_vocabularies`` wrote.
 
     Args:
         sha256: the expected checksum of the file.
+        root: see :func:`hybrid.storage.files.open_reader`.
 
     Raises:
         DataError: the file is missing, has another checksum, or claims more values than it can hold.
     """
     try:
-        with local_copy(path, sha256) as local:
-            if compute_checksum(local) != sha256:
+        with local_copy(path, sha256, root=root) as local:
+            if compute_checksum(path, root) != sha256:
                 raise DataError(f"{path}: altered since it was written")
             with pq.ParquetFile(local) as file:
                 metadata = file.metadata
@@ -146,7 +148,7 @@ def read_vocabularies(path: StoragePath, sha256: str) -> list[Vocabulary]:
                     raise ValueError("its values are not encoded as this program writes them")
                 if metadata.num_rows > max(_GROUP_ROWS, local.stat().st_size * MAX_VALUES_PER_BYTE):
                     raise ValueError(f"it claims {metadata.num_rows:,} values")
-                sizes: list[int] = json.loads((file.schema_arrow.metadata or {})[_SIZES])
+                sizes: list[int] = parse_json((file.schema_arrow.metadata or {})[_SIZES])
                 values = file.read().column(_COLUMN).combine_chunks()
         if values.null_count or sum(sizes) != len(values) or any(size < 0 for size in sizes):
             raise ValueError("the number of its values differs from its metadata")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,16 +16,18 @@ import pyarrow as pa
 from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
 from hybrid.config.data_sections import Column, columns_of
 from hybrid.config.validation import check_columns, check_fields
+from hybrid.data.parse.input_files import path_columns
 from hybrid.data.values.canonical import canonical_text
 from hybrid.data.values.invalid_rows import InvalidRow, format_value
 from hybrid.data.values.model_columns import TargetSpec
-from hybrid.errors import ConfigError, DataError
+from hybrid.errors import ConfigError, DataError, most_similar
 from hybrid.input_spec import InputSpec
 from hybrid.storage.remote_path import StoragePath
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_SPARSE = tuple(f"C{i}" for i in range(1, 27))
 CRITEO_LABEL = "label"
+_MAX_SHOWN = 10  # columns in a message
 _NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -111,7 +112,12 @@ class Layout:
     @property
     def required(self) -> tuple[str, ...]:
         """The names of the columns that are read."""
-        return tuple(dict.fromkeys(name for _, name in self._named))
+        return tuple(dict.fromkeys(name for _, name in self.named))
+
+    @property
+    def delimiter(self) -> str:
+        """One character that stands for ``data.delimiter``, which may be longer, in lines."""
+        return self.data.delimiter if len(self.data.delimiter) == 1 else "\x1f"
 
     @property
     def without_holdouts(self) -> Layout:
@@ -128,25 +134,27 @@ class Layout:
         """Check that a file has every required column exactly once.
 
         Args:
-            names: the columns of the file.
-            path: of the file, for messages.
+            names: the columns of the file. Its path may have others (:func:`path_columns`).
+            path: of the file.
 
         Raises:
             ConfigError: a required column is missing.
             DataError: a required column occurs twice.
         """
-        for key, name in self._named:
-            if name not in names:
-                nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-                hint = f"; did you mean {format_value(nearest[0])}?" if nearest else ""
-                raise ConfigError(key, f"{path} has no such column{hint}", name)
+        known = [*names, *path_columns(path)]
+        for key, name in self.named:
+            if name not in known:
+                nearest = most_similar(name, known)
+                columns = ", ".join(map(format_value, known[:_MAX_SHOWN]))
+                hint = f"did you mean {format_value(nearest)}?" if nearest else f"it has {columns}"
+                raise ConfigError(key, f"{path} has no such column; {hint}", name)
             if names.count(name) > 1:
                 positions = " and ".join(str(i) for i, each in enumerate(names, start=1) if each == name)
                 rule = f"rename one, since {key} names it"
                 raise DataError(f"{path}: columns {positions} have the same name, {name!r}; {rule}")
 
     @property
-    def _named(self) -> list[tuple[str, str]]:
+    def named(self) -> list[tuple[str, str]]:
         """Pairs of a configuration key and a required column that the key names."""
         named = [(column.key("dense"), source) for column in self.dense for source in column.sources]
         named += [(column.key("sparse"), source) for column in self.sparse for source in column.sources]

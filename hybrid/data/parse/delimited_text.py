@@ -1,4 +1,4 @@
-"""Delimited text, plain or gzip, in blocks of columns with exact line numbers.
+"""Delimited text, plain or compressed, in blocks of columns with exact line numbers.
 
 pyarrow parses a block of complete lines in one thread, every field as a string. A row is one line. A quoted
 field cannot hold a line break; if one does, its lines are one invalid row. A stray quote invalidates its own
@@ -10,14 +10,16 @@ import gzip
 import io
 import os
 import select
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from hybrid.data.parse.column_layout import Layout, TableBlock
@@ -35,14 +37,20 @@ MAX_RECORD_BYTES = 64 << 10  # bytes within which an open quote must be closed
 # Every line takes memory, even if it is invalid or blank, and 16 MiB may hold 16 million empty lines.
 _MAX_BLOCK_LINES = 1 << 18
 _MAX_BLOCK_BYTES = 1 << 30
-_LOOK_BYTES = 1024  # enough to recognize gzip, and for the error message of a store
+_LOOK_BYTES = 1024  # enough to recognize compressed text, and for the error message of a store
 _PACKED_BYTES = 4 << 20  # compressed bytes of one read
 _READ_BYTES = 1 << 20  # bytes of one read of a file descriptor
 _OPEN_QUOTE = "a quote is not closed"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_GZIP_MAGIC = b"\x1f\x8b"
-# How zip, bzip2, xz, zstd, 7z and Parquet files and UTF-16 text begin.
-_NOT_TEXT = (b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf", b"PAR1", b"\xff\xfe")
+# How compressed files begin, and what opens them.
+_UNPACKERS: dict[bytes, Callable[[IO[bytes]], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": partial(pa.CompressedInputStream, compression="bz2"),
+    b"\x28\xb5\x2f\xfd": partial(pa.CompressedInputStream, compression="zstd"),
+}
+PACKED = (gzip.GzipFile, pa.NativeFile)  # the types of compressed files that open_text yields
+# How zip, xz, 7z and Parquet files and UTF-16 text begin.
+_NOT_TEXT = (b"PK\x03\x04", b"\xfd7zXZ", b"7z\xbc\xaf", b"PAR1", b"\xff\xfe")
 
 
 def read_lines(
@@ -57,7 +65,7 @@ def read_lines(
     """
     with open_text(path) as file:
         head = file.read(PEEK_BYTES)
-    yield from _parse_blocks(path, head, _cut_to_lines(path, chunks, is_start), layout, is_start)
+    yield from _parse_blocks(path, head, _cut_to_lines(path, chunks, is_start, layout), layout, is_start)
 
 
 def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
@@ -67,14 +75,14 @@ def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> I
         path: the name of the text in messages.
         chunks: the bytes of the text, cut anywhere.
     """
-    blocks = _cut_to_lines(path, chunks, True)
+    blocks = _cut_to_lines(path, chunks, True, layout)
     head = b""
     for block in blocks:
         head += block
         if head.strip() or len(head) > PEEK_BYTES:
             break
-    if head.startswith(_GZIP_MAGIC):
-        raise DataError(f"{path}: is compressed by gzip; decompress it, for example with zcat")
+    if head.startswith((*_UNPACKERS,)):
+        raise DataError(f"{path}: is compressed; decompress it, for example with zcat")
     if not head.strip():
         raise DataError(f"{path}: no rows")
     yield from _parse_blocks(path, head[:PEEK_BYTES], chain([head], blocks), layout, True)
@@ -93,7 +101,7 @@ def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
                 break
     if not end:
         return at
-    text = _strip_carriage_returns(window[:end])
+    text = _normalize(window[:end], layout)
     num_lines = text.count(b"\n", 0, _Parser(names, layout).count_complete(text))
     ends = np.flatnonzero(np.frombuffer(window, np.uint8) == ord("\n"))
     return start + (int(ends[num_lines - 1]) + 1 if num_lines else 0)
@@ -146,10 +154,12 @@ class _Parser:
     def __init__(self, names: Sequence[str], layout: Layout) -> None:
         self._width = len(names)
         self._quotes = layout.quotes
-        self._delimiter = layout.data.delimiter
+        self._long_delimiter, self._delimiter = layout.data.delimiter, layout.delimiter
         # pyarrow gets positions as names, since a header may hold the same name twice.
         keys = [str(i) for i in range(self._width)]
-        self._required = {name: keys[names.index(name)] for name in layout.required}
+        # The path of the file has the other required columns. At least one column tells the number of rows.
+        found = [name for name in layout.required if name in names] or names[:1]
+        self._required = {name: keys[names.index(name)] for name in found}
         self._read = pacsv.ReadOptions(column_names=keys, use_threads=False, block_size=_MAX_BLOCK_BYTES)
         self._convert = pacsv.ConvertOptions(
             column_types=dict.fromkeys(keys, pa.string()),
@@ -268,7 +278,13 @@ class _Parser:
             invalid_row_handler=skip,
         )
         table = pacsv.read_csv(pa.BufferReader(block), self._read, options, self._convert)
-        return {name: table[key].combine_chunks() for name, key in self._required.items()}, uneven
+        columns = {name: table[key].combine_chunks() for name, key in self._required.items()}
+        if self._delimiter != self._long_delimiter:  # of a quoted field
+            columns = {
+                name: pc.replace_substring(texts, self._delimiter, self._long_delimiter)
+                for name, texts in columns.items()
+            }
+        return columns, uneven
 
     def _fault(self, line: bytes) -> str:
         """Return why ``line`` cannot be split into fields; empty if it can."""
@@ -305,25 +321,27 @@ def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequenc
         DataError: the file is empty, or is not text.
     """
     if head.startswith(_NOT_TEXT) or b"\0" in head:
-        rule = "unpack an archive (plain text and gzip are read), save text as UTF-8, or correct data.format"
+        rule = "unpack an archive, save text as UTF-8, or correct data.format"
         raise DataError(f"{path}: is not text; {rule}")
-    text = head.decode("utf-8-sig", errors="replace")
+    text = _normalize(head, layout).decode("utf-8-sig", errors="replace")
     peeked = []
     for number, line in enumerate(text.split("\n")[:PEEK_LINES], start=1):
         if not line.strip():
             continue
         line = line.strip("\r")
-        fields = line.split(layout.data.delimiter)
+        fields = line.split(layout.delimiter)
         if layout.quotes:
             try:
-                fields = next(csv.reader([line], delimiter=layout.data.delimiter), [])
+                fields = next(csv.reader([line], delimiter=layout.delimiter), [])
             except csv.Error:  # a field beyond the limit of the csv module is no header and no row
                 fields = [line]
         peeked.append((number, fields))
     names, header_lines = layout.data.columns, 0
     if not names:
+        if not peeked and len(head) < PEEK_BYTES:
+            return layout.required, 0  # an empty file, as Spark writes them beside others
         if not peeked:
-            raise DataError(f"{path}: the file is empty, expected a header line; check data.path")
+            raise DataError(f"{path}: starts with blank lines, expected a header line; check data.path")
         header_lines, fields = peeked[0]
         if any("\r" in field for field in fields):
             raise DataError(
@@ -350,8 +368,10 @@ def _is_utf8(block: bytes) -> bool:
     return True
 
 
-def _cut_to_lines(path: StoragePath, chunks: Iterator[bytes], is_start: bool) -> Iterator[bytes]:
-    """Yield the text of ``chunks`` in blocks of complete lines, each line with a line feed only.
+def _cut_to_lines(
+    path: StoragePath, chunks: Iterator[bytes], is_start: bool, layout: Layout
+) -> Iterator[bytes]:
+    """Yield the text of ``chunks`` in normalized blocks of complete lines.
 
     Args:
         path: of the text, for messages.
@@ -368,18 +388,20 @@ def _cut_to_lines(path: StoragePath, chunks: Iterator[bytes], is_start: bool) ->
         is_start = False
         cut = chunk.rfind(b"\n") + 1
         if cut:
-            yield from _limit_lines(b"".join((rest, memoryview(chunk)[:cut])))
+            yield from _limit_lines(_normalize(b"".join((rest, memoryview(chunk)[:cut])), layout))
             rest = chunk[cut:]
         else:
             rest += chunk
         if len(rest) > MAX_LINE_BYTES:
             raise DataError(f"{path}: a line is longer than {MAX_LINE_BYTES >> 20} MiB; is it a text file?")
     if rest:
-        yield from _limit_lines(rest + b"\n")
+        yield from _limit_lines(_normalize(rest + b"\n", layout))
 
 
-def _strip_carriage_returns(block: bytes) -> bytes:
-    """Return ``block`` without carriage returns before line feeds."""
+def _normalize(block: bytes, layout: Layout) -> bytes:
+    """Return ``block`` without carriage returns before line feeds, with delimiters of one character."""
+    if layout.delimiter != layout.data.delimiter:
+        block = block.replace(layout.data.delimiter.encode(), layout.delimiter.encode())
     if b"\r" in block:  # a search for one byte takes a fiftieth of the time
         while b"\r\n" in block:
             block = block.replace(b"\r\n", b"\n")
@@ -387,8 +409,7 @@ def _strip_carriage_returns(block: bytes) -> bytes:
 
 
 def _limit_lines(block: bytes) -> Iterator[bytes]:
-    """Yield blocks of at most ``_MAX_BLOCK_LINES`` lines, without carriage returns before line feeds."""
-    block = _strip_carriage_returns(block)
+    """Yield blocks of at most ``_MAX_BLOCK_LINES`` lines."""
     is_end = np.frombuffer(block, np.uint8) == ord("\n")
     if np.count_nonzero(is_end) <= _MAX_BLOCK_LINES:
         yield block
@@ -400,8 +421,8 @@ def _limit_lines(block: bytes) -> Iterator[bytes]:
 
 
 @contextmanager
-def open_text(path: StoragePath) -> Iterator[IO[bytes] | gzip.GzipFile]:
-    """Open a text file, decompressed if it is gzip.
+def open_text(path: StoragePath) -> Iterator[IO[bytes]]:
+    """Open a text file; a compressed file is decompressed, and not seekable.
 
     A read of a file in a store requests only the bytes of that read.
 
@@ -409,15 +430,15 @@ def open_text(path: StoragePath) -> Iterator[IO[bytes] | gzip.GzipFile]:
         DataError: the file cannot be read.
         StorageError: the store refuses the request.
     """
-    with convert_read_errors(path), storage.open_reader(path) as file:
-        is_packed = file.read(_LOOK_BYTES).startswith(_GZIP_MAGIC)
+    with convert_read_errors(path), storage.open_reader(path, follows_links=True) as file:
+        start = file.read(_LOOK_BYTES)
         file.seek(0)
-        if is_packed:
-            ahead = io.BufferedReader(cast(io.RawIOBase, file), _PACKED_BYTES)
-            with gzip.GzipFile(fileobj=ahead) as unpacked:
-                yield unpacked
-        else:
+        unpack = next((each for magic, each in _UNPACKERS.items() if start.startswith(magic)), None)
+        if unpack is None:
             yield file
+            return
+        with unpack(io.BufferedReader(cast(io.RawIOBase, file), _PACKED_BYTES)) as unpacked:
+            yield unpacked
 
 
 def read_descriptor(descriptor: int, size: int, *, at_once: bool) -> Iterator[bytes]:

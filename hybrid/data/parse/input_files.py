@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
 import pyarrow as pa
 
@@ -18,6 +22,7 @@ from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
+_NULL = "__HIVE_DEFAULT_PARTITION__"
 SAMPLED_BLOCKS = 32
 SAMPLED_BLOCK_BYTES = 32 << 10
 
@@ -33,13 +38,18 @@ def convert_read_errors(path: StoragePath) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read ({error}); check the file and data.format") from error
 
 
-def compute_sampled_checksum(path: StoragePath) -> str:
+def compute_sampled_checksum(
+    path: StoragePath, root: StoragePath | None = None, *, follows_links: bool = False
+) -> str:
     """Return a checksum of the size and of 32 blocks of 32 KiB, evenly spread, first and last included.
 
     A file of at most 1 MiB is read completely. In a larger file, changes between the blocks are not detected.
+
+    Args:
+        root, follows_links: see :func:`hybrid.storage.files.open_reader`.
     """
     digest = hashlib.sha256()
-    with storage.open_reader(path) as file:
+    with storage.open_reader(path, root, follows_links=follows_links) as file:
         size = file.seek(0, io.SEEK_END)
         digest.update(size.to_bytes(8, "little"))
         last = max(0, size - SAMPLED_BLOCK_BYTES)
@@ -76,49 +86,106 @@ class InputFile:
             if isinstance(path, RemotePath):
                 real_path, sampled = str(path), storage.content_tag(path) or compute_sampled_checksum(path)
             else:
-                real_path, sampled = str(path.resolve()), compute_sampled_checksum(path)
+                real_path, sampled = str(path.resolve()), compute_sampled_checksum(path, follows_links=True)
         return cls(str(path), real_path, found.size, found.mtime_ns, sampled)
+
+
+def path_columns(path: StoragePath) -> dict[str, str | None]:
+    """Return the values of the folders ``NAME=VALUE`` of a path, as Hive names them; None if missing."""
+    pairs = [part.split("=", 1) for part in _parts(path)[:-1] if _is_partition(part)]
+    return {unquote(name): None if value == _NULL else unquote(value) for name, value in pairs}
+
+
+def _parts(path: StoragePath) -> list[str]:
+    return path.key.split("/") if isinstance(path, RemotePath) else [*path.parts]
+
+
+def _is_partition(name: str) -> bool:
+    return "=" in name[1:] and name[0] != "."
 
 
 def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
     """Return the files of ``paths``; a folder stands for its files, sorted by name, without hidden files.
 
     Args:
-        paths: local paths or URLs.
+        paths: local paths or URLs, also patterns such as ``day=*/part-?.csv``. In a folder, the subfolders
+            ``NAME=VALUE`` are read, too.
         key: the configuration key of the paths, for messages.
 
     Raises:
         ConfigError: ``paths`` is empty.
-        DataError: a path does not exist or is no regular file, or a folder is empty or contains a folder.
+        DataError: a path does not exist or is no regular file, or a folder is empty or contains another
+            folder.
         StorageError: a store refuses the request.
     """
     if not paths:
         raise ConfigError(key, "must name at least one file or folder")
     files: list[StoragePath] = []
-    for path in map(parse_path, paths):
+    for path in chain.from_iterable(map(_expand, paths)):
         found = storage.find_entry(path)
         if found is None:
             raise DataError(f"{path}: no such file or folder; check {key}")
-        inside = {path: False}
-        if found.is_folder:
-            if isinstance(path, RemotePath):
-                inside = {each.path: each.is_folder for each in storage.list_entries(path)}
-            else:
-                inside = {each: each.is_dir() for each in path.iterdir()}
-            inside = {each: is_folder for each, is_folder in inside.items() if each.name[0] not in "._"}
-            if not inside:
-                raise DataError(f"{path}: the folder holds no files; check {key}")
-        for each, is_folder in sorted(inside.items(), key=lambda entry: entry[0].name):
-            # A subfolder may hold training rows or test rows. The user must decide.
-            if is_folder:
-                raise DataError(
-                    f"{each}: is a subfolder, and subfolders are not read; add its path to {key}, or move it"
-                )
+        inside = _list_folder(path, key) if found.is_folder else [path]
+        for each in inside:
             # A pipe, a socket or a device cannot be read twice.
             if isinstance(each, Path) and each.exists() and not each.is_file():
                 raise DataError(f"{each}: is not a regular file; check {key}")
-            files.append(each)
+        files += inside
     return tuple(files)
+
+
+def _expand(text: str) -> list[StoragePath]:
+    """Return the files and folders that match a pattern; a path without a match, or that exists, itself."""
+    path = parse_path(text)
+    parts = _parts(path)
+    first = next((i for i, part in enumerate(parts) if re.search(r"[*?[]", part)), len(parts))
+    if first == len(parts) or storage.exists(path):
+        return [path]
+    found: list[StoragePath]
+    if isinstance(path, RemotePath):
+        above = RemotePath(path.root, "/".join(parts[:first]), path.query)
+        keys = {
+            "/".join(_parts(each.path)[: len(parts)]) for each in storage.list_entries(above, is_deep=True)
+        }
+        matching = (key for key in keys if PurePosixPath("/", key).match(f"/{path.key}"))
+        found = [RemotePath(path.root, key, path.query) for key in matching]
+    else:
+        found = [Path(each) for each in glob.glob(str(path))]
+    visible = [each for each in found if all(map(_is_visible, _parts(each)[first:]))]
+    return sorted(visible, key=_parts) or [path]
+
+
+def _is_visible(name: str) -> bool:
+    return name[0] not in "._" or _is_partition(name)
+
+
+def _list_folder(folder: StoragePath, key: str) -> list[StoragePath]:
+    """Return the files of a folder and of its partitions, sorted by the names on their paths."""
+
+    def list_visible(folder: StoragePath) -> list[tuple[StoragePath, bool]]:
+        with convert_read_errors(folder):
+            if isinstance(folder, RemotePath):
+                inside = [(each.path, each.is_folder) for each in storage.list_entries(folder)]
+            else:
+                inside = [(each, each.is_dir()) for each in folder.iterdir()]
+        return [each for each in inside if _is_visible(each[0].name)]
+
+    files: list[StoragePath] = []
+    level = [folder]
+    while level:
+        inside = [*chain.from_iterable(storage.map_concurrently(list_visible, level))]
+        files += [each for each, is_folder in inside if not is_folder]
+        level = [each for each, is_folder in inside if is_folder]
+        # Another subfolder may hold training rows or test rows. The user must decide.
+        for each in level:
+            if not _is_partition(each.name):
+                rule = f"add its path to {key}, or move it"
+                raise DataError(
+                    f"{each}: is a subfolder without the form NAME=VALUE, which is not read; {rule}"
+                )
+    if not files:
+        raise DataError(f"{folder}: the folder holds no files; check {key}")
+    return sorted(files, key=_parts)
 
 
 def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:

@@ -39,9 +39,12 @@ def read_parquet(
         start, stop: the row groups to read; by default all.
     """
     with convert_read_errors(path):
+        if not files.require_file(path).size:  # Spark writes such files beside others
+            return
         with open_parquet(path) as source, pq.ParquetFile(source) as file:
             layout.require(file.schema_arrow.names, path)
-            names, metadata = list(layout.required), file.metadata
+            names = [name for name in layout.required if name in file.schema_arrow.names]
+            metadata = file.metadata
             texts, columns = [], []
             for i in range(len(file.schema)):
                 column = file.schema.column(i)
@@ -81,8 +84,9 @@ def open_parquet(path: StoragePath) -> Iterator[Path | IO[bytes]]:
     if isinstance(path, RemotePath):
         with files.open_reader(path) as file:
             yield file
-    else:
-        yield path
+        return
+    with files.local_copy(path, follows_links=True) as local:
+        yield local
 
 
 def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows: int) -> int:

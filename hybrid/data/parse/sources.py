@@ -1,12 +1,11 @@
 """Input files as blocks of parsed rows: CSV, Criteo's TSV, Parquet.
 
 A file is cut into segments that are read independently. A segment is a byte range of plain text, a range of
-row groups of Parquet, or a complete gzip file. The cuts depend only on the file, not on the machine.
+row groups of Parquet, or a complete compressed file. The cuts depend only on the file, not on the machine.
 """
 
 from __future__ import annotations
 
-import gzip
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from hybrid.config.splits import PATH_KEYS, TRAIN
 from hybrid.data.parse.column_layout import Layout, TableBlock
 from hybrid.data.parse.delimited_text import (
     BLOCK_BYTES,
+    PACKED,
     PEEK_BYTES,
     find_record_start,
     open_text,
@@ -31,9 +31,9 @@ from hybrid.data.parse.delimited_text import (
     read_lines,
     read_stream,
 )
-from hybrid.data.parse.input_files import convert_read_errors, list_files
+from hybrid.data.parse.input_files import convert_read_errors, list_files, path_columns
 from hybrid.data.parse.parquet_blocks import open_parquet, read_parquet
-from hybrid.data.values.column_values import hash_values, parse_numbers, parse_seconds
+from hybrid.data.values.column_values import find_digit_dates, hash_values, parse_numbers, parse_seconds
 from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason, format_cell
 from hybrid.data.values.model_columns import Targets, compute_feature, flat_column
 from hybrid.errors import DataError, HybridError
@@ -141,7 +141,7 @@ def _split_parquet(path: StoragePath, size: int) -> list[Segment]:
 
 def _split_text(path: StoragePath, size: int, layout: Layout, block_bytes: int) -> list[Segment]:
     with open_text(path) as file:
-        if isinstance(file, gzip.GzipFile):
+        if isinstance(file, PACKED):
             return [Segment(path, size=size)]
     step = SEGMENT_BLOCKS * block_bytes
     starts = storage.map_concurrently(lambda at: find_record_start(path, at, layout), range(step, size, step))
@@ -161,12 +161,14 @@ def read_segment(segment: Segment, layout: Layout, block_bytes: int = BLOCK_BYTE
     if layout.data.format == "parquet":
         yield from read_parquet(segment.path, layout, segment.start, segment.stop)
         return
-    stop = sys.maxsize if segment.stop is None else segment.stop
 
     def chunks() -> Iterator[bytes]:
+        rest = sys.maxsize if segment.stop is None else segment.stop - segment.start
         with open_text(segment.path) as file:
-            file.seek(segment.start)
-            while chunk := file.read(min(block_bytes, stop - file.tell())):
+            if segment.start:
+                file.seek(segment.start)
+            while chunk := file.read(min(block_bytes, rest)):
+                rest -= len(chunk)
                 yield chunk
 
     yield from read_lines(segment.path, chunks(), layout, is_start=not segment.start)
@@ -220,9 +222,10 @@ def check_columns(config: RunConfig) -> None:
         return
     layout = Layout.of(data, config.columns, config.tasks)
     for split, paths in data.paths.items():
-        if not paths and split != TRAIN:
+        files = list_files(paths, PATH_KEYS[split]) if paths or split == TRAIN else ()
+        path = next((each for each in files if storage.require_file(each).size), None)
+        if path is None:
             continue
-        path = list_files(paths, PATH_KEYS[split])[0]
         layout = layout if split == TRAIN else layout.without_holdouts
         if data.format == "parquet":
             with convert_read_errors(path), open_parquet(path) as source:
@@ -231,6 +234,16 @@ def check_columns(config: RunConfig) -> None:
         else:
             with open_text(path) as file:
                 read_header(path, file.read(PEEK_BYTES), layout)
+
+
+class _Columns(dict[str, pa.Array]):
+    """Columns by name, which remember the last access: an error of Arrow does not name its column."""
+
+    last = ""
+
+    def __getitem__(self, name: str) -> pa.Array:
+        self.last = name
+        return super().__getitem__(name)
 
 
 def parse(
@@ -246,31 +259,39 @@ def parse(
         DataError: the type of a column is wrong.
     """
     valid = np.ones(len(table.lines), bool)
+    of_path = path_columns(path).items()
+    constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(valid)) for name, text in of_path}
+    columns = _Columns(constants | table.columns)
     invalid = list(table.invalid)
 
     def reject(mask: npt.NDArray[np.bool_], reason: Reason, name: str, expected: str) -> None:
         for i in np.flatnonzero(mask & valid).tolist():
-            found = f"{name} is {format_cell(table.columns[name], i)}, expected {expected}"
+            found = f"{name} is {format_cell(columns[name], i)}, expected {expected}"
             invalid.append(InvalidRow(int(table.lines[i]), reason, found))
         valid[mask] = False
 
     data = layout.data
     try:
-        targets = layout.targets.read(table.columns, reject) if layout.with_labels else None
+        targets = layout.targets.read(columns, reject) if layout.with_labels else None
         dense_BF = np.empty((len(valid), len(layout.dense)))
         for f, column in enumerate(layout.dense):
-            dense_BF[:, f], wrong = parse_numbers(table.columns[column.source], data.missing)
+            dense_BF[:, f], wrong = parse_numbers(columns[column.source], data.missing)
             reject(wrong, Reason.NUMBER, column.source, "a finite number")
-        features = [compute_feature(column, table.columns, data.missing, reject) for column in layout.sparse]
+        features = [compute_feature(column, columns, data.missing, reject) for column in layout.sparse]
+        for column in layout.sparse if layout.with_labels else ():
+            if column.kind in ("hour", "weekday") and not column.date_format:
+                digits = find_digit_dates(columns[column.source], data.missing)
+                expected = f'seconds since 1970, or a date format such as "{column.kind}(%Y%m%d)"'
+                reject(digits, Reason.DATE, column.source, expected)
         held_out_by: dict[str, SplitValues] = {}
         for split, key, by, name, _ in data.holdouts:
             if by == "time":
-                times_B, wrong = parse_seconds(flat_column(table.columns, name, key), data.missing)
+                times_B, wrong = parse_seconds(flat_column(columns, name, key), data.missing)
                 expected = "a number, or a date such as 2024-01-31 09:30:00"
                 reject(wrong | np.isnan(times_B), Reason.SPLIT, name, expected)
                 held_out_by[split] = times_B
             elif by == "column":
-                hashes_B, wrong = hash_values(flat_column(table.columns, name, key), data.missing)
+                hashes_B, wrong = hash_values(flat_column(columns, name, key), data.missing)
                 reject(wrong, Reason.SPLIT, name, "a value to split rows by")
                 held_out_by[split] = hashes_B
         block = RawBlock(
@@ -280,11 +301,12 @@ def parse(
             first_row + table.rows,
             tuple(weights for _, weights in features if weights is not None),
             held_out_by,
-            {name: table.columns[name] for _, name in layout.passthrough},
+            {name: columns[name] for _, name in layout.passthrough},
         )
         return (block if valid.all() else block.select(valid)), invalid
     except MemoryError:
         raise
     except pa.ArrowException as error:
-        advice = "check the types of the columns of data.sparse, data.dense and of labels"
-        raise DataError(f"{path}: {error}; {advice}") from error
+        keys = " and ".join(key for key, name in layout.named if name == columns.last)
+        found = f"column {columns.last} holds {columns[columns.last].type}"
+        raise DataError(f"{path}: {found}: {error}; check {keys}") from error

@@ -255,7 +255,7 @@ class FilesPreparation:
             return encode_piece(pieces[job], encoder, positions, self._folder)
 
         sums: dict[str, list[LabelSums]] = {split: [] for split in starts}
-        unknown = {split: np.zeros((2, len(encoder.sparse)), np.int64) for split in starts}
+        unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in starts}
         for of_splits in self._map("writing", weight, encode, range(len(pieces))):
             for split, (label_sums, counts) in of_splits.items():
                 sums[split] += label_sums

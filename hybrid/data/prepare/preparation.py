@@ -19,7 +19,7 @@ from hybrid.config.splits import TEST, TRAIN, VALIDATION
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.atomic_directory import build_directory, hold_lock
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DataManifest, DatasetReport
-from hybrid.data.parse.input_files import InputFile, check_unchanged, find_input_files
+from hybrid.data.parse.input_files import InputFile, check_unchanged, find_input_files, path_columns
 from hybrid.data.prepare import synthetic_log
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.split_writer import (
@@ -63,7 +63,10 @@ def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | No
         keys.pop(name, None)
     if config.data.paths[VALIDATION]:
         keys["validation"] = "path"
-    stamps = [[{**dataclasses.asdict(file), "path": ""} for file in group] for group in files.values()]
+    stamps = [
+        [{**dataclasses.asdict(file), "path": path_columns(parse_path(file.path))} for file in group]
+        for group in files.values()
+    ]
     seed = config.run.seed if is_synthetic or config.data.holdouts else None
     task_keys = [name for name, key in NAMED_KEYS["tasks"].items() if key.prepares]
     tasks = [[name, *(getattr(task, key) for key in task_keys)] for name, task in config.tasks.items()]
@@ -191,9 +194,10 @@ def _write_files(
             )
         if label.only is not None:
             rule = f"check {key}.label, data.positive_labels and data.negative_labels"
-            raise DataError(
-                f"{names}: every training row has label {label.only:g}{of_task}, nothing to learn; {rule}"
-            )
+            found = f"every training row has label {label.only:g}{of_task}, nothing to learn; {rule}"
+            if (invalid := reports[TRAIN].bad_rows).total:
+                found += f"; {invalid.total:,} rows are invalid, the first: {invalid.examples[0]}"
+            raise DataError(f"{names}: {found}")
     check_unchanged([*chain(*files.values())])
     write_group_order(folder / TRAIN)
     encoder.save(folder)

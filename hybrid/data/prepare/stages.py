@@ -162,7 +162,7 @@ def encode_piece(
     Returns:
         For each split, the sums of labels by block, and the counts of :func:`count_unknown`.
     """
-    unknown = {split: np.zeros((2, len(encoder.sparse)), np.int64) for split in positions}
+    unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in positions}
     values = spill.read_values(piece.folder)
     # For each column, the table row of each distinct value.
     rows_of_values = [

@@ -44,7 +44,10 @@ import pyarrow.compute as pc
 _INTEGER = r"-?(?:0|[1-9][0-9]*)"
 _POINT = re.compile(rf"({_INTEGER})\.0+")
 _EXPONENT = re.compile(r"(-?[1-9])(?:\.([0-9]+)(?:[eE]\+|E)|[eE]\+)([0-9]{1,3})")
-_TIME = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2})[ T]([0-9]{2}:[0-9]{2}:[0-9]{2})(\.[0-9]+)?(Z|\+00:?00)?")
+_UTC = r" ?(?:Z|\+00(?::?00)?)| UTC| GMT"
+_TIME = re.compile(
+    rf"([0-9]{{4}}-[0-9]{{2}}-[0-9]{{2}})[ T]([0-9]{{2}}:[0-9]{{2}}:[0-9]{{2}})(\.[0-9]+)?({_UTC})?"
+)
 _WORDS = {"-0": "0", **dict.fromkeys(("True", "true", "TRUE"), "1")}
 _WORDS |= dict.fromkeys(("False", "false", "FALSE"), "0")
 # Matches every text that a rule changes, and few other texts. Most columns have no match.

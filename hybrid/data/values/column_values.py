@@ -9,8 +9,8 @@ Times are seconds since 1970:
 given                                   meaning
 ======================================= =========================================================
 ``2024-01-31``                          midnight
-``2024-01-31 09:30``, also with a       that time; a zone after it (``Z``, ``+02:00``) is ignored
-``T``, seconds, or a fraction
+``2024-01-31 09:30``, also with a       that time; a zone after it (``Z``, ``+02``, ``+02:00``, `` UTC``,
+``T``, seconds, or a fraction           `` Europe/Berlin``) is ignored
 numbers                                 seconds since 1970, UTC
 dates and timestamps of Parquet         that time; for a timestamp with a zone, the local time of the zone
 ======================================= =========================================================
@@ -39,11 +39,15 @@ MAX_VALUE_BYTES = 4096  # of a categorical value, since vocabularies hold values
 # The lower bounds of all buckets except the lowest.
 DATE_BOUNDS = {"hour": tuple(map(float, range(1, 24))), "weekday": tuple(map(float, range(1, 7)))}
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+_ZONE = r"( ?(Z|[+-][0-9]{2}(:?[0-9]{2})?)| UTC| GMT| [A-Z][A-Za-z]+(/[A-Za-z0-9_+-]+)+)"
 _TIME = (
     r"^[0-9]{4}-[0-9]{2}-[0-9]{2}"
-    r"([ T]([01][0-9]|2[0-3])(:[0-5][0-9]){1,2}([.][0-9]+)?(Z|[+-][0-9]{2}:?[0-9]{2})?)?$"
+    rf"([ T]([01][0-9]|2[0-3])(:[0-5][0-9]){{1,2}}([.][0-9]+)?{_ZONE}?)?$"
 )
-_ZONE = r"(Z|[+-][0-9]{2}:?[0-9]{2})$"
+_LIST = r"^[\[({][^\[\](){}]*[\])}]$"
+# Year, month, day, and perhaps hour and minute. As a number, it could also be seconds.
+_MONTH_DAY, _HOUR = "(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])", "([01][0-9]|2[0-3])"
+_DIGITS = f"^((19[7-9]|20[0-9])[0-9]{_MONTH_DAY}({_HOUR}([0-5][0-9])?)?|[0-9]{{2}}{_MONTH_DAY}{_HOUR}?)$"
 _MAX_SECONDS = 253_402_300_800  # the year 10000; larger numbers count something else, such as milliseconds
 _DAY = 86_400
 _UNITS = {"date32[day]": _DAY, "date64[ms]": 1e-3, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds
@@ -86,10 +90,27 @@ def parse_values(column: pa.Array, missing: tuple[str, ...], separator: str = ""
         separator: splits the texts of a flat column into lists, unless empty.
     """
     if separator and not is_list(column):
-        column = pc.split_pattern(pc.fill_null(decode_dictionary(column).cast(pa.string()), ""), separator)
+        column = split_texts(decode_texts(column).cast(pa.string()), separator)
     if not is_list(column):
         return parse_flat_values(column, missing)
     return group_items(parse_flat_values(pc.list_flatten(column), missing), list_lengths(column))
+
+
+def split_texts(texts: pa.Array, separator: str) -> pa.Array:
+    """Split texts into lists of items.
+
+    If the separator is a comma or a blank, a text may be a list as pandas or PostgreSQL writes it, such as
+    ``['a', 'b']`` or ``{a,b}``, whose brackets and quotes belong to no item.
+    """
+    texts = trim_blanks(pc.fill_null(texts, ""))
+    if separator.strip() in ("", ","):
+        is_list_B = pc.match_substring_regex(texts, _LIST)
+        if pc.any(is_list_B).as_py():
+            inner = pc.utf8_slice_codeunits(texts, 1, -1)
+            inner = pc.replace_substring_regex(inner, rf"(^|{re.escape(separator)})\s*['\"]", r"\1")
+            inner = pc.replace_substring_regex(inner, rf"['\"]\s*($|:|{re.escape(separator)})", r"\1")
+            texts = pc.if_else(is_list_B, inner, texts)
+    return pc.split_pattern(texts, separator)
 
 
 def list_lengths(column: pa.Array) -> npt.NDArray[np.int64]:
@@ -147,7 +168,7 @@ def parse_flat_values(column: pa.Array, missing: tuple[str, ...]) -> Values:
 
 def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
     """Return a column as float64, NaN if missing, and a mask of values that are not finite numbers."""
-    column = decode_dictionary(column)
+    column = decode_texts(column)
     has_text = is_text(column)
     if has_text:
         column = trim_blanks(column)
@@ -173,7 +194,7 @@ def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, 
 
 def parse_seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
     """Return seconds since 1970, NaN if missing, and a mask of values that are neither times nor numbers."""
-    column = decode_dictionary(column)
+    column = decode_texts(column)
     if pa.types.is_temporal(column.type):
         numbers_B = column.cast(pa.int32() if pa.types.is_date32(column.type) else pa.int64()).to_numpy(
             zero_copy_only=False
@@ -201,7 +222,7 @@ def parse_seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, 
     for i, text in enumerate(days.dictionary.to_pylist()):
         with suppress(ValueError):  # such as the 30th of February
             day_D[i] = date.fromisoformat(text).toordinal() - _FIRST_DAY
-    past_minute = pc.replace_substring_regex(pc.utf8_slice_codeunits(dated, 16), _ZONE, "")
+    past_minute = pc.replace_substring_regex(pc.utf8_slice_codeunits(dated, 16), f"{_ZONE}$", "")
     parts = (
         (3600, pc.utf8_slice_codeunits(dated, 11, 13)),
         (60, pc.utf8_slice_codeunits(dated, 14, 16)),
@@ -215,12 +236,33 @@ def parse_seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, 
     return seconds_B, wrong_B | (is_time_B & np.isnan(seconds_B))
 
 
-def parse_date_parts(column: pa.Array, missing: tuple[str, ...], kind: str) -> tuple[Numbers, Mask]:
-    """Return the hour (0-23) or weekday (Monday is 0), NaN if missing, and a mask of invalid values."""
-    seconds_B, wrong_B = parse_seconds(column, missing)
+def parse_date_parts(
+    column: pa.Array, missing: tuple[str, ...], kind: str, date_format: str = ""
+) -> tuple[Numbers, Mask]:
+    """Return the hour (0-23) or weekday (Monday is 0), NaN if missing, and a mask of invalid values.
+
+    Args:
+        date_format: the format of the values, as of ``strptime``; by default that of :func:`parse_seconds`.
+    """
+    if date_format:
+        coded = parse_flat_values(column, missing).coded
+        dates_D = pc.strptime(coded.dictionary, format=date_format, unit="s", error_is_null=True)
+        seconds_D = dates_D.cast(pa.int64()).cast(pa.float64()).to_numpy(zero_copy_only=False)
+        seconds_B = np.append(seconds_D, np.nan)[np.asarray(coded.indices.fill_null(len(seconds_D)))]
+        wrong_B = np.isnan(seconds_B) & np.asarray(coded.is_valid())
+    else:
+        seconds_B, wrong_B = parse_seconds(column, missing)
     wrong_B |= np.abs(seconds_B) >= _MAX_SECONDS
     seconds_B[wrong_B] = np.nan
     return (seconds_B % _DAY // 3600 if kind == "hour" else (seconds_B // _DAY + 3) % 7), wrong_B
+
+
+def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
+    """Return a mask of the values that are not missing, if all are dates in digits, such as 20240131."""
+    texts = pc.utf8_trim_whitespace(decode_texts(column).cast(pa.string()))
+    given_B = np.asarray(texts.is_valid()) & ~np.asarray(pc.is_in(texts, value_set=pa.array(missing)))
+    is_date_B = np.asarray(pc.fill_null(pc.match_substring_regex(texts, _DIGITS), False))
+    return given_B if is_date_B[given_B].all() else np.zeros_like(given_B)
 
 
 def hash_values(column: pa.Array, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.int64], Mask]:
@@ -253,6 +295,14 @@ def _distinct(column: pa.Array) -> tuple[pa.Array, pa.Array]:
 def is_text(column: pa.Array) -> bool:
     """Return whether a flat column holds texts without a dictionary."""
     return isinstance(column, pa.StringArray | pa.LargeStringArray)
+
+
+def decode_texts(column: pa.Array) -> pa.Array:
+    """Return a column without its dictionary, and bytes and views as texts."""
+    column = decode_dictionary(column)
+    kind = column.type
+    is_other = pa.types.is_string_view(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return column.cast(pa.string()) if is_other else column
 
 
 def decode_dictionary(column: pa.Array) -> pa.Array:

@@ -51,7 +51,7 @@ _ADVICE = {
     Reason.TARGET: "check label and type of the section [tasks.NAME]",
     Reason.WEIGHT: "check data.weight",
     Reason.GROUP: "check data.group and data.missing",
-    Reason.DATE: "check the columns whose kind is hour or weekday, and data.missing",
+    Reason.DATE: "check columns.NAME.kind (hour, weekday) and data.missing",
     Reason.ID_WEIGHT: "check the separators of the columns whose kind is weighted",
     Reason.MANY: "set max_ids higher, or too_many_ids of the column",
     Reason.SPLIT: "check data.split and data.validation",

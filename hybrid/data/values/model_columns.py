@@ -23,7 +23,7 @@ from hybrid.data.values.column_values import (
     MAX_VALUE_BYTES,
     Mask,
     Values,
-    decode_dictionary,
+    decode_texts,
     group_items,
     hash_values,
     is_list,
@@ -34,6 +34,7 @@ from hybrid.data.values.column_values import (
     parse_labels,
     parse_numbers,
     parse_values,
+    split_texts,
     truncate_lists,
 )
 from hybrid.data.values.invalid_rows import Reason, Reject
@@ -66,8 +67,9 @@ def compute_feature(
             reject(wrong_B, Reason.NUMBER, column.source, "a finite number")
             return pa.array(numbers_B, mask=np.isnan(numbers_B)), None
         case "hour" | "weekday":
-            numbers_B, wrong_B = parse_date_parts(table[column.source], missing, column.kind)
-            reject(wrong_B, Reason.DATE, column.source, _DATE)
+            form = column.date_format
+            numbers_B, wrong_B = parse_date_parts(table[column.source], missing, column.kind, form)
+            reject(wrong_B, Reason.DATE, column.source, f"a date of the form {form}" if form else _DATE)
             return pa.array(numbers_B, mask=np.isnan(numbers_B)), None
         case "cross":
             crossed = []
@@ -136,12 +138,12 @@ def weighted_ids(
     """
     lists = column
     if not is_list(column):
-        column = decode_dictionary(column)
+        column = decode_texts(column)
         if not is_text(column):
             raise pa.ArrowTypeError(f"expected ids with weights, found {column.type}")
         texts = pc.fill_null(column.cast(pa.string()), "")
         if separator:
-            lists = pc.split_pattern(texts, separator)
+            lists = split_texts(texts, separator)
         else:
             lists = pa.ListArray.from_arrays(pa.array(np.arange(len(texts) + 1), pa.int32()), texts)
     lengths_B = list_lengths(lists)
@@ -165,9 +167,9 @@ def _split_items(
     if pa.types.is_struct(items.type):
         if items.type.num_fields != 2:
             raise pa.ArrowTypeError(f"expected pairs of an id and a weight, found {items.type}")
-        ids, weights = items.flatten()
+        (_, ids), (_, weights) = sorted(zip(items.type, items.flatten(), strict=True), key=_weight_likeness)
         return ids, weights
-    items = decode_dictionary(items)
+    items = decode_texts(items)
     if not is_text(items):
         raise pa.ArrowTypeError(f"expected ids with weights, found lists of {items.type}")
     items = pc.utf8_trim_whitespace(items)
@@ -176,6 +178,13 @@ def _split_items(
     ids, weights = pairs.flatten()
     # An item without a separator is an id without a weight.
     return pc.if_else(pc.is_null(ids), items, ids), weights
+
+
+def _weight_likeness(pair: tuple[pa.Field, pa.Array]) -> tuple[bool, ...]:
+    """Return a sort key by which the id of a struct precedes its weight; equal fields keep their order."""
+    name, kind = pair[0].name.lower(), pair[0].type
+    is_id = name in ("key", "id")  # the key of a map, too
+    return not is_id, name == "weight", pa.types.is_floating(kind), pa.types.is_integer(kind)
 
 
 def flat_column(table: Mapping[str, pa.Array], name: str, key: str) -> pa.Array:

@@ -16,12 +16,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
 from hybrid.embedding import kernels
-from hybrid.embedding.bags import Bags
+from hybrid.embedding.bags import MARKS
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_spec import Pooling, TableSpec, tables_of
 from hybrid.embedding.trainer.batch_ids import BatchIds
@@ -44,7 +45,7 @@ from hybrid.embedding.trainer.routes import (
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.ticket import Ticket
+from hybrid.protocol.ticket import Purpose, Ticket
 
 
 class Embeddings:
@@ -257,6 +258,11 @@ class TableRequest(NamedTuple):
     weights_L: Tensor | None = None
     pooling: Pooling = Pooling.SUM
 
+    @property
+    def num_vectors(self) -> int:
+        """Number of vectors of the response: of ids, or of bags."""
+        return len(self.ids_L) if self.offsets is None else len(self.offsets) - 1
+
 
 class ModuleTables:
     """The trainer's side of the tables of a custom module.
@@ -286,13 +292,13 @@ class ModuleTables:
             dim: AddressSpace([self._locations[name] for name in names]) for dim, names in by_dim.items()
         }
         self._index_in_space = {name: index for names in by_dim.values() for index, name in enumerate(names)}
-        self._first_dims = {worker: placement.groups(worker)[0].dim for worker in sources}
 
     def lookup(self, requests: Sequence[TableRequest], ticket: Ticket, after: Lookup | None = None) -> Lookup:
         """Start a lookup on all workers, and do not wait. Each worker then expects gradients.
 
         The outputs are the vectors of each call, (ids or bags, D), and a scalar zero. If the zero is part of
-        the loss, the backward pass reaches the lookup, even if the loss uses no vector.
+        the loss, the backward pass reaches the lookup, even if the loss uses no vector. Rows of calls that
+        the loss does not use get no gradient, and are not updated.
 
         Args:
             ticket, after: see :meth:`Embeddings.lookup`.
@@ -304,7 +310,7 @@ class ModuleTables:
         with self._outbox.clock.span("ids"):
             for request in requests:
                 self._check(request)
-            layout = self._layout(requests, items)
+            layout = self._layout(requests, items, ticket.purpose)
         return Lookup(ticket, items, layout, self._outbox).start(after)
 
     def empty_lookup(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
@@ -315,9 +321,10 @@ class ModuleTables:
         """Wait until all sent gradients have arrived."""
         self._outbox.flush()
 
-    def _layout(self, requests: Sequence[TableRequest], items: Items) -> _SeparateCalls:
+    def _layout(self, requests: Sequence[TableRequest], items: Items, purpose: Purpose) -> _SeparateCalls:
         """Append the requests to the messages of the workers."""
-        layout = _SeparateCalls(len(requests), [], [], [])
+        vectors = [(self._tables[each.table], each.num_vectors) for each in requests]
+        layout = _SeparateCalls(vectors, [], [], {}, [*self._tables.values()], purpose)
         calls_of_dim: dict[int, list[int]] = defaultdict(list)
         for call, request in enumerate(requests):
             if request.offsets is None:
@@ -329,17 +336,16 @@ class ModuleTables:
             sparse = SparseFeatures(request.ids_L, request.offsets, request.weights_L, 1)
             layout.bags.append((call, route.start(BatchIds(sparse), items)))
         for dim, calls in sorted(calls_of_dim.items()):
-            sizes = [len(requests[call].ids_L) for call in calls]
+            sizes = [requests[call].num_vectors for call in calls]
             space = self._spaces[dim]
             addresses_L = torch.empty(sum(sizes), dtype=space.dtype)
             for call, out_L in zip(calls, addresses_L.split(sizes), strict=True):
                 index = self._index_in_space[requests[call].table]
                 space.write(requests[call].ids_L.view(1, -1), index, out_L.view(-1, 1))
             layout.rows.append((calls, sizes, space.request(addresses_L, (sum(sizes), 1, dim), items)))
-        for worker, of_worker in items.items():
-            if not of_worker:  # without tensors, a response is not in the graph, and gets no gradients
-                slot = append(items, worker, (0, Bags(torch.empty(0, dtype=torch.int32))))
-                layout.unused.append((slot, self._first_dims[worker]))
+        for worker in items if purpose is not Purpose.PREDICT else ():
+            sizes = [bags.num_bags for _, bags in items[worker]]
+            layout.marks[append(items, worker, MARKS)] = sizes
         return layout
 
     def _check(self, request: TableRequest) -> None:
@@ -357,16 +363,20 @@ class _SeparateCalls(NamedTuple):
     """The output tensors of the calls of a custom module, and a scalar zero.
 
     Attributes:
-        num_calls: number of calls.
+        calls: table and number of vectors of each call.
         rows: for each width, the calls that do not pool: indices of the calls, numbers of ids, the rows.
         bags: calls that pool: index of the call, and its assembler.
-        unused: requests without rows, to workers without rows of these calls, and the width of the response.
+        marks: slot of the marks of each worker, and the numbers of bags of its other requests.
+        tables: the tables of the module.
+        purpose: purpose of the lookup.
     """
 
-    num_calls: int
+    calls: list[tuple[TableSpec, int]]
     rows: list[tuple[list[int], list[int], DistinctRows]]
     bags: list[tuple[int, Assembler]]
-    unused: list[tuple[Slot, int]]
+    marks: dict[Slot, list[int]]
+    tables: list[TableSpec]
+    purpose: Purpose
 
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
         vectors: dict[int, Tensor] = {}
@@ -375,13 +385,33 @@ class _SeparateCalls(NamedTuple):
             for call, ranks in zip(calls, ranks_L.split(sizes), strict=True):
                 vectors[call] = rows_UD.index_select(0, ranks)
         for call, assembler in self.bags:
-            vectors[call] = assembler.vectors(responses).flatten(0, 1)
-        return *(vectors[call] for call in range(self.num_calls)), torch.zeros(())
+            # Detached, since torch refuses changes in place of views.
+            vectors[call] = assembler.vectors(responses).flatten(0, 1).detach()
+        return *(vectors[call] for call in range(len(self.calls))), torch.zeros(())
 
-    def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
-        for calls, _, rows in self.rows:
-            yield from rows.gradients(torch.cat([grads[call] for call in calls]))
+    def gradients(self, grads: Sequence[Tensor | None]) -> Iterator[tuple[Slot, Tensor]]:
+        of_calls = [
+            torch.zeros(size, table.dim) if grad is None else grad
+            for (table, size), grad in zip(self.calls, grads, strict=False)
+        ]
+        used: dict[Slot, Tensor] = {}  # marks of the requests of which the loss does not use all bags
+        for calls, sizes, rows in self.rows:
+            yield from rows.gradients(torch.cat([of_calls[call] for call in calls]))
+            if any(grads[call] is None for call in calls):
+                is_used_L = np.repeat([grads[call] is not None for call in calls], sizes)
+                is_used_U = np.logical_or.reduceat(is_used_L[rows.order_L], rows.starts_V[:-1])
+                used |= {slot: torch.from_numpy(is_used_U[first:last]) for slot, first, last in rows.slots}
         for call, assembler in self.bags:
-            yield from assembler.gradients(contiguous_copy(grads[call]).view(assembler.shape_BFD))
-        for slot, dim in self.unused:
-            yield slot, torch.empty(0, dim)
+            for slot, grad in assembler.gradients(contiguous_copy(of_calls[call]).view(assembler.shape_BFD)):
+                yield slot, grad
+                if grads[call] is None:
+                    used[slot] = torch.zeros(len(grad))
+        called = {table.name for (table, _), grad in zip(self.calls, grads, strict=False) if grad is not None}
+        of_tables = [t.name in called or not t.optimizer.steps_all_rows for t in self.tables]
+        for (worker, index), sizes in self.marks.items():
+            num_marks = 0 if self.purpose is Purpose.PREFETCH else sum(sizes) + len(of_tables)
+            marks = torch.ones(()).expand(num_marks)
+            if used or not all(of_tables):
+                of_bags = [used.get((worker, i), torch.ones(size)) for i, size in enumerate(sizes)]
+                marks = torch.cat([*of_bags, torch.tensor(of_tables)]).float()
+            yield (worker, index), marks

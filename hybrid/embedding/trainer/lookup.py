@@ -49,8 +49,12 @@ class OutputLayout(Protocol):
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
         """Return the outputs, given the responses of all workers."""
 
-    def gradients(self, grads: Sequence[Tensor]) -> Iterable[tuple[Slot, Tensor]]:
-        """Return the gradients of response tensors for the gradients of the outputs. No tensor is a view."""
+    def gradients(self, grads: Sequence[Any]) -> Iterable[tuple[Slot, Tensor]]:
+        """Return the gradients of response tensors for the gradients of the outputs. No tensor is a view.
+
+        Args:
+            grads: of several outputs, those that the loss does not use have None.
+        """
 
 
 class Outbox:
@@ -150,7 +154,7 @@ class Lookup:
         responses = {worker: list(islice(rest, len(request))) for worker, request in self._items.items()}
         return self._layout.outputs(responses)
 
-    def response_gradients(self, output_grads: Sequence[Tensor]) -> list[Tensor | None]:
+    def response_gradients(self, output_grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the response tensors, or None for each if this method sends them."""
         with self._clock.span("split gradients"):
             by_slot = {slot: g.to(self._wire_dtype) for slot, g in self._layout.gradients(output_grads)}
@@ -196,10 +200,12 @@ class _Assemble(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: Lookup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.lookup = lookup
-        return lookup.assemble(tensors)
+        outputs = lookup.assemble(tensors)
+        ctx.set_materialize_grads(len(outputs) == 1)
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.lookup.response_gradients(grads)
 
 

@@ -26,9 +26,9 @@ on w. Only touched rows decay. Likewise, the buffer of ``momentum`` and the mean
 change only with their row. ``adam`` and ``adamw`` count steps per row, so a row's bias correction depends on
 its number of steps. The update of a row does not depend on which other rows a step touches.
 
-With ``all_rows``, each step updates every row, with a gradient of zero for rows that are not touched. Each
-step then costs a pass over the table. Delaying updates until a row is next read would be exact only for
-``sgd`` at a constant rate.
+With ``all_rows``, a step updates every row, with a gradient of zero for rows that are not touched, unless the
+loss of a custom loop does not use the table at all. Each step then costs a pass over the table. Delaying
+updates until a row is next read would be exact only for ``sgd`` at a constant rate.
 
 If torch has the optimizer, rows that are updated in every step have the bits of torch's single-tensor code.
 """

@@ -5,9 +5,10 @@ import math
 import mmap
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -166,11 +167,18 @@ class TableGroup:
         all_rows = self.find_distinct_rows([Bags(each.rows_U) for each in merged] or [Bags(empty)])
         return self.merge(all_rows, [each.sum_all() for each in merged] or [self.weight_RD[:0]])
 
-    def blocks(self, num_rows: int) -> Iterator[tuple[int, int]]:
-        """Split rows into blocks that fit the CPU cache with gradients and state; yield their bounds."""
+    def blocks(self, stop: int, start: int = 0) -> Iterator[tuple[int, int]]:
+        """Split rows into blocks that fit the CPU cache with gradients and state; return their bounds."""
         tensors = (self.weight_RD, self.weight_RD, *self.optimizer.state.values())
         size = max(1, _BLOCK_BYTES // max(1, sum(t[:1].nbytes for t in tensors)))
-        return ((first, min(first + size, num_rows)) for first in range(0, num_rows, size))
+        return ((first, min(first + size, stop)) for first in range(start, stop, size))
+
+    def blocks_without(self, idle: Collection[str]) -> Iterator[tuple[int, int]]:
+        """Return the blocks of all rows, except those of some tables."""
+        if not idle:
+            return self.blocks(len(self.weight_RD))
+        starts = [(each, start) for each, start in self.group.shard_starts if each.table.name not in idle]
+        return chain.from_iterable(self.blocks(start + each.num_rows, start) for each, start in starts)
 
     def table_of(self, row: int) -> tuple[str, int]:
         """Return the table, and the row within it, of a row of the group."""
@@ -188,12 +196,14 @@ class TableUpdate:
         step: step of the gradients.
         factor: factor of the learning rates.
         check_finite: whether a non-finite gradient is an error.
+        idle: names of tables that do not change, although other updates change all of their rows.
     """
 
     gradients: Sequence[tuple[TableGroup, RowGradients]]
     step: int
     factor: float
     check_finite: bool
+    idle: frozenset[str] = frozenset()
 
     def squared_norm(self) -> float:
         """Return the squared norm of all gradients.
@@ -216,8 +226,8 @@ class TableUpdate:
         """
         for group, gradients in self.gradients:
             steps_all, rows_U = group.group.optimizer.steps_all_rows, gradients.rows_U
-            num_rows = len(group.weight_RD) if steps_all else len(rows_U)
-            for first, last in group.blocks(num_rows):
+            blocks = group.blocks_without(self.idle) if steps_all else group.blocks(len(rows_U))
+            for first, last in blocks:
                 if steps_all:
                     ends = torch.tensor([first, last], dtype=rows_U.dtype)
                     begin, end = torch.searchsorted(rows_U, ends).tolist()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.embedding.bags import Bags, Item
+from hybrid.embedding.bags import Bags, Item, has_marks
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.worker.table_groups import DistinctStepRows, TableGroup, TableUpdate
 from hybrid.errors import ClusterError
@@ -24,8 +24,9 @@ from hybrid.storage.remote_path import StoragePath
 # Pooling more ids takes longer than waking a thread.
 _LARGE_LOOKUP_IDS = 10_000
 
-# A trainer's gradients of one lookup: the items of the lookup, each with the gradient of its vectors.
-Gradients: TypeAlias = list[tuple[int, Bags, Tensor]]
+# A trainer's gradients of one lookup: the items of the lookup, each with the gradient of its vectors; and the
+# names of tables that do not change, because the loss does not use their vectors.
+Gradients: TypeAlias = tuple[list[tuple[int, Bags, Tensor]], frozenset[str]]
 
 
 class TableShards(HostedModule):
@@ -53,6 +54,7 @@ class TableShards(HostedModule):
         self._dtype = dtype
         self._wire_dtype = wire_dtype or dtype
         self.groups = [TableGroup(group, dtype) for group in placement.groups(worker)]
+        self._tables = [*placement.shapes]
         self._rules = rules
         # Autograd records a function only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
@@ -92,16 +94,22 @@ class TableShards(HostedModule):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
             pooled, recorded[:] = self.pool_and_record(items)
-            return pooled
+            # A prefetch needs no response whose gradient has the shape of the marks.
+            return [*pooled, torch.empty(0, dtype=self._wire_dtype)] if has_marks(items) else pooled
 
     def pool_and_record(self, items: Sequence[Item]) -> tuple[list[Tensor], list[Item]]:
-        """Return pooled vectors, and the items with ``winners_BD`` for their gradients."""
+        """Return pooled vectors, and the items with ``winners_BD`` for their gradients, without marks."""
         pooled, recorded = [], []
-        for group, bags in items:
+        for group, bags in items[: len(items) - has_marks(items)]:
             vectors_BD, recorded_bags = self.groups[group].pool(bags)
             pooled.append(vectors_BD.to(self._wire_dtype))
             recorded.append((group, recorded_bags))
         return pooled, recorded
+
+    def empty_marks(self, items: Sequence[Item]) -> Tensor:
+        """Return zeros in the shape of the marks of these items, of which a message has only one value."""
+        size = sum(bags.num_bags for _, bags in items) + len(self._tables)
+        return torch.zeros((), dtype=self._wire_dtype).expand(size)
 
     def send_gradients(
         self,
@@ -143,15 +151,31 @@ class TableShards(HostedModule):
         Raises:
             ClusterError: the shape of a gradient is not the shape of its vectors.
         """
-        gradients: Gradients = []
+        gradients: Gradients = [], frozenset()
+        grads, marks = grads[: len(items)], grads[len(items) :]
         for (group, bags), grad in zip(items, grads, strict=True):
             if grad.shape != (bags.num_bags, self.groups[group].group.dim):
                 raise ClusterError(
                     f"trainer {ticket.trainer} sent gradients of shape {list(grad.shape)} for "
                     f"{bags.num_bags} vectors of {self.groups[group].group.dim}"
                 )
-            gradients.append((group, bags, grad.to(self._dtype)))
+            gradients[0].append((group, bags, grad.to(self._dtype)))
+        if marks and not marks[0].all():
+            gradients = self._used(gradients[0], marks[0].bool())
         self.barrier.contribute(ticket, gradients, should_update_here=should_update_here)
+
+    def _used(self, items: Sequence[tuple[int, Bags, Tensor]], is_used: Tensor) -> Gradients:
+        """Return the gradients of the marked bags; see :data:`MARKS`. Pooled bags have equal marks."""
+        sizes = [len(grad) for _, _, grad in items]
+        *of_items, of_tables = is_used.split([*sizes, len(self._tables)])
+        kept = []
+        for (group, bags, grad), is_used_B in zip(items, of_items, strict=True):
+            if bags.offsets is None:
+                kept.append((group, Bags(bags.ids_L[is_used_B]), grad[is_used_B]))
+            elif is_used_B.all():
+                kept.append((group, bags, grad))
+        idle = frozenset(name for name, mark in zip(self._tables, of_tables, strict=True) if not mark)
+        return kept, idle
 
     def load(self, folder: StoragePath, step: int) -> None:
         """Read every shard from a checkpoint, and continue after ``step`` steps."""
@@ -181,7 +205,7 @@ class TableShards(HostedModule):
         parts: dict[int, list[tuple[Bags, Tensor]]] = {
             number: [] for number, each in enumerate(self.groups) if each.group.optimizer.steps_all_rows
         }
-        for group, bags, grad_BD in chain(*contributions):
+        for group, bags, grad_BD in chain.from_iterable(items for items, _ in contributions):
             if self.groups[group].group.optimizer.name != "frozen":
                 parts.setdefault(group, []).append((bags, grad_BD))
         with self._distinct_rows_lock:
@@ -194,7 +218,9 @@ class TableShards(HostedModule):
                 with self.clock.span("distinct rows", step):
                     rows = table_group.find_distinct_rows(all_bags)
             merged.append((table_group, table_group.merge(rows, [grad_BD for _, grad_BD in of_group])))
-        return TableUpdate(merged, step, self._rules.schedule.factor(step), self._rules.check_finite)
+        idle = frozenset.intersection(*(unused for _, unused in contributions))
+        factor = self._rules.schedule.factor(step)
+        return TableUpdate(merged, step, factor, self._rules.check_finite, idle)
 
 
 class _Lookup(torch.autograd.Function):
@@ -209,6 +235,8 @@ class _Lookup(torch.autograd.Function):
         items: Sequence[Item],
     ) -> tuple[Tensor, ...]:
         pooled, recorded = shards.pool_and_record(items)
+        if has_marks(items):
+            pooled.append(shards.empty_marks(recorded))
         ctx.arguments = shards, ticket, recorded  # type: ignore[attr-defined]
         return tuple(pooled)
 

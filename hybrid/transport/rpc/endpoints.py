@@ -18,7 +18,7 @@ from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.bags import PackedItem, unpack_items
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
-from hybrid.primitives.available_memory import available_memory_bytes
+from hybrid.primitives.available_memory import free_memory
 from hybrid.protocol.ticket import PlainTicket, Ticket
 from hybrid.server.barrier import HostedModule
 from hybrid.topology import Role
@@ -59,13 +59,13 @@ class ProcessStatus:
     """Memory, threads and open files of a process.
 
     Attributes:
-        available_bytes: available memory of its host.
+        free_bytes: see :func:`free_memory`.
         live_contexts: number of contexts of distributed autograd.
     """
 
     host: str
     pid: int
-    available_bytes: int
+    free_bytes: dict[str, int]
     resident_bytes: int
     threads: int
     open_files: int
@@ -83,7 +83,7 @@ def process_status() -> ProcessStatus:
     return ProcessStatus(
         socket.gethostname(),
         process.pid,
-        available_memory_bytes(),
+        free_memory(),
         process.memory_info().rss,
         process.num_threads(),
         process.num_fds(),

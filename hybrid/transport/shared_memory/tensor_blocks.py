@@ -22,12 +22,12 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from hybrid.primitives.available_memory import boot_id
 from hybrid.security.message_signature import is_contiguous, memory_of
 
 MIN_BLOCK_BYTES = 1 << 14  # encrypting fewer bytes is as fast as using a block
@@ -46,8 +46,7 @@ Layout: TypeAlias = Sequence[tuple[int, Sequence[int]]]
 
 def network_id() -> str:
     """Return an id of host and network namespace, equal for processes that reach each other by loopback."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    return f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
 
 
 def host_id() -> str:

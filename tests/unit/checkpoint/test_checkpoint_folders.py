@@ -1,7 +1,6 @@
 """Folders of checkpoints and their manifests, on a disk and in a store."""
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import SHAPES, SHARDS, flip_a_bit, names, write_checkpoint, write_run
+from support.checkpoints import SHAPES, SHARDS, flip_a_bit, forge, names, write_checkpoint, write_run
 from support.stores import BUCKET, Proxy, Store
 
 from hybrid.checkpoint import checkpoint_folders
@@ -316,7 +315,9 @@ def test_verification_finds_one_altered_bit(folder: Path, name: str) -> None:
     ("text", "message"),
     [
         (json.dumps({"format": FORMAT + 1}), rf"has format {FORMAT + 1}"),
-        (500 * '{"a":' + "1" + 500 * "}", r"has format None"),
+        (60 * '{"a":' + "1" + 60 * "}", r"has format None"),
+        (500 * '{"a":' + "1" + 500 * "}", r"is not a manifest"),
+        ('{"format": "\\ud800"}', r"is not a manifest"),
         (json.dumps({"format": FORMAT, "step": 1}), "is not a manifest"),
         (json.dumps({"format": FORMAT, "manifest": {}, "sha256": ""}), "altered"),
         ("[]", "is not a manifest"),
@@ -339,7 +340,7 @@ def test_an_altered_manifest_is_refused(folder: Path) -> None:
         Checkpoint.open(folder)
     path.unlink()
     path.mkdir()
-    with pytest.raises(CheckpointError, match=f"^{path}: is not a manifest: it is not a file$"):
+    with pytest.raises(CheckpointError, match=f"^{path}: is not a regular file; remove it$"):
         Checkpoint.open(folder)
 
 
@@ -359,21 +360,11 @@ def test_a_large_file_is_refused_in_little_memory(folder: Path) -> None:
     os.truncate(folder / MANIFEST_FILE, 400 << 20)
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match=f"^{folder / MANIFEST_FILE}: .* more than 32 MiB$"):
+        with pytest.raises(CheckpointError, match=f"^{folder / MANIFEST_FILE}: has more than 32 MiB"):
             Checkpoint.open(folder)
         assert tracemalloc.get_traced_memory()[1] < 100 << 20
     finally:
         tracemalloc.stop()
-
-
-def forge(folder: Path, change: Change) -> Path:
-    """Change the manifest of a checkpoint, and correct its checksum."""
-    path = folder / MANIFEST_FILE
-    fields = json.loads(path.read_text())["manifest"]
-    change(fields)
-    sha256 = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-    path.write_text(json.dumps({"format": FORMAT, "manifest": fields, "sha256": sha256}))
-    return path
 
 
 def put(*keys: str, value: object) -> Change:
@@ -397,7 +388,8 @@ OUTSIDE = [
     ("change", "message"),
     [
         *((put("files", name, value=[0, CHECKSUM]), ".* must be the name of a file") for name in OUTSIDE),
-        *((put("step", value=value), "step must be a count") for value in (-1, True, 10**40)),
+        *((put("step", value=value), "step must be a count") for value in (-1, True, 10**19)),
+        (put("step", value=10**40), "it has an integer"),
         (put("epoch", value=1.5), "epoch must be a count"),
         (put("more", value=1), "its fields are not"),
         (lambda fields: fields.pop("progress"), "its fields are not"),
@@ -415,7 +407,7 @@ OUTSIDE = [
         (put("parts", value="../parts-0"), ".* must be the name of a folder"),
         *(
             (put("progress", "best", value=v), "best must be")
-            for v in (["auc", 0.5], ["auc", 0.5, -1], "abc")
+            for v in (["auc", 0.5], ["auc", 0.5, -1], ["auc", 0.5, 10**9], "abc")
         ),
     ],
 )
@@ -423,6 +415,28 @@ def test_a_forged_manifest_is_refused(folder: Path, change: Change, message: str
     path = forge(folder, change)
     with pytest.raises(CheckpointError, match=f"^{path}: is not a manifest: {message}[^\n]*$"):
         Checkpoint.open(folder)
+
+
+def test_a_checkpoint_must_be_of_the_step_of_its_folder(tmp_path: Path) -> None:
+    folder = step_folder(write_run(tmp_path / "run", 1, 7), 7)
+    path = forge(folder, put("step", value=3))
+    with pytest.raises(CheckpointError, match=rf"^{path}: is of step 3"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("name", [MANIFEST_FILE, DENSE_FILE, "tables"])
+def test_no_file_of_a_checkpoint_is_reached_through_a_link(folder: Path, name: str) -> None:
+    """The linked files have the right content."""
+    opened = Checkpoint.open(folder)
+    (folder / name).rename(folder.parent / "elsewhere")
+    (folder / name).symlink_to(folder.parent / "elsewhere")
+    reads: list[Callable[[], object]] = [lambda: Checkpoint.open(folder)]
+    if name != MANIFEST_FILE:
+        file = DENSE_FILE if name == DENSE_FILE else SHARDS[0]
+        reads += [lambda: opened.manifest.verify(folder), lambda: opened.tensors(file)]
+    for read in reads:
+        with pytest.raises(HybridError, match=f"^{folder / name}.*: (is a symbolic link|missing or altered)"):
+            read()
 
 
 @pytest.mark.parametrize("count", [3, 2**62])

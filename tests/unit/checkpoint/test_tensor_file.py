@@ -3,7 +3,10 @@
 import hashlib
 import json
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from hybrid.checkpoint.tensor_file import (
 )
 from hybrid.dense.dense_optimizer import make_optimizer
 from hybrid.errors import CheckpointError
+from hybrid.storage import files
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -144,8 +148,15 @@ def test_an_unsupported_type_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_an_error_with_the_missing_bytes(tmp_path: Path) -> None:
-    (tmp_path / "f").symlink_to("/dev/full")
+def test_a_full_disk_is_an_error_with_the_missing_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def open_full_disk(_: Path) -> Iterator[BinaryIO]:
+        with open("/dev/full", "wb") as file:
+            yield file
+
+    monkeypatch.setattr(files, "open_writer", open_full_disk)
     message = (
         rf"^cannot write {tmp_path / 'f'}: No space left on device \([\d,]+ bytes could not be written\)$"
     )

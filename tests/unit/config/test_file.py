@@ -175,6 +175,7 @@ def test_invalid_override_is_refused(override: str, key: str) -> None:
         ("cluster.net", "dense.net"),
         ("trian.epochs", "train.epochs"),
         ("trian.epocs", "train.epochs"),
+        ("Train.EPOCHS", "train.epochs"),
         ("tables.user.dims", "tables.user.dim"),
         ("tables.frozen", "tables.NAME.frozen"),
     ],

@@ -13,7 +13,7 @@ from hybrid.config import (
     TaskSection,
     TrainSection,
 )
-from hybrid.config.loading import validate
+from hybrid.config.loading import load_config, validate
 from hybrid.config.validation import recorded_steps
 from hybrid.errors import ConfigError
 
@@ -56,6 +56,13 @@ def test_weighted_metrics_need_weight_column() -> None:
     validate(RunConfig(data=DataSection(weight="weight", weighted_metrics=True)))
     with pytest.raises(ConfigError, match=r"^data\.weighted_metrics = True: needs data\.weight, the column"):
         validate(RunConfig(data=DataSection(weighted_metrics=True)))
+
+
+def test_a_net_of_many_layers_is_refused() -> None:
+    load_config(None, ["dense.top_mlp=[8, 4]", "dense.net=dcn_v2(1000)"])
+    for setting in (f"dense.top_mlp={[1] * 1001}", "dense.net=dcn_v2(1001)", "dense.net=ple(1001)"):
+        with pytest.raises(ConfigError, match=r"^dense\..* at most 1000"):
+            load_config(None, [setting])
 
 
 def test_lanes_are_refused_with_ranking_loss() -> None:

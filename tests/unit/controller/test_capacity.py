@@ -29,25 +29,33 @@ class FakePing:
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Bytes free on each host; and which host each worker is on."""
-    hosts: dict[str, Any] = {"of": ["a", "b"], "a": 0, "b": 0}
+    """Bytes free by limit; and the limits of each worker. All hosts have the same name."""
+    limits: dict[str, Any] = {"of": ["a", "b"], "a": 0, "b": 0, "all": 1 << 50}
 
     def ping(role: Role, timeout_seconds: float) -> FakePing:
-        host = hosts["of"][role.index]
-        return FakePing(ProcessStatus(host, 1, hosts[host], 0, 0, 0, 0))
+        free = {name: limits[name] for name in limits["of"][role.index]}
+        return FakePing(ProcessStatus("host", 1, free, 0, 0, 0, 0))
 
     monkeypatch.setattr("hybrid.transport.ping", ping)
-    return hosts
+    return limits
 
 
-@pytest.mark.parametrize("of", [["a", "b"], ["a", "a"]], ids=["two hosts", "one host"])
-def test_tables_that_do_not_fit_a_host_are_reported(free: dict[str, Any], of: list[str]) -> None:
-    needed = BYTES[0] if of[1] == "b" else sum(BYTES)
+@pytest.mark.parametrize(
+    ("of", "names"),
+    [
+        (["a", "b"], "worker 0"),
+        (["a", "a"], "worker 0, worker 1"),
+        ([["all", "a"], ["all", "b"]], "worker 0"),
+        ([["all", "a"], ["all", "b", "a"]], "worker 0, worker 1"),
+    ],
+    ids=["two hosts", "one host", "two containers of a host", "nested groups of a host"],
+)
+def test_tables_that_exceed_a_limit_are_reported(free: dict[str, Any], of: list[Any], names: str) -> None:
+    needed = BYTES[0] if names == "worker 0" else sum(BYTES)
     free |= {"of": of, "a": needed - 1, "b": 1 << 40}
-    names = "worker 0" if of[1] == "b" else "worker 0, worker 1"
     message = memory_shortage(PLACEMENT, WORKERS)
     assert message is not None
-    assert re.match(f"{re.escape(names)} on a: tables need .* the largest table is c with", message)
+    assert re.match(f"{re.escape(names)} on host: tables need .* the largest table is c with", message)
     free["a"] = needed
     assert memory_shortage(PLACEMENT, WORKERS) is None
     assert memory_shortage(PLACEMENT, WORKERS, 0.8) is not None

@@ -1,5 +1,6 @@
 """Tables as modules equal those of torch."""
 
+import traceback
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,6 +70,34 @@ def test_embedding_bag_equals_torch(mode: str, padding: int | None, pooled_by: s
             assert torch.allclose(table(IDS, None, weights), of_torch(IDS, per_sample_weights=weights))
 
 
+@pytest.mark.filterwarnings("ignore:table table is called with ids that are not")
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("layout", ["matrix", "flat", "jagged"])
+def test_weights_of_bags_get_the_gradients_of_torch(layout: str, padding: int | None) -> None:
+    table = hybrid.EmbeddingBag(
+        9, 4, mode="sum", padding_idx=padding, optimizer=hybrid.SGD(lr=0.1), include_last_offset=True
+    )
+    cluster, ends = hybrid.connect(), torch.tensor([0, 2, 2, 9])
+    model = cluster.distribute(Of(table))
+    plain: Any = cluster.plain_module()
+    for batch in cluster.batches({"id": IDS}):
+        ids, weights = batch["id"], [torch.rand(3, 3).requires_grad_()] * 2
+        weights[1] = weights[0].detach().clone().requires_grad_()
+        flat, offsets = ids.flatten(), ends
+        if layout == "matrix":
+            found, expected = model(ids, None, weights[0]), plain(ids, None, weights[1])
+        else:
+            expected = plain(flat, offsets, weights[1].flatten())
+            jagged = hybrid.Jagged(flat, offsets), None, hybrid.Jagged(weights[0].flatten(), offsets)
+            found = model(*jagged) if layout == "jagged" else model(flat, offsets, weights[0].flatten())
+        cluster.backward(found.square().sum(1))
+        expected.square().sum(1).mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(weights[0].grad, weights[1].grad)
+    torch.testing.assert_close(cluster.plain_module().state_dict(), plain.state_dict())
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -120,8 +149,9 @@ def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["SGD", "Momentum", "Adagrad", "Adam", "AdamW"])
 @pytest.mark.parametrize("all_rows", [False, True], ids=["touched", "all"])
-def test_rows_without_a_call_decay_only_with_all_rows(name: str, all_rows: bool) -> None:
-    """Including rows of a table that no pass calls."""
+@pytest.mark.parametrize("ids", ["", ()], ids=["named", "not named"])
+def test_rows_without_a_call_decay_only_with_all_rows(name: str, all_rows: bool, ids: str) -> None:
+    """Rows of a table without any call do not change, as parameters without gradients."""
 
     class Two(Of):
         def __init__(self, table: hybrid.Embedding, other: hybrid.Embedding) -> None:
@@ -131,15 +161,15 @@ def test_rows_without_a_call_decay_only_with_all_rows(name: str, all_rows: bool)
     optimizer = getattr(hybrid, name)(lr=0.1, weight_decay=0.5, all_rows=all_rows)
     cluster = hybrid.connect()
     model = cluster.distribute(
-        Two(*(hybrid.Embedding(9, 4, optimizer=optimizer, ids=ids) for ids in ("", ())))
+        Two(*(hybrid.Embedding(9, 4, optimizer=optimizer, ids=each) for each in ("", ids)))
     )
     before = cluster.plain_module().state_dict()
     for ids in cluster.batches(torch.arange(6), size=3):
         cluster.backward(model(ids).square().sum(1))
     now = cluster.plain_module().state_dict()
-    for key, rest in (("table.weight", slice(6, None)), ("other.weight", slice(None))):
-        is_changed = now[key][rest] != before[key][rest]
-        assert is_changed.all() if all_rows else not is_changed.any()
+    is_changed = now["table.weight"][6:] != before["table.weight"][6:]
+    assert is_changed.all() if all_rows else not is_changed.any()
+    assert torch.equal(now["other.weight"], before["other.weight"])
 
 
 @pytest.mark.parametrize("freeze", [True, False])
@@ -158,6 +188,15 @@ def test_frozen_pretrained_rows_do_not_change(freeze: bool, tmp_path: Path) -> N
         now_RD = model(torch.arange(9))
     assert torch.equal(now_RD[6:], rows_RD[6:])
     assert torch.equal(now_RD[:6], rows_RD[:6]) is freeze
+
+
+@pytest.mark.parametrize("kind", [hybrid.Embedding, hybrid.EmbeddingBag])
+def test_a_table_has_no_weight(kind: Any) -> None:
+    model = hybrid.connect().distribute(Of(kind(9, 4)))
+    assert not hasattr(model.table, "weight")
+    with pytest.raises(AttributeError, match=r"table table has no weight: .* torch.arange") as caught:
+        _ = model.table.weight
+    assert "weights" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize("kind", [hybrid.Embedding, hybrid.EmbeddingBag])

@@ -1,3 +1,4 @@
+import dataclasses
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -7,8 +8,17 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import hybrid
-from hybrid.custom_loop.local_batches import checksum, cut, global_batches, local_batches, size_of
+from hybrid.custom_loop.local_batches import (
+    checksum,
+    cut,
+    global_batches,
+    local_batches,
+    size_of,
+    tensors_of,
+)
 from hybrid.errors import DataError
+
+CONSTANTS = {"mask": None, "epoch": 3, "rate": torch.tensor(0.5), "about": ("x", {"name": "text"}, True)}
 
 
 class Pair(NamedTuple):
@@ -23,6 +33,7 @@ def whole(size: int = 10) -> dict[str, Any]:
         "rest": [torch.rand(size, 2)],
         "name": [str(i) for i in range(size)],
         "title": tuple(str(i) for i in range(size)),
+        **CONSTANTS,
     }
 
 
@@ -39,6 +50,9 @@ def test_cut_keeps_the_structure_of_a_batch() -> None:
     assert part["pair"].tags.offsets.tolist() == [0, 1, 3]
     assert part["pair"].tags.values.tolist() == [4, 5, 5]
     assert (part["name"], part["title"]) == (["4", "5"], ("4", "5"))
+    of_batch = [each.values for each in next(local_batches([whole()], 1, 2, [])).split(3)]
+    for values in (part, *of_batch, *global_batches([whole(), whole()], 8)):
+        assert values | CONSTANTS == values
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 10, 99])
@@ -49,6 +63,8 @@ def test_rebatching_gives_batches_of_one_size(size: int) -> None:
         found = list(global_batches(data, size))
         assert [size_of(each) for each in found[:-1]] == [size] * (len(found) - 1)
         assert flat(found) == flat([of_all])
+        complete = list(global_batches(data, size, drop_last=True))
+        assert flat(complete) == flat(found[: 10 // size])
     assert [size_of(each) for each in global_batches(pieces, None)] == [4, 1, 5]
 
 
@@ -81,10 +97,14 @@ def test_batches_and_slices_keep_groups_whole(sizes: list[int], size: int, data:
         last = [end for end in ends if number * size < end <= (number + 1) * size]
         assert sum(map(size_of, found[: number + 1])) == last[-1]
     if len(sizes) < 9:
-        taken = [list(local_batches(found, trainer, 3, [], "user")) for trainer in range(3)]
+        taken = [list(local_batches(found, trainer, 3, [], "user", 2)) for trainer in range(3)]
         for parts, batch in zip(zip(*taken, strict=True), found, strict=True):
-            assert flat([part.values for part in parts]) == flat([batch])
-            users = [set(part.values["user"].tolist()) for part in parts]
+            assert all(size_of(part.values) >= min(2, size_of(batch)) for part in parts)
+            cuts_of_parts = [cut(part.values, 0, part.size) for part in parts]
+            assert flat(cuts_of_parts) == flat([batch])
+            micro = [each for part in parts for each in part.split(2)]
+            assert flat([cut(each.values, 0, each.size) for each in micro]) == flat([batch])
+            users = [set(cut(each.values, 0, each.size)["user"].tolist()) for each in micro]
             assert sum(map(len, users)) == len(set().union(*users))
             assert {part.global_size for part in parts} == {size_of(batch)}
 
@@ -118,8 +138,9 @@ def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
     [
         ([{"a": torch.zeros(3), "b": [torch.zeros(4)]}], r"'a': 3, 'b\[0\]': 4\).*hybrid\.Jagged"),
         ([{}], "no tensors"),
-        ([{"a": 7}], "a int at 'a'"),
-        ([{"a": torch.tensor(7)}], "a scalar tensor at 'a'"),
+        ([{"a": 7, "b": torch.tensor(7)}], "no tensors"),
+        ([{"a": torch.zeros(1), "b": {7}}], "a set at 'b'"),
+        ([{"a": torch.zeros(1), "b": each} for each in (None, 3)], "None and 3 at 'b'"),
         (3, "cannot take batches of int"),
         ([{"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)}], "structures"),
     ],
@@ -129,9 +150,31 @@ def test_invalid_batches_are_refused(data: Any, message: str) -> None:
         list(local_batches(global_batches(data, 2), 0, 2, []))
 
 
+def test_tensors_are_handed_out_on_the_device_and_ids_looked_up_from_the_cpu() -> None:
+    tables = [hybrid.Embedding(10, 2, ids="pair[0]"), hybrid.EmbeddingBag(10, 2, ids="pair[1]")]
+    (batch,) = local_batches([whole()], 0, 1, tables)
+    moved = dataclasses.replace(batch, device=torch.device("meta"))
+    assert {each.device.type for each in tensors_of(moved.handed_out)} == {"meta"}
+    assert moved.handed_out["name"] == batch.values["name"]
+    assert [each.ids.device.type for each in moved.calls] == ["meta", "meta"]
+    for found, expected in zip(moved.sparse_features, batch.sparse_features, strict=True):
+        assert torch.equal(found.ids_L, expected.ids_L)
+
+
 def test_checksum_covers_every_tensor() -> None:
     first, second = whole(), whole()
     second["rest"] = first["rest"]
     assert checksum(first) == checksum(second)
     second["pair"].tags.values[0] += 1
     assert checksum(first) != checksum(second)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])
+def test_checksum_of_a_long_tensor_covers_values_and_order(dtype: torch.dtype) -> None:
+    values = (torch.arange(1_000_003) % 251).to(dtype)
+    assert checksum([values]) == checksum([values.clone()])
+    assert checksum([values]) != checksum([values.roll(1)])
+    for position in (0, 500_001, len(values) - 1):
+        other = values.clone()
+        other[position] += 1
+        assert checksum([values]) != checksum([other]), position

@@ -2,24 +2,28 @@
 
 import itertools
 import random
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.checkpoints import forge
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, SequentialLR
 from torch.utils.data import DataLoader
 
 import hybrid
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, list_checkpoints, parse_step
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, list_checkpoints, parse_step, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.errors import CheckpointError, DataError
+from hybrid.errors import CheckpointError, ConfigError, DataError
+from hybrid.storage.folder_lock import folder_lock
 
 pytestmark = pytest.mark.filterwarnings("ignore:the learning rate of the optimizer has changed")
 EPOCHS, STEPS = 3, 4  # steps per epoch
+LAST = EPOCHS * STEPS
 
 
 class Net(nn.Module):
@@ -115,6 +119,93 @@ def test_a_script_that_is_ended_anywhere_has_the_bits_of_an_undisturbed_one(
     check_equal(train(tmp_path, every, update=update, kind=kind)["module"], expected["module"])
 
 
+class Script:
+    """A script whose epochs have two passes and an evaluation between them.
+
+    Attributes:
+        trained: the values of ``number`` of the trained samples.
+        evaluated: the evaluations.
+    """
+
+    def __init__(self, root: Path, size: int, stop: int = -1, kind: str = "dict", **changes: Any) -> None:
+        rows = 24 // (2 if changes.get("half") else 1)
+        data: Any = {
+            "id": torch.arange(rows) % 9,
+            "label": torch.arange(rows) % 2,
+            "number": torch.arange(rows),
+        }
+        (root / "clicks.csv").write_text(
+            "label,id,number\n" + "".join(f"{i % 2},{i % 7},{i}\n" for i in range(24))
+        )
+        (root / "config.toml").write_text(
+            f'[data]\nformat = "csv"\npath = ["{root}/clicks.csv"]\nsparse = ["id"]\ndense = ["number"]\n'
+            f'numeric_scaling = "none"\nsplit = "none"\ncache_folder = "{root}/cache"\n'
+        )
+        cluster = hybrid.connect(root / "config.toml")
+        if kind == "prepared":
+            data, _ = cluster.prepare()
+        if kind == "batches":
+            data = [{name: each[i : i + size] for name, each in data.items()} for i in range(0, rows, size)]
+        model = cluster.distribute(Net())
+        optimizer = changes.get("optimizer", torch.optim.Adam)(model.parameters(), lr=changes.get("lr", 0.1))
+        schedule = CosineAnnealingLR(optimizer, changes.get("length", 8))
+        cluster.resume(root / "run", optimizer, schedule, every_steps=1)
+        self.trained: list[int] = []
+        self.evaluated: list[float] = []
+        for _ in cluster.epochs(1):
+            for _ in range(2):
+                chunks = (each for each in data) if kind == "batches" else data
+                for batch in cluster.batches(chunks, None if kind == "batches" else size):
+                    if cluster.step == stop:
+                        return
+                    cluster.backward((model(batch) - batch["label"].float()) ** 2)
+                    optimizer.step()
+                    schedule.step()
+                    number = batch["dense"].view(-1) if kind == "prepared" else batch["number"]
+                    self.trained += number.long().tolist()
+                self.evaluated.append(cluster.evaluate(TEST)["log_loss"])
+
+
+@pytest.mark.parametrize("kind", ["dict", "batches", "prepared"])
+@pytest.mark.parametrize("then", [3, 5, 12])
+def test_another_batch_size_trains_each_sample_once_and_evaluations_are_not_repeated(
+    kind: str, then: int, tmp_path: Path
+) -> None:
+    first = Script(tmp_path, 8, stop=5, kind=kind)  # after two batches of the second pass
+    second = Script(tmp_path, then, kind=kind)
+    assert len(first.trained) == 24 + 16
+    assert sorted((first.trained + second.trained)[24:]) == list(range(24))
+    assert second.evaluated[:1] == first.evaluated
+    assert len(second.evaluated) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lr": 0.2}, ["lr of Adam", ": 0.1, and 0.2 now"]),
+        ({"length": 9}, ["T_max of CosineAnnealingLR", ": 8, and 9 now"]),
+        ({"half": True}, ["pass 0 of epoch 0", "length 12; ", "24"]),
+        ({}, []),
+    ],
+)
+def test_a_resumed_script_that_differs_causes_a_warning(
+    changes: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    Script(tmp_path, 8, stop=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Script(tmp_path, 8, stop=3, **changes)
+    shown = " ".join(str(each.message) for each in caught if "checkpoint" in str(each.message))
+    assert all(word in shown for word in words), shown
+    assert bool(shown) == bool(words), shown
+
+
+def test_a_resume_with_another_optimizer_is_refused(tmp_path: Path) -> None:
+    Script(tmp_path, 8, stop=2)
+    with pytest.raises(CheckpointError, match=r"run.* no state for AdamW at its position .* Adam$"):
+        Script(tmp_path, 8, optimizer=torch.optim.AdamW)
+
+
 def test_a_script_in_async_mode_takes_all_steps(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         train(tmp_path, stop=7, update="async")
@@ -143,6 +234,34 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
         (folder / DENSE_FILE).write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="run"):
         train(tmp_path)
+
+
+def test_one_run_at_a_time_uses_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with folder_lock(tmp_path / "run"), pytest.raises(ConfigError, match=r"^cluster\.resume = '.*/run': "):
+        train(tmp_path)
+    train(tmp_path)
+    assert capsys.readouterr().out.count("step 12") == 0
+    train(tmp_path)  # of this process
+    assert f"{tmp_path / 'run'}: all 3 epoch(s) are done at step 12" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="cluster"), folder_lock(tmp_path / "run", "cluster"):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("obstructed", "kept", "best"),
+    [(6, [12, 9, 4], 4), (STEPS, [12, 9], 12), (LAST, [9, 6, 4], 4)],
+)
+def test_a_loop_goes_on_if_a_checkpoint_cannot_be_written(
+    obstructed: int, kept: list[int], best: int, tmp_path: Path
+) -> None:
+    """Only the last checkpoint must be written. The best evaluation is one with a checkpoint."""
+    step_folder(tmp_path / "run", obstructed).mkdir(parents=True)
+    error = pytest.raises(CheckpointError, match=f"step {LAST}: .* resumes from step 9$")
+    warning = pytest.warns(UserWarning, match=f"no checkpoint of step {obstructed}: .* training continues$")
+    with error if obstructed == LAST else warning:
+        train(tmp_path)
+    assert [parse_step(folder) for folder in list_checkpoints(tmp_path / "run")] == kept
+    assert Checkpoint.best_valid(tmp_path / "run", print).manifest.step == best
 
 
 def test_the_best_evaluation_keeps_its_checkpoint(tmp_path: Path) -> None:
@@ -178,6 +297,45 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="once, before the first step"):
             cluster.resume(tmp_path / "run")
         break
+
+
+def set_state(index: int, name: object, value: object) -> Callable[[dict[str, Any]], object]:
+    """Return a function that sets a field in the stored state of an object."""
+
+    def change(fields: dict[str, Any]) -> None:
+        state = fields["progress"]["objects"][index]
+        (state[0] if index == 0 else state)["pairs"].append([name, value])
+
+    return change
+
+
+def set_progress(name: str, value: object) -> Callable[[dict[str, Any]], object]:
+    """Return a function that sets a field of the stored progress."""
+    return lambda fields: fields["progress"].update({name: value})
+
+
+HOSTILE = [
+    *(set_state(0, *each) for each in (("lr", "x"), ("betas", "xy"), ("__class__", "os"), ([1], 2))),
+    *(set_state(1, *each) for each in (("get_lr", "x"), ("optimizer", 1), ("step", "x"), ("_last_lr", 3))),
+    *(set_progress("position", value) for value in (None, {"a": 1}, [*"abcd"], [-3, 0, 0, 0], [1] * 5)),
+    *(set_progress("position", value) for value in ([0, 0, 0, 2**60], [0, 0, 2**60, 0])),
+    *(set_progress("objects", value) for value in (None, "ab", [[{"x": 1}], {}], [[{"pairs": [[1]]}], {}])),
+]
+
+
+def test_a_hostile_state_is_refused(tmp_path: Path) -> None:
+    cluster = hybrid.connect()
+    adam = torch.optim.Adam(cluster.distribute(Net()).parameters(), lr=0.1)
+    objects = adam, MultiStepLR(adam, [2])
+    for number, change in enumerate(HOSTILE):
+        cluster.save(saved := tmp_path / f"saved-{number}", *objects)
+        forge(saved, change)
+        with pytest.raises(CheckpointError, match=rf"^{saved}"):
+            cluster.load(saved, *objects)
+    cluster.save(tmp_path / "good", *objects)
+    forge(tmp_path / "good", set_state(0, "capturable", True))  # which a CPU does not have
+    cluster.load(tmp_path / "good", *objects)
+    assert not adam.param_groups[0]["capturable"]
 
 
 @pytest.mark.parametrize("update", ["sync", "lookahead"])

@@ -59,6 +59,18 @@ def test_folders_of_killed_processes_are_used_again_or_removed(tmp_path: Path) -
         kill(z)
 
 
+@pytest.mark.parametrize("inner", ["", "a/b"])
+def test_an_unfinished_folder_with_links_is_not_used_again(tmp_path: Path, inner: str) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/kept").touch()
+    link = tmp_path / ".building-x" / inner
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(tmp_path / "mine")
+    with hold_lock(tmp_path / "x", refuse), build_directory(tmp_path / "x") as folder:
+        assert names_in(folder) == set()
+    assert names_in(tmp_path / "mine") == {"kept"}
+
+
 def test_lock_file_of_an_ended_process_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process ends and another begins between the opening of the file and its lock."""
     flock, others = fcntl.flock, list[int]()

@@ -79,6 +79,32 @@ def test_weighted_ids_of_text(tmp_path: Path) -> None:
     np.testing.assert_allclose(tags.weights_L, [0.5, 2, 0, 0.1, 3, 1])
 
 
+@pytest.mark.parametrize(
+    "kinds", [("float64", "int64"), ("float64", "string"), ("int64", "string"), ("int64", "int64")]
+)
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_weighted_ids_of_structs(tmp_path: Path, kinds: tuple[str, str], is_swapped: bool) -> None:
+    """Types and names tell the id and its weight."""
+    weight, label = (pa.field("w", kinds[0]), pa.field("n", kinds[1]))
+    if kinds[0] == kinds[1]:
+        weight = weight.with_name("weight")
+    fields = [weight, label] if is_swapped else [label, weight]
+    rows = [[{weight.name: 2, label.name: "7" if kinds[1] == "string" else 7}], []]
+    tags = pa.array(rows, pa.list_(pa.struct(fields)))
+    pq.write_table(pa.table({"label": [0, 1], "tags": tags}), tmp_path / "a.parquet")
+    data = DataSection(format="parquet", sparse=("tags",))
+    block, _ = read(data, tmp_path / "a.parquet", columns={"tags": TAGS})
+    assert (block.sparse[0].to_pylist(), block.weights[0].to_pylist()) == ([["7"], []], [[2], []])
+
+
+def test_column_for_several_ids_is_multi_hot_without_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "label,tags,city\n1,a,x\n0,b,y\n")
+    data = data_of("tags city", multi_hot_separator="|")
+    encoder, _, (tags,) = encoded(path, data, {"tags": ColumnSection(multi_hot_separator="|")})
+    assert [each.multi_hot for each in encoder.sparse] == [True, False]
+    assert tags.ids_L.tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("too_many", "kept"), [("keep_first", "abc"), ("keep_last", "cde")])
 def test_long_lists_are_truncated(tmp_path: Path, too_many: str, kept: str, weighted: bool) -> None:
@@ -124,6 +150,16 @@ def test_scaling_by_column(tmp_path: Path) -> None:
         *(("age", ColumnSection(kind="buckets(1.0)"), text, "a finite number") for text in ("x", "inf")),
         ("time", ColumnSection(kind="hour"), "noon", "a date such as 2024-01-31 09:30:00, or seconds since"),
         *(
+            (
+                "time",
+                ColumnSection(kind="hour"),
+                digits,
+                'seconds since 1970, or a date format such as "hour(',
+            )
+            for digits in ("14102109", "20170601", "2017060109", "170601")
+        ),
+        ("time", ColumnSection(kind="hour(%Y%m%d)"), "noon", "a date of the form %Y%m%d"),
+        *(
             ("tags", TAGS, text, "a weight for each id, finite and at least 0")
             for text in ("a", "b:-0.5", "c:nan", "d:", "a:1|e:inf", "f:1e39")
         ),
@@ -152,7 +188,10 @@ def test_unsuitable_source_columns_are_refused(tmp_path: Path) -> None:
             "column tags holds list<.*which cannot be crossed",
         ),
         (ColumnSection(kind="weighted", source=("n",)), "expected ids with weights, found int64"),
-        (ColumnSection(kind="buckets(1.0)", source=("tags",)), "cast"),
+        (
+            ColumnSection(kind="buckets(1.0)", source=("tags",)),
+            r"column tags holds list<.*columns\.x\.source",
+        ),
     ):
         with pytest.raises(DataError, match=f"^{path}: .*{message}"):
             read(data, path, columns={"x": section})

@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
-from support.samples import csv_config
+from support.samples import csv_config, prepared, read
 
 from hybrid.config import DataSection, RunConfig, RunSection
 from hybrid.data.dataset import dataset_manifest
@@ -101,11 +102,37 @@ def test_nested_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "_temporary").mkdir()
     assert list_files((str(tmp_path),), "data.path") == (tmp_path / "a.csv",)
-    (tmp_path / "day=1").mkdir()
-    with pytest.raises(
-        DataError, match=r"day=1: is a subfolder, and subfolders are not read; add its path to data\.path"
-    ):
+    (tmp_path / "old").mkdir()
+    with pytest.raises(DataError, match=r"old: is a subfolder .* not read; add its path to data\.path"):
         list_files((str(tmp_path),), "data.path")
+
+
+@pytest.mark.parametrize("file_format", ["csv", "parquet"])
+def test_partitions_are_columns(tmp_path: Path, file_format: str) -> None:
+    """The values of folders are columns in training, and in new files; a column of a file comes first."""
+    days = ("2024-01-31", "2024-02-01%2009%3A30%3A00", "__HIVE_DEFAULT_PARTITION__")
+    for i, day in enumerate(days):
+        folder = tmp_path / f"logs/day={day}/c=x"
+        (folder / "_temporary/0").mkdir(parents=True)
+        table = pa.table({"label": [0, 1], "c": [f"c{i}", "c"]})
+        if file_format == "csv":
+            pa.csv.write_csv(table, folder / "part")
+        else:
+            pq.write_table(table, folder / "part")
+    (tmp_path / "logs/_SUCCESS").touch()
+    data = DataSection(format=file_format, sparse=("c", "day"))
+    block, _ = read(data, tmp_path / "logs")
+    assert block.sparse[0].to_pylist() == ["c0", "c", "c1", "c", "c2", "c"]
+    assert block.sparse[1].to_pylist() == ["2024-01-31"] * 2 + ["2024-02-01 09:30:00"] * 2 + [None] * 2
+    new, _ = read(dataclasses.replace(data, sparse=("day",)), tmp_path / "logs/day=*-*/*", with_labels=False)
+    assert new.sparse[0].to_pylist() == ["2024-01-31"] * 2 + ["2024-02-01 09:30:00"] * 2
+    path = (str(tmp_path / "logs/day=2*"),)
+    config = RunConfig(data=dataclasses.replace(data, path=path, split="time(day, fraction = 0.5)"))
+    train, test = prepared(config, tmp_path / "cache")
+    assert (train.source_rows.tolist(), test.source_rows.tolist()) == ([0, 1], [2, 3])
+    before = fingerprint(config)
+    os.rename(tmp_path / f"logs/day={days[0]}", tmp_path / "logs/day=2024-01-30")
+    assert fingerprint(config) != before
 
 
 def test_fingerprint_ignores_the_spelling_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

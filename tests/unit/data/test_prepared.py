@@ -1,10 +1,12 @@
 """Prepared data sets: prepared once, atomically, and gathered at random."""
 
 import itertools
+import json
 import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse import sources
+from hybrid.data.parse.input_files import compute_sampled_checksum
 from hybrid.data.prepare import preparation, stages
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.preparation import prepare
@@ -181,6 +184,51 @@ def test_invalid_data_sets_are_refused(tmp_path: Path, table: Path) -> None:
     PreparedDataset.open(folder, "test")
     (folder / dataset_manifest.FILE_NAME).write_text('{"format": 0}')
     with pytest.raises(DataError, match="made by another version"):
+        PreparedDataset.open(folder, "train")
+
+
+def put_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def link(file: Path) -> None:
+    file.rename(file.with_name("moved"))
+    file.symlink_to("moved")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("train", link),
+        ("train/ids.npy", link),
+        ("vocabularies.parquet", link),
+        ("train/ids.npy", put_fifo),
+        ("train/ids.npy", lambda file: np.save(file, np.array([print]), allow_pickle=True)),
+        ("train/ids.npy", lambda file: np.save(file, np.load(file)[:3])),
+        ("train/dense.npy", lambda file: np.save(file, np.load(file).astype(np.int64))),
+        ("train/bag_1_offsets.npy", lambda file: np.save(file, np.load(file)[::-1].copy())),
+        ("train/bag_1_ids.npy", lambda file: file.unlink()),
+        ("../../secret", lambda file: file.write_text("private")),
+    ],
+)
+def test_prepared_data_of_another_user_are_data(
+    tmp_path: Path, table: Path, name: str, change: Callable[[Path], object]
+) -> None:
+    """Checksums are no protection: who writes the files writes them, too."""
+    folder = prepare(config_of(table, multi_hot_separator="|"), tmp_path / "a/cache")
+    change(folder / name)
+    manifest = folder / dataset_manifest.FILE_NAME
+    content = json.loads(manifest.read_text())
+    for listed in [*content["stored"]] + [name] * (".." in name):
+        if (folder / listed).is_file():
+            sampled = compute_sampled_checksum(folder / listed, follows_links=True)
+            content["stored"][listed] = {"sampled": sampled, "whole": ""}
+        elif not (folder / listed).exists():
+            del content["stored"][listed]
+    manifest.write_text(json.dumps(content))
+    place = manifest if ".." in name else folder / name
+    with pytest.raises(DataError, match=rf"^{place}: .*; delete"):
         PreparedDataset.open(folder, "train")
 
 

@@ -1,5 +1,6 @@
 """Files to parsed rows: formats, missing values, invalid rows and their messages."""
 
+import bz2
 import dataclasses
 import gzip
 from functools import partial
@@ -12,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from support.samples import located, read, write
 
-from hybrid.config import DataSection
+from hybrid.config import DataSection, RunConfig
 from hybrid.data.parse.input_files import list_files
+from hybrid.data.parse.sources import check_columns
 from hybrid.data.values import invalid_rows
 from hybrid.errors import ConfigError, DataError
 
@@ -128,6 +130,43 @@ def test_criteo_reads_gzip_negative_huge_and_empty_fields(tmp_path: Path) -> Non
     assert report.total == 0
 
 
+def test_compressed_text(tmp_path: Path) -> None:
+    text = b"1,1,1,a\n0,2,2,b\n" * 9
+    packed = {"bz2": bz2.compress(text) * 2, "zst": pa.compress(text, "zstd", asbytes=True) * 2}
+    for name, content in {**packed, "gz": gzip.compress(text) * 2}.items():
+        block, _ = read(CSV, write(tmp_path / name, content), block_bytes=11)
+        assert block.dense_BF[:, 0].tolist() == [1, 2] * 18
+        with pytest.raises(DataError, match=rf"{name}: cannot be read"):
+            read(CSV, write(tmp_path / name, content[:-9]))
+
+
+@pytest.mark.parametrize("block_bytes", [7, 1 << 20])
+def test_delimiter_of_several_characters(tmp_path: Path, block_bytes: int) -> None:
+    path = write(tmp_path / "a.dat", 'label::city::x\n1::"a::b"::3\n0::c:d::4\n0::e\n')
+    data = edit(columns=(), delimiter="::", dense=("x",))
+    block, report = read(data, path, block_bytes=block_bytes)
+    assert block.sparse[0].to_pylist() == ["a::b", "c:d"]
+    assert block.dense_BF[:, 0].tolist() == [3, 4]
+    assert located(report, path) == ["4: 2 columns, expected 3"]
+
+
+@pytest.mark.parametrize(
+    ("file_format", "empty"),
+    [("csv", b""), ("csv", b"\n"), ("csv", gzip.compress(b"", mtime=0)), ("parquet", b"")],
+)
+def test_empty_files_beside_others_have_no_rows(tmp_path: Path, file_format: str, empty: bytes) -> None:
+    """Spark writes them."""
+    data = edit(format=file_format, columns=(), path=(str(tmp_path),))
+    for i in (0, 2):
+        write(tmp_path / f"{i}", empty)
+    if file_format == "csv":
+        write(tmp_path / "1", "city,x,label,y\na,1,1,2\n")
+    else:
+        pq.write_table(pa.table({"city": ["a"], "x": [1], "label": [1], "y": [2]}), tmp_path / "1")
+    check_columns(RunConfig(data=data))
+    assert read(data, tmp_path)[0].dense_BF.tolist() == [[1, 2]]
+
+
 def test_files_and_folders_are_read_in_order(tmp_path: Path) -> None:
     for name, value in [("b.csv", 2), ("a.csv", 1), (".hidden", 9), ("_SUCCESS", 9)]:
         write(tmp_path / name, f"1,{value},0,a\n\nbad\n")
@@ -166,10 +205,11 @@ NO_SUCH = "{path} has no such column; did you mean"
     ("changes", "message"),
     [
         ({"dense": ("x", "yy")}, f"data.dense = 'yy': {NO_SUCH} 'y'?"),
-        ({"sparse": ("town",)}, f"data.sparse = 'town': {NO_SUCH}"),
+        ({"sparse": ("CITY",)}, f"data.sparse = 'CITY': {NO_SUCH} 'city'?"),
+        ({"sparse": ("town",)}, "data.sparse = 'town': {path} has no such column; it has 'label', 'x', 'y'"),
         ({"label": "lable"}, f"data.label = 'lable': {NO_SUCH} 'label'?"),
-        ({"columns": (), "label": "1"}, f"data.dense = 'x': {NO_SUCH}"),
-        ({"delimiter": "||"}, "data.delimiter = '||': must be one character"),
+        ({"columns": (), "label": "1"}, "data.dense = 'x': {path} has no such column; it has '1', '1', '1'"),
+        ({"delimiter": ""}, "data.delimiter = '': must be text without quotes and line breaks"),
         ({"negative_labels": ("0", "1.0")}, "data.negative_labels = '1.0': must not share values with"),
         ({"positive_labels": ()}, "data.positive_labels: must name at least one label value"),
         ({"columns": ("label", "x", "x", "y", "city")}, "data.columns = 'x': names a column twice"),
@@ -198,6 +238,3 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     text = write(tmp_path / "a.parquet", "1,1,1,a\n")
     with pytest.raises(DataError, match=r"a\.parquet: cannot be read .*data\.format"):
         read(edit(format="parquet"), text)
-    empty = write(tmp_path / "empty.csv", "")
-    with pytest.raises(DataError, match=rf"^{empty}: the file is empty, expected a header line; check data"):
-        read(edit(columns=()), empty)

@@ -15,7 +15,7 @@ from support.samples import csv_config, write
 from support.stores import BUCKET, Proxy, Store, sent
 
 from hybrid.config import RunConfig
-from hybrid.data.parse.input_files import InputFile, find_input_files, list_files
+from hybrid.data.parse.input_files import InputFile, find_input_files, list_files, path_columns
 from hybrid.data.prepare import file_preparation, preparation
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.preparation import fingerprint, prepare
@@ -141,10 +141,15 @@ def test_stored_folder_lists_its_files(there: RemotePath) -> None:
     for name in ("b", "a b", "_SUCCESS", ".hidden"):
         files.write_bytes(there / "days" / name, b"1")
     assert list_files([str(there / "days")], "data.path") == (there / "days" / "a b", there / "days" / "b")
-    files.write_bytes(there / "days" / "day=1" / "a", b"1")
-    with pytest.raises(
-        DataError, match=r"day%3D1: is a subfolder, and subfolders are not read; add its path to"
-    ):
+    parts = [there / "days" / f"day={day}" / "a" for day in ("1", "a b")]
+    for part in parts:
+        files.write_bytes(part, b"1")
+    assert [*list_files([str(there / "days")], "data.path")[2:]] == parts
+    assert [*list_files([f"{there}/days/day=*/?"], "data.path")] == parts
+    assert list_files([f"{there}/days/day=[1-9]"], "data.path") == (parts[0],)
+    assert path_columns(parse_path(str(parts[1]))) == {"day": "a b"}
+    files.write_bytes(there / "days" / "old" / "a", b"1")
+    with pytest.raises(DataError, match=r"old: is a subfolder .* not read; add its path to"):
         list_files([str(there / "days")], "data.path")
     with pytest.raises(StorageError, match="there is no such bucket; make it, or correct the URL"):
         list_files(["s3://no-such-bucket/a.csv"], "data.path")

@@ -79,7 +79,7 @@ def test_rows_are_yielded_as_they_arrive() -> None:
     ("text", "message"),
     [
         (b"\n \n", "no rows"),
-        (gzip.compress(b"x,city,note\n1,Rome,a\n", mtime=0), "is compressed by gzip"),
+        (gzip.compress(b"x,city,note\n1,Rome,a\n", mtime=0), "is compressed; decompress it"),
         (b"PAR1\0\n", "is not text; unpack"),
     ],
 )

@@ -137,6 +137,9 @@ def test_task_with_one_label_is_refused(tmp_path: Path, tasks: dict[str, TaskSec
     path = write(tmp_path / "a.csv", "click,bought,w,user\n1,0,0,a\n0,1,0,b\n")
     with pytest.raises(DataError, match=message):
         prepared(config_of(path, tasks), tmp_path / "cache")
+    write(path, "click,bought,w,user\n1,1,0,a\n1,1,0,b\n1,no,1,b\n")
+    with pytest.raises(DataError, match=rf"; 1 rows are invalid, the first: {path}:4: bought is 'no'"):
+        prepared(config_of(path, {"buy": TASKS["buy"]}, max_invalid_fraction=0.5), tmp_path / "cache")
 
 
 SYNTHETIC = RunConfig(data=DataSection(synthetic_rows=3000))

@@ -53,6 +53,13 @@ def test_excess_of_unknown_values_is_a_warning(tmp_path: Path) -> None:
     assert report.unknown[1].count == 0
 
 
+def test_several_ids_in_a_column_of_one_are_a_warning(tmp_path: Path) -> None:
+    report = report_of(tmp_path, [(1, "c0|c0", "a"), (0, "c0|c1", "a"), (0, "c1", "a")])
+    (note,) = data_notes(report)
+    assert "2 row(s)" in note
+    assert "columns.city.multi_hot_separator" in note
+
+
 def test_split_by_time_gives_no_warning(tmp_path: Path) -> None:
     rows = "".join(f"{i % 2},{'new' if i > 90 else 'old'}{i % 3},{i}\n" for i in range(120))
     (tmp_path / "a.csv").write_text(f"label,item,day\n{rows}")

@@ -36,7 +36,7 @@ from hybrid.data.values.column_values import (
         *[(text, "1") for text in ("1", "1.0", "True", "true", "TRUE")],
         ("2024-01-31 00:00:00", "2024-01-31"),
         ("2024-01-31T09:30:00.500", "2024-01-31 09:30:00.5"),
-        ("2024-01-31 00:00:00+00:00", "2024-01-31 00:00:00Z"),
+        *[(f"2024-01-31 00:00:00{zone}", "2024-01-31 00:00:00Z") for zone in ("+00:00", "+00", " UTC", "Z")],
     ],
 )
 def test_equivalent_texts_have_one_canonical_text(text: str, expected: str) -> None:
@@ -84,6 +84,7 @@ NOON = datetime(2024, 1, 31, 12)
         (pa.array([True, False, None]), ["1", "0", None]),
         (pa.array([" 5.0 ", "a"], pa.large_string()), ["5", "a"]),
         (pa.array([b"5.0"]), ["5"]),
+        (pa.array(["5.0", None], pa.string_view()), ["5", None]),
         (pa.array([decimal.Decimal("5.00"), decimal.Decimal("1.10")]), ["5", "1.10"]),
         (pa.array([decimal.Decimal(2**60)], pa.decimal128(30, 2)), [str(2**60)]),
         (pa.array([date(2024, 1, 31)]), ["2024-01-31"]),
@@ -110,6 +111,21 @@ def test_labels_and_missing_values_use_canonical_texts() -> None:
         assert np.isnan(parse_numbers(column, ("", "-999"))[0]).tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("text", "separator", "items"),
+    [
+        *[(text, ",", ["1", "2"]) for text in ("1,2", "[1, 2]", "(1, 2)", "{1,2}", " ['1', \"2.0\"] ")],
+        ("[1  2]", " ", ["1", "2"]),
+        ("['it''s', 'a b']", ",", ["it''s", "a b"]),
+        ("[]", ",", []),
+        ("[a],[b]", ",", ["[a]", "[b]"]),
+        ("[a]|[b]", "|", ["[a]", "[b]"]),
+    ],
+)
+def test_lists_as_text(text: str, separator: str, items: list[str]) -> None:
+    assert parse_values(pa.array([text, "9"]), ("",), separator).coded.to_pylist() == [items, ["9"]]
+
+
 def test_list_items_are_canonical() -> None:
     found = parse_values(pa.array([[5.0, 2.0**53], None, [float("nan"), 7.5]]), ())
     assert found.coded.to_pylist() == [["5", str(2**53)], [], ["7.5"]]
@@ -130,6 +146,7 @@ SECONDS = int(datetime(2024, 1, 31, 9, 30, tzinfo=UTC).timestamp())
         ("2024-01-31T09:30:00Z", 9, 2),
         ("2024-01-31T09:30:00.5+02:00", 9, 2),
         ("2024-01-31T09:30:00-0800", 9, 2),
+        *((f"2024-01-31 09:30:00.5{zone}", 9, 2) for zone in ("+00", " UTC", " -0800", " Europe/Berlin")),
         ("2024-02-29 00:00:00", 0, 3),
         (str(SECONDS), 9, 2),
         (f"{SECONDS}.75", 9, 2),
@@ -140,7 +157,12 @@ SECONDS = int(datetime(2024, 1, 31, 9, 30, tzinfo=UTC).timestamp())
 def test_hour_and_weekday_of_texts(text: str, hour: int, weekday: int) -> None:
     column = pa.array([text, "?", text])
     for kind, expected in (("hour", hour), ("weekday", weekday)):
-        for each in (column, column.dictionary_encode()):
+        for each in (
+            column,
+            column.dictionary_encode(),
+            column.cast(pa.string_view()),
+            column.cast("binary"),
+        ):
             found_B, wrong_B = parse_date_parts(each, ("?",), kind)
             np.testing.assert_array_equal(found_B, [expected, np.nan, expected])
             assert not wrong_B.any()
@@ -176,6 +198,19 @@ def test_hour_and_weekday_of_parquet_types() -> None:
             found_B, wrong_B = parse_date_parts(column, (), kind)
             np.testing.assert_array_equal(found_B, [expected, np.nan])
             assert not wrong_B.any()
+
+
+def test_dates_in_digits() -> None:
+    for column, form in (
+        (pa.array(["14102109", "?", "14102110"]), "%y%m%d%H"),
+        (pa.array([2014102109, None, 2014102110]), "%Y%m%d%H"),
+        (pa.array([14102109.0, None, 14102110.0]), "%y%m%d%H"),
+    ):
+        for kind, expected in (("hour", [9, np.nan, 10]), ("weekday", [1, np.nan, 1])):
+            found_B, wrong_B = parse_date_parts(column, ("?",), kind, form)
+            np.testing.assert_array_equal(found_B, expected)
+            assert not wrong_B.any()
+    assert parse_date_parts(pa.array(["noon", "20170601"]), (), "hour", "%Y%m%d")[1].tolist() == [True, False]
 
 
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "date32"])

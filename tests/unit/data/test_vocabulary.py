@@ -100,7 +100,13 @@ def test_checkpoint_finds_the_vocabulary_files_its_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"neither here nor in {kept.parent}; copy {name} there") as caught:
         FeatureEncoder.load(checkpoint)
     assert "\n" not in str(caught.value)
+    kept.parent.mkdir()
+    (tmp_path / "mine").write_text("kept")
+    for unfinished in (f"{name}.partial", f".{name}.unfinished"):
+        (kept.parent / unfinished).symlink_to(tmp_path / "mine")
     assert write_vocabulary(checkpoint, name, source) == {}
+    assert (tmp_path / "mine").read_text() == "kept"
+    (kept.parent / f"{name}.partial").unlink()
     assert FeatureEncoder.load(checkpoint) == encoder
     stamp = kept.stat().st_mtime_ns
     write_vocabulary(checkpoint.with_name("step-00000002"), name, source)

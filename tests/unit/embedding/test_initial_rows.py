@@ -1,6 +1,7 @@
 """Initial rows: random, or pretrained by position and by key."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def test_a_worker_reads_the_rows_of_its_shard(kind: str, index: int, count: int,
     source, expected = write_rows(tmp_path, kind), ROWS_RD[index::count]
     out_RD = torch.full(expected.shape, torch.nan)
     read_rows(source, out_RD, index, count)
-    assert read_shape(source) == (7, 3)
+    assert read_shape(source)[0] == (7, 3)
     assert torch.equal(out_RD, expected)
 
 
@@ -118,7 +119,7 @@ def test_file_in_an_object_store_is_fetched(store: Store, kind: str, tmp_path: P
     sent(tmp_path, folder_url)
     out_RD = torch.empty(3, 3)
     read_rows(source, out_RD, 1, 2)
-    assert (read_shape(source), out_RD.tolist()) == ((7, 3), ROWS_RD[1::2].tolist())
+    assert (read_shape(source)[0], out_RD.tolist()) == ((7, 3), ROWS_RD[1::2].tolist())
     with pytest.raises(
         StorageError, match=r"^s3://no-such-bucket/a\.npy: .* there is no such bucket; make it"
     ):
@@ -154,9 +155,31 @@ def test_tensors_that_are_no_matrix_are_refused(
 def test_missing_or_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.npy").write_text("x")
     (tmp_path / "text.safetensors").write_text("x")
-    for name in ("none.npy", "none.safetensors", "text.npy", "text.safetensors"):
+    np.savez(tmp_path / "a.npz", a=np.zeros((2, 3)))
+    (tmp_path / "a.npz").rename(tmp_path / "archive.npy")
+    np.save(tmp_path / "wide.npy", np.zeros((2, 3), np.longdouble))
+    np.save(tmp_path / "complex.npy", np.zeros((2, 3), np.complex64))
+    for name, shape in (("negative.npy", (-2, 3)), ("huge.npy", (1 << 62, 3))):
+        with (tmp_path / name).open("wb") as file:
+            header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            file.write(bytes(24))
+    with (tmp_path / "header.safetensors").open("wb") as file:
+        file.write((95 << 20).to_bytes(8, "little"))
+        file.truncate(100 << 20)
+    names = ("none.npy", "none.safetensors", "text.npy", "text.safetensors", "archive.npy", "wide.npy")
+    for name in (*names, "complex.npy", "negative.npy", "huge.npy", "header.safetensors"):
         with pytest.raises(DataError, match="cannot be read as rows of a table"):
             read_shape(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+def test_a_file_may_be_a_link_but_no_fifo(kind: str, tmp_path: Path) -> None:
+    (tmp_path / f"link.{kind}").symlink_to(write_rows(tmp_path, kind))
+    assert read_shape(str(tmp_path / f"link.{kind}"))[0] == (7, 3)
+    os.mkfifo(tmp_path / f"fifo.{kind}")
+    with pytest.raises(StorageError, match=rf"^{tmp_path}/fifo\.{kind}: is not a regular file"):
+        read_shape(str(tmp_path / f"fifo.{kind}"))
 
 
 def test_a_file_that_has_changed_its_size_is_refused(tmp_path: Path) -> None:

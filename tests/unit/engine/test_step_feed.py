@@ -16,7 +16,9 @@ def test_a_pass_begins_after_all_updates_of_earlier_steps(mode: UpdateMode) -> N
     versions = [5, 5, 6, 7] if mode is UpdateMode.ASYNC else [5, 6, 7, 8]
     tickets: list[Ticket] = []
     tables: Any = SimpleNamespace(lookup=lambda ids, ticket, after=None: tickets.append(ticket))
-    batch: Any = SimpleNamespace(ended=False, sparse_features=None, split=lambda parts: [batch] * parts)
+    batch: Any = SimpleNamespace(
+        ended=False, checksum=0, sparse_features=None, split=lambda parts: [batch] * parts
+    )
     feed = Feed[Any](tables, [], 0, UpdateRules(1, mode), StepClock())
     feed.begin(iter([batch] * 4), 5)
     for step in feed:

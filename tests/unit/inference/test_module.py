@@ -254,9 +254,9 @@ class TestCustomLoop:
         ("dlrm", "top_mlp = [256, 128]", "top_mlp = [1000000, 1000000]"),
         ("dlrm", "top_mlp = [256, 128]", "top_mlp = [4000000000, 4000000000]"),
         ("dlrm", "remote_mlp = [8]", "remote_mlp = [1000000, 1000000]"),
-        ("dcn_v2", 'net = "dcn_v2"', 'net = "dcn_v2(1000000000)"'),
+        ("dcn_v2", 'net = "dcn_v2"', 'net = "dcn_v2(1000)"'),
         ("wide_deep", "dim = 4", "dim = 1000000000"),
-        ("mmoe", 'net = "mmoe"', 'net = "mmoe(experts = 1000000000)"'),
+        ("mmoe", 'net = "mmoe"', 'net = "mmoe(experts = 1000)"'),
     ],
 )
 def test_a_net_of_other_shapes_than_its_file_is_not_built(

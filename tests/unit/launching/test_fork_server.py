@@ -57,10 +57,12 @@ def test_exit_codes_are_reported(
     assert forked.end_of(server, target, *args) == ProcessEnd("one", exit_code)
 
 
-def test_each_process_can_send_a_report(server: ForkServer) -> None:
-    server.start(forked.send, {name: (f"from {name}",) for name in ("one", "two")})
+@pytest.mark.parametrize("length", [8, 1 << 21], ids=["short", "larger than a pipe"])
+def test_each_process_can_send_a_report(length: int, server: ForkServer) -> None:
+    reports = {name: name * (length // len(name)) for name in ("one", "four")}
+    server.start(forked.send, {name: (text,) for name, text in reports.items()})
     ends = [server.event(SECONDS) for _ in range(2)]
-    assert {each.name: each.report for each in ends if each} == {"one": "from one", "two": "from two"}
+    assert {each.name: each.report for each in ends if each} == reports
 
 
 @pytest.mark.parametrize("target", [forked.pause, forked.freeze])
@@ -72,6 +74,17 @@ def test_a_signal_ends_a_process_in_any_state(server: ForkServer, target: Callab
     assert server.event(SECONDS) == ProcessEnd("one", -signal.SIGKILL)
     server.signal("one", signal.SIGKILL)  # it has ended
     assert forked.end_of(server, forked.exit_with, 0) == ProcessEnd("one", 0)
+
+
+def test_processes_have_names(server: ForkServer) -> None:
+    pids = server.start(forked.pause, dict.fromkeys(("trainer 0", "worker 12"), ()))
+
+    def shown() -> list[tuple[str, str]]:
+        processes = [psutil.Process(pid) for pid in pids.values()]
+        return [(each.name(), each.cmdline()[0]) for each in processes]
+
+    named = [("trainer 0", "hybrid trainer 0"), ("worker 12", "hybrid worker 12")]
+    assert eventually(lambda: shown() == named, SECONDS), shown()
 
 
 def test_signals_for_the_launcher_do_not_stop_its_processes(server: ForkServer) -> None:

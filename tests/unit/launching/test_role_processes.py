@@ -2,7 +2,7 @@
 
 import resource
 import signal
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,8 @@ from workers.launching.role_processes import (
     run_role,
 )
 from workers.rendezvous.host_setup import listen
+from workers.rendezvous.interrupt import describe_final_error
+from workers.rendezvous.secure_channel import LARGEST_FRAME
 from workers.run_folder.run_access import log_path
 
 WORKER, LOG, RUN = Role(RoleKind.WORKER, 0), Path("worker.log"), Path("run")
@@ -114,14 +116,13 @@ def test_the_first_cause_sorts_first() -> None:
     ]
 
 
+V2 = {"proc/self/mountinfo": "29 28 0:26 / /groups rw - cgroup2 cgroup2 rw\n"}
+V1 = {"proc/self/mountinfo": "35 31 0:32 / /groups rw - cgroup cgroup rw,memory\n"}
 GROUPS: list[tuple[str, dict[str, str], int]] = [
-    (
-        "own group",
-        {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "oom 9\noom_kill 3\n"},
-        3,
-    ),
-    ("root", {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.events": "oom_kill 5\n"}, 5),
-    ("version 1", {"proc/self/cgroup": "4:memory:/job\n", "proc/vmstat": "oom_kill 6\n"}, 6),
+    ("own", V2 | {"proc/self/cgroup": "0::/job\n", "groups/job/memory.events": "oom 9\noom_kill 3\n"}, 3),
+    ("root", V2 | {"proc/self/cgroup": "0::/\n", "groups/memory.events": "oom_kill 5\n"}, 5),
+    ("v1", V1 | {"proc/self/cgroup": "4:memory:/job\n", "groups/job/memory.oom_control": "oom_kill 2\n"}, 2),
+    ("host", V1 | {"proc/self/cgroup": "4:memory:/job\n", "proc/vmstat": "oom_kill 6\n"}, 6),
     ("nowhere", {}, 0),
 ]
 
@@ -154,19 +155,25 @@ def test_a_report_is_one_line_and_names_the_log_with_the_traceback(error: Except
     assert describe_failure(MASTER, error, RUN).message == message
 
 
-def _run_master(reports: Connection, folder: Path, most_bytes: int) -> None:
+def test_a_report_is_short_enough_for_a_frame_of_the_rendezvous() -> None:
+    error = errors.DataError("é" * LARGEST_FRAME)
+    for message in (describe_failure(MASTER, error, RUN).message, describe_final_error(error)):
+        assert 1000 < len(message.encode()) < LARGEST_FRAME // 4
+
+
+def _run_master(report: Callable[[RoleFailure], None], folder: Path, most_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))  # as a full disk
     task = ScriptTask("train.py", ())
     with listen("127.0.0.1", 0) as listener:
-        run_role(MASTER, INVALID, folder, task, Secret.fresh(), Verbosity.NORMAL, listener, reports)
+        run_role(MASTER, INVALID, folder, task, Secret.fresh(), Verbosity.NORMAL, listener, report)
 
 
 def end_of_master(folder: Path, most_bytes: int = 1 << 20) -> tuple[int, RoleFailure]:
     """Return the exit code and the report of a master whose files may have this size."""
     context = fork_context()
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_run_master, args=(writer, folder, most_bytes))
+    process = context.Process(target=_run_master, args=(writer.send, folder, most_bytes))
     process.start()
     writer.close()
     process.join(SECONDS)

@@ -95,7 +95,7 @@ def test_warm_up_as_long_as_the_schedule_raises_an_error(kind: str, steps: int, 
 
 @pytest.mark.parametrize("purpose", Purpose)
 def test_ticket_round_trip(purpose: Purpose) -> None:
-    ticket = Ticket(3, 5, 4, 1, purpose)
+    ticket = Ticket(3, 5, 4, 1, purpose, 6)
     assert {type(value) for value in ticket.plain} == {int, str}
     assert Ticket.of(ticket.plain) == ticket
     assert Ticket.of(ticket.plain).purpose is purpose

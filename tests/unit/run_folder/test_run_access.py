@@ -11,24 +11,25 @@ from support.stores import BUCKET, Proxy, Store
 
 from hybrid.errors import ConfigError, HybridError, StorageError
 from hybrid.storage import files
+from hybrid.storage.folder_lock import folder_lock, lock_until_exit
 from hybrid.storage.remote_path import StoragePath, parse_path
-from workers.run_folder.run_access import RunState, checkpoint_root, hold_run, run_lock
+from workers.run_folder.run_access import RunState, checkpoint_root, hold_run
 from workers.run_folder.run_files import RunFolder
 
 
 def test_a_second_launch_is_refused_until_the_first_ends(tmp_path: Path) -> None:
-    with run_lock(tmp_path):
-        with pytest.raises(ConfigError, match=r"^run.folder = '.+': is in use by another launch"):
-            with run_lock(tmp_path):
+    with folder_lock(tmp_path):
+        with pytest.raises(ConfigError, match=r"^run.folder = '.+': is in use by another run"):
+            with folder_lock(tmp_path):
                 raise AssertionError
-    with run_lock(tmp_path):
+    with folder_lock(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
 
 
 def killed_launch(folder: Path) -> int:
     """Leave the lock of a killed launch; return the descriptor that one of its roles still has."""
-    with run_lock(folder) as descriptor:
+    with folder_lock(folder) as descriptor:
         kept = os.dup(descriptor)
         (folder / ".lock").rename(folder / "aside")
     (folder / "aside").rename(folder / ".lock")
@@ -38,7 +39,7 @@ def killed_launch(folder: Path) -> int:
 def test_lock_waits_for_roles_of_a_killed_launch(tmp_path: Path) -> None:
     timer = threading.Timer(0.05, os.close, [killed_launch(tmp_path)])
     timer.start()
-    with run_lock(tmp_path):
+    with folder_lock(tmp_path):
         pass
     timer.join()
 
@@ -47,9 +48,11 @@ def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     ready, ready_writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        with run_lock(tmp_path):
+        os.setpgid(0, 0)
+        lock_until_exit(tmp_path, "key")
+        if os.fork():  # a child that outlives this process, as those of a DataLoader
             os.write(ready_writer, b"x")
-            signal.pause()
+        signal.pause()
         os._exit(0)
     assert os.read(ready, 1)
     os.kill(pid, signal.SIGKILL)
@@ -57,17 +60,20 @@ def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     os.close(ready)
     os.close(ready_writer)
     assert (tmp_path / ".lock").exists()
-    with run_lock(tmp_path):
-        pass
+    try:
+        with folder_lock(tmp_path):
+            pass
+    finally:
+        os.killpg(pid, signal.SIGKILL)
 
 
 def test_a_folder_is_made_and_removed_if_unused(tmp_path: Path) -> None:
     for name, file in (("new", ".lock"), ("used", "config.toml")):
-        with run_lock(tmp_path / name):
+        with folder_lock(tmp_path / name):
             (tmp_path / name / file).touch()
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["used", "used/config.toml"]
     with pytest.raises(ConfigError, match=r"toml/run': cannot be created: Not a directory; choose another"):
-        with run_lock(tmp_path / "used/config.toml/run"):
+        with folder_lock(tmp_path / "used/config.toml/run"):
             raise AssertionError
 
 
@@ -81,7 +87,7 @@ def test_a_removed_lock_file_is_locked_again(tmp_path: Path, monkeypatch: pytest
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with run_lock(tmp_path):
+    with folder_lock(tmp_path):
         assert (tmp_path / ".lock").exists()
     assert len(calls) == 2
 
@@ -98,7 +104,7 @@ def test_a_refused_launch_neither_fetches_nor_uploads(run: StoragePath) -> None:
     with hold_run(run, is_resumed=False) as (here, _):
         (here / "config.toml").write_text("live")
         (here / "metrics.jsonl").write_text("a line that is being wr")
-        with pytest.raises(ConfigError, match="is in use by another launch"):
+        with pytest.raises(ConfigError, match="is in use by another run"):
             with hold_run(run, is_resumed=True):
                 raise AssertionError
         assert (here / "config.toml").read_text() == "live"
@@ -118,6 +124,10 @@ def test_only_a_folder_that_the_program_made_may_name_a_store(run: StoragePath, 
                 RunState.of(folder)
             with pytest.raises(HybridError, match=rf"^{folder}/\.store: "):
                 RunFolder(folder)
+            (folder / ".store").unlink()
+            os.mkfifo(folder / ".store")
+            with pytest.raises(HybridError, match=rf"^{folder}/\.store: "):
+                RunState.of(folder)
         here.chmod(0o755)
         with pytest.raises(HybridError, match=rf"^{here}/\.store: "):
             RunState.of(here)

@@ -128,8 +128,13 @@ def test_a_resumed_run_drops_later_records(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    ["\0" * 40, '{"kind": "tr', '{"kind": "train"}', "[]", "\ud800"],
-    ids=["nuls", "cut", "no step", "list", "bytes"],
+    [
+        *("\0" * 40, '{"kind": "tr', '{"kind": "train"}', "[]", "\ud800", 100_000 * "["),
+        *(f'{{"kind": "train", "step": {step}}}' for step in ("true", "-1", "1.5", 10**400)),
+        *('{"kind": ["train"], "step": 15}', '{"kind": "train", "step": 15, "loss": "x"}'),
+        *(f'{{"kind": "train", "step": 15, "phase_seconds": {value}}}' for value in ("3", '{"data": "x"}')),
+    ],
+    ids=lambda damage: ascii(damage)[:60],
 )
 def test_a_damaged_record_is_skipped(tmp_path: Path, damage: str) -> None:
     """A power cut leaves zeros in place of bytes that were not written yet."""
@@ -138,11 +143,12 @@ def test_a_damaged_record_is_skipped(tmp_path: Path, damage: str) -> None:
         folder.log_progress(_progress(10))
         with (path / "metrics.jsonl").open("ab") as file:
             file.write(damage.encode(errors="surrogatepass") + b"\n")
+            file.write(b'{"kind": "train", "step": 18}\n{"kind": "test", "step": 18}\n')  # without numbers
         folder.log_progress(_progress(20))
         folder.finish({})
     assert RunState.of(path).logged_step == 20
     RunFolder.reopen(path, CONFIG, step=20).close()
-    assert [record["step"] for record in _records(path)] == [10, 20]
+    assert [record["step"] for record in _records(path)] == [10, 18, 18, 20]
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])

@@ -14,6 +14,7 @@ import pytest
 from hybrid.config import RunConfig
 from hybrid.config.loading import load_config, to_toml
 from hybrid.errors import ConfigError, HybridError
+from hybrid.storage.folder_lock import LOCK_FILE, folder_lock
 from hybrid.user_code.run_signature import load_run_config
 from workers.run_folder import run_access
 from workers.run_folder.run_access import (
@@ -161,6 +162,20 @@ def test_unwritable_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytes
     rule = "cannot be written: No such file or directory; free space there, or set TMPDIR to another folder"
     with pytest.raises(HybridError, match=f"^{tmp_path / 'none'}: {rule}$"), scratch_logs("hybrid-run-"):
         pytest.fail("there is no such folder")
+
+
+def test_the_folder_of_a_killed_command_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("killed", "running", "reported", "starting"):
+        (tmp_path / f"hybrid-run-{name}/logs").mkdir(parents=True)
+        if name != "reported":  # a command that ends removes its lock
+            (tmp_path / f"hybrid-run-{name}/{LOCK_FILE}").touch()
+            os.utime(tmp_path / f"hybrid-run-{name}/{LOCK_FILE}", (0, 1e10 * (name == "starting")))
+    with folder_lock(tmp_path / "hybrid-run-running"), scratch_logs("hybrid-run-") as own:
+        kept = {path.name.removeprefix("hybrid-run-") for path in tmp_path.iterdir() if path != own}
+        assert kept == {"running", "reported", "starting"}
 
 
 @pytest.mark.parametrize("name", ["run", "v1.2"])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid.errors import ClusterError
+from hybrid.errors import ClusterError, DataError
 from hybrid.protocol.ticket import Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.server.ledger import Ledger
@@ -47,6 +47,18 @@ class TestRefusals:
             enter(each, 0, 0)
         assert each.is_idle  # refused gradients are not kept
         enter(each, 0, 1)
+
+    @pytest.mark.parametrize("mode", list(UpdateMode))
+    def test_gradients_of_different_batches_are_refused(self, mode: UpdateMode) -> None:
+        each = ledger(2, mode)
+        for step in (0, 1):
+            each.enter(Ticket(0, step, step, checksum=7), "", 0.0)
+            if mode is ASYNC:
+                assert each.begin_update()
+                each.end_update()
+        each.enter(Ticket(1, 0, 0, checksum=7), "", 0.0)
+        with pytest.raises(DataError, match="step 1: trainers 0 and 1 read different batches"):
+            each.enter(Ticket(1, 1, 1, checksum=8), "", 0.0)
 
     def test_gradients_after_the_end_of_a_trainer_are_refused(self) -> None:
         each = ledger(2)

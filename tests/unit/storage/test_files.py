@@ -79,13 +79,6 @@ def test_a_folder_that_may_not_be_read_is_one_line() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_ranges_are_read_in_any_order(folder: StoragePath) -> None:
-    content = some_bytes(1000)
-    files.write_bytes(folder / "a", content)
-    read = files.open_ranges(folder / "a")
-    assert [read(400, 7), read(1, 2), read(999, 10)] == [content[400:407], content[1:3], content[-1:]]
-
-
 def test_python_reads_it_as_a_file(folder: StoragePath) -> None:
     files.write_bytes(folder / "a.gz", gzip.compress(b"one\ntwo\n" * 9))
     with files.open_reader(folder / "a.gz") as raw, gzip.open(raw, "rt") as text:
@@ -156,8 +149,14 @@ def test_only_the_requested_bytes_are_fetched(store: Store, monkeypatch: pytest.
     assert proxy.num_bytes == 100
 
 
+@pytest.mark.parametrize("before", [{}, {"torn": b"earlier"}], ids=["new", "overwrite"])
 @pytest.mark.parametrize("num_bytes", [5, 23 * MIB], ids=["small", "large"])
-def test_a_failed_write_leaves_no_file(folder: StoragePath, num_bytes: int) -> None:
+def test_a_failed_write_leaves_the_earlier_files(
+    folder: StoragePath, num_bytes: int, before: dict[str, bytes]
+) -> None:
+    for name, content in before.items():
+        files.write_bytes(folder / name, content)
+
     def write() -> None:
         with files.open_writer(folder / "torn") as writer:
             writer.write(bytes(num_bytes))
@@ -165,7 +164,12 @@ def test_a_failed_write_leaves_no_file(folder: StoragePath, num_bytes: int) -> N
 
     with pytest.raises(KeyError):
         write()
-    assert not files.exists(folder / "torn")
+    after = files.list_entries(folder, is_deep=True)
+    assert {entry.path.name: files.read_bytes(entry.path) for entry in after} == before
+    files.write_bytes(folder / "torn", bytes(num_bytes))
+    assert [(entry.path.name, entry.size) for entry in files.list_entries(folder, is_deep=True)] == [
+        ("torn", num_bytes)
+    ]
 
 
 def test_an_error_of_the_caller_is_not_converted(folder: StoragePath) -> None:

@@ -74,13 +74,20 @@ def test_a_truncated_response_is_retried(proxy: Proxy) -> None:
     assert len(torn) == 2
 
 
-def test_an_unfinished_upload_leaves_no_file(proxy: Proxy) -> None:
-    file = through(proxy, "half")
-    proxy.plan = lambda method, path: "403" if "partNumber=2" in path else None
+@pytest.mark.parametrize("before", [None, b"earlier"], ids=["new", "overwrite"])
+@pytest.mark.parametrize(("num_bytes", "refused"), [(len(CONTENT), "partNumber=2"), (5, "")])
+def test_a_refused_upload_leaves_the_earlier_file(
+    proxy: Proxy, num_bytes: int, refused: str, before: bytes | None
+) -> None:
+    file = through(proxy, f"half-{num_bytes}-{before is None}/a")
+    if before is not None:
+        files.write_bytes(file, before)
+    proxy.plan = lambda method, path: "403" if method == "PUT" and refused in path else None
     with pytest.raises(StorageError, match=r"cannot be written: .*credentials that may do this"):
-        files.write_bytes(file, CONTENT)
+        files.write_bytes(file, CONTENT[:num_bytes])
     proxy.plan = lambda method, path: None
-    assert not files.exists(file)
+    found = {entry.path.name: files.read_bytes(entry.path) for entry in files.list_entries(file.parent)}
+    assert found == ({} if before is None else {"a": before})
 
 
 @pytest.mark.long

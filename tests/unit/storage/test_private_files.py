@@ -13,12 +13,12 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
 from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import HybridError
+from hybrid.storage.folder_lock import folder_lock
 from hybrid.storage.private_files import make_folder, private_user_folder
 from workers.exit_codes import Cause
 from workers.launching.fork_server import enter_network_namespace
 from workers.launching.launcher import Restarts
 from workers.launching.role_processes import RoleFailure
-from workers.run_folder.run_access import run_lock
 from workers.run_folder.run_files import RunFolder
 
 VARIABLE, DEFAULT = "XDG_CACHE_HOME", ".cache"
@@ -61,13 +61,16 @@ def test_new_folders_are_private_and_existing_ones_keep_their_mode(tmp_path: Pat
 @pytest.mark.usefixtures("open_umask")
 def test_folders_of_runs_and_prepared_data_are_private(tmp_path: Path) -> None:
     run = tmp_path / "runs/run"
-    with run_lock(run):
+    with folder_lock(run):
         RunFolder.create(run, RunConfig()).close()
     data = prepare(load_config(None, ["data.synthetic_rows=50"]), tmp_path / "runs/.prepared")
     assert {mode(each) for each in (run, run.parent, data.parent, data)} == {0o700}
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", ".config.toml.unfinished", "curves.png", ".lock"])
+REPLACED = (".config.toml.unfinished", "curves.png", "versions.json")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".lock", *REPLACED])
 def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "mine").write_text("kept")
@@ -75,13 +78,17 @@ def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "mine")
 
     def write_all() -> None:
-        with run_lock(tmp_path / "run"):
+        with folder_lock(tmp_path / "run"):
             if name == "metrics.jsonl":
                 RunFolder(tmp_path / "run")
             RunFolder.create(tmp_path / "run", RunConfig()).finish({})
 
-    with pytest.raises(HybridError, match=rf"^{link}: is a symbolic link"):
+    if name in REPLACED:
         write_all()
+        assert not link.is_symlink()
+    else:
+        with pytest.raises(HybridError, match=rf"^{link}: is a symbolic link"):
+            write_all()
     assert (tmp_path / "mine").read_text() == "kept"
 
 

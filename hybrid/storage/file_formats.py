@@ -1,0 +1,93 @@
+"""JSON values and NumPy arrays of files that another user may have written."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, TypeVar, get_type_hints
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.storage.files import local_copy
+from hybrid.storage.remote_path import StoragePath
+
+_MAX_LEVELS = 64  # of nested JSON
+_MAX_INTEGER = 1 << 64
+_MAX_ITEM_BYTES = 8
+_COMPONENT = r"(?!\.+(?:/|\Z))[\w.~%-]+"
+_INNER_NAME = re.compile(rf"(?:{_COMPONENT}/)?{_COMPONENT}", re.ASCII)
+_MAX_NAME_LENGTH = 512
+
+Fields = TypeVar("Fields")
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return a JSON value that can be printed, and traversed by recursive functions.
+
+    Raises:
+        ValueError: the text is invalid or nested deeply, or has an integer of more than 64 bits.
+    """
+    try:
+        value = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    _check(value, _MAX_LEVELS)
+    return value
+
+
+def _check(value: Any, levels: int) -> None:
+    if isinstance(value, dict | list):
+        if not levels:
+            raise ValueError("it is nested too deeply")
+        for each in value if isinstance(value, list) else (*value, *value.values()):
+            _check(each, levels - 1)
+    elif isinstance(value, int) and abs(value) >= _MAX_INTEGER:
+        raise ValueError("it has an integer of more than 64 bits")
+    elif isinstance(value, str) and not value.isascii():
+        value.encode()  # raises an error for half of a surrogate pair
+
+
+def parse_fields(kind: type[Fields], content: Any) -> Fields:
+    """Return a dataclass of plain fields from a JSON object; TypeError if a field has another type."""
+    hints = get_type_hints(kind)
+    for name, value in content.items():
+        hint = hints.get(name, ())
+        is_number = type(value) is int and isinstance(0.0, hint)
+        is_valid = isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
+        if not is_valid and not is_number:
+            raise TypeError(f"{name} is {value!r:.80}")
+    return kind(**content)
+
+
+def is_inner_name(text: str) -> bool:
+    """Return whether a text is the path of a file in a folder, or in a folder of that folder."""
+    return len(text) <= _MAX_NAME_LENGTH and _INNER_NAME.fullmatch(text) is not None
+
+
+def map_array(
+    path: StoragePath, root: StoragePath | None = None, *, follows_links: bool = False
+) -> npt.NDArray[Any]:
+    """Map the numbers of a ``.npy`` file into memory, read-only.
+
+    Args:
+        root, follows_links: see :func:`hybrid.storage.files.open_reader`.
+
+    Raises:
+        ValueError: the file holds no array of numbers.
+        OSError: the file cannot be opened.
+    """
+    with local_copy(path, root=root, follows_links=follows_links) as local:
+        try:
+            with np.errstate(over="raise"):
+                array = np.load(local, mmap_mode="r", allow_pickle=False)
+        except (ArithmeticError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+            raise ValueError(f"it has an invalid header: {error}") from error
+    if (
+        not isinstance(array, np.ndarray)
+        or array.dtype.kind not in "biuf"
+        or array.itemsize > _MAX_ITEM_BYTES
+    ):
+        raise ValueError("it is not an array of numbers")
+    # Not as numpy.memmap: slicing one costs more than reading the rows of a small batch.
+    return np.asarray(array)
