@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, TypeVar, get_type_hints
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from hybrid.storage.files import local_copy
 from hybrid.storage.remote_path import StoragePath
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _MAX_LEVELS = 64  # of nested JSON
 _MAX_INTEGER = 1 << 64
@@ -77,6 +77,8 @@ def map_array(
         ValueError: the file holds no array of numbers.
         OSError: the file cannot be opened.
     """
+    import numpy as np  # commands such as config do without it
+
     with local_copy(path, root=root, follows_links=follows_links) as local:
         try:
             with np.errstate(over="raise"):

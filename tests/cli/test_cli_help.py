@@ -88,7 +88,7 @@ def test_plan_shows_every_table_and_worker(tiny: list[str], tmp_path: Path) -> N
     assert max(len(line.rstrip()) for line in of_tables.splitlines()) <= 60
     assert [line.split()[0] for line in of_workers.splitlines()] == ["worker", "0", "1"]
     assert [line[:17] for line in of_transfers.splitlines()[1:]] == ["trainer -> worker", "worker -> trainer"]
-    assert [line.split()[0] for line in forecast.splitlines()[::2]] == ["memory", "samples/s"]
+    assert [line.split()[0] for line in forecast.splitlines()[::2]] == ["memory", "network"]
     assert not (tmp_path / "runs").exists()
 
 
@@ -97,7 +97,7 @@ TRILLION = ["plan", "--config", "configs/trillion.toml", "--hosts", "1000", "--m
 MEASURE = """
 import resource, sys, time
 from workers.cli import main
-import torch, torch.utils.flop_counter, torch._dynamo
+import torch, torch._dynamo
 before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 main(sys.argv[1:])
 after = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -112,7 +112,7 @@ def test_trillion_parameters_are_planned_within_seconds() -> None:
     *printed, measured = ended.stdout.splitlines()
     assert sum("workers 0-999" in line for line in printed) == 26
     assert "trainer -> worker        1,000,000" in ended.stdout
-    assert re.search(r"(?m)^step .* ms, limited by (trainers|workers) \(trainers", ended.stdout)
+    assert re.search(r"(?m)^network .* at least [\d.]+ ms between hosts$", ended.stdout)
     seconds, mebibytes = map(float, measured.split()[1:])
     assert seconds < 20
     assert mebibytes < 200
