@@ -11,7 +11,6 @@ from hybrid.config import ColumnSection, RunConfig, TableSection
 from hybrid.config.data_sections import UNPOOLED, sequence_length
 from hybrid.config.table_sections import table_optimizer, table_placement
 from hybrid.config.validation import table_of_column
-from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.dense.compilation import compiled
 from hybrid.dense.dense_optimizer import make_optimizer
 from hybrid.dense.hosted_net import HostedNet
@@ -125,6 +124,8 @@ def _with_pretrained_rows(table: TableSpec, data_source: str | None) -> TableSpe
         )
         raise ConfigError(key, rule, path)
     if data_source and checksum:
+        from hybrid.data.encode.feature_encoder import FeatureEncoder  # with pyarrow
+
         table_of = dict.fromkeys(table.features, table.name)
         if FeatureEncoder.load(parse_path(data_source)).row_checksums(table_of)[table.name] != checksum:
             rule = (

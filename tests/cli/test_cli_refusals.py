@@ -42,7 +42,7 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
         ("launch --resume . --config any.toml", "--resume:", "use --set"),
         ("plan --hosts 0", "--hosts = 0:", ""),
         ("plan --hosts 5", "--hosts = 5:", "at most the 4"),
-        ("plan --cores -1", "--cores = -1:", ""),
+        ("plan --memory -1", "--memory = -1.0:", ""),
         ("plan --memory nan", "--memory = nan:", ""),
         ("plan --network inf", "--network = inf:", ""),
         ("plan --ids 3", "--ids = 3.0:", 'data.vocabulary = "hash"'),
@@ -67,7 +67,7 @@ def test_impossible_request_is_refused(
         ([HEADER, *(row.rpartition(",")[0] for row in GOOD)], {}, "{path}:", "40 like line 2"),
         ([HEADER, *(f"yes{row[1:]}" for row in GOOD)], {}, "{path}:", "set data.positive_labels"),
         ([HEADER], {}, "", "check data.path, data.split and data.validation"),
-        ([], {}, "{path}:", "check data.path"),
+        ([], {}, "", "check data.path, data.split and data.validation"),
         (
             [HEADER, *GOOD[:7], "2,7.5,v1", *GOOD[8:]],
             {"max_invalid_fraction": 0.0},

@@ -103,7 +103,7 @@ def test_missing_or_different_folder_is_not_shared(tmp_path: Path) -> None:
     probe = tmp_path / "checkpoints" / "probe"
     folder = re.escape(str(probe.parent))
     pattern = f"^{folder} on host {HERE} is not that of the master's host b \\({{}}\\); run.folder"
-    with pytest.raises(CheckpointError, match=pattern.format("No such file")):
+    with pytest.raises(CheckpointError, match=pattern.format("No such file or directory")):
         check(probe, True)
     probe.parent.mkdir()
     probe.write_text("token")
@@ -137,7 +137,7 @@ def test_prepared_data_must_be_the_same(prepared: Path, loopback: None) -> None:
     (prepared / FILE_NAME).unlink()
     with pytest.raises(DataError) as raised:
         FolderCheck(*what)
-    assert str(raised.value) == rule.format("No such file")
+    assert str(raised.value) == rule.format("No such file or directory")
 
 
 def test_trainers_check_data_and_all_roles_check_the_run(
