@@ -106,11 +106,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: StoragePath) -> Manifest:
-        """Read a manifest.
-
-        Raises:
-            CheckpointError: the manifest is invalid or altered.
-        """
+        """Read a manifest; CheckpointError if it is invalid or altered."""
         try:
             document = parse_json(storage.read_bytes(path, _MAX_BYTES))
             _expect(isinstance(document, dict), "it is not an object")
@@ -260,17 +256,16 @@ def dense_file(trainer: int) -> str:
 
 def write_text(folder: StoragePath, name: str, text: str) -> Files:
     """Write a text file of a checkpoint, and flush it to the disk."""
-    path, content = folder / name, text.encode()
-    with write_errors(path):
-        storage.write_bytes(path, content)
+    content = text.encode()
+    with write_errors(folder / name):
+        storage.write_bytes(folder / name, content)
     return {name: (len(content), hashlib.sha256(content).hexdigest())}
 
 
 def write_copy(folder: StoragePath, name: str, source: StoragePath) -> Files:
     """Copy a file into a checkpoint, and flush it to the disk."""
-    path = folder / name
-    with write_errors(path):
-        storage.copy(source, path)
+    with write_errors(folder / name):
+        storage.copy(source, folder / name)
         return {name: (storage.require_file(source).size, storage.compute_checksum(source))}
 
 
@@ -313,11 +308,7 @@ def step_folder(run: StoragePathT, step: int) -> StoragePathT:
 
 
 def list_checkpoints(run: StoragePathT) -> list[StoragePathT]:
-    """Return the complete checkpoints of a run, newest first.
-
-    Raises:
-        HybridError: the folder of the checkpoints is a symbolic link.
-    """
+    """Return the complete checkpoints of a run, newest first; StorageError if their folder is a link."""
     folder = checkpoints_folder(run)
     if isinstance(folder, Path):
         refuse_link(folder)
@@ -352,9 +343,6 @@ def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Fil
 
     Returns:
         The copy if it is a file of the checkpoint, else nothing.
-
-    Raises:
-        CheckpointError: the vocabulary cannot be copied.
     """
     checkpoint = folder.parent if isinstance(folder, RemotePath) else folder
     if checkpoint.parent.name != _FOLDER:

@@ -78,14 +78,7 @@ class Checkpoint:
 
     @classmethod
     def best_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
-        """Open the best checkpoint of a run; if it is damaged, the newest valid one.
-
-        Args:
-            folder, log: as for :meth:`newest_valid`.
-
-        Raises:
-            CheckpointError: there is none.
-        """
+        """Open the best checkpoint of a run; if it is damaged, the newest (:meth:`newest_valid`)."""
         candidates, best = _candidates(folder), None
         if candidates == [folder]:
             return cls._first_valid(folder, candidates, log)
@@ -137,11 +130,7 @@ class Checkpoint:
         return weights
 
     def read_rows(self, table: str, shape: tuple[int, int]) -> Tensor:
-        """Read all rows of a table of a given shape.
-
-        Raises:
-            CheckpointError: see :meth:`map_rows`.
-        """
+        """Read all rows of a table of a given shape; see :meth:`map_rows`."""
         shards = self.map_rows(table, *shape)
         rows_RD = np.empty(shape, shards[0].dtype)
         for index, shard in enumerate(shards):

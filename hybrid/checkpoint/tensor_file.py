@@ -12,7 +12,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -132,11 +132,7 @@ def map_arrays(
 def read_tensors(
     path: StoragePath, sha256: str | None = None, root: StoragePath | None = None
 ) -> dict[str, Tensor]:
-    """Read the named tensors of a file. For the arguments, see :func:`hybrid.storage.files.local_copy`.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Read the named tensors of a file. For the arguments, see :func:`hybrid.storage.files.local_copy`."""
     with _opened(path, sha256, root) as local:
         read_header(local)  # checks its length
         return load_file(local)
@@ -157,13 +153,11 @@ def read_header(local: Path) -> bytes:
 @contextmanager
 def _opened(path: StoragePath, sha256: str | None, root: StoragePath | None) -> Iterator[Path]:
     """Yield a local path of a file. A file in an object store is fetched and verified."""
-    with ExitStack() as stack:
-        try:
-            local = stack.enter_context(storage.local_copy(path, sha256, root=root))
-        except (FileNotFoundError, ValueError) as error:
-            raise damage_error(path) from error
-        with _reading(path):
+    try:
+        with storage.local_copy(path, sha256, root=root) as local, _reading(path):
             yield local
+    except (FileNotFoundError, ValueError) as error:
+        raise damage_error(path) from error
 
 
 @contextmanager
@@ -208,11 +202,7 @@ def unpack_dense(packed: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], folder: StoragePath) -> None:
-    """Load a module's state dict.
-
-    Raises:
-        CheckpointError: names or shapes differ.
-    """
+    """Load a module's state dict; CheckpointError if names or shapes differ."""
     try:
         module.load_state_dict(dict(state))
     except RuntimeError as error:

@@ -56,9 +56,6 @@ def export_program(model: TrainedModule) -> ExportedProgram:
     """Export a model as a program on plain tensors, for any number of samples and ids.
 
     The program computes in the data type of the nets, without ``dense.autocast``.
-
-    Raises:
-        HybridError: torch cannot export a net.
     """
     model.autocast = None
     samples = Dim("samples")

@@ -89,10 +89,8 @@ def file_rows(
     """Return the rows of files in the format of the training files.
 
     Args:
-        paths: paths or URLs of files or folders.
         with_labels: whether every row must have its labels.
         passthrough: further columns to read: pairs of the option that names the column, and the column.
-        progress: progress callback.
     """
     files = list_files(paths, "the paths given")
     return SourceRows(trained, files, _layout(trained, files, with_labels, passthrough), progress)
@@ -108,7 +106,6 @@ def stream_rows(
 
     Args:
         stream: name of the stream in errors.
-        text: blocks of text.
 
     Raises:
         ConfigError: the model was trained on Parquet.
@@ -186,7 +183,6 @@ class SourceRows:
     """Rows of files, parsed and encoded.
 
     Attributes:
-        progress: progress callback.
         text: blocks of text that replace the content of the only file; None to read the files.
         selection: int64, ascending, the numbers of the source rows to use; None for all rows.
         report: the number of rows, invalid rows and unknown values; set after the last block.

@@ -36,7 +36,6 @@ def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iter
 
     Args:
         store: a store that only this group uses; each of its keys is used once.
-        rank, world_size: rank of this process in the group, and size of the group.
     """
     with _sockets() as before:
         known = {inode for inode, each in before.items() if _is_listening(each)}

@@ -68,14 +68,10 @@ def is_inner_name(text: str) -> bool:
 def map_array(
     path: StoragePath, root: StoragePath | None = None, *, follows_links: bool = False
 ) -> npt.NDArray[Any]:
-    """Map the numbers of a ``.npy`` file into memory, read-only.
+    """Map the numbers of a ``.npy`` file into memory, read-only; ValueError if it holds no array of numbers.
 
     Args:
         root, follows_links: see :func:`hybrid.storage.files.open_reader`.
-
-    Raises:
-        ValueError: the file holds no array of numbers.
-        OSError: the file cannot be opened.
     """
     import numpy as np  # commands such as config do without it
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
+from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar, cast
 
 from hybrid.errors import StorageError
 from hybrid.storage.object_stores import RemoteReader, list_store, open_remote_writer, store_request
@@ -37,17 +37,7 @@ _MAX_PARTIAL_NAME = 200  # the limit of file systems is 255
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class Writer(Protocol):
-    """A file that is being written, also by pyarrow."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether the file is closed."""
-
-    def write(self, content: bytes | memoryview, /) -> int:
-        """Append bytes to the file."""
+Writer: TypeAlias = IO[bytes]  # of which a file of a store has ``write``, ``close`` and ``closed`` only
 
 
 class Entry(NamedTuple):
@@ -73,11 +63,7 @@ class Entry(NamedTuple):
 
 
 def find_entry(path: StoragePath) -> Entry | None:
-    """Return the file or folder at a path, or None if there is none.
-
-    Raises:
-        StorageError: the bucket does not exist, or the system or the store refuses.
-    """
+    """Return the file or folder at a path, or None if there is none."""
     if not isinstance(path, RemotePath):
         try:
             status = path.stat()
@@ -93,11 +79,6 @@ def find_entry(path: StoragePath) -> Entry | None:
     if entry is None:
         _list_remote(path, is_deep=False)  # raises an error if the bucket does not exist
     return entry
-
-
-def _find_inside(path: Path) -> Entry | None:
-    """Return an entry of a folder, in which a link is neither a file nor a folder."""
-    return Entry(path, -1, 0, False) if path.is_symlink() else find_entry(path)
 
 
 def _path_error(path: Path, error: OSError) -> StorageError:
@@ -133,19 +114,19 @@ def list_entries(folder: StoragePath, *, is_deep: bool = False) -> list[Entry]:
     """
     if isinstance(folder, RemotePath):
         entries = _list_remote(folder, is_deep)
+    elif (entry := find_entry(folder)) is None or not entry.is_folder:
+        return []
     else:
-        entry = find_entry(folder)
         try:
-            paths = (
-                list(folder.rglob("*") if is_deep else folder.iterdir()) if entry and entry.is_folder else []
-            )
+            paths = list(folder.rglob("*") if is_deep else folder.iterdir())
         except OSError as error:
             raise _path_error(folder, error) from error
-        entries = [each for path in paths if (each := _find_inside(path)) is not None]
-    return sorted((e for e in entries if not (is_deep and e.is_folder)), key=lambda each: str(each.path))
+        entries = [Entry(path, -1, 0, False) if path.is_symlink() else find_entry(path) for path in paths]
+    existing = (each for each in entries if each is not None and not (is_deep and each.is_folder))
+    return sorted(existing, key=lambda each: str(each.path))
 
 
-def _list_remote(folder: RemotePath, is_deep: bool) -> list[Entry]:
+def _list_remote(folder: RemotePath, is_deep: bool) -> list[Entry | None]:
     with store_request(folder, "listed") as (filesystem, key):
         infos = list_store(filesystem, key, is_deep)
     start = len(key.rstrip("/")) + 1
@@ -154,7 +135,7 @@ def _list_remote(folder: RemotePath, is_deep: bool) -> list[Entry]:
     if not is_deep:  # some stores list no folders: derive them from the names of the files below
         folders = {name.partition("/")[0] for name in by_name if "/" in name} - by_name.keys()
         entries += [Entry(folder / name, 0, 0, True) for name in folders]
-    return [each for each in entries if each is not None]
+    return entries
 
 
 def _to_entry(path: RemotePath, info: fs.FileInfo) -> Entry | None:
@@ -280,7 +261,7 @@ def open_writer(path: StoragePath) -> Iterator[Writer]:
     """
     if isinstance(path, RemotePath):
         with open_remote_writer(path) as stream:
-            yield stream
+            yield cast(Writer, stream)
         return
     # A fixed name, so that the file of a killed process is replaced. It is new: neither a link nor a FIFO.
     partial = path.with_name(f".{path.name[-_MAX_PARTIAL_NAME:]}.unfinished")

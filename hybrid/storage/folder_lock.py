@@ -1,4 +1,4 @@
-"""The lock of a run folder, which one run at a time holds. Without torch."""
+"""Locks between processes, and the lock of a run folder, which one run at a time holds. Without torch."""
 
 import atexit
 import fcntl
@@ -32,12 +32,14 @@ def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WA
     """
     path = folder / LOCK_FILE
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    deadline = time.monotonic() + wait_seconds
     try:
         make_folder(folder)
-        descriptor = _acquire(path, wait_seconds)
-    except BlockingIOError as error:
-        rule = "is in use by another run; stop that run, or choose another folder"
-        raise ConfigError(key, rule, str(folder)) from error
+        while (descriptor := try_lock(path)) is None:
+            if time.monotonic() >= deadline:
+                rule = "is in use by another run; stop that run, or choose another folder"
+                raise ConfigError(key, rule, str(folder))
+            time.sleep(_POLL_SECONDS)
     except StorageError:
         raise
     except OSError as error:
@@ -67,19 +69,18 @@ def lock_until_exit(folder: Path, key: str) -> None:
     os.register_at_fork(after_in_child=leave_to_parent)
 
 
-def _acquire(path: Path, wait_seconds: float) -> int:
-    deadline = time.monotonic() + wait_seconds
-    while True:
-        descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The previous holder may have removed the file that is locked now.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(path.stat(), os.fstat(descriptor)):
-                    return descriptor
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise
+def try_lock(path: Path) -> int | None:
+    """Lock a file, which is created if missing; return its descriptor, or None if another process has it."""
+    descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The last holder may have removed the file, and another process may have created a new one.
+        if os.path.samestat(path.stat(), os.fstat(descriptor)):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
         os.close(descriptor)
-        time.sleep(_POLL_SECONDS)
+        raise
+    os.close(descriptor)
+    return None

@@ -91,11 +91,7 @@ _SHOW_INCOMPLETE_FILES = ("abfs", "hdfs")
 
 
 def get_client(root: str, query: str) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a store, and the prefix of its paths.
-
-    Raises:
-        ValueError: the URL is not valid for this kind of store.
-    """
+    """Return the file system of a store, and the prefix of its paths; ValueError if the URL is not valid."""
     # The address of an S3 store that is not Amazon's, from the variables that Amazon's programs read.
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
     return _client(root, query, endpoint, os.getpid())
@@ -236,11 +232,7 @@ def _store_error(path: RemotePath, action: str, text: str) -> StorageError:
 
 
 def list_store(filesystem: fs.FileSystem, key: str, is_deep: bool) -> list[fs.FileInfo]:
-    """List a folder; Google's store lists all files below it, and no folders.
-
-    Raises:
-        OSError: the bucket does not exist, or the store does not respond.
-    """
+    """List a folder; Google's store lists all files below it, and no folders."""
     from pyarrow import fs
 
     kind = filesystem.type_name
@@ -317,22 +309,20 @@ class _RemoteWriter:
         self.closed = False
         self._path = path
         self._unsent: list[bytes] = []
-        self._num_unsent = self._num_unflushed = 0
+        self._num_bytes = self._num_unflushed = 0
         self._stream: Any = None
         self._sent_to = self._folder = ""  # the name of the stream's file, and its temporary folder, if any
-        self._is_new = False  # whether the store had no file of that name
 
     def write(self, content: bytes | memoryview, /) -> int:
-        """See :class:`hybrid.storage.files.Writer`."""
+        """Append bytes to the file; return their number."""
         num_bytes = memoryview(content).nbytes
-        self._num_unsent += num_bytes
-        if self._stream is None and self._num_unsent < _MAX_UNSENT_BYTES:
+        self._num_bytes += num_bytes
+        if self._num_bytes < _MAX_UNSENT_BYTES:
             self._unsent.append(bytes(content))
             return num_bytes
         with store_request(self._path, "written") as (filesystem, key):
             if self._stream is None:
-                self._is_new = filesystem.get_file_info(key).type.name == "NotFound"
-                self._open(filesystem, key, is_temporary=not self._is_new)
+                self._open(filesystem, key, filesystem.get_file_info(key).type.name != "NotFound")
             self._stream.write(content)
             self._num_unflushed += num_bytes
             if filesystem.type_name == "abfs" and self._num_unflushed >= _MAX_UNFLUSHED_BYTES:
@@ -340,13 +330,13 @@ class _RemoteWriter:
                 self._num_unflushed = 0
         return num_bytes
 
-    def _open(self, filesystem: fs.FileSystem, key: str, *, is_temporary: bool) -> None:
+    def _open(self, filesystem: fs.FileSystem, key: str, is_replacement: bool = False) -> None:
         """Open the stream, and send the content so far."""
         self._sent_to = key
         has_folder = filesystem.type_name in _SHOW_INCOMPLETE_FILES
-        if is_temporary or has_folder:
+        if is_replacement or has_folder:
             folder, _, name = key.rpartition("/")
-            self._sent_to, self._is_new = f"{folder}/.{name}.{token_hex(4)}", True
+            self._sent_to = f"{folder}/.{name}.{token_hex(4)}"
         if has_folder:
             self._folder, self._sent_to = self._sent_to, f"{self._sent_to}/part"
         # Without compression=None, pyarrow would compress by the suffix of the name.
@@ -362,7 +352,7 @@ class _RemoteWriter:
     def _finish(self) -> None:
         with store_request(self._path, "written") as (filesystem, key):
             if self._stream is None:
-                self._open(filesystem, key, is_temporary=False)
+                self._open(filesystem, key)
             self._stream.close()
             if self._sent_to != key:
                 publish = filesystem.move if filesystem.type_name == "hdfs" else filesystem.copy_file
@@ -377,13 +367,13 @@ class _RemoteWriter:
             filesystem.delete_file(self._sent_to)
 
     def abandon(self) -> None:
-        """Remove the unfinished file, if there was none of its name before."""
+        """Remove the unfinished file. A small one without a folder was sent by one request, or not at all."""
         if self._stream is None:
             return
         with suppress(OSError), store_request(self._path, "removed") as (filesystem, _):
             with suppress(OSError):
                 self._stream.close()
-            if self._is_new:
+            if self._folder or self._num_bytes >= _MAX_UNSENT_BYTES:
                 self._remove(filesystem)
 
 

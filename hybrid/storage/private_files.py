@@ -13,11 +13,7 @@ from hybrid.errors import StorageError
 
 
 def make_folder(path: Path) -> None:
-    """Make a private folder, and private ones for the missing folders above it.
-
-    Raises:
-        OSError: the folder cannot be made, or the path is a file.
-    """
+    """Make a private folder, and private ones for the missing folders above it."""
     try:
         path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
     except FileNotFoundError:

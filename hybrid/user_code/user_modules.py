@@ -172,11 +172,7 @@ def to_reference(value: Any) -> Any:
 
 
 def from_reference(value: Any) -> Any:
-    """Return the value that :func:`to_reference` replaced.
-
-    Raises:
-        ConfigError: a name is not that of user code.
-    """
+    """Return the value that :func:`to_reference` replaced; ConfigError if a name is not that of user code."""
     if isinstance(value, UserFunction):
         keywords = {name: from_reference(each) for name, each in value.keywords.items()}
         return functools.partial(load_user_object(value.name), *map(from_reference, value.args), **keywords)

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+MODULES = [file for top in ("hybrid", "workers") for file in (ROOT / top).rglob("*.py")]
 
 
 def test_imports_keep_the_contracts_of_pyproject() -> None:
@@ -17,53 +18,49 @@ def test_imports_keep_the_contracts_of_pyproject() -> None:
 
 
 def test_module_names_are_unique() -> None:
-    modules = [file.stem for top in ("hybrid", "workers") for file in (ROOT / top).rglob("*.py")]
-    repeated = {name for name, count in Counter(modules).items() if count > 1 and not name.startswith("__")}
-    assert not repeated
+    names = Counter(file.stem for file in MODULES)
+    assert not {name for name, count in names.items() if count > 1 and not name.startswith("__")}
 
 
 def test_class_names_are_unique() -> None:
     names = Counter(
         node.name
-        for top in ("hybrid", "workers")
-        for file in (ROOT / top).rglob("*.py")
+        for file in MODULES
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)
     )
     assert not {name for name, count in names.items() if count > 1}
 
 
-# Modules that open files without hybrid.storage, and why nobody else's link or FIFO can be there.
+# Why nobody else's link or FIFO can be there: the modules that open files without hybrid.storage.
 OPENERS = {
-    "hybrid/checkpoint/tensor_file.py": "of descriptors that local_copy has opened",
-    "hybrid/embedding/initial_rows.py": "of descriptors that local_copy has opened",
-    "hybrid/config/loading.py": "of a configuration that the user names, which may be a FIFO",
-    "hybrid/data/encode/vocabulary.py": "of descriptors, and in a folder without links, see build_directory",
-    **dict.fromkeys(
-        (
-            f"hybrid/data/prepare/{name}.py"
-            for name in ("spill", "split_writer", "stages", "vocabulary_order")
-        ),
-        "in a folder without links, see build_directory",
-    ),
-    **dict.fromkeys(
-        ("hybrid/data/parse/parquet_blocks.py", "hybrid/data/parse/sources.py"), "of what open_parquet yields"
-    ),
-    "hybrid/security/closed_listeners.py": "of /proc",
-    "hybrid/security/secret.py": "of a file that the user names",
-    "hybrid/user_code/run_signature.py": "of the user's private folder",
-    "workers/model_commands.py": "of standard output, and of files that open_writer has opened",
-    **dict.fromkeys(
-        (
-            "hybrid/dense/matmul.py",
-            "hybrid/primitives/available_memory.py",
-            "hybrid/transport/shared_memory/shared_slots.py",
-            "workers/launching/fork_server.py",
-            "workers/launching/role_processes.py",
-            "workers/console/output_stream.py",
-        ),
-        "of /proc, /sys or memory",
-    ),
+    "of descriptors that local_copy has opened": [
+        "hybrid/checkpoint/tensor_file.py",
+        "hybrid/embedding/initial_rows.py",
+    ],
+    "of descriptors, and in a folder without links, see build_directory": [
+        "hybrid/data/encode/vocabulary.py",
+        "hybrid/data/prepare/spill.py",
+        "hybrid/data/prepare/split_writer.py",
+        "hybrid/data/prepare/stages.py",
+        "hybrid/data/prepare/vocabulary_order.py",
+    ],
+    "of what open_parquet yields": ["hybrid/data/parse/parquet_blocks.py", "hybrid/data/parse/sources.py"],
+    "of a file that the user names, which may be a FIFO": [
+        "hybrid/config/loading.py",
+        "hybrid/security/secret.py",
+    ],
+    "of the user's private folder": ["hybrid/user_code/run_signature.py"],
+    "of standard output, and of files that open_writer has opened": ["workers/model_commands.py"],
+    "of /proc, /sys or memory": [
+        "hybrid/dense/matmul.py",
+        "hybrid/primitives/available_memory.py",
+        "hybrid/security/closed_listeners.py",
+        "hybrid/transport/shared_memory/shared_slots.py",
+        "workers/launching/fork_server.py",
+        "workers/launching/role_processes.py",
+        "workers/console/output_stream.py",
+    ],
 }
 OPENING = re.compile(
     r"(?<!\w)(open|os\.(open|fdopen)|np\.(load|save|memmap)|safe_open|load_file|(\w+\.)*open_memmap)"
@@ -84,12 +81,11 @@ def test_files_are_opened_by_the_storage_package() -> None:
     """So no module follows a link, or waits for a FIFO, in a folder that another user has sent."""
     found = {
         str(file.relative_to(ROOT))
-        for top in ("hybrid", "workers")
-        for file in (ROOT / top).rglob("*.py")
+        for file in MODULES
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and opens_a_file(node) and file.parent.name != "storage"
     }
-    assert found == OPENERS.keys()
+    assert found == {module for modules in OPENERS.values() for module in modules}
 
 
 def test_files_that_text_refers_to_exist() -> None:

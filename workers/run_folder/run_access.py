@@ -53,7 +53,6 @@ _LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that limit the 
 
 # Fields of a line of metrics.jsonl.
 Record: TypeAlias = dict[str, Any]
-_FileVersion: TypeAlias = tuple[int, int, int] | None  # inode, size, time of change; None if missing
 
 
 def run_path(config: RunConfig) -> StoragePath:
@@ -217,11 +216,7 @@ def _local_folder(run: RemotePath) -> Path:
 
 
 def upload(folder: Path) -> None:
-    """Upload the files of a run in a store that may have changed since the last upload.
-
-    Raises:
-        StorageError: the store rejects a request.
-    """
+    """Upload the files of a run in a store that may have changed since the last upload."""
     store = checkpoint_root(folder)
     if not isinstance(store, RemotePath):
         return
@@ -244,13 +239,13 @@ class RunState:
     Attributes:
         logged_step: the last step in metrics.jsonl.
         checkpoint_step: the step of the newest checkpoint; None if there is none.
-        log, result: the versions of metrics.jsonl and of result.json.
+        log, result: size and time of the last write of metrics.jsonl and of result.json; None if missing.
     """
 
     logged_step: int
     checkpoint_step: int | None
-    log: _FileVersion
-    result: _FileVersion
+    log: files.Entry | None
+    result: files.Entry | None
 
     @classmethod
     def of(cls, folder: Path) -> RunState:
@@ -259,7 +254,7 @@ class RunState:
         records = read_records(log) if log.is_file() else []
         logged = next((each["step"] for each in reversed(records) if each["kind"] == "train"), 0)
         step = newest_step(script_folder(folder) or checkpoint_root(folder))
-        return cls(logged, step, _version(log), _version(folder / RESULT_FILE))
+        return cls(logged, step, files.find_entry(log), files.find_entry(folder / RESULT_FILE))
 
     @property
     def resumed_step(self) -> int:
@@ -295,11 +290,7 @@ def newest_step(folder: StoragePath) -> int | None:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return the records of metrics.jsonl, without lines that a kill or a power cut has damaged.
-
-    Raises:
-        StorageError: the path is a link or no regular file, or the file is too large.
-    """
+    """Return the records of metrics.jsonl, without lines that a kill or a power cut has damaged."""
     records = []
     for line in files.read_bytes(path, _MAX_LOG_BYTES).split(b"\n")[:-1]:
         with suppress(ValueError):
@@ -320,14 +311,6 @@ def _is_record(value: Any) -> bool:
         and isinstance(value.get("kind"), str)
         and all(type(each) in (int, float) for each in [*others, *seconds.values()])
     )
-
-
-def _version(path: Path) -> _FileVersion:
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def load_resumed_config(run: StoragePath, overrides: Sequence[str], trust_code: bool = False) -> RunConfig:

@@ -139,7 +139,6 @@ class RunFolder:
         Args:
             seconds_stopped: how long training was paused for it.
             seconds_writing: how long writing took, as the master observed it between calls to trainers.
-            num_bytes: its size.
         """
         numbers = {"seconds_stopped": seconds_stopped, "seconds_writing": seconds_writing, "bytes": num_bytes}
         self._append("checkpoint", step, numbers)
@@ -294,12 +293,8 @@ def _versions() -> dict[str, Any]:
     }
 
 
-def draw_curves(records: list[Record], path: Path, score: str = "auc") -> None:
-    """Draw the logged numbers into a PNG file.
-
-    Args:
-        score: the metric to draw beside the loss.
-    """
+def draw_curves(records: list[Record], path: Path, score: str) -> None:
+    """Draw the logged numbers, with the metric ``score`` beside the loss, into a PNG file."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

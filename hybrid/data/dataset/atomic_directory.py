@@ -6,7 +6,6 @@ A directory is built beside its target, under the name ``.building-TARGET``. Its
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import time
@@ -16,7 +15,8 @@ from pathlib import Path
 
 from hybrid.errors import ClusterError, OutageError
 from hybrid.storage import files
-from hybrid.storage.private_files import make_folder, open_file, sync
+from hybrid.storage.folder_lock import try_lock
+from hybrid.storage.private_files import make_folder, sync
 
 _PREFIX, _LOCK = ".building-", ".lock"
 _POLL_SECONDS = 0.2
@@ -28,13 +28,10 @@ def hold_lock(path: Path, check: Callable[[], None]) -> Iterator[None]:
 
     Args:
         check: called repeatedly while another process holds the lock.
-
-    Raises:
-        OSError: the lock file cannot be created.
     """
     make_folder(path.parent)
     lock = path.with_name(path.name + _LOCK)
-    while (descriptor := _try_lock(lock)) is None:
+    while (descriptor := try_lock(lock)) is None:
         check()
         time.sleep(_POLL_SECONDS)
     try:
@@ -44,23 +41,6 @@ def hold_lock(path: Path, check: Callable[[], None]) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _try_lock(lock: Path) -> int | None:
-    """Return the descriptor of a locked file; None if another process holds the lock."""
-    descriptor = open_file(lock, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The last holder may have removed the file, and another process may have created a new one.
-        if os.path.samestat(os.stat(lock), os.fstat(descriptor)):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except OSError:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
-
-
 @contextmanager
 def build_directory(target: Path) -> Iterator[Path]:
     """Yield a folder that becomes ``target`` at the end; the caller holds the lock of ``target``.
@@ -68,14 +48,11 @@ def build_directory(target: Path) -> Iterator[Path]:
     After an interrupt, a kill, or the loss of the cluster or of a store, the folder stays. The next call
     yields the folder with its files. Other failures would occur again, so the folder is removed.
     A folder with links is removed first. Folders for other targets whose locks are free are removed.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
     folder = target.with_name(_PREFIX + target.name)
     for other in target.parent.glob(f"{_PREFIX}*"):
         lock = target.with_name(other.name.removeprefix(_PREFIX) + _LOCK)
-        if (descriptor := _try_lock(lock)) is not None:  # never the lock of ``target``, which is held
+        if (descriptor := try_lock(lock)) is not None:  # never the lock of ``target``, which is held
             shutil.rmtree(other, ignore_errors=True)
             lock.unlink(missing_ok=True)
             os.close(descriptor)

@@ -61,9 +61,6 @@ class StepRows(NamedTuple):
 class PreparedDataset:
     """A memory-mapped split of a prepared data set, whose rows can be read in any order.
 
-    Args:
-        arrays: the arrays of the split by name.
-
     Attributes:
         folder: the folder of a data set on this machine.
         input_spec: columns of the batches.
@@ -93,10 +90,7 @@ class PreparedDataset:
     def open(cls, folder: Path, split: str) -> PreparedDataset:
         """Open the split "train", "validation" or "test" of a folder that ``prepare`` wrote.
 
-        Sizes and samples of the content of all arrays are compared with the manifest.
-
-        Raises:
-            DataError: the data set is incomplete, or altered.
+        DataError if the size, or a sample of the content, of an array differs from the manifest.
         """
         try:
             manifest = DataManifest.read(folder / FILE_NAME)
@@ -181,20 +175,20 @@ def map_arrays(folder: Path, manifest: DataManifest, split: str) -> dict[str, np
     """
     arrays, num_rows = {}, manifest.splits[split].num_rows
     features = enumerate(manifest.input_spec.sparse_features)
-    bags = {f"bag_{k}" for k, feature in features if feature.multi_hot}
-    lengths = {f"{bag}_offsets": num_rows + 1 for bag in bags}
-    required = {"dense", "ids", "labels", "source_rows", *lengths, *(f"{bag}_ids" for bag in bags)}
+    of_bags = [f"bag_{k}_{kind}" for k, each in features if each.multi_hot for kind in ("ids", "offsets")]
+    required = {"dense", "ids", "labels", "source_rows", *of_bags}
     listed = {Path(name).stem for name in manifest.stored if name.startswith(f"{split}/")}
     for name in sorted(required | listed):  # the ids of a bag precede its offsets and weights
         bag, _, kind = name.rpartition("_") if name.startswith("bag_") else ("", "", name)
         try:
             array = arrays[name] = map_array(folder / split / f"{name}.npy", folder)
             num_items = len(arrays[f"{bag}_ids"]) if bag else num_rows
-            if len(array) != lengths.get(name, len(array) if kind == "group_starts" else num_items):
+            lengths = {"group_starts": len(array), "offsets": num_rows + 1}
+            if len(array) != lengths.get(kind, num_items):
                 raise ValueError(f"its length is {len(array)}")
             if array.dtype not in _TYPES.get(kind, (np.int64,)):
                 raise ValueError(f"its type is {array.dtype}")
-            if name in lengths and [array[0], array[-1]] != [0, num_items]:
+            if kind == "offsets" and [array[0], array[-1]] != [0, num_items]:
                 raise ValueError(f"its ends are {array[0]} and {array[-1]}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             path = folder / split / f"{name}.npy"

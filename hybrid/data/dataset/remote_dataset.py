@@ -40,9 +40,6 @@ def send_dataset(
         target: the folder of the data set in the store.
         report: receives progress, one line at a time.
         check: called between blocks; an exception from it ends the transfer.
-
-    Raises:
-        StorageError: the store rejects a request.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     total, done = sum(path.stat().st_size for path in paths), 0

@@ -135,9 +135,8 @@ def test_a_large_header_is_not_read(tmp_path: Path, length: int) -> None:
     with path.open("r+b") as file:
         file.truncate(99_000_000)
     for read in (map_arrays, read_tensors):
-        with pytest.raises(
-            CheckpointError, match=f"^{path}: cannot be read: the header has more than 8 MiB$"
-        ):
+        message = f"^{path}: cannot be read: the header has more than 8 MiB$"
+        with pytest.raises(CheckpointError, match=message):
             read(path)
 
 
@@ -157,10 +156,8 @@ def test_a_full_disk_is_an_error_with_the_missing_bytes(
             yield file
 
     monkeypatch.setattr(files, "open_writer", open_full_disk)
-    message = (
-        rf"^cannot write {tmp_path / 'f'}: No space left on device \([\d,]+ bytes could not be written\)$"
-    )
-    with pytest.raises(CheckpointError, match=message) as caught:
+    reason = r"No space left on device \([\d,]+ bytes could not be written\)"
+    with pytest.raises(CheckpointError, match=f"^cannot write {tmp_path / 'f'}: {reason}$") as caught:
         write_tensors(tmp_path, "f", {"w": torch.zeros(3 << 20)})
     missing = int(str(caught.value).rpartition("(")[2].partition(" ")[0].replace(",", ""))
     assert (8 << 20) <= missing <= (12 << 20) + 100  # what is written at once may count as written

@@ -20,13 +20,6 @@ from hybrid.storage.files import list_entries, read_bytes, remove, write_bytes
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
 
-def stored_config(folder: Path, cache: str = "") -> RunConfig:
-    rows = "".join(f"{i % 2},{i},c{i % 7}\n" for i in range(6000))
-    path = write(folder / "train.csv", f"label,x,c\n{rows}")
-    config = csv_config(path, dense=("x",), sparse=("c",), cache_folder=cache)
-    return on_host(config, folder / "local")
-
-
 def on_host(config: RunConfig, folder: Path) -> RunConfig:
     """Return the configuration of a role on a host with this local folder."""
     return config.replace(data=dataclasses.replace(config.data, local_cache_folder=str(folder)))
@@ -39,13 +32,23 @@ def bucket(store: Store, tmp_path: Path) -> RemotePath:
     return found
 
 
+@pytest.fixture
+def config(tmp_path: Path, bucket: RemotePath) -> RunConfig:
+    """A configuration with prepared data in the bucket."""
+    rows = "".join(f"{i % 2},{i},c{i % 7}\n" for i in range(6000))
+    path = write(tmp_path / "train.csv", f"label,x,c\n{rows}")
+    config = csv_config(path, dense=("x",), sparse=("c",), cache_folder=str(bucket))
+    return on_host(config, tmp_path / "local")
+
+
 def rows_of(dataset: PreparedDataset) -> list[float]:
     with BatchLoader(dataset, batch_size=900, shuffle=True).batches(0) as stream:
         return [x for batch in stream for x in batch.dense_features[:, 0].tolist()]
 
 
-def test_data_are_sent_once_and_equal_those_on_disk(tmp_path: Path, bucket: RemotePath) -> None:
-    config = stored_config(tmp_path, str(bucket))
+def test_data_are_sent_once_and_equal_those_on_disk(
+    tmp_path: Path, bucket: RemotePath, config: RunConfig
+) -> None:
     assert cache_folder(config) == bucket
     lines: list[str] = []
     folder = ensure_prepared(config, bucket, lines.append)
@@ -72,8 +75,8 @@ def test_data_are_sent_once_and_equal_those_on_disk(tmp_path: Path, bucket: Remo
     assert list_entries(bucket, is_deep=True) == before
 
 
-def test_ended_run_leaves_nothing_in_the_store(tmp_path: Path, bucket: RemotePath) -> None:
-    config, lines = stored_config(tmp_path, str(bucket)), list[str]()
+def test_ended_run_leaves_nothing_in_the_store(bucket: RemotePath, config: RunConfig) -> None:
+    lines: list[str] = []
 
     def check() -> None:
         if lines[-1].startswith("sending") and list_entries(bucket, is_deep=True):  # there is one to remove
@@ -85,15 +88,13 @@ def test_ended_run_leaves_nothing_in_the_store(tmp_path: Path, bucket: RemotePat
     assert rows_of(open_split(ensure_prepared(config, bucket), "train", config.data))
 
 
-def test_empty_split_is_sent(tmp_path: Path, bucket: RemotePath) -> None:
-    config = stored_config(tmp_path, str(bucket))
+def test_empty_split_is_sent(bucket: RemotePath, config: RunConfig) -> None:
     config = config.replace(data=dataclasses.replace(config.data, split="none"))
     folder = ensure_prepared(config, bucket)
     assert rows_of(open_split(folder, "test", config.data)) == []
 
 
-def test_altered_and_removed_data_are_refused(tmp_path: Path, bucket: RemotePath) -> None:
-    config = stored_config(tmp_path, str(bucket))
+def test_altered_and_removed_data_are_refused(tmp_path: Path, bucket: RemotePath, config: RunConfig) -> None:
     folder, other_host = ensure_prepared(config, bucket), on_host(config, tmp_path / "other")
     before = read_bytes(folder / "train/source_rows.npy")
     write_bytes(folder / "train/source_rows.npy", b"altered")
@@ -111,8 +112,9 @@ def test_altered_and_removed_data_are_refused(tmp_path: Path, bucket: RemotePath
     assert rows_of(open_split(ensure_prepared(config, bucket), "train", config.data))
 
 
-def test_interrupted_fetch_continues_after_its_complete_files(tmp_path: Path, bucket: RemotePath) -> None:
-    config = stored_config(tmp_path, str(bucket))
+def test_interrupted_fetch_continues_after_its_complete_files(
+    tmp_path: Path, bucket: RemotePath, config: RunConfig
+) -> None:
     folder, other_host = ensure_prepared(config, bucket), on_host(config, tmp_path / "other")
     assert isinstance(folder, RemotePath)
     killed = tmp_path / "other" / f".building-{folder.parent.name}" / "train"
@@ -125,18 +127,16 @@ def test_interrupted_fetch_continues_after_its_complete_files(tmp_path: Path, bu
     assert rows_of(open_split(folder, "train", other_host.data)) == rows_of(expected)
 
 
-def test_unusable_local_folder_is_reported(tmp_path: Path, bucket: RemotePath) -> None:
-    config = stored_config(tmp_path, str(bucket))
+def test_unusable_local_folder_is_reported(tmp_path: Path, bucket: RemotePath, config: RunConfig) -> None:
     folder = ensure_prepared(config, bucket)
     with pytest.raises(DataError, match=r"train\.csv: cannot hold prepared data: .*data\.local_cache_folder"):
         open_split(folder, "train", on_host(config, tmp_path / "train.csv").data)
 
 
 def test_ended_run_does_not_wait_for_the_lock(
-    tmp_path: Path, bucket: RemotePath, monkeypatch: pytest.MonkeyPatch
+    bucket: RemotePath, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one process sends data, another one that has to send them waits, and can be interrupted."""
-    config = stored_config(tmp_path, str(bucket))
 
     def check() -> None:
         raise DataError("the run has ended")

@@ -73,8 +73,9 @@ def by_onnx(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return dict(zip(names, map(torch.from_numpy, given), strict=True))
 
 
-def check_as_predicted(run: Path, served: Path, new: Path) -> None:
-    """Compare a program and ONNX with ``hybrid predict`` on a new file."""
+def check_export(run: Path, served: Path, new: Path) -> None:
+    """Export a run in all formats; compare program and ONNX with ``hybrid predict`` on a new file."""
+    export_run(run, served, ["program", "onnx", "tables"], None)
     inputs = load(run).encode(texts_of(new))
     expected = predicted_columns(run, new)
     assert min(values.std() for values in expected.values()) > 1e-3
@@ -93,8 +94,7 @@ def check_as_predicted(run: Path, served: Path, new: Path) -> None:
 def test_other_nets_compute_the_predictions(tmp_path: Path, net: str, pooling: str) -> None:
     config = clicks_config(tmp_path, dense={"net": net}, embedding={"dim": 4, "pooling": pooling})
     run = write_trained(tmp_path / "run", config)
-    export_run(run, tmp_path / "served", ["program", "onnx"], None)
-    check_as_predicted(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
+    check_export(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
 
 
 def test_float64_with_a_remote_net_and_a_shared_table(tmp_path: Path) -> None:
@@ -106,18 +106,15 @@ def test_float64_with_a_remote_net_and_a_shared_table(tmp_path: Path) -> None:
         "train": {"dtype": "float64"},
     }
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
-    export_run(run, tmp_path / "served", ["program", "onnx", "tables"], None)
-    assert {rows.dtype for rows in load_file(tmp_path / "served/tables.safetensors").values()} == {
-        torch.float64
-    }
+    check_export(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
+    tables = load_file(tmp_path / "served/tables.safetensors")
+    assert {rows.dtype for rows in tables.values()} == {torch.float64}
     assert load(run).input_names == ("user", "item", "tags", "tags.offsets")
-    check_as_predicted(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
 
 
 def test_several_tasks_compute_the_predictions(shop_run: Path, tmp_path: Path) -> None:
     served = tmp_path / "served"
-    export_run(shop_run, served, ["program", "onnx"], None)
-    check_as_predicted(shop_run, served, write_shop(tmp_path / "new.csv", 70, seed=2))
+    check_export(shop_run, served, write_shop(tmp_path / "new.csv", 70, seed=2))
     content = json.loads((served / "preprocessing.json").read_text())
     ids = {"type": "int64", "shape": ["ids of tags"]}
     assert content["inputs"][6:9] == [
@@ -138,12 +135,8 @@ def test_sequences_compute_the_predictions(tmp_path: Path, net: str, monkeypatch
     (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "class Interest"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "din_net", raising=False)
-    run, served = (
-        write_trained(tmp_path / "run", history_config(tmp_path, dense={"net": net})),
-        tmp_path / "served",
-    )
-    export_run(run, served, ["program", "onnx"], None)
-    check_as_predicted(run, served, write_shop(tmp_path / "new.csv", 70, seed=2))
+    run = write_trained(tmp_path / "run", history_config(tmp_path, dense={"net": net}))
+    check_export(run, tmp_path / "served", write_shop(tmp_path / "new.csv", 70, seed=2))
 
 
 def test_columns_may_have_the_names_of_operators(tmp_path: Path) -> None:
@@ -156,8 +149,7 @@ def test_columns_may_have_the_names_of_operators(tmp_path: Path) -> None:
     (tmp_path / "c.csv").write_text(header + rows)
     data = {"path": tmp_path / "c.csv", "dense": [], "sparse": names.split(",")}
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, data=data))
-    export_run(run, tmp_path / "served", ["program", "onnx"], None)
-    check_as_predicted(run, tmp_path / "served", tmp_path / "c.csv")
+    check_export(run, tmp_path / "served", tmp_path / "c.csv")
     (tmp_path / "d.csv").write_text((header + rows).replace("sigmoid", "probability"))
     data |= {"path": tmp_path / "d.csv", "sparse": names.replace("sigmoid", "probability").split(",")}
     run = write_trained(tmp_path / "other", clicks_config(tmp_path, data=data))
@@ -168,16 +160,10 @@ def test_columns_may_have_the_names_of_operators(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_any_number_of_samples_is_accepted(run: Path, served: Path, size: int) -> None:
     model = load(run)
-    tags: list[list[str]] = [[], ["a", "b"]][:size]
-    inputs = model.encode(
-        {
-            "price": [1.0, 2.0][:size],
-            "age": [3, 4][:size],
-            "user": ["u1", "u2"][:size],
-            "item": ["7", "i1"][:size],
-            "tags": tags,
-        }
-    )
+    columns: dict[str, list[object]]
+    columns = {"price": [1.0, 2.0], "age": [3, 4], "user": ["u1", "u2"], "item": ["7", "i1"]}
+    columns["tags"] = [[], ["a", "b"]]
+    inputs = model.encode({name: values[:size] for name, values in columns.items()})
     with torch.no_grad():
         expected = model(inputs)["probability"]
     assert expected.shape == (size,)
@@ -189,14 +175,7 @@ def test_the_program_is_loaded_without_this_project(run: Path, served: Path, tmp
     model, new = load(run), write_clicks(tmp_path / "new.csv", 20, seed=2)
     inputs = model.encode(texts_of(new))
     torch.save([inputs[name] for name in model.input_names], tmp_path / "inputs.pt")
-    command = [
-        sys.executable,
-        "-c",
-        ALONE,
-        served / "program.pt2",
-        tmp_path / "inputs.pt",
-        tmp_path / "out",
-    ]
+    command = [sys.executable, "-c", ALONE, served / "program.pt2", tmp_path / "inputs.pt", tmp_path / "out"]
     subprocess.run(list(map(str, command)), cwd=tmp_path, check=True, timeout=60)
     found = torch.load(tmp_path / "out")
     assert largest_difference(found, predicted_columns(run, new)) < 1e-6
@@ -260,8 +239,7 @@ def test_a_custom_net_may_reshape_some_columns(tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(tmp_path)
     body = "return pooled_BE[:, :8].reshape(pooled_BE.shape[0], 2, 4).sum(1)"
     run = custom_run(tmp_path, "reshaping", body, 4)
-    export_run(run, tmp_path / "served", ["program", "onnx"], None)
-    check_as_predicted(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
+    check_export(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
     one_row = write_clicks(tmp_path / "one.csv", 1)
     found = by_program(tmp_path / "served", load(run).encode(texts_of(one_row)))
     assert largest_difference(found, predicted_columns(run, one_row)) < 1e-6

@@ -28,6 +28,7 @@ from hybrid.storage.remote_path import StoragePath
 from workers.model_commands import STDOUT, predict, prediction_file
 
 NAMES = ["p.csv", "p.parquet"]
+HEADER = "price,age,user,item,tags\n"
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -61,12 +62,8 @@ def test_kept_columns_skip_invalid_rows(run: Path, tmp_path: Path) -> None:
     found = rows_of(tmp_path / "p.csv")
     numbers = [number for number in range(27) if number not in (2, 4)]
     assert [int(row["row"]) for row in found] == numbers
-    every = [
-        line.split(",")
-        for path in (first, second, more)
-        for line in path.read_text().splitlines()[1:]
-        if line
-    ]
+    texts = [line for path in (first, second, more) for line in path.read_text().splitlines()[1:]]
+    every = [line.split(",") for line in texts if line]
     assert [(row["clicked"], row["age"]) for row in found] == [(every[n][0], every[n][2]) for n in numbers]
 
 
@@ -88,10 +85,8 @@ def test_lists_and_types_of_parquet_stay(run: Path, tmp_path: Path) -> None:
         "at": [10, 20, 30],
     }
     pq.write_table(pa.table(columns), tmp_path / "new.parquet")
-    parquet = write_trained(
-        tmp_path / "run",
-        clicks_config(tmp_path, data={"format": "parquet", "path": _as_parquet(tmp_path)}),
-    )
+    data = {"format": "parquet", "path": _as_parquet(tmp_path)}
+    parquet = write_trained(tmp_path / "run", clicks_config(tmp_path, data=data))
     keep = ["at", "tags", "user"]
     predict(parquet, [str(tmp_path / "new.parquet")], tmp_path / "p.parquet", keep)
     table = pq.read_table(tmp_path / "p.parquet").to_pydict()
@@ -115,17 +110,10 @@ def test_maps_of_weights_are_lists_of_pairs(tmp_path: Path) -> None:
         "tags": pa.array(tags, pa.map_(pa.string(), pa.float32())),
     }
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    sections: dict[str, dict[str, object]] = {
-        "columns.tags": {"kind": "weighted"},
-        "data": {
-            "format": "parquet",
-            "path": tmp_path / "rows.parquet",
-            "sparse": ["tags"],
-            "dense": ["age"],
-        },
-    }
-    run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
-    for name in ("p.csv", "p.parquet"):
+    data = {"format": "parquet", "path": tmp_path / "rows.parquet", "sparse": ["tags"], "dense": ["age"]}
+    weighted: dict[str, object] = {"kind": "weighted"}
+    run = write_trained(tmp_path / "run", clicks_config(tmp_path, data=data, **{"columns.tags": weighted}))
+    for name in NAMES:
         predict(run, [str(tmp_path / "rows.parquet")], tmp_path / name, ["tags"])
     written = pq.read_table(tmp_path / "p.parquet")["tags"]
     pair = pa.struct([("key", pa.string()), ("value", pa.float32())])
@@ -277,10 +265,8 @@ def test_standard_input_has_the_predictions_of_files(
     with standard_input(new):
         predict(run, ["-"], tmp_path / "q.csv", keep)
     check_same(tmp_path / "q.csv", tmp_path / "p.csv", len(keep))
-    message = (
-        capfd.readouterr().out.replace("standard input", str(new)).replace("q.csv", "p.csv").splitlines()
-    )
-    assert message == expected
+    message = capfd.readouterr().out.replace("standard input", str(new)).replace("q.csv", "p.csv")
+    assert message.splitlines() == expected
     assert "skipped 2 invalid row(s): 1 wrong column count, 1 not a number" in message
     with standard_input(new):
         predict(run, ["-"], STDOUT, keep)
@@ -308,20 +294,11 @@ def test_equal_rows_of_a_block_have_equal_predictions(
     ("text", "keep", "message"),
     [
         ("", (), "^standard input: no rows$"),
-        ("price,age,user,item,tags\n", (), "^standard input: no rows$"),
+        (HEADER, (), "^standard input: no rows$"),
         ("price,age,user,tags\n1,2,u,\n", (), "^data.sparse = 'item': standard input has no such column"),
-        ("price,age,user,item,tags\n1,2,u,i,\n", ("usr",), "^--keep = 'usr': .*did you mean 'user'"),
-        ("price,age,user,item,tags\n1,2,u,i,\n", ("row",), "^--keep = 'row': is the name of another"),
-        (
-            "price,age,user,item,tags\n1,2,u,i,\nx,2,u,i,\n",
-            (),
-            "^1 of 2 rows are invalid, more than data.max",
-        ),
-        (
-            "price,age,user,item,tags\nx,2,u,i,\n",
-            (),
-            "^standard input: no valid row among the first 1, 1 like line 2",
-        ),
+        (f"{HEADER}1,2,u,i,\n", ("usr",), "^--keep = 'usr': .*did you mean 'user'"),
+        (f"{HEADER}1,2,u,i,\nx,2,u,i,\n", (), "^1 of 2 rows are invalid, more than data.max"),
+        (f"{HEADER}x,2,u,i,\n", (), "^standard input: no valid row among the first 1, 1 like line 2"),
     ],
 )
 def test_errors_leave_no_file(

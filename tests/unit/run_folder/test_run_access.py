@@ -120,10 +120,9 @@ def test_only_a_folder_that_the_program_made_may_name_a_store(run: StoragePath, 
         for folder in (tmp_path / "foreign", here.with_name("foreign"), here.with_name(f"{here.name}0")):
             folder.mkdir(mode=0o700)
             (folder / ".store").write_text(f"{run}\n" if folder.parent == tmp_path else str(run))
-            with pytest.raises(HybridError, match=rf"^{folder}/\.store: "):
-                RunState.of(folder)
-            with pytest.raises(HybridError, match=rf"^{folder}/\.store: "):
-                RunFolder(folder)
+            for use in (RunState.of, RunFolder):
+                with pytest.raises(HybridError, match=rf"^{folder}/\.store: "):
+                    use(folder)
             (folder / ".store").unlink()
             os.mkfifo(folder / ".store")
             with pytest.raises(HybridError, match=rf"^{folder}/\.store: "):

@@ -62,9 +62,8 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
 def test_a_new_run_folder_records_configuration_and_versions(folder: RunFolder) -> None:
     assert load_config(folder.path / "config.toml") == CONFIG
     versions = json.loads((folder.path / "versions.json").read_text())
-    assert {"hybrid", "python", "torch", "numpy", "git_commit", "platform", "cpu_count", "started"} <= set(
-        versions
-    )
+    names = {"hybrid", "python", "torch", "numpy", "git_commit", "platform", "cpu_count", "started"}
+    assert names <= versions.keys()
     assert versions["cpu_count"] == os.cpu_count()
     assert {path.name.partition(".")[0] for path in folder.path.iterdir()} == {
         "config", "versions", "metrics", "events"
@@ -77,13 +76,8 @@ def test_each_record_is_written_at_once(folder: RunFolder) -> None:
     train, test = _records(folder.path)
     assert (train.pop("kind"), test.pop("kind")) == ("train", "test")
     assert train.pop("time") <= test.pop("time")
-    assert train == {
-        "step": 10,
-        "loss": None,
-        "auc": None,
-        "samples_per_second": 1000.0,
-        "phase_seconds": PHASE_SECONDS,
-    }
+    numbers = {"loss": None, "auc": None, "samples_per_second": 1000.0}
+    assert train == {"step": 10, **numbers, "phase_seconds": PHASE_SECONDS}
     assert test == {"step": 10, **METRICS}
 
 

@@ -50,13 +50,9 @@ def test_newest_run_of_the_name_is_resumed() -> None:
     make_run("click-20260101-235959")
     newest = make_run("click-20260102-000000.10")
     make_run("click-20260102-000000.9")
-    for other in (
-        "click-through-20260104-000000",
-        "clic-20260104-000000",
-        "click-best",
-        "xclick-20260104-000000",
-    ):
-        make_run(other)
+    for other in ("click-through", "clic", "xclick"):
+        make_run(f"{other}-20260104-000000")
+    make_run("click-best")
     assert newest_run(config(name="click")) == newest
 
 

@@ -94,12 +94,8 @@ def test_folders_are_listed_and_removed(folder: StoragePath) -> None:
         if isinstance(target, Path):
             target.parent.mkdir(parents=True, exist_ok=True)
         files.write_bytes(target, name.encode())
-    listed = files.list_entries(folder / "run")
-    assert [(e.path.name, e.size, e.is_folder) for e in listed] == [
-        ("b", 5, False),
-        ("c", 5, False),
-        ("deep", 0, True),
-    ]
+    listed = [(each.path.name, each.size, each.is_folder) for each in files.list_entries(folder / "run")]
+    assert listed == [("b", 5, False), ("c", 5, False), ("deep", 0, True)]
     deep = files.list_entries(folder / "run", is_deep=True)
     assert [e.path for e in deep] == [folder / name for name in ("run/b", "run/c", "run/deep/d")]
     assert files.exists(folder / "run")
@@ -114,11 +110,8 @@ def test_folders_are_listed_and_removed(folder: StoragePath) -> None:
 
 
 def test_a_missing_file_is_a_file_not_found_error(folder: StoragePath) -> None:
-    reads: list[Callable[[StoragePath], object]] = [
-        files.read_bytes,
-        files.require_file,
-        files.compute_checksum,
-    ]
+    reads: list[Callable[[StoragePath], object]]
+    reads = [files.read_bytes, files.require_file, files.compute_checksum]
     for read in reads:
         with pytest.raises(FileNotFoundError) as caught:
             read(folder / "none")
@@ -167,9 +160,8 @@ def test_a_failed_write_leaves_the_earlier_files(
     after = files.list_entries(folder, is_deep=True)
     assert {entry.path.name: files.read_bytes(entry.path) for entry in after} == before
     files.write_bytes(folder / "torn", bytes(num_bytes))
-    assert [(entry.path.name, entry.size) for entry in files.list_entries(folder, is_deep=True)] == [
-        ("torn", num_bytes)
-    ]
+    after = files.list_entries(folder, is_deep=True)
+    assert [(entry.path.name, entry.size) for entry in after] == [("torn", num_bytes)]
 
 
 def test_an_error_of_the_caller_is_not_converted(folder: StoragePath) -> None:

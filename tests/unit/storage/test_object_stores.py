@@ -5,6 +5,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from threading import Thread
 from time import monotonic
 
@@ -204,16 +205,10 @@ def test_a_missing_bucket_is_no_outage(kind: str, request: pytest.FixtureRequest
         file = root.with_name("no-such-bucket") / "a"
     else:
         file = RemotePath("gs://no-such-bucket", "a", root.query) if kind == "google" else NO_BUCKET / "a"
-    requests: list[Callable[[], object]] = [
-        lambda: files.write_bytes(file, b"1"),
-        lambda: files.list_entries(file),
-        lambda: files.exists(file),
-    ]
-    for each in requests:
-        with pytest.raises(
-            StorageError, match="there is no such bucket; make it, or correct the URL"
-        ) as caught:
-            each()
+    message = "there is no such bucket; make it, or correct the URL"
+    for request_of in (partial(files.write_bytes, content=b"1"), files.list_entries, files.exists):
+        with pytest.raises(StorageError, match=message) as caught:
+            request_of(file)
         assert type(caught.value) is StorageError
     with pytest.raises(FileNotFoundError):
         files.read_bytes(file)

@@ -46,11 +46,8 @@ def test_a_remote_path_has_the_attributes_of_a_path() -> None:
     run = parse_path("s3://bucket/runs/r?region=eu-west-1")
     file = run / "tables" / "C1.0-of-2.safetensors"
     assert str(file) == "s3://bucket/runs/r/tables/C1.0-of-2.safetensors?region=eu-west-1"
-    assert (file.name, file.suffix, str(file.parent.parent)) == (
-        "C1.0-of-2.safetensors",
-        ".safetensors",
-        str(run),
-    )
+    assert (file.name, file.suffix) == ("C1.0-of-2.safetensors", ".safetensors")
+    assert file.parent.parent == run
     assert run.with_name("q") == parse_path("s3://bucket/runs/q?region=eu-west-1")
     assert pickle.loads(pickle.dumps(file)) == file
 

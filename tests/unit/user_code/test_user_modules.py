@@ -86,15 +86,7 @@ def test_a_function_without_an_importable_name_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "os:system",
-        "builtins:eval",
-        "torch:load",
-        "workers.cli:main",
-        "__main__:anything",
-        "",
-        ".:a",
-    ],
+    ["os:system", "builtins:eval", "torch:load", "workers.cli:main", "__main__:anything", "", ".:a"],
 )
 def test_only_user_modules_are_looked_up(name: str) -> None:
     with pytest.raises(ConfigError, match="is not in one of your modules"):
@@ -115,20 +107,12 @@ def test_a_package_of_another_python_is_no_user_module(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        f"{__name__}:system",
-        f"{__name__}:load_user_object",
-        f"{__name__}:Path",
-        f"{__name__}:times.__globals__",
-        f"{__name__}:times.__call__",
-        f"{__name__}:sys.modules",
-    ],
+    "name", ["system", "load_user_object", "Path", "times.__globals__", "times.__call__", "sys.modules"]
 )
 def test_names_that_a_user_module_does_not_define_are_not_looked_up(name: str) -> None:
     assert system is os.system
     with pytest.raises(ConfigError, match=f"is not defined in {__name__}"):
-        load_user_object(name)
+        load_user_object(f"{__name__}:{name}")
 
 
 class Plain:
@@ -217,9 +201,8 @@ def test_a_module_that_exits_is_an_error(package: str, tmp_path: Path) -> None:
 
 def test_a_missing_module_is_an_error_with_the_host(package: str) -> None:
     for name in (f"{package}.nowhere:batches", "no_such_module:build"):
-        with pytest.raises(
-            ConfigError, match=rf"{name.partition(':')[0]}.* on host {socket.gethostname()}; "
-        ):
+        module, host = name.partition(":")[0], socket.gethostname()
+        with pytest.raises(ConfigError, match=rf"{module}.* on host {host}; "):
             load_function("dense.net", name)
     with pytest.raises(ConfigError, match=rf"there is no such module on host {socket.gethostname()}; "):
         load_user_object("no_such_module:build")
