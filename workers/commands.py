@@ -134,7 +134,6 @@ def importing_torch() -> Iterator[None]:
 
 
 def _read_config(options: argparse.Namespace) -> RunConfig:
-    """Return the configuration that the options select."""
     return load_config(options.config, _overrides(options))
 
 

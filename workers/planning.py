@@ -21,13 +21,7 @@ from hybrid.data.parse.column_layout import Layout
 from hybrid.data.prepare.dataset_location import ensure_prepared, open_split
 from hybrid.data.prepare.synthetic_log import ClickLog
 from hybrid.dense.net_builder import build_dense_net
-from hybrid.embedding.placement import (
-    BYTES_PER_ID,
-    Placement,
-    bag_ids,
-    bytes_per_row,
-    unpooled_ids,
-)
+from hybrid.embedding.placement import BYTES_PER_ID, Placement, bag_ids, bytes_per_row, unpooled_ids
 from hybrid.embedding.table_spec import TableSpec, tables_of
 from hybrid.engine.model_builder import place_tables, samples_of_lookup, wire_bytes_per_value
 from hybrid.errors import ConfigError
@@ -188,14 +182,7 @@ def expected_data(
 def make_plan(
     config: RunConfig, input_spec: InputSpec, ids_per_sample: Mapping[str, float], hosts: Hosts
 ) -> Plan:
-    """Plan a run.
-
-    Args:
-        ids_per_sample: mean number of ids of each multi-hot feature.
-
-    Raises:
-        ConfigError: there are more hosts than trainers and workers.
-    """
+    """Plan a run; ConfigError if there are more hosts than trainers and workers."""
     trainers, workers, lookups = config.cluster.trainers, config.cluster.workers, config.train.micro_batches
     if hosts.count > trainers + workers:
         rule = f"must be at most the {trainers + workers} trainers and workers"

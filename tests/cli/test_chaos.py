@@ -59,13 +59,7 @@ def test_killed_run_has_the_bits_of_an_undisturbed_one(
     options = ["--kills", str(KILLS), "--seed", "1", "--pause", "0.3"]
     command, environment = chaos(*options, *victims, *tiny, *overrides)
     ended = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=SECONDS
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("seed 1, in ")

@@ -98,11 +98,8 @@ def test_exception_before_the_first_step_ends_launch(tiny: list[str], tmp_path: 
 
 
 def test_roles_by_hand_report_the_killed_role(endless: list[str], tmp_path: Path) -> None:
-    with by_hand([["master"], TRAINER, WORKER], [*endless, *ONE_EACH], tmp_path) as (
-        master,
-        trainer,
-        worker,
-    ):
+    with by_hand([["master"], TRAINER, WORKER], [*endless, *ONE_EACH], tmp_path) as commands:
+        master, trainer, worker = commands
         master.await_step()
         worker.process.kill()
         of_master, of_trainer = master.wait(STOP_SECONDS), trainer.wait(STOP_SECONDS)
@@ -181,11 +178,8 @@ def test_setting_of_one_host_is_checked_there(tiny: list[str], tmp_path: Path) -
     assert [ended.code for ended in endings] == [1, 1, 1]
     why = r"dense.device = 'cuda:77': this machine has \d GPU\(s\)"
     has_ended = rf"trainer 0 \(host \S+, pid \d+\) has ended: {why}"
-    for ended, text in zip(
-        endings,
-        (f"master: {has_ended}", f"trainer 0: {why}", f"worker 0: stopped by the master: {has_ended}"),
-        strict=True,
-    ):
+    texts = (f"master: {has_ended}", f"trainer 0: {why}", f"worker 0: stopped by the master: {has_ended}")
+    for ended, text in zip(endings, texts, strict=True):
         assert re.fullmatch(f"hybrid {text}", last_line(ended)), ended.stderr
 
 

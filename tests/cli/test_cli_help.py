@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, output_of, settings
+from support.commands import ROOT, settings
 
 from hybrid.config import RunConfig
 from hybrid.config.loading import describe, load_config
@@ -76,20 +76,6 @@ def test_config_prints_the_values_in_force(tmp_path: Path, capsys: pytest.Captur
 def test_config_describes_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     main(["config", "--describe"])
     assert capsys.readouterr().out == describe()
-
-
-def test_plan_shows_every_table_and_worker(tiny: list[str], tmp_path: Path) -> None:
-    printed = output_of(["plan", *tiny, "--set", 'tables.C1.placement="row"'], tmp_path)
-    of_tables, of_workers, of_transfers, forecast = printed.split("\n\n")
-    tables = dict(re.findall(r"(?m)^(C\d+) .* +[\d.]+ (workers? [\d, ]+?) *$", of_tables))
-    assert set(tables) == {f"C{k}" for k in range(1, 27)}
-    assert tables["C1"] == "workers 0, 1"
-    assert tables["C2"] in ("worker 0", "worker 1")
-    assert max(len(line.rstrip()) for line in of_tables.splitlines()) <= 60
-    assert [line.split()[0] for line in of_workers.splitlines()] == ["worker", "0", "1"]
-    assert [line[:17] for line in of_transfers.splitlines()[1:]] == ["trainer -> worker", "worker -> trainer"]
-    assert [line.split()[0] for line in forecast.splitlines()[::2]] == ["memory", "network"]
-    assert not (tmp_path / "runs").exists()
 
 
 TRILLION = ["plan", "--config", "configs/trillion.toml", "--hosts", "1000", "--memory", "64"]

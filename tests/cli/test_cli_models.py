@@ -26,8 +26,7 @@ ROWS = [
     if line.startswith("|")
 ]
 needs_census = pytest.mark.skipif(
-    not all(path.exists() for path in CENSUS),
-    reason=f"real data not here: {', '.join(map(str, CENSUS))}",
+    not all(path.exists() for path in CENSUS), reason=f"real data not here: {', '.join(map(str, CENSUS))}"
 )
 
 
@@ -128,12 +127,8 @@ def history_columns(num_rows: int) -> dict[str, list[Any]]:
     for _ in range(num_rows):
         item, seen = draw.randrange(ITEMS), draw.choices(range(ITEMS), k=draw.randrange(6))
         is_like = any(each % GROUPS == item % GROUPS for each in seen)
-        row = (
-            int(draw.random() < (0.9 if is_like else 0.1)),
-            draw.random(),
-            f"u{draw.randrange(9)}",
-            f"i{item}",
-        )
+        clicked = int(draw.random() < (0.9 if is_like else 0.1))
+        row = (clicked, draw.random(), f"u{draw.randrange(9)}", f"i{item}")
         for name, value in zip(columns, (*row, [f"i{each}" for each in seen]), strict=True):
             columns[name].append(value)
     return columns
@@ -166,6 +161,5 @@ def test_history_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
     pyarrow.csv.write_csv(pa.table(columns), tmp_path / "clicks.csv")
     changed = settings(train={"batch_size": 100, "update": "lookahead"})
     cut = ["--set", "columns.seen.max_ids=3"]
-    output_of(
-        ["compare", "--config", "clicks.toml", *changed, *cut, "--steps", "6"], tmp_path
-    )  # fails if results differ
+    command = ["compare", "--config", "clicks.toml", *changed, *cut, "--steps", "6"]
+    output_of(command, tmp_path)  # fails if results differ

@@ -73,26 +73,6 @@ def test_same_command_resumes_a_run_until_it_has_finished(tiny: list[str], tmp_p
     assert (tmp_path / "run/result.json").read_bytes() == result
 
 
-@pytest.mark.parametrize(
-    ("variables", "place"),
-    [
-        ({}, "role: needs RANK and WORLD_SIZE, or SLURM_PROCID"),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "role: RANK and WORLD_SIZE say 1 of 2, but "),
-    ],
-    ids=["no rank", "one rank per node"],
-)
-def test_process_without_a_valid_rank_is_refused(
-    variables: dict[str, str], place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as end:
-        main(["role", "--master", "node0"])
-    assert str(end.value.code).startswith(f"hybrid role: {place}")
-
-
 @pytest.mark.parametrize("rank", range(2))
 def test_secret_file_of_another_users_run_is_not_read(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,22 +6,13 @@ These tests call the command's ``main`` in this process; a subprocess would show
 from pathlib import Path
 
 import pytest
-from support.commands import settings
+from support.commands import refusal, settings
 
 from hybrid.security.secret import VARIABLE
 from workers.cli import main
 
 GOOD = [f"{i % 2},{i}.5,v{i % 3}" for i in range(40)]
 HEADER = "label,x,c"
-
-
-def refusal(*arguments: object) -> str:
-    """Return the line with which a command refuses its arguments, without the name of the program."""
-    with pytest.raises(SystemExit) as end:
-        main([str(argument) for argument in arguments])
-    assert isinstance(end.value.code, str), "a message means exit code 1"
-    assert "\n" not in end.value.code
-    return end.value.code.removeprefix("hybrid ")
 
 
 def snapshot(folder: Path) -> dict[Path, bytes]:
@@ -56,7 +47,7 @@ def test_impossible_request_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = refusal(*command.split())
-    assert line.startswith(f"{command.split()[0]}: {place} ")
+    assert line.startswith(f"hybrid {command.split()[0]}: {place} ")
     assert remedy in line
     assert not list(tmp_path.iterdir())
 
@@ -87,7 +78,7 @@ def test_unusable_input_is_refused(
     path.write_text("".join(f"{line}\n" for line in lines))
     data = {"format": "csv", "path": path, "dense": "x", "sparse": "c", "cache_folder": tmp_path / "cache"}
     line = refusal("plan", *settings(data=data | overrides))
-    assert line.startswith(f"plan: {place.format(path=path)}")
+    assert line.startswith(f"hybrid plan: {place.format(path=path)}")
     assert remedy in line
 
 
@@ -97,7 +88,7 @@ def test_misspelled_column_is_refused_before_a_process_starts(command: str, tmp_
     path.write_text("".join(f"{line}\n" for line in [HEADER, *GOOD]))
     data = {"format": "csv", "path": path, "dense": "xx", "sparse": "c"}
     line = refusal(command, *settings(data=data, run={"folder": tmp_path / "run"}))
-    assert line.startswith(f"{command}: data.dense = 'xx': {path} ")
+    assert line.startswith(f"hybrid {command}: data.dense = 'xx': {path} ")
     assert line.endswith("did you mean 'x'?")
     assert [each.name for each in tmp_path.iterdir()] == ["rows.csv"]
 
@@ -107,7 +98,7 @@ def test_folder_with_a_run_is_refused(command: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("precious\n")
     before = snapshot(tmp_path)
     line = refusal(command, *settings(run={"folder": tmp_path}))
-    assert line.startswith(f"{command}: run.folder = '{tmp_path}': ")
+    assert line.startswith(f"hybrid {command}: run.folder = '{tmp_path}': ")
     assert snapshot(tmp_path) == before
 
 
@@ -115,14 +106,14 @@ def test_folder_with_a_run_is_refused(command: str, tmp_path: Path) -> None:
 def test_folder_that_is_a_file_is_refused(folder: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     line = refusal("launch", *settings(run={"folder": tmp_path / folder}))
-    assert line.startswith(f"launch: run.folder = '{tmp_path}/{folder}': ")
+    assert line.startswith(f"hybrid launch: run.folder = '{tmp_path}/{folder}': ")
 
 
 def test_run_is_not_resumed_with_another_model(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[embedding]\ndim = 12\n")
     before = snapshot(tmp_path)
     line = refusal("launch", "--resume", tmp_path, "--set", "embedding.dim=8")
-    assert line.startswith("launch: embedding.dim = 8: the run to resume has 12; ")
+    assert line.startswith("hybrid launch: embedding.dim = 8: the run to resume has 12; ")
     assert snapshot(tmp_path) == before
 
 
@@ -130,7 +121,7 @@ def test_predictions_overwrite_no_file(tmp_path: Path) -> None:
     (tmp_path / "out.csv").write_text("precious\n")
     before = snapshot(tmp_path)
     line = refusal("predict", tmp_path, "--output", tmp_path / "out.csv")
-    assert line.startswith(f"predict: {tmp_path}/out.csv: ")
+    assert line.startswith(f"hybrid predict: {tmp_path}/out.csv: ")
     assert snapshot(tmp_path) == before
 
 
@@ -144,14 +135,16 @@ def test_predictions_overwrite_no_file(tmp_path: Path) -> None:
         ("master", "cluster.secret_file:", "hybrid secret FILE"),
         ("worker --index 0 --master a", "cluster.secret_file:", VARIABLE),
         ("worker --index 0", "--master:", "HOST or HOST:PORT"),
+        ("role --master a", "role:", "needs RANK and WORLD_SIZE, or SLURM_PROCID"),
     ],
 )
 def test_invalid_arguments_of_a_role_are_refused(
     role: str, place: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    for name in (VARIABLE, "RANK", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
     line = refusal(*role.split())
-    assert line.startswith(f"{role.partition(' --master')[0].replace(' --index', '')}: {place} ")
+    assert line.startswith(f"hybrid {role.partition(' --master')[0].replace(' --index', '')}: {place} ")
     assert remedy in line
 
 

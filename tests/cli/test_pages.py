@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, code_block, output_of, result_of
+from support.commands import ROOT, code_block, output_of, refusal, result_of
 
 import hybrid
 from hybrid.config import RunConfig
@@ -77,12 +77,9 @@ def check_user_code_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) 
         ["launch", "--resume", "trained", "--set", "train.epochs=4"],
         ["master", "--resume", "trained"],
     ):
-        with pytest.raises(SystemExit) as refused:
-            main(arguments)
-        line = str(refused.value.code)
-        assert re.match(rf"hybrid {arguments[0]}: (data.path|dense.net) = .*: trained/.*dense.net", line), (
-            line
-        )
+        line = refusal(*arguments)
+        pattern = rf"hybrid {arguments[0]}: (data.path|dense.net) = .*: trained/.*dense.net"
+        assert re.match(pattern, line), line
         assert line.endswith("--trust-code"), line
     assert "my_net" not in sys.modules
     main(["predict", "trained", *predict, "--trust-code"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import code_block
+from support.commands import code_block, refusal
 from support.descriptors import redirected
 from support.trained import (
     clicks_config,
@@ -81,10 +81,7 @@ def history_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(
             "history_run",
             write_shop,
-            [
-                "?,?,?,?,?,,,0,0,0,0,1",
-                "0,1,65,u1,i1,a:0.5|zz:2,i1|?|i2|zz|i1|i3,0,0,0,0,1",
-            ],
+            ["?,?,?,?,?,,,0,0,0,0,1", "0,1,65,u1,i1,a:0.5|zz:2,i1|?|i2|zz|i1|i3,0,0,0,0,1"],
             ["0,1,65,u1,i1,a:-1,i1,0,0,0,0,1"],
             marks=pytest.mark.long,
         ),
@@ -167,8 +164,5 @@ def test_each_row_of_a_stream_is_predicted_at_once(
 
 
 def test_standard_input_beside_files_is_refused(run: Path) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["predict", str(run), "--input", "-", "new.csv"])
-    assert str(end.value.code).startswith(
-        "hybrid predict: --input = '-': stands for standard input, which cannot"
-    )
+    line = refusal("predict", run, "--input", "-", "new.csv")
+    assert line.startswith("hybrid predict: --input = '-': stands for standard input, which cannot")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.commands import refusal
 from support.stores import BUCKET, Proxy, Store, sent
 from support.trained import clicks_config, write_clicks, write_trained
 
@@ -48,15 +49,6 @@ def twins(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Twins:
 def printed(capsys: pytest.CaptureFixture[str], folder: StoragePath) -> str:
     """Return the output, with ``FOLDER`` for the name of the folder."""
     return capsys.readouterr().out.replace(str(folder), "FOLDER")
-
-
-def refusal(*arguments: object) -> str:
-    """Return the line with which a command fails."""
-    with pytest.raises(SystemExit) as end:
-        main([str(each) for each in arguments])
-    line = str(end.value.code)
-    assert "\n" not in line
-    return line
 
 
 def content_of(folder: StoragePath) -> dict[str, bytes]:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from support.commands import Command, TrainedRun, output_of, run, settings, started
+from support.stopped_runs import saved_steps
 from support.stores import BUCKET, Proxy, Store
 from support.trained import write_clicks
 
-from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.storage import files, object_stores
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
@@ -63,12 +63,11 @@ def test_exit_code_says_whether_a_restart_may_help_with_a_failed_store(
         for arguments in AT_START:
             with pytest.raises(SystemExit) as end:
                 main([str(each) for each in arguments])
-            message = (
-                str(end.value) if isinstance(end.value.code, str) else capsys.readouterr().err.rstrip("\n")
-            )
+            has_line = isinstance(end.value.code, str)  # and exit code 1
+            message = str(end.value) if has_line else capsys.readouterr().err.rstrip("\n")
             assert message.startswith(f"hybrid {arguments[0]}: {RUN}"), message
             assert "\n" not in message
-            assert (1 if isinstance(end.value.code, str) else end.value.code) == code, message
+            assert (1 if has_line else end.value.code) == code, message
 
 
 def is_row_of_data(method: str, path: str) -> bool:
@@ -191,8 +190,7 @@ def test_stored_run_is_resumed_on_another_machine_resharded_evaluated_and_pruned
     assert f"hybrid evaluate {RUN}" in " ".join(printed.split())
     whole = trained.folder / "checkpoints/step-00000016"
     assert rows_of(there / "checkpoints" / "step-00000016") == rows_of(whole)
-    steps = [checkpoint_folders.parse_step(each) for each in checkpoint_folders.list_checkpoints(there)]
-    assert steps == [16, 15]
+    assert saved_steps(there) == [16, 15]
     lines = [json.loads(line) for line in files.read_text(there / "metrics.jsonl").splitlines()]
     expected = [json.loads(line) for line in (trained.folder / "metrics.jsonl").read_text().splitlines()]
     losses = [[each["loss"] for each in some if each["kind"] == "train"] for some in (lines, expected)]

@@ -62,13 +62,8 @@ def endings(frozen: Role) -> dict[Role, str]:
     context = fork_context()
     secret, processes, reports = Secret.fresh(), {}, {}
     with listen("127.0.0.1", 0) as listener:
-        config = small_config(
-            cluster={
-                "trainers": 1,
-                "workers": 1,
-                "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
-            }
-        )
+        cluster = {"trainers": 1, "workers": 1, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
+        config = small_config(cluster=cluster)
         address = MasterAddress(*listener.getsockname())
         for role in config.cluster.topology.roles:
             reports[role], theirs = context.Pipe()

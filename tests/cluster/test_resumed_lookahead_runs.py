@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Clusters, small_config
-from support.stopped_runs import calls_of, checksums, lines, stop, train
+from support.stopped_runs import assert_same_run, calls_of, checksums, saved_steps, stop, train
 
-from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.config import ColumnSection, RunConfig, TableSection
 from workers.exit_codes import ExitCode
@@ -73,12 +72,6 @@ def whole(
     return run
 
 
-def assert_same_run(run: Path, whole: Path) -> None:
-    """Check that two runs have the same log and the same last checkpoint."""
-    assert lines(run) == lines(whole)
-    assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
-
-
 def assert_same_run_after_kills(
     config: RunConfig, whole: Path, clusters: Clusters, cache: Path, run: Path, workers: Sequence[int]
 ) -> None:
@@ -105,8 +98,8 @@ def test_number_of_steps_per_call_changes_no_bit(
     run = tmp_path / "run"
     assert clusters.get(2, 2).run(calls_of, config, cache, run, 1e-9) == [1] * TOTAL
     assert_same_run(run, whole)
-    for folder in checkpoint_folders.list_checkpoints(run):
-        assert checksums(folder) == checksums(step_folder(whole, checkpoint_folders.parse_step(folder)))
+    for step in saved_steps(run):
+        assert checksums(step_folder(run, step)) == checksums(step_folder(whole, step))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +125,7 @@ def test_stopped_run_has_the_bits_of_an_undisturbed_one(
     run, cluster = tmp_path / "run", clusters.get(2, 2)
     code, _ = cluster.run(stop, config, cache, run, moment)
     assert code is ExitCode.TERMINATED
-    assert checkpoint_folders.parse_step(checkpoint_folders.list_checkpoints(run)[0]) == step
+    assert saved_steps(run)[0] == step
     cluster.run(train, config, cache, run, resume=True)
     assert_same_run(run, whole)
 

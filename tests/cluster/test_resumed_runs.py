@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from support.checkpoints import flip_a_bit
 from support.cluster import CaseError, Clusters, small_config
+from support.commands import result_of
 from support.jobs import opened
-from support.stopped_runs import calls_of, checksums, lines, stop, train
+from support.stopped_runs import assert_same_run, calls_of, checksums, lines, saved_steps, stop, train
 from support.stores import BUCKET, Proxy, Store, in_store
 
 from hybrid import transport
@@ -36,10 +37,9 @@ CONFIG = small_config(
 )
 
 
-def tensors_of(stored: Checkpoint) -> dict[str, str]:
-    """Return the checksums of the tensors of an open checkpoint."""
-    files = stored.manifest.files
-    return {name: sha256 for name, (_, sha256) in files.items() if name.endswith(".safetensors")}
+def auc_of(run: Path) -> float:
+    """Return the AUC of the result of a run."""
+    return float(result_of(run)["auc"])
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,7 @@ def whole(clusters: Clusters, cache: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def test_run_writes_the_configured_checkpoints(whole: Path) -> None:
-    steps = sorted(
-        checkpoint_folders.parse_step(folder) for folder in checkpoint_folders.list_checkpoints(whole)
-    )
+    steps = sorted(saved_steps(whole))
     aucs = {line["step"]: line["auc"] for line in lines(whole) if line["kind"] == "test"}
     best = {step for step in aucs if aucs[step] > max([0.0, *(aucs[s] for s in aucs if s < step)])}
     assert steps == sorted({*range(4, TOTAL, 4), *best, TOTAL})
@@ -75,21 +73,19 @@ def test_killed_run_has_the_bits_of_an_undisturbed_one(
     """The kill is within an epoch, between two lines of progress; the net has dropout."""
     run, cluster = tmp_path / "run", clusters.get(2, 2)
     cluster.run(train, CONFIG, cache, run, last_step=15, saved_step=CUT)
-    assert checkpoint_folders.parse_step(checkpoint_folders.list_checkpoints(run)[0]) == CUT
+    assert saved_steps(run)[0] == CUT
     assert not (run / "result.json").exists()
     (step_folder(run, 16).with_suffix(".partial")).mkdir()
     notes = [f"resuming from step {CUT}: {step_folder(run, CUT)}"]
     assert cluster.run(train, CONFIG, cache, run, resume=True) == notes
-    assert lines(run) == lines(whole)
-    assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
+    assert_same_run(run, whole)
     assert not list(run.glob("checkpoints/*.partial"))
-    for folder in checkpoint_folders.list_checkpoints(run):
-        first, second = (step_folder(each, checkpoint_folders.parse_step(folder)) for each in (run, whole))
+    for step in saved_steps(run):
+        first, second = (step_folder(each, step) for each in (run, whole))
         assert Checkpoint.open(first).manifest.metrics == Checkpoint.open(second).manifest.metrics
         assert checksums(first) == checksums(second)
-    results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
     for key in ("auc", "steps", "skipped_steps"):
-        assert results[0][key] == results[1][key]
+        assert result_of(run)[key] == result_of(whole)[key]
 
 
 def test_killed_run_with_stored_data_has_the_same_bits(
@@ -98,8 +94,7 @@ def test_killed_run_with_stored_data_has_the_same_bits(
     run, cluster, config = tmp_path / "run", clusters.get(2, 2), in_store(CONFIG, store, tmp_path)
     cluster.run(train, config, cache_folder(config), run, last_step=15, saved_step=CUT)
     cluster.run(train, config, cache_folder(config), run, resume=True)
-    assert lines(run) == lines(whole)
-    assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
+    assert_same_run(run, whole)
 
 
 @pytest.mark.parametrize(
@@ -121,23 +116,15 @@ def test_stopped_run_has_the_bits_of_an_undisturbed_one(
     code, statuses = cluster.run(stop, CONFIG, cache, run, moment)
     assert code is ExitCode.TERMINATED
     assert statuses[-1] == f"saving step {step}; a second Ctrl-C stops at once"
-    assert (
-        f"stopping after step {step}; a second Ctrl-C stops at once" in statuses
-        or moment[0] == "done evaluating"
-    )
-    assert checkpoint_folders.parse_step(checkpoint_folders.list_checkpoints(run)[0]) == step
+    announced = f"stopping after step {step}; a second Ctrl-C stops at once"
+    assert announced in statuses or moment[0] == "done evaluating"
+    assert saved_steps(run)[0] == step
     assert not (run / "result.json").exists()
     notes = [f"resuming from step {step}: {step_folder(run, step)}"]
     assert cluster.run(train, CONFIG, cache, run, resume=True) == notes
-    assert lines(run) == lines(whole)
-    assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
-    results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
-    assert results[0]["auc"] == results[1]["auc"]
-    kept = {checkpoint_folders.parse_step(folder) for folder in checkpoint_folders.list_checkpoints(whole)}
-    assert {checkpoint_folders.parse_step(folder) for folder in checkpoint_folders.list_checkpoints(run)} == {
-        *kept,
-        step,
-    }
+    assert_same_run(run, whole)
+    assert auc_of(run) == auc_of(whole)
+    assert {*saved_steps(run)} == {*saved_steps(whole), step}
     if step < TOTAL:
         bests = [Checkpoint.open(step_folder(each, 28)).manifest.progress["best"] for each in (run, whole)]
         assert bests[0] == bests[1]
@@ -147,8 +134,7 @@ def test_number_of_steps_per_call_changes_no_bit(
     whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
     assert clusters.get(2, 2).run(calls_of, CONFIG, cache, tmp_path / "run", 1e-9) == [1] * TOTAL
-    assert lines(tmp_path / "run") == lines(whole)
-    assert checksums(step_folder(tmp_path / "run", TOTAL)) == checksums(step_folder(whole, TOTAL))
+    assert_same_run(tmp_path / "run", whole)
 
 
 def test_resumed_run_without_a_checkpoint_starts_from_the_beginning(
@@ -172,9 +158,8 @@ def test_damaged_checkpoint_is_reported_and_skipped(
     flip_a_bit(altered)
     note, _ = clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True)
     assert note.startswith(f"{altered}: missing or altered since the checkpoint was written; step-000000")
-    assert lines(run) == lines(whole)
+    assert_same_run(run, whole)
     assert checksums(step_folder(run, 28)) == checksums(step_folder(whole, 28))
-    assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
 
 
 def test_run_killed_after_its_last_checkpoint_writes_its_result(
@@ -186,8 +171,7 @@ def test_run_killed_after_its_last_checkpoint_writes_its_result(
     notes = [f"resuming from step {TOTAL}: {step_folder(run, TOTAL)}"]
     assert clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True) == notes
     assert lines(run) == lines(whole)
-    results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
-    assert results[0]["auc"] == results[1]["auc"]
+    assert auc_of(run) == auc_of(whole)
     with pytest.raises(CaseError, match=f"the run has taken all {TOTAL} steps; raise it to continue"):
         clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True)
 
@@ -271,12 +255,8 @@ def test_run_that_stopped_early_resumes_only_with_more_patience(
 
     run, cluster = tmp_path / "run", clusters.get(2, 2)
     assert cluster.run(train, config(2), cache, run) == [ended(6, 2)]
-    assert [checkpoint_folders.parse_step(folder) for folder in checkpoint_folders.list_checkpoints(run)] == [
-        6,
-        2,
-    ]
-    result = json.loads((run / "result.json").read_text())
-    assert (result["steps"], result["best"]["step"]) == (6, 2)
+    assert saved_steps(run) == [6, 2]
+    assert (result_of(run)["steps"], result_of(run)["best"]["step"]) == (6, 2)
     with pytest.raises(CaseError, match=r"train\.patience = 2: the run ended without a better log loss"):
         cluster.run(train, config(2), cache, run, resume=True)
     notes = cluster.run(train, config(3), cache, run, resume=True)
@@ -284,7 +264,7 @@ def test_run_that_stopped_early_resumes_only_with_more_patience(
     (run / "result.json").unlink()  # as if killed right before it was written
     notes = cluster.run(train, config(3), cache, run, resume=True)
     assert notes == [f"resuming from step 8: {step_folder(run, 8)}", ended(8, 3)]
-    assert json.loads((run / "result.json").read_text())["steps"] == 8
+    assert result_of(run)["steps"] == 8
     notes = cluster.run(train, config(3, "auc"), cache, run, resume=True)  # counts from step 8
     assert notes == [f"resuming from step 8: {step_folder(run, 8)}", ended(16, 3, "AUC")]
 
@@ -314,7 +294,7 @@ def test_validation_rows_select_the_model_that_is_tested_once(
     losses = {r["step"]: r["log_loss"] for r in records if r["kind"] == "validation"}
     best = min(losses, key=lambda step: losses[step])
     (tested,) = (record for record in records if record["kind"] == "test")
-    result = json.loads((run / "result.json").read_text())
+    result = result_of(run)
     assert max(losses) == result["steps"] == best + 6 < 20
     assert tested["step"] == result["tested_step"] == result["best"]["step"] == best
     assert result["validation"]["log_loss"] == losses[max(losses)]
@@ -326,7 +306,7 @@ def test_validation_rows_select_the_model_that_is_tested_once(
     for _ in range(2):
         cluster.run(train, config, cache, stopped, resume=True)
         assert lines(stopped) == records
-        assert json.loads((stopped / "result.json").read_text())["auc"] == result["auc"]
+        assert auc_of(stopped) == result["auc"]
         (stopped / "result.json").unlink()
 
 
@@ -348,9 +328,8 @@ def test_run_in_an_unreliable_store_has_the_same_bits(
         assert cluster.run(train, config, cache, run, resume=True) == notes
         assert not (run / "checkpoints").exists()
         assert lines(run) == lines(whole)
-        for found in checkpoint_folders.list_checkpoints(stored):
-            folder = step_folder(whole, checkpoint_folders.parse_step(found))
-            assert tensors_of(Checkpoint.open(found)) == checksums(folder)
+        for step in saved_steps(stored):
+            assert checksums(step_folder(stored, step)) == checksums(step_folder(whole, step))
         assert not exists(left)
         assert len(proxy.seen) > 30  # of which some were refused
 

@@ -178,11 +178,7 @@ def test_the_caller_of_a_rejected_call_gets_the_reason(
 
 
 def test_the_caller_gets_the_exception_of_a_call_with_a_deferred_response() -> None:
-    with (
-        started(dist.HashStore()),
-        addressed_to("master"),
-        pytest.raises(RuntimeError, match="KeyError: 99"),
-    ):
+    with started(dist.HashStore()), addressed_to("master"), pytest.raises(RuntimeError, match="KeyError: 99"):
         rpc.rpc_sync("master", endpoints.squared_norm, (99, 0))
 
 

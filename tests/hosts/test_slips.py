@@ -38,10 +38,7 @@ def endings(
 
 
 def check_one_line(
-    ended: Mapping[str, Ended],
-    reason: str,
-    by: Sequence[str] = (MASTER,),
-    code: ExitCode = ExitCode.FAILED,
+    ended: Mapping[str, Ended], reason: str, by: Sequence[str] = (MASTER,), code: ExitCode = ExitCode.FAILED
 ) -> None:
     """Check that roles fail with one line: those of ``by`` with the reason, others stopped by the master."""
     for name, each in ended.items():
@@ -133,17 +130,15 @@ def test_firewall_in_front_of_the_master_is_reported(hosts: list[Host], job: lis
 
 
 @pytest.mark.parametrize(
-    ("own", "before", "environment", "reason"),
+    ("before", "environment", "reason"),
     [
         pytest.param(
-            [],
             ["prlimit", "--nofile=100:100"],
             {},
             r"a role of .* needs about \d+ open files, and 100 are allowed \(ulimit -Hn\); raise that, .*",
             id="descriptors used up",
         ),
         pytest.param(
-            [],
             [],
             {"PYTHONPATH": f"{HOME}/other:{ROOT}"},
             r"worker 0 on host host-1 has .*torch 9\.9, .*, the master on host host-0 .*; install .*",
@@ -152,12 +147,7 @@ def test_firewall_in_front_of_the_master_is_reported(hosts: list[Host], job: lis
     ],
 )
 def test_host_with_other_versions_is_refused(
-    own: list[str],
-    before: list[str] | None,
-    environment: Mapping[str, str],
-    reason: str,
-    hosts: list[Host],
-    job: list[str],
+    before: list[str], environment: Mapping[str, str], reason: str, hosts: list[Host], job: list[str]
 ) -> None:
     """Only these two roles are sure to report the reason; others may start after the master has ended."""
     metadata = f"{HOME}/other/torch-9.9.dist-info"
@@ -166,7 +156,7 @@ def test_host_with_other_versions_is_refused(
     places = placed(hosts[:2])
     counts = settings(cluster={"trainers": 1, "workers": 1})
     with started_on({name: places[name] for name in ROLES[:2]}, [*job, *counts]) as others:
-        worker = ["worker", "--index", 0, "--master", hosts[0].name, *own]
+        worker = ["worker", "--index", 0, "--master", hosts[0].name]
         with started_at(hosts[1], worker, environment, before=before) as command:
             ended = command.wait(SECONDS)
         master = others[MASTER].wait(SECONDS)

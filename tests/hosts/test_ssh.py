@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from chaos_run.run_comparison import differences
-from support.commands import HYBRID, ROOT, Command, eventually, output_of, settings
+from support.commands import HYBRID, ROOT, Command, eventually, output_of, settings, start_process
 from support.host_roles import Progress, process_on
 from support.hosts import HOME, Host, Switch
 from support.namespaces import needs_hosts
@@ -47,11 +46,7 @@ def hosts_sh(hosts: list[Host], arguments: list[str], folder: Path) -> Iterator[
     script += [first, f"{first} {second}", f"{second} {second}", *arguments]
     commands = {"SSH": f"bash {folder}/ssh", "HYBRID": " ".join(HYBRID), "PYTHONPATH": str(ROOT)}
     output = folder / "output"
-    with output.with_suffix(".out").open("wb") as out, output.with_suffix(".err").open("wb") as err:
-        process = subprocess.Popen(
-            script, env={**os.environ, **commands}, stdout=out, stderr=err, start_new_session=True
-        )
-    command = Command(process, output)
+    command = Command(start_process(script, {**os.environ, **commands}, output), output)
     try:
         yield command
     finally:

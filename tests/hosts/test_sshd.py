@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.commands import HYBRID, ROOT, Command, eventually, settings
+from support.commands import HYBRID, ROOT, Command, eventually, settings, start_process
 from support.host_roles import Progress
 from support.hosts import Host
 from support.namespaces import needs_hosts
@@ -73,12 +73,8 @@ def hosts_sh(pair: list[Host], folder: Path, arguments: list[str], output: Path)
     first, second = (host.name for host in pair)
     script = ["bash", str(ROOT / "configs/cluster/hosts.sh"), first, f"{first} {second}", second, *arguments]
     variables = {"SSH": f"ssh -F {folder}/client.conf", "HYBRID": " ".join(HYBRID)}
-    with output.with_suffix(".out").open("wb") as out, output.with_suffix(".err").open("wb") as err:
-        process = subprocess.Popen(
-            [*pair[0].entering, *script], env=pair[0].environment(variables), stdout=out, stderr=err,
-            start_new_session=True,
-        )  # fmt: skip
-    return Command(process, output)
+    environment = pair[0].environment(variables)
+    return Command(start_process([*pair[0].entering, *script], environment, output), output)
 
 
 def test_broken_connection_restarts_and_a_stop_saves(

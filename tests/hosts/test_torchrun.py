@@ -25,12 +25,8 @@ MASTER, TRAINER, WORKER = 0, 2, 4  # ranks
 @pytest.fixture(scope="module")
 def job(tiny: list[str]) -> list[str]:
     """Settings of a run of 192 steps, without its folder."""
-    return [
-        *tiny,
-        *settings(
-            train={"epochs": 12}, checkpoint={"every_steps": 5}, cluster={"start_timeout_seconds": 250}
-        ),
-    ]
+    start = {"start_timeout_seconds": 250}
+    return [*tiny, *settings(train={"epochs": 12}, checkpoint={"every_steps": 5}, cluster=start)]
 
 
 @pytest.fixture(scope="module")

@@ -57,18 +57,12 @@ def test_shared_folder_is_accepted_and_the_probe_is_removed(loopback: None, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
 
 
-def test_folder_in_a_store_is_checked_too(loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store()
-    try:
-        for name, value in store.environment.items():
-            monkeypatch.setenv(name, value)
-        folder = parse_path(f"s3://{BUCKET}/run/checkpoints")
-        REMOTE.check_run(folder)
-        assert files.list_entries(folder, is_deep=True) == []
-        with pytest.raises(CheckpointError, match=rf"^{folder} on host {HERE} is not .* \(No such file"):
-            check(folder / "probe", True)
-    finally:
-        store.close()
+def test_folder_in_a_store_is_checked_too(loopback: None, store: Store) -> None:
+    folder = parse_path(f"s3://{BUCKET}/run/checkpoints")
+    REMOTE.check_run(folder)
+    assert files.list_entries(folder, is_deep=True) == []
+    with pytest.raises(CheckpointError, match=rf"^{folder} on host {HERE} is not .* \(No such file"):
+        check(folder / "probe", True)
 
 
 @pytest.mark.parametrize("kind", [OutageError, StorageError])

@@ -128,11 +128,8 @@ def running_cluster(config: RunConfig, has_many_hosts: bool = False) -> Iterator
         processes = []
         for role in config.cluster.topology.roles:
             extra = (listener, theirs) if role == MASTER else (address, None)
-            processes.append(
-                context.Process(
-                    target=_serve, args=(role, config, secret, *extra, has_many_hosts), name=str(role)
-                )
-            )
+            arguments = (role, config, secret, *extra, has_many_hosts)
+            processes.append(context.Process(target=_serve, args=arguments, name=str(role)))
             processes[-1].start()
     try:
         yield RunningCluster(ours)

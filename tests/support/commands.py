@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from support.forked_commands import ForkedCommand
 
 from hybrid.security.secret import Secret
+from workers.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 HYBRID = (sys.executable, "-m", "workers")
@@ -197,20 +199,23 @@ def started(
     output = folder / f"output-{uuid.uuid4().hex[:8]}"
     text = [str(argument) for argument in arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    start = _start_afresh if afresh else ForkedCommand
-    command = Command(start(text, folder, environment, output), output)
+    if afresh:
+        command = Command(start_process([*HYBRID, *text], environment, output, folder), output)
+    else:
+        command = Command(ForkedCommand(text, folder, environment, output), output)
     try:
         yield command
     finally:
         command.kill()
 
 
-def _start_afresh(
-    arguments: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path
+def start_process(
+    command: Sequence[str], environment: Mapping[str, str], output: Path, folder: Path | None = None
 ) -> subprocess.Popen[bytes]:
+    """Start a command in its own session; its output goes to files, as of :class:`Command`."""
     with output.with_suffix(".out").open("wb") as out, output.with_suffix(".err").open("wb") as err:
         return subprocess.Popen(
-            [*HYBRID, *arguments],
+            command,
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -226,6 +231,15 @@ def run(
     """Run a command in ``folder`` to its end; see :func:`started`."""
     with started(arguments, folder, afresh=afresh) as command:
         return command.wait(seconds)
+
+
+def refusal(*arguments: object) -> str:
+    """Return the only line of a command that fails in this process with exit code 1."""
+    with pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    assert isinstance(end.value.code, str), "a message means exit code 1"
+    assert "\n" not in end.value.code
+    return end.value.code
 
 
 def output_of(arguments: Sequence[object], folder: Path, *, afresh: bool = False) -> str:

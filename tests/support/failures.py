@@ -161,9 +161,7 @@ SHORT_PLANS = [
 TEST_SAMPLES = 333
 NOTICED_SECONDS = 10.0
 JOB = settings(
-    data={"synthetic_rows": 2000},
-    train={"batch_size": 128, "log_every_steps": 1},
-    dense={"device": "cpu"},
+    data={"synthetic_rows": 2000}, train={"batch_size": 128, "log_every_steps": 1}, dense={"device": "cpu"}
 )
 
 

@@ -56,9 +56,8 @@ def launch_and_wait(targets: Sequence[str]) -> None:
     """Start these functions of this module as a launcher, print their pids, and wait to be killed."""
     module = importlib.import_module("support.forked")  # this one is __main__, which the server has not
     with ForkServer(["support.forked"]) as server:
-        print(
-            *[server.start(getattr(module, target), {target: ()})[target] for target in targets], flush=True
-        )
+        pids = [server.start(getattr(module, target), {target: ()})[target] for target in targets]
+        print(*pids, flush=True)
         time.sleep(SECONDS)
 
 

@@ -72,11 +72,7 @@ class ForkedCommand:
 
 
 def _main(
-    arguments: list[str],
-    folder: Path,
-    environment: dict[str, str],
-    output: Path,
-    enter: Callable[[], None],
+    arguments: list[str], folder: Path, environment: dict[str, str], output: Path, enter: Callable[[], None]
 ) -> None:
     os.setsid()
     # These tests may run under nohup or in the background, where signals are ignored; the command does not.

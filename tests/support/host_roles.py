@@ -1,6 +1,5 @@
 """Roles of a cluster on hosts."""
 
-import subprocess
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -8,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from support.commands import HYBRID, Command, eventually, settings
+from support.commands import HYBRID, Command, eventually, settings, start_process
 from support.forked_commands import ForkedCommand
 from support.hosts import HOME, Host
 from support.namespaces import enter
@@ -82,32 +81,17 @@ def started_at(
         before: words before the command, which then has a new interpreter; else it is forked.
     """
     output = host.output / f"{host.name}-{uuid.uuid4().hex[:8]}"
-    text, given = (
-        [str(each) for each in arguments],
-        host.environment({VARIABLE: _SECRET, **(environment or {})}),
-    )
+    text = [str(each) for each in arguments]
+    given = host.environment({VARIABLE: _SECRET, **(environment or {})})
     if before is not None:
-        command = Command(_start_afresh(host, [*before, *HYBRID, *text], given, output), output)
+        words = [*host.entering, *before, *HYBRID, *text]
+        command = Command(start_process(words, given, output), output)
     else:
         command = Command(ForkedCommand(text, HOME, given, output, partial(enter, host.pid)), output)
     try:
         yield command
     finally:
         command.kill()
-
-
-def _start_afresh(
-    host: Host, command: Sequence[str], environment: Mapping[str, str], output: Path
-) -> subprocess.Popen[bytes]:
-    with output.with_suffix(".out").open("wb") as out, output.with_suffix(".err").open("wb") as err:
-        return subprocess.Popen(
-            [*host.entering, *command],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
 
 
 _SECONDS = 300.0

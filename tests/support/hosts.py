@@ -83,9 +83,8 @@ class Switch:
             lines: of ``/etc/hosts``; None for the names of the first hosts.
         """
         number = len(self.hosts) if number is None else number
-        host = self._stack.enter_context(
-            Host(self, number, shared, _hosts_file() if lines is None else lines)
-        )
+        lines = _hosts_file() if lines is None else lines
+        host = self._stack.enter_context(Host(self, number, shared, lines))
         self.configure(
             f"link add name {host.port} type veth peer name {INTERFACE} netns {host.pid}",
             f"link set {host.port} master bridge",
@@ -131,7 +130,7 @@ class Host:
 
     def __init__(self, switch: Switch, number: int, shared: Sequence[Path], lines: str) -> None:
         self.name, self.address = _name(number), _address(number)
-        self.port = _port(number)
+        self.port = f"to-{self.name}"
         self.output = switch.folder
         self.pid = 0
         self.is_alive = True
@@ -204,10 +203,6 @@ def _name(number: int) -> str:
 
 def _address(number: int) -> str:
     return f"{_NETWORK}.{number + 1}"
-
-
-def _port(number: int) -> str:
-    return f"to-{_name(number)}"
 
 
 def _hosts_file() -> str:

@@ -60,9 +60,8 @@ def _starve(pid: int) -> None:
     most = int((group / "memory.usage_in_bytes").read_text()) + _MORE_BYTES
     limit.write_text(str(most))
     try:
-        with mmap.mmap(
-            -1, most
-        ) as memory:  # what the group has read of files is let go of first, and may be much
+        # The kernel first frees the page cache of the group, which may be large.
+        with mmap.mmap(-1, most) as memory:
             for offset in range(0, most, mmap.PAGESIZE):
                 memory[offset] = 1
                 if not is_alive(pid):  # the next would be another process

@@ -16,10 +16,7 @@ def vectors(*shape: int, seed: int) -> Tensor:
 
 
 def check_model(
-    module: nn.Module,
-    plain: Callable[..., Any],
-    *inputs: Tensor,
-    run: Callable[..., Any] | None = None,
+    module: nn.Module, plain: Callable[..., Any], *inputs: Tensor, run: Callable[..., Any] | None = None
 ) -> None:
     """Check that outputs, and gradients of all parameters and inputs, are those of ``plain``.
 
@@ -65,14 +62,10 @@ def plain_mlp(parameters: Parameters, prefix: str, x_H: Tensor, ends_linear: boo
 
 def plain_logit(parameters: Parameters, prefix: str, x_H: Tensor) -> Tensor:
     """Return the output of an MLP: a scalar if it has one."""
-    logit_1 = plain_mlp(parameters, prefix, x_H, ends_linear=True)
-    return logit_1.squeeze(0)
+    return plain_mlp(parameters, prefix, x_H, ends_linear=True).squeeze(0)
 
 
 def within(parameters: Parameters, prefix: str) -> dict[str, Tensor]:
     """Return the parameters of a submodule."""
-    return {
-        name.removeprefix(f"{prefix}."): each
-        for name, each in parameters.items()
-        if name.startswith(f"{prefix}.")
-    }
+    start = f"{prefix}."
+    return {n.removeprefix(start): each for n, each in parameters.items() if n.startswith(start)}

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,17 +30,13 @@ def hosts_refused() -> str:
     """Return why this process cannot create hosts; empty if it can."""
     if os.geteuid() != 0:
         return "hosts are namespaces, which take root to make"
-    if missing := [tool for tool in ("setpriv", "unshare", "nsenter", "ip", "mount") if not _has(tool)]:
+    path, tools = f"{os.environ['PATH']}:/usr/sbin:/sbin", ("setpriv", "unshare", "nsenter", "ip", "mount")
+    if missing := [tool for tool in tools if not shutil.which(tool, path=path)]:
         return f"hosts are namespaces, which take {', '.join(missing)} to make"
     flags = [f"--{kind}" for kind in ("net", "pid", "mount", "uts", "ipc", "fork", "mount-proc")]
     attempt = "mount -t tmpfs tmpfs /dev/shm && ip link add name a type veth peer name b"
     tried = subprocess.run(["unshare", *flags, "sh", "-c", attempt], capture_output=True, text=True)
     return f"hosts are namespaces, not allowed here: {tried.stderr.strip()}" if tried.returncode else ""
-
-
-def _has(tool: str) -> bool:
-    found = subprocess.run(["sh", "-c", f"PATH=$PATH:/usr/sbin:/sbin command -v {tool}"], capture_output=True)
-    return found.returncode == 0
 
 
 @contextmanager
@@ -72,17 +69,15 @@ def first_process(flags: Sequence[str], script: str, *arguments: str) -> Iterato
 
 def processes_in(first: int) -> list[psutil.Process]:
     """Return the processes of a pid namespace, without zombies."""
-    with suppress(OSError):
-        return list(_sharing(os.readlink(f"/proc/{first}/ns/pid")))
-    return []
-
-
-def _sharing(namespace: str) -> Iterator[psutil.Process]:
-    for process in psutil.process_iter():
-        with suppress(OSError, psutil.NoSuchProcess):
-            is_here = os.readlink(f"/proc/{process.pid}/ns/pid") == namespace
-            if is_here and process.status() != psutil.STATUS_ZOMBIE:
-                yield process
+    found = []
+    with suppress(FileNotFoundError):  # the first process has ended, and all others with it
+        namespace = os.readlink(f"/proc/{first}/ns/pid")
+        for process in psutil.process_iter():
+            with suppress(OSError, psutil.NoSuchProcess):
+                is_here = os.readlink(f"/proc/{process.pid}/ns/pid") == namespace
+                if is_here and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+    return found
 
 
 def enter(first: int) -> None:

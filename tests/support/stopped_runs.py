@@ -15,7 +15,7 @@ from support.cluster import CASE_SECONDS
 from support.commands import eventually
 from support.shards import PATIENCE_SECONDS
 
-from hybrid.checkpoint.checkpoint_folders import list_checkpoints, step_folder
+from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data.prepare.dataset_location import ensure_prepared
@@ -178,7 +178,19 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if k not in _TIMED} for r in records if r["kind"] != "checkpoint"]
 
 
-def checksums(folder: Path) -> dict[str, str]:
+def checksums(folder: StoragePath) -> dict[str, str]:
     """Return the checksums of all files of tensors in a checkpoint."""
     files = Checkpoint.open(folder).manifest.files
     return {name: sha256 for name, (_, sha256) in files.items() if name.endswith(".safetensors")}
+
+
+def saved_steps(run: StoragePath) -> list[int]:
+    """Return the steps of the checkpoints of a run, the newest first."""
+    return [parse_step(folder) for folder in list_checkpoints(run)]
+
+
+def assert_same_run(run: Path, whole: Path) -> None:
+    """Check that two runs have the same log and the same last checkpoint."""
+    assert lines(run) == lines(whole)
+    last = saved_steps(whole)[0]
+    assert checksums(step_folder(run, last)) == checksums(step_folder(whole, last))

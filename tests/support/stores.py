@@ -210,16 +210,9 @@ def google_bucket() -> Iterator[RemotePath]:
 def azure_container(folder: Path) -> Iterator[RemotePath]:
     """A container of Azure's, whose key is in the environment; its server writes to ``folder``."""
     assert AZURITE is not None
-    # pyarrow requests a newer version of the API.
-    flags = [
-        "--blobPort",
-        "0",
-        "--inMemoryPersistence",
-        "--skipApiVersionCheck",
-        "--disableTelemetry",
-        "--silent",
-    ]
-    with _serving([AZURITE, "--blobHost", "127.0.0.1", *flags], folder) as address:
+    flags = ["--inMemoryPersistence", "--disableTelemetry", "--silent"]
+    flags.append("--skipApiVersionCheck")  # pyarrow requests a newer version of the API
+    with _serving([AZURITE, "--blobHost", "127.0.0.1", "--blobPort", "0", *flags], folder) as address:
         options = {f"{kind}_storage_authority": address for kind in ("blob", "dfs")}
         options |= {f"{kind}_storage_scheme": "http" for kind in ("blob", "dfs")}
         fs.AzureFileSystem(_ACCOUNT, account_key=_KEY, **options).create_dir(BUCKET)

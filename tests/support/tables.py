@@ -13,11 +13,8 @@ from hybrid.data.parse.column_layout import CRITEO_DENSE, CRITEO_SPARSE
 def clicks(num_rows: int) -> list[tuple[int, float, str, str]]:
     """Return rows of label, x, user and item; the label depends on x and the user."""
     random = np.random.default_rng(1)
-    x, user, item = (
-        random.normal(size=num_rows),
-        random.integers(9, size=num_rows),
-        random.integers(50, size=num_rows),
-    )
+    x, user = random.normal(size=num_rows), random.integers(9, size=num_rows)
+    item = random.integers(50, size=num_rows)
     label = (x + (user % 3) + random.normal(size=num_rows) > 1).astype(int)
     return [
         (int(y), round(float(v), 3), f"u{u}", f"i{i}")

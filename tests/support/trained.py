@@ -89,7 +89,8 @@ def shop_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
         "weight": "importance",
         "group": "user",
     }
-    merged: dict[str, Mapping[str, object]] = {
+    defaults: dict[str, Mapping[str, object]] = {
+        "data": data,
         "tasks.click": {"label": "clicked"},
         "tasks.buy": {"label": "bought", "mask": "clicked"},
         "tasks.spent": {"type": "regression"},
@@ -103,27 +104,20 @@ def shop_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
         "columns.user_item": {"kind": "cross", "source": ["user", "item"], "vocabulary": "hash(50)"},
         "columns.tags": {"kind": "weighted", "pooling": "mean"},
         "columns.seen": {"max_ids": 2, "too_many_ids": "keep_last", "pooling": "max"},
-        **sections,
-        "data": {**data, **sections.get("data", {})},
     }
-    return clicks_config(folder, **merged)
+    return clicks_config(folder, **_merged(defaults, sections))
 
 
 def history_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
     """Return the configuration of a run on :func:`write_shop` with sequences of items and weighted ids."""
-    data = {
-        "path": write_shop(folder / "shop.csv"),
-        "dense": ["price"],
-        "sparse": ["user", "item", "seen", "tags"],
-    }
-    merged: dict[str, Mapping[str, object]] = {
+    sparse = ["user", "item", "seen", "tags"]
+    defaults: dict[str, Mapping[str, object]] = {
+        "data": {"path": write_shop(folder / "shop.csv"), "dense": ["price"], "sparse": sparse},
         "columns.seen": {"max_ids": 3, "too_many_ids": "keep_last", "pooling": "none"},
         "columns.tags": {"kind": "weighted", "max_ids": 3, "pooling": "none"},
         "tables.item": {"features": ["item", "seen"]},
-        **sections,
-        "data": {**data, **sections.get("data", {})},
     }
-    return clicks_config(folder, **merged)
+    return clicks_config(folder, **_merged(defaults, sections))
 
 
 def predicted_columns(
@@ -192,16 +186,22 @@ def clicks_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
         "split": "random(0.4)",
         "cache_folder": folder / "prepared",
     }
-    merged: dict[str, Mapping[str, object]] = {
+    defaults: dict[str, Mapping[str, object]] = {
+        "data": data,
         "embedding": {"dim": 4, "placement": "row"},
         "train": {"batch_size": 32},
-        **sections,
-        "data": {**data, **sections.get("data", {})},
     }
+    merged = _merged(defaults, sections)
     return load_config(
-        None,
-        [f"{section}.{key}={value}" for section, keys in merged.items() for key, value in keys.items()],
+        None, [f"{name}.{key}={value}" for name in merged for key, value in merged[name].items()]
     )
+
+
+def _merged(
+    defaults: Mapping[str, Mapping[str, object]], sections: Mapping[str, Mapping[str, object]]
+) -> dict[str, Mapping[str, object]]:
+    """Return sections of a configuration; keys of [data] that are not given have their defaults."""
+    return {**defaults, **sections, "data": {**defaults["data"], **sections.get("data", {})}}
 
 
 def write_trained(folder: Path, config: RunConfig) -> Path:

@@ -31,15 +31,7 @@ from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import make_routes
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from workers.planning import (
-    Hosts,
-    Plan,
-    distinct_rows,
-    expected_data,
-    make_plan,
-    print_plan,
-    traffic,
-)
+from workers.planning import Hosts, Plan, distinct_rows, expected_data, make_plan, print_plan, traffic
 
 HOST = Hosts(1, 2.0**34, 1e9)
 Printed: TypeAlias = Callable[..., str]
@@ -61,14 +53,19 @@ def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Printed:
 
 
 def test_output_has_each_table_and_worker(printed: Printed) -> None:
-    all_rows = TableSection(optimizer="adam(all_rows = true)")
-    of_tables, of_workers, *_ = printed(tables={"C3": all_rows}).split("\n\n")
-    assert len(re.findall(r"(?m)^C\d+ .* worker [01]", of_tables)) == 26
+    tables = {"C1": TableSection(placement="row"), "C3": TableSection(optimizer="adam(all_rows = true)")}
+    of_tables, of_workers, of_transfers, _ = printed(tables=tables).split("\n\n")
+    placements = dict(re.findall(r"(?m)^(C\d+) .* (workers? [\d, ]+?) *$", of_tables))
+    assert set(placements) == {f"C{k}" for k in range(1, 27)}
+    assert placements.pop("C1") == "workers 0, 1"
+    assert set(placements.values()) == {"worker 0", "worker 1"}
     assert [line.split()[0] for line in of_tables.splitlines() if "adam, all rows " in line] == ["C3"]
     by_worker = [line.split() for line in of_workers.splitlines()[1:]]
     assert [cells[0] for cells in by_worker] == ["0", "1"]
-    assert sum(int(cells[1]) for cells in by_worker) == 26
+    assert sum(int(cells[1]) for cells in by_worker) == 27
     assert sum(int(cells[2].replace(",", "")) for cells in by_worker) > 150_000
+    assert max(len(line.rstrip()) for line in of_tables.splitlines()) <= 70
+    assert [line[:17] for line in of_transfers.splitlines()[1:]] == ["trainer -> worker", "worker -> trainer"]
 
 
 def test_output_has_the_side_that_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

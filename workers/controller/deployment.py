@@ -70,11 +70,7 @@ class Deployment:
         return [*self.trainers, *self.hosted]
 
     def flush(self, meanwhile: Callable[[], object]) -> None:
-        """Wait until the workers have the gradients of all steps; updates may still run.
-
-        Args:
-            meanwhile: called repeatedly during the wait.
-        """
+        """Wait until the workers have the gradients of all steps; updates may still run."""
         transport.gather([trainer.call(Trainer.flush) for trainer in self.trainers], meanwhile)
 
 
@@ -176,7 +172,6 @@ class HeldCheckpoint:
     """A checkpoint whose parts the roles hold in memory until it is written.
 
     Attributes:
-        folder: of the checkpoint.
         manifest: without the list of files.
         texts: text files, by name.
         reports: see :class:`StoredCounts`.
@@ -241,7 +236,7 @@ def hold(
 
     Args:
         is_copied: whether workers hold copies.
-        meanwhile: called repeatedly during the wait.
+        meanwhile: see :func:`hybrid.transport.gather`.
     """
     deployed.flush(meanwhile)
     bulk = BULK_TIMEOUT_SECONDS

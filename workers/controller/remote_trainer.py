@@ -62,11 +62,8 @@ class Trainer:
 
     Args:
         index: this trainer's index.
-        blueprint: blueprint of the nets and tables.
         placement: the worker of each row.
-        rules: how gradients become updates.
         remote_tables: a stub for every worker that holds rows.
-        remote_net: the remote dense net, or None.
         data_source: location of the prepared data, for :func:`open_split`; None if the caller gives batches.
         settings: this role's values of keys marked "by host".
     """
@@ -138,7 +135,7 @@ class Trainer:
             steps_before: steps taken since the start of the run.
         """
         if self._stream is None or self._position != (epoch, first_step):
-            self._close_stream()
+            self.close()
             self._stream = self._loaders[TRAIN].batches(epoch, first_step)
             self._engine.begin(self._stream, steps_before)
         self._position = (epoch, first_step + num_steps)
@@ -159,7 +156,7 @@ class Trainer:
             DataError: a batch has other features or tasks than the job, an invalid label or weight, or, with
                 a ranking loss, a split group; or ids of an unweighted feature have weights.
         """
-        self._close_stream()
+        self.close()
         spec = self._spec
         empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
         batches = make_batches(self._index)
@@ -262,7 +259,7 @@ class Trainer:
         Raises:
             CheckpointError: the checkpoint has another net.
         """
-        self._close_stream()
+        self.close()
         stored = unpack_dense(Checkpoint.open(folder).tensors(name))
         net, state = self._placement.local_state(self._engine.model.net, *stored)
         load_state(self._engine.model.net, net, folder)
@@ -278,9 +275,6 @@ class Trainer:
 
     def close(self) -> None:
         """End the background reading of data."""
-        self._close_stream()
-
-    def _close_stream(self) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None

@@ -53,8 +53,6 @@ class Session:
     """The tables, trainers and perhaps the remote net of a running job.
 
     Args:
-        topology: the roles of the cluster.
-        config: the configuration of the job.
         input_spec: the features of a batch.
         total_steps: number of steps of the run; learning rates may depend on it.
         ids_per_sample: mean number of ids of multi-hot features, for the placement of tables.
@@ -64,9 +62,7 @@ class Session:
         HybridError: a worker's host has no memory for its tables.
 
     Attributes:
-        config: the configuration of the job.
         warning: a warning to show before training; None if there is none.
-        blueprint: blueprint of the nets and tables.
         placement: the worker of each row.
         recorded: the steps that every role records for [profile], from the start or resume of the run.
         meanwhile: called repeatedly while the session waits for roles.
@@ -220,10 +216,7 @@ class Session:
         self.meanwhile()  # the attribute may change during a wait
 
     def _on_trainers(
-        self,
-        timeout_seconds: float,
-        method: Callable[[Trainer, *Arguments], Result],
-        *args: *Arguments,
+        self, timeout_seconds: float, method: Callable[[Trainer, *Arguments], Result], *args: *Arguments
     ) -> list[Result]:
         calls = [t.call(method, *args, timeout_seconds=timeout_seconds) for t in self.trainers]
         try:
@@ -244,7 +237,6 @@ class DatasetSession(Session):
         best_auc: the best reachable AUC of the first task on the test samples; None if it is unknown or
             metrics are weighted.
         limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
-        total_steps: number of steps of the run.
     """
 
     def __init__(self, topology: Topology, config: RunConfig, data_folder: StoragePath) -> None:
@@ -284,9 +276,12 @@ class DatasetSession(Session):
 
     def evaluate(self, steps_before: int, split: str = TEST) -> Metrics:
         """Return metrics over all samples of a split, with the model after ``steps_before`` steps."""
-        parts = [each for predictions in self.evaluation(steps_before, split) for each in predictions]
+        return self.metrics([each for some in self.evaluation(steps_before, split) for each in some])
+
+    def metrics(self, predictions: Sequence[Predictions]) -> Metrics:
+        """Return metrics over the samples of predictions."""
         is_weighted = self.config.data.weighted_metrics
-        return Predictions.concatenate(parts).metrics(self.config.all_tasks, is_weighted=is_weighted)
+        return Predictions.concatenate(predictions).metrics(self.config.all_tasks, is_weighted=is_weighted)
 
     def evaluation(self, steps_before: int, split: str) -> Iterator[list[Predictions]]:
         """Yield the predictions of all trainers for a split, for several steps at a time."""
@@ -311,5 +306,4 @@ class DatasetSession(Session):
         super().load(stored)
 
     def _timeout_seconds(self, num_steps: int) -> float:
-        cluster = self.config.cluster
-        return cluster.timeout_seconds + num_steps * cluster.timeout_seconds
+        return (1 + num_steps) * self.config.cluster.timeout_seconds

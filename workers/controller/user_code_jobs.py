@@ -210,7 +210,6 @@ class Script(Backend):
 
     Args:
         index: this trainer's index.
-        config: configuration of the run.
         task: the script, with its absolute path.
         settings: this role's values of keys marked "by host".
     """

@@ -44,7 +44,6 @@ class Interval:
     """The steps since the last log step.
 
     Attributes:
-        num_steps: number of steps.
         seconds: time of the trainers for these steps.
         phase_seconds: time by phase, mean over the trainers; in a resumed run, since the resume.
         reports: reports of each trainer, one per call.
@@ -162,7 +161,6 @@ class TrainingState(NamedTuple):
     Attributes:
         step, epoch: number of completed steps and epochs.
         metrics: metrics of the last evaluation, if there was one.
-        counts: the counts of the run.
         owes_evaluation: whether an evaluation of this step is due and not done.
     """
 
@@ -195,7 +193,6 @@ class Checkpoints:
     a run must succeed.
 
     Args:
-        session: the job to save.
         run: folder for checkpoints and their log entries.
         section: configuration: when checkpoints are due, how many are kept, and the metric of the best.
         warn: called with each warning, also by the thread that writes.

@@ -66,7 +66,6 @@ class Difference:
     """The difference of two tensors that should be equal.
 
     Attributes:
-        name: name of the tensor.
         largest: largest absolute difference.
         ratio: largest difference as a fraction of the tolerance.
     """
@@ -228,14 +227,12 @@ class Comparison:
         expected = reference_snapshot(reference)
         expected[TensorName("loss of every step")] = torch.tensor(expected_losses, dtype=self._dtype)
         evaluated = []
-        tasks, section = self._config.all_tasks, self._config.data
+        tasks = self._config.all_tasks
         for split, of_split in metrics.items():
-            loader = BatchLoader(
-                open_split(data_folder, split, section), batch_size=self._config.train.batch_size
-            )
-            with loader.batches(0) as batches:
+            held = open_split(data_folder, split, self._config.data)
+            with BatchLoader(held, batch_size=self._config.train.batch_size).batches(0) as batches:
                 predictions = [Predictions.of(b, reference.outputs(b), blueprint.sequences) for b in batches]
-            single = Predictions.concatenate(predictions).metrics(tasks, is_weighted=section.weighted_metrics)
+            single = session.metrics(predictions)
             scores = [metric_name(tasks, name, task.main_metric) for name, task in tasks.items()]
             evaluated += [
                 f"{split} {metric_title(name)}: cluster {of_split[name]:.6f}, one process {single[name]:.6f}"

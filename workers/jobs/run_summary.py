@@ -26,12 +26,10 @@ class Outcome:
     """How a run has ended.
 
     Attributes:
-        session: the session of the run.
         step: the last step.
         tested: the step and the metrics of the model on the test rows; None without test rows.
         validation: the metrics of the last step on the validation rows, if there are such rows.
         best: the best checkpoint, if there is one.
-        counts: the counts of the run.
     """
 
     session: DatasetSession
@@ -89,11 +87,8 @@ class Outcome:
             results[f"test {metric_title(score)}"] = "none: there are no test rows"
         else:
             step, metrics = self.tested
-            reachable = (
-                ""
-                if self.session.best_auc is None
-                else f" (best reachable {format_number(self.session.best_auc)})"
-            )
+            best_auc = self.session.best_auc
+            reachable = "" if best_auc is None else f" (best reachable {format_number(best_auc)})"
             ended = shared if self._limit == PATIENCE else ""
             value = f"{format_number(metrics[score])} at step {step:,}{reachable}{ended}"
             results[f"test {metric_title(score)}"] = value

@@ -151,11 +151,9 @@ class Training:
         if best is None or best.metric != self._config.best_by:
             # Evaluations of the run do not count if another metric selected the best of them.
             best, self._patience_start = None, step - self._owes_evaluation
-        rules = self._config.train, session.steps_per_epoch
         has_reports = PROGRESS_FILE in checkpoint.manifest.files
         self._counts = RunCounts.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
-        has_ended = is_patience_over(*rules, best, step, self._patience_start, self._counts.undefined)
-        if has_ended and (self._task.folder / RESULT_FILE).exists():
+        if self._has_lost_patience(session, best, step) and (self._task.folder / RESULT_FILE).exists():
             by = metric_title(self._config.best_by)
             rule = f"the run ended without a better {by}; raise it to continue"
             raise ConfigError(PATIENCE, rule, self._config.train.patience)
@@ -190,10 +188,12 @@ class Training:
         """Whether the run has finished."""
         if self._owes_evaluation:
             return False
-        rules, best = (self._config.train, session.steps_per_epoch), self._checkpoints.expected_best
-        undefined = self._counts.undefined
-        has_lost_patience = is_patience_over(*rules, best, self._step, self._patience_start, undefined)
-        return self._step >= session.total_steps or has_lost_patience
+        best = self._checkpoints.expected_best
+        return self._step >= session.total_steps or self._has_lost_patience(session, best, self._step)
+
+    def _has_lost_patience(self, session: DatasetSession, best: Best | None, step: int) -> bool:
+        rules = self._config.train, session.steps_per_epoch
+        return is_patience_over(*rules, best, step, self._patience_start, self._counts.undefined)
 
     def _take_steps(self, session: DatasetSession, view: TerminalView) -> None:
         per_epoch, total = session.steps_per_epoch, session.total_steps
@@ -277,8 +277,7 @@ class Training:
             if self._stop.is_requested:
                 return None
             predictions += chunk
-        is_weighted = session.config.data.weighted_metrics
-        metrics = Predictions.concatenate(predictions).metrics(self._tasks, is_weighted=is_weighted)
+        metrics = session.metrics(predictions)
         self._folder.log_evaluation(split, step, metrics)
         return metrics
 

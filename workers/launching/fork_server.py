@@ -72,11 +72,7 @@ class ProcessEnd:
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the system kill this process when its parent ends, even if this process is frozen.
-
-    Args:
-        parent: pid of the parent.
-    """
+    """Make the system kill this process when its parent ends, even if this process is frozen."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -94,12 +90,7 @@ def name_process(name: str) -> None:
 
 
 def serve(descriptor: int, launcher: int) -> None:
-    """Run the server until the launcher ends.
-
-    Args:
-        descriptor: of the connection to the launcher.
-        launcher: pid of the launcher.
-    """
+    """Run the server until the launcher ends; ``descriptor`` is of the connection to it."""
     end_with_parent(launcher)
     name_process("fork server")
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # with them, all trainers would use the same GPU

@@ -57,7 +57,6 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
 
     Args:
         folder: for the roles' logs.
-        task: the work of the cluster.
         lock: descriptor of the folder's lock, which every role inherits.
 
     Raises:

@@ -20,12 +20,12 @@ from hybrid.security.secret import Secret
 from hybrid.storage.files import open_reader
 from hybrid.storage.private_files import make_folder, open_file
 from hybrid.topology import MASTER, Role, RoleKind
-from hybrid.user_code.user_modules import log_traceback
+from hybrid.user_code.user_modules import describe_error, log_traceback, needs_traceback
 from workers.cluster_task import ScriptTask, Task, TrainTask
 from workers.console.messages import Verbosity, logging_to_stderr, verbosity
 from workers.console.output_stream import tolerate_lost_output
 from workers.exit_codes import STOP_REQUEST, Cause, ExitCode, cause_of, exit_code
-from workers.launching.fork_server import ForkServer
+from workers.launching.fork_server import ForkServer, ProcessEnd
 from workers.rendezvous.host_setup import MasterAddress
 from workers.rendezvous.interrupt import end_now
 from workers.run_folder.run_access import log_path, run_write_errors
@@ -69,7 +69,6 @@ def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
     """
     try:
         from hybrid import transport
-        from hybrid.user_code.user_modules import describe_error, needs_traceback
     except ImportError:  # which is also the cause of the failure
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return RoleFailure(f"{role}: {text}", Cause.EXCEPTION)
@@ -116,16 +115,12 @@ class RoleProcess:
     def __post_init__(self) -> None:
         self._log_bytes_before = self.log.stat().st_size if self.log.exists() else 0
 
-    def record_end(self, exit_code: int, report: object) -> None:
-        """Record that the process has ended.
-
-        Args:
-            exit_code: of the process; minus the number of the signal if a signal killed it.
-            report: the RoleFailure that the role has reported, if any.
-        """
+    def record_end(self, end: ProcessEnd) -> None:
+        """Record that the process has ended, and its failure if it has failed."""
         self.has_ended = True
-        if exit_code:
-            self.failure = report if isinstance(report, RoleFailure) else self._infer_failure(exit_code)
+        if end.exit_code:
+            has_report = isinstance(end.report, RoleFailure)
+            self.failure = end.report if has_report else self._infer_failure(end.exit_code)
 
     def _infer_failure(self, exit_code: int) -> RoleFailure:
         """Return the failure of a role that has not reported one."""
@@ -151,7 +146,6 @@ class RoleProcesses:
     """All roles of a cluster, as processes of this machine.
 
     Args:
-        server: forks the roles.
         folder: for the logs of the roles.
 
     Attributes:
@@ -225,7 +219,7 @@ class RoleProcesses:
     def _handle_event(self, timeout_seconds: float) -> None:
         event = self._server.event(timeout_seconds)
         if event is not None:
-            self._processes[event.name].record_end(event.exit_code, event.report)
+            self._processes[event.name].record_end(event)
             _LOG.info("%s ended with exit code %d", event.name, event.exit_code)
             if self._ended_at is None and (event.exit_code or event.name == str(MASTER)):
                 self._ended_at = time.monotonic()

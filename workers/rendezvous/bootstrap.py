@@ -212,7 +212,7 @@ def lead(
         own_address, seconds = MasterAddress(address, port), section.start_timeout_seconds
         with _open_store(partial(connect, own_address, secret, interval, seconds), seconds) as store:
             try:
-                members = _await_members(store, section.topology, section.start_timeout_seconds)
+                members = _await_members(store, section.topology, seconds)
                 cluster = JoinedCluster(MASTER, section.topology, store, members, rendezvous)
                 with _torch_groups(cluster, config, secret, interface, ()):
                     yield cluster

@@ -44,7 +44,6 @@ class SharedSlots:
 
     Args:
         members: the trainers, by rank.
-        rank: rank of this trainer among the members.
         peers: a connected socket for every other rank.
         memory: the slots of each rank.
     """
@@ -65,12 +64,7 @@ class SharedSlots:
 
     @classmethod
     def join(
-        cls,
-        group: dist.ProcessGroup,
-        trainer: int,
-        slot_bytes: int,
-        may_share: bool,
-        timeout_seconds: float,
+        cls, group: dist.ProcessGroup, trainer: int, slot_bytes: int, may_share: bool, timeout_seconds: float
     ) -> SharedSlots | None:
         """Connect the trainers of ``group``, all of which call this; None if they cannot share memory.
 

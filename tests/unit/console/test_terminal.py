@@ -15,11 +15,7 @@ from support.commands import ROOT
 from hybrid.config import RunConfig
 from hybrid.config.task_sections import shown_metrics
 from hybrid.metrics import BinaryMetrics
-from workers.console.terminal import (
-    TerminalView,
-    TrainingProgress,
-    transient_status,
-)
+from workers.console.terminal import TerminalView, TrainingProgress, transient_status
 
 PROGRESS = TrainingProgress(
     step=1200,

@@ -16,8 +16,8 @@ import pytest
 from support.checkpoints import Call, names
 from support.commands import eventually
 from support.shards import PATIENCE_SECONDS
+from support.stopped_runs import saved_steps
 
-from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import Best, Manifest, step_folder, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import CheckpointSection, RunConfig
@@ -100,10 +100,7 @@ class Run:
 
     @property
     def stored(self) -> list[int]:
-        return sorted(
-            checkpoint_folders.parse_step(folder)
-            for folder in checkpoint_folders.list_checkpoints(self.folder.path)
-        )
+        return sorted(saved_steps(self.folder.path))
 
     @property
     def logged(self) -> list[int]:

@@ -16,6 +16,7 @@ from workers.cluster_task import ScriptTask
 from workers.console.messages import Verbosity
 from workers.exit_codes import Cause, ExitCode
 from workers.launching import role_processes
+from workers.launching.fork_server import ProcessEnd
 from workers.launching.role_processes import (
     RoleFailure,
     RoleProcess,
@@ -44,7 +45,7 @@ def make_failure(exit_code: int, logged: str = "", report: object = None) -> Rol
     if logged:
         with LOG.open("a") as file:
             file.write(logged)
-    process.record_end(exit_code, report)
+    process.record_end(ProcessEnd(str(WORKER), exit_code, report))
     assert process.has_ended
     assert process.failure is not None
     return process.failure
@@ -52,7 +53,7 @@ def make_failure(exit_code: int, logged: str = "", report: object = None) -> Rol
 
 def test_a_report_counts_and_a_normal_end_is_no_failure() -> None:
     failure, process = RoleFailure("it is out of cheese", Cause.EXCEPTION), RoleProcess(WORKER, LOG)
-    process.record_end(0, None)
+    process.record_end(ProcessEnd(str(WORKER), 0))
     assert (process.has_ended, process.failure) == (True, None)
     assert make_failure(1, report=failure) is failure
 

@@ -18,11 +18,7 @@ from hybrid.config import ColumnSection
 from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.topology import Role, RoleKind
 from workers.exit_codes import ExitCode, StopMessage
-from workers.rendezvous.heartbeat import (
-    HeartbeatSender,
-    own_versions,
-    register,
-)
+from workers.rendezvous.heartbeat import HeartbeatSender, own_versions, register
 from workers.rendezvous.interrupt import LostRoleError, StoppedError
 from workers.rendezvous.secure_channel import LARGEST_FRAME, Channel, MasterChannel
 

@@ -1,4 +1,4 @@
-"""The cluster's store is a store as torch's own, and a role that waits on it can be interrupted."""
+"""The store of a cluster equals a store of torch, and a wait for a key can be interrupted."""
 
 import signal
 import threading
@@ -22,19 +22,19 @@ FROZEN_SECONDS = 0.3
 
 
 @pytest.fixture(scope="module")
-def open_meeting() -> Iterator[OpenRendezvous]:
+def rendezvous() -> Iterator[OpenRendezvous]:
     with open_rendezvous() as opened:
         yield opened
 
 
 @pytest.fixture
-def store(open_meeting: OpenRendezvous) -> Iterator[RendezvousStore]:
-    with open_meeting.store() as opened:
+def store(rendezvous: OpenRendezvous) -> Iterator[RendezvousStore]:
+    with rendezvous.store() as opened:
         yield opened
 
 
 def history(store: dist.Store) -> list[object]:
-    """What a store answers to everything that torch asks of one."""
+    """Return the responses of a store to all operations of torch."""
     store.set("text", "a")
     store.set("bytes", b"\0\xff".decode("latin-1"))
     return [
@@ -82,25 +82,27 @@ def test_threads_share_a_store(store: RendezvousStore) -> None:
     assert sums == [1] * 50
 
 
-@pytest.mark.parametrize("question", ["get", "wait"])
+@pytest.mark.parametrize("operation", ["get", "wait"])
 def test_a_wait_ends_when_the_last_key_comes(
-    question: str, store: RendezvousStore, open_meeting: OpenRendezvous
+    operation: str, store: RendezvousStore, rendezvous: OpenRendezvous
 ) -> None:
-    first, last = f"{question} first", f"{question} last"
-    with ThreadPoolExecutor(1) as pool, open_meeting.store() as other:
-        asked = pool.submit(store.get, last) if question == "get" else pool.submit(store.wait, [last, first])
+    first, last = f"{operation} first", f"{operation} last"
+    with ThreadPoolExecutor(1) as pool, rendezvous.store() as other:
+        waiting = (
+            pool.submit(store.get, last) if operation == "get" else pool.submit(store.wait, [last, first])
+        )
         other.set(first, "")
         with pytest.raises(TimeoutError):
-            asked.result(MOMENT.total_seconds())
-        store.set(last, "word")  # the same store answers others meanwhile
-        assert asked.result(SECONDS) == (b"word" if question == "get" else None)
+            waiting.result(MOMENT.total_seconds())
+        store.set(last, "word")  # the same store serves other requests meanwhile
+        assert waiting.result(SECONDS) == (b"word" if operation == "get" else None)
 
 
-def test_a_wait_ends_at_the_timeout(store: RendezvousStore, open_meeting: OpenRendezvous) -> None:
+def test_a_wait_ends_at_the_timeout(store: RendezvousStore, rendezvous: OpenRendezvous) -> None:
     began = time.monotonic()
     with pytest.raises(dist.DistStoreError, match=r"'wait' of \('no', 'such'\) timed out after 0.02 s"):
         store.wait(["no", "such"], MOMENT)
-    with open_meeting.store(MOMENT.total_seconds()) as impatient:
+    with rendezvous.store(MOMENT.total_seconds()) as impatient:
         with pytest.raises(dist.DistStoreError, match="'get'"):
             impatient.get("no")
         with pytest.raises(dist.DistStoreError, match="'wait'"):
@@ -110,7 +112,7 @@ def test_a_wait_ends_at_the_timeout(store: RendezvousStore, open_meeting: OpenRe
 
 
 class Interrupted(Exception):
-    """What the handler of a signal raises."""
+    """Raised by the handler of a signal."""
 
 
 def test_an_interrupted_wait_leaves_the_store_usable(store: RendezvousStore) -> None:
@@ -125,21 +127,21 @@ def test_an_interrupted_wait_leaves_the_store_usable(store: RendezvousStore) -> 
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    store.set("after", "the answer to this question")
-    assert store.get("after") == b"the answer to this question"
+    store.set("after", "a value")
+    assert store.get("after") == b"a value"
 
 
 @pytest.mark.parametrize("through", ["Python", "C++"])
 def test_a_frozen_master_is_named(through: str) -> None:
     with open_rendezvous(FROZEN_SECONDS) as opened, opened.store() as store:
-        asked = store if through == "Python" else dist.PrefixStore("within", store)
-        assert asked.add("number", 1) == 1
+        client = store if through == "Python" else dist.PrefixStore("within", store)
+        assert client.add("number", 1) == 1
         with opened.frozen():
             with pytest.raises(ClusterError, match=r"^the master is frozen: no heartbeat for 0.3 s \("):
-                asked.add("number", 1)
+                client.add("number", 1)
             with pytest.raises(ClusterError, match=r"^the master is frozen"):  # a new connection
-                asked.check(["number"])
-        assert asked.check(["number"])
+                client.check(["number"])
+        assert client.check(["number"])
 
 
 def test_without_the_master_there_is_an_error_at_once() -> None:

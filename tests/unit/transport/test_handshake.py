@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import psutil
@@ -223,20 +223,13 @@ def test_trainers_connect_among_many_unauthenticated_peers(
 
 @pytest.mark.parametrize("num_bytes", [0, 4096], ids=["no memory", "short memory"])
 def test_a_trainer_without_valid_memory_is_rejected(worker: Worker, num_bytes: int) -> None:
-    with worker.address.connect() as connection, descriptor_of_memory(num_bytes) as descriptor:
+    with worker.address.connect() as connection, os.fdopen(create_memory(num_bytes), "rb") as memory:
         nonce, random = connection.recv(NONCE_BYTES, socket.MSG_WAITALL), os.urandom(NONCE_BYTES)
         sending, _ = trainer(0).directions(WORKER, nonce + random)
         hello = struct.pack("<I", 0) + random + sending.seal(b"")
-        socket.send_fds(connection, [hello], [descriptor] if num_bytes else [])
+        socket.send_fds(connection, [hello], [memory.fileno()] if num_bytes else [])
         assert connection.recv(1) == b""
     worker.check_missing_trainers_connect(0, 1)
-
-
-@contextmanager
-def descriptor_of_memory(num_bytes: int) -> Iterator[int]:
-    descriptor = create_memory(num_bytes)
-    yield descriptor
-    os.close(descriptor)
 
 
 def test_descriptors_of_unauthenticated_peers_are_closed(worker: Worker) -> None:
