@@ -16,7 +16,6 @@ from hybrid.config.splits import (
     VALIDATION,
     VALIDATION_CALLS,
     Holdout,
-    holdouts,
 )
 from hybrid.errors import ConfigError
 
@@ -72,9 +71,7 @@ class DataSection:
         unsigned=r"(?s:(?!\s*path\b).*)",
     )
     columns: tuple[str, ...] = setting(
-        (),
-        "Column names of a CSV file without a header; empty reads the header.",
-        takes_numbers=True,
+        (), "Column names of a CSV file without a header; empty reads the header.", takes_numbers=True
     )
     delimiter: str = setting(",", "Separator of CSV columns.")
     label: str = in_files("label", "Label column of 1 and 0, unless there are sections [tasks.NAME].")
@@ -87,8 +84,7 @@ class DataSection:
         prepares=False,
     )
     group: str = model(
-        "",
-        "Column whose values group samples, such as users, for ranking losses and metrics.",
+        "", "Column whose values group samples, such as users, for ranking losses and metrics."
     )
     dense: tuple[str, ...] = in_files((), "Names of the numeric columns.")
     sparse: tuple[str, ...] = in_files((), "Names of the categorical columns.")
@@ -111,10 +107,7 @@ class DataSection:
         signatures=VOCABULARY_CALLS,
     )
     max_invalid_fraction: float = setting(
-        0.1,
-        "Largest fraction of invalid rows; 0 stops at the first invalid row.",
-        minimum=0,
-        maximum=1,
+        0.1, "Largest fraction of invalid rows; 0 stops at the first invalid row.", minimum=0, maximum=1
     )
     cache_folder: str = by_host(
         "",
@@ -153,7 +146,15 @@ class DataSection:
     @property
     def holdouts(self) -> tuple[Holdout, ...]:
         """The splits that are held out from the rows of ``path``, in the order in which they take rows."""
-        return holdouts(self.test_path, self.split, self.validation)
+        split = "none" if self.test_path else self.split
+        return tuple(
+            Holdout(name, key, call.name, call.arguments.get("column", ""), call["fraction"])
+            for name, key, call in (
+                (TEST, "data.split", SPLIT_CALLS.parse("data.split", split)),
+                (VALIDATION, "data.validation", VALIDATION_CALLS.parse("data.validation", self.validation)),
+            )
+            if "fraction" in call.arguments
+        )
 
     @property
     def splits(self) -> tuple[str, ...]:

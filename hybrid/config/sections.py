@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from hybrid.config.data_sections import ColumnSection, DataSection
 from hybrid.config.key import (
@@ -450,14 +450,13 @@ def tasks_of(tasks: Mapping[str, TaskSection], data: DataSection) -> dict[str, T
     return {name: dataclasses.replace(task, label=task.label or name) for name, task in sections.items()}
 
 
+_TYPES = get_type_hints(RunConfig)
 SECTION_TYPES: dict[str, Any] = {
-    name: hint for name, hint in get_type_hints(RunConfig).items() if dataclasses.is_dataclass(hint)
+    name: kind for name, kind in _TYPES.items() if dataclasses.is_dataclass(kind)
 }
 SECTION_KEYS: dict[str, dict[str, Key]] = {name: keys_of(section) for name, section in SECTION_TYPES.items()}
+# The sections [KIND.NAME], whose fields are Mapping[str, SECTION].
 NAMED_TYPES: dict[str, Any] = {
-    "tables": TableSection,
-    "tasks": TaskSection,
-    "columns": ColumnSection,
-    "dense_groups": DenseGroupSection,
+    name: get_args(kind)[1] for name, kind in _TYPES.items() if name not in SECTION_TYPES
 }
 NAMED_KEYS: dict[str, dict[str, Key]] = {name: keys_of(section) for name, section in NAMED_TYPES.items()}

@@ -33,14 +33,3 @@ class Holdout(NamedTuple):
     by: str
     column: str
     fraction: float
-
-
-def holdouts(test_path: tuple[str, ...], split: str, validation: str) -> tuple[Holdout, ...]:
-    """Return the splits that are held out, in the order in which they take rows; arguments as in [data]."""
-    calls = [] if test_path else [(TEST, "data.split", SPLIT_CALLS.parse("data.split", split))]
-    calls.append((VALIDATION, "data.validation", VALIDATION_CALLS.parse("data.validation", validation)))
-    return tuple(
-        Holdout(name, key, call.name, call.arguments.get("column", ""), call["fraction"])
-        for name, key, call in calls
-        if call.name in _HOLDOUTS
-    )

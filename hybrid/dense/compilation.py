@@ -51,20 +51,18 @@ def compiled(module: nn.Module, how: str, example: Sequence[Tensor]) -> nn.Modul
 
 
 def _compile(module: nn.Module, how: str, example: tuple[Tensor, ...]) -> nn.Module:
-    result: nn.Module
     if how in ("script", "trace"):
         with _torchscript, warnings.catch_warnings():
             # TorchScript is deprecated as a whole: by DeprecationWarning, from torch 2.15 by FutureWarning.
             for category in (DeprecationWarning, FutureWarning):
                 warnings.filterwarnings("ignore", r"`torch\.jit\.", category)
-            result = torch.jit.script(module) if how == "script" else _traced(module, example)
-            return result
+            script: nn.Module = torch.jit.script(module) if how == "script" else _traced(module, example)
+            return script
     for tensor in example:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     # Modules of one class share a code object, and together would reach its limit of recompilations. In torch
     # 2.13, Module.compile() compiles nothing of a Sequential.
-    result = torch.compile(module, backend=how, isolate_recompiles=True)  # type: ignore[call-overload]
-    return result
+    return torch.compile(module, backend=how, isolate_recompiles=True)  # type: ignore[call-overload,no-any-return]
 
 
 def _traced(module: nn.Module, example: tuple[Tensor, ...]) -> nn.Module:

@@ -92,7 +92,6 @@ def gather(outputs: Sequence[Any], device: Device, dim: int = 0) -> Any:
 
     Args:
         outputs: one per device, of the same structure.
-        device: the device of the result.
 
     Raises:
         ValueError: dicts differ in their number of keys, or sequences in their length.

@@ -47,7 +47,6 @@ Layout: TypeAlias = DTensorSpec
 
 _kept = threading.local()
 
-
 # How to split the submodules at these paths.
 Plan = dict[str, ParallelStyle]
 

@@ -12,11 +12,7 @@ from hybrid.user_code.user_modules import load_function
 
 
 class ReferenceLoss:
-    """The loss of a run.
-
-    Args:
-        tasks: the tasks, in the order of labels and outputs.
-    """
+    """The loss of a run whose tasks are in the order of labels and outputs."""
 
     def __init__(self, tasks: Mapping[str, TaskSection]) -> None:
         self._tasks = list(tasks.values())

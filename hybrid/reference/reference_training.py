@@ -42,7 +42,6 @@ class Reference:
     """The training of a configuration in one process.
 
     Args:
-        config: the configuration.
         input_spec: the features, in the order of the batches.
         tables: the specification of each table.
         rows: initial rows by table; copied.

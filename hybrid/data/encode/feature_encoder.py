@@ -44,7 +44,6 @@ class DenseEncoding:
     """The scaling of a numeric column.
 
     Attributes:
-        name: of the column.
         shift, scale: the scaled value of a number x is (transform(x) - shift) / scale.
         missing: the scaled value of a missing number: the scaled training mean, or 0 without scaling.
         transform: "none", or "log" for sign(x) * log(1 + |x|).
@@ -76,7 +75,6 @@ class SparseEncoding:
     """The encoding of a categorical column.
 
     Attributes:
-        name: of the column.
         vocabulary: "build" (row 1 + index in ``values``), "hash", "identity" (values are rows), or "buckets"
             (row 1 + bucket of a number).
         num_rows: rows of the table, row 0 included.
@@ -142,7 +140,6 @@ class UnknownValues:
     because new users and items appear with time.
 
     Attributes:
-        name: of the column.
         count: number of unknown values; 0 with ``vocabulary = hash``.
         num_values: number of values, missing ones excluded.
         expected: the fraction that is unknown in rows like the training rows; None for later rows.
@@ -314,9 +311,6 @@ def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBloc
     """Return counts of K categorical columns of a block, (3, K), as in :class:`UnknownValues`.
 
     These are the unknown values, all values, and the rows with several values in a column of one per row.
-
-    Args:
-        encoded: the result of ``FeatureEncoder.encode``.
     """
     counts: npt.NDArray[np.int64] = np.zeros((3, len(encoder.sparse)), np.int64)
     one_id, bags = iter(encoded.ids_BK.T), iter(encoded.bags)

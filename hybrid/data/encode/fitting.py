@@ -195,9 +195,7 @@ def group_by_vocabulary(
 
 def bucketed_numbers(column: Column, values: pa.Array) -> npt.NDArray[np.float64]:
     """Return the numbers of a column whose buckets are bounded by quantiles; empty for other columns."""
-    if column.kind == "buckets" and column.quantiles:
-        return np.asarray(values.drop_null())
-    return np.empty(0)
+    return np.asarray(values.drop_null()) if column.quantiles else np.empty(0)
 
 
 def has_several_values(column: pa.Array) -> bool:
@@ -266,7 +264,7 @@ def fit_encoder(
             encoding = replace(encoding, values=vocabulary, expected_unknown=expected)
         elif column.kind in ("buckets", "hour", "weekday"):
             bounds = DATE_BOUNDS.get(column.kind, column.bounds)
-            if column.kind == "buckets" and column.quantiles:
+            if column.quantiles:
                 bounds = statistics.quantiles_K[k].bounds(column.quantiles)
             encoding = SparseEncoding(column.name, "buckets", 2 + len(bounds), bounds=bounds)
         else:

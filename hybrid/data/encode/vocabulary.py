@@ -120,7 +120,6 @@ def write_vocabularies(path: Path, vocabularies: Sequence[Vocabulary]) -> None:
         use_dictionary=False,
         write_statistics=False,
         column_encoding={_COLUMN: "DELTA_LENGTH_BYTE_ARRAY"},
-        store_schema=True,
     ) as writer:
         for each in vocabularies:
             writer.write_table(pa.table([each.texts], schema), _GROUP_ROWS)

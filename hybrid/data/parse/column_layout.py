@@ -135,7 +135,6 @@ class Layout:
 
         Args:
             names: the columns of the file. Its path may have others (:func:`path_columns`).
-            path: of the file.
 
         Raises:
             ConfigError: a required column is missing.

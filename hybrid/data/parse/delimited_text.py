@@ -69,11 +69,9 @@ def read_lines(
 
 
 def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
-    """Yield the required columns of plain text that arrives in chunks, each row as soon as it is complete.
+    """Yield the required columns of plain text in chunks, each row as soon as it is complete.
 
-    Args:
-        path: the name of the text in messages.
-        chunks: the bytes of the text, cut anywhere.
+    ``path`` is the name of the text in messages.
     """
     blocks = _cut_to_lines(path, chunks, True, layout)
     head = b""
@@ -311,10 +309,7 @@ class _Parser:
 
 
 def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
-    """Return the names of the columns by position, and the number of lines to the end of the header.
-
-    Args:
-        head: the start of the file.
+    """Return the columns by position, and the number of lines of the header, from the start of a file.
 
     Raises:
         ConfigError: a required column is missing.
@@ -374,9 +369,7 @@ def _cut_to_lines(
     """Yield the text of ``chunks`` in normalized blocks of complete lines.
 
     Args:
-        path: of the text, for messages.
-        chunks: the bytes of the text, cut anywhere. The lines that end in a chunk are yielded before the next
-            chunk is read.
+        chunks: cut anywhere. The lines that end in a chunk are yielded before the next chunk is read.
         is_start: whether the chunks start the file, so that a byte order mark is removed.
 
     Raises:

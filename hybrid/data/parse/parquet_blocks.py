@@ -119,10 +119,7 @@ def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows:
 
 
 def check_claimed_sizes(path: StoragePath, file: pq.ParquetFile, columns: Collection[int]) -> None:
-    """Check the sizes that the metadata of a file claim.
-
-    Args:
-        columns: indices of the columns to check.
+    """Check the sizes that the metadata of a file claim for the columns at some indices.
 
     Raises:
         DataError: a column claims more than its compressed bytes can hold.

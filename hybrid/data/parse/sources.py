@@ -91,7 +91,6 @@ class Segment:
     """A segment of an input file, or the whole file.
 
     Attributes:
-        path: of the file.
         start, stop: range of bytes (Parquet: of row groups); ``stop`` is None for the end of the file.
         size: approximate number of bytes.
         rows: number of rows, for Parquet only.
@@ -150,9 +149,7 @@ def _split_text(path: StoragePath, size: int, layout: Layout, block_bytes: int) 
 
 
 def read_segment(segment: Segment, layout: Layout, block_bytes: int = BLOCK_BYTES) -> Iterator[TableBlock]:
-    """Yield the required columns of a segment, in blocks.
-
-    Lines are numbered from 1 in each segment.
+    """Yield the required columns of a segment, in blocks; lines are numbered from 1 in each segment.
 
     Raises:
         ConfigError: the file lacks a column.
@@ -186,7 +183,6 @@ def read_blocks(
     """Yield the valid rows of ``files`` in blocks, and add the invalid rows to ``log``.
 
     Args:
-        report: progress callback.
         text: bytes to read instead of the only file, whose path is then only a name in messages.
         block_bytes: bytes of one read of text.
 
@@ -252,7 +248,6 @@ def parse(
     """Return the valid rows of ``table``, and its invalid rows, each with the first reason.
 
     Args:
-        path: of the file, for messages.
         first_row: index of the first row of ``table`` over the rows of all files.
 
     Raises:

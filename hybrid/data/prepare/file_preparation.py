@@ -23,18 +23,12 @@ from hybrid.data.encode.feature_encoder import FeatureEncoder, report_unknown
 from hybrid.data.encode.fitting import FittedStatistics, fit_encoder, group_by_vocabulary
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.delimited_text import BLOCK_BYTES
-from hybrid.data.parse.sources import SEGMENT_BLOCKS, Segment, SplitValues, split_files
+from hybrid.data.parse.sources import SEGMENT_BLOCKS, RawBlock, Segment, split_files
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.holdout import Split
 from hybrid.data.prepare.spill import SegmentLog
 from hybrid.data.prepare.split_writer import LabelSums, SplitPosition, create_arrays, label_reports
-from hybrid.data.prepare.stages import (
-    UNFINISHED,
-    Piece,
-    encode_piece,
-    fit_piece,
-    parse_segment,
-)
+from hybrid.data.prepare.stages import UNFINISHED, Piece, encode_piece, fit_piece, parse_segment
 from hybrid.data.prepare.vocabulary_order import RankJob, rank_values
 from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
 from hybrid.errors import ConfigError, DataError
@@ -197,7 +191,7 @@ class FilesPreparation:
                 names = ", ".join(dict.fromkeys(str(segment.path) for segment in each))
                 raise DataError(f"{names}: no rows; check {PATH_KEYS[split]}")
             if split == TRAIN:
-                held_out = Split.all_of(self._config, partial(_read_holdouts, pieces))
+                held_out = Split.all_of(self._config, partial(_read_rows, pieces))
                 pieces = [piece._replace(held_out=held_out) for piece in pieces]
             all_pieces += pieces
         return all_pieces, reports
@@ -300,11 +294,10 @@ class FilesPreparation:
         self._progress.add(rows, self._fraction or None)
 
 
-def _read_holdouts(
-    pieces: Sequence[Piece],
-) -> Iterator[tuple[npt.NDArray[np.int64], Mapping[str, SplitValues]]]:
+def _read_rows(pieces: Sequence[Piece]) -> Iterator[RawBlock]:
+    """Yield the blocks of pieces without columns of data.sparse."""
     for piece in pieces:
-        yield from spill.read_holdouts(piece.folder, piece.first_row)
+        yield from spill.read_piece(piece.folder, piece.first_row, ())
 
 
 class _StoppedError(Exception):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from hybrid.data.encode.fitting import ValueCounts
 from hybrid.data.encode.vocabulary import text_bounds
-from hybrid.data.parse.sources import RawBlock, SplitValues
+from hybrid.data.parse.sources import RawBlock
 from hybrid.data.values.column_values import is_list
 from hybrid.data.values.invalid_rows import InvalidRow, Reason
 from hybrid.data.values.model_columns import Targets
@@ -81,11 +81,7 @@ def piece_folder(segment: Path, piece: int) -> Path:
 
 
 def write_piece(folder: Path, blocks: Sequence[RawBlock], first_row: int) -> None:
-    """Write consecutive blocks as a piece.
-
-    Args:
-        first_row: the first of the ``source_rows_B`` of the blocks.
-    """
+    """Write consecutive blocks as a piece; ``first_row`` is the first of their ``source_rows_B``."""
     folder.mkdir()
     columns = [_encode_column(column) for column in zip(*(block.sparse for block in blocks), strict=True)]
     is_float32 = all(
@@ -155,45 +151,30 @@ def read_values(folder: Path) -> list[pa.Array]:
     return [column.flatten() for column in batch.columns]
 
 
-def read_holdouts(
-    folder: Path, first_row: int
-) -> Iterator[tuple[npt.NDArray[np.int64], Mapping[str, SplitValues]]]:
-    """Yield the row numbers of each block of a piece, and its :attr:`RawBlock.held_out_by`."""
-    for batch in _read_batches(folder):
-        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        yield first_row + np.asarray(columns["row"]).astype(np.int64), _held_out_by(columns)
-
-
-def _held_out_by(columns: Mapping[str, pa.Array]) -> dict[str, SplitValues]:
-    prefix = _HELD_OUT_BY
-    return {n.removeprefix(prefix): np.asarray(each) for n, each in columns.items() if n.startswith(prefix)}
-
-
 def read_piece(folder: Path, first_row: int, values: Sequence[pa.Array]) -> Iterator[RawBlock]:
     """Yield the blocks of a piece.
 
     Args:
         first_row: the first row of the piece among all rows.
-        values: for each column of data.sparse, the values that replace its codes.
+        values: for each column of data.sparse, the values that replace its codes; empty for no such column.
     """
-    for batch in _read_batches(folder):
-        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        arrays = {name: _to_numpy(columns[name]) for name in _ARRAYS if name in columns}
-        yield RawBlock(
-            arrays.get("dense", np.empty((len(batch), 0))).astype(np.float64),
-            tuple(_decode(columns[f"sparse_{k}"], each) for k, each in enumerate(values)),
-            Targets(arrays["labels"], arrays.get("weights"), arrays.get("groups")),
-            first_row + arrays["row"].astype(np.int64),
-            tuple(column for name, column in columns.items() if name.startswith("weights_")),
-            _held_out_by(columns),
-        )
-
-
-def _read_batches(folder: Path) -> Iterator[pa.RecordBatch]:
     with pa.memory_map(str(folder / _ROWS)) as file:
         reader = pa.ipc.open_file(file)
-        for i in range(reader.num_record_batches):
-            yield reader.get_batch(i)
+        for batch in map(reader.get_batch, range(reader.num_record_batches)):
+            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+            arrays = {name: _to_numpy(columns[name]) for name in _ARRAYS if name in columns}
+            yield RawBlock(
+                arrays.get("dense", np.empty((len(batch), 0))).astype(np.float64),
+                tuple(_decode(columns[f"sparse_{k}"], each) for k, each in enumerate(values)),
+                Targets(arrays["labels"], arrays.get("weights"), arrays.get("groups")),
+                first_row + arrays["row"].astype(np.int64),
+                tuple(column for name, column in columns.items() if name.startswith("weights_")),
+                {
+                    name.removeprefix(_HELD_OUT_BY): np.asarray(column)
+                    for name, column in columns.items()
+                    if name.startswith(_HELD_OUT_BY)
+                },
+            )
 
 
 def _decode(column: pa.Array, values: pa.Array) -> pa.Array:

@@ -65,11 +65,7 @@ def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums])
 
 
 def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: SplitPosition) -> None:
-    """Create the arrays of a split, with room for all of its samples.
-
-    Args:
-        end: the position after the last sample.
-    """
+    """Create the arrays of a split, whose last sample is before ``end``."""
     folder.mkdir(parents=True, exist_ok=True)
     features = spec.sparse_features
     multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]
@@ -100,7 +96,6 @@ class SplitWriter:
     """Writes samples into the arrays of a split, block by block.
 
     Args:
-        folder: the folder of the arrays.
         start: the position of the first sample.
 
     Attributes:
@@ -133,11 +128,7 @@ class SplitWriter:
 
 
 def write_group_order(split: Path) -> None:
-    """Write the rows of a split by group, if they have groups; the memory is about 40 bytes per row.
-
-    Args:
-        split: the folder of its complete arrays.
-    """
+    """Write the rows of a complete split by group, if they have groups; takes about 40 bytes per row."""
     if not (split / "groups.npy").exists():
         return
     groups_N = np.load(split / "groups.npy", mmap_mode="r")

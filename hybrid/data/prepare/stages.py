@@ -95,10 +95,10 @@ class Piece(NamedTuple):
     def blocks(self, values: Sequence[pa.Array]) -> Iterator[tuple[str, RawBlock]]:
         """Yield the rows of each split, block by block; see :func:`spill.read_piece`."""
         for block in spill.read_piece(self.folder, self.first_row, values):
-            for held in self.held_out:
-                is_held_B = held.selects(block.source_rows_B, block.held_out_by)
+            for split in self.held_out:
+                is_held_B = split.selects(block)
                 if is_held_B.any():
-                    yield held.name, block.select(is_held_B)
+                    yield split.held.split, block.select(is_held_B)
                     block = block.select(~is_held_B)
             yield self.split, block
 

@@ -50,8 +50,6 @@ def compute_feature(
     """Compute a column of data.sparse from the columns of a file, for all rows.
 
     Args:
-        table: the columns of the file.
-        missing: texts that mean missing.
         reject: called with the invalid rows, whose values have no meaning.
 
     Returns:

@@ -14,20 +14,14 @@ from hybrid.config import (
     DataSection,
     DenseGroupSection,
     DenseSection,
+    EmbeddingSection,
     RunConfig,
     RunSection,
     ScheduleSection,
     TableSection,
     TrainSection,
 )
-from hybrid.config.loading import (
-    apply_settings,
-    describe,
-    load_config,
-    read_toml_text,
-    to_toml,
-    validate,
-)
+from hybrid.config.loading import apply_settings, describe, load_config, read_toml_text, to_toml, validate
 from hybrid.config.schema import json_schema
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError
@@ -234,14 +228,32 @@ def test_a_stored_configuration_with_an_unknown_key_is_refused(text: str, tmp_pa
 
 
 CSV = DataSection(format="csv", path=("x.csv",), sparse=("user",), dense=("age",))
+ALL_ROWS, ASYNC = "adam(all_rows = true)", TrainSection(update="async")
 
 
 @pytest.mark.parametrize(
     ("config", "key"),
     [
-        (RunConfig(dense=DenseSection(net="dlmr")), "dense.net"),
         (RunConfig(dense=DenseSection(net="a b:c")), "dense.net"),
         (RunConfig(dense=DenseSection(device="gpu")), "dense.device"),
+        (RunConfig(dense=DenseSection(device="cpu,cuda")), "dense.device"),
+        (RunConfig(dense=DenseSection(device="cpu,")), "dense.device"),
+        (RunConfig(dense=DenseSection(device="cuda:01")), "dense.device"),
+        (RunConfig(dense=DenseSection(compile="jit")), "dense.compile"),
+        (RunConfig(dense=DenseSection(tensor_size=3)), "dense.tensor_size"),
+        (RunConfig(dense=DenseSection(tensor_size=2, net="mine:net")), "dense.tensor_plan"),
+        (RunConfig(dense=DenseSection(tensor_size=2, compile="script")), "dense.compile"),
+        (RunConfig(dense=DenseSection(tensor_size=2, optimizer="Muon")), "dense.optimizer"),
+        (RunConfig(dense=DenseSection(tensor_size=2, device="cpu,cpu")), "dense.device"),
+        (RunConfig(dense=DenseSection(tensor_plan=("head = rowwise",))), "dense.tensor_plan"),
+        (RunConfig(embedding=EmbeddingSection(optimizer="ftrl(all_rows = true)")), "embedding.optimizer"),
+        (RunConfig(embedding=EmbeddingSection(optimizer="adam(betas = [0.9])")), "embedding.optimizer"),
+        (RunConfig(train=ASYNC, embedding=EmbeddingSection(optimizer=ALL_ROWS)), "embedding.optimizer"),
+        (RunConfig(train=ASYNC, tables={"u": TableSection(optimizer=ALL_ROWS)}), "tables.u.optimizer"),
+        (RunConfig(tables={"u": TableSection(optimizer="rowwise_adagrad(all_rows = true)")}),
+         "tables.u.optimizer"),
+        (RunConfig(tables={"u": TableSection(frozen=True, optimizer=ALL_ROWS)}), "tables.u.optimizer"),
+        (RunConfig(tables={"u": TableSection(init="zeros(1)")}), "tables.u.init"),
         (RunConfig(cluster=ClusterSection(workers=1), tables={"u": TableSection(placement="row(0, 1)")}),
          "tables.u.placement"),
         (RunConfig(tables={"u": TableSection(placement="row(-1)")}), "tables.u.placement"),
@@ -251,7 +263,6 @@ CSV = DataSection(format="csv", path=("x.csv",), sparse=("user",), dense=("age",
         (RunConfig(dense_groups={"g": DenseGroupSection()}), "dense_groups.g.parameters"),
         (RunConfig(dense_groups={"g": DenseGroupSection(parameters=("remote.*",))}),
          "dense_groups.g.parameters"),
-        (RunConfig(data=DataSection(format="criteo")), "data.path"),
         (RunConfig(data=dataclasses.replace(CSV, path=())), "data.path"),
         (RunConfig(data=dataclasses.replace(CSV, label="")), "data.label"),
         (RunConfig(data=dataclasses.replace(CSV, sparse=())), "data.sparse"),
@@ -260,7 +271,6 @@ CSV = DataSection(format="csv", path=("x.csv",), sparse=("user",), dense=("age",
         (RunConfig(data=DataSection(delimiter="")), "data.delimiter"),
         (RunConfig(data=DataSection(positive_labels=("1", "yes"), negative_labels=("yes",))),
          "data.negative_labels"),
-        (RunConfig(train=TrainSection(batch_size=0)), "train.batch_size"),
         (RunConfig(schedule=ScheduleSection(kind="one_cycle(warmup_steps = 1)")), "schedule.kind"),
         (RunConfig(schedule=ScheduleSection(kind="cosine(steps = 9, warmup_steps = 9)")), "schedule.kind"),
         (RunConfig(dense_groups={"g": DenseGroupSection(parameters=("*",), optimizer_options=("lr = 0",))}),
@@ -278,6 +288,9 @@ def test_valid_configuration_in_code_passes() -> None:
     validate(RunConfig())
     validate(RunConfig(schedule=ScheduleSection(kind="cosine(warmup_steps = 9)")))
     validate(RunConfig(data=CSV, dense=DenseSection(net="pkg.nets:mine", device="cuda:1")))
+    for update in ("sync", "lookahead"):
+        embedding, tables = EmbeddingSection(optimizer=ALL_ROWS), {"u": TableSection(optimizer=ALL_ROWS)}
+        validate(RunConfig(train=TrainSection(update=update), embedding=embedding, tables=tables))
 
 
 FULL = RunConfig(

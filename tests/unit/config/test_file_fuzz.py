@@ -28,34 +28,14 @@ VALUES = st.one_of(
     st.integers().map(str),
     st.floats().map(str),
 )
+OTHER_KEYS = ("tables.C1.dim", "tables..dim", "columns.C1.bounds", "dense_groups.g.parameters", "run", "")
+OTHER_SECTIONS = ("tables.C1", "columns.C1", "dense_groups.g", "nothing", "tables")
 OVERRIDES = st.lists(
-    st.one_of(
-        st.builds(
-            "{}={}".format,
-            st.sampled_from(
-                [
-                    *KEYS,
-                    "tables.C1.dim",
-                    "tables..dim",
-                    "columns.C1.bounds",
-                    "dense_groups.g.parameters",
-                    "run",
-                    "",
-                ]
-            ),
-            VALUES,
-        ),
-        st.text(max_size=20),
-    ),
+    st.one_of(st.builds("{}={}".format, st.sampled_from([*KEYS, *OTHER_KEYS]), VALUES), st.text(max_size=20)),
     max_size=4,
 )
 LINES = st.one_of(
-    st.sampled_from(
-        [
-            f"[{section}]"
-            for section in [*SECTION_KEYS, "tables.C1", "columns.C1", "dense_groups.g", "nothing", "tables"]
-        ]
-    ),
+    st.sampled_from([*SECTION_KEYS, *OTHER_SECTIONS]).map("[{}]".format),
     st.builds("{} = {}".format, st.sampled_from([key.partition(".")[2] for key in KEYS]), VALUES),
     st.text(max_size=20),
 )

@@ -8,13 +8,7 @@ import pytest
 
 from hybrid.config import CheckpointSection, DataSection, RunConfig, TaskSection, TrainSection
 from hybrid.config.loading import fixed_values, load_config, to_toml, validate
-from hybrid.config.task_sections import (
-    is_lower_better,
-    main_metric,
-    metric_name,
-    metric_title,
-    shown_metrics,
-)
+from hybrid.config.task_sections import is_lower_better, main_metric, metric_name, metric_title, shown_metrics
 from hybrid.errors import ConfigError
 from hybrid.input_spec import TaskSpec
 

@@ -72,12 +72,7 @@ def text(num_rows: int, seed: int, end: str = "\n") -> bytes:
     return (end.join(lines) + end).encode()
 
 
-def outcome(
-    config: RunConfig,
-    folder: Path,
-    paths: tuple[Path, ...],
-    block_bytes: int,
-) -> Any:
+def outcome(config: RunConfig, folder: Path, paths: tuple[Path, ...], block_bytes: int) -> Any:
     """Return all prepared content of some files, or the error."""
     preparation = FilesPreparation(config, folder, ignore_progress, lambda: None, block_bytes)
     try:

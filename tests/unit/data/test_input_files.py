@@ -87,8 +87,7 @@ def test_training_file_as_test_file_is_refused(tmp_path: Path) -> None:
     link.symlink_to(path)
     for twin in (path, copy, link):
         with pytest.raises(
-            ConfigError,
-            match=rf"data\.test_path = '{twin}': has the same content as {path} of data\.path",
+            ConfigError, match=rf"data\.test_path = '{twin}': has the same content as {path} of data\.path"
         ):
             find_input_files(config_of(path, test_path=(str(twin),)).data)
     empty = [tmp_path / "1.csv", tmp_path / "2.csv"]

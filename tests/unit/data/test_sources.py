@@ -136,7 +136,7 @@ def test_compressed_text(tmp_path: Path) -> None:
     for name, content in {**packed, "gz": gzip.compress(text) * 2}.items():
         block, _ = read(CSV, write(tmp_path / name, content), block_bytes=11)
         assert block.dense_BF[:, 0].tolist() == [1, 2] * 18
-        with pytest.raises(DataError, match=rf"{name}: cannot be read"):
+        with pytest.raises(DataError, match=rf"{name}: cannot be read .*data\.format"):
             read(CSV, write(tmp_path / name, content[:-9]))
 
 
@@ -209,7 +209,6 @@ NO_SUCH = "{path} has no such column; did you mean"
         ({"sparse": ("town",)}, "data.sparse = 'town': {path} has no such column; it has 'label', 'x', 'y'"),
         ({"label": "lable"}, f"data.label = 'lable': {NO_SUCH} 'label'?"),
         ({"columns": (), "label": "1"}, "data.dense = 'x': {path} has no such column; it has '1', '1', '1'"),
-        ({"delimiter": ""}, "data.delimiter = '': must be text without quotes and line breaks"),
         ({"negative_labels": ("0", "1.0")}, "data.negative_labels = '1.0': must not share values with"),
         ({"positive_labels": ()}, "data.positive_labels: must name at least one label value"),
         ({"columns": ("label", "x", "x", "y", "city")}, "data.columns = 'x': names a column twice"),
@@ -232,9 +231,6 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         list_files((str(tmp_path / "gone.csv"),), "data.test_path")
     with pytest.raises(DataError, match="the folder holds no files"):
         list_files((str(tmp_path),), "data.path")
-    cut = write(tmp_path / "cut.csv", gzip.compress(b"1,1,1,a\n" * 100)[:-10])
-    with pytest.raises(DataError, match=r"cut\.csv: cannot be read .*data\.format"):
-        read(CSV, cut)
     text = write(tmp_path / "a.parquet", "1,1,1,a\n")
     with pytest.raises(DataError, match=r"a\.parquet: cannot be read .*data\.format"):
         read(edit(format="parquet"), text)

@@ -256,9 +256,7 @@ def custom_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _custom(name: str, **dense: Any) -> tuple[RunConfig, InputSpec, Sequence[int]]:
     """Return the arguments of a function that builds a net."""
-    config = RunConfig(dense=dataclasses.replace(DenseSection(), net=name, **dense))
-    sparse = tuple(FeatureSpec(f"C{k}", num_rows=10) for k in range(3))
-    return config, InputSpec(("I0", "I1"), sparse), (3, 4, 5)
+    return _config(name, **dense), _input_spec(2), (3, 4, 5)
 
 
 @pytest.mark.usefixtures("custom_module")

@@ -97,14 +97,6 @@ class TestOutputs:
         assert output[0].device == output[1][2][0].device == torch.device(devices[0])
         assert_close(output, expected)
 
-    @pytest.mark.parametrize("devices", PAIRS)
-    @pytest.mark.parametrize("call", CALLS)
-    def test_nested_inputs(self, devices: list[str], call: Callable[..., Any]) -> None:
-        x = random(20, 3).to(devices[0])
-        inputs = (x.cos(), (x.sin(), x), x.sin())
-        output = call(Calls(lambda *inputs: inputs[1][0]), inputs, devices)
-        assert_close(output, x.sin())
-
     @pytest.mark.parametrize("devices", DEVICES)
     def test_recurrent_net_takes_the_same_step(self, devices: list[str]) -> None:
         x = torch.ones(4, 4, 30, dtype=torch.double, device=devices[0])
@@ -145,11 +137,7 @@ class TestOutputs:
         assert_close(output, layer(x), rtol=0.0, atol=TOLERANCES[dtype])
 
     @pytest.mark.parametrize(
-        ("device", "dtype"),
-        [
-            ("cpu", torch.bfloat16),
-            pytest.param("cuda:0", torch.half, marks=GPU),
-        ],
+        ("device", "dtype"), [("cpu", torch.bfloat16), pytest.param("cuda:0", torch.half, marks=GPU)]
     )
     def test_autocast_within_the_module(self, device: str, dtype: torch.dtype) -> None:
         def run(layer: nn.Linear, x: Tensor) -> Any:
@@ -533,10 +521,6 @@ def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="aot_eager")
 
 
-def num_graphs() -> int:
-    return int(counters["stats"]["unique_graphs"])
-
-
 # torch hides this warning while it compiles, but not where warnings are errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 class TestCompiledModules:
@@ -560,7 +544,7 @@ class TestCompiledModules:
             grads = [[p.grad for p in each.parameters()] for each in (module, plain)]
             assert_close(*grads)
             assert_close(dict(module.named_buffers()), dict(plain.named_buffers()))
-            assert num_graphs() == 1
+            assert counters["stats"]["unique_graphs"] == 1
 
     def test_module_keeps_parameters_and_hooks_run(self) -> None:
         module = compiled(Net())
@@ -625,11 +609,6 @@ def check_replicas(module: nn.Module, replicas: list[Any], devices: list[str]) -
 
 
 class TestScriptModules:
-    @pytest.mark.parametrize("devices", PAIRS)
-    def test_script_module_within_a_python_module(self, devices: list[str]) -> None:
-        module = nn.Sequential(seeded(script_net)).to(devices[0])
-        check_replicas(module, replicate(module, devices), devices)
-
     @pytest.mark.parametrize("devices", PAIRS)
     def test_shared_script_module_is_replicated_once(self, devices: list[str]) -> None:
         shared = seeded(script_net)

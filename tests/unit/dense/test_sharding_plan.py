@@ -1,7 +1,6 @@
 """Sharding plans: automatic ones, and those of the configuration."""
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 import pytest
 from torch import Tensor, nn
@@ -12,19 +11,9 @@ from hybrid.errors import ConfigError
 from hybrid.models.dcn_v2 import CrossInteraction
 from hybrid.models.dense_net import DenseNet
 from hybrid.models.dlrm import DotInteraction
+from hybrid.models.layers import mlp, output_mlp
 from hybrid.models.mmoe import MMoE
 from hybrid.models.wide_deep import WideHead
-
-
-def mlp(*widths: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
-def head(*widths: int) -> nn.Sequential:
-    return mlp(*widths).append(nn.Linear(widths[-1], 1)).append(nn.Flatten(0))
 
 
 def named(plan: Mapping[str, ParallelStyle]) -> dict[str, str]:
@@ -53,11 +42,11 @@ PAIR = {"0": "colwise", "2": "rowwise"}
 @pytest.mark.parametrize(
     ("stage", "expected"),
     [
-        (mlp(4, 8, 6, 5), {**PAIR, "4": GATHERED}),
-        (mlp(4, 8, 6, 5, 3), {**PAIR, "4": "colwise", "6": "rowwise"}),
-        (head(4, 8), PAIR),
-        (mlp(4, 1, 6, 5), {"2": "colwise", "4": "rowwise"}),
-        (WideHead(head(4, 8, 6)), {"deep.0": "colwise", "deep.2": "rowwise"}),
+        (mlp((4, 8, 6, 5)), {**PAIR, "4": GATHERED}),
+        (mlp((4, 8, 6, 5, 3)), {**PAIR, "4": "colwise", "6": "rowwise"}),
+        (output_mlp((4, 8)), PAIR),
+        (mlp((4, 1, 6, 5)), {"2": "colwise", "4": "rowwise"}),
+        (WideHead(output_mlp((4, 8, 6))), {"deep.0": "colwise", "deep.2": "rowwise"}),
         (CrossInteraction(5, 2), {"layers.0": GATHERED, "layers.1": GATHERED}),
         (DotInteraction(3, 4), {}),
         (
@@ -85,7 +74,7 @@ def test_pairs_of_layers_communicate_once(stage: nn.Module, expected: dict[str, 
 
 
 def dense_net() -> DenseNet:
-    return DenseNet(nn.Linear(3, 4), CrossInteraction(7, 2), WideHead(head(6, 8, 4)))
+    return DenseNet(nn.Linear(3, 4), CrossInteraction(7, 2), WideHead(output_mlp((6, 8, 4))))
 
 
 @pytest.mark.parametrize(
@@ -99,10 +88,7 @@ def dense_net() -> DenseNet:
         (["head.deep.[02] = rowwise"], {"head": {"deep.0": "rowwise", "deep.2": "rowwise"}}),
         (
             ["*.layers.? = colwise_gathered", " bottom  =  colwise "],
-            {
-                "interaction": {"layers.0": GATHERED, "layers.1": GATHERED},
-                "bottom": {"": "colwise"},
-            },
+            {"interaction": {"layers.0": GATHERED, "layers.1": GATHERED}, "bottom": {"": "colwise"}},
         ),
     ],
 )

@@ -1,7 +1,5 @@
 """The layout of vectors in the sparse input of a net, and sequences in built-in nets."""
 
-from typing import Any
-
 import pytest
 import torch
 from support.seeded import random
@@ -17,16 +15,14 @@ from hybrid.input_spec import FeatureSpec, InputSpec
 
 DIM, MOST = 4, 3
 SPEC = InputSpec(
-    ("x", "y"),
-    (FeatureSpec("user", 9), FeatureSpec("seen", 9, multi_hot=True), FeatureSpec("item", 9)),
+    ("x", "y"), (FeatureSpec("user", 9), FeatureSpec("seen", 9, multi_hot=True), FeatureSpec("item", 9))
 )
 COLUMNS = {"seen": ColumnSection(pooling="none", max_ids=MOST), "item": ColumnSection(pooling="mean")}
 LENGTHS = (2, 0, 3, 1)
 
 
-def config(net: str = "dcn_v2", **dense: Any) -> RunConfig:
-    section = DenseSection(net=net, bottom_mlp=(8,), top_mlp=(6,), **dense)
-    return RunConfig(dense=section, columns=COLUMNS)
+def config(net: str = "dcn_v2") -> RunConfig:
+    return RunConfig(dense=DenseSection(net=net, bottom_mlp=(8,), top_mlp=(6,)), columns=COLUMNS)
 
 
 def samples(dim: int = DIM) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,11 +57,7 @@ def test_layout_selects_each_column() -> None:
 @pytest.mark.parametrize(
     ("name", "is_sequence", "message"),
     [
-        (
-            "item",
-            True,
-            "columns.item.pooling: must be none, since the net takes the column as a sequence",
-        ),
+        ("item", True, "columns.item.pooling: must be none, since the net takes the column as a sequence"),
         ("seen", False, "columns.seen.pooling: must not be none, since the net takes the column as one vec"),
         ("shop", True, "data.sparse = ('user', 'seen', 'item'): must name shop, which the net takes"),
     ],
@@ -75,13 +67,6 @@ def test_column_of_another_kind_raises_an_error(name: str, is_sequence: bool, me
     with pytest.raises(ConfigError) as caught:
         layout.sequence(name) if is_sequence else layout.vector(name)
     assert str(caught.value).startswith(message)
-
-
-def as_columns(net: str, **dense: Any) -> tuple[RunConfig, InputSpec]:
-    """The same with a column in place of each vector of the sequence."""
-    apart = tuple(FeatureSpec(f"seen{n}", 9) for n in range(MOST))
-    features = (SPEC.sparse_features[0], *apart, SPEC.sparse_features[2])
-    return config(net, **dense).replace(columns={}), InputSpec(SPEC.dense_features, features)
 
 
 @pytest.mark.parametrize("net_name", NETS)
