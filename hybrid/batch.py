@@ -229,10 +229,8 @@ class Batch(NamedTuple):
         """
         if count == 1:
             return [self]
-        bounds = [slice_bounds(len(self.labels), index, count) for index in range(count)]
-        if self.total_groups is not None and self.groups is not None:
-            ends_G = group_ends(self.groups.cpu().numpy())
-            bounds = [group_bounds(ends_G, *each) for each in bounds]
+        groups_B = None if self.total_groups is None else self.groups
+        ends_G = None if groups_B is None else group_ends(groups_B.cpu().numpy())
         return [
             self._replace(
                 dense_features=self.dense_features[start:stop],
@@ -241,15 +239,22 @@ class Batch(NamedTuple):
                 weights=None if self.weights is None else self.weights[start:stop],
                 groups=None if self.groups is None else self.groups[start:stop],
             )
-            for start, stop in bounds
+            for start, stop in (slice_bounds(len(self.labels), each, count, ends_G) for each in range(count))
         ]
 
 
-def slice_bounds(size: int, index: int, count: int) -> tuple[int, int]:
-    """Return start and stop of slice ``index``, if ``size`` items are cut into ``count`` balanced slices."""
+def slice_bounds(
+    size: int, index: int, count: int, ends_G: npt.NDArray[np.int64] | None = None
+) -> tuple[int, int]:
+    """Return start and stop of slice ``index``, if ``size`` items are cut into ``count`` balanced slices.
+
+    Args:
+        ends_G: ends of groups that are not split; see :func:`group_bounds`.
+    """
     small, larger = divmod(size, count)
     start = index * small + min(index, larger)
-    return start, start + small + (index < larger)
+    stop = start + small + (index < larger)
+    return (start, stop) if ends_G is None else group_bounds(ends_G, start, stop)
 
 
 def padding_bounds(size: int, start: int, stop: int, least: int) -> tuple[int, int]:
@@ -286,11 +291,7 @@ def _check_labels(task: TaskSpec, labels_B: Tensor) -> None:
 
 
 def split_outputs(outputs_BO: Tensor, num_outputs: Sequence[int]) -> Sequence[Tensor]:
-    """Return the outputs of each task: ``outputs_B``, or ``outputs_BC`` for C classes.
-
-    Args:
-        num_outputs: number of outputs of each task.
-    """
+    """Return the outputs of each task: ``outputs_B``, or ``outputs_BC`` for C classes."""
     if len(num_outputs) == 1:
         return [outputs_BO]
     return [

@@ -48,7 +48,6 @@ class PlacedTables:
     Attributes:
         number: index among the modules that the script has distributed.
         placement: the worker of each row.
-        rules: how gradients become updates.
         workers: the tables of each worker that holds rows.
     """
 
@@ -65,13 +64,7 @@ class Backend:
     All trainers call each method except :meth:`warn` together.
 
     Args:
-        config: configuration of the run.
-        trainer: rank of this trainer.
-        group: process group of all trainers.
         snapshot: folder of a checkpoint to write after ``train.max_steps`` steps, or None.
-
-    Attributes:
-        is_single_process: whether there is no cluster.
     """
 
     is_single_process = False

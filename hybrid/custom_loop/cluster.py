@@ -17,7 +17,7 @@ from hybrid.config.splits import TEST, TRAIN
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.embedding_modules import plain_copy
 from hybrid.custom_loop.local_batches import GROUP, PreparedData
-from hybrid.custom_loop.loop_state import EpochRecord, LoopCheckpoints, Position, Stateful, describe_start
+from hybrid.custom_loop.loop_state import LoopCheckpoints, Position, Stateful, describe_start
 from hybrid.custom_loop.training_loop import TrainingLoop
 from hybrid.data.prepare.dataset_location import open_split
 from hybrid.engine.hybrid_model import evaluating
@@ -103,12 +103,7 @@ class Cluster:
         return Distributed(self._loop)
 
     def batches(
-        self,
-        data: Any,
-        size: int | None = None,
-        whole: str | None = None,
-        *,
-        drop_last: bool = False,
+        self, data: Any, size: int | None = None, whole: str | None = None, *, drop_last: bool = False
     ) -> Iterator[Any]:
         """Yield this trainer's slice of each batch of ``data``; all trainers iterate over the same batches.
 
@@ -135,10 +130,7 @@ class Cluster:
         return self._require_loop().batches(data, size, whole, drop_last)
 
     def backward(
-        self,
-        values: Tensor,
-        weights: Tensor | None = None,
-        more: Sequence[tuple[Tensor, Tensor | None]] = (),
+        self, values: Tensor, weights: Tensor | None = None, more: Sequence[tuple[Tensor, Tensor | None]] = ()
     ) -> None:
         """Compute the gradients of the mean loss over the batch of all trainers.
 
@@ -250,7 +242,7 @@ class Cluster:
         )
         loop.start = describe_start(loop.model.net, objects, self.world_size)
         if (stored := loop.checkpoints.open_newest()) is not None:
-            loop.resume(stored, objects, loop.start)
+            loop.resume(stored, objects)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the indices of the epochs, from that of the checkpoint of :meth:`resume` on.
@@ -265,16 +257,12 @@ class Cluster:
         for epoch in range(loop.resumed.epoch, count):
             if loop.remaining_steps == 0:
                 break
-            loop.end_pass()
-            first = max(loop.position.pass_index, loop.resumed.first_pass)
-            loop.position, loop.in_epoch = Position(epoch, first, first), EpochRecord()
+            loop.begin_epoch(epoch)
             if epoch > loop.resumed.epoch:
                 loop.save_if_due()
             yield epoch
         if loop.remaining_steps != 0:  # else a longer run can continue in the pass
-            loop.end_pass()
-            loop.position = loop.position._replace(epoch=count, first_pass=loop.position.pass_index)
-            loop.in_epoch = EpochRecord()
+            loop.begin_epoch(count)
         loop.save_if_due(is_last=True)
 
     def save(self, folder: str | StoragePath, *objects: Stateful) -> None:

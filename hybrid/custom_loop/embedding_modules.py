@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.config.table_sections import INITIALIZERS, POOLERS
+from hybrid.embedding.bags import Bags
 from hybrid.embedding.initial_rows import make_absolute, read_shape
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import TableRequest
@@ -135,7 +136,6 @@ class TableCall:
     Attributes:
         ids: of any shape; for bags (bags, ids per bag), or flat.
         offsets: where each bag starts, if the ids of bags are flat.
-        weights: a weight per id, or None.
         has_end: whether the offsets include the end of the last bag.
         key: equal for calls of a table with the same memory, and the same content in it. While a call exists,
             no other tensor can be at the addresses of its tensors.
@@ -286,9 +286,6 @@ class TableModule(nn.Module):
     def calls(self, columns: Mapping[str, Column]) -> list[TableCall]:
         """Return the calls with the columns that ``ids`` and ``weights`` name.
 
-        Args:
-            columns: columns of a batch by name.
-
         Raises:
             DataError: the batch has no such column.
         """
@@ -346,7 +343,7 @@ class Embedding(TableModule):
     def request(self, call: TableCall) -> TableRequest:
         is_padding = self._is_padding(call.ids)
         ids = call.ids if is_padding is None else call.ids[~is_padding]
-        return TableRequest(self.name, _as_ids(ids))
+        return self.name, Bags(_as_ids(ids))
 
 
 class EmbeddingBag(TableModule):
@@ -439,13 +436,13 @@ class EmbeddingBag(TableModule):
 
     def request(self, call: TableCall) -> TableRequest:
         if call.offsets is None and call.ids.dim() == 1:  # of forward, for rows that it pools
-            return TableRequest(self.name, call.ids)
+            return self.name, Bags(call.ids)
         ids_L, offsets, weights_L = self._without_padding(call)
         weights_L = None if weights_L is None else weights_L.detach().cpu()
-        return TableRequest(self.name, ids_L, offsets, weights_L, self.pooling)
+        return self.name, Bags(ids_L, offsets, weights_L, self.pooling)
 
     def _without_padding(self, call: TableCall) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return ids and offsets as in :class:`TableRequest`, and the weights as given, in one dimension."""
+        """Return ids and offsets as in :class:`Bags`, int64, and the weights as given, in one dimension."""
         ids, offsets, weights = call.ids.cpu(), call.offsets, call.weights
         if offsets is None:
             offsets = torch.arange(len(ids) + 1) * ids.shape[1]
@@ -475,11 +472,7 @@ def _as_ids(ids: Tensor) -> Tensor:
 
 
 def plain_copy(net: nn.Module, rows_of: Callable[[TableModule], Tensor]) -> nn.Module:
-    """Copy a module to the CPU with each table as a module of ``torch.nn``.
-
-    Args:
-        rows_of: returns the rows of a table, (rows, D).
-    """
+    """Copy a module to the CPU with each table as a module of ``torch.nn``."""
     copies: dict[int, nn.Module] = {}
     for table in net.modules():
         if not isinstance(table, TableModule):

@@ -30,7 +30,7 @@ from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.embedding.trainer.embeddings import TableRequest
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import InputSpec
-from hybrid.primitives.grouping import find_split_group, group_bounds, group_ends, last_end
+from hybrid.primitives.grouping import find_split_group, group_ends, last_end
 
 DENSE, GROUP = "dense", "group"
 _LONG_BYTES = 1 << 12  # of a tensor; a checksum of all bytes would take a measurable fraction of a step
@@ -64,9 +64,7 @@ class LocalBatch:
 
     Args:
         values: the slice, then its padding, in the structure of the script's batches.
-        size: number of samples in the slice.
         global_size: number of samples of all trainers.
-        tables: the tables of the module.
         whole: column whose groups are not split between micro-batches, or None.
         checksum: of the global batch; 0 if this trainer reads only its slice.
         least: number of samples that ``values`` has at least, if the global batch has as many.
@@ -121,10 +119,10 @@ class LocalBatch:
         """Return ``parts`` micro-batches, which may consist of padding."""
         if parts == 1:
             return [self]
-        ranges = [slice_bounds(self.size, part, parts) for part in range(parts)]
+        ends_G = None
         if self.whole is not None:
             ends_G = group_ends(_group_column(self.values, self.whole)[: self.size])
-            ranges = [group_bounds(ends_G, start, stop) for start, stop in ranges]
+        ranges = [slice_bounds(self.size, part, parts, ends_G) for part in range(parts)]
         return [
             replace(self, values=_cut_padded(self.values, *bounds, self.least), size=bounds[1] - bounds[0])
             for bounds in ranges
@@ -149,15 +147,15 @@ def local_batches(
         DataError: the samples of a group are not adjacent in a batch.
     """
     for batch in batches:
-        size = size_of(batch)
-        start, stop = slice_bounds(size, trainer, num_trainers)
+        size, ends_G = size_of(batch), None
         if whole is not None:
             groups_B = _group_column(batch, whole)
             if (split := find_split_group(groups_B)) is not None:
                 raise DataError(
                     f"samples of group {split} of {whole!r} are not adjacent in a batch: sort the data by it"
                 )
-            start, stop = group_bounds(group_ends(groups_B), start, stop)
+            ends_G = group_ends(groups_B)
+        start, stop = slice_bounds(size, trainer, num_trainers, ends_G)
         values = batch if num_trainers == 1 else _cut_padded(batch, start, stop, least)
         checked = checksum(batch) if num_trainers > 1 else 0
         yield LocalBatch(values, stop - start, size, tables, whole, checked, least)
@@ -393,8 +391,6 @@ class PreparedData:
     ================ ===================================================================================
 
     Attributes:
-        dataset: the prepared files.
-        config: the configuration of the run.
         is_shuffled: whether each pass has another order.
     """
 
@@ -440,10 +436,8 @@ class PreparedData:
         """Yield a trainer's slice of each batch of a pass, from a sample on.
 
         Args:
-            epoch: number of the pass, which decides its order.
             whole: ``group`` if groups are not split, or None.
             least: see :class:`LocalBatch`.
-            drop_last: whether to leave out a last batch of fewer samples.
 
         Raises:
             DataError: ``whole`` names another column.

@@ -61,7 +61,6 @@ class EpochRecord:
 
     Attributes:
         lengths: length of the data of each training pass; -1 if unknown.
-        evaluations: metrics of each evaluation.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -79,9 +78,8 @@ def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: in
                 owner = f"{type(each).__name__} (object {number}, group {index})"
                 start |= {f"{name} of {owner}": repr(value) for name, value in values.items()}
     if dropouts := [name for name, module in net.named_modules() if _has_dropout(module)]:
-        start[f"number of trainers, on which the masks of dropout in {dropouts[0]} depend"] = str(
-            num_trainers
-        )
+        condition = f"number of trainers, on which the masks of dropout in {dropouts[0]} depend"
+        start[condition] = str(num_trainers)
     return start
 
 
@@ -100,7 +98,6 @@ def pack_state(
     """Return the tensors and the progress of a checkpoint.
 
     Args:
-        objects: optimizers of the module, schedulers, and other objects.
         start: see :func:`describe_start`.
 
     Raises:
@@ -238,10 +235,6 @@ class LoopCheckpoints:
     """The checkpoints of a custom loop in its run folder. All trainers call the methods together.
 
     Attributes:
-        backend: backend of the loop.
-        trainers: all trainers.
-        root: the run folder.
-        every_steps: number of steps between two checkpoints.
         save: writes a checkpoint of the loop, given its folder and the best evaluation.
         saved_step: step of the newest checkpoint; 0 if there is none.
         best: the best evaluation of which there is a checkpoint, or will be before the next step, or None.
@@ -298,7 +291,8 @@ class LoopCheckpoints:
                 raise CheckpointError(
                     f"{failure}; a new start resumes from step {self.saved_step}"
                 ) from error
-            self._warn(f"{failure}; training continues")
+            if self.backend.trainer == 0:
+                self.backend.warn(f"{failure}; training continues")
             self.best = self._saved_best
             return
         self.saved_step, self._saved_best = step, self.best
@@ -307,8 +301,4 @@ class LoopCheckpoints:
             try:
                 checkpoint_folders.prune(self.root, keep_last, self.best and self.best.step)
             except (CheckpointError, StorageError) as error:
-                self._warn(f"an old checkpoint could not be removed: {error}")
-
-    def _warn(self, message: str) -> None:
-        if self.backend.trainer == 0:
-            self.backend.warn(message)
+                self.backend.warn(f"an old checkpoint could not be removed: {error}")

@@ -14,18 +14,19 @@ class LoopWarnings:
     """Gives each warning once, on trainer 0.
 
     Args:
-        backend: backend of the loop.
+        has_momentum: whether an optimizer of tables has a momentum.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, has_momentum: bool) -> None:
         self._backend = backend
+        self._has_momentum = has_momentum
         self._is_silent = backend.trainer != 0
         self._num_trainers = backend.group.size()
         self._has_schedule = backend.config.schedule.call.name != "constant"
         self._given: set[str] = set()
         self._gradients: list[tuple[int, int]] = []
-        self._rates = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[float]]()
-        self._momenta = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[object]]()
+        # Learning rates and momenta at the first step of each optimizer.
+        self._first = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[float], list[object]]]()
 
     def note_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Record the versions of the gradients that ``cluster.backward`` has computed."""
@@ -40,20 +41,22 @@ class LoopWarnings:
                 "all gradients by their common norm, set train.clip_norm in the configuration instead"
             )
 
-    def check_learning_rate(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if the learning rate of an optimizer is not that of its first step."""
+    def check_settings(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if the learning rate of an optimizer is not that of its first step.
+
+        Raises:
+            RuntimeError: the momentum or the betas have changed, but not those of the tables.
+        """
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        if self._rates.setdefault(optimizer, rates) != rates and not self._has_schedule:
+        momenta = [group.get("betas", group.get("momentum")) for group in optimizer.param_groups]
+        first_rates, first_momenta = self._first.setdefault(optimizer, (rates, momenta))
+        if first_rates != rates and not self._has_schedule:
             self.warn(
                 "the learning rate of the optimizer has changed, for instance by torch.optim.lr_scheduler. "
                 "The tables keep the rates of their own optimizers. To schedule the tables, too, set section "
                 "[schedule] of the configuration"
             )
-
-    def check_momentum(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if the momentum or the betas of an optimizer are not those of its first step."""
-        momenta = [group.get("betas", group.get("momentum")) for group in optimizer.param_groups]
-        if self._momenta.setdefault(optimizer, momenta) != momenta:
+        if first_momenta != momenta and self._has_momentum:
             raise RuntimeError(
                 "the momentum or the betas of the optimizer have changed, as OneCycleLR and CyclicLR do by "
                 "default, but the tables keep those of their own optimizers: pass cycle_momentum=False"

@@ -15,19 +15,17 @@ class TrainerGroup:
     """The trainers of a custom loop. All trainers must call the same methods in the same order.
 
     Args:
-        group: process group of the trainers.
         device: device of the tensors that the collectives of the group accept.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
-        self._size = group.size()
         self.device = device
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of all trainers' tensors."""
         total = values.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
-        if self._size > 1:
+        if self.group.size() > 1:
             dist.all_reduce(total, group=self.group)
         return total
 
@@ -46,7 +44,7 @@ class TrainerGroup:
         if not values.dim():
             raise DataError("cluster.gather takes one value per sample, (samples, ...), and not a scalar")
         is_trained = torch.is_grad_enabled() and values.requires_grad
-        if self._size > 1:
+        if self.group.size() > 1:
             values = _GatherWithGradients.apply(values, self)  # type: ignore[no-untyped-call]
         return values if is_trained else values.detach().cpu()
 
@@ -56,7 +54,7 @@ class TrainerGroup:
         Raises:
             DataError: trainers read different batches.
         """
-        if self._size > 1:
+        if self.group.size() > 1:
             local = torch.tensor([checksum], dtype=torch.int64, device=self.device)
             if bool((self.gather(local) != local.cpu()).any()):
                 raise DataError(f"trainers {DIFFERENT_BATCHES}")

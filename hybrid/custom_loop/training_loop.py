@@ -50,7 +50,8 @@ from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.dense.devices import choose_devices
 from hybrid.dense.net_builder import BATCH_NORMS, batch_norm_warning
-from hybrid.embedding.trainer.embeddings import ModuleTables, TableRequest
+from hybrid.embedding.bags import Bags
+from hybrid.embedding.trainer.embeddings import ModuleTables
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.engine.ddp import DensePlacement
 from hybrid.engine.hybrid_model import to_device
@@ -93,14 +94,13 @@ class ForwardPass:
     """A forward pass that is running.
 
     Attributes:
-        ticket: ticket of its lookups.
         batch: the batch of the pass; empty for a call without a batch.
         prefetched: the lookup that was sent before the pass; None after its vectors are used.
         is_last: whether it trains the last micro-batch of a step.
-        vectors: calls and their vectors, by key.
         returned: key of each call whose vectors the module has, and their version when it got them.
         zeros: the zero output of each lookup whose vectors were used; see :meth:`ModuleTables.lookup`.
         is_backward_done: whether ``cluster.backward`` was called.
+        optimizers: ids of the optimizers that have taken the step since.
     """
 
     ticket: Ticket
@@ -111,24 +111,17 @@ class ForwardPass:
     returned: dict[object, int] = field(default_factory=dict)
     zeros: list[Tensor] = field(default_factory=list)
     is_backward_done: bool = False
+    optimizers: set[int] = field(default_factory=set)
 
 
 class TrainingLoop:
     """The steps of one trainer.
 
-    Args:
-        backend: holds the tables and knows the other trainers.
-        net: the script's module; its tables are bound to this loop.
-
     Attributes:
         model: the module under DDP, and its gradients.
-        trainers: all trainers.
-        device: device of the module.
         checkpoints: the checkpoints of ``cluster.resume``, or None.
-        position: position of the loop.
         resumed: position of the checkpoint from which the loop continues.
         in_epoch: what the script has done in this epoch.
-        start: see :func:`describe_start`.
         handed_out: the slices of the pass that was iterated last.
         is_in_pass: whether a pass over training batches has begun, and the next has not.
         is_saving: whether a checkpoint is reading the state dict of the module.
@@ -140,7 +133,6 @@ class TrainingLoop:
         devices = choose_devices(config.dense, backend.trainer)
         self.device = devices[0]
         clock = StepClock()
-        self._warnings = LoopWarnings(backend)
         modules = {name: module for name, module in net.named_modules() if isinstance(module, TableModule)}
         if not modules:
             raise DataError(
@@ -152,7 +144,7 @@ class TrainingLoop:
             if spec.optimizer.all_rows and config.train.update == "async":
                 rule = f"must be sync or lookahead, since each step updates all rows of table {spec.name}"
                 raise ConfigError("train.update", rule, "async")
-        self._has_momentum = any(spec.optimizer.has_momentum for spec in specs)
+        self._warnings = LoopWarnings(backend, any(spec.optimizer.has_momentum for spec in specs))
         self._placed = placed = backend.place_tables(specs)
         self._rules = placed.rules
         self._tables = ModuleTables(specs, placed.placement, placed.workers, clock)
@@ -188,7 +180,6 @@ class TrainingLoop:
         self._num_lookups = 0  # with gradients, in the micro-batches of the step so far
         # Factor of the step's gradients, once decided; None to skip the step.
         self._scale: float | None = None
-        self._stepped_optimizers: set[int] = set()  # ids of the optimizers that have taken the step
         # In the order of first use.
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
         self.checkpoints: LoopCheckpoints | None = None
@@ -237,14 +228,11 @@ class TrainingLoop:
                 ticket = self._evaluation_ticket()
                 prefetched = self._tables.lookup(batch.sparse_features, ticket) if batch.calls else None
                 self._evaluation = ForwardPass(ticket, batch, prefetched)
-                yield self._hand_out(batch)
+                self.handed_out.add(batch)
+                yield batch.handed_out
             self.trainers.check_equal(checksum)
         finally:
             self._evaluation = outer
-
-    def _hand_out(self, batch: LocalBatch) -> Any:
-        self.handed_out.add(batch)
-        return batch.handed_out
 
     def _local_batches(
         self, data: Any, size: int | None, whole: str | None, drop_last: bool, index: int, first_sample: int
@@ -289,13 +277,13 @@ class TrainingLoop:
             for step_input in self._engine.steps(self.remaining_steps, self.save_if_due):
                 step, self._num_lookups = self.step, 0
                 for micro in step_input.micro_batches:
-                    self._stepped_optimizers.clear()
                     purpose = Purpose.TRAIN if self._rules.mode is UpdateMode.SYNC else Purpose.PREFETCH
                     ticket = micro.ticket._replace(purpose=purpose)
                     with self._engine.recording(micro):
                         lookup: Any = micro.start()
                         self._training = current = ForwardPass(ticket, micro.batch, lookup, micro.is_last)
-                        yield self._hand_out(micro.batch)
+                        self.handed_out.add(micro.batch)
+                        yield micro.batch.handed_out
                     if self._training is not current:
                         raise RuntimeError(
                             "cluster.load(...), or a pass over other training batches, has ended this pass: "
@@ -342,6 +330,12 @@ class TrainingLoop:
             self.position = self.position._replace(pass_index=self.position.pass_index + 1, samples=0)
             self.is_in_pass = False
 
+    def begin_epoch(self, epoch: int) -> None:
+        """End the current pass, and count further passes as those of an epoch."""
+        self.end_pass()
+        first = max(self.position.pass_index, self.resumed.first_pass)
+        self.position, self.in_epoch = Position(epoch, first, first), EpochRecord()
+
     def save_if_due(self, *, is_last: bool = False) -> None:
         """Write a checkpoint of :attr:`checkpoints`, if one is due."""
         if self.checkpoints is not None:
@@ -355,22 +349,21 @@ class TrainingLoop:
 
         As with ``torch.nn``, a change in place does not change the vectors of another call.
         """
-        current = self._training if torch.is_grad_enabled() else self._evaluation
+        current = self._training
+        if not torch.is_grad_enabled():
+            current = self._evaluation or ForwardPass(self._evaluation_ticket())
         if current is None:
-            if torch.is_grad_enabled():
-                raise RuntimeError(
-                    "a module with tables trains on the batches of cluster.batches(...); call it on other "
-                    "tensors under torch.no_grad()"
-                )
-            current = ForwardPass(self._evaluation_ticket())
+            raise RuntimeError(
+                "a module with tables trains on the batches of cluster.batches(...); call it on other "
+                "tensors under torch.no_grad()"
+            )
         self._use_prefetched(current)
         is_new, version = call.key not in current.vectors, current.returned.get(call.key)
         if is_new or (version is not None and version != current.vectors[call.key][1]._version):
             ticket = current.ticket
-            if current is self._training:
-                num_prefetched = ticket.part + 1  # one per micro-batch so far
-                num_others = self._num_lookups + len(current.zeros) - num_prefetched
-                ticket = ticket._replace(part=self._rules.parts + num_others)
+            if current is self._training:  # the parts below are those of prefetched lookups
+                part = self._rules.parts + self._num_lookups + len(current.zeros)
+                ticket = ticket._replace(part=part)
             self._use(current, self._tables.lookup([call.module.request(call)], ticket), [call])
             if is_new and current is self._training and call.ids.numel() and self._ahead:
                 self._warnings.warn(
@@ -405,7 +398,7 @@ class TrainingLoop:
         """Return all rows of a table, (rows, D), as they are now."""
         ticket = self._evaluation_ticket()
         blocks = torch.arange(module.num_embeddings).split(_ROWS_PER_LOOKUP)
-        requests = ([TableRequest(module.name, ids)] for ids in blocks)
+        requests = ([(module.name, Bags(ids))] for ids in blocks)
         return torch.cat([self._tables.lookup(request, ticket).outputs()[0] for request in requests])
 
     def backward(self, terms: Sequence[tuple[Tensor, Tensor | None]]) -> None:
@@ -443,9 +436,7 @@ class TrainingLoop:
         self._num_lookups += len(current.zeros)
         if self._num_lookups != current.ticket.part + 1:  # not one lookup per micro-batch so far
             parts = self._num_lookups if current.is_last else _MANY_PARTS
-            expected, workers = (self._backend.trainer, self.step, parts), self._placed.workers.values()
-            for call in [each.call_barrier(UpdateBarrier.expect, *expected) for each in workers]:
-                call.wait()
+            self._engine.feed.call_barriers(UpdateBarrier.expect, self.step, parts)
         for parameter in parameters:
             parameter.grad = None
         self._sent_step = self.step
@@ -523,17 +514,15 @@ class TrainingLoop:
                 "trainers: make them parameters of the module"
             )
         current = self._training
-        if current is None or not current.is_backward_done or id(optimizer) in self._stepped_optimizers:
+        if current is None or not current.is_backward_done or id(optimizer) in current.optimizers:
             raise RuntimeError("optimizer.step() comes after cluster.backward(...), once for each batch")
         if not current.is_last:
             self._scale = None
         elif self.step == current.ticket.step:  # not decided yet
             self._warnings.check_gradients(p.grad for p in self.model.gradients)
             self._scale = self._engine.decide()
-        self._warnings.check_learning_rate(optimizer)
-        if self._has_momentum:
-            self._warnings.check_momentum(optimizer)
-        self._stepped_optimizers.add(id(optimizer))
+        self._warnings.check_settings(optimizer)
+        current.optimizers.add(id(optimizer))
         self._optimizers[optimizer] = None
         for parameter in parameters:
             if self._scale is None:
@@ -558,17 +547,14 @@ class TrainingLoop:
         manifest = Manifest(self.step, 0, self._placed.placement.shapes, progress=progress)
         self._backend.save(self._placed.number, folder, manifest, dense)
 
-    def resume(self, stored: Checkpoint, objects: Sequence[Stateful], start: Mapping[str, str]) -> None:
-        """Continue from a checkpoint, and warn if the script starts otherwise than the one that wrote it.
-
-        Args:
-            start: see :func:`describe_start`.
-        """
+    def resume(self, stored: Checkpoint, objects: Sequence[Stateful]) -> None:
+        """Continue from a checkpoint, and warn if the script starts otherwise than the one that wrote it."""
+        now = self.start
         self.resumed, self._resumed_epoch, before = self.load(stored, objects)
         if differences := [
-            f"the {name}: {before.get(name)}, and {start.get(name)} now"
-            for name in sorted(before.keys() | start.keys())
-            if before.get(name) != start.get(name)
+            f"the {name}: {before.get(name)}, and {now.get(name)} now"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
         ]:
             self._warnings.warn(
                 f"{stored.folder}: the script that wrote the checkpoint began with another value of "
@@ -576,18 +562,13 @@ class TrainingLoop:
                 "those of an undisturbed run"
             )
 
-    @property
-    def is_repeating(self) -> bool:
-        """Whether the script is between passes that it repeats up to the checkpoint."""
-        is_before = self.position.pass_index + self.is_in_pass <= self.resumed.pass_index
-        return is_before and self.resumed != Position()
-
     def evaluate_once(self, evaluate: Callable[[], Metrics]) -> Metrics:
         """Return the metrics of ``evaluate``, or those of this evaluation before the checkpoint."""
         if self._training is not None or self.checkpoints is None:  # a skipped step does not evaluate again
             return evaluate()
         done, known = self.in_epoch.evaluations, self._resumed_epoch.evaluations
-        is_known = self.is_repeating and len(done) < len(known)
+        is_before = self.position.pass_index + self.is_in_pass <= self.resumed.pass_index
+        is_known = is_before and len(done) < len(known)
         done.append(known[len(done)] if is_known else evaluate())
         return done[-1]
 

@@ -157,9 +157,6 @@ class RowGradients:
 
     Args:
         grad_BD: gradient of each bag's pooled vector.
-
-    Attributes:
-        rows_U: the distinct rows, ascending.
     """
 
     def __init__(self, bags: GroupedBags, grad_BD: Tensor) -> None:

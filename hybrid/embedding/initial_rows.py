@@ -36,13 +36,7 @@ _BLOCK_ROWS = 16_384
 
 
 def fill_random_rows(
-    out_RD: Tensor,
-    seed: int,
-    table: str,
-    scale: float,
-    index: int = 0,
-    count: int = 1,
-    init: str = "uniform",
+    out_RD: Tensor, seed: int, table: str, scale: float, index: int = 0, count: int = 1, init: str = "uniform"
 ) -> None:
     """Fill the rows ``index``, ``index + count``, ... of a table with random values.
 
@@ -73,7 +67,6 @@ class StoredTensor(NamedTuple):
     """A tensor in a file, read by rows.
 
     Attributes:
-        shape: shape of the tensor.
         rows: function that returns the rows from a first index to an end index.
         checksum: of the meaning of the rows (``FeatureEncoder.row_checksums``); empty if unknown.
     """
@@ -81,21 +74,6 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     rows: Callable[[int, int], Tensor]
     checksum: str = ""
-
-    @classmethod
-    def of_safetensors(cls, file: Any, name: str) -> StoredTensor:
-        """Return a tensor of an open safetensors file."""
-        tensor = file.get_slice(name)
-        checksum = (file.metadata() or {}).get(name, "")
-        return cls(tuple(tensor.get_shape()), lambda start, stop: tensor[start:stop], checksum)
-
-    def of_shard(self, index: int, count: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield blocks of the rows of a shard, each with the index of its first row within the shard."""
-        num_rows, dim = self.shape
-        # A multiple of the number of shards, so that each block starts with a row of shard 0.
-        step = max(1, _BLOCK_BYTES // (8 * dim)) * count
-        for start in range(0, num_rows, step):
-            yield start // count, self.rows(start, min(start + step, num_rows))[index::count]
 
 
 def make_absolute(source: str | Path) -> str:
@@ -126,8 +104,11 @@ def read_rows(source: str, out_RD: Tensor, index: int, count: int) -> None:
             raise DataError(
                 f"{source}: has {num_rows} x {dim} values now, which is not the size of the table"
             )
-        for start, own_RD in matrix.of_shard(index, count):
-            out_RD[start : start + len(own_RD)] = own_RD
+        # A multiple of the number of shards, so that each block starts with a row of shard 0.
+        step = max(1, _BLOCK_BYTES // (8 * dim)) * count
+        for start in range(0, num_rows, step):
+            own_RD = matrix.rows(start, min(start + step, num_rows))[index::count]
+            out_RD[start // count : start // count + len(own_RD)] = own_RD
 
 
 @contextmanager
@@ -152,9 +133,11 @@ def _opened(source: str) -> Iterator[StoredTensor]:
                 file = stack.enter_context(safe_open(local_path, framework="pt"))
                 names = list(file.keys())
                 known = ", ".join(f"#{each}" if each.isprintable() else repr(each) for each in sorted(names))
-                if name not in names and (name or len(names) > 1):
+                name = names[0] if not name and len(names) == 1 else name
+                if name not in names:
                     raise LookupError(f"it has no tensor {name!r}; add one of {known}")
-                matrix = StoredTensor.of_safetensors(file, name or names[0])
+                tensor, checksum = file.get_slice(name), (file.metadata() or {}).get(name, "")
+                matrix = StoredTensor(tuple(tensor.get_shape()), lambda i, j: tensor[i:j], checksum)
             if len(matrix.shape) != 2 or 0 in matrix.shape:
                 raise DataError(f"{source}: has shape {list(matrix.shape)}, but must have rows and columns")
             if not matrix.rows(0, 1).is_floating_point():

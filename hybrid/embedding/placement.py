@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -107,10 +108,7 @@ class Placement:
             keyed.setdefault((shard.table.dim, shard.table.optimizer), []).append(shard)
         groups = []
         for (dim, optimizer), shards in keyed.items():
-            starts, total = [], 0
-            for shard in shards:
-                starts.append(total)
-                total += shard.num_rows
+            *starts, total = accumulate((shard.num_rows for shard in shards), initial=0)
             groups.append(ShardGroup(dim, optimizer, tuple(shards), tuple(starts), total))
         return tuple(groups)
 

@@ -116,8 +116,6 @@ class GroupReduce:
 
     Args:
         parameters: whose gradients are reduced; the same on every trainer.
-        group: the trainers.
-        clock: records how long each segment takes.
 
     Attributes:
         gradients: the reduced gradients, by parameter; valid from :meth:`wait` to the next backward pass.
@@ -172,8 +170,6 @@ class DdpModel:
     Args:
         model: a model whose ``stages`` are wrapped in place, or any other module.
         mode: what to wrap.
-        placement: which trainers hold which parameters.
-        clock: records how long each all-reduce takes.
         shared_reduce: sums gradients instead of the process group, where trainers share memory.
 
     Attributes:

@@ -35,15 +35,12 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 
 def apply_backend(
-    model: HybridModel,
-    blueprint: Blueprint,
-    devices: Sequence[torch.device],
+    model: HybridModel, blueprint: Blueprint, devices: Sequence[torch.device]
 ) -> DensePlacement:
     """Give a model's stages the backend of the configuration; all trainers must call it.
 
     Args:
         model: changed in place: its ``stages``, and with tensor parallelism its parameters.
-        blueprint: the blueprint of the model.
         devices: the devices of this trainer; the model is on the first.
 
     Raises:

@@ -22,7 +22,6 @@ class MicroBatch(NamedTuple, Generic[AnyBatch]):
     """Samples of one step, and their lookup.
 
     Attributes:
-        batch: the samples.
         ticket: identifies the calls for these samples.
         start: starts the lookup, or returns the prefetched one.
         is_last: whether it is the last micro-batch of its step.
@@ -70,7 +69,6 @@ class HybridModel(nn.Module):
         num_outputs: outputs per sample, over all tasks.
 
     Attributes:
-        net: the local net, with the names of its parameters.
         stages: computes the stages of ``net``, with an execution backend over the same parameters.
     """
 

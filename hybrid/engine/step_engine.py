@@ -58,24 +58,14 @@ class StepEngine(Generic[AnySamples]):
     """Takes the steps of one trainer.
 
     Args:
-        config: configuration of the run.
-        trainer: index of this trainer.
-        group: process group of all trainers.
-        rules: how gradients become updates.
-        tables: the source of vectors.
         workers: the tables of each worker, which expect gradients.
-        remote_net: the remote dense net, or None.
         model: the module to train, whose stages may be wrapped in place.
-        placement: which trainers hold which parameters.
-        devices: devices of the local net.
-        clock: records timings.
         is_single_process: whether this process holds the tables, and there are no other trainers.
 
     Attributes:
         model: the module under DDP, and the gradients of its parameters.
         step: the step that is being taken, or the next one.
         device: on which ``group`` reduces.
-        feed: the inputs of the steps.
     """
 
     def __init__(

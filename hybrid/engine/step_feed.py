@@ -14,7 +14,7 @@ In lookahead mode, a worker responds to the lookup of step s+2 once update s+1 i
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar, TypeVarTuple
 
 from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
 from hybrid.embedding.trainer.lookup import Lookup
@@ -28,6 +28,7 @@ from hybrid.server.barrier import UpdateBarrier
 # A prefetch is sent two steps before its vectors are needed, with the gradients of that earlier step.
 _LOOK_AHEAD = 2
 AnySamples = TypeVar("AnySamples", bound="Samples")
+Arguments = TypeVarTuple("Arguments")
 
 
 class Samples(Protocol):
@@ -59,10 +60,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
     """An iterator over the steps of one trainer.
 
     Args:
-        embeddings: the source of vectors.
         hosted: the workers that expect gradients for their tables.
-        trainer: the index of the trainer.
-        rules: how gradients become updates.
         clock: measures the time spent here, and records the start of each step.
     """
 
@@ -98,7 +96,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
         """
         if self._has_ended:
             self._has_ended = False
-            self._call_barriers(UpdateBarrier.rejoin, self._step)
+            self.call_barriers(UpdateBarrier.rejoin, self._step)
 
     def flush(self, num_taken: int) -> None:
         """Wait until the workers have the gradients of all steps so far.
@@ -135,8 +133,11 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self._step += 1
         return current
 
-    def _call_barriers(self, method: Callable[[UpdateBarrier[Any], int, int], None], step: int) -> None:
-        for call in [each.call_barrier(method, self._trainer, step) for each in self._hosted]:
+    def call_barriers(
+        self, method: Callable[[UpdateBarrier[Any], int, *Arguments], None], *args: *Arguments
+    ) -> None:
+        """Call a method of the barriers of all workers for this trainer, and wait."""
+        for call in [each.call_barrier(method, self._trainer, *args) for each in self._hosted]:
             call.wait()
 
     def _read(self) -> AnySamples | None:
@@ -146,7 +147,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
     def _step_of(self, batch: AnySamples, step: int, after: Sequence[Lookup] = ()) -> StepInput[AnySamples]:
         if batch.ended and not self._has_ended:
             self._has_ended = True
-            self._call_barriers(UpdateBarrier.finish, step)
+            self.call_barriers(UpdateBarrier.finish, step)
         lookups: list[Lookup] = []
         micro_batches = []
         for part, samples in enumerate(batch.split(self._parts)):

@@ -29,8 +29,6 @@ def align_batches(
     trainer has a sequence, all sizes are exchanged at once, otherwise step by step.
 
     Args:
-        batches: the batches of this trainer.
-        empty: a batch of no samples.
         group: all trainers, each of which must iterate.
         device: on which ``group`` reduces.
         num_tasks: columns of the weights.

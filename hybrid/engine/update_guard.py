@@ -47,9 +47,7 @@ class Guard:
     """The decisions of a run, on one trainer.
 
     Args:
-        rules: the update rules of the run.
         hosted: all modules on workers that wait for decisions.
-        group: all trainers.
         device: on which ``group`` reduces.
     """
 

@@ -25,7 +25,6 @@ class Ticket(NamedTuple):
     """The identity of a lookup, and the updates that it must see.
 
     Attributes:
-        trainer: index of the trainer.
         step: the step that uses the rows; its update applies the gradients.
         version: number of updates that must precede the lookup: those of all steps before its own. In async
             mode, the number of steps of this trainer whose gradients must be applied.

@@ -92,8 +92,6 @@ class UpdateRules:
     """How gradients become updates, equal on every worker of a run.
 
     Attributes:
-        num_trainers: number of trainers.
-        mode: sync, lookahead or async.
         parts: number of contributions of each trainer to a step, one per micro-batch.
         clip_norm: the largest norm of all gradients of a step; None for no limit.
         check_finite: whether a non-finite loss or gradient is an error; otherwise its step is skipped.

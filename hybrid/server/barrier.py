@@ -59,7 +59,6 @@ class UpdateBarrier(Generic[Contribution]):
     """Collects the contributions of all trainers to a step, applies them as one update, and runs lookups.
 
     Args:
-        rules: how gradients become updates.
         merge: called with the contributions of an update, in the order of trainers and parts, and the step of
             the first. The same thread then applies the update, or drops it if the trainers decide so.
         clock: records the time of pending lookups and of updates.
@@ -322,23 +321,13 @@ class UpdateBarrier(Generic[Contribution]):
 
 
 class HostedModule(nn.Module):
-    """Base of the modules that the master creates on a worker as a ``RemoteModule``.
-
-    Attributes:
-        barrier: update barrier between the steps of all trainers.
-        clock: records timings.
-    """
+    """Base of the modules that the master creates on a worker as a ``RemoteModule``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.barrier: UpdateBarrier[Any]
         self.clock = StepClock()
         self._checkpoint_tensors: Mapping[str, Mapping[str, Tensor]] = {}
-
-    @property
-    def version(self) -> int:
-        """Number of updates applied."""
-        return self.barrier.version
 
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
@@ -18,7 +18,6 @@ from hybrid.config import TaskSection
 from hybrid.data.dataset.prepared_dataset import PreparedDataset, StepRows
 from hybrid.data.dataset.sample_order import RowOrder, ShuffledOrder, positions
 from hybrid.errors import ConfigError, DataError
-from hybrid.primitives.grouping import group_bounds
 
 READ_TIMEOUT_SECONDS = 120.0
 JOIN_TIMEOUT_SECONDS = 5.0
@@ -66,16 +65,13 @@ class BatchLoader:
     and slices may differ by a group, and a slice may be empty.
 
     Attributes:
-        dataset: the split to read.
         batch_size: samples of a step over all trainers.
         trainer_index, num_trainers: the trainer of the slice, and the number of slices.
-        seed: the seed of the shuffle.
         shuffle: whether to draw a new order each epoch; otherwise rows come in file order.
         lanes: the number of lanes of the shuffle (hybrid/data/dataset/sample_order.py); 0 for none.
         prefetch_batches: how many batches are read ahead.
         by_group: whether groups stay complete.
         least: number of samples of a slice, with padding; see :class:`LocalBatch`.
-        drop_last: whether to leave out a last batch of fewer samples.
 
     Raises:
         DataError: groups cannot stay complete.
@@ -115,31 +111,20 @@ class BatchLoader:
         end -= end % size if self.drop_last else 0
         first = max(first_step * size, first_sample)
         ranges = pairwise([first, *range(first - first % size + size, end, size), end] if first < end else [])
-        if self.by_group:
-            steps = self._plan_groups(epoch, ranges)
+        if (starts_G1 := self.dataset.group_starts) is not None and self.by_group:
+            num_groups = len(starts_G1) - 1
+            groups = GroupedOrder(self.dataset, self._order(num_groups, epoch).indices(0, num_groups))
+            in_groups = (groups.indices(*each) for each in ranges)
+            # A resumed pass may begin after the groups of a range.
+            steps = (self._slice(rows, ends_G) for rows, ends_G in in_groups if len(rows))
         else:
-            steps = self._plan_rows(self._order(self.dataset.num_samples, epoch), ranges)
+            order = self._order(self.dataset.num_samples, epoch)
+            steps = (self._slice(order.indices(*each)) for each in ranges)
         return BatchStream(self._read(steps), self.prefetch_batches)
 
-    def _plan_rows(
-        self, order: RowOrder, ranges: Iterable[tuple[int, int]]
-    ) -> Generator[StepRows, None, None]:
-        for start, stop in ranges:
-            rows = order.indices(start, stop)
-            yield self._slice(rows, *slice_bounds(len(rows), self.trainer_index, self.num_trainers))
-
-    def _slice(self, rows: npt.NDArray[np.int64], start: int, stop: int) -> StepRows:
+    def _slice(self, rows: npt.NDArray[np.int64], ends_G: npt.NDArray[np.int64] | None = None) -> StepRows:
+        start, stop = slice_bounds(len(rows), self.trainer_index, self.num_trainers, ends_G)
         return StepRows(rows, start, stop, padding_bounds(len(rows), start, stop, self.least))
-
-    def _plan_groups(self, epoch: int, ranges: Iterable[tuple[int, int]]) -> Generator[StepRows, None, None]:
-        assert self.dataset.group_starts is not None, "check_group_sizes comes first"
-        num_groups = len(self.dataset.group_starts) - 1
-        groups = GroupedOrder(self.dataset, self._order(num_groups, epoch).indices(0, num_groups))
-        for start, stop in ranges:
-            rows, ends = groups.indices(start, stop)
-            bounds = slice_bounds(len(rows), self.trainer_index, self.num_trainers)
-            if len(rows):  # a resumed pass may begin after the groups of a range
-                yield self._slice(rows, *group_bounds(ends, *bounds))
 
     def _read(self, steps: Generator[StepRows, None, None]) -> Generator[Batch, None, None]:
         with closing(steps):
@@ -165,7 +150,6 @@ class GroupedOrder:
         steps of two rows        1 4 | 3 | 0 2                a group is in the step of its last position
 
     Args:
-        dataset: a data set with ``group_rows``.
         groups_G: the indices of all groups, in the order of the epoch.
     """
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hybrid.batch import SparseFeatures
 from hybrid.embedding import kernels
-from hybrid.embedding.bags import MARKS
+from hybrid.embedding.bags import MARKS, Bags
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_spec import Pooling, TableSpec, tables_of
 from hybrid.embedding.trainer.batch_ids import BatchIds
@@ -49,14 +49,7 @@ from hybrid.protocol.ticket import Purpose, Ticket
 
 
 class Embeddings:
-    """The trainer's side of all tables of a model.
-
-    Args:
-        tables, input_spec: the tables, and the features that read them.
-        placement: which worker holds which rows.
-        sources: the table source of each worker that holds a shard.
-        clock: records timings.
-    """
+    """The trainer's side of all tables of a model."""
 
     def __init__(
         self,
@@ -80,7 +73,6 @@ class Embeddings:
         """Start the lookup of a batch, and do not wait.
 
         Args:
-            sparse: ids of K features for B samples.
             ticket: step, required version of the rows, and purpose. For training, the backward pass must
                 reach every lookup exactly once.
             after: a prefetched lookup of an earlier step: the requests are sent with its gradients. None
@@ -241,38 +233,12 @@ def make_routes(
     return routes
 
 
-class TableRequest(NamedTuple):
-    """A call of a table in a custom module.
-
-    Attributes:
-        table: name of the table.
-        ids_L: int64 rows of the table.
-        offsets: int64, where each bag starts (bags + 1); None for one vector per id.
-        weights_L: floating-point weight of each id within its bag, or None for ones; for sum pooling only.
-        pooling: how a bag becomes one vector.
-    """
-
-    table: str
-    ids_L: Tensor
-    offsets: Tensor | None = None
-    weights_L: Tensor | None = None
-    pooling: Pooling = Pooling.SUM
-
-    @property
-    def num_vectors(self) -> int:
-        """Number of vectors of the response: of ids, or of bags."""
-        return len(self.ids_L) if self.offsets is None else len(self.offsets) - 1
+# A call of a table in a custom module: its name, and its ids, which are int64 as their offsets.
+TableRequest: TypeAlias = tuple[str, Bags]
 
 
 class ModuleTables:
-    """The trainer's side of the tables of a custom module.
-
-    Args:
-        tables: all tables.
-        placement: which worker holds which rows.
-        sources: the table source of each worker that holds a shard.
-        clock: records timings.
-    """
+    """The trainer's side of the tables of a custom module."""
 
     def __init__(
         self,
@@ -308,8 +274,8 @@ class ModuleTables:
         """
         items: Items = {worker: [] for worker in self._outbox.sources}
         with self._outbox.clock.span("ids"):
-            for request in requests:
-                self._check(request)
+            for name, bags in requests:
+                self._check(self._tables[name], bags.ids_L)
             layout = self._layout(requests, items, ticket.purpose)
         return Lookup(ticket, items, layout, self._outbox).start(after)
 
@@ -323,38 +289,34 @@ class ModuleTables:
 
     def _layout(self, requests: Sequence[TableRequest], items: Items, purpose: Purpose) -> _SeparateCalls:
         """Append the requests to the messages of the workers."""
-        vectors = [(self._tables[each.table], each.num_vectors) for each in requests]
+        vectors = [(self._tables[name], bags.num_bags) for name, bags in requests]
         layout = _SeparateCalls(vectors, [], [], {}, [*self._tables.values()], purpose)
         calls_of_dim: dict[int, list[int]] = defaultdict(list)
-        for call, request in enumerate(requests):
-            if request.offsets is None:
-                calls_of_dim[self._tables[request.table].dim].append(call)
+        for call, (name, bags) in enumerate(requests):
+            if bags.offsets is None:
+                calls_of_dim[self._tables[name].dim].append(call)
                 continue
-            kind = pool_route if request.table in self._pooled_by_trainers else bag_route
-            is_weighted = request.weights_L is not None
-            route = kind((0,), [self._locations[request.table]], request.pooling, is_weighted)
-            sparse = SparseFeatures(request.ids_L, request.offsets, request.weights_L, 1)
+            kind = pool_route if name in self._pooled_by_trainers else bag_route
+            route = kind((0,), [self._locations[name]], bags.pooling, bags.weights_L is not None)
+            sparse = SparseFeatures(bags.ids_L, bags.offsets, bags.weights_L, 1)
             layout.bags.append((call, route.start(BatchIds(sparse), items)))
         for dim, calls in sorted(calls_of_dim.items()):
-            sizes = [requests[call].num_vectors for call in calls]
-            space = self._spaces[dim]
+            sizes, space = [vectors[call][1] for call in calls], self._spaces[dim]
             addresses_L = torch.empty(sum(sizes), dtype=space.dtype)
             for call, out_L in zip(calls, addresses_L.split(sizes), strict=True):
-                index = self._index_in_space[requests[call].table]
-                space.write(requests[call].ids_L.view(1, -1), index, out_L.view(-1, 1))
+                name, bags = requests[call]
+                space.write(bags.ids_L.view(1, -1), self._index_in_space[name], out_L.view(-1, 1))
             layout.rows.append((calls, sizes, space.request(addresses_L, (sum(sizes), 1, dim), items)))
         for worker in items if purpose is not Purpose.PREDICT else ():
             sizes = [bags.num_bags for _, bags in items[worker]]
             layout.marks[append(items, worker, MARKS)] = sizes
         return layout
 
-    def _check(self, request: TableRequest) -> None:
-        table = self._tables[request.table]
-        ends, rows = torch.tensor([len(request.ids_L)]), torch.tensor([table.num_rows])
-        position = kernels.find_invalid_id(request.ids_L.numpy(), ends.numpy(), rows.numpy())
+    def _check(self, table: TableSpec, ids_L: Tensor) -> None:
+        position = kernels.find_invalid_id(ids_L.numpy(), np.array([len(ids_L)]), np.array([table.num_rows]))
         if position >= 0:
             raise DataError(
-                f"table {table.name}: id {int(request.ids_L[position])}, at position {position} of the call, "
+                f"table {table.name}: id {int(ids_L[position])}, at position {position} of the call, "
                 f"is not a row of the table, which has {table.num_rows} rows"
             )
 
@@ -367,8 +329,6 @@ class _SeparateCalls(NamedTuple):
         rows: for each width, the calls that do not pool: indices of the calls, numbers of ids, the rows.
         bags: calls that pool: index of the call, and its assembler.
         marks: slot of the marks of each worker, and the numbers of bags of its other requests.
-        tables: the tables of the module.
-        purpose: purpose of the lookup.
     """
 
     calls: list[tuple[TableSpec, int]]

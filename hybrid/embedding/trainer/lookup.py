@@ -58,12 +58,7 @@ class OutputLayout(Protocol):
 
 
 class Outbox:
-    """The table sources of all workers, and pending messages that have gradients but no lookup.
-
-    Args:
-        sources: the table source of each worker that holds a shard.
-        clock: records timings.
-    """
+    """The table sources of all workers, and pending messages that have gradients but no lookup."""
 
     def __init__(self, sources: Mapping[int, TableSource], clock: StepClock) -> None:
         self.sources = sources
@@ -85,22 +80,9 @@ class Outbox:
 
 
 class Lookup:
-    """A pending lookup.
+    """A pending lookup."""
 
-    Args:
-        ticket: identifies trainer, step and purpose.
-        items: the request to each worker that gets one.
-        layout: how responses become outputs.
-        outbox: sends the messages.
-    """
-
-    def __init__(
-        self,
-        ticket: Ticket,
-        items: Items,
-        layout: OutputLayout,
-        outbox: Outbox,
-    ) -> None:
+    def __init__(self, ticket: Ticket, items: Items, layout: OutputLayout, outbox: Outbox) -> None:
         self._ticket = ticket
         self._items = items
         self._layout = layout

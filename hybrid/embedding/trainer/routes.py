@@ -250,12 +250,7 @@ class _Sequences(NamedTuple):
 
 
 def bag_route(features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool) -> Route:
-    """Return the route of features that workers pool. All their tables are in the same groups.
-
-    Args:
-        pooling: pooling of all features.
-        is_weighted: whether the ids have weights.
-    """
+    """Return the route of features that workers pool. All their tables are in the same groups."""
     features_F, counts_F = np.array(features), np.array([len(shards) for shards in locations])
     groups = []  # a location in each group, and the first row of each feature's shards in it
     for of_group in zip(*locations, strict=True):
@@ -299,7 +294,7 @@ class _PooledByWorkers(NamedTuple):
 
 
 def pool_route(features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool) -> Route:
-    """Return the route of features of one width that the trainer pools; see :func:`bag_route`."""
+    """Return the route of features of one width that the trainer pools."""
     features_F, space = np.array(features), AddressSpace(locations)
 
     def start(ids: BatchIds, items: Items) -> Assembler:

@@ -16,14 +16,7 @@ from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.embedding import kernels
-from hybrid.embedding.bags import (
-    Bags,
-    GroupedBags,
-    RowGradients,
-    concatenate,
-    ids_dtype,
-    pool_and_record,
-)
+from hybrid.embedding.bags import Bags, GroupedBags, RowGradients, concatenate, ids_dtype, pool_and_record
 from hybrid.embedding.initial_rows import fill_random_rows, read_rows, read_rows_by_key
 from hybrid.embedding.placement import Shard, ShardGroup
 from hybrid.embedding.worker.row_optimizers import OPTIMIZERS
@@ -71,7 +64,6 @@ class DistinctStepRows(NamedTuple):
     """The distinct rows that the lookups of a step read from one group of tables.
 
     Attributes:
-        bags: the bags of all lookups.
         by_kind: for each pooling, with offsets or without: indices into ``bags``, and their distinct rows.
     """
 
@@ -193,9 +185,6 @@ class TableUpdate:
 
     Attributes:
         gradients: each updated group, and the gradients of its rows.
-        step: step of the gradients.
-        factor: factor of the learning rates.
-        check_finite: whether a non-finite gradient is an error.
         idle: names of tables that do not change, although other updates change all of their rows.
     """
 

@@ -35,9 +35,6 @@ class TableShards(HostedModule):
     Call ``initialize`` for a new model, or ``load`` for a checkpoint, before use.
 
     Args:
-        placement: which worker holds which rows.
-        worker: index of this worker.
-        rules: how gradients become updates.
         dtype: type of rows and optimizer state.
         wire_dtype: type of vectors for training and of their gradients; None for ``dtype``.
     """

@@ -89,10 +89,7 @@ def main(output: str, config: str | None = None) -> None:
         optimizer.step()
         losses.append(cluster.gather(loss.detach()))
     with torch.no_grad():
-        tables = {
-            "user": model.user(torch.arange(NUM_USERS)),
-            "item": model.item(torch.arange(NUM_ITEMS)),
-        }
+        tables = {"user": model.user(torch.arange(NUM_USERS)), "item": model.item(torch.arange(NUM_ITEMS))}
     if cluster.rank == 0:
         net = {name: each.detach() for name, each in model.module.named_parameters()}
         torch.save({"losses": torch.cat(losses), "tables": tables, "net": net}, output)

@@ -101,11 +101,7 @@ def test_weights_of_bags_get_the_gradients_of_torch(layout: str, padding: int | 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda t: t(torch.tensor([[0, 9]])),
-            DataError,
-            "table table: id 9",
-        ),
+        (lambda t: t(torch.tensor([[0, 9]])), DataError, "table table: id 9"),
         (lambda t: t(torch.tensor([[-1]])), DataError, "id -1"),
         (lambda t: t(torch.tensor([[0.5]])), TypeError, "integers"),
         (lambda t: t(torch.tensor([1, 2])), ValueError, "flat ids need offsets"),

@@ -8,14 +8,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import hybrid
-from hybrid.custom_loop.local_batches import (
-    checksum,
-    cut,
-    global_batches,
-    local_batches,
-    size_of,
-    tensors_of,
-)
+from hybrid.custom_loop.local_batches import checksum, cut, global_batches, local_batches, size_of, tensors_of
 from hybrid.errors import DataError
 
 CONSTANTS = {"mask": None, "epoch": 3, "rate": torch.tensor(0.5), "about": ("x", {"name": "text"}, True)}
@@ -158,7 +151,7 @@ def test_tensors_are_handed_out_on_the_device_and_ids_looked_up_from_the_cpu() -
     assert moved.handed_out["name"] == batch.values["name"]
     assert [each.ids.device.type for each in moved.calls] == ["meta", "meta"]
     for found, expected in zip(moved.sparse_features, batch.sparse_features, strict=True):
-        assert torch.equal(found.ids_L, expected.ids_L)
+        assert torch.equal(found[1].ids_L, expected[1].ids_L)
 
 
 def test_checksum_covers_every_tensor() -> None:

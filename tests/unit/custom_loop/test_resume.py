@@ -4,6 +4,7 @@ import itertools
 import random
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ class Script:
         if kind == "batches":
             data = [{name: each[i : i + size] for name, each in data.items()} for i in range(0, rows, size)]
         model = cluster.distribute(Net())
-        optimizer = changes.get("optimizer", torch.optim.Adam)(model.parameters(), lr=changes.get("lr", 0.1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=changes.get("lr", 0.1))
         schedule = CosineAnnealingLR(optimizer, changes.get("length", 8))
         cluster.resume(root / "run", optimizer, schedule, every_steps=1)
         self.trained: list[int] = []
@@ -200,12 +201,6 @@ def test_a_resumed_script_that_differs_causes_a_warning(
     assert bool(shown) == bool(words), shown
 
 
-def test_a_resume_with_another_optimizer_is_refused(tmp_path: Path) -> None:
-    Script(tmp_path, 8, stop=2)
-    with pytest.raises(CheckpointError, match=r"run.* no state for AdamW at its position .* Adam$"):
-        Script(tmp_path, 8, optimizer=torch.optim.AdamW)
-
-
 def test_a_script_in_async_mode_takes_all_steps(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         train(tmp_path, stop=7, update="async")
@@ -249,29 +244,24 @@ def test_one_run_at_a_time_uses_a_folder(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     ("obstructed", "kept", "best"),
-    [(6, [12, 9, 4], 4), (STEPS, [12, 9], 12), (LAST, [9, 6, 4], 4)],
+    [(None, [12, 9, 4], 4), (6, [12, 9, 4], 4), (STEPS, [12, 9], 12), (LAST, [9, 6, 4], 4)],
 )
-def test_a_loop_goes_on_if_a_checkpoint_cannot_be_written(
-    obstructed: int, kept: list[int], best: int, tmp_path: Path
+def test_the_best_evaluation_with_a_checkpoint_keeps_it(
+    obstructed: int | None, kept: list[int], best: int, tmp_path: Path
 ) -> None:
-    """Only the last checkpoint must be written. The best evaluation is one with a checkpoint."""
-    step_folder(tmp_path / "run", obstructed).mkdir(parents=True)
-    error = pytest.raises(CheckpointError, match=f"step {LAST}: .* resumes from step 9$")
-    warning = pytest.warns(UserWarning, match=f"no checkpoint of step {obstructed}: .* training continues$")
-    with error if obstructed == LAST else warning:
-        train(tmp_path)
+    """A loop goes on if a checkpoint cannot be written, except the last. The first evaluation is the best."""
+    context: Any = nullcontext()
+    if obstructed is not None:
+        step_folder(tmp_path / "run", obstructed).mkdir(parents=True)
+        message = f"no checkpoint of step {obstructed}: .* training continues$"
+        context = pytest.warns(UserWarning, match=message)
+    if obstructed == LAST:
+        context = pytest.raises(CheckpointError, match=f"step {LAST}: .* resumes from step 9$")
+    with context:
+        found = train(tmp_path)
+        assert found[f"loss {STEPS}"] < min(found["loss 8"], found["loss 12"])
     assert [parse_step(folder) for folder in list_checkpoints(tmp_path / "run")] == kept
     assert Checkpoint.best_valid(tmp_path / "run", print).manifest.step == best
-
-
-def test_the_best_evaluation_keeps_its_checkpoint(tmp_path: Path) -> None:
-    found = train(tmp_path, every=3)
-    by_step = {step: found[f"loss {step}"] for step in range(STEPS, EPOCHS * STEPS + 1, STEPS)}
-    best = min(by_step, key=by_step.__getitem__)
-    assert best == STEPS, "the checkpoint must be one that is kept for no other reason"
-    assert Checkpoint.best_valid(tmp_path / "run", print).manifest.step == best
-    kept = [parse_step(folder) for folder in list_checkpoints(tmp_path / "run")]
-    assert kept == [12, 9, best]
 
 
 def test_wrong_calls_are_refused(tmp_path: Path) -> None:
@@ -284,7 +274,9 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
         cluster.load(tmp_path / "saved", optimizer, optimizer)
     groups = torch.optim.SGD([{"params": [each]} for each in nn.Linear(4, 1).parameters()], lr=0.1)
     for other in (groups, MultiStepLR(optimizer, [2])):
-        with pytest.raises(CheckpointError, match=f"no state for {type(other).__name__} at its position"):
+        with pytest.raises(
+            CheckpointError, match=f"no state for {type(other).__name__} at its position .* SGD$"
+        ):
             cluster.load(tmp_path / "saved", other)
     with pytest.raises(ValueError, match="every_steps must be at least 1"):
         cluster.resume(tmp_path / "run", every_steps=0)

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,14 @@ class Factors(nn.Module):
         return out.sum(-1)
 
 
-def started(config: Path | None = None) -> tuple[Cluster, Distributed, torch.optim.Optimizer]:
+def connected(folder: Path, config: str) -> Cluster:
+    (folder / "config.toml").write_text(config)
+    return hybrid.connect(folder / "config.toml")
+
+
+def started(cluster: Cluster | None = None) -> tuple[Cluster, Distributed, torch.optim.Optimizer]:
     """Distribute a module; return it with its optimizer."""
-    cluster = hybrid.connect(config)
+    cluster = cluster or hybrid.connect()
     model = cluster.distribute(Net())
     return cluster, model, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -109,8 +115,23 @@ class Viewed(nn.Module):
         return vectors
 
 
-def lookups(view: View, names: list[str], monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Train on batches, and check the vectors; return the numbers of lookups of a batch."""
+@pytest.mark.parametrize(
+    ("view", "names", "number"),
+    [
+        (lambda b: b["ids"], ["ids"], 1),
+        (lambda b: b["deep"][0]["one"], ["deep[0]['one']"], 1),
+        (lambda b: b["deep"][1], ["deep[1]", "tags"], 1),
+        (lambda b: b["tags"].values, ["tags"], 1),
+        (lambda b: b["ids"] + 0, ["ids"], 2),  # computed
+        (lambda b: b["ids"].view(-1), ["ids"], 2),
+        (lambda b: b["ids"].int(), ["ids"], 2),
+        (lambda b: b["deep"][1], ["ids"], 2),
+    ],
+)
+def test_only_ids_of_named_columns_are_looked_up_ahead(
+    view: View, names: list[str], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning names other ids, which the call of the table looks up."""
     tickets, lookup = [], TableShards.lookup
 
     def counted(self: TableShards, ticket: Ticket, items: Any) -> Future[list[Tensor]]:
@@ -119,42 +140,19 @@ def lookups(view: View, names: list[str], monkeypatch: pytest.MonkeyPatch) -> se
 
     cluster = hybrid.connect()
     model = cluster.distribute(Viewed(view, names))
-    counts = set()
     monkeypatch.setattr(TableShards, "lookup", counted)
-    for batch in cluster.batches([ids_and_tags(size) for size in (3, 5, 2)]):
-        vectors = model(batch)
-        counts.add(len(tickets))
-        plain: Any = cluster.plain_module()
-        assert torch.equal(vectors, plain.table(view(batch)))
-        cluster.backward(vectors.reshape(len(batch["ids"]), -1).sum(1))
-        tickets.clear()
-    return counts
-
-
-@pytest.mark.parametrize(
-    ("view", "names"),
-    [
-        (lambda b: b["ids"], ["ids"]),
-        (lambda b: b["deep"][0]["one"], ["deep[0]['one']"]),
-        (lambda b: b["deep"][1], ["deep[1]", "tags"]),
-        (lambda b: b["tags"].values, ["tags"]),
-    ],
-)
-def test_named_columns_are_looked_up_ahead(
-    view: View, names: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert lookups(view, names, monkeypatch) == {1}
-
-
-@pytest.mark.parametrize(
-    "view",
-    [lambda b: b["ids"] + 0, lambda b: b["ids"].view(-1), lambda b: b["ids"].int(), lambda b: b["deep"][1]],
-    ids=["computed", "flat", "of another type", "of another column"],
-)
-def test_other_ids_are_looked_up_by_their_call(view: View, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match='hybrid.Embedding\\(..., ids="user"\\)') as caught:
-        assert lookups(view, ["ids"], monkeypatch) == {2}
-    assert len(caught) == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in cluster.batches([ids_and_tags(size) for size in (3, 5, 2)]):
+            vectors = model(batch)
+            assert len(tickets) == number
+            plain: Any = cluster.plain_module()
+            assert torch.equal(vectors, plain.table(view(batch)))
+            cluster.backward(vectors.reshape(len(batch["ids"]), -1).sum(1))
+            tickets.clear()
+    assert ['hybrid.Embedding(..., ids="user")' in str(each.message) for each in caught] == [True] * (
+        number - 1
+    )
 
 
 def test_a_missing_column_is_named() -> None:
@@ -278,9 +276,7 @@ def test_a_pass_that_was_ended_from_within_does_not_end_silently(kind: str, tmp_
 
 
 def test_skipped_step_changes_nothing(tmp_path: Path) -> None:
-    config = tmp_path / "config.toml"
-    config.write_text('[train]\nnon_finite = "skip"\n')
-    cluster, model, optimizer = started(config)
+    cluster, model, optimizer = started(connected(tmp_path, 'train.non_finite = "skip"'))
     with torch.no_grad():
         before = model(DATA["id"])
     for number, batch in enumerate(cluster.batches(DATA, size=4)):
@@ -291,9 +287,7 @@ def test_skipped_step_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_clip_norm_covers_parameters_and_tables(tmp_path: Path) -> None:
-    config = tmp_path / "config.toml"
-    config.write_text("[train]\nclip_norm = 1e-3\n")
-    cluster, model, optimizer = started(config)
+    cluster, model, optimizer = started(connected(tmp_path, "train.clip_norm = 1e-3"))
     every = torch.arange(5)
     with torch.no_grad():
         before = torch.cat([model.table(every).flatten(), *(p.flatten() for p in model.parameters())])
@@ -315,8 +309,7 @@ def test_clip_norm_covers_parameters_and_tables(tmp_path: Path) -> None:
     ],
 )
 def test_keys_that_do_not_apply_to_custom_loops_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(text)
-    cluster, net = hybrid.connect(tmp_path / "config.toml"), Net()
+    cluster, net = connected(tmp_path, text), Net()
     net.table.optimizer = hybrid.SGD(lr=0.1, all_rows=True)
 
     def train() -> None:
@@ -374,8 +367,7 @@ def test_inference_mode_evaluates() -> None:
 def test_changes_of_the_parameters_alone_warn_once(
     config: str, change: str, remedy: str | None, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.toml").write_text(config)
-    cluster, model, optimizer = started(tmp_path / "config.toml")
+    cluster, model, optimizer = started(connected(tmp_path, config))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5 if change == "schedule" else 1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -395,8 +387,7 @@ def test_changes_of_the_parameters_alone_warn_once(
 def test_momentum_that_changes_beside_momentum_of_tables_is_refused(
     optimizer: Callable[..., Any], is_cycled: bool, is_refused: bool, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.toml").write_text('[schedule]\nkind = "one_cycle(steps = 9)"\n')
-    cluster, net = hybrid.connect(tmp_path / "config.toml"), Net()
+    cluster, net = connected(tmp_path, 'schedule.kind = "one_cycle(steps = 9)"'), Net()
     net.table.optimizer = optimizer(lr=0.1)
     model = cluster.distribute(net)
     dense = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -423,10 +414,9 @@ class Twice(Net):
 )
 def test_rows_whose_vectors_are_not_used_do_not_change(text: str, optimizer: str, tmp_path: Path) -> None:
     """As rows that are looked up only if the module calls the table, and uses the vectors."""
-    (tmp_path / "job.toml").write_text(f"[train]\n{text}\n")
     ends = []
     for ids in (["id", "other"], []):
-        cluster, net = hybrid.connect(tmp_path / "job.toml"), Net()
+        cluster, net = connected(tmp_path, f"[train]\n{text}\n"), Net()
         row_optimizer = getattr(hybrid, optimizer)(lr=0.1, weight_decay=0.1)
         net.table = hybrid.Embedding(9, 2, optimizer=row_optimizer, ids=ids)
         model = cluster.distribute(net)
@@ -472,19 +462,14 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize(
     "table",
-    [
-        lambda: hybrid.Embedding(5, 2, ids="id", optimizer=hybrid.SGD(lr=0.1)),
-        lambda: hybrid.EmbeddingBag(5, 2, ids="id", optimizer=hybrid.SGD(lr=0.1)),
-        lambda: hybrid.EmbeddingBag(5, 2, ids="id", optimizer=hybrid.SGD(lr=0.1), pooled_by="trainers"),
-    ],
+    [hybrid.Embedding, hybrid.EmbeddingBag, partial(hybrid.EmbeddingBag, pooled_by="trainers")],
 )
 @pytest.mark.parametrize("update", ["sync", "lookahead"])
 def test_changes_in_place_do_not_reach_other_calls(
-    update: str, table: Callable[[], nn.Module], tmp_path: Path
+    update: str, table: Callable[..., nn.Module], tmp_path: Path
 ) -> None:
-    (tmp_path / "job.toml").write_text(f'train.update = "{update}"')
-    cluster = hybrid.connect(tmp_path / "job.toml")
-    model = cluster.distribute(InPlace(table()))
+    cluster = connected(tmp_path, f'train.update = "{update}"')
+    model = cluster.distribute(InPlace(table(5, 2, ids="id", optimizer=hybrid.SGD(lr=0.1))))
     plain: Any = cluster.plain_module()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for batch in cluster.batches({"id": DATA["id"].view(4, 2)}, size=2):
@@ -551,8 +536,7 @@ def test_a_script_may_end_during_the_last_update() -> None:
 
 @pytest.mark.parametrize("update", ["sync", "lookahead", "async"])
 def test_pass_may_be_left_before_a_batch_is_trained(update: str, tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(f'train.update = "{update}"')
-    cluster, model, optimizer = started(tmp_path / "job.toml")
+    cluster, model, optimizer = started(connected(tmp_path, f'train.update = "{update}"'))
     for num_steps in (1, 3):
         for batch in cluster.batches(DATA, size=2):
             if cluster.step == num_steps:

@@ -6,11 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.embedding.bags import (
-    Bags,
-    concatenate,
-    pool_and_record,
-)
+from hybrid.embedding.bags import Bags, concatenate, pool_and_record
 from hybrid.embedding.table_spec import Pooling
 
 ROWS, DIM = 13, 3

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +30,42 @@ from hybrid.storage.remote_path import RemotePath
 
 
 def random_rows(
-    num_rows: int, dim: int, seed: int = 1, table: str = "t", shard: tuple[int, int] = (0, 1)
+    num_rows: int,
+    dim: int,
+    seed: int = 1,
+    table: str = "t",
+    shard: tuple[int, int] = (0, 1),
+    init: str = "uniform",
 ) -> Tensor:
     out_RD = torch.empty(num_rows, dim)
-    fill_random_rows(out_RD, seed, table, 1.0, *shard)
+    fill_random_rows(out_RD, seed, table, 1.0, *shard, init)
     return out_RD
 
 
-def test_initial_rows_are_uniform() -> None:
-    values_N = random_rows(50_000, 4).flatten().double().sort().values
+@pytest.mark.parametrize(
+    ("init", "probability", "variance", "most"),
+    [("uniform", lambda x: (x + 1) / 2, 1 / 3, 1.0), ("normal", torch.special.ndtr, 1.0, 9.0)],
+)
+def test_initial_rows_have_their_distribution(
+    init: str, probability: Callable[[Tensor], Tensor], variance: float, most: float
+) -> None:
+    values_N = random_rows(50_000, 4, init=init).flatten().double().sort().values
     size = len(values_N)
-    assert values_N[0] >= -1.0
-    assert values_N[-1] <= 1.0
-    assert abs(values_N.mean()) < 4 / (3 * size) ** 0.5
-    assert values_N.var() == pytest.approx(1 / 3, rel=0.01)
-    # Kolmogorov-Smirnov distance to the uniform distribution; a true sample exceeds this once in 10^5.
+    assert values_N.abs().max() <= most
+    assert abs(values_N.mean()) < 4 * (variance / size) ** 0.5
+    assert values_N.var() == pytest.approx(variance, rel=0.01)
+    # Kolmogorov-Smirnov distance to the distribution; a true sample exceeds this once in 10^5.
     ranks_N = (torch.arange(size, dtype=torch.float64) + 0.5) / size
-    assert ((values_N + 1) / 2 - ranks_N).abs().max() < 2.5 / size**0.5
+    assert (probability(values_N) - ranks_N).abs().max() < 2.5 / size**0.5
 
 
+@pytest.mark.parametrize("init", ["uniform", "normal"])
 @pytest.mark.parametrize("count", [2, 3, 7])
-def test_shards_have_the_rows_of_the_whole(count: int) -> None:
-    whole = random_rows(100, 5)
+def test_shards_have_the_rows_of_the_whole(count: int, init: str) -> None:
+    whole = random_rows(100, 5, init=init)
     for index in range(count):
         expected = whole[index::count]
-        assert torch.equal(random_rows(len(expected), 5, shard=(index, count)), expected)
+        assert torch.equal(random_rows(len(expected), 5, shard=(index, count), init=init), expected)
 
 
 def test_initial_rows_do_not_change_between_versions() -> None:
@@ -62,20 +74,6 @@ def test_initial_rows_do_not_change_between_versions() -> None:
         [[0.44376230239868164, -0.6476776599884033], [0.20472872257232666, 0.7959177494049072]]
     )
     torch.testing.assert_close(random_rows(2, 2, seed=42, table="C1"), golden, rtol=0, atol=0)
-
-
-def test_normal_rows_are_normal_in_whole_and_shards() -> None:
-    whole = torch.empty(20_000, 4)
-    fill_random_rows(whole, 1, "t", 0.5, init="normal")
-    values_N = whole.flatten().double().sort().values
-    size = len(values_N)
-    ranks_N = (torch.arange(size, dtype=torch.float64) + 0.5) / size
-    assert (torch.special.ndtr(values_N / 0.5) - ranks_N).abs().max() < 2.5 / size**0.5
-    assert whole.isfinite().all()
-    for index in range(3):
-        shard = torch.empty(len(whole[index::3]), 4)
-        fill_random_rows(shard, 1, "t", 0.5, index, 3, "normal")
-        assert torch.equal(shard, whole[index::3])
 
 
 ROWS_RD = torch.arange(21.0).view(7, 3)

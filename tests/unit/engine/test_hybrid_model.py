@@ -31,10 +31,7 @@ def net(interaction: nn.Module | None = None) -> DenseNet:
 
 
 def run(
-    net: DenseNet,
-    dense_BF: Tensor = FINITE,
-    pooled_BE: Tensor = FINITE,
-    remote_BH: Tensor | None = None,
+    net: DenseNet, dense_BF: Tensor = FINITE, pooled_BE: Tensor = FINITE, remote_BH: Tensor | None = None
 ) -> HybridModel:
     def remote_net(ticket: Ticket, hidden_BH: Tensor) -> Tensor:
         assert remote_BH is not None

@@ -172,10 +172,7 @@ def test_custom_loss_is_called() -> None:
     ("name", "message"),
     [
         ("summed", r"'custom_losses:summed': must return one value per sample, \[2\], but returns \[\]$"),
-        (
-            "broken",
-            r"'custom_losses:broken': fails for two samples: .*custom_losses.py:9, in broken: ",
-        ),
+        ("broken", r"'custom_losses:broken': fails for two samples: .*custom_losses.py:9, in broken: "),
         ("absent", r"'custom_losses:absent': cannot be imported: AttributeError"),
     ],
 )

@@ -167,10 +167,7 @@ def test_shape_of_pretrained_rows_is_checked(tmp_path: Path) -> None:
     for section, message in (
         (TableSection(initial=str(file), dim=8), "must have 25 rows of 8, as the table has, not 25 of 16"),
         (TableSection(initial=str(file), features=("item", "user")), "must have 100 rows of 16, as the "),
-        (
-            TableSection(initial="a.parquet", features=("item", "user")),
-            "must not be Parquet",
-        ),
+        (TableSection(initial="a.parquet", features=("item", "user")), "must not be Parquet"),
     ):
         with pytest.raises(ConfigError, match=rf"^tables\.item\.initial = '.*': {message}"):
             place_tables(config(item=section), COLUMNS, {})

@@ -55,6 +55,8 @@ def barrier(
     *,
     parts: int = 1,
     decided: bool = False,
+    clock: StepClock | None = None,
+    prepare_step: Callable[[int], object] | None = None,
 ) -> Iterator[Barrier]:
     """Yield a barrier whose threads have ended when the block ends."""
 
@@ -63,7 +65,7 @@ def barrier(
 
     before = set(threading.enumerate())
     rules = UpdateRules(num_trainers, mode, parts, check_finite=not decided, timeout_seconds=timeout_seconds)
-    each = Barrier(rules, merge)
+    each = Barrier(rules, merge, clock, prepare_step)
     try:
         yield each
     finally:
@@ -74,13 +76,6 @@ def barrier(
 def look_up(each: Barrier, version: int, work: Callable[[], Result], trainer: int = 0) -> Future[Result]:
     """A lookup for step ``version`` that must see all updates before it."""
     return each.run_when_ready(Ticket(trainer, version, version), work)
-
-
-def prefetch(
-    each: Barrier, trainer: int, step: int, work: Callable[[], Result], part: int = 0
-) -> Future[Result]:
-    """A prefetched lookup for ``step`` that must see all updates before it."""
-    return each.run_when_ready(Ticket(trainer, step, step, part, Purpose.PREFETCH), work)
 
 
 def contribute(
@@ -179,17 +174,15 @@ class TestLookups:
 
     def test_next_step_is_prepared_after_its_lookups_have_run(self) -> None:
         events: list[str] = []
-        rules = UpdateRules(1, UpdateMode.LOOKAHEAD, timeout_seconds=PATIENCE_SECONDS)
-        each = Barrier(
-            rules,
-            lambda step, contributions: Merged(contributions, ignore),
-            prepare_step=lambda step: events.append(f"prepare {step}"),
-        )
-        for part, is_large in enumerate((False, True, True)):
-            ticket = Ticket(0, 1, 1, part, Purpose.PREFETCH)
-            each.run_when_ready(ticket, lambda: events.append("lookup"), is_large=is_large)
-        contribute(each, 0, 0, should_update_here=True)
-        each.close()
+
+        def prepare(step: int) -> None:
+            events.append(f"prepare {step}")
+
+        with barrier(1, ignore, UpdateMode.LOOKAHEAD, prepare_step=prepare) as each:
+            for part, is_large in enumerate((False, True, True)):
+                ticket = Ticket(0, 1, 1, part, Purpose.PREFETCH)
+                each.run_when_ready(ticket, lambda: events.append("lookup"), is_large=is_large)
+            contribute(each, 0, 0, should_update_here=True)
         assert events == ["lookup"] * 3 + ["prepare 1"]
 
     def test_new_lookup_replaces_a_waiting_one(self) -> None:
@@ -480,9 +473,7 @@ class TestClose:
                 return SlowSpan([], "wait", 1, None, 0)
 
         closing: list[Future_[None]] = []
-        rules = UpdateRules(1, UpdateMode.SYNC, timeout_seconds=PATIENCE_SECONDS)
-        each = Barrier(rules, lambda step, contributions: Merged(contributions, ignore), SlowClock())
-        with ThreadPoolExecutor(1) as pool:
+        with barrier(1, ignore, clock=SlowClock()) as each, ThreadPoolExecutor(1) as pool:
             waiting = look_up(each, 1, lambda: "answered")
             contribute(each, 0, 0, should_update_here=True)
             assert result_of(waiting) == "answered"
@@ -503,7 +494,7 @@ def test_steps_leave_no_memory_behind() -> None:
 
     def train_steps(steps: range) -> None:
         for step in steps:
-            looking_up = prefetch(each, 0, step + 1, nothing)
+            looking_up = each.run_when_ready(Ticket(0, step + 1, step + 1, 0, Purpose.PREFETCH), nothing)
             each.expect(0, step, 2)
             for part in range(2):
                 contribute(each, 0, step, part=part, should_update_here=True)

@@ -41,7 +41,7 @@ def test_id_out_of_range_is_refused(stack: ExitStack, bad: int, index: int, name
     message = rf"^feature {named}: id {bad} is not a row of table {named[0]} \(11 rows\)"
     with pytest.raises(DataError, match=message):
         each.embeddings.lookup(SparseFeatures(ids, None, None, 2), TICKET)
-    assert all(host.version == 0 for host in each.hosts.values())
+    assert all(host.barrier.version == 0 for host in each.hosts.values())
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,7 @@ def test_invalid_offsets_are_refused(offsets: list[int]) -> None:
     ("offsets", "weights_L", "message"),
     [
         (torch.tensor([0, 1, 3]), torch.ones(2), "a batch has 2 weights for 3 ids"),
-        (
-            torch.arange(4),
-            None,
-            "a batch of 2 sparse features has 3 bags of ids; each feature must have one bag per sample",
-        ),
+        (torch.arange(4), None, "a batch of 2 sparse features has 3 bags of ids; .* one bag per sample"),
         (
             None,
             None,

@@ -72,9 +72,7 @@ def test_step_equals_the_reference(name: str, decay: float, dtype: torch.dtype) 
 @dtypes
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    decay=st.sampled_from([0.0, 0.01]),
-    cuts=st.sets(st.integers(1, ROWS - 1)),
+    seed=st.integers(0, 2**32 - 1), decay=st.sampled_from([0.0, 0.01]), cuts=st.sets(st.integers(1, ROWS - 1))
 )
 def test_step_all_equals_the_reference_in_any_blocks(
     name: str, dtype: torch.dtype, seed: int, decay: float, cuts: set[int]

@@ -58,7 +58,7 @@ def test_rows_read_both_one_by_one_and_pooled_are_updated_once(optimizer: str) -
         for trainer in range(2):
             torch.cat(host.lookup(train(0, trainer), MIXED_ITEMS).wait()).sum().backward()
         host.lookup(evaluate(1), []).wait()
-        assert host.version == 1
+        assert host.barrier.version == 1
         single, mean, largest = (bags.ids_L for _, bags in MIXED_ITEMS)
         pooled = before[single].sum() + before[mean[:2]].mean(0).sum() + before[mean[2]].sum()
         (gradient,) = torch.autograd.grad(2 * (pooled + before[largest].max(0).values.sum()), before)
@@ -145,7 +145,7 @@ class TestAllRows:
                 gradient[[4, 1]] = scale
                 expected = before - (gradient + 0.5 * before)
             torch.testing.assert_close(rows, expected)
-            assert host.version == 1
+            assert host.barrier.version == 1
 
     @pytest.mark.parametrize("parts", [[], [(0, Bags(torch.empty(0, dtype=torch.int64)))]])
     @pytest.mark.parametrize("clip_norm", [None, 1.0])
@@ -202,7 +202,7 @@ class TestFiniteness:
             huge = torch.full((2, 2), 3e38)
             host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [huge])
             host.barrier.drain()
-            assert host.version == 1
+            assert host.barrier.version == 1
 
 
 @pytest.mark.parametrize("offsets", [None, [0, 1, 2]])
