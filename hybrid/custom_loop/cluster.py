@@ -243,6 +243,7 @@ class Cluster:
         loop.start = describe_start(loop.model.net, objects, self.world_size)
         if (stored := loop.checkpoints.open_newest()) is not None:
             loop.resume(stored, objects)
+            self.print(f"resuming from step {loop.step}: {stored.folder}")
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the indices of the epochs, from that of the checkpoint of :meth:`resume` on.

@@ -290,9 +290,8 @@ class TableModule(nn.Module):
             DataError: the batch has no such column.
         """
         if missing := [name for name in (*self.ids, *self.weights) if name not in columns]:
-            raise DataError(
-                f"table {self.name}: the batch has no column {missing[0]!r}; it has {', '.join(columns)}"
-            )
+            tensors = ", ".join(columns)
+            raise DataError(f"table {self.name}: the batch has no tensor {missing[0]!r}; it has {tensors}")
         pairs = zip_longest(self.ids, self.weights)
         return [self.call(columns[i], None, None if w is None else columns[w]) for i, w in pairs]
 

@@ -173,12 +173,14 @@ class TerminalView:
         _LOG.warning("%s", visible(text))
         self._print(Text(visible(text)))
 
-    def evaluation(self, step: int, metrics: Metrics) -> None:
-        """Print a line with ``metrics`` of the test rows after ``step``."""
+    def evaluation(self, split: str, step: int, metrics: Metrics) -> None:
+        """Print a line with ``metrics`` of the rows of a split after ``step``."""
         numbers = "  ".join(f"{metric_title(name)} {format_number(value)}" for name, value in metrics.items())
-        _LOG.info("test at step %d: %s", step, numbers)
+        _LOG.info("%s at step %d: %s", split, step, numbers)
         if not self._is_quiet:
-            self._print(Text(f"test at step {step:,}", style="bold").append(f"  {numbers}", style="not bold"))
+            self._print(
+                Text(f"{split} at step {step:,}", style="bold").append(f"  {numbers}", style="not bold")
+            )
 
     def show(self, *results: RenderableType) -> None:
         """Print results and remove the live region."""

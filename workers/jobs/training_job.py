@@ -179,7 +179,8 @@ class Training:
             if self._step < session.total_steps and not self._owes_evaluation:
                 self._checkpoints.write_if_due(self._state(session), is_evaluated=metrics is not None)
             if metrics and not self._is_over(session):  # the summary shows the last evaluation
-                view.evaluation(self._step, {name: metrics[name] for name in shown_metrics(self._tasks)})
+                shown = {name: metrics[name] for name in shown_metrics(self._tasks)}
+                view.evaluation(self._selection, self._step, shown)
         if self._step < session.total_steps and self._is_over(session):
             without = f"{self._config.train.patience} evaluation(s) without a better"
             view.note(f"ended at step {self._step}: {without} {metric_title(self._config.best_by)}")

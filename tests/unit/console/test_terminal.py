@@ -74,7 +74,7 @@ def test_plain_lines_are_not_broken() -> None:
     with view:
         view.status("waiting for 2 trainers")
         view.progress(PROGRESS)
-        view.evaluation(1200, METRICS)
+        view.evaluation("test", 1200, METRICS)
         view.summary(RESULTS, COMMANDS)
     assert file.getvalue().splitlines() == [
         "waiting for 2 trainers",
@@ -100,7 +100,7 @@ def test_live_region_shows_latest_step_below_evaluations() -> None:
         view.status("waiting for 2 trainers")
         assert screen(file.getvalue())[-1] == "waiting for 2 trainers"
         view.progress(dataclasses.replace(PROGRESS, step=10, loss=0.9))
-        view.evaluation(10, METRICS)
+        view.evaluation("test", 10, METRICS)
         view.progress(PROGRESS)
         view.status("saving a checkpoint")
         evaluation, bar, numbers, phases, status = screen(file.getvalue())
@@ -137,7 +137,7 @@ def test_narrow_terminal_cuts_no_word(width: int) -> None:
     with view:
         view.progress(PROGRESS)
         view.status(status)
-        view.evaluation(1200, METRICS)
+        view.evaluation("test", 1200, METRICS)
         view.note("a note of several words that is longer than some terminals")
         lines = screen(file.getvalue())
     assert max(map(len, lines)) <= width

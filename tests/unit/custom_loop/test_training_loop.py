@@ -158,7 +158,7 @@ def test_only_ids_of_named_columns_are_looked_up_ahead(
 def test_a_missing_column_is_named() -> None:
     cluster = hybrid.connect()
     cluster.distribute(Net("item"))
-    with pytest.raises(DataError, match="table table: the batch has no column 'item'; it has id, label"):
+    with pytest.raises(DataError, match="table table: the batch has no tensor 'item'; it has id, label"):
         next(cluster.batches(DATA))
 
 
