@@ -96,15 +96,6 @@ def test_output_compares_memory(printed: Printed, memory: float, verdict: str) -
     assert re.search(rf"(?m)^            {verdict} GiB$", text)
 
 
-def test_output_has_the_least_time_of_the_network(printed: Printed) -> None:
-    times = [
-        float(re.findall(r"(?m)^network     a step takes at least ([\d,.]+) ms", printed(2, hosts))[0])
-        for hosts in (Hosts(4, math.inf, 1e6), Hosts(4, math.inf, 2e6), HOST)
-    ]
-    assert times[0] == pytest.approx(2 * times[1], rel=0.01)
-    assert times[2] == 0  # one host
-
-
 def configured(**data: Any) -> RunConfig:
     return RunConfig(data=DataSection(**data))
 
@@ -205,11 +196,9 @@ def test_memory_of_workers_has_rows_state_and_the_copy_of_a_checkpoint() -> None
     assert many.host_bytes - few.host_bytes == pytest.approx(2 * 10**6 * 32 * 4 * 2, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "dense", [{"remote_mlp": (8,)}, {"tensor_size": 2}, {"device": "cuda:1"}, {"device": "cpu,cpu"}], ids=str
-)
-def test_any_dense_net_has_a_plan(dense: dict[str, Any]) -> None:
-    assert plan(dense=dense).trainer_bytes > 52e6
+def test_any_dense_net_has_a_plan() -> None:
+    for dense in ({"remote_mlp": (8,)}, {"tensor_size": 2}, {"device": "cuda:1"}, {"device": "cpu,cpu"}):
+        assert plan(dense=dense).trainer_bytes > 52e6
 
 
 def test_more_hosts_than_roles_are_refused() -> None:

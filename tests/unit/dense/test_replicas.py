@@ -97,6 +97,14 @@ class TestOutputs:
         assert output[0].device == output[1][2][0].device == torch.device(devices[0])
         assert_close(output, expected)
 
+    @pytest.mark.parametrize("devices", PAIRS)
+    @pytest.mark.parametrize("call", CALLS)
+    def test_nested_inputs(self, devices: list[str], call: Callable[..., Any]) -> None:
+        x = random(20, 3).to(devices[0])
+        inputs = (x.cos(), (x.sin(), x), x.sin())
+        output = call(Calls(lambda *inputs: inputs[1][0]), inputs, devices)
+        assert_close(output, x.sin())
+
     @pytest.mark.parametrize("devices", DEVICES)
     def test_recurrent_net_takes_the_same_step(self, devices: list[str]) -> None:
         x = torch.ones(4, 4, 30, dtype=torch.double, device=devices[0])
@@ -609,6 +617,11 @@ def check_replicas(module: nn.Module, replicas: list[Any], devices: list[str]) -
 
 
 class TestScriptModules:
+    @pytest.mark.parametrize("devices", PAIRS)
+    def test_script_module_within_a_python_module(self, devices: list[str]) -> None:
+        module = nn.Sequential(seeded(script_net)).to(devices[0])
+        check_replicas(module, replicate(module, devices), devices)
+
     @pytest.mark.parametrize("devices", PAIRS)
     def test_shared_script_module_is_replicated_once(self, devices: list[str]) -> None:
         shared = seeded(script_net)
