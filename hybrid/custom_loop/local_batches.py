@@ -124,8 +124,12 @@ class LocalBatch:
             ends_G = group_ends(_group_column(self.values, self.whole)[: self.size])
         ranges = [slice_bounds(self.size, part, parts, ends_G) for part in range(parts)]
         return [
-            replace(self, values=_cut_padded(self.values, *bounds, self.least), size=bounds[1] - bounds[0])
-            for bounds in ranges
+            replace(
+                self,
+                values=_cut_padded(self.values, self.padded_size, start, stop, self.least),
+                size=stop - start,
+            )
+            for start, stop in ranges
         ]
 
 
@@ -156,7 +160,7 @@ def local_batches(
                 )
             ends_G = group_ends(groups_B)
         start, stop = slice_bounds(size, trainer, num_trainers, ends_G)
-        values = batch if num_trainers == 1 else _cut_padded(batch, start, stop, least)
+        values = batch if num_trainers == 1 else _cut_padded(batch, size, start, stop, least)
         checked = checksum(batch) if num_trainers > 1 else 0
         yield LocalBatch(values, stop - start, size, tables, whole, checked, least)
 
@@ -262,18 +266,17 @@ def cut(batch: Any, start: int, stop: int) -> Any:
 
 def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
     """Leave out the first ``count`` samples; a batch in which they end is cut."""
-    for batch in batches:
-        skipped = min(count, size_of(batch))
-        count -= skipped
-        if not skipped:
-            yield batch
-        elif skipped < size_of(batch):
-            yield cut(batch, skipped, size_of(batch))
+    remaining = iter(batches)
+    while count and (batch := next(remaining, None)) is not None:
+        if (size := size_of(batch)) > count:
+            yield cut(batch, count, size)
+        count -= min(count, size)
+    yield from remaining
 
 
-def _cut_padded(batch: Any, start: int, stop: int, least: int) -> Any:
-    """Return the samples from ``start`` to ``stop``, and after them others, to have at least ``least``."""
-    first, last = padding_bounds(size_of(batch), start, stop, least)
+def _cut_padded(batch: Any, size: int, start: int, stop: int, least: int) -> Any:
+    """Return the samples from ``start`` to ``stop`` of ``size``, and others to have at least ``least``."""
+    first, last = padding_bounds(size, start, stop, least)
     values = cut(batch, start, stop)
     return _concatenate([values, cut(batch, first, last)]) if first < last else values
 
