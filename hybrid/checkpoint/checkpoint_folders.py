@@ -297,19 +297,14 @@ def find_mismatch(folder: StoragePath, files: Files) -> StoragePath | None:
     return next((path for path, size in paths if sizes.get(path) != size), None)
 
 
-def checkpoints_folder(run: StoragePathT) -> StoragePathT:
-    """Return the folder of a run's checkpoints."""
-    return cast(StoragePathT, run / _FOLDER)
-
-
 def step_folder(run: StoragePathT, step: int) -> StoragePathT:
     """Return the folder of the checkpoint that a run writes after ``step`` steps."""
-    return cast(StoragePathT, checkpoints_folder(run) / f"step-{step:08d}")
+    return cast(StoragePathT, run / _FOLDER / f"step-{step:08d}")
 
 
 def list_checkpoints(run: StoragePathT) -> list[StoragePathT]:
     """Return the complete checkpoints of a run, newest first; StorageError if their folder is a link."""
-    folder = checkpoints_folder(run)
+    folder = run / _FOLDER
     if isinstance(folder, Path):
         refuse_link(folder)
     entries = [each for each in storage.list_entries(folder) if _STEP_NAME.fullmatch(each.path.name)]
@@ -326,11 +321,7 @@ def parse_step(folder: StoragePath) -> int:
 
 
 def vocabulary_path(files_folder: StoragePathT, name: str) -> StoragePathT:
-    """Return the path of a vocabulary. All checkpoints of a run share it.
-
-    Args:
-        files_folder: of any checkpoint of the run (:attr:`Checkpoint.files_folder`).
-    """
+    """Return the path of a vocabulary of a run, from the :attr:`Checkpoint.files_folder` of a checkpoint."""
     folder = files_folder.parent if files_folder.name.startswith(_PARTS) else files_folder
     return cast(StoragePathT, folder.parent.parent / _VOCABULARIES / name)
 
@@ -427,7 +418,7 @@ def remove_after(run: StoragePath, step: int) -> None:
             discard(partial)
         return
     complete = list_checkpoints(run)
-    used = {checkpoints_folder(run): complete}
+    used = {run / _FOLDER: complete}
     for folder in complete:
         with suppress(CheckpointError):  # all folders of a damaged checkpoint stay
             used[folder] = [folder / Manifest.read(folder / MANIFEST_FILE).parts]

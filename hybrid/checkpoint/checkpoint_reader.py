@@ -33,8 +33,6 @@ class Checkpoint:
     """A checkpoint whose files are read on demand.
 
     Attributes:
-        folder: path of the checkpoint.
-        manifest: content of the checkpoint.
         rank_text: phrase with the rank among the checkpoints of the run, such as "the best (auc 0.8361) and
             the last"; set by :meth:`best_valid`.
     """
@@ -113,7 +111,6 @@ class Checkpoint:
         raise CheckpointError("; ".join(damage) or f"{folder}: there is no checkpoint here")
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Read the named tensors of one file."""
         return read_tensors(*self._source(name))
 
     def map_rows(self, table: str, num_rows: int, dim: int) -> list[npt.NDArray[Any]]:

@@ -54,8 +54,12 @@ class DataSection:
     """The samples: files, columns, scaling and vocabularies."""
 
     format: str = model("synthetic", "Format of the input.", choices=FORMATS)
-    path: tuple[str, ...] = option((), "Training files (plain or gzip), folders of files, or URLs.")
-    test_path: tuple[str, ...] = option((), "Test files, folders or URLs; empty holds out rows by split.")
+    path: tuple[str, ...] = option(
+        (), "Training files (plain or gzip), folders of files, or URLs.", prepares=False
+    )
+    test_path: tuple[str, ...] = option(
+        (), "Test files, folders or URLs; empty holds out rows by split.", prepares=False
+    )
     split: str = model(
         "random",
         "The test rows if test_path is empty: random ones; all rows of some values of a column, such as "
@@ -158,7 +162,6 @@ class DataSection:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The names of the splits of the prepared data."""
         return (TRAIN, TEST) if self.validation == "none" else SPLITS
 
     @property
@@ -175,7 +178,6 @@ class DataSection:
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether each epoch has a different order."""
         return self.shuffle != "none"
 
     @property
@@ -185,7 +187,6 @@ class DataSection:
 
     @property
     def vocabulary_call(self) -> Call:
-        """The kind of vocabulary, and its arguments."""
         return VOCABULARY_CALLS.parse("data.vocabulary", self.vocabulary)
 
 

@@ -71,7 +71,6 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def toml_value(value: Any) -> str:
-    """Return the TOML text of a value."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(toml_value(element) for element in value)}]"
     # Strings, numbers and booleans of JSON are valid TOML, except that TOML requires an escaped DEL.
@@ -116,7 +115,6 @@ class Key:
 
     @classmethod
     def of(cls, declared: dataclasses.Field[Any], hint: Any) -> Key:
-        """Return the key that a field of a section declares."""
         is_list = get_origin(hint) is tuple
         kind = get_args(hint)[0] if get_args(hint) else hint  # tuple[T, ...] and T | None
         return cls(declared.name, kind, is_list, declared.default, **declared.metadata)
@@ -265,7 +263,6 @@ class CallSignatures:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names with declared arguments."""
         return (*self._keys,)
 
     @property
@@ -324,8 +321,8 @@ class CallSignatures:
         unnamed: dict[str, Any] = {}
         if not _NAMED_ARGUMENT.match(inner):
             first = next(iter(keys.values()))
-            # Named arguments may follow.
-            value, inner = (*re.split(rf",(?=\s*(?:{'|'.join(keys)})\s*=)", inner, maxsplit=1), "")[:2]
+            value, *named = re.split(rf",(?=\s*(?:{'|'.join(keys)})\s*=)", inner, maxsplit=1)
+            inner = "".join(named)
             unnamed[first.name] = first.read_unnamed(value)
         try:
             given = _parse_arguments(inner)

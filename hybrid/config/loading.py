@@ -52,10 +52,7 @@ def read_toml_text(text: str) -> RunConfig:
 
 
 def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return the master's ``config`` with the settings that a role was started with.
-
-    Args:
-        settings: see the overrides of :func:`load_config`.
+    """Return the master's ``config`` with the settings (``--set``) that a role was started with.
 
     Raises:
         ConfigError: a key may not differ between hosts, or a value breaks a rule.
@@ -77,7 +74,6 @@ def select_role_settings(settings: Sequence[str]) -> list[str]:
 
 
 def _override(text: str) -> tuple[str, str, str]:
-    """Return section, name and value of a ``--set``."""
     dotted, equals, value = text.partition("=")
     section, _, name = dotted.strip().rpartition(".")  # a table's name may contain dots
     if not equals or (not section and name in SECTION_KEYS):

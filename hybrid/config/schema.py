@@ -33,7 +33,8 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 def _value(key: Key) -> dict[str, Any]:
     types = [_TYPES[key.kind], *(["number", "boolean"] if key.takes_numbers else [])]
     value: dict[str, Any] = {"type": types if key.takes_numbers else types[0]}
-    value |= {name: limit for field, name in _LIMITS.items() if (limit := getattr(key, field)) is not None}
+    limits = {name: getattr(key, field) for field, name in _LIMITS.items()}
+    value |= {name: limit for name, limit in limits.items() if limit is not None}
     if key.choices:
         value["enum"] = list(key.choices)
     if key.signatures is not None:

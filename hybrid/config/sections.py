@@ -155,7 +155,6 @@ class ClusterSection:
 
     @property
     def topology(self) -> Topology:
-        """The roles of the cluster."""
         return Topology(self.trainers, self.workers)
 
 
@@ -226,7 +225,6 @@ class DenseSection:
 
     @property
     def net_call(self) -> Call:
-        """The name of the net, and its arguments."""
         return NET_CALLS.parse("dense.net", self.net)
 
     @property
@@ -236,7 +234,6 @@ class DenseSection:
 
     @property
     def optimizer_options(self) -> tuple[str, ...]:
-        """The arguments of the optimizer, as TOML."""
         return split_call("dense.optimizer", self.optimizer)[1]
 
     @property
@@ -276,7 +273,6 @@ class DenseGroupSection:
 
     @property
     def other_options(self) -> tuple[str, ...]:
-        """The arguments except ``lr``."""
         return tuple("".join(option) for option in self._options if option[0].strip() != "lr")
 
     @property
@@ -352,7 +348,6 @@ class ScheduleSection:
 
     @property
     def call(self) -> Call:
-        """The kind and its arguments."""
         return SCHEDULE_CALLS.parse("schedule.kind", self.kind)
 
     @property
@@ -379,7 +374,6 @@ class ProfileSection:
 
     @property
     def count(self) -> int:
-        """The number of steps to record."""
         return self.steps[0] if self.steps else 0
 
     @property
@@ -407,7 +401,6 @@ class RunConfig:
     dense_groups: Mapping[str, DenseGroupSection] = field(default_factory=dict)
 
     def replace(self, **sections: Any) -> RunConfig:
-        """Return a copy with other sections."""
         return dataclasses.replace(self, **sections)
 
     def replace_value(self, section: str, name: str, value: Any) -> RunConfig:
@@ -419,12 +412,10 @@ class RunConfig:
 
     @property
     def all_tasks(self) -> dict[str, TaskSection]:
-        """The tasks; see :func:`tasks_of`."""
         return tasks_of(self.tasks, self.data)
 
     @property
     def task_specs(self) -> tuple[TaskSpec, ...]:
-        """The labels of all tasks, in their order."""
         return tuple(TaskSpec(name, task.kind, task.classes) for name, task in self.all_tasks.items())
 
     @property

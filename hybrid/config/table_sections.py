@@ -98,15 +98,12 @@ class TableSection:
 
     @property
     def initializer(self) -> Call:
-        """The parsed value of ``init``."""
         return INITIALIZERS.parse("init", self.init)
 
 
 def table_optimizer(embedding: EmbeddingSection, table: TableSection) -> Call:
-    """Return the optimizer of a table and its arguments."""
     return TABLE_OPTIMIZERS.parse("optimizer", table.optimizer or embedding.optimizer)
 
 
 def table_placement(embedding: EmbeddingSection, table: TableSection) -> Call:
-    """Return the placement of a table and its arguments."""
     return PLACEMENT_CALLS.parse("placement", table.placement or embedding.placement)

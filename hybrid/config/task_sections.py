@@ -109,12 +109,10 @@ class TaskSection:
 
     @property
     def loss_name(self) -> str:
-        """The name of the loss."""
         return self.loss_call.name
 
     @property
     def loss_call(self) -> Call:
-        """The name of the loss and its arguments."""
         return LOSS_CALLS.parse("loss", self.loss or LOSSES[self.kind][0])
 
     @property
@@ -134,12 +132,10 @@ class TaskSection:
 
     @property
     def main_metric(self) -> str:
-        """The main metric of the task."""
         return METRICS[self.kind][0]
 
     @property
     def num_outputs(self) -> int:
-        """The number of outputs of the dense net for this task."""
         return self.classes if self.kind == "classes" else 1
 
 
@@ -177,12 +173,7 @@ def is_lower_better(metric: str) -> bool:
 
 
 def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None:
-    """Raise ConfigError if keys of the tasks contradict each other.
-
-    Args:
-        group: ``data.group``.
-        best: ``checkpoint.keep_best``.
-    """
+    """Raise ConfigError if keys of the tasks, ``data.group`` or ``checkpoint.keep_best`` do not fit."""
     comparable = []
     for name, task in tasks.items():
         if not re.fullmatch(_NAME, name):

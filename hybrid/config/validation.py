@@ -102,11 +102,7 @@ def check_columns(
 
 
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
-    """Raise ConfigError if the delimiter is invalid, or a label means both 1 and 0.
-
-    Args:
-        value_of: returns the value that the text of a label stands for.
-    """
+    """Raise ConfigError if the delimiter is invalid, or a label, as ``value_of`` reads it, means 1 and 0."""
     if not data.delimiter or {*data.delimiter} & {*'"\r\n'}:
         raise ConfigError("data.delimiter", "must be text without quotes and line breaks", data.delimiter)
     positive = {value_of(label) for label in data.positive_labels}
@@ -200,11 +196,7 @@ def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
 
 
 def check_schedule(section: ScheduleSection, end: int | None) -> None:
-    """Raise ConfigError if the warm-up takes the whole schedule.
-
-    Args:
-        end: the last step of the schedule; None if unknown.
-    """
+    """Raise ConfigError if the warm-up takes the whole schedule, which ends at step ``end`` if known."""
     if end is None or section.call.name not in FINITE_SCHEDULES:
         return
     if section.warmup_steps and section.warmup_steps >= end:

@@ -22,8 +22,6 @@ _KEY = "--module"
 
 
 class _NoBackend:
-    """The backend of a script that is imported for its module."""
-
     def __getattr__(self, name: str) -> NoReturn:
         raise HybridError('hybrid.connect() must be called below if __name__ == "__main__":')
 
@@ -49,7 +47,8 @@ class CustomModule(TrainedModule):
         if not function:
             raise ConfigError(_KEY, "must be FILE.py:FUNCTION or package.module:FUNCTION", name)
         folder = None
-        if (file := Path(module_name)).suffix == ".py":
+        file = Path(module_name)
+        if file.suffix == ".py":
             if not file.is_file():
                 raise ConfigError(_KEY, "is not a file", module_name)
             module_name, folder = file.stem, file.parent
@@ -89,13 +88,13 @@ class StoredTable(nn.Module):
         self.has_end = isinstance(table, EmbeddingBag) and table.include_last_offset
 
     def forward(self, ids: Any, offsets: Tensor | None = None, per_sample_weights: Any = None) -> Tensor:
-        """See :meth:`EmbeddingBag.forward`."""
         has_end = self.has_end or isinstance(ids, Jagged)
         ids, offsets = ids if isinstance(ids, Jagged) else (ids, offsets)
         ids_L = ids.reshape(-1).long()
         is_id_L1 = (ids_L != self.padding_idx).unsqueeze(1)
         rows_LD: Tensor = self.rows(ids_L).to(self.dtype)
-        if (weights := per_sample_weights) is not None:
+        weights = per_sample_weights
+        if weights is not None:
             weights = weights.values if isinstance(weights, Jagged) else weights
             rows_LD = rows_LD * weights.reshape(-1, 1).to(rows_LD)
         rows_LD = rows_LD.masked_fill(~is_id_L1, -torch.inf if self.pooling is Pooling.MAX else 0.0)

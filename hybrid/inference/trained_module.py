@@ -111,7 +111,6 @@ class TrainedModule(nn.Module):
     regression. With several tasks, names start with the task, as in ``click.probability``.
 
     Args:
-        trained: the checkpoint.
         shapes: number of rows and width of each table, by name.
         sequences: indices of the features whose order of ids counts.
         in_memory: whether tables are parameters in memory. Otherwise the rows are read from the files.
@@ -120,11 +119,8 @@ class TrainedModule(nn.Module):
         ConfigError: two inputs would have the same name.
 
     Attributes:
-        trained: the checkpoint; ``trained.origin`` is its name for users.
         inputs: the plain tensors of a batch, in order.
         tables: one module per table, which returns vectors for ids.
-        table_names: the names of ``tables``.
-        num_dense: number of numeric columns.
         dtype: data type of the nets and the outputs.
         autocast: lower precision for operations of the nets where it is safe, or None.
     """
@@ -169,11 +165,9 @@ class TrainedModule(nn.Module):
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """The names of ``inputs``."""
         return tuple(each.name for each in self.inputs)
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return predictions by name."""
         columns = dict(batch)
         for feature in self.trained.encoder.sparse:
             if feature.multi_hot and isinstance(batch[feature.name], Tensor):
@@ -272,7 +266,6 @@ class MappedTable(nn.Module):
 
     Args:
         shards: shard ``i`` of ``n`` holds the rows ``i``, ``i + n``, ``i + 2n``, ...
-        dtype: data type of the vectors.
     """
 
     def __init__(self, shards: Sequence[npt.NDArray[Any]], dtype: torch.dtype) -> None:

@@ -28,13 +28,7 @@ from hybrid.user_code.run_signature import load_run_config
 
 @dataclass(frozen=True, eq=False)
 class TrainedRun:
-    """A model in a checkpoint; the rows of its tables stay in their files.
-
-    Attributes:
-        stored: the checkpoint.
-        config: the configuration of the run.
-        encoder: encodes raw values as in training.
-    """
+    """A model in a checkpoint; the rows of its tables stay in their files."""
 
     stored: Checkpoint
     config: RunConfig
@@ -52,7 +46,6 @@ class TrainedRun:
         """Read the best checkpoint of a run, or a given checkpoint.
 
         Args:
-            folder: a run or a checkpoint.
             warn: receives a line for each damaged checkpoint.
             trust_code: whether to trust a run that the user has not signed; see :func:`load_run_config`.
             uses_data: whether the data of the run will be read.

@@ -67,16 +67,11 @@ class Predictions(NamedTuple):
 
     @classmethod
     def of(cls, batch: Batch, outputs_BO: Tensor, sequences: Sequence[int] = ()) -> Predictions:
-        """Return the predictions for one batch.
-
-        Args:
-            sequences: indices of the features that are sequences.
-        """
+        """Return the predictions for one batch; ``sequences`` are the indices of sequence features."""
         return cls(outputs_BO, batch.labels, batch.row_keys(sequences), batch.weights, batch.groups)
 
     @classmethod
     def concatenate(cls, batches: Sequence[Predictions]) -> Predictions:
-        """Concatenate the predictions for several batches."""
         columns = zip(*batches, strict=True)
         return cls(*(None if column[0] is None else torch.cat(column) for column in columns))  # type: ignore[arg-type]
 
@@ -161,7 +156,6 @@ def task_metrics(
 
 
 def check_custom_metrics(tasks: Mapping[str, TaskSection]) -> None:
-    """Raise ConfigError if a custom metric cannot be imported."""
     for name, task in tasks.items():
         for metric in task.metrics:
             if ":" in metric:
@@ -240,7 +234,6 @@ def binary_metrics(logits_N: Tensor, labels_N: Tensor, weights_N: Tensor | None 
 
 
 def _mean(values_N: Tensor, weights_N: Tensor) -> Tensor:
-    """Return the mean of values, weighted."""
     return (weights_N * values_N).sum() / weights_N.sum()
 
 

@@ -18,8 +18,6 @@ from hybrid.models.layers import output_mlp
 
 
 class CrossInteraction(nn.Module):
-    """Cross layers over the concatenated inputs."""
-
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))

@@ -21,12 +21,7 @@ from hybrid.models.layers import output_mlp
 
 
 class ESMM(nn.Module):
-    """The model: logits of a click, and of a conversion given a click.
-
-    Args:
-        width: of the inputs.
-        hidden: hidden units of each of the two towers.
-    """
+    """The model: logits of a click, and of a conversion given a click, from a tower each."""
 
     def __init__(self, width: int, hidden: Sequence[int] = (64, 32)) -> None:
         super().__init__()

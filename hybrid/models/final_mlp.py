@@ -26,7 +26,6 @@ class FeatureGate(nn.Module):
         self.layers = mlp((context, hidden), width)
 
     def forward(self, inputs_BE: Tensor, context_BH: Tensor) -> Tensor:
-        """Return ``weighted_BE``."""
         return inputs_BE * 2 * torch.sigmoid(self.layers(context_BH))
 
 
@@ -83,11 +82,7 @@ class FinalMLP(nn.Module):
         self.fusion = BilinearFusion(first[-1], second[-1], num_heads)
 
     def forward(self, inputs_BE: Tensor, first_BH: Tensor, second_BG: Tensor) -> Tensor:
-        """Return ``logits_B``.
-
-        Args:
-            first_BH, second_BG: the contexts.
-        """
+        """Return ``logits_B`` of the inputs and both contexts."""
         stages = zip(self.streams, self.gates, (first_BH, second_BG), strict=True)
         logits_B: Tensor = self.fusion(
             *(stream(gate(inputs_BE, context)) for stream, gate, context in stages)

@@ -37,7 +37,6 @@ class Gate(nn.Module):
         self.weights = nn.Linear(width, num_experts, bias=False)
 
     def forward(self, inputs_BE: Tensor, experts_BNH: Tensor) -> Tensor:
-        """Return ``mixture_BH``."""
         weights_BN: Tensor = self.weights(inputs_BE).softmax(dim=1)
         return (weights_BN.unsqueeze(2) * experts_BNH).sum(dim=1)
 

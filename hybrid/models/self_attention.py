@@ -57,8 +57,6 @@ class SelfAttention(nn.Module):
     Args:
         dim: D, the width of the item vectors.
         longest: T of the longest possible history.
-        num_blocks: number of transformer blocks.
-        num_heads: attention heads of each block.
     """
 
     def __init__(self, dim: int, longest: int, num_blocks: int = 2, num_heads: int = 1) -> None:

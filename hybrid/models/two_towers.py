@@ -52,7 +52,6 @@ class TwoTowers(nn.Module):
         self.item = Tower(item_width, hidden, dim)
 
     def forward(self, users_BH: Tensor, items_BH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(users_BD, items_BD)``."""
         return self.user(users_BH), self.item(items_BH)
 
 

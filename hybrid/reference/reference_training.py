@@ -32,8 +32,6 @@ from hybrid.reference.reference_rows import initial_state, update_rows
 
 
 class _StepRows(NamedTuple):
-    """The rows of one table that a step or a prediction reads."""
-
     ids_U: Tensor
     rows_UD: Tensor
 
@@ -42,8 +40,6 @@ class Reference:
     """The training of a configuration in one process.
 
     Args:
-        input_spec: the features, in the order of the batches.
-        tables: the specification of each table.
         rows: initial rows by table; copied.
         net: the initial dense net of every trainer; copied.
         remote_net: the net between interaction and head, or None; copied.
@@ -136,11 +132,9 @@ class Reference:
         return [n for n, _ in self.nets[0].named_parameters()], [n for n, _ in remote.named_parameters()]
 
     def dense_state(self, module: nn.Module) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer state of each parameter of a net, by name."""
         return {name: self.optimizer.state.get(p, {}) for name, p in module.named_parameters()}
 
     def _copy_rows(self, batches: Sequence[Batch]) -> dict[str, _StepRows]:
-        """Copy the rows of each table that ``batches`` contain."""
         ids: dict[str, list[Tensor]] = {name: [] for name in self.tables}
         for batch in batches:
             for k, feature in enumerate(self._features):

@@ -4,7 +4,6 @@ import atexit
 import os
 import shutil
 import tempfile
-from functools import partial
 from pathlib import Path
 
 from hybrid.storage.private_files import private_user_folder
@@ -30,7 +29,7 @@ def choose_compile_cache() -> None:
     folder = private_user_folder("XDG_CACHE_HOME", ".cache", "torch")
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="hybrid-torch-"))
-        atexit.register(partial(shutil.rmtree, folder, ignore_errors=True))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         os.environ.setdefault("MPLCONFIGDIR", str(folder))  # else a warning if $HOME is read-only
     for name in missing:
         os.environ[name] = str(folder / _VARIABLES[name])

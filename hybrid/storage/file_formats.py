@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from hybrid.storage.files import local_copy
 from hybrid.storage.remote_path import StoragePath
@@ -49,15 +50,26 @@ def _check(value: Any, levels: int) -> None:
 
 
 def parse_fields(kind: type[Fields], content: Any) -> Fields:
-    """Return a dataclass of plain fields from a JSON object; TypeError if a field has another type."""
+    """Return a dataclass from a JSON object; TypeError if a field has another type.
+
+    Fields are plain values, dataclasses, and tuples and dictionaries of these.
+    """
     hints = get_type_hints(kind)
-    for name, value in content.items():
-        hint = hints.get(name, ())
-        is_number = type(value) is int and isinstance(0.0, hint)
-        is_valid = isinstance(value, hint) and isinstance(value, bool) == (hint is bool)
-        if not is_valid and not is_number:
-            raise TypeError(f"{name} is {value!r:.80}")
-    return kind(**content)
+    return kind(**{name: _parse_field(name, hints.get(name, ()), content[name]) for name in content})
+
+
+def _parse_field(name: str, hint: Any, value: Any) -> Any:
+    if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
+        return parse_fields(hint, value)
+    if get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(_parse_field(name, get_args(hint)[0], each) for each in value)
+    if get_origin(hint) is dict and isinstance(value, dict):
+        return {key: _parse_field(key, get_args(hint)[1], each) for key, each in value.items()}
+    plain = () if get_origin(hint) in (tuple, dict) else hint
+    is_number = type(value) is int and isinstance(0.0, plain)
+    if not is_number and (not isinstance(value, plain) or isinstance(value, bool) != (plain is bool)):
+        raise TypeError(f"{name} is {value!r:.80}")
+    return value
 
 
 def is_inner_name(text: str) -> bool:

@@ -58,7 +58,6 @@ class Entry(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Whether it is a regular file."""
         return not self.is_folder and self.size >= 0
 
 
@@ -87,12 +86,10 @@ def _path_error(path: Path, error: OSError) -> StorageError:
 
 
 def exists(path: StoragePath) -> bool:
-    """Return whether there is a file or folder at a path."""
     return find_entry(path) is not None
 
 
 def is_file(path: StoragePath) -> bool:
-    """Return whether there is a regular file at a path."""
     entry = find_entry(path)
     return entry is not None and entry.is_file
 
@@ -107,11 +104,7 @@ def require_file(path: StoragePath) -> Entry:
 
 
 def list_entries(folder: StoragePath, *, is_deep: bool = False) -> list[Entry]:
-    """Return the entries of a folder, sorted by name; none if there is no such folder.
-
-    Args:
-        is_deep: list all files below the folder instead, without folders.
-    """
+    """Return the entries of a folder by name, or with ``is_deep`` all files below it; none if missing."""
     if isinstance(folder, RemotePath):
         entries = _list_remote(folder, is_deep)
     elif (entry := find_entry(folder)) is None or not entry.is_folder:
@@ -170,7 +163,6 @@ def read_bytes(path: StoragePath, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
 
 
 def read_text(path: StoragePath) -> str:
-    """Return the content of a small text file."""
     return read_bytes(path).decode()
 
 
@@ -301,7 +293,6 @@ def remove(path: StoragePath) -> None:
 
 
 def copy(source: StoragePath, target: StoragePath) -> None:
-    """Copy a file."""
     with open_writer(target) as file:
         for block in read_blocks(source):
             file.write(block)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
@@ -37,25 +37,15 @@ _CERTIFICATES = (
     "/etc/ssl/cert.pem",
 )
 _UNTRUSTED = r"curlCode: (60|77)|CURL error \[(60|77)\]|certificate"  # in messages of clients
-# For each kind of store: the variable of credentials, the setting of the address, the variable of
-# certificates.
+# For each kind of store: the variable of credentials, and the setting of the address.
 _NAMES = {
     "s3": (
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,",
         "AWS_ENDPOINT_URL, or the host in the URL,",
-        "AWS_CA_BUNDLE",
     ),
-    "gs": (
-        "GOOGLE_APPLICATION_CREDENTIALS",
-        "the store, or endpoint_override in the URL,",
-        "SSL_CERT_FILE",
-    ),
-    "abfs": (
-        "AZURE_STORAGE_KEY, or another variable of docs/storage.md,",
-        "the account in the URL",
-        "SSL_CERT_FILE",
-    ),
-    "hdfs": ("HADOOP_USER_NAME", "the host in the URL", "SSL_CERT_FILE"),
+    "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "the store, or endpoint_override in the URL,"),
+    "abfs": ("AZURE_STORAGE_KEY, or another variable of docs/storage.md,", "the account in the URL"),
+    "hdfs": ("HADOOP_USER_NAME", "the host in the URL"),
 }
 _SAME_STORE = {"abfss": "abfs", "viewfs": "hdfs"}
 _CREDENTIALS = "set {0} to credentials that may do this"
@@ -124,28 +114,28 @@ def _s3_client(bucket: str, options: dict[str, str], endpoint: str | None) -> fs
     from pyarrow import fs
 
     address = options.get("endpoint_override") or endpoint
-    make = partial(
-        fs.S3FileSystem,
-        anonymous=options.get("anonymous") == "true",
-        region=options.get("region"),
-        scheme=options.get("scheme"),
-        endpoint_override=address,
-        force_virtual_addressing=options.get("force_virtual_addressing") == "true",
-        connect_timeout=_CONNECT_SECONDS,
-        request_timeout=_SILENT_SECONDS,
-        background_writes=False,  # a background writer would buffer without a limit
-        allow_delayed_open=True,  # a small file is written in one request, when it is closed
-        tls_ca_file_path=os.environ.get("AWS_CA_BUNDLE") or next(filter(os.path.isfile, _CERTIFICATES), None),
-    )
+    settings = {
+        "anonymous": options.get("anonymous") == "true",
+        "region": options.get("region"),
+        "scheme": options.get("scheme"),
+        "endpoint_override": address,
+        "force_virtual_addressing": options.get("force_virtual_addressing") == "true",
+        "connect_timeout": _CONNECT_SECONDS,
+        "request_timeout": _SILENT_SECONDS,
+        "background_writes": False,  # a background writer would buffer without a limit
+        "allow_delayed_open": True,  # a small file is written in one request, when it is closed
+        "tls_ca_file_path": os.environ.get("AWS_CA_BUNDLE")
+        or next(filter(os.path.isfile, _CERTIFICATES), None),
+    }
     if address is not None and not address.startswith("http://") and options.get("scheme") != "http":
         # Without this request, the client would retry requests to an untrusted store for a minute.
-        once = make(retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1))
+        once = fs.S3FileSystem(**settings, retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1))
         try:
             once.get_file_info(bucket)
         except OSError as error:
             if re.search(_UNTRUSTED, str(error)):
                 raise
-    return make(retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS))
+    return fs.S3FileSystem(**settings, retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=ATTEMPTS))
 
 
 def _azure_client(authority: str, options: dict[str, str]) -> tuple[fs.FileSystem, str]:
@@ -195,8 +185,7 @@ def _split_azure_authority(authority: str) -> tuple[str, str, dict[str, str]]:
 def store_request(path: RemotePath, action: str) -> Iterator[tuple[fs.FileSystem, str]]:
     """Yield the file system of a store, and the name of a path in it, for one request.
 
-    Args:
-        action: a participle for error messages, such as "read".
+    Error messages contain ``action``, such as "read".
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -226,7 +215,7 @@ def _store_error(path: RemotePath, action: str, text: str) -> StorageError:
     remedy = next(remedies, "docs/storage.md lists what a store needs")
     # A host may be unknown because its name server is down.
     kind = OutageError if remedy in (_OVERLOADED, _ENDPOINT) else StorageError
-    names = _NAMES[_SAME_STORE.get(scheme, scheme)]
+    names = (*_NAMES[_SAME_STORE.get(scheme, scheme)], "AWS_CA_BUNDLE" if scheme == "s3" else "SSL_CERT_FILE")
     reason = f"{_NOISE.sub('', text)}; {remedy.format(*names)}"
     return kind(f"{path}: cannot be {action}: {reason}", reason)
 
@@ -360,7 +349,6 @@ class _RemoteWriter:
                 self._remove(filesystem)
 
     def _remove(self, filesystem: fs.FileSystem) -> None:
-        """Remove the file that the stream has written."""
         if self._folder:
             filesystem.delete_dir(self._folder)
         else:

@@ -10,15 +10,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from hybrid.errors import StorageError
 
-_SCHEMES = {  # scheme in a URL: scheme of pyarrow
-    "s3": "s3",
-    "gs": "gs",
-    "gcs": "gs",
-    "abfs": "abfs",
-    "abfss": "abfss",
-    "hdfs": "hdfs",
-    "viewfs": "viewfs",
-}
+_SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _AZURE_OPTIONS = ("enable_tls",)
 _OPTIONS = {  # allowed in the query of a URL; none of them is secret
@@ -56,17 +48,14 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last component of the key."""
         return self.key.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """The folder of the file or folder."""
         return RemotePath(self.root, self.key.rpartition("/")[0], self.query)
 
     @property
     def suffix(self) -> str:
-        """The end of the name from its last dot on."""
         return Path(self.name).suffix
 
     def absolute(self) -> RemotePath:
@@ -74,7 +63,6 @@ class RemotePath:
         return self
 
     def with_name(self, name: str) -> RemotePath:
-        """Return the path with another name in the same folder."""
         return self.parent / name
 
 
@@ -113,22 +101,20 @@ def parse_path(text: str | StoragePath) -> StoragePath:
     authority, _, key = rest.partition("/")
     if not authority and scheme != "hdfs":
         raise StorageError(f"{scheme}://: names no bucket; write {scheme}://BUCKET/FOLDER")
+    store = "gs" if scheme == "gcs" else scheme
     # URLs are printed, logged and kept in configurations, so they must not contain credentials.
     user, _, host = authority.rpartition("@")
     bare = f"{scheme}://{host}"
-    if ":" in user or (user and scheme in ("s3", "gs", "gcs")):
+    if ":" in user or (user and store in ("s3", "gs")):
         raise StorageError(f"{bare}: contains credentials, and URLs are printed; {_REMEDY}")
     for name in parse_options(query):
         if _SECRET.search(name):
             raise StorageError(f"{bare}: contains {name}, and URLs are printed; {_REMEDY}")
-        options = _OPTIONS.get(_SCHEMES[scheme])
+        options = _OPTIONS.get(store)
         if options is not None and name not in options:
             raise StorageError(f"{bare}: has an unknown option {name}; the options are {', '.join(options)}")
-    return RemotePath(
-        f"{_SCHEMES[scheme]}://{authority}", "/".join(filter(None, unquote(key).split("/"))), query
-    )
+    return RemotePath(f"{store}://{authority}", "/".join(filter(None, unquote(key).split("/"))), query)
 
 
 def parse_options(query: str) -> dict[str, str]:
-    """Return the options of a URL's query, by name."""
     return dict(parse_qsl(query, keep_blank_values=True))
