@@ -10,14 +10,13 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import torch
 
 from hybrid.batch import Batch
 from hybrid.data.batches.batch_loader import BatchLoader
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest, DatasetReport
-from hybrid.data.dataset.prepared_dataset import PreparedDataset, unlabeled_batch
-from hybrid.data.encode.feature_encoder import EncodedBlock, count_unknown, report_unknown
+from hybrid.data.dataset.prepared_dataset import PreparedDataset, block_batch
+from hybrid.data.encode.feature_encoder import count_unknown, report_unknown
 from hybrid.data.parse.column_layout import Layout, TableBlock, create_file_section
 from hybrid.data.parse.input_files import list_files
 from hybrid.data.parse.sources import parse, read_blocks
@@ -26,10 +25,8 @@ from hybrid.data.prepare.preparation import cache_folder
 from hybrid.data.prepare.split_writer import LabelSums, label_reports
 from hybrid.data.values.column_values import convert_maps, decode_dictionary, is_list
 from hybrid.data.values.invalid_rows import InvalidRowLog
-from hybrid.data.values.model_columns import Targets
 from hybrid.errors import ConfigError, DataError
 from hybrid.inference.trained_run import TrainedRun
-from hybrid.input_spec import InputSpec
 from hybrid.primitives.progress import ignore_progress
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
@@ -75,7 +72,7 @@ def table_batch(trained: TrainedRun, columns: Any) -> Batch:
     block, invalid = parse(_TABLE, table_block, layout)
     if invalid:
         raise DataError(f"{_TABLE}: row {invalid[0].line}: {invalid[0].found}")
-    return _batch(trained.encoder.encode(block), None, trained.encoder.input_spec)
+    return block_batch(trained.encoder.encode(block), trained.encoder.input_spec)
 
 
 def file_rows(
@@ -102,10 +99,7 @@ def stream_rows(
     text: Iterator[bytes],
     passthrough: Sequence[tuple[str, str]] = (),
 ) -> SourceRows:
-    """Return the rows of a stream of CSV or TSV.
-
-    Args:
-        stream: name of the stream in errors.
+    """Return the rows of a stream of CSV or TSV; ``stream`` is its name in errors.
 
     Raises:
         ConfigError: the model was trained on Parquet.
@@ -120,7 +114,7 @@ def stream_rows(
 def held_out_rows(
     trained: TrainedRun, *, passthrough: Sequence[tuple[str, str]] = (), progress: Callable[[str], None]
 ) -> Rows:
-    """Return the test rows of a model's run. If they are no longer cached, they are prepared again.
+    """Return the test rows of a model's run, which are prepared again if they are no longer cached.
 
     Raises:
         ConfigError: the run has no test rows, or no files with the columns to pass through.
@@ -159,8 +153,6 @@ def _layout(
 
 @dataclass
 class PreparedRows:
-    """Rows of a prepared data set."""
-
     dataset: PreparedDataset
 
     @property
@@ -219,7 +211,7 @@ class SourceRows:
             num_rows += size
             if block.targets is not None:
                 labels.append(LabelSums.of(block.targets))
-            batch = _batch(encoded, block.targets, encoder.input_spec)
+            batch = block_batch(encoded, encoder.input_spec, block.targets)
             passthrough = {name: _without_dictionaries(each) for name, each in block.passthrough.items()}
             yield RowBlock(batch, block.source_rows_B, passthrough)
         if not num_rows:
@@ -247,13 +239,3 @@ def _without_dictionaries(column: Any) -> Any:
 
 def _decoded_type(kind: Any) -> Any:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
-
-
-def _batch(encoded: EncodedBlock, targets: Targets | None, spec: InputSpec) -> Batch:
-    batch = unlabeled_batch(encoded, spec)
-    if targets is None:
-        return batch
-    labels_BT, weights_BT, groups_B = (None if each is None else torch.from_numpy(each) for each in targets)
-    assert labels_BT is not None
-    weights = None if weights_BT is None else weights_BT.squeeze(1)
-    return batch._replace(labels=labels_BT.squeeze(1), weights=weights, groups=groups_B)

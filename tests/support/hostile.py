@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from unittest.mock import patch
 
 import numpy as np
 
 from hybrid.config import ColumnSection, DataSection
+from hybrid.data.parse import delimited_text
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import read_blocks
 from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
@@ -59,7 +61,9 @@ def read_hostile(
     rows: list[int] = []
     try:
         layout = Layout.of(data, columns, with_labels=with_labels)
-        for block in read_blocks((path,), layout, log, block_bytes=block_bytes):
+        with patch.object(delimited_text, "BLOCK_BYTES", block_bytes):
+            blocks = list(read_blocks((path,), layout, log))
+        for block in blocks:
             size = len(block.source_rows_B)
             assert {len(block.dense_BF), *map(len, block.sparse), *map(len, block.weights)} == {size}
             for weights in block.weights:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +23,7 @@ from hybrid.data.encode.fitting import (
     has_several_values,
     rank,
 )
+from hybrid.data.parse import delimited_text
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.input_files import list_files
 from hybrid.data.parse.sources import RawBlock, read_blocks
@@ -71,7 +73,8 @@ def read(
     files = list_files(tuple(map(str, paths)), "data.path")
     layout = Layout.of(data, columns, tasks, with_labels=with_labels)
     log = InvalidRowLog(data.max_invalid_fraction)
-    blocks = list(read_blocks(files, layout, log, block_bytes=block_bytes))
+    with patch.object(delimited_text, "BLOCK_BYTES", block_bytes):
+        blocks = list(read_blocks(files, layout, log))
     assert blocks
     targets = [b.targets for b in blocks if b.targets is not None]
     block = RawBlock(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +68,6 @@ class BatchLoader:
         trainer_index, num_trainers: the trainer of the slice, and the number of slices.
         shuffle: whether to draw a new order each epoch; otherwise rows come in file order.
         lanes: the number of lanes of the shuffle (hybrid/data/dataset/sample_order.py); 0 for none.
-        prefetch_batches: how many batches are read ahead.
         by_group: whether groups stay complete.
         least: number of samples of a slice, with padding; see :class:`LocalBatch`.
 
@@ -85,7 +83,6 @@ class BatchLoader:
     seed: int = 0
     shuffle: bool = False
     lanes: int = 0
-    prefetch_batches: int = 2
     by_group: bool = False
     least: int = 0
     drop_last: bool = False
@@ -111,8 +108,9 @@ class BatchLoader:
         end -= end % size if self.drop_last else 0
         first = max(first_step * size, first_sample)
         ranges = pairwise([first, *range(first - first % size + size, end, size), end] if first < end else [])
-        if (starts_G1 := self.dataset.group_starts) is not None and self.by_group:
-            num_groups = len(starts_G1) - 1
+        if self.by_group:
+            assert self.dataset.group_starts is not None, "check_group_sizes comes first"
+            num_groups = len(self.dataset.group_starts) - 1
             groups = GroupedOrder(self.dataset, self._order(num_groups, epoch).indices(0, num_groups))
             in_groups = (groups.indices(*each) for each in ranges)
             # A resumed pass may begin after the groups of a range.
@@ -120,7 +118,7 @@ class BatchLoader:
         else:
             order = self._order(self.dataset.num_samples, epoch)
             steps = (self._slice(order.indices(*each)) for each in ranges)
-        return BatchStream(self._read(steps), self.prefetch_batches)
+        return BatchStream(self._read(steps))
 
     def _slice(self, rows: npt.NDArray[np.int64], ends_G: npt.NDArray[np.int64] | None = None) -> StepRows:
         start, stop = slice_bounds(len(rows), self.trainer_index, self.num_trainers, ends_G)
@@ -154,7 +152,7 @@ class GroupedOrder:
     """
 
     def __init__(self, dataset: PreparedDataset, groups_G: npt.NDArray[np.int64]) -> None:
-        assert dataset.group_rows is not None, "check_group_sizes comes first"
+        assert dataset.group_rows is not None
         assert dataset.group_starts is not None
         self._rows_N, self._starts_G1 = dataset.group_rows, dataset.group_starts
         self._groups_G = groups_G
@@ -167,16 +165,14 @@ class GroupedOrder:
         return self._rows_N[positions_B], sizes.cumsum()
 
 
-class BatchStream(Iterator[Batch]):
+class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):
     """Batches that a thread reads, at most ``depth`` ahead of the consumer.
 
-    An error in the thread is raised by ``next``. ``close`` ends the thread at once.
-
-    Args:
-        batches: the batches; the thread closes the generator.
+    An error in the thread is raised by ``next``. ``close`` ends the thread at once. The thread closes the
+    generator.
     """
 
-    def __init__(self, batches: Generator[Batch, None, None], depth: int) -> None:
+    def __init__(self, batches: Generator[Batch, None, None], depth: int = 2) -> None:
         self._batches = batches
         self._is_over = threading.Event()
         self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
@@ -204,9 +200,6 @@ class BatchStream(Iterator[Batch]):
         self._is_over.set()
         self._free.release()
         self._thread.join(timeout=JOIN_TIMEOUT_SECONDS)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

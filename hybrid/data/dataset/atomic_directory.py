@@ -24,11 +24,7 @@ _POLL_SECONDS = 0.2
 
 @contextmanager
 def hold_lock(path: Path, check: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file of a path, and remove the file at the end.
-
-    Args:
-        check: called repeatedly while another process holds the lock.
-    """
+    """Hold the lock file of a path, then remove it. Call ``check`` while another process holds the lock."""
     make_folder(path.parent)
     lock = path.with_name(path.name + _LOCK)
     while (descriptor := try_lock(lock)) is None:

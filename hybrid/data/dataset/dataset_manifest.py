@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE
@@ -15,7 +14,7 @@ from hybrid.data.encode.feature_encoder import UnknownValues
 from hybrid.data.parse.input_files import InputFile, compute_sampled_checksum
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import DataError, StorageError
-from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.input_spec import InputSpec
 from hybrid.storage.file_formats import is_inner_name, parse_fields, parse_json
 from hybrid.storage.files import compute_checksum, read_bytes, read_text, write_bytes
 from hybrid.storage.remote_path import StoragePath
@@ -32,8 +31,7 @@ class LabelReport:
     """The labels of one task in a split.
 
     Attributes:
-        name: name of the task.
-        kind: kind of the task.
+        name, kind: of the task.
         count: number of samples with a weight above 0 for the task.
         mean, lowest, highest: statistics of their labels; None without samples.
         best_auc, best_log_loss: metrics of the true probabilities, if they are known.
@@ -59,7 +57,6 @@ class DatasetReport:
     """The rows of a split.
 
     Attributes:
-        num_rows: samples.
         labels: of each task; empty without labels.
         bad_rows: invalid rows of the input that were skipped (those of a held-out split are in "train").
         unknown: unknown categorical values by column; empty for synthetic data.
@@ -69,16 +66,6 @@ class DatasetReport:
     labels: tuple[LabelReport, ...]
     bad_rows: InvalidRowReport
     unknown: tuple[UnknownValues, ...] = ()
-
-    @classmethod
-    def of(cls, content: dict[str, Any]) -> DatasetReport:
-        """Return the report from parsed JSON."""
-        bad_rows = InvalidRowReport(content["bad_rows"]["counts"], tuple(content["bad_rows"]["examples"]))
-        unknown = tuple(parse_fields(UnknownValues, column) for column in content["unknown"])
-        labels = tuple(parse_fields(LabelReport, task) for task in content["labels"])
-        if type(content["num_rows"]) is not int or content["num_rows"] < 0:
-            raise TypeError(f"num_rows is {content['num_rows']!r:.80}")
-        return cls(**{**content, "labels": labels, "bad_rows": bad_rows, "unknown": unknown})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +86,6 @@ class DataManifest:
     """The file that completes the folder of a data set.
 
     Attributes:
-        input_spec: columns of the batches.
-        splits: the report of each split.
         inputs: the input files of each split; a held-out split has none.
         stored: checksums of every other file, by its path in the folder.
     """
@@ -136,21 +121,14 @@ class DataManifest:
         """
         try:
             content = parse_json(read_bytes(path))
-            if content["format"] != FORMAT_VERSION:
+            if content.pop("format") != FORMAT_VERSION:
                 raise DataError(f"{path}: made by another version of this program" + (rule and f"; {rule}"))
-            spec = content["input_spec"]
-            features = tuple(parse_fields(FeatureSpec, feature) for feature in spec["sparse_features"])
-            if not all(map(is_inner_name, content["stored"])):
+            manifest = parse_fields(cls, content)
+            if not all(map(is_inner_name, manifest.stored)):
                 raise ValueError("it lists a file outside of its folder")
-            return cls(
-                InputSpec(tuple(spec["dense_features"]), features),
-                {split: DatasetReport.of(report) for split, report in content["splits"].items()},
-                {
-                    split: tuple(parse_fields(InputFile, file) for file in files)
-                    for split, files in content["inputs"].items()
-                },
-                {name: parse_fields(StoredFile, file) for name, file in content["stored"].items()},
-            )
+            if any(report.num_rows < 0 for report in manifest.splits.values()):
+                raise ValueError("a number of rows is negative")
+            return manifest
         except StorageError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -30,6 +30,7 @@ from hybrid.batch import Batch, SparseFeatures
 from hybrid.data.dataset.dataset_manifest import FILE_NAME, DataManifest, DatasetReport
 from hybrid.data.dataset.sample_order import positions
 from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock
+from hybrid.data.values.model_columns import Targets
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.primitives.grouping import ranking_totals
@@ -52,7 +53,6 @@ class StepRows(NamedTuple):
 
     @property
     def local(self) -> npt.NDArray[np.int64]:
-        """The rows of the slice."""
         first, last = self.padding
         local = self.rows[self.start : self.stop]
         return np.concatenate([local, self.rows[first:last]]) if first < last else local
@@ -62,9 +62,7 @@ class PreparedDataset:
     """A memory-mapped split of a prepared data set, whose rows can be read in any order.
 
     Attributes:
-        folder: the folder of a data set on this machine.
-        input_spec: columns of the batches.
-        report: sizes, labels, invalid rows.
+        folder: the folder of the data set on this machine.
         group_rows: int64 (N,), the rows by group, in file order within each; None without this order.
         group_starts: int64 (G + 1,), the start of each group in ``group_rows``.
     """
@@ -78,8 +76,9 @@ class PreparedDataset:
         self.report = report
         self._arrays = arrays
         self._dense, self._ids = arrays["dense"], arrays["ids"]
-        self._labels, self._weights, self._groups = arrays["labels"], *map(arrays.get, ("weights", "groups"))
-        self.group_rows, self.group_starts = map(arrays.get, ("group_rows", "group_starts"))
+        self._labels = arrays["labels"]
+        self._weights, self._groups = arrays.get("weights"), arrays.get("groups")
+        self.group_rows, self.group_starts = arrays.get("group_rows"), arrays.get("group_starts")
         self._bags = {  # of each multi-hot feature, its ids, offsets and weights
             k: (arrays[f"bag_{k}_ids"], arrays[f"bag_{k}_offsets"], arrays.get(f"bag_{k}_weights"))
             for k, feature in enumerate(input_spec.sparse_features)
@@ -109,7 +108,6 @@ class PreparedDataset:
 
     @property
     def num_samples(self) -> int:
-        """The number of samples of the split."""
         return self.report.num_rows
 
     @property
@@ -121,7 +119,6 @@ class PreparedDataset:
 
     @property
     def has_groups(self) -> bool:
-        """Whether samples have groups."""
         return self._groups is not None
 
     def total_weights(self, rows: npt.NDArray[np.int64]) -> Tensor | None:
@@ -227,8 +224,15 @@ def sparse_features(
     return SparseFeatures(torch.from_numpy(np.concatenate(ids)), ends, weights_L, len(features))
 
 
-def unlabeled_batch(block: EncodedBlock, spec: InputSpec) -> Batch:
-    """Return all samples of a block, with NaN as labels."""
+def block_batch(block: EncodedBlock, spec: InputSpec, targets: Targets | None = None) -> Batch:
+    """Return all samples of a block; without targets, labels are NaN."""
     size = len(block.dense_BF)
-    sparse = sparse_features(block.ids_BK, block.bags, spec.sparse_features)
-    return Batch(torch.from_numpy(block.dense_BF), sparse, torch.full((size,), torch.nan), size)
+    labels_BT, weights_BT, groups_B = targets or Targets(np.full((size, 1), np.nan, np.float32))
+    return Batch(
+        torch.from_numpy(block.dense_BF),
+        sparse_features(block.ids_BK, block.bags, spec.sparse_features),
+        _by_task(labels_BT),
+        size,
+        weights=None if weights_BT is None else _by_task(weights_BT),
+        groups=None if groups_B is None else torch.from_numpy(groups_B),
+    )

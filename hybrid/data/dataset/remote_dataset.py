@@ -24,7 +24,6 @@ from hybrid.storage.remote_path import RemotePath
 
 
 def altered_error(path: RemotePath) -> DataError:
-    """Return the error for an altered file of a data set in a store."""
     return DataError(f"{path}: altered since it was prepared; delete its folder")
 
 
@@ -37,7 +36,6 @@ def send_dataset(
     """Send a prepared data set to a store.
 
     Args:
-        target: the folder of the data set in the store.
         report: receives progress, one line at a time.
         check: called between blocks; an exception from it ends the transfer.
     """
@@ -60,7 +58,6 @@ def fetch_dataset(source: RemotePath, cache: Path) -> Path:
 
     Args:
         source: the folder of an attempt in the store.
-        cache: the folder of data sets on this host.
 
     Raises:
         DataError: the data set is incomplete or altered, or the folder cannot be written.

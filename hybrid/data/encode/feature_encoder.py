@@ -29,7 +29,7 @@ from hybrid.data.values.canonical import hash_texts
 from hybrid.data.values.column_values import MAX_NUMBER, is_list, take_or_default
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.storage.file_formats import parse_json
+from hybrid.storage.file_formats import parse_fields, parse_json
 from hybrid.storage.files import compute_checksum, exists, read_text, write_bytes
 from hybrid.storage.remote_path import StoragePath
 
@@ -207,7 +207,6 @@ class FeatureEncoder:
         return InputSpec(tuple(d.name for d in self.dense), tuple(features))
 
     def encode(self, block: RawBlock) -> EncodedBlock:
-        """Encode the rows of a block."""
         dense_BF = _scale(block.dense_BF, self.dense)
         weights = iter(block.weights)
         one_id: list[npt.NDArray[np.int32]] = []
@@ -251,11 +250,7 @@ class FeatureEncoder:
         write_bytes(folder / FILE_NAME, text.encode())
 
     def to_json(self, sha256: str | None = None) -> str:
-        """Return the content of ``features.json``.
-
-        Args:
-            sha256: checksum of the file of the vocabularies; None if no column has one.
-        """
+        """Return the content of ``features.json``; ``sha256`` is the checksum of the vocabularies, if any."""
         vocabularies = self.vocabularies
         sparse = []
         for each in self.sparse:
@@ -270,19 +265,19 @@ class FeatureEncoder:
         """Load the encoder that ``save`` wrote; DataError if it is missing, invalid or of another version."""
         path = folder / FILE_NAME
         content = _read_json(path)
-        if (version := content.get("format")) != FORMAT_VERSION:
-            raise DataError(f"{path}: format {version!r}, this version reads {FORMAT_VERSION}")
+        if content.get("format") != FORMAT_VERSION:
+            raise DataError(f"{path}: format {content.get('format')!r}, this version reads {FORMAT_VERSION}")
         try:
             sha256, known = content.get("vocabularies"), list[Vocabulary]()
             if sha256 is not None:
                 file = _find_vocabularies(folder, sha256)
                 is_of_run = file.name != VOCABULARIES_FILE
                 known = read_vocabularies(file, sha256, file.parent.parent if is_of_run else None)
-            dense = tuple(DenseEncoding(**d) for d in content["dense"])
+            dense = tuple(parse_fields(DenseEncoding, d) for d in content["dense"])
             sparse = tuple(_sparse_encoding(s, known) for s in content["sparse"])
             if not all(map(_is_valid_dense, dense)) or not all(map(_is_valid_sparse, sparse)):
                 raise TypeError("a value is invalid")
-        except (TypeError, KeyError, IndexError) as error:
+        except (TypeError, AttributeError, KeyError, IndexError) as error:
             raise DataError(f"{path}: does not define the encoding of columns ({error!r})") from error
         return cls(dense, sparse)
 
@@ -300,7 +295,6 @@ def _scale(dense_BF: npt.NDArray[np.float64], encodings: Sequence[DenseEncoding]
 def transform_columns(
     dense_BF: npt.NDArray[np.float64], transforms: Sequence[str]
 ) -> npt.NDArray[np.float64]:
-    """Apply the transform of each column."""
     is_log_F = np.array([transform == "log" for transform in transforms], np.bool_)
     if not is_log_F.any():
         return dense_BF
@@ -340,10 +334,7 @@ def report_unknown(
 
 
 def vocabulary_files(folder: StoragePath) -> dict[str, StoragePath]:
-    """Return the vocabulary file by its name in the folder of a run; empty without vocabularies.
-
-    Args:
-        folder: prepared data or a checkpoint.
+    """Return the vocabulary file of prepared data or a checkpoint, by its name in a run; empty without one.
 
     Raises:
         DataError: the file is missing.
@@ -375,22 +366,16 @@ def _find_vocabularies(folder: StoragePath, sha256: Any) -> StoragePath:
 
 def _sparse_encoding(content: Any, known: Sequence[Vocabulary]) -> SparseEncoding:
     """Return an encoding from JSON, which has the index of one of the ``known`` vocabularies, or null."""
-    index = content["values"]
+    index = content.pop("values")
     if index is not None and (type(index) is not int or index < 0):
         raise TypeError("values must be the index of a vocabulary")
-    values = None if index is None else known[index]
-    return SparseEncoding(**{**content, "values": values, "bounds": tuple(content["bounds"])})
+    return replace(parse_fields(SparseEncoding, content), values=None if index is None else known[index])
 
 
 def _is_valid_dense(encoding: DenseEncoding) -> bool:
     """Return whether values that come from a file make an encoding."""
     numbers = (encoding.shift, encoding.scale, encoding.missing)
-    return (
-        isinstance(encoding.name, str)
-        and all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
-        and encoding.scale > 0
-        and encoding.transform in TRANSFORMS
-    )
+    return all(map(math.isfinite, numbers)) and encoding.scale > 0 and encoding.transform in TRANSFORMS
 
 
 def _is_valid_sparse(encoding: SparseEncoding) -> bool:
@@ -399,13 +384,8 @@ def _is_valid_sparse(encoding: SparseEncoding) -> bool:
     if encoding.values is not None:
         minima = {"build": 1 + len(encoding.values)}
     return (
-        isinstance(encoding.name, str)
-        and type(encoding.num_rows) is int
-        and minima.get(encoding.vocabulary, 1 << 31) <= encoding.num_rows <= np.iinfo(np.int32).max
-        and all(type(bound) is float and math.isfinite(bound) for bound in encoding.bounds)
+        minima.get(encoding.vocabulary, 1 << 31) <= encoding.num_rows <= np.iinfo(np.int32).max
+        and all(map(math.isfinite, encoding.bounds))
         and all(low < high for low, high in pairwise(encoding.bounds))
-        and type(encoding.multi_hot) is bool
-        and type(encoding.weighted) is bool
         and (encoding.multi_hot or not encoding.weighted)
-        and type(encoding.expected_unknown) in (int, float)
     )

@@ -161,7 +161,6 @@ class FittedStatistics:
     """Statistics of the training rows, besides vocabularies.
 
     Attributes:
-        moments: moments of the dense columns.
         several_K: whether a row of a column of data.sparse has several values.
         quantiles_K: quantiles of the columns whose buckets are bounded by quantiles; without numbers for
             others.

@@ -34,18 +34,13 @@ _FACTORS = splitmix64(np.arange(4096, dtype=np.uint64)) | np.uint64(1)
 
 
 class Vocabulary:
-    """Distinct texts in an order.
-
-    Args:
-        texts: an array without null.
-    """
+    """Distinct texts in an order: an array without null."""
 
     def __init__(self, texts: pa.Array) -> None:
         self.texts = texts if texts.type == pa.large_string() else texts.cast(pa.large_string())
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> Vocabulary:
-        """Return the vocabulary of Python strings."""
         return cls(pa.array([*texts], pa.large_string()))
 
     def __len__(self) -> int:
@@ -66,9 +61,12 @@ class Vocabulary:
         hashes_V, index_V = self._by_hash
         hashes_N = _hash(texts)
         candidate_N = np.searchsorted(hashes_V, hashes_N)
-        open_N = np.asarray(texts.is_valid())
-        while (open_N := open_N & (candidate_N < len(self))).any():
+        open_N = np.array(texts.is_valid())
+        while True:
+            open_N &= candidate_N < len(self)
             rows = np.flatnonzero(open_N)
+            if not len(rows):
+                return index_N
             same = hashes_V[candidate_N[rows]] == hashes_N[rows]
             open_N[rows[~same]] = False
             rows = rows[same]
@@ -77,7 +75,6 @@ class Vocabulary:
             index_N[rows[equal]] = candidates[equal]
             open_N[rows[equal]] = False
             candidate_N += 1  # another text may have the same hash
-        return index_N
 
     @cached_property
     def _by_hash(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:

@@ -127,7 +127,6 @@ class Layout:
 
     @property
     def transforms(self) -> list[str]:
-        """The transforms of the dense columns."""
         return [column.transform for column in self.dense]
 
     def require(self, names: Sequence[str], path: StoragePath) -> None:

@@ -140,15 +140,12 @@ class _Lines:
         return self.block[self.starts[i] : self.ends[i]]
 
     def join_kept(self) -> bytes:
-        """Return the kept lines as one text."""
         if self.keep.all():
             return self.block
         return b"".join(self[i] + b"\n" for i in np.flatnonzero(self.keep).tolist())
 
 
 class _Parser:
-    """Parses lines into columns."""
-
     def __init__(self, names: Sequence[str], layout: Layout) -> None:
         self._width = len(names)
         self._quotes = layout.quotes
@@ -217,7 +214,6 @@ class _Parser:
         return TableBlock(columns, np.delete(numbers, positions), rows, num_rows, lines.count, invalid)
 
     def _drop_blank(self, lines: _Lines) -> None:
-        """Drop blank lines."""
         lengths = lines.ends - lines.starts
         lines.keep &= lengths > 0
         # A row of n columns has at least n - 1 delimiters, and a longer blank line starts with a blank that
@@ -236,10 +232,12 @@ class _Parser:
         invalid = []
         last = -1
         for i in np.flatnonzero(lines.keep).tolist():
-            if i <= last or not (fault := self._fault(lines[i])):
+            fault = self._fault(lines[i]) if i > last else ""
+            if not fault:
                 continue
+            end = self._find_record_end(lines, i) if fault == _OPEN_QUOTE else None
             last, last_line = i, 0
-            if fault == _OPEN_QUOTE and (end := self._find_record_end(lines, i)) is not None:
+            if end is not None:
                 last, last_line = end, lines.first_line + end
                 fault = "a line break within quotes"
             lines.keep[i : last + 1] = False
@@ -355,7 +353,6 @@ def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequenc
 
 
 def _is_utf8(block: bytes) -> bool:
-    """Return whether ``block`` is UTF-8 text."""
     try:
         block.decode()
     except UnicodeDecodeError:

@@ -199,9 +199,9 @@ def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
     if data.format == "synthetic":
         return files
     for split in files:
-        if not (paths := data.paths[split]) and split != TRAIN:
+        paths, key = data.paths[split], PATH_KEYS[split]
+        if not paths and split != TRAIN:
             continue
-        key = PATH_KEYS[split]
         found = tuple(storage.map_concurrently(InputFile.of, list_files(paths, key)))
         for file in found:
             for other, each in ((other, each) for other, others in files.items() for each in others):

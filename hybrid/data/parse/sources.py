@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 
 from hybrid.config import RunConfig
 from hybrid.config.splits import PATH_KEYS, TRAIN
+from hybrid.data.parse import delimited_text
 from hybrid.data.parse.column_layout import Layout, TableBlock
 from hybrid.data.parse.delimited_text import (
-    BLOCK_BYTES,
     PACKED,
     PEEK_BYTES,
     find_record_start,
@@ -33,9 +33,8 @@ from hybrid.data.parse.delimited_text import (
 )
 from hybrid.data.parse.input_files import convert_read_errors, list_files, path_columns
 from hybrid.data.parse.parquet_blocks import open_parquet, read_parquet
-from hybrid.data.values.column_values import find_digit_dates, hash_values, parse_numbers, parse_seconds
-from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason, format_cell
-from hybrid.data.values.model_columns import Targets, compute_feature, flat_column
+from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason
+from hybrid.data.values.model_columns import ColumnReader, Targets
 from hybrid.errors import DataError, HybridError
 from hybrid.primitives.progress import Progress, ignore_progress
 from hybrid.storage import files as storage
@@ -70,7 +69,6 @@ class RawBlock(NamedTuple):
     passthrough: Mapping[str, pa.Array] = MappingProxyType({})
 
     def select(self, mask_B: npt.NDArray[np.bool_]) -> RawBlock:
-        """Return the rows where ``mask_B`` is true."""
         keep = pa.array(mask_B)
         return RawBlock(
             self.dense_BF[mask_B],
@@ -103,9 +101,7 @@ class Segment:
     rows: int = 0
 
 
-def split_files(
-    files: Sequence[StoragePath], layout: Layout, block_bytes: int = BLOCK_BYTES
-) -> list[Segment]:
+def split_files(files: Sequence[StoragePath], layout: Layout) -> list[Segment]:
     """Return the segments of ``files`` in row order; errors of a file are raised when its segment is read."""
 
     def split(path: StoragePath) -> list[Segment]:
@@ -113,7 +109,7 @@ def split_files(
             size = storage.require_file(path).size
             if layout.data.format == "parquet":
                 return _split_parquet(path, size)
-            return _split_text(path, size, layout, block_bytes)
+            return _split_text(path, size, layout)
         except (OSError, pa.ArrowException, HybridError):
             # Reading the file raises the same error, after the errors of the segments before.
             return [Segment(path)]
@@ -138,17 +134,17 @@ def _split_parquet(path: StoragePath, size: int) -> list[Segment]:
     ]
 
 
-def _split_text(path: StoragePath, size: int, layout: Layout, block_bytes: int) -> list[Segment]:
+def _split_text(path: StoragePath, size: int, layout: Layout) -> list[Segment]:
     with open_text(path) as file:
         if isinstance(file, PACKED):
             return [Segment(path, size=size)]
-    step = SEGMENT_BLOCKS * block_bytes
+    step = SEGMENT_BLOCKS * delimited_text.BLOCK_BYTES
     starts = storage.map_concurrently(lambda at: find_record_start(path, at, layout), range(step, size, step))
     cuts = pairwise(sorted({0, *starts, size}))
     return [Segment(path, start, stop, stop - start) for start, stop in cuts] or [Segment(path)]
 
 
-def read_segment(segment: Segment, layout: Layout, block_bytes: int = BLOCK_BYTES) -> Iterator[TableBlock]:
+def read_segment(segment: Segment, layout: Layout) -> Iterator[TableBlock]:
     """Yield the required columns of a segment, in blocks; lines are numbered from 1 in each segment.
 
     Raises:
@@ -164,7 +160,7 @@ def read_segment(segment: Segment, layout: Layout, block_bytes: int = BLOCK_BYTE
         with open_text(segment.path) as file:
             if segment.start:
                 file.seek(segment.start)
-            while chunk := file.read(min(block_bytes, rest)):
+            while chunk := file.read(min(delimited_text.BLOCK_BYTES, rest)):
                 rest -= len(chunk)
                 yield chunk
 
@@ -178,13 +174,11 @@ def read_blocks(
     *,
     report: Callable[[str], None] = ignore_progress,
     text: Iterator[bytes] | None = None,
-    block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[RawBlock]:
     """Yield the valid rows of ``files`` in blocks, and add the invalid rows to ``log``.
 
     Args:
         text: bytes to read instead of the only file, whose path is then only a name in messages.
-        block_bytes: bytes of one read of text.
 
     Raises:
         ConfigError: a key of the data section does not fit the files.
@@ -192,11 +186,8 @@ def read_blocks(
     """
     first_row, progress = 0, Progress(report, "reading rows")
     for path in files:
-        if text is not None:
-            tables = read_stream(path, text, layout)
-        else:
-            tables = read_segment(Segment(path), layout, block_bytes)
-        for table in tables:
+        whole = read_segment(Segment(path), layout)
+        for table in whole if text is None else read_stream(path, text, layout):
             block, invalid = parse(path, table, layout, first_row)
             log.add(path, len(block.source_rows_B), invalid)
             first_row += table.num_rows
@@ -232,16 +223,6 @@ def check_columns(config: RunConfig) -> None:
                 read_header(path, file.read(PEEK_BYTES), layout)
 
 
-class _Columns(dict[str, pa.Array]):
-    """Columns by name, which remember the last access: an error of Arrow does not name its column."""
-
-    last = ""
-
-    def __getitem__(self, name: str) -> pa.Array:
-        self.last = name
-        return super().__getitem__(name)
-
-
 def parse(
     path: StoragePath, table: TableBlock, layout: Layout, first_row: int = 0
 ) -> tuple[RawBlock, list[InvalidRow]]:
@@ -253,55 +234,38 @@ def parse(
     Raises:
         DataError: the type of a column is wrong.
     """
-    valid = np.ones(len(table.lines), bool)
     of_path = path_columns(path).items()
-    constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(valid)) for name, text in of_path}
-    columns = _Columns(constants | table.columns)
-    invalid = list(table.invalid)
-
-    def reject(mask: npt.NDArray[np.bool_], reason: Reason, name: str, expected: str) -> None:
-        for i in np.flatnonzero(mask & valid).tolist():
-            found = f"{name} is {format_cell(columns[name], i)}, expected {expected}"
-            invalid.append(InvalidRow(int(table.lines[i]), reason, found))
-        valid[mask] = False
-
-    data = layout.data
+    constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(table.lines)) for name, text in of_path}
+    columns = constants | table.columns
+    reader = ColumnReader(columns, table.lines, layout.data.missing)
     try:
-        targets = layout.targets.read(columns, reject) if layout.with_labels else None
-        dense_BF = np.empty((len(valid), len(layout.dense)))
+        targets = layout.targets.read(reader) if layout.with_labels else None
+        dense_BF = np.empty((len(table.lines), len(layout.dense)))
         for f, column in enumerate(layout.dense):
-            dense_BF[:, f], wrong = parse_numbers(columns[column.source], data.missing)
-            reject(wrong, Reason.NUMBER, column.source, "a finite number")
-        features = [compute_feature(column, columns, data.missing, reject) for column in layout.sparse]
+            dense_BF[:, f] = reader.numbers(column.source)
+        features = [reader.feature(column) for column in layout.sparse]
         for column in layout.sparse if layout.with_labels else ():
-            if column.kind in ("hour", "weekday") and not column.date_format:
-                digits = find_digit_dates(columns[column.source], data.missing)
-                expected = f'seconds since 1970, or a date format such as "{column.kind}(%Y%m%d)"'
-                reject(digits, Reason.DATE, column.source, expected)
+            reader.reject_digit_dates(column)
         held_out_by: dict[str, SplitValues] = {}
-        for split, key, by, name, _ in data.holdouts:
+        for split, key, by, name, _ in layout.data.holdouts:
             if by == "time":
-                times_B, wrong = parse_seconds(flat_column(columns, name, key), data.missing)
-                expected = "a number, or a date such as 2024-01-31 09:30:00"
-                reject(wrong | np.isnan(times_B), Reason.SPLIT, name, expected)
-                held_out_by[split] = times_B
+                held_out_by[split] = reader.seconds(name, key)
             elif by == "column":
-                hashes_B, wrong = hash_values(flat_column(columns, name, key), data.missing)
-                reject(wrong, Reason.SPLIT, name, "a value to split rows by")
-                held_out_by[split] = hashes_B
-        block = RawBlock(
-            dense_BF,
-            tuple(ids for ids, _ in features),
-            targets,
-            first_row + table.rows,
-            tuple(weights for _, weights in features if weights is not None),
-            held_out_by,
-            {name: columns[name] for _, name in layout.passthrough},
-        )
-        return (block if valid.all() else block.select(valid)), invalid
+                held_out_by[split] = reader.hashes(name, key, Reason.SPLIT, "a value to split rows by")
     except MemoryError:
         raise
     except pa.ArrowException as error:
-        keys = " and ".join(key for key, name in layout.named if name == columns.last)
-        found = f"column {columns.last} holds {columns[columns.last].type}"
+        keys = " and ".join(key for key, name in layout.named if name == reader.last)
+        found = f"column {reader.last} holds {columns[reader.last].type}"
         raise DataError(f"{path}: {found}: {error}; check {keys}") from error
+    block = RawBlock(
+        dense_BF,
+        tuple(ids for ids, _ in features),
+        targets,
+        first_row + table.rows,
+        tuple(weights for _, weights in features if weights is not None),
+        held_out_by,
+        {name: columns[name] for _, name in layout.passthrough},
+    )
+    invalid = [*table.invalid, *reader.invalid]
+    return (block if reader.valid_B.all() else block.select(reader.valid_B)), invalid

@@ -8,8 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import partial
-from itertools import chain, islice
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,15 +19,14 @@ from hybrid.config import RunConfig
 from hybrid.config.splits import PATH_KEYS, TRAIN
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
 from hybrid.data.encode.feature_encoder import FeatureEncoder, report_unknown
-from hybrid.data.encode.fitting import FittedStatistics, fit_encoder, group_by_vocabulary
+from hybrid.data.encode.fitting import FittedStatistics, ValueCounts, fit_encoder, group_by_vocabulary
+from hybrid.data.parse import delimited_text
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.delimited_text import BLOCK_BYTES
-from hybrid.data.parse.sources import SEGMENT_BLOCKS, RawBlock, Segment, split_files
+from hybrid.data.parse.sources import SEGMENT_BLOCKS, Segment, split_files
 from hybrid.data.prepare import spill
-from hybrid.data.prepare.holdout import Split
 from hybrid.data.prepare.spill import SegmentLog
 from hybrid.data.prepare.split_writer import LabelSums, SplitPosition, create_arrays, label_reports
-from hybrid.data.prepare.stages import UNFINISHED, Piece, encode_piece, fit_piece, parse_segment
+from hybrid.data.prepare.stages import UNFINISHED, Piece, encode_piece, fit_piece, hold_out, parse_segment
 from hybrid.data.prepare.vocabulary_order import RankJob, rank_values
 from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
 from hybrid.errors import ConfigError, DataError
@@ -50,7 +48,7 @@ _PER_VALUE, _PER_PACKED_BYTE = 48, 20
 
 
 def limit_memory(
-    limit_bytes: int, segments: Sequence[Segment], layout: Layout, block_bytes: int, max_threads: int
+    limit_bytes: int, segments: Sequence[Segment], layout: Layout, max_threads: int
 ) -> tuple[int, int]:
     """Return how many threads fit into a memory limit, and the bytes that a job of each may take.
 
@@ -63,7 +61,7 @@ def limit_memory(
     """
     has_bags = any(column.separator or column.kind == "weighted" for column in layout.sparse)
     per_byte = _PER_BYTE_OF_BAGS if has_bags else _PER_BYTE
-    at_once = SEGMENT_BLOCKS * block_bytes
+    at_once = SEGMENT_BLOCKS * delimited_text.BLOCK_BYTES
     parse_bytes = 0
     for segment in segments:
         if layout.data.format == "parquet":
@@ -88,9 +86,7 @@ class FilesPreparation:
     Args:
         config: defines how files are read, how rows are split, and the memory limit.
         folder: the folder of the splits. Segments that an earlier preparation has parsed into it are reused.
-        report: receives progress, one line at a time.
-        check: called twice a second; an exception from it ends the preparation.
-        block_bytes: bytes of text that are parsed at once.
+        report, check: see :func:`hybrid.data.prepare.preparation.prepare`.
     """
 
     def __init__(
@@ -99,7 +95,6 @@ class FilesPreparation:
         folder: Path,
         report: Callable[[str], None],
         check: Callable[[], None],
-        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self._config = config
         self._layout = Layout.of(config.data, config.columns, config.tasks)
@@ -110,7 +105,6 @@ class FilesPreparation:
         self._fraction = 0.0  # fraction of the work that is done
         self._check = check
         self._should_stop = threading.Event()
-        self._block_bytes = block_bytes
 
     def write(
         self, files: Mapping[str, Sequence[StoragePath]]
@@ -124,39 +118,27 @@ class FilesPreparation:
             ConfigError: a key does not fit the files.
             DataError: a file cannot be used.
         """
-        segments = {
-            split: split_files(each, self._layout, self._block_bytes) for split, each in files.items()
-        }
+        segments = {split: split_files(each, self._layout) for split, each in files.items()}
         all_segments = [*chain(*segments.values())]
         size = sum(segment.size for segment in all_segments)
         most = min(len(os.sched_getaffinity(0)), max(1, size // _BYTES_PER_THREAD))
         limit_bytes = int(self._config.data.prepare_memory_gb * 2**30)
-        count, job_bytes = limit_memory(limit_bytes, all_segments, self._layout, self._block_bytes, most)
+        count, job_bytes = limit_memory(limit_bytes, all_segments, self._layout, most)
         if count < most:
             rule = "data.prepare_memory_gb has no room for more"
             self._report(f"preparing with {count} thread{'s' * (count != 1)}, not {most}: {rule}")
         self._spill.mkdir(parents=True, exist_ok=True)
         for unfinished in self._spill.glob(f"{UNFINISHED}*"):
             shutil.rmtree(unfinished)
+        groups = group_by_vocabulary(self._layout.sparse, self._config.tables)
         # The ordering of values takes about as long as the hashing of other columns in the last phase.
-        ordered = sum(map(len, group_by_vocabulary(self._layout.sparse, {}).values()))
-        ordering = 0.15 * ordered / max(1, len(self._layout.sparse))
+        ordering = 0.15 * sum(map(len, groups.values())) / max(1, len(self._layout.sparse))
         # Arrow and numpy release the interpreter's lock while they work, so threads use all cores.
         self._threads = ThreadPoolExecutor(count, "prepare")
         try:
             pieces, invalid_rows = self._parse(segments)
             statistics, starts = self._fit(pieces)
-            groups = group_by_vocabulary(self._layout.sparse, self._config.tables)
-            paths = {name: self._spill / f"vocabulary-{i}" for i, name in enumerate(groups)}
-            folders = [piece.folder for piece in pieces]
-            jobs = []
-            for name, group in groups.items():
-                columns = {k: self._layout.sparse[k] for k in group}
-                jobs.append(RankJob(columns, folders, paths[name], job_bytes))
-            rank = partial(rank_values, check=lambda: self._advance(0))
-            for _ in self._map("ordering values", ordering, rank, jobs):
-                pass
-            ranked = {name: spill.read_ranked(path) for name, path in paths.items()}
+            ranked = self._rank(ordering, pieces, groups, job_bytes)
             encoder = fit_encoder(self._layout, self._config.tables, statistics, ranked)
             reports = self._encode(0.3 - ordering, pieces, encoder, starts, invalid_rows)
         finally:
@@ -171,39 +153,36 @@ class FilesPreparation:
         """Return the pieces of all segments, and the reports of invalid rows."""
         layouts = dict.fromkeys(segments, self._layout.without_holdouts) | {TRAIN: self._layout}
         jobs = [
-            (segment, self._spill / f"{split}-{i}", layouts[split])
+            (split, segment, self._spill / f"{split}-{i}")
             for split, each in segments.items()
             for i, segment in enumerate(each)
         ]
 
-        def parse(job: tuple[Segment, Path, Layout]) -> SegmentLog:
-            return parse_segment(*job, self._block_bytes, self._advance)
+        def parse(job: tuple[str, Segment, Path]) -> SegmentLog:
+            split, segment, folder = job
+            return parse_segment(segment, folder, layouts[split], self._advance)
 
-        folders = ((segment, folder) for segment, folder, _ in jobs)
-        parsed = zip(folders, self._map("reading", 0.62, parse, jobs), strict=True)
         reports = dict.fromkeys(self._config.data.splits, NO_INVALID_ROWS)
         all_pieces: list[Piece] = []
-        for split, each in segments.items():
-            if not each and split != TRAIN:
-                continue
-            pieces, reports[split] = self._collect(parsed, split, len(each))
-            if not pieces and split != TRAIN:
-                names = ", ".join(dict.fromkeys(str(segment.path) for segment in each))
-                raise DataError(f"{names}: no rows; check {PATH_KEYS[split]}")
+        parsed = zip(jobs, self._map("reading", 0.62, parse, jobs), strict=True)
+        for split, of_split in groupby(parsed, lambda each: each[0][0]):
+            pieces, reports[split] = self._collect(of_split)
             if split == TRAIN:
-                held_out = Split.all_of(self._config, partial(_read_rows, pieces))
-                pieces = [piece._replace(held_out=held_out) for piece in pieces]
+                pieces = hold_out(self._config, pieces)
+            elif not pieces:
+                names = ", ".join(dict.fromkeys(str(segment.path) for segment in segments[split]))
+                raise DataError(f"{names}: no rows; check {PATH_KEYS[split]}")
             all_pieces += pieces
         return all_pieces, reports
 
     def _collect(
-        self, parsed: Iterator[tuple[tuple[Segment, Path], SegmentLog]], split: str, num_segments: int
+        self, parsed: Iterator[tuple[tuple[str, Segment, Path], SegmentLog]]
     ) -> tuple[list[Piece], InvalidRowReport]:
-        """Return the pieces of the next segments, which belong to ``split``, and their invalid rows."""
+        """Return the pieces of the segments of a split, and their invalid rows."""
         log = InvalidRowLog(self._config.data.max_invalid_fraction)
         pieces = []
         first_row = lines = 0
-        for (segment, folder), segment_log in islice(parsed, num_segments):
+        for (split, segment, folder), segment_log in parsed:
             if not segment.start:
                 lines = 0
             for block in segment_log.blocks:
@@ -231,6 +210,28 @@ class FilesPreparation:
                 starts[split].append(SplitPosition(last.row + num_rows, last.values_K + values_K))
         return statistics, starts
 
+    def _rank(
+        self, weight: float, pieces: Sequence[Piece], groups: Mapping[str, Sequence[int]], job_bytes: int
+    ) -> dict[str, ValueCounts]:
+        """Order the values of each vocabulary."""
+        folders = [piece.folder for piece in pieces]
+        jobs = {
+            name: RankJob(
+                {k: self._layout.sparse[k] for k in group},
+                folders,
+                self._spill / f"vocabulary-{i}",
+                job_bytes,
+            )
+            for i, (name, group) in enumerate(groups.items())
+        }
+
+        def rank(job: RankJob) -> None:
+            rank_values(job, lambda: self._advance(0))
+
+        for _ in self._map("ordering values", weight, rank, [*jobs.values()]):
+            pass
+        return {name: spill.read_ranked(job.folder) for name, job in jobs.items()}
+
     def _encode(
         self,
         weight: float,
@@ -239,7 +240,6 @@ class FilesPreparation:
         starts: Mapping[str, Sequence[SplitPosition]],
         invalid_rows: Mapping[str, InvalidRowReport],
     ) -> dict[str, DatasetReport]:
-        """Write the samples of all pieces; return the reports of the splits."""
         targets = self._layout.targets
         for split, (*_, end) in starts.items():
             create_arrays(self._folder / split, encoder.input_spec, targets, end)
@@ -292,12 +292,6 @@ class FilesPreparation:
         if self._should_stop.is_set():
             raise _StoppedError
         self._progress.add(rows, self._fraction or None)
-
-
-def _read_rows(pieces: Sequence[Piece]) -> Iterator[RawBlock]:
-    """Yield the blocks of pieces without columns of data.sparse."""
-    for piece in pieces:
-        yield from spill.read_piece(piece.folder, piece.first_row, ())
 
 
 class _StoppedError(Exception):

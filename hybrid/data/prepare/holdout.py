@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.config import RunConfig
-from hybrid.config.splits import TEST, Holdout
+from hybrid.config.splits import Holdout
 from hybrid.data.parse.sources import RawBlock, SplitValues
 from hybrid.primitives.splitmix64 import next_of
 
@@ -31,30 +30,12 @@ class Split:
     seed: int
     latest: float = 0.0
 
-    @classmethod
-    def all_of(cls, config: RunConfig, read: Callable[[], Iterable[RawBlock]]) -> tuple[Split, ...]:
-        """Return the splits that are held out, in the order in which they take rows.
-
-        Args:
-            read: returns all blocks; called once for each split by time.
-        """
-        splits: tuple[Split, ...] = ()
-        for held in config.data.holdouts:
-            split = cls(held, config.run.seed if held.split == TEST else config.run.seed + 2**63)
-            if held.by == "time":
-                split = replace(split, latest=split._find_latest(splits, read()))
-            splits = (*splits, split)
-        return splits
-
-    def _find_latest(self, earlier: Iterable[Split], blocks: Iterable[RawBlock]) -> float:
-        """Return the time of the last row that neither this split nor an ``earlier`` one holds out."""
+    def find_latest(self, blocks: Iterable[RawBlock]) -> float:
+        """Return the time of the last row of ``blocks`` that this split does not hold out."""
         times, hashes, limit = np.empty(0), np.empty(0, np.uint64), 2**64 - 1
         for block in blocks:
-            is_left_B = np.ones(len(block.source_rows_B), np.bool_)
-            for split in earlier:
-                is_left_B &= ~split.selects(block)
-            times = np.append(times, block.held_out_by[self.held.split][is_left_B])
-            hashes = np.append(hashes, self._hash(block.source_rows_B[is_left_B]))
+            times = np.append(times, block.held_out_by[self.held.split])
+            hashes = np.append(hashes, self._hash(block.source_rows_B))
             keep = hashes <= np.uint64(limit)
             while keep.sum() > MAX_SAMPLED:
                 limit //= 2

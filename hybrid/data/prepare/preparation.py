@@ -59,8 +59,6 @@ def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | No
         or (is_synthetic and name in ("weight", "group", "validation"))
         or (name.startswith("synthetic_") == is_synthetic and SECTION_KEYS["data"][name].prepares)
     }
-    for name in ("path", "test_path"):
-        keys.pop(name, None)
     if config.data.paths[VALIDATION]:
         keys["validation"] = "path"
     stamps = [

@@ -41,7 +41,6 @@ class BlockLog(NamedTuple):
     Attributes:
         num_rows: number of rows, invalid ones included.
         num_lines: lines of these rows in the file.
-        num_valid: number of valid rows.
         invalid: the invalid rows, with their lines in the segment.
     """
 
@@ -59,12 +58,10 @@ class SegmentLog:
     pieces: list[int]
 
     def write(self, folder: Path) -> None:
-        """Write the log into the folder of its segment."""
         (folder / _SEGMENT).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> SegmentLog:
-        """Return the log that :meth:`write` wrote."""
         content = json.loads((folder / _SEGMENT).read_text(encoding="utf-8"))
         blocks = [
             BlockLog(
@@ -76,7 +73,6 @@ class SegmentLog:
 
 
 def piece_folder(segment: Path, piece: int) -> Path:
-    """Return the folder of a piece of a segment."""
     return segment / f"piece-{piece}"
 
 
@@ -102,16 +98,24 @@ def write_piece(folder: Path, blocks: Sequence[RawBlock], first_row: int) -> Non
             content["groups"] = pa.array(block.targets.groups_B)
         content |= {f"{_HELD_OUT_BY}{split}": pa.array(each) for split, each in block.held_out_by.items()}
         batches.append(pa.record_batch(content))
-    _write(folder / _ROWS, batches)
+    write_batches(folder / _ROWS, batches)
     values = [each for _, each in columns]
     lists = [pa.LargeListArray.from_arrays(pa.array([0, len(each)], pa.int64()), each) for each in values]
-    _write(folder / _VALUES, [pa.record_batch(lists, [f"words_{k}" for k in range(len(lists))])])
+    write_batches(folder / _VALUES, [pa.record_batch(lists, [f"words_{k}" for k in range(len(lists))])])
 
 
-def _write(path: Path, batches: Sequence[pa.RecordBatch]) -> None:
+def write_batches(path: Path, batches: Sequence[pa.RecordBatch]) -> None:
+    """Write record batches of one schema as a file."""
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batches[0].schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
+
+
+def read_batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches that :func:`write_batches` wrote, mapped into memory."""
+    with pa.memory_map(str(path)) as file:
+        reader = pa.ipc.open_file(file)
+        yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
 def _to_arrow(matrix: npt.NDArray[Any]) -> pa.Array:
@@ -146,8 +150,7 @@ def _encode_column(column: Sequence[pa.Array]) -> tuple[list[pa.Array], pa.Array
 
 def read_values(folder: Path) -> list[pa.Array]:
     """Return the distinct values of each column of data.sparse in a piece; none for columns of numbers."""
-    with pa.memory_map(str(folder / _VALUES)) as file:
-        batch = pa.ipc.open_file(file).get_batch(0)
+    (batch,) = read_batches(folder / _VALUES)
     return [column.flatten() for column in batch.columns]
 
 
@@ -158,23 +161,21 @@ def read_piece(folder: Path, first_row: int, values: Sequence[pa.Array]) -> Iter
         first_row: the first row of the piece among all rows.
         values: for each column of data.sparse, the values that replace its codes; empty for no such column.
     """
-    with pa.memory_map(str(folder / _ROWS)) as file:
-        reader = pa.ipc.open_file(file)
-        for batch in map(reader.get_batch, range(reader.num_record_batches)):
-            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-            arrays = {name: _to_numpy(columns[name]) for name in _ARRAYS if name in columns}
-            yield RawBlock(
-                arrays.get("dense", np.empty((len(batch), 0))).astype(np.float64),
-                tuple(_decode(columns[f"sparse_{k}"], each) for k, each in enumerate(values)),
-                Targets(arrays["labels"], arrays.get("weights"), arrays.get("groups")),
-                first_row + arrays["row"].astype(np.int64),
-                tuple(column for name, column in columns.items() if name.startswith("weights_")),
-                {
-                    name.removeprefix(_HELD_OUT_BY): np.asarray(column)
-                    for name, column in columns.items()
-                    if name.startswith(_HELD_OUT_BY)
-                },
-            )
+    for batch in read_batches(folder / _ROWS):
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        arrays = {name: _to_numpy(columns[name]) for name in _ARRAYS if name in columns}
+        yield RawBlock(
+            arrays.get("dense", np.empty((len(batch), 0))).astype(np.float64),
+            tuple(_decode(columns[f"sparse_{k}"], each) for k, each in enumerate(values)),
+            Targets(arrays["labels"], arrays.get("weights"), arrays.get("groups")),
+            first_row + arrays["row"].astype(np.int64),
+            tuple(column for name, column in columns.items() if name.startswith("weights_")),
+            {
+                name.removeprefix(_HELD_OUT_BY): np.asarray(column)
+                for name, column in columns.items()
+                if name.startswith(_HELD_OUT_BY)
+            },
+        )
 
 
 def _decode(column: pa.Array, values: pa.Array) -> pa.Array:

@@ -35,7 +35,6 @@ class LabelSums(NamedTuple):
 
     @classmethod
     def of(cls, targets: Targets) -> LabelSums:
-        """Sum the labels of B samples."""
         labels_BT = targets.labels_BT.astype(np.float64)
         counts_BT = np.ones(labels_BT.shape, np.bool_)
         if targets.weights_BT is not None:
@@ -93,14 +92,7 @@ def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: Split
 
 
 class SplitWriter:
-    """Writes samples into the arrays of a split, block by block.
-
-    Args:
-        start: the position of the first sample.
-
-    Attributes:
-        label_sums: the label sums of each block.
-    """
+    """Writes samples into the arrays of a split from ``start`` on; ``label_sums`` has the sums by block."""
 
     def __init__(self, folder: Path, spec: InputSpec, start: SplitPosition) -> None:
         self._arrays = {path.stem: np.load(path, mmap_mode="r+") for path in folder.glob("*.npy")}
@@ -110,7 +102,6 @@ class SplitWriter:
         self.label_sums: list[LabelSums] = []
 
     def append(self, block: EncodedBlock, targets: Targets, source_rows_B: npt.NDArray[np.int64]) -> None:
-        """Add B samples."""
         self._put(self._row, dense=block.dense_BF, ids=block.ids_BK, source_rows=source_rows_B)
         self._put(self._row, labels=targets.labels_BT, weights=targets.weights_BT, groups=targets.groups_B)
         for (k, end), bag in zip(self._bag_ends.items(), block.bags, strict=True):

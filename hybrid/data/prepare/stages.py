@@ -3,6 +3,7 @@
 ::
 
     parse_segment  a segment of a file ──> pieces: numbers, and codes into the piece's distinct values
+    hold_out       all training pieces ──> the rule that selects the rows of each split
     fit_piece      a piece             ──> counts of each value in training rows; moments; quantiles
     rank_values    all pieces          ──> a vocabulary; for each piece the table row of each value
     encode_piece   a piece             ──> its samples, at their position in the arrays of the splits
@@ -14,6 +15,8 @@ The result of a stage depends on the files and the configuration alone, not on t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybrid.config.splits import TRAIN
+from hybrid.config import RunConfig
+from hybrid.config.splits import TEST, TRAIN
 from hybrid.data.dataset.atomic_directory import sync_all
 from hybrid.data.encode.feature_encoder import FeatureEncoder, count_unknown
 from hybrid.data.encode.fitting import Moments, ValueCounts, bucketed_numbers, has_several_values
@@ -37,7 +41,7 @@ UNFINISHED = "making-"  # prefix of the folder of a segment that is not complete
 
 
 def parse_segment(
-    segment: Segment, target: Path, layout: Layout, block_bytes: int, advance: Callable[[int], None]
+    segment: Segment, target: Path, layout: Layout, advance: Callable[[int], None]
 ) -> SegmentLog:
     """Parse a segment into the folder ``target``, which appears atomically; reuse an existing folder.
 
@@ -59,7 +63,7 @@ def parse_segment(
         log.pieces.append(first_row)
         held.clear()
 
-    for table in read_segment(segment, layout, block_bytes):
+    for table in read_segment(segment, layout):
         block, invalid = parse(segment.path, table, layout, row)
         log.blocks.append(BlockLog(table.num_rows, table.num_lines, len(block.source_rows_B), invalid))
         if len(block.source_rows_B):
@@ -81,9 +85,7 @@ class Piece(NamedTuple):
     """Consecutive parsed blocks of a segment.
 
     Attributes:
-        folder: the folder of the piece.
         first_row: index of the first row over all files of the split.
-        split: the name of the split.
         held_out: select the rows of other splits.
     """
 
@@ -101,6 +103,19 @@ class Piece(NamedTuple):
                     yield split.held.split, block.select(is_held_B)
                     block = block.select(~is_held_B)
             yield self.split, block
+
+
+def hold_out(config: RunConfig, pieces: Sequence[Piece]) -> list[Piece]:
+    """Return the pieces of the training files, whose rows are divided by data.split and data.validation."""
+    divided = [*pieces]
+    for held in config.data.holdouts:
+        split = Split(held, config.run.seed if held.split == TEST else config.run.seed + 2**63)
+        if held.by == "time":
+            blocks = chain.from_iterable(piece.blocks(()) for piece in divided)
+            latest = split.find_latest(rows for name, rows in blocks if name == TRAIN)
+            split = replace(split, latest=latest)
+        divided = [piece._replace(held_out=(*piece.held_out, split)) for piece in divided]
+    return divided
 
 
 class PieceStatistics(NamedTuple):

@@ -57,7 +57,6 @@ class SyntheticBlock(NamedTuple):
     others: dict[str, npt.NDArray[np.float32]]
 
     def targets(self, spec: TargetSpec) -> Targets:
-        """Return the targets of ``spec``."""
         named = {CLICKED: self.labels_B.astype(np.float32), **self.others}
         tasks, data = spec.tasks.values(), spec.data
         labels_BT = np.stack([named[task.label] for task in tasks], axis=1)
@@ -93,8 +92,6 @@ def _check_column(key: str, column: str, allowed: Collection[str]) -> None:
 
 
 class ClickLog:
-    """The click log of a seed."""
-
     def __init__(self, seed: int) -> None:
         self._seed = seed
         rng = np.random.default_rng((seed, _TRUTH_STREAM))
@@ -144,7 +141,6 @@ class ClickLog:
 
 
 def sigmoid(logits_B: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return exp(x) / (1 + exp(x))."""
     odds_B: npt.NDArray[np.float32] = np.exp(logits_B)
     return odds_B / (1 + odds_B)
 

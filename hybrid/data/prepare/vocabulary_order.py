@@ -44,7 +44,6 @@ class RankJob(NamedTuple):
         columns: the columns that share the vocabulary, by their index in data.sparse.
         pieces: the folders of all pieces.
         folder: the folder of the vocabulary.
-        memory_bytes: the memory limit of the job.
     """
 
     columns: dict[int, Column]
@@ -54,8 +53,6 @@ class RankJob(NamedTuple):
 
 
 class _PieceColumn(NamedTuple):
-    """The values of a column in a piece."""
-
     piece: Path
     column: int
     min_count: int
@@ -153,8 +150,7 @@ def _sort(counts: ValueCounts, path: Path, step: int) -> pa.Array:
     index = pc.sort_indices(counts.values)
     values = counts.values.take(index)
     batch = pa.record_batch({"value": values, "count": pa.array(counts.counts_D).take(index), "index": index})
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
-        writer.write_batch(batch)
+    spill.write_batches(path, [batch])
     costs = _memory_costs(values)
     chosen = np.unique(np.searchsorted(costs, np.arange(step, int(costs[-1]) + 1, step)) - 1)
     return values.take(pa.array(chosen))
@@ -162,8 +158,8 @@ def _sort(counts: ValueCounts, path: Path, step: int) -> pa.Array:
 
 def _read_sorted(path: Path) -> pa.RecordBatch:
     """Return what :func:`_sort` wrote, memory-mapped: ``value``, ``count``, and ``index`` before sorting."""
-    with pa.memory_map(str(path)) as file:
-        return pa.ipc.open_file(file).get_batch(0)
+    (batch,) = spill.read_batches(path)
+    return batch
 
 
 def _write_levels(

@@ -102,22 +102,29 @@ def _content(texts: pa.Array) -> npt.NDArray[np.uint8]:
 
 def canonical_text(text: str) -> tuple[str, bool]:
     """Return the canonical text of ``text``, and whether the value is inexact."""
-    if text in _WORDS:
-        return _WORDS[text], False
-    if match := _POINT.fullmatch(text):
-        return _WORDS.get(match[1], match[1]), abs(int(match[1])) >= _MAX_EXACT
-    if match := _EXPONENT.fullmatch(text):
-        fraction = (match[2] or "").rstrip("0")
-        if len(fraction) <= (power := int(match[3])):
-            integer = match[1] + fraction + "0" * (power - len(fraction))
-            return integer, abs(int(integer)) >= _MAX_EXACT
-    if match := _TIME.fullmatch(text):
-        date, time, fraction, zone = match.groups("")
-        fraction = fraction.rstrip("0").rstrip(".")
-        if zone or fraction or time != "00:00:00":
-            return f"{date} {time}{fraction}{'Z' if zone else ''}", False
-        return date, False
-    return text, False
+    integer = _integral_text(text)
+    if integer is not None:
+        return _WORDS.get(integer, integer), abs(int(integer)) >= _MAX_EXACT
+    time = _TIME.fullmatch(text)
+    return _WORDS.get(text, text) if time is None else _time_text(*time.groups("")), False
+
+
+def _integral_text(text: str) -> str | None:
+    """Return the digits of a float of integral value; None for any other text."""
+    point = _POINT.fullmatch(text)
+    if point is not None:
+        return point[1]
+    exponent = _EXPONENT.fullmatch(text)
+    if exponent is None:
+        return None
+    fraction, power = (exponent[2] or "").rstrip("0"), int(exponent[3])
+    return exponent[1] + fraction.ljust(power, "0") if len(fraction) <= power else None
+
+
+def _time_text(date: str, time: str, fraction: str, zone: str) -> str:
+    fraction = fraction.rstrip("0").rstrip(".")
+    is_date = time == "00:00:00" and not fraction and not zone
+    return date if is_date else f"{date} {time}{fraction}{'Z' if zone else ''}"
 
 
 def hash_texts(texts: pa.Array) -> npt.NDArray[np.uint64]:

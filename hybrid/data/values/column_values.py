@@ -15,12 +15,10 @@ numbers                                 seconds since 1970, UTC
 dates and timestamps of Parquet         that time; for a timestamp with a zone, the local time of the zone
 ======================================= =========================================================
 
-So hours and weekdays are those of the zone in the file, not of UTC.
+So hours and weekdays are those of the zone in the file, not of UTC. Times count to the microsecond.
 """
 
 import re
-from contextlib import suppress
-from datetime import date
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -28,7 +26,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hybrid.data.values.canonical import canonical_text, canonicalize, hash_texts, trim_blanks
+from hybrid.data.values.canonical import canonical_text, canonicalize, trim_blanks
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 T = TypeVar("T", bound=np.generic)
@@ -50,8 +48,7 @@ _MONTH_DAY, _HOUR = "(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])", "([01][0-9]|2[0-3
 _DIGITS = f"^((19[7-9]|20[0-9])[0-9]{_MONTH_DAY}({_HOUR}([0-5][0-9])?)?|[0-9]{{2}}{_MONTH_DAY}{_HOUR}?)$"
 _MAX_SECONDS = 253_402_300_800  # the year 10000; larger numbers count something else, such as milliseconds
 _DAY = 86_400
-_UNITS = {"date32[day]": _DAY, "date64[ms]": 1e-3, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds
-_FIRST_DAY = date(1970, 1, 1).toordinal()  # a Thursday
+_LOCAL_TIME = r"^(?P<time>.{10}(?:[ T][0-9:]{5,8}(?:[.][0-9]{1,6})?)?)"  # a time without its zone
 
 
 class Values(NamedTuple):
@@ -69,7 +66,6 @@ class Values(NamedTuple):
 
 
 def is_list(column: pa.Array) -> bool:
-    """Return whether the rows of a column are lists."""
     kind = column.type
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
@@ -93,16 +89,18 @@ def parse_values(column: pa.Array, missing: tuple[str, ...], separator: str = ""
         column = split_texts(decode_texts(column).cast(pa.string()), separator)
     if not is_list(column):
         return parse_flat_values(column, missing)
-    return group_items(parse_flat_values(pc.list_flatten(column), missing), list_lengths(column))
+    return group_values(parse_flat_values(pc.list_flatten(column), missing), list_lengths(column))
 
 
 def split_texts(texts: pa.Array, separator: str) -> pa.Array:
-    """Split texts into lists of items.
+    """Split texts into lists of items; without a separator, a text is one item.
 
     If the separator is a comma or a blank, a text may be a list as pandas or PostgreSQL writes it, such as
     ``['a', 'b']`` or ``{a,b}``, whose brackets and quotes belong to no item.
     """
     texts = trim_blanks(pc.fill_null(texts, ""))
+    if not separator:
+        return pa.ListArray.from_arrays(pa.array(np.arange(len(texts) + 1), pa.int32()), texts)
     if separator.strip() in ("", ","):
         is_list_B = pc.match_substring_regex(texts, _LIST)
         if pc.any(is_list_B).as_py():
@@ -118,35 +116,39 @@ def list_lengths(column: pa.Array) -> npt.NDArray[np.int64]:
     return np.asarray(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
 
 
-def take_or_default(values_D: npt.NDArray[T], indices: pa.Array, if_null: int) -> npt.NDArray[T]:
+def take_or_default(values_D: npt.NDArray[T], indices: pa.Array, if_null: float) -> npt.NDArray[T]:
     """Return the elements of ``values_D`` at ``indices``; ``if_null`` for a null index."""
     index: npt.NDArray[np.int64] = np.asarray(indices.fill_null(len(values_D)))
     return np.append(values_D, np.array(if_null, values_D.dtype))[index]
 
 
-def group_items(items: Values, lengths_B: npt.NDArray[np.int64]) -> Values:
-    """Group flat items into B lists, without the null items; ``lengths_B`` counts all items of each row."""
-    present_L = np.asarray(items.coded.is_valid())
-    kept_before = np.concatenate([[0], np.cumsum(present_L)])
-    offsets = kept_before[np.concatenate([[0], np.cumsum(lengths_B)])]
-    lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), items.coded.drop_null())
-    rows_L = np.repeat(np.arange(len(lengths_B)), lengths_B)
-    inexact_B, too_long_B = np.zeros((2, len(lengths_B)), np.bool_)
-    inexact_B[rows_L[items.inexact_B]] = True
-    too_long_B[rows_L[items.too_long_B]] = True
-    return Values(lists, inexact_B, too_long_B)
+def group_items(items: pa.Array, kept_L: Mask, lengths_B: npt.NDArray[np.int64]) -> pa.ListArray:
+    """Group the items where ``kept_L`` is true into B lists; ``lengths_B`` counts all items of each row."""
+    num_kept = np.concatenate([[0], np.cumsum(kept_L)])
+    offsets = num_kept[np.concatenate([[0], np.cumsum(lengths_B)])]
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), items.filter(pa.array(kept_L)))
+
+
+def find_rows(mask_L: Mask, lengths_B: npt.NDArray[np.int64]) -> Mask:
+    """Return a mask of the rows of ``lengths_B`` items each that have an item where ``mask_L`` is true."""
+    rows_B = np.zeros(len(lengths_B), np.bool_)
+    rows_B[np.repeat(np.arange(len(lengths_B)), lengths_B)[mask_L]] = True
+    return rows_B
+
+
+def group_values(items: Values, lengths_B: npt.NDArray[np.int64]) -> Values:
+    """Group flat values into B lists, without the null ones; ``lengths_B`` counts all items of each row."""
+    lists = group_items(items.coded, np.asarray(items.coded.is_valid()), lengths_B)
+    return Values(lists, find_rows(items.inexact_B, lengths_B), find_rows(items.too_long_B, lengths_B))
 
 
 def truncate_lists(lists: pa.ListArray, limit: int, *, from_start: bool) -> pa.ListArray:
     """Return the first ``limit`` items of each list, or its last ``limit`` items."""
-    offsets = np.asarray(lists.offsets).astype(np.int64)
-    lengths_B = np.diff(offsets)
-    position_L = np.arange(lengths_B.sum()) - np.repeat(offsets[:-1] - offsets[0], lengths_B)
+    lengths_B = np.diff(np.asarray(lists.offsets)).astype(np.int64)
+    position_L = np.arange(lengths_B.sum()) - np.repeat(lengths_B.cumsum() - lengths_B, lengths_B)
     if not from_start:
         position_L = np.repeat(lengths_B, lengths_B) - 1 - position_L
-    kept = lists.flatten().filter(pa.array(position_L < limit))
-    ends = np.concatenate([[0], np.minimum(lengths_B, limit).cumsum()])
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), kept)
+    return group_items(lists.flatten(), position_L < limit, lengths_B)
 
 
 def parse_flat_values(column: pa.Array, missing: tuple[str, ...]) -> Values:
@@ -187,7 +189,8 @@ def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, 
     if has_text:  # malformed texts, and the text "nan"
         not_numbers |= given & np.isnan(numbers_B)
     # If -999 means missing, -999.0 does, too.
-    if absent := [float(text) for text in missing if re.match(_NUMBER, text)]:
+    absent = [float(text) for text in missing if re.match(_NUMBER, text)]
+    if absent:
         numbers_B[np.isin(numbers_B, absent)] = np.nan
     return numbers_B, not_numbers
 
@@ -195,45 +198,43 @@ def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, 
 def parse_seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
     """Return seconds since 1970, NaN if missing, and a mask of values that are neither times nor numbers."""
     column = decode_texts(column)
+    if is_text(column):
+        return _seconds_of_texts(pc.utf8_trim_whitespace(column), missing)
     if pa.types.is_temporal(column.type):
-        numbers_B = column.cast(pa.int32() if pa.types.is_date32(column.type) else pa.int64()).to_numpy(
-            zero_copy_only=False
-        )
-        unit = _UNITS.get(str(getattr(column.type, "unit", column.type)), 1)
-        with np.errstate(invalid="ignore"):
-            wrong_B = np.abs(numbers_B.astype(np.float64)) * unit >= _MAX_SECONDS
-        if wrong_B.any():
-            column = pc.if_else(pa.array(wrong_B), None, column)
-        if getattr(column.type, "tz", None):
-            column = pc.local_timestamp(column)
-        microseconds = (
-            column.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).cast(pa.float64(), safe=False)
-        )
-        return microseconds.to_numpy(zero_copy_only=False) / 1e6, wrong_B
-    if not is_text(column):
-        return parse_numbers(column, missing)
-    texts = pc.utf8_trim_whitespace(column)
+        return _seconds_of_times(column)
+    return parse_numbers(column, missing)
+
+
+def _seconds_of_times(column: pa.Array) -> tuple[Numbers, Mask]:
+    """Return the seconds of dates or timestamps, and a mask of values beyond the year 9999."""
+    whole_seconds = column.cast(pa.timestamp("s"), safe=False).cast(pa.int64())
+    wrong_B = np.abs(pc.fill_null(whole_seconds, 0).to_numpy()) >= _MAX_SECONDS
+    column = pc.if_else(pa.array(wrong_B), None, column)
+    if getattr(column.type, "tz", None):
+        column = pc.local_timestamp(column)
+    return _to_seconds(column.cast(pa.timestamp("us"), safe=False)), wrong_B
+
+
+def _seconds_of_texts(texts: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
+    """Return the seconds of times and numbers, and a mask of other texts."""
     is_time_B = np.asarray(pc.fill_null(pc.match_substring_regex(texts, _TIME), False))
-    times = pa.array(is_time_B)
-    seconds_B, wrong_B = parse_numbers(pc.if_else(times, None, texts), missing)
-    dated = texts.filter(times)
-    days = pc.utf8_slice_codeunits(dated, 0, 10).dictionary_encode()
-    day_D = np.full(len(days.dictionary), np.nan)
-    for i, text in enumerate(days.dictionary.to_pylist()):
-        with suppress(ValueError):  # such as the 30th of February
-            day_D[i] = date.fromisoformat(text).toordinal() - _FIRST_DAY
-    past_minute = pc.replace_substring_regex(pc.utf8_slice_codeunits(dated, 16), f"{_ZONE}$", "")
-    parts = (
-        (3600, pc.utf8_slice_codeunits(dated, 11, 13)),
-        (60, pc.utf8_slice_codeunits(dated, 14, 16)),
-        (1, pc.utf8_slice_codeunits(past_minute, 1)),
-    )
-    of_times: Numbers = day_D[np.asarray(days.indices)] * _DAY
-    for unit, digits in parts:
-        numbers_B = pc.if_else(pc.equal(digits, ""), "0", digits).cast(pa.float64())
-        of_times = of_times + unit * numbers_B.to_numpy(zero_copy_only=False)
-    seconds_B[is_time_B] = of_times
+    seconds_B, wrong_B = parse_numbers(pc.if_else(pa.array(is_time_B), None, texts), missing)
+    times = texts.filter(pa.array(is_time_B))
+    dates = pc.utf8_slice_codeunits(times, 0, 10).dictionary_encode()
+    # strptime takes the 30th of February for the 1st of March. The first year is 1.
+    days = pc.strptime(dates.dictionary, format="%Y-%m-%d", unit="s", error_is_null=True)
+    day_of_month = pc.utf8_slice_codeunits(dates.dictionary, 8, 10).cast(pa.int64())
+    is_day_D = pc.and_(pc.equal(pc.day(days), day_of_month), pc.greater(dates.dictionary, "0001"))
+    times = pc.if_else(is_day_D.take(dates.indices), times, None)
+    local_times = pc.struct_field(pc.extract_regex(times, _LOCAL_TIME), [0])
+    seconds_B[is_time_B] = _to_seconds(local_times.cast(pa.timestamp("us")))
     return seconds_B, wrong_B | (is_time_B & np.isnan(seconds_B))
+
+
+def _to_seconds(times: pa.Array) -> Numbers:
+    """Return timestamps in microseconds as seconds, NaN for null."""
+    microseconds = times.cast(pa.int64()).cast(pa.float64(), safe=False)
+    return np.asarray(microseconds.to_numpy(zero_copy_only=False) / 1e6)
 
 
 def parse_date_parts(
@@ -248,7 +249,7 @@ def parse_date_parts(
         coded = parse_flat_values(column, missing).coded
         dates_D = pc.strptime(coded.dictionary, format=date_format, unit="s", error_is_null=True)
         seconds_D = dates_D.cast(pa.int64()).cast(pa.float64()).to_numpy(zero_copy_only=False)
-        seconds_B = np.append(seconds_D, np.nan)[np.asarray(coded.indices.fill_null(len(seconds_D)))]
+        seconds_B = take_or_default(seconds_D, coded.indices, np.nan)
         wrong_B = np.isnan(seconds_B) & np.asarray(coded.is_valid())
     else:
         seconds_B, wrong_B = parse_seconds(column, missing)
@@ -263,13 +264,6 @@ def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
     given_B = np.asarray(texts.is_valid()) & ~np.asarray(pc.is_in(texts, value_set=pa.array(missing)))
     is_date_B = np.asarray(pc.fill_null(pc.match_substring_regex(texts, _DIGITS), False))
     return given_B if is_date_B[given_B].all() else np.zeros_like(given_B)
-
-
-def hash_values(column: pa.Array, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.int64], Mask]:
-    """Return a hash of each value of a flat column, and a mask of missing or invalid values."""
-    coded, inexact_B, too_long_B = parse_values(column, missing)
-    hashes_B = take_or_default(hash_texts(coded.dictionary).view(np.int64), coded.indices, 0)
-    return hashes_B, np.asarray(coded.is_null()) | inexact_B | too_long_B
 
 
 def parse_labels(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Self
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from hybrid.errors import DataError
@@ -21,41 +19,30 @@ MAX_LEADING_INVALID = 10_000  # invalid rows of a file before its first valid ro
 
 
 class Reason(StrEnum):
-    """Why a row is invalid; the values are the keys of a report."""
+    """Why a row is invalid: the key of a report, and advice to the user."""
 
-    COLUMNS = "wrong_column_count"
-    LABEL = "unknown_label"
-    NUMBER = "not_a_number"
-    TEXT = "broken_text"
-    INEXACT = "inexact_id"
-    LONG = "too_long_value"
-    TARGET = "unusable_label"
-    WEIGHT = "unusable_weight"
-    GROUP = "no_group"
-    DATE = "not_a_date"
-    ID_WEIGHT = "wrong_weight"
-    MANY = "too_many_ids"
-    SPLIT = "no_split_value"
+    advice: str
 
+    def __new__(cls, key: str, advice: str = "") -> Self:
+        """Make a member that is equal to ``key``."""
+        reason = str.__new__(cls, key)
+        reason._value_ = key
+        reason.advice = advice
+        return reason
 
-# Rejects rows: a mask of the rows, the reason, the column of the file, and the expected value.
-Reject: TypeAlias = Callable[[npt.NDArray[np.bool_], Reason, str, str], None]
-
-_ADVICE = {
-    Reason.COLUMNS: "check data.columns and data.delimiter",
-    Reason.LABEL: "set data.positive_labels and data.negative_labels",
-    Reason.NUMBER: "check data.dense and data.missing",
-    Reason.TEXT: "the file must be UTF-8 text with every quote closed on its line",
-    Reason.INEXACT: "write ids as integers or as text",
-    Reason.LONG: "check data.sparse, data.delimiter and data.multi_hot_separator",
-    Reason.TARGET: "check label and type of the section [tasks.NAME]",
-    Reason.WEIGHT: "check data.weight",
-    Reason.GROUP: "check data.group and data.missing",
-    Reason.DATE: "check columns.NAME.kind (hour, weekday) and data.missing",
-    Reason.ID_WEIGHT: "check the separators of the columns whose kind is weighted",
-    Reason.MANY: "set max_ids higher, or too_many_ids of the column",
-    Reason.SPLIT: "check data.split and data.validation",
-}
+    COLUMNS = "wrong_column_count", "check data.columns and data.delimiter"
+    LABEL = "unknown_label", "set data.positive_labels and data.negative_labels"
+    NUMBER = "not_a_number", "check data.dense and data.missing"
+    TEXT = "broken_text", "the file must be UTF-8 text with every quote closed on its line"
+    INEXACT = "inexact_id", "write ids as integers or as text"
+    LONG = "too_long_value", "check data.sparse, data.delimiter and data.multi_hot_separator"
+    TARGET = "unusable_label", "check label and type of the section [tasks.NAME]"
+    WEIGHT = "unusable_weight", "check data.weight"
+    GROUP = "no_group", "check data.group and data.missing"
+    DATE = "not_a_date", "check columns.NAME.kind (hour, weekday) and data.missing"
+    ID_WEIGHT = "wrong_weight", "check the separators of the columns whose kind is weighted"
+    MANY = "too_many_ids", "set max_ids higher, or too_many_ids of the column"
+    SPLIT = "no_split_value", "check data.split and data.validation"
 
 
 class InvalidRow(NamedTuple):
@@ -106,7 +93,6 @@ class InvalidRowReport:
 
     @property
     def total(self) -> int:
-        """The number of skipped rows."""
         return sum(self.counts.values())
 
 
@@ -142,7 +128,7 @@ class InvalidRowLog:
         for row in sorted(invalid):
             example = f"{path}:{row.line}: {row.text}"
             if not self._max_fraction:
-                rule = f"{_ADVICE[row.reason]}, or skip such rows with data.max_invalid_fraction = 0.1"
+                rule = f"{row.reason.advice}, or skip such rows with data.max_invalid_fraction = 0.1"
                 raise DataError(f"{example}; {rule}")
             if len(self._examples) < MAX_EXAMPLES:
                 self._examples.append(example)
@@ -153,13 +139,14 @@ class InvalidRowLog:
 
     def check_file(self) -> None:
         """Raise DataError if all rows of the current file are invalid; the configuration is wrong then."""
-        if not (rows := self._file_invalid):
+        rows = self._file_invalid
+        if not rows:
             return
         reason, count = Counter(row.reason for row in rows).most_common(1)[0]
         first = next(row for row in rows if row.reason == reason)
         raise DataError(
             f"{self._path}: no valid row among the first {len(rows)}, {count} like line {first.line}: "
-            f"{first.text}; {_ADVICE[reason]}"
+            f"{first.text}; {reason.advice}"
         )
 
     def finish(self) -> InvalidRowReport:

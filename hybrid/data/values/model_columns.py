@@ -1,6 +1,6 @@
 """The columns of a model from the columns of a file: features, labels, weights and groups.
 
-Invalid rows are rejected.
+A :class:`ColumnReader` converts the columns of a block, and rejects the rows with invalid values.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ import pyarrow.compute as pc
 from hybrid.config import DataSection, TaskSection
 from hybrid.config.data_sections import Column
 from hybrid.config.sections import tasks_of
+from hybrid.data.values.canonical import hash_texts
 from hybrid.data.values.column_values import (
     MAX_VALUE_BYTES,
     Mask,
+    Numbers,
     Values,
     decode_texts,
+    find_digit_dates,
+    find_rows,
     group_items,
-    hash_values,
+    group_values,
     is_list,
     is_text,
     list_lengths,
@@ -33,129 +37,166 @@ from hybrid.data.values.column_values import (
     parse_flat_values,
     parse_labels,
     parse_numbers,
+    parse_seconds,
     parse_values,
     split_texts,
+    take_or_default,
     truncate_lists,
 )
-from hybrid.data.values.invalid_rows import Reason, Reject
+from hybrid.data.values.invalid_rows import InvalidRow, Reason, format_cell
 from hybrid.errors import ConfigError
 
 _SEPARATOR = "\x1f"  # the unit separator of ASCII, between the values of a cross
 _DATE = "a date such as 2024-01-31 09:30:00, or seconds since 1970"
 
 
-def compute_feature(
-    column: Column, table: Mapping[str, pa.Array], missing: tuple[str, ...], reject: Reject
-) -> tuple[pa.Array, pa.Array | None]:
-    """Compute a column of data.sparse from the columns of a file, for all rows.
+class ColumnReader:
+    """Converts columns of a block of B rows; values of rejected rows have no meaning.
 
     Args:
-        reject: called with the invalid rows, whose values have no meaning.
+        columns: the columns of the block, by name.
+        lines_B: the line of each row in the file.
+        missing: texts that mean missing.
 
-    Returns:
-        The values, as in :class:`hybrid.data.parse.sources.RawBlock`; and the weights of ids as lists of
-        float32, or None.
-
-    Raises:
-        ArrowException: the type of a column of the file does not fit.
+    Attributes:
+        valid_B: whether a row is valid so far.
+        invalid: the rejected rows, each with the first reason.
+        last: the name of the column that was read last: an error of Arrow does not name its column.
     """
-    match column.kind:
-        case "buckets":
-            numbers_B, wrong_B = parse_numbers(table[column.source], missing)
-            reject(wrong_B, Reason.NUMBER, column.source, "a finite number")
-            return pa.array(numbers_B, mask=np.isnan(numbers_B)), None
-        case "hour" | "weekday":
-            form = column.date_format
-            numbers_B, wrong_B = parse_date_parts(table[column.source], missing, column.kind, form)
-            reject(wrong_B, Reason.DATE, column.source, f"a date of the form {form}" if form else _DATE)
-            return pa.array(numbers_B, mask=np.isnan(numbers_B)), None
-        case "cross":
-            crossed = []
-            for name in column.sources:
-                if is_list(table[name]):
-                    raise pa.ArrowTypeError(
-                        f"column {name} holds {table[name].type}, which cannot be crossed"
-                    )
-                found = parse_values(table[name], missing)
-                _reject_values(found, name, reject)
-                crossed.append(found.coded.dictionary_decode())
+
+    def __init__(
+        self, columns: Mapping[str, pa.Array], lines_B: npt.NDArray[np.int64], missing: tuple[str, ...]
+    ) -> None:
+        self._columns = columns
+        self._lines_B = lines_B
+        self.missing = missing
+        self.valid_B = np.ones(len(lines_B), np.bool_)
+        self.invalid: list[InvalidRow] = []
+        self.last = ""
+
+    def column(self, name: str) -> pa.Array:
+        self.last = name
+        return self._columns[name]
+
+    def flat_column(self, name: str, key: str) -> pa.Array:
+        """Return a column with one value per row; ConfigError for ``key`` if the column holds lists."""
+        if is_list(self.column(name)):
+            rule = "must be a column with one value per row, but this column holds lists"
+            raise ConfigError(key, rule, name)
+        return self.column(name)
+
+    def reject(self, mask_B: Mask, reason: Reason, name: str, expected: str) -> None:
+        """Reject the rows where ``mask_B`` is true, for their values in the column ``name``."""
+        for i in np.flatnonzero(mask_B & self.valid_B).tolist():
+            found = f"{name} is {format_cell(self._columns[name], i)}, expected {expected}"
+            self.invalid.append(InvalidRow(int(self._lines_B[i]), reason, found))
+        self.valid_B[mask_B] = False
+
+    def numbers(self, name: str) -> Numbers:
+        """Return a column of numbers, NaN if missing."""
+        numbers_B, wrong_B = parse_numbers(self.column(name), self.missing)
+        self.reject(wrong_B, Reason.NUMBER, name, "a finite number")
+        return numbers_B
+
+    def seconds(self, name: str, key: str) -> Numbers:
+        """Return the times of a column, none of which may be missing, in seconds since 1970."""
+        times_B, wrong_B = parse_seconds(self.flat_column(name, key), self.missing)
+        expected = "a number, or a date such as 2024-01-31 09:30:00"
+        self.reject(wrong_B | np.isnan(times_B), Reason.SPLIT, name, expected)
+        return times_B
+
+    def hashes(self, name: str, key: str, reason: Reason, expected: str) -> npt.NDArray[np.int64]:
+        """Return a hash of each value of a column, none of which may be missing."""
+        coded, inexact_B, too_long_B = parse_values(self.flat_column(name, key), self.missing)
+        self.reject(np.asarray(coded.is_null()) | inexact_B | too_long_B, reason, name, expected)
+        return take_or_default(hash_texts(coded.dictionary).view(np.int64), coded.indices, 0)
+
+    def feature(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
+        """Compute a column of data.sparse.
+
+        Returns:
+            The values, as in :class:`hybrid.data.parse.sources.RawBlock`; and the weights of ids as lists of
+            float32, or None.
+
+        Raises:
+            ArrowException: the type of a column of the file does not fit.
+        """
+        if column.kind in ("value", "weighted"):
+            return self._ids(column)
+        if column.kind == "cross":
+            values = [self._crossed(name) for name in column.sources]
             # Null where one of the values is null.
-            joined = pc.binary_join_element_wise(*crossed, _SEPARATOR)
-            return joined.dictionary_encode(), None
-        case "weighted":
-            found, weights, wrong_B = weighted_ids(
-                table[column.source], missing, column.separator, column.weight_separator
-            )
-            _reject_values(found, column.source, reject)
-            expected = "a weight for each id, finite and at least 0"
-            reject(wrong_B, Reason.ID_WEIGHT, column.source, expected)
-            return _limit_ids(column, found.coded, weights, reject)
-        case _:
-            found = parse_values(table[column.source], missing, column.separator)
-            _reject_values(found, column.source, reject)
-            return _limit_ids(column, found.coded, None, reject)
+            return pc.binary_join_element_wise(*values, _SEPARATOR).dictionary_encode(), None
+        numbers_B = self.numbers(column.source) if column.kind == "buckets" else self._date_parts(column)
+        return pa.array(numbers_B, mask=np.isnan(numbers_B)), None
 
+    def reject_digit_dates(self, column: Column) -> None:
+        """Reject dates in digits of a column of dates without a format, which would count as seconds."""
+        if column.kind in ("hour", "weekday") and not column.date_format:
+            digits_B = find_digit_dates(self.column(column.source), self.missing)
+            expected = f'seconds since 1970, or a date format such as "{column.kind}(%Y%m%d)"'
+            self.reject(digits_B, Reason.DATE, column.source, expected)
 
-def _reject_values(found: Values, name: str, reject: Reject) -> None:
-    reject(found.inexact_B, Reason.INEXACT, name, "an id that a float holds exactly")
-    reject(found.too_long_B, Reason.LONG, name, f"at most {MAX_VALUE_BYTES:,} bytes")
+    def _date_parts(self, column: Column) -> Numbers:
+        values = self.column(column.source)
+        parts_B, wrong_B = parse_date_parts(values, self.missing, column.kind, column.date_format)
+        expected = f"a date of the form {column.date_format}" if column.date_format else _DATE
+        self.reject(wrong_B, Reason.DATE, column.source, expected)
+        return parts_B
 
+    def _crossed(self, name: str) -> pa.Array:
+        column = self.column(name)
+        if is_list(column):
+            raise pa.ArrowTypeError(f"column {name} holds {column.type}, which cannot be crossed")
+        values = parse_values(column, self.missing)
+        self._reject_values(values, name)
+        return values.coded.dictionary_decode()
 
-def _limit_ids(
-    column: Column, ids: pa.Array, weights: pa.Array | None, reject: Reject
-) -> tuple[pa.Array, pa.Array | None]:
-    """Apply the limit ``max_ids`` of the column to each row, if the column has one."""
-    if not column.max_ids or not is_list(ids):
-        return ids, weights
-    if column.too_many_ids == "invalid_row":
-        is_over_B = np.diff(np.asarray(ids.offsets)) > column.max_ids
-        reject(is_over_B, Reason.MANY, column.source, f"at most {column.max_ids} ids")
-        return ids, weights
-    limit, from_start = column.max_ids, column.too_many_ids == "keep_first"
-    kept = truncate_lists(ids, limit, from_start=from_start)
-    return kept, None if weights is None else truncate_lists(weights, limit, from_start=from_start)
-
-
-def weighted_ids(
-    column: pa.Array, missing: tuple[str, ...], separator: str, weight_separator: str
-) -> tuple[Values, pa.ListArray, Mask]:
-    """Return a column of ids with weights: ``tag:0.7|other:0.2`` in text; maps or lists of pairs in Parquet.
-
-    Args:
-        column: n rows of text, or of lists of texts or of pairs of an id and a weight.
-        missing: texts that mean missing; such ids are dropped.
-        separator: splits text into ids; empty if a row holds one id.
-        weight_separator: separates an id and its weight; only the last occurrence in an item separates.
-
-    Returns:
-        The lists of ids; lists of float32 weights of the same lengths; and a mask of the rows with a weight
-        that is missing, negative, or not finite.
-
-    Raises:
-        ArrowException: the column is of another type.
-    """
-    lists = column
-    if not is_list(column):
-        column = decode_texts(column)
-        if not is_text(column):
-            raise pa.ArrowTypeError(f"expected ids with weights, found {column.type}")
-        texts = pc.fill_null(column.cast(pa.string()), "")
-        if separator:
-            lists = split_texts(texts, separator)
+    def _ids(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
+        """Return a categorical column, and the weights of its ids, with at most ``max_ids`` ids per row."""
+        limit, weights = column.max_ids, None
+        if column.kind == "weighted":
+            ids, weights = self._weighted_ids(column)
         else:
-            lists = pa.ListArray.from_arrays(pa.array(np.arange(len(texts) + 1), pa.int32()), texts)
-    lengths_B = list_lengths(lists)
-    ids, weights = _split_items(pc.list_flatten(lists), missing, weight_separator)
-    flat = parse_flat_values(ids, missing)
-    weights_L, wrong_L = parse_numbers(weights, ())
-    present_L = np.asarray(flat.coded.is_valid())
-    wrong_L = present_L & (wrong_L | np.isnan(weights_L) | (weights_L < 0))
-    rows_L = np.repeat(np.arange(len(lists)), lengths_B)
-    kept = group_items(flat, lengths_B)
-    kept_L = np.where(wrong_L, 0.0, weights_L)[present_L].astype(np.float32)
-    wrong_B = np.zeros(len(lists), np.bool_)
-    wrong_B[rows_L[wrong_L]] = True
-    return kept, pa.ListArray.from_arrays(kept.coded.offsets, pa.array(kept_L)), wrong_B
+            values = parse_values(self.column(column.source), self.missing, column.separator)
+            self._reject_values(values, column.source)
+            ids = values.coded
+        if limit and is_list(ids) and column.too_many_ids == "invalid_row":
+            is_over_B = np.diff(np.asarray(ids.offsets)) > limit
+            self.reject(is_over_B, Reason.MANY, column.source, f"at most {limit} ids")
+        elif limit and is_list(ids):
+            from_start = column.too_many_ids == "keep_first"
+            ids = truncate_lists(ids, limit, from_start=from_start)
+            weights = None if weights is None else truncate_lists(weights, limit, from_start=from_start)
+        return ids, weights
+
+    def _weighted_ids(self, column: Column) -> tuple[pa.ListArray, pa.ListArray]:
+        """Return lists of ids, and lists of their weights (float32), without missing ids.
+
+        In text, ids have the form ``tag:0.7|other:0.2``; Parquet may also have maps or lists of pairs.
+        """
+        lists = self.column(column.source)
+        if not is_list(lists):
+            texts = decode_texts(lists)
+            if not is_text(texts):
+                raise pa.ArrowTypeError(f"expected ids with weights, found {texts.type}")
+            lists = split_texts(texts.cast(pa.string()), column.separator)
+        lengths_B = list_lengths(lists)
+        ids, weights = _split_items(pc.list_flatten(lists), self.missing, column.weight_separator)
+        flat = parse_flat_values(ids, self.missing)
+        values = group_values(flat, lengths_B)
+        self._reject_values(values, column.source)
+        weights_L, wrong_L = parse_numbers(weights, ())
+        present_L = np.asarray(flat.coded.is_valid())
+        wrong_L = present_L & (wrong_L | np.isnan(weights_L) | (weights_L < 0))
+        expected = "a weight for each id, finite and at least 0"
+        self.reject(find_rows(wrong_L, lengths_B), Reason.ID_WEIGHT, column.source, expected)
+        weights_L = np.where(wrong_L, 0.0, weights_L).astype(np.float32)
+        return values.coded, group_items(pa.array(weights_L), present_L, lengths_B)
+
+    def _reject_values(self, values: Values, name: str) -> None:
+        self.reject(values.inexact_B, Reason.INEXACT, name, "an id that a float holds exactly")
+        self.reject(values.too_long_B, Reason.LONG, name, f"at most {MAX_VALUE_BYTES:,} bytes")
 
 
 def _split_items(
@@ -185,13 +226,6 @@ def _weight_likeness(pair: tuple[pa.Field, pa.Array]) -> tuple[bool, ...]:
     return not is_id, name == "weight", pa.types.is_floating(kind), pa.types.is_integer(kind)
 
 
-def flat_column(table: Mapping[str, pa.Array], name: str, key: str) -> pa.Array:
-    """Return a column with one value per row; raise ConfigError for ``key`` if the column holds lists."""
-    if is_list(table[name]):
-        raise ConfigError(key, "must be a column with one value per row, but this column holds lists", name)
-    return table[name]
-
-
 class Targets(NamedTuple):
     """The targets of B samples for T tasks.
 
@@ -206,7 +240,6 @@ class Targets(NamedTuple):
     groups_B: npt.NDArray[np.int64] | None = None
 
     def select(self, mask_B: npt.NDArray[np.bool_]) -> Targets:
-        """Return the samples where ``mask_B`` is true."""
         return Targets(*(None if array is None else array[mask_B] for array in self))  # type: ignore[arg-type]
 
 
@@ -226,17 +259,14 @@ class TargetSpec:
 
     @classmethod
     def of(cls, tasks: Mapping[str, TaskSection], data: DataSection) -> TargetSpec:
-        """Return the targets of the sections [tasks.NAME] and [data]."""
         return cls(tasks_of(tasks, data), data, not tasks)
 
     @property
     def has_weights(self) -> bool:
-        """Whether samples may have different weights."""
         return bool(self.data.weight) or any(task.mask for task in self.tasks.values())
 
     @property
     def has_groups(self) -> bool:
-        """Whether samples have groups."""
         return bool(self.data.group)
 
     @property
@@ -252,47 +282,43 @@ class TargetSpec:
             named.append((f"tasks.{name}.mask", task.mask))
         return [(key, column) for key, column in named if column]
 
-    def read(self, table: Mapping[str, pa.Array], reject: Reject) -> Targets:
-        """Return the targets of a table of columns; ``reject`` is called with the invalid rows."""
+    def read(self, reader: ColumnReader) -> Targets:
         data = self.data
-        known = (data.positive_labels, data.negative_labels)
-        label_texts = " or ".join(map(repr, chain(*known)))
-        labels_T: list[npt.NDArray[Any]] = []
-        counts_T: list[Mask] = []
-        for task in self.tasks.values():
-            counts_B = np.ones(len(table[task.label]), np.bool_)
-            if task.mask:
-                mask_B, wrong_B = parse_labels(table[task.mask], *known)
-                reject(wrong_B, Reason.LABEL, task.mask, label_texts)
-                counts_B = mask_B == 1
-            labels_B: npt.NDArray[Any]
-            reason, expected = Reason.TARGET, "a finite number"
-            if task.kind == "binary":
-                labels_B, wrong_B = parse_labels(table[task.label], *known)
-                reason, expected = Reason.LABEL, label_texts
-            else:
-                labels_B, wrong_B = parse_numbers(table[task.label], data.missing)
-                wrong_B |= np.isnan(labels_B)
-            if task.kind == "classes":
-                with np.errstate(invalid="ignore"):
-                    wrong_B |= (labels_B < 0) | (labels_B >= task.classes) | (labels_B != np.floor(labels_B))
-                expected = f"a class from 0 to {task.classes - 1}"
-            # The label of a masked sample is often unknown.
-            reject(wrong_B & counts_B, reason, task.label, expected)
-            labels_T.append(np.where(wrong_B, 0, labels_B))
-            counts_T.append(counts_B)
+        labels_T, counts_T = zip(*(self._task(task, reader) for task in self.tasks.values()), strict=True)
         labels_BT = np.stack(labels_T, axis=1).astype(np.float32)
         weights_BT = groups_B = None
         if self.has_weights:
             samples_B = np.ones(len(labels_BT), np.float32)
             if data.weight:
-                numbers_B, wrong_B = parse_numbers(table[data.weight], data.missing)
-                with np.errstate(invalid="ignore"):
-                    wrong_B |= ~(numbers_B >= 0)
-                reject(wrong_B, Reason.WEIGHT, data.weight, "a weight, a finite number of at least 0")
+                numbers_B, wrong_B = parse_numbers(reader.column(data.weight), data.missing)
+                wrong_B |= ~(numbers_B >= 0)
+                reader.reject(wrong_B, Reason.WEIGHT, data.weight, "a weight, a finite number of at least 0")
                 samples_B = np.where(wrong_B, 0, numbers_B).astype(np.float32)
             weights_BT = np.stack(counts_T, axis=1) * samples_B[:, None]
         if self.has_groups:
-            groups_B, wrong_B = hash_values(flat_column(table, data.group, "data.group"), data.missing)
-            reject(wrong_B, Reason.GROUP, data.group, "the group of the sample")
+            groups_B = reader.hashes(data.group, "data.group", Reason.GROUP, "the group of the sample")
         return Targets(labels_BT, weights_BT, groups_B)
+
+    def _task(self, task: TaskSection, reader: ColumnReader) -> tuple[npt.NDArray[Any], Mask]:
+        """Return the labels of a task, and a mask of the samples that count for it."""
+        known = (self.data.positive_labels, self.data.negative_labels)
+        label_texts = " or ".join(map(repr, chain(*known)))
+        counts_B = np.ones(len(reader.valid_B), np.bool_)
+        if task.mask:
+            mask_B, wrong_B = parse_labels(reader.column(task.mask), *known)
+            reader.reject(wrong_B, Reason.LABEL, task.mask, label_texts)
+            counts_B = mask_B == 1
+        labels_B: npt.NDArray[Any]
+        if task.kind == "binary":
+            labels_B, wrong_B = parse_labels(reader.column(task.label), *known)
+            reason, expected = Reason.LABEL, label_texts
+        else:
+            labels_B, wrong_B = parse_numbers(reader.column(task.label), self.data.missing)
+            wrong_B |= np.isnan(labels_B)
+            reason, expected = Reason.TARGET, "a finite number"
+        if task.kind == "classes":
+            wrong_B |= (labels_B < 0) | (labels_B >= task.classes) | (labels_B != np.floor(labels_B))
+            expected = f"a class from 0 to {task.classes - 1}"
+        # The label of a masked sample is often unknown.
+        reader.reject(wrong_B & counts_B, reason, task.label, expected)
+        return np.where(wrong_B, 0, labels_B), counts_B

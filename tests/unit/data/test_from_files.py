@@ -3,9 +3,9 @@
 import dataclasses
 import random
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,9 +13,10 @@ import pytest
 from support.samples import csv_config, write
 
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
+from hybrid.data.parse import delimited_text
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import Segment, read_segment, split_files
-from hybrid.data.prepare import file_preparation, preparation, stages
+from hybrid.data.prepare import file_preparation, stages
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import HybridError
@@ -74,9 +75,10 @@ def text(num_rows: int, seed: int, end: str = "\n") -> bytes:
 
 def outcome(config: RunConfig, folder: Path, paths: tuple[Path, ...], block_bytes: int) -> Any:
     """Return all prepared content of some files, or the error."""
-    preparation = FilesPreparation(config, folder, ignore_progress, lambda: None, block_bytes)
+    preparation = FilesPreparation(config, folder, ignore_progress, lambda: None)
     try:
-        encoder, reports = preparation.write({"train": paths, "test": ()})
+        with patch.object(delimited_text, "BLOCK_BYTES", block_bytes):
+            encoder, reports = preparation.write({"train": paths, "test": ()})
     except HybridError as error:
         return f"{type(error).__name__}: {error}"
     arrays = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.npy")}
@@ -152,7 +154,7 @@ def test_first_error_in_file_order_is_raised(tmp_path: Path, monkeypatch: pytest
 def test_interrupted_preparation_reuses_its_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result has the bytes of an undisturbed preparation; segments of other samples are removed."""
     path, cache = write(tmp_path / "a.csv", text(4000, 2)), tmp_path / "cache"
-    monkeypatch.setattr(preparation, "FilesPreparation", partial(FilesPreparation, block_bytes=4000))
+    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", 4000)
     config = config_of(path, "plain")
     undisturbed = prepare(config, tmp_path / "other")
     parsed = list[int]()
@@ -173,7 +175,7 @@ def test_interrupted_preparation_reuses_its_segments(tmp_path: Path, monkeypatch
         assert len(list(kept.glob("segments/train-*"))) == 5
     left = -1
     found = prepare(config, cache)
-    assert parsed == [part.start for part in split_files([path], Layout.of(config.data), 4000)]
+    assert parsed == [part.start for part in split_files([path], Layout.of(config.data))]
     for file in (each.relative_to(found) for each in found.rglob("*") if each.is_file()):
         assert (found / file).read_bytes() == (undisturbed / file).read_bytes(), file
     assert [*cache.iterdir()] == [found]

@@ -34,7 +34,7 @@ def limit(limit_bytes: int, max_threads: int, *sizes: int) -> tuple[int, int]:
     """Return the limits for segments of text."""
     layout = Layout.of(DataSection(format="csv", dense=("x",), sparse=("user",)))
     segments = [Segment(Path("a"), 0, size, size) for size in sizes]
-    return limit_memory(limit_bytes, segments, layout, 16 * MIB, max_threads)
+    return limit_memory(limit_bytes, segments, layout, max_threads)
 
 
 def test_threads_stay_within_the_limit() -> None:

@@ -21,10 +21,9 @@ from hybrid.config import ColumnSection, DataSection, RunConfig, RunSection, Tab
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.parse import sources
+from hybrid.data.parse import delimited_text, sources
 from hybrid.data.parse.input_files import compute_sampled_checksum
-from hybrid.data.prepare import preparation, stages
-from hybrid.data.prepare.file_preparation import FilesPreparation
+from hybrid.data.prepare import stages
 from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import DataError
 
@@ -297,7 +296,7 @@ def test_parsing_ends_with_the_preparation(
             raise DataError("the run has ended")
 
     monkeypatch.setattr(stages, "parse", parse_slowly)
-    monkeypatch.setattr(preparation, "FilesPreparation", partial(FilesPreparation, block_bytes=1500))
+    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", 1500)
     with pytest.raises(DataError, match="the run has ended"):
         prepare(config_of(table), tmp_path / "cache", check=check)
     assert num_blocks < 4, "the first segment has four"

@@ -4,7 +4,6 @@ import gzip
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from support.samples import csv_config, write
 from support.stores import BUCKET, Proxy, Store, sent
 
 from hybrid.config import RunConfig
+from hybrid.data.parse import delimited_text
 from hybrid.data.parse.input_files import InputFile, find_input_files, list_files, path_columns
-from hybrid.data.prepare import file_preparation, preparation
-from hybrid.data.prepare.file_preparation import FilesPreparation
+from hybrid.data.prepare import file_preparation
 from hybrid.data.prepare.preparation import fingerprint, prepare
 from hybrid.errors import DataError, StorageError
 from hybrid.storage import files
@@ -88,7 +87,7 @@ def test_samples_of_stored_files_equal_those_of_local_files(
     (here := tmp_path / "here").mkdir()
     write_files(here)
     sent(here, there)
-    monkeypatch.setattr(preparation, "FilesPreparation", partial(FilesPreparation, block_bytes=BLOCK_BYTES))
+    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr("hybrid.data.parse.sources.SEGMENT_ROWS", 500)
     kind = "parquet" if write_files is write_parquet else "csv"
     expected = prepare(config_of(here, format=kind), tmp_path / "cache")
@@ -108,7 +107,7 @@ def test_segments_of_stored_files_are_read_once(
     rows = columns(9_000, 1)
     pq.write_table(pa.table({**rows, **{f"other{i}": rows["x"] for i in range(9)}}), here / "a.parquet")
     sent(here, there)
-    monkeypatch.setattr(preparation, "FilesPreparation", partial(FilesPreparation, block_bytes=50_000))
+    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", 50_000)
     for name in ("MAX_RECORD_BYTES", "PEEK_BYTES"):
         monkeypatch.setattr(f"hybrid.data.parse.delimited_text.{name}", 2000)
     for name, least, most in (("a.csv", 1.0, 1.3), ("a.parquet", 0.2, 0.5)):
