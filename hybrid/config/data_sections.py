@@ -269,7 +269,7 @@ class Column:
 def columns_of(
     data: DataSection, sections: Mapping[str, ColumnSection]
 ) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
-    """Return the columns of data.dense and those of data.sparse.
+    """Return the columns of data.dense and the columns of data.sparse.
 
     Raises:
         ConfigError: a section names no column, or its keys contradict each other.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hybrid.config.data_sections import POOLINGS
 from hybrid.config.key import Call, CallSignatures, argument, fixed, in_files, model, setting
 
-# The defaults are those of torch.optim, and those of custom loops (hybrid.Adagrad and others).
+# torch.optim and custom loops (hybrid.Adagrad and others) have the same defaults.
 _ADAGRAD_EPS = argument("eps", float, 1e-10, minimum=1e-30)
 _ADAM_EPS = argument("eps", float, 1e-8, minimum=1e-30)
 _DECAY = argument("weight_decay", float, 0.0, minimum=0)

@@ -145,7 +145,7 @@ def metric_name(tasks: Mapping[str, TaskSection], task: str, metric: str) -> str
 
 
 def main_metric(tasks: Mapping[str, TaskSection]) -> str:
-    """Return the full name of the main metric of a run, which is that of the first task."""
+    """Return the full name of the main metric of a run: the main metric of its first task."""
     name, task = next(iter(tasks.items()))
     return metric_name(tasks, name, task.main_metric)
 

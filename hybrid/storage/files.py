@@ -221,7 +221,7 @@ def local_copy(
     """Yield a path of this machine where a library can read a file and map it into memory.
 
     A remote file is fetched into a file without a name in ``TMPDIR``, which the system removes. The
-    path is that of a descriptor. It is valid only inside the context; memory maps stay valid.
+    path names a descriptor. It is valid only inside the context; memory maps stay valid.
 
     Args:
         sha256: the checksum that a fetched file must have.

@@ -58,7 +58,7 @@ class DatasetReport:
 
     Attributes:
         labels: of each task; empty without labels.
-        bad_rows: invalid rows of the input that were skipped (those of a held-out split are in "train").
+        bad_rows: invalid rows of the input that were skipped; held-out splits count them in "train".
         unknown: unknown categorical values by column; empty for synthetic data.
     """
 

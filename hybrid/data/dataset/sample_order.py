@@ -74,7 +74,7 @@ class ShuffledOrder(RowOrder):
         self._window = -1, list[npt.NDArray[np.int64]]()  # index and lanes of the last window
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """See :class:`RowOrder`: the rows of lane 0, then those of lane 1, and so on."""
+        """See :class:`RowOrder`: the rows of lane 0, then of lane 1, and so on."""
         chosen: list[list[npt.NDArray[np.int64]]] = [[np.empty(0, np.int64)] for _ in self._turns_L]
         while start < stop:
             window = int(np.searchsorted(self._window_starts, start, side="right")) - 1

@@ -48,7 +48,7 @@ def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | No
     The spelling of paths does not change the fingerprint.
 
     Args:
-        files: the files of each split; by default those of ``config``, which must exist.
+        files: the files of each split; by default the files of ``config``, which must exist.
     """
     files = files or find_input_files(config.data)
     is_synthetic = config.data.format == "synthetic"

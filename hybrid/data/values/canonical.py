@@ -96,7 +96,7 @@ def trim_blanks(texts: pa.Array) -> pa.Array:
 
 
 def _content(texts: pa.Array) -> npt.NDArray[np.uint8]:
-    """Return the bytes of all texts of an array; for a slice, those of the complete array."""
+    """Return the bytes of all texts of an array; for a slice, the bytes of the complete array."""
     return np.frombuffer(texts.buffers()[2] or b"", np.uint8)
 
 

@@ -15,7 +15,7 @@ numbers                                 seconds since 1970, UTC
 dates and timestamps of Parquet         that time; for a timestamp with a zone, the local time of the zone
 ======================================= =========================================================
 
-So hours and weekdays are those of the zone in the file, not of UTC. Times count to the microsecond.
+So hours and weekdays are in the zone of the file, not in UTC. Times count to the microsecond.
 """
 
 import re
@@ -243,7 +243,7 @@ def parse_date_parts(
     """Return the hour (0-23) or weekday (Monday is 0), NaN if missing, and a mask of invalid values.
 
     Args:
-        date_format: the format of the values, as of ``strptime``; by default that of :func:`parse_seconds`.
+        date_format: the format of the values, as of ``strptime``; by default as in :func:`parse_seconds`.
     """
     if date_format:
         coded = parse_flat_values(column, missing).coded
