@@ -1,4 +1,4 @@
-"""Clients of object stores (those of ``pyarrow.fs``), requests to them, and remedies for their errors."""
+"""Clients of object stores from ``pyarrow.fs``, requests to them, and remedies for their errors."""
 
 from __future__ import annotations
 
@@ -80,16 +80,12 @@ _MAX_UNFLUSHED_BYTES = 64 << 20
 _SHOW_INCOMPLETE_FILES = ("abfs", "hdfs")
 
 
-def get_client(root: str, query: str) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a store, and the prefix of its paths; ValueError if the URL is not valid."""
-    # The address of an S3 store that is not Amazon's, from the variables that Amazon's programs read.
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
-    return _client(root, query, endpoint, os.getpid())
-
-
 @lru_cache
 def _client(root: str, query: str, endpoint: str | None, process: int) -> tuple[fs.FileSystem, str]:
-    """Make a client; each process needs its own client, because a client has threads."""
+    """Return the file system of a store, and the prefix of its paths; ValueError if the URL is not valid.
+
+    Each process needs its own client, because a client has threads.
+    """
     from pyarrow import fs
 
     scheme, _, authority = root.partition("://")
@@ -193,7 +189,9 @@ def store_request(path: RemotePath, action: str) -> Iterator[tuple[fs.FileSystem
         OutageError: the store was down during all attempts.
     """
     try:
-        filesystem, prefix = get_client(path.root, path.query)
+        # The address of an S3 store that is not Amazon's, from the variables that Amazon's programs read.
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+        filesystem, prefix = _client(path.root, path.query, endpoint, os.getpid())
         yield filesystem, prefix + path.key
     except StorageError:
         raise

@@ -7,6 +7,7 @@ A row group is rejected if its metadata claim more than real data compress to it
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -40,38 +41,38 @@ def read_parquet(
         with open_parquet(path) as source, pq.ParquetFile(source) as file:
             layout.require(file.schema_arrow.names, path)
             names = [name for name in layout.required if name in file.schema_arrow.names]
-            metadata = file.metadata
-            texts, columns = [], []
-            for i in range(len(file.schema)):
-                column = file.schema.column(i)
-                # The columns of a list or a map have longer paths.
-                if column.path not in names and column.path.partition(".")[0] not in names:
-                    continue
-                columns.append(i)
-                if column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "DECIMAL":
-                    groups_of_column = (
-                        metadata.row_group(g).column(i) for g in range(metadata.num_row_groups)
-                    )
-                    if any(each.has_dictionary_page for each in groups_of_column):
-                        texts.append(column.path)
+            # The columns of a list or a map have longer paths.
+            paths = {i: file.schema.column(i).path for i in range(len(file.schema))}
+            columns = [i for i, each in paths.items() if each in names or each.partition(".")[0] in names]
             check_claimed_sizes(path, file, columns)
+            texts = [paths[i] for i in columns if _has_dictionary(file, i)]
         # A dictionary of texts takes no more memory than in the file.
         with open_parquet(path) as source, pq.ParquetFile(source, read_dictionary=texts) as file:
             first = 0
+            options = {"columns": names, "use_threads": False}
             # A batch has rows of one row group: pyarrow does not join dictionaries within lists.
-            for group in range(start, file.num_row_groups if stop is None else stop):
-                options = {"row_groups": [group], "columns": names, "use_threads": False}
-                for batch in file.iter_batches(BLOCK_ROWS, **options):
-                    whole = {name: convert_maps(batch.column(name)) for name in names}
-                    start = 0
-                    while start < batch.num_rows:
-                        rest = {name: column.slice(start) for name, column in whole.items()}
-                        size = _count_fitting(path, rest, batch.num_rows - start)
-                        rows = np.arange(size)
-                        table = {name: column.slice(0, size) for name, column in rest.items()}
-                        yield TableBlock(table, first + rows + 1, rows, size, size, [])
-                        start += size
-                        first += size
+            groups = range(start, file.num_row_groups if stop is None else stop)
+            batches = (file.iter_batches(BLOCK_ROWS, row_groups=[group], **options) for group in groups)
+            for batch in chain.from_iterable(batches):
+                rest = {name: convert_maps(batch.column(name)) for name in names}
+                num_left = batch.num_rows
+                while num_left:
+                    size = _count_fitting(path, rest, num_left)
+                    rows = np.arange(size)
+                    table = {name: column.slice(0, size) for name, column in rest.items()}
+                    yield TableBlock(table, first + rows + 1, rows, size, size, [])
+                    rest = {name: column.slice(size) for name, column in rest.items()}
+                    first += size
+                    num_left -= size
+
+
+def _has_dictionary(file: pq.ParquetFile, i: int) -> bool:
+    """Return whether a column of a file holds texts, and a row group has a dictionary of them."""
+    column, metadata = file.schema.column(i), file.metadata
+    if column.physical_type != "BYTE_ARRAY" or column.logical_type.type == "DECIMAL":
+        return False
+    groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
+    return any(group.column(i).has_dictionary_page for group in groups)
 
 
 @contextmanager
