@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
@@ -203,12 +203,11 @@ def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
         if not paths and split != TRAIN:
             continue
         found = tuple(storage.map_concurrently(InputFile.of, list_files(paths, key)))
-        for file in found:
-            for other, each in ((other, each) for other, others in files.items() for each in others):
+        for file, (other, others) in product(found, files.items()):
+            for each in others:
                 if each.real_path == file.real_path or (each.size and each.sampled == file.sampled):
                     same = f"has the same content as {each.path} of {PATH_KEYS[other]}"
-                    rule = f"{same}; name a file with other rows"
-                    raise ConfigError(key, rule, file.path)
+                    raise ConfigError(key, f"{same}; name a file with other rows", file.path)
         files[split] = found
     return files
 
