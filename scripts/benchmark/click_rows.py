@@ -1,7 +1,7 @@
-"""Rows like those of Criteo's display ads, as many as are wanted, to measure how long preparing them takes.
+"""Synthetic rows like those of Criteo's display ads, for measurements of preparation.
 
-The columns have as many distinct values as those of Criteo's Kaggle data set (45,840,617 rows) have, drawn by
-Zipf's law, and about as many missing ones. What the rows say means nothing.
+The columns have the numbers of distinct values of Criteo's Kaggle data set (45,840,617 rows), drawn by Zipf's
+law, and about its fraction of missing values.
 """
 
 from pathlib import Path

@@ -1,111 +1,133 @@
-"""``scripts/bench``: all systems on the same workloads, round by round."""
+"""``scripts/bench compare``: all systems on the same workloads, round by round."""
 
 import argparse
+import dataclasses
+import math
+import statistics
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from benchmark import report
-from benchmark.durations import QUICK_STEPS, QUICK_WARM_UP_STEPS, ROUNDS, TIMED_STEPS, WARM_UP_STEPS
-from benchmark.job import Job
-from benchmark.machine import origin
-from benchmark.results import Failure, Measurement, disagreements, split, summarise
-from benchmark.rounds import Task, measured
-from benchmark.systems import BENCH_PYTHON, ROOT, SYSTEMS, System
-from benchmark.tables import TextTable
-from benchmark.workloads import WORKLOADS
+from benchmark.running import Measurement, MeasurementError, measure
+from benchmark.systems import BENCH_PYTHON, REFERENCE, ROOT, SYSTEMS
 from hybrid.errors import HybridError
 
-BASELINES = {
-    "torchrec-pipelined": "x TorchRec pipelined",
-    "tutorial": "x tutorial",
-    "one-process": "x one process",
-}
-_REFERENCE = "one-process"  # the simplest system
-_TITLES = {name: system.title for name, system in SYSTEMS.items()}
+ROUNDS = 3
+# Timed steps by workload: a few seconds for the fastest system on two cores.
+TIMED_STEPS = {"W1": 60, "W2": 160, "W3": 400, "W4": 200, "W5": 80, "W6": 400}
+_WARM_UP_STEPS = 10
+# For --quick: all systems and workloads within six minutes.
+_QUICK_STEPS = {"W1": 8, "W2": 12, "W3": 40, "W4": 40, "W5": 12, "W6": 80}
+_QUICK_WARM_UP_STEPS = 4
+_BASELINES = {"torchrec": "x TorchRec", REFERENCE: "x one process"}
+# Of the size of a loss: five digits. Rounding comes to 1e-6 after hundreds of steps; rows that move twice as
+# far, to 2e-4 after ten of W2. Of W1 and W3 it is 1e-5 or less: in so few steps their losses hardly depend on
+# the tables.
+_LOSS_TOLERANCE = 1e-5
+_LOSS_STEPS = (1, 2, 3, 10)  # and the last
 
-
-@dataclass
-class _Comparison:
-    """All measurements so far."""
-
-    systems: Sequence[System]
-    workloads: Sequence[str]
-    origin: dict[str, Any]
-    note: str
-    measurements: list[Measurement] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-
-    def write(self, folder: Path) -> tuple[list[str], list[TextTable]]:
-        """Write the report of all measurements; return the lines of errors, and the tables."""
-        synchronous = [s.name for s in self.systems if s.is_synchronous]
-        summaries = summarise(self.measurements, BASELINES)
-        found = disagreements(self.measurements, synchronous, _REFERENCE)
-        errors = report.error_lines(self.failures, found)
-        baselines = {n: header for n, header in BASELINES.items() if n in {s.name for s in self.systems}}
-        tables = []
-        for workload in self.workloads:
-            tables.append(report.speed_table(workload, summaries, self.failures, _TITLES, baselines))
-            tables.append(report.loss_table(workload, summaries, found, _TITLES, synchronous))
-        raw = report.raw_results(self.measurements, self.failures, summaries, found)
-        report.write(folder, "Systems compared", self.origin, raw, [self.note, *errors], tables)
-        return errors, tables
+Pair = tuple[str, str]  # a workload and a system
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Compare; return 1 if a system failed or a loss is wrong."""
-    systems = [SYSTEMS[name] for name in options.systems]
+    interpreters = [SYSTEMS[name].python for name in options.systems]
     folder = report.new_folder(options.output, "bench")
-    if any(s.interpreter == BENCH_PYTHON for s in systems):
-        make_environment()
-    usual = QUICK_STEPS if options.quick else TIMED_STEPS
-    warm_up = QUICK_WARM_UP_STEPS if options.quick else WARM_UP_STEPS
+    if BENCH_PYTHON in interpreters:
+        _make_environment()
+    warm_up, usual = (_QUICK_WARM_UP_STEPS, _QUICK_STEPS) if options.quick else (_WARM_UP_STEPS, TIMED_STEPS)
     steps = {name: options.steps or usual[name] for name in options.workloads}
-    jobs = [
-        Job(WORKLOADS[name].by(products), warm_up, count)
-        for name, count in steps.items()
-        for products in options.products
-    ]
     num_rounds = options.rounds or (1 if options.quick else ROUNDS)
-    note = _note(options.quick, num_rounds, steps)
-    came_from = origin(s.interpreter for s in systems)
-    state = _Comparison(systems, [job.workload.name for job in jobs], came_from, note)
-    errors: list[str] = []
-    tables: list[TextTable] = []
+    origin = report.origin(interpreters)
+    timed = ", ".join(f"{count} of {name}" for name, count in steps.items())
+    machine = ", ".join(f"{key} {value}" for key, value in origin.items())
+    notes = [f"{num_rounds} round(s), medians; timed steps: {timed}.", machine]
+    measurements: list[Measurement] = []
+    failures: dict[Pair, str] = {}
     for number in range(1, num_rounds + 1):
-        tasks = [
-            Task(system, job, job.workload.config(), number)
-            for job in jobs
-            for system in systems
-            if (job.workload.name, system.name) not in {(f.workload, f.system) for f in state.failures}
-        ]
-        measurements, failures = split(measured(tasks, console))
-        state.measurements += measurements
-        state.failures += failures
-        errors, tables = state.write(folder)  # keeps finished rounds if the bench is interrupted
-    report.show(console, [note, *errors], tables, folder)
+        for pair in [(workload, system) for workload in steps for system in options.systems]:
+            if pair not in failures:
+                try:
+                    measurements.append(measure(*pair, warm_up, steps[pair[0]], number))
+                except MeasurementError as error:
+                    failures[pair] = str(error)
+                line = failures.get(pair) or measurements[-1]
+                console.print(f"round {number}: {', '.join(pair)}: {line}", markup=False, highlight=False)
+        # After each round, so that finished rounds are kept if the benchmark is interrupted.
+        wrong_losses = find_wrong_losses(measurements)
+        errors = [f"ERROR: {', '.join(pair)}: {text}" for pair, text in (failures | wrong_losses).items()]
+        tables = [_speed_table(name, measurements, failures, wrong_losses) for name in steps]
+        values = {**origin, "errors": errors, "measurements": [dataclasses.asdict(m) for m in measurements]}
+        report.write(folder, values, [*notes, *errors], tables)
+    report.show(console, folder, [*notes, *errors], tables)
     return 1 if errors else 0
 
 
-def _note(is_quick: bool, num_rounds: int, steps: dict[str, int]) -> str:
-    timed = ", ".join(f"{count} of {name}" for name, count in steps.items())
-    if is_quick:
-        return (
-            f"A quick look: {num_rounds} SHORT round(s) (timed steps: {timed}). The order of systems may be "
-            "chance; take the full bench for figures to quote."
-        )
-    ratios = "; ratios are medians of those within each round" if num_rounds > 1 else ""
-    return f"{num_rounds} round(s) through all systems; timed steps: {timed}{ratios}."
-
-
-def make_environment() -> None:
+def _make_environment() -> None:
     """Create or update the environment of FBGEMM and TorchRec."""
-    script = ROOT / "scripts/benchmark/environment"
-    try:
-        subprocess.run([str(script)], check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise HybridError(f"the environment of FBGEMM and TorchRec cannot be made: {error}") from error
+    if subprocess.run([str(ROOT / "scripts/benchmark/environment")]).returncode:
+        raise HybridError("the environment of FBGEMM and TorchRec cannot be created; see above")
+
+
+def find_wrong_losses(measurements: Sequence[Measurement]) -> dict[Pair, str]:
+    """Return a message for each synchronous system with a wrong loss on a workload.
+
+    All synchronous systems do the same arithmetic up to rounding. In every round, the losses of steps 1, 2,
+    3, 10 and the last must agree with the losses of the reference in its first round. Where the reference was
+    not measured, the first synchronous system takes its place. A loss that is not finite is wrong.
+    """
+    synchronous = [m for m in measurements if SYSTEMS[m.system].is_synchronous]
+    references: dict[str, Measurement] = {}
+    wrong: dict[Pair, str] = {}
+    for m in sorted(synchronous, key=lambda each: each.system != REFERENCE):
+        reference = references.setdefault(m.workload, m)
+        for step in (*(each for each in _LOSS_STEPS if each < len(m.losses)), len(m.losses)):
+            loss, right = m.losses[step - 1], reference.losses[step - 1]
+            if not (math.isfinite(loss) and math.isclose(loss, right, rel_tol=_LOSS_TOLERANCE)):
+                text = f"the loss of step {step} in round {m.number} is {loss:.6f}; {right:.6f} is right"
+                wrong.setdefault((m.workload, m.system), text)
+    return wrong
+
+
+def _speed_table(
+    workload: str,
+    measurements: Sequence[Measurement],
+    failures: dict[Pair, str],
+    wrong_losses: dict[Pair, str],
+) -> Table:
+    """Return samples per second, CPU time and agreement of losses of all systems on one workload.
+
+    A ratio is the median of the ratios within each round.
+    """
+    header = ("system", "samples/s", "of each round", *_BASELINES.values(), "CPU-s per million", "losses")
+    table = report.new_table(workload, *header)
+    by_system: dict[str, dict[int, Measurement]] = {}
+    for m in measurements:
+        if m.workload == workload:
+            by_system.setdefault(m.system, {})[m.number] = m
+    for name, rounds in by_system.items():
+        ratios = [_ratio(rounds, by_system.get(baseline, {})) for baseline in _BASELINES]
+        verdict = "wrong" if (workload, name) in wrong_losses else "agree"
+        table.add_row(
+            SYSTEMS[name].title,
+            f"{statistics.median(m.samples_per_second for m in rounds.values()):,.0f}",
+            " ".join(f"{m.samples_per_second:,.0f}" for m in rounds.values()),
+            *ratios,
+            f"{statistics.median(m.cpu_seconds_per_million for m in rounds.values()):.1f}",
+            verdict if SYSTEMS[name].is_synchronous else "not synchronous",
+        )
+    for name in (system for of, system in failures if of == workload):
+        table.add_row(SYSTEMS[name].title, "FAILED")
+    return table
+
+
+def _ratio(rounds: dict[int, Measurement], baseline: dict[int, Measurement]) -> str:
+    ratios = [
+        m.samples_per_second / baseline[number].samples_per_second
+        for number, m in rounds.items()
+        if number in baseline
+    ]
+    return f"{statistics.median(ratios):.2f}" if ratios else report.NO_VALUE

@@ -1,11 +1,17 @@
-"""The job of a measured system, in the environment variable ``BENCH_JOB``."""
+"""The job of a measured system, in the environment variable ``BENCH_JOB``, and its measurement."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
 
 from benchmark.workloads import WORKLOADS, Workload
 
@@ -14,40 +20,50 @@ VARIABLE = "BENCH_JOB"
 
 @dataclass(frozen=True)
 class Job:
-    """A workload, and its numbers of warm-up steps and timed steps.
+    """Steps of a workload.
 
-    The text form is ``W1 10 60``; a variation of a workload is JSON instead of a name.
+    Attributes:
+        num_warm_up, num_steps: number of steps before the timed steps, and of timed steps.
+        bench_pid: the process whose descendants are the processes of the system.
+        result: path of the JSON file for seconds, CPU-seconds and losses.
     """
 
-    workload: Workload
+    workload_name: str
     num_warm_up: int
     num_steps: int
+    bench_pid: int
+    result: str
 
     @classmethod
     def from_environment(cls) -> Job:
         """Return the job of this process."""
-        return cls.from_text(os.environ[VARIABLE])
+        return cls(**json.loads(os.environ[VARIABLE]))
 
-    @classmethod
-    def from_text(cls, text: str) -> Job:
-        workload, num_warm_up, num_steps = text.rsplit(maxsplit=2)
-        known = WORKLOADS.get(workload)
-        return cls(known or _read(workload), int(num_warm_up), int(num_steps))
-
-    def to_text(self) -> str:
-        workload = self.workload
-        is_known = WORKLOADS.get(workload.name) == workload
-        text = workload.name if is_known else json.dumps(dataclasses.asdict(workload))
-        return f"{text} {self.num_warm_up} {self.num_steps}"
+    def to_json(self) -> str:
+        """Return the value of the environment variable."""
+        return json.dumps(dataclasses.asdict(self))
 
     @property
-    def num_samples(self) -> int:
-        """Samples of the timed steps, over all trainers."""
-        return self.num_steps * self.workload.global_batch
+    def workload(self) -> Workload:
+        return WORKLOADS[self.workload_name]
+
+    def measure(self, train: Callable[[range], list[float]]) -> None:
+        """Train all steps, and write the result. All processes of the system must be running meanwhile.
+
+        Args:
+            train: takes some steps, and returns the mean loss over the global batch of each.
+        """
+        total = self.num_warm_up + self.num_steps
+        losses = train(range(self.num_warm_up))
+        cpu_seconds, start = -_cpu_seconds(self.bench_pid), time.perf_counter()
+        losses += train(range(self.num_warm_up, total))
+        seconds = time.perf_counter() - start
+        cpu_seconds += _cpu_seconds(self.bench_pid)
+        result = {"seconds": seconds, "cpu_seconds": cpu_seconds, "losses": losses}
+        Path(self.result).write_text(json.dumps(result), encoding="utf-8")
 
 
-def _read(text: str) -> Workload:
-    fields = json.loads(text)
-    fields["table_rows"] = tuple(fields["table_rows"])
-    fields["dense"] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields["dense"].items()}
-    return Workload(**fields)
+def _cpu_seconds(pid: int) -> float:
+    """Return the user and system time of the descendants of a process, and of their ended children."""
+    times = [process.cpu_times() for process in psutil.Process(pid).children(recursive=True)]
+    return math.fsum(t.user + t.system + t.children_user + t.children_system for t in times)

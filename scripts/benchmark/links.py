@@ -1,7 +1,6 @@
 """``scripts/bench links``: samples/s over links with a delay or a low bandwidth, by update mode.
 
-Master and trainer are on one host, the worker is on another; the hosts are network namespaces. Only the roles
-check update modes, so a copy of this folder in an older checkout measures the modes of that checkout.
+Master and trainer are on one host, the worker is on another; the hosts are network namespaces.
 """
 
 import argparse
@@ -21,13 +20,12 @@ from support.hosts import Host, Switch
 from support.namespaces import hosts_refused
 
 from benchmark import link_emulator, report
-from benchmark.durations import LINKS
-from benchmark.machine import origin
 from benchmark.systems import OWN_PYTHON
-from benchmark.tables import TextTable
 from hybrid.errors import HybridError
 from workers.run_folder.run_access import METRICS_FILE, scratch_logs
 
+# Seconds from one host to the other, and bits per second.
+LINKS = {"none": None, "1ms": (1e-3, 1e10), "5ms": (5e-3, 1e10), "20ms": (2e-2, 1e10), "100Mbit": (1e-4, 1e8)}
 SHAPES = ((256, 16), (4096, 64))  # samples of a step, width of rows
 _LOG_STEPS = 20
 _JOB = (
@@ -45,11 +43,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """
     if reason := hosts_refused():
         raise HybridError(reason)
-    folder, came_from = report.new_folder(options.output, "bench-links"), origin([OWN_PYTHON])
+    folder, origin = report.new_folder(options.output, "bench-links"), report.origin([OWN_PYTHON])
     rates: dict[str, dict[str, float]] = {}
     for link in options.links:
         with scratch_logs("bench-") as scratch, _hosts(link, scratch) as hosts:
-            for (size, dim), mode in itertools.product(SHAPES, options.modes.split(",")):
+            for (size, dim), mode in itertools.product(SHAPES, options.modes):
                 name = f"{size} samples, rows of {dim}, {mode}"
                 job = f"{_JOB} train.batch_size={size} train.update={mode} embedding.dim={dim}"
                 texts = [
@@ -60,10 +58,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 steps = _steps_per_second(hosts, texts, scratch / f"{size}-{mode}", options.seconds)
                 rates.setdefault(name, {})[link] = size * steps
                 console.print(f"{link}, {name}: {size * steps:,.0f} samples/s", highlight=False)
-    table = TextTable("Samples/s by link", ("job", *options.links))
-    table.rows += [[name, *(f"{rate:,.0f}" for rate in of.values())] for name, of in rates.items()]
-    report.write(folder, "Links between hosts", came_from, {"samples_per_second": rates}, [], [table])
-    report.show(console, [], [table], folder)
+    table = report.new_table("Samples/s by link", "job", *options.links)
+    for name, by_link in rates.items():
+        table.add_row(name, *(f"{rate:,.0f}" for rate in by_link.values()))
+    report.write(folder, {**origin, "samples_per_second": rates}, [], [table])
+    report.show(console, folder, [], [table])
     return 0
 
 

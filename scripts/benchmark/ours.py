@@ -1,35 +1,37 @@
-"""This project, started by ``hybrid run benchmark.ours:measure``."""
+"""This project, started by ``hybrid run benchmark.ours:train_job``."""
 
-import time
-from functools import partial
-from itertools import cycle, islice
+from functools import cache, partial
 
-from benchmark import mark
 from benchmark.job import Job
-from benchmark.workloads import Workload
+from benchmark.workloads import WORKLOADS
 from hybrid.batch import Batch
 from hybrid.config import RunConfig
 from hybrid.topology import Topology
 from workers.controller.session import Session
 
 
-def measure(topology: Topology, config: RunConfig) -> None:
-    """Train a workload on the cluster: warm-up steps, then timed steps."""
+def train_job(topology: Topology, config: RunConfig) -> None:
+    """Train the job of this process on the cluster."""
     job = Job.from_environment()
-    of, total_steps = job.workload, job.num_warm_up + job.num_steps
-    session = Session(topology, config, of.input_spec, total_steps, ids_per_sample=of.ids_per_sample)
-    reports = [session.train_on(partial(batches, job.workload, 0, job.num_warm_up), 0)]
-    mark.begin()
-    start = time.perf_counter()
-    reports.append(
-        session.train_on(partial(batches, job.workload, job.num_warm_up, job.num_steps), job.num_warm_up)
-    )
-    seconds = time.perf_counter() - start
-    losses = [sum(parts) for part in reports for parts in zip(*(r.losses for r in part), strict=True)]
-    mark.end(seconds, losses)
+    input_spec, num_steps = job.workload.input_spec, job.num_warm_up + job.num_steps
+    hotness = float(job.workload.hotness)
+    ids_per_sample = {each.name: hotness for each in input_spec.sparse_features if each.multi_hot}
+    session = Session(topology, config, input_spec, num_steps, ids_per_sample=ids_per_sample)
+
+    def train(steps: range) -> list[float]:
+        reports = session.train_on(partial(select_batches, job.workload_name, steps), steps.start)
+        return [sum(losses) for losses in zip(*(each.losses for each in reports), strict=True)]
+
+    job.measure(train)
     session.close()
 
 
-def batches(workload: Workload, first_step: int, num_steps: int, trainer: int) -> list[Batch]:
+def select_batches(workload_name: str, steps: range, trainer: int) -> list[Batch]:
     """Return the batches of a trainer for some steps."""
-    return list(islice(cycle(workload.batches(trainer)), first_step, first_step + num_steps))
+    batches = _make_batches(workload_name, trainer)
+    return [batches[step % len(batches)] for step in steps]
+
+
+@cache  # the timed steps have the batches of the warm-up
+def _make_batches(workload_name: str, trainer: int) -> list[Batch]:
+    return WORKLOADS[workload_name].batches(trainer)

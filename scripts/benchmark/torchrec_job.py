@@ -1,19 +1,15 @@
 """TorchRec: one rank per trainer and no workers; each rank holds whole tables and a replica of the net.
 
 Tables have FBGEMM's fused kernels, which take the steps of their optimizer within the backward pass.
-TorchRec divides their gradients by the number of ranks (``set_gradient_division``, as it is by default) and
-DDP those of the dense net, so that with equal batches and each rank's mean loss a step is that of the global
-batch's mean.
+TorchRec divides the gradients of tables by the number of ranks (the default of ``set_gradient_division``), as
+DDP does with dense gradients. Batches have equal sizes, so a step follows the mean loss of the global batch.
 
-``--pipelined`` takes steps by ``TrainPipelineSparseDist``, which sends the ids of the next step around while
-this one is computed. What is computed is the same.
+``TrainPipelineSparseDist`` sends the ids of the next step during the current one; the results are the same.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable, Iterator
+import os
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -22,7 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, multiprocessing, nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -34,19 +31,15 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from benchmark import mark, ranks
-from benchmark.fused import fused_optimizer
 from benchmark.job import Job
-from benchmark.start import bag_offsets, initial_rows
-from benchmark.workloads import LEARNING_RATE, Workload
+from benchmark.workloads import LEARNING_RATE, Workload, bag_offsets
 from hybrid.batch import Batch
 
 CPU = torch.device("cpu")
-Step = Callable[[], Tensor]
 
 
 @dataclass
-class Sample(Pipelineable):  # type: ignore[misc]  # TorchRec is not there for mypy
+class Sample(Pipelineable):  # type: ignore[misc]  # mypy has no TorchRec
     """The batch of a rank, with the interface that the pipeline needs."""
 
     dense_BF: Tensor
@@ -63,11 +56,11 @@ class Sample(Pipelineable):  # type: ignore[misc]  # TorchRec is not there for m
 
 
 class Model(nn.Module):
-    """Tables and dense net; returns the loss twice, to differentiate and to report, as pipelines need it."""
+    """Tables and dense net; returns the loss twice, for autograd and for reports, as pipelines require."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
-        rows = initial_rows(workload)
+        rows = workload.initial_rows()
         self.names = list(rows)
         configs = [
             EmbeddingBagConfig(
@@ -92,7 +85,8 @@ class Model(nn.Module):
 
 def shard(model: Model, workload: Workload) -> DistributedModelParallel:
     """Place the tables evenly on the ranks, large tables on different ranks, and the net under DDP."""
-    sharder = EmbeddingBagCollectionSharder(fused_params=fused_optimizer(workload))
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE}
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
     tables = construct_module_sharding_plan(
         model.tables,
         {
@@ -111,62 +105,34 @@ def shard(model: Model, workload: Workload) -> DistributedModelParallel:
 def balanced_layout(workload: Workload) -> dict[str, int]:
     """Return the rank of each table: in order of size, back and forth over the ranks."""
     there_and_back = [*range(workload.trainers), *reversed(range(workload.trainers))]
-    by_size = sorted(workload.tables(), key=lambda table: -table.num_rows)
+    by_size = sorted(workload.tables, key=lambda table: -table.num_rows)
     return {table.name: rank for table, rank in zip(by_size, cycle(there_and_back), strict=False)}
 
 
-def main(rank: int, meeting_point: Path, is_pipelined: bool) -> None:
+def main(rank: int, job: Job) -> None:
     """Run one rank."""
-    job = Job.from_environment()
-    init_method = (meeting_point / "ranks").as_uri()
-    dist.init_process_group("gloo", init_method, rank=rank, world_size=job.workload.trainers)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    init_method = Path(job.result).with_name("ranks").as_uri()
+    num_ranks = job.workload.trainers
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=num_ranks)
     model = Model(job.workload)
-    dense_parameters = list(model.net.parameters())
-    sharded = shard(model, job.workload)
-    optimizer = torch.optim.SGD(dense_parameters, lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(list(model.net.parameters()), lr=LEARNING_RATE)
+    pipeline = TrainPipelineSparseDist(shard(model, job.workload), optimizer, CPU)
     samples = cycle([_sample(batch, model.names) for batch in job.workload.batches(rank)])
-    step = (_pipelined_step if is_pipelined else _plain_step)(sharded, optimizer, samples)
-    _measure(step, job)
+
+    def train(steps: range) -> list[float]:
+        losses = torch.stack([pipeline.progress(samples) for _ in steps])
+        dist.all_reduce(losses)
+        return [loss / num_ranks for loss in losses.tolist()]
+
+    if rank == 0:
+        job.measure(train)
+    else:
+        train(range(job.num_warm_up))
+        train(range(job.num_steps))
+    dist.barrier()  # rank 0 has measured all processes
     dist.destroy_process_group()
-
-
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Iterator[Sample]) -> Step:
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        loss: Tensor
-        reported: Tensor
-        loss, reported = model(next(samples))
-        loss.backward()
-        optimizer.step()
-        return reported
-
-    return step
-
-
-def _pipelined_step(model: nn.Module, optimizer: torch.optim.Optimizer, samples: Iterator[Sample]) -> Step:
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
-
-    def step() -> Tensor:
-        reported: Tensor = pipeline.progress(samples)
-        return reported
-
-    return step
-
-
-def _measure(step: Step, job: Job) -> None:
-    is_first = dist.get_rank() == 0
-    losses = [step() for _ in range(job.num_warm_up)]
-    dist.barrier()
-    if is_first:
-        mark.begin()
-    start = time.perf_counter()
-    losses += [step() for _ in range(job.num_steps)]
-    dist.barrier()
-    seconds = time.perf_counter() - start
-    mean_losses = torch.stack(losses)
-    dist.all_reduce(mean_losses, dist.ReduceOp.SUM)
-    if is_first:
-        mark.end(seconds, (mean_losses / job.workload.trainers).tolist())
 
 
 def _sample(batch: Batch, names: list[str]) -> Sample:
@@ -177,13 +143,10 @@ def _sample(batch: Batch, names: list[str]) -> Sample:
 
 
 def _copy_rows(rows_RD: Tensor, weight_RD: Tensor) -> None:
-    if weight_RD.numel():  # else the table is another rank's
+    if weight_RD.numel():  # else another rank has the table
         weight_RD.detach().copy_(rows_RD)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pipelined", action="store_true", help="send the next step's ids meanwhile")
-    arguments = parser.parse_args()
-    preload = ["torchrec.distributed.train_pipeline", "torch._dynamo"]
-    ranks.run(main, Job.from_environment().workload.trainers, (arguments.pipelined,), preload)
+    the_job = Job.from_environment()
+    multiprocessing.spawn(main, args=(the_job,), nprocs=the_job.workload.trainers)

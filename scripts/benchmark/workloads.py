@@ -1,7 +1,7 @@
 """The workloads: tables, nets, initial weights and batches, the same for all systems.
 
 === ============================= ============== ======== ======================== ===================
-    shape                         rows, width    ids      dense net                samples a step
+    shape                         rows, width    ids      dense net                samples per step
 === ============================= ============== ======== ======================== ===================
 W1  DLRM on Criteo's Kaggle data  26 tables, 16  1        13-512-256-64-16, dots,  2 trainers x 2048
                                                           367-512-256-1
@@ -13,35 +13,30 @@ W5  wide rows                     6 x 1M, 96     0 to 20  as W2                 
 W6  one trainer, one worker       60 x 5k, 12    1        as W2                    1 trainer x 128
 === ============================= ============== ======== ======================== ===================
 
-Dense features are N(0, 1), labels 1 with probability a quarter, ids floor(rows * u^3) with u uniform, so that
-small ones are frequent. SGD with learning rate 0.1, for dense nets and tables.
+Dense features are N(0, 1). Labels are 1 with probability 0.25. Ids are floor(rows * u^3) with u uniform in
+[0, 1), so small ids are frequent. Tables have sum pooling. The optimizer is SGD with learning rate 0.1.
 """
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmark.durations import PRODUCTS
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ClusterSection, DenseSection, EmbeddingSection, RunConfig, TrainSection
 from hybrid.dense.net_builder import build_dense_net
+from hybrid.embedding.initial_rows import fill_random_rows
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.engine.model_builder import table_specs
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import Concatenation, DenseNet
 
 LEARNING_RATE = 0.1
-LEARNING_RATES = {"adam": 0.001}  # where another one is usual
 NUM_DENSE = 13
-NUM_BATCHES = 20  # of each trainer, made beforehand and gone through in turn
+NUM_BATCHES = 20  # distinct batches of each trainer
 # fmt: off
 KAGGLE_ROWS = (
     1460, 583, 100_000, 100_000, 305, 24, 12_517, 633, 3, 93_145, 5683, 100_000, 3194, 27, 14_992,
@@ -52,16 +47,14 @@ KAGGLE_ROWS = (
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload, or a variation of one.
+    """A model, its initial weights and its batches.
 
     Attributes:
-        table_rows, dim: one table a feature.
-        hotness: ids of a feature in a sample.
-        varies: whether that is their mean, and a sample has from none to twice as many.
+        table_rows, dim: number of rows of each table, one per feature, and their width.
+        hotness: number of ids per sample of a feature.
         trainer_batch: samples of a trainer in a step.
-        dense: keys of ``[dense]``, of the net.
-        optimizer: of the tables, all with sum pooling.
-        products: of every system's dense net, of ``PRODUCTS``.
+        dense: keys of ``[dense]`` for the net.
+        varies: whether ``hotness`` is a mean, and samples have 0 to twice as many ids.
     """
 
     name: str
@@ -72,13 +65,15 @@ class Workload:
     trainers: int = 2
     workers: int = 2
     dense: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: str = "sgd"
     varies: bool = False
-    products: str = "float32"
 
     @property
     def global_batch(self) -> int:
         return self.trainers * self.trainer_batch
+
+    @property
+    def is_multi_hot(self) -> bool:
+        return self.varies or self.hotness > 1
 
     @property
     def input_spec(self) -> InputSpec:
@@ -86,61 +81,60 @@ class Workload:
         return InputSpec(tuple(f"x{f}" for f in range(NUM_DENSE)), tuple(features))
 
     @property
-    def is_multi_hot(self) -> bool:
-        return self.varies or self.hotness > 1
-
-    @property
-    def ids_per_sample(self) -> dict[str, float]:
-        """Mean numbers of ids of the multi-hot features."""
-        return {each.name: float(self.hotness) for each in self.input_spec.sparse_features if each.multi_hot}
-
-    @property
-    def table_learning_rate(self) -> float:
-        return LEARNING_RATES.get(self.optimizer, LEARNING_RATE)
-
     def config(self) -> RunConfig:
-        """Return the configuration of the run."""
+        """The configuration of the run."""
         return RunConfig(
             cluster=ClusterSection(trainers=self.trainers, workers=self.workers),
-            embedding=EmbeddingSection(
-                dim=self.dim, optimizer=self.optimizer, learning_rate=self.table_learning_rate
-            ),
+            embedding=EmbeddingSection(dim=self.dim, optimizer="sgd", learning_rate=LEARNING_RATE),
             train=TrainSection(batch_size=self.global_batch),
-            dense=DenseSection(
-                optimizer="SGD",
-                learning_rate=LEARNING_RATE,
-                device="cpu",
-                autocast=PRODUCTS[self.products],
-                **self.dense,
-            ),
+            dense=DenseSection(optimizer="SGD", learning_rate=LEARNING_RATE, device="cpu", **self.dense),
         )
 
-    def by(self, products: str) -> Workload:
-        """Return the workload in this precision; the name omits float32."""
-        name = self.name if products == "float32" else f"{self.name} by {products}"
-        return dataclasses.replace(self, name=name, products=products)
-
     @property
-    def is_in_bfloat16(self) -> bool:
-        """Whether dense nets compute under autocast."""
-        return self.config().dense.autocast == "bfloat16"
-
     def tables(self) -> tuple[TableSpec, ...]:
-        return table_specs(self.config(), self.input_spec)
+        return table_specs(self.config, self.input_spec)
+
+    def initial_rows(self) -> dict[str, Tensor]:
+        """Return the initial rows of this project's tables by name."""
+        rows = {table.name: torch.empty(table.num_rows, table.dim) for table in self.tables}
+        for table in self.tables:
+            fill_random_rows(rows[table.name], self.config.run.seed, table.name, table.init_scale)
+        return rows
 
     def dense_net(self) -> nn.Module:
-        """Return the net with the initial weights, in the precision of the workload."""
-        net = build_dense_net(self.config(), self.input_spec, [self.dim] * len(self.table_rows))
-        return InBfloat16(net) if self.is_in_bfloat16 else net
+        """Return the net with the initial weights."""
+        return build_dense_net(self.config, self.input_spec, [self.dim] * len(self.table_rows))
 
-    def batches(self, trainer: int) -> Sequence[Batch]:
+    def batches(self, trainer: int) -> list[Batch]:
         """Return the batches of one trainer."""
-        shape = self.table_rows, self.hotness, self.varies, self.trainer_batch, self.trainers
-        return _batches(*shape, trainer)
+        generator = torch.Generator().manual_seed(100 * self.trainers + trainer)
+        return [self._batch(generator) for _ in range(NUM_BATCHES)]
+
+    def _batch(self, generator: torch.Generator) -> Batch:
+        num_features, size = len(self.table_rows), self.trainer_batch
+        lengths_KB = torch.full((num_features, size), self.hotness)
+        if self.varies:
+            lengths_KB = torch.randint(0, 2 * self.hotness + 1, (num_features, size), generator=generator)
+        rows_L = torch.tensor(self.table_rows).repeat_interleave(lengths_KB.sum(1))
+        uniform_L = torch.rand(len(rows_L), generator=generator, dtype=torch.float64)
+        ids_L = (rows_L * uniform_L.pow(3)).long()
+        offsets = _offsets(lengths_KB) if self.is_multi_hot else None
+        dense_BF = torch.randn(size, NUM_DENSE, generator=generator)
+        labels_B = (torch.rand(size, generator=generator) < 0.25).float()
+        sparse = SparseFeatures(ids_L, offsets, None, num_features)
+        return Batch(dense_BF, sparse, labels_B, self.global_batch)
 
     def global_batches(self) -> list[Batch]:
         """Return the global batches, for one process."""
-        return [_joined(parts) for parts in zip(*map(self.batches, range(self.trainers)), strict=True)]
+        by_trainer = [self.batches(trainer) for trainer in range(self.trainers)]
+        return [_concatenate(slices) for slices in zip(*by_trainer, strict=True)]
+
+
+def concatenation(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> DenseNet:
+    """Return the dense net of W2."""
+    bottom = nn.Sequential(nn.Linear(NUM_DENSE, 64), nn.ReLU())
+    head = nn.Sequential(nn.Linear(64 + sum(widths), 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
+    return DenseNet(bottom, Concatenation(), head)
 
 
 _KAGGLE: Mapping[str, Any] = {"bottom_mlp": (512, 256, 64), "top_mlp": (512, 256)}
@@ -155,66 +149,23 @@ WORKLOADS = {
 }
 
 
-class InBfloat16(nn.Module):
-    """A net under autocast, from float32 to float32, like ``dense.autocast`` of this project."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, dense_BF: Tensor, pooled_BE: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            logits_B: Tensor = self.net(dense_BF, pooled_BE)
-        return logits_B.float()
-
-
-def concatenation(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> DenseNet:
-    """The dense net of W2."""
-    bottom = nn.Sequential(nn.Linear(NUM_DENSE, 64), nn.ReLU())
-    head = nn.Sequential(nn.Linear(64 + sum(widths), 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0))
-    return DenseNet(bottom, Concatenation(), head)
-
-
-@cache
-def _batches(
-    table_rows: tuple[int, ...], hotness: int, varies: bool, size: int, trainers: int, trainer: int
-) -> list[Batch]:
-    generator = torch.Generator().manual_seed(100 * trainers + trainer)
-    return [_batch(table_rows, hotness, varies, size, trainers, generator) for _ in range(NUM_BATCHES)]
-
-
-def _batch(
-    table_rows: tuple[int, ...],
-    hotness: int,
-    varies: bool,
-    size: int,
-    trainers: int,
-    generator: torch.Generator,
-) -> Batch:
-    num_features = len(table_rows)
-    lengths_KB = torch.full((num_features, size), hotness)
-    if varies:
-        lengths_KB = torch.randint(0, 2 * hotness + 1, (num_features, size), generator=generator)
-    rows_L = torch.tensor(table_rows).repeat_interleave(lengths_KB.sum(1))
-    uniform_L = torch.rand(len(rows_L), generator=generator, dtype=torch.float64)
-    ids_L = (rows_L * uniform_L.pow(3)).long()
-    offsets = None if hotness == 1 and not varies else _offsets(lengths_KB)
-    dense_BF = torch.randn(size, NUM_DENSE, generator=generator)
-    labels_B = (torch.rand(size, generator=generator) < 0.25).float()
-    return Batch(dense_BF, SparseFeatures(ids_L, offsets, None, num_features), labels_B, size * trainers)
+def bag_offsets(sparse: SparseFeatures) -> Tensor:
+    """Return the start of each bag, of shape (K * B + 1), also if each bag has one id."""
+    return torch.arange(len(sparse.ids_L) + 1) if sparse.offsets is None else sparse.offsets
 
 
 def _offsets(lengths_KB: Tensor) -> Tensor:
     return F.pad(lengths_KB.flatten().cumsum(0), (1, 0))
 
 
-def _joined(parts: Sequence[Batch]) -> Batch:
-    sparse = [p.sparse_features for p in parts]
-    num_features, has_bags = sparse[0].num_features, sparse[0].offsets is not None
-    offsets = [torch.arange(len(s.ids_L) + 1) if s.offsets is None else s.offsets for s in sparse]
-    lengths = [each.diff().view(num_features, -1) for each in offsets]
-    of_feature = [s.ids_L.split(of.sum(1).tolist()) for s, of in zip(sparse, lengths, strict=True)]
-    ids_L = torch.cat([ids for of_parts in zip(*of_feature, strict=True) for ids in of_parts])
-    joined = SparseFeatures(ids_L, _offsets(torch.cat(lengths, 1)) if has_bags else None, None, num_features)
-    labels_B = torch.cat([p.labels for p in parts])
-    return Batch(torch.cat([p.dense_features for p in parts]), joined, labels_B, len(labels_B))
+def _concatenate(slices: Sequence[Batch]) -> Batch:
+    """Return the global batch of the slices of all trainers."""
+    sparse = [each.sparse_features for each in slices]
+    num_features = sparse[0].num_features
+    lengths = [bag_offsets(each).diff().view(num_features, -1) for each in sparse]
+    ids = [s.ids_L.split(each.sum(1).tolist()) for s, each in zip(sparse, lengths, strict=True)]
+    ids_L = torch.cat([of_slice for of_feature in zip(*ids, strict=True) for of_slice in of_feature])
+    offsets = None if sparse[0].offsets is None else _offsets(torch.cat(lengths, 1))
+    dense_BF = torch.cat([each.dense_features for each in slices])
+    labels_B = torch.cat([each.labels for each in slices])
+    return Batch(dense_BF, SparseFeatures(ids_L, offsets, None, num_features), labels_B, len(labels_B))
