@@ -13,11 +13,9 @@ from chaos_run.run_comparison import differences
 
 from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step
 from hybrid.errors import HybridError
-from slurm_run.daemons import NODES, Slurm, unavailable_reason
+from slurm_run.daemons import NODES, Slurm, unavailable_reason, wait_until
 
 _PROJECT = Path(__file__).resolve().parents[2]
-_SECONDS = 180.0  # timeout of each event; a step of Slurm waits 60 s for lost tasks
-_POLL_SECONDS = 0.1
 _RANKS = {"worker 0": 3, "trainer 0": 1, "the master": 0}  # of 1 master, 2 trainers, 2 workers
 _GOING_ON = "resuming from step"
 _JOB = """
@@ -53,20 +51,17 @@ def main() -> int:
         except HybridError as error:
             print(f"scripts/slurm: {error}\n{job.output}", file=sys.stderr)
             return 1
-        undisturbed = [
-            sys.executable,
-            "-m",
-            "workers",
-            "launch",
-            "--config",
-            "job.toml",
-            "--set",
-            "run.folder=undisturbed",
-        ]
-        subprocess.run(undisturbed, cwd=folder, env=slurm.environment, check=True, capture_output=True)
-        found = differences(folder / "undisturbed", folder / "run")
-    print(*(found or ["the result is that of an undisturbed run, bit for bit"]), sep="\n")
-    return 1 if found else 0
+        arguments = "-m workers launch --config job.toml --set run.folder=undisturbed"
+        subprocess.run(
+            [sys.executable, *arguments.split()],
+            cwd=folder,
+            env=slurm.environment,
+            check=True,
+            capture_output=True,
+        )
+        differing = differences(folder / "undisturbed", folder / "run")
+    print(*(differing or ["the result is that of an undisturbed run, bit for bit"]), sep="\n")
+    return 1 if differing else 0
 
 
 class _Job:
@@ -85,14 +80,14 @@ class _Job:
         Raises:
             HybridError: the job does not resume.
         """
-        _await(lambda: self._newest > 0, "no checkpoint")
+        wait_until(lambda: self._newest > 0, "no checkpoint")
         for name, rank in _RANKS.items():
             self._log(f"{name} is killed")
             self._role(rank).kill()
             self._await_resumed()
         self._log(f"node {NODES[-1]} goes down, with the workers")
         self._slurm.bring_down(NODES[-1])
-        _await(lambda: self._restarts == len(_RANKS) + 1, "not requeued after a node was lost")
+        wait_until(lambda: self._restarts == len(_RANKS) + 1, "not requeued after a node was lost")
         self._log("requeued; the node comes back")
         self._slurm.bring_up(NODES[-1])
         self._await_resumed()
@@ -100,7 +95,7 @@ class _Job:
         self._run("scancel", "--batch", "--signal=USR1", self._number)
         self._await_resumed()
         self._await_start(lambda: (self._folder / "run/result.json").exists())
-        _await(
+        wait_until(
             lambda: "COMPLETED" in self._run("scontrol", "show", "job", self._number), "the job does not end"
         )
         self._log("the run and the job have ended")
@@ -115,7 +110,7 @@ class _Job:
         """Wait until the job has been started again and has written a checkpoint."""
         starts, before = self.output.count(_GOING_ON), self._newest
         self._await_start(lambda: self.output.count(_GOING_ON) > starts)
-        _await(lambda: self._newest > before, "no checkpoint after another start")
+        wait_until(lambda: self._newest > before, "no checkpoint after another start")
 
     def _await_start(self, condition: Callable[[], bool]) -> None:
         """Wait for another start.
@@ -127,7 +122,7 @@ class _Job:
             self._run("scontrol", "update", f"JobId={self._number}", f"Comment={time.monotonic()}")
             return condition()
 
-        _await(look, "not started again")
+        wait_until(look, "not started again")
 
     @property
     def _newest(self) -> int:
@@ -153,14 +148,6 @@ class _Job:
             command, cwd=self._folder, env=self._slurm.environment, capture_output=True, text=True, check=True
         )
         return ended.stdout.strip()
-
-
-def _await(condition: Callable[[], bool], failure: str) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            raise HybridError(failure)
-        time.sleep(_POLL_SECONDS)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from workers.launching.fork_server import end_with_parent
 
 NODES = ("n1", "n2", "n3")  # each component of a job gets separate nodes
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
-_UP_SECONDS = 30.0
+_EVENT_SECONDS = 180.0  # timeout of each event; a step of Slurm waits 60 s for lost tasks
 _END_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 _KEY_BYTES = 1024
@@ -88,7 +88,9 @@ class Slurm:
     def __exit__(self, *_: object) -> None:
         with self._stack:
             subprocess.run(["scancel", "--full", "--user=root"], env=self.environment, timeout=_END_SECONDS)
-            _await(lambda: not _output_of(["squeue", "--noheader"], self.environment), "the jobs do not end")
+            wait_until(
+                lambda: not _output_of(["squeue", "--noheader"], self.environment), "the jobs do not end"
+            )
 
     def bring_up(self, node: str) -> None:
         """Start a node."""
@@ -173,11 +175,12 @@ def _await_nodes(environment: dict[str, str]) -> None:
     def are_up() -> bool:
         return _output_of(["sinfo", "--noheader", "--format=%D %t"], environment) == f"{len(NODES)} idle"
 
-    _await(are_up, "the nodes do not start")
+    wait_until(are_up, "the nodes do not start")
 
 
-def _await(condition: Callable[[], bool], failure: str) -> None:
-    deadline = time.monotonic() + _UP_SECONDS
+def wait_until(condition: Callable[[], bool], failure: str) -> None:
+    """Wait for an event of Slurm; raise HybridError if it does not occur."""
+    deadline = time.monotonic() + _EVENT_SECONDS
     while not condition():
         if time.monotonic() > deadline:
             raise HybridError(f"Slurm: {failure}")
