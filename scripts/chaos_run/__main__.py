@@ -28,13 +28,13 @@ FAILED = 1
 INTERRUPTED = 130
 _EARLY = 0.25
 _JOB = (
-    *("data.synthetic_rows=40000", "train.batch_size=128", "train.epochs=2"),
-    *(
-        "train.eval_every_steps=100",
-        "train.log_every_steps=1",
-        "checkpoint.every_steps=20",
-        "dense.device=cpu",
-    ),
+    "data.synthetic_rows=40000",
+    "train.batch_size=128",
+    "train.epochs=2",
+    "train.eval_every_steps=100",
+    "train.log_every_steps=1",
+    "checkpoint.every_steps=20",
+    "dense.device=cpu",
 )
 
 
@@ -118,7 +118,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         restarts += len(log.read_text().splitlines()) if log.exists() else 0
     show(console, kills)
     save(folder / "chaos.json", seed, kills, restarts, runs)
-    return _judge(console, len(kills), restarts, runs)
+    return _report_result(console, len(kills), restarts, runs)
 
 
 def _run_class(options: argparse.Namespace) -> Callable[[Path, Sequence[str]], Run | HostsRun]:
@@ -142,11 +142,11 @@ def _launch_arguments(options: argparse.Namespace) -> list[str]:
     return [*config, *(text for override in overrides for text in ("--set", override))]
 
 
-def _judge(console: Console, kills: int, restarts: int, runs: dict[str, list[str]]) -> int:
+def _report_result(console: Console, kills: int, restarts: int, runs: dict[str, list[str]]) -> int:
     restarted = f", {restarts} restarts" if restarts else ""  # not recorded for scripts
     console.print(f"{kills} kills{restarted} in {len(runs)} run(s)", highlight=False)
-    for name, found in runs.items():
-        result = "the same result, bit for bit" if not found else f"DIFFERENT: {', '.join(found)}"
+    for name, differing in runs.items():
+        result = f"DIFFERENT: {', '.join(differing)}" if differing else "the same result, bit for bit"
         console.print(f"{name}: {result}", highlight=False, soft_wrap=True)
     return FAILED if any(runs.values()) else 0
 

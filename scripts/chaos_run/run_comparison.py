@@ -13,15 +13,15 @@ _TIMES = ("time", "samples_per_second", "phase_seconds")
 
 def differences(undisturbed: Path, killed: Path) -> list[str]:
     """Return what differs in two runs: files of the last checkpoint, and lines of metrics.jsonl."""
-    found = []
+    differing = []
     ours, theirs = (_final_tensors(run) for run in (killed, undisturbed))
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
-            found.append(f"{name} of the last checkpoint")
+            differing.append(f"{name} of the last checkpoint")
     for kind in ("train", "test"):
         if _lines(undisturbed, kind) != _lines(killed, kind):
-            found.append(f"{kind} lines of metrics.jsonl")
-    return found
+            differing.append(f"{kind} lines of metrics.jsonl")
+    return differing
 
 
 def _final_tensors(run: Path) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ PHASES = ("start", "step", "evaluation", "checkpoint", "shutdown")
 
 def running_roles(launcher: psutil.Process, run: Path) -> dict[str, psutil.Process]:
     """Return the running roles of a launch by name: processes that write to logs below the run's folder."""
-    found = {}
+    roles = {}
     for process in _descendants(launcher):
         try:
             log = Path(os.readlink(f"/proc/{process.pid}/fd/2"))
@@ -22,10 +22,10 @@ def running_roles(launcher: psutil.Process, run: Path) -> dict[str, psutil.Proce
                 and run.resolve() in log.parents
                 and process.status() != psutil.STATUS_STOPPED
             ):
-                found[log.stem.replace("-", " ")] = process
+                roles[log.stem.replace("-", " ")] = process
         except (OSError, psutil.NoSuchProcess):  # the process has just ended
             continue
-    return found
+    return roles
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
