@@ -36,7 +36,7 @@ while kill -0 $step 2>/dev/null; do # a signal ended the wait but not the step
     code=$?
 done
 
-# 75: a restart may help; 128 and more: a role was killed. docs/failures.md lists the codes.
+# 75: a restart may help; above 128: a signal killed or stopped a role. docs/failures.md lists the codes.
 if ((code >= 75 && ${SLURM_RESTART_COUNT:-0} < most_restarts)); then
     echo "slurm.sh: ended with $code after ${SLURM_RESTART_COUNT:-0} restart(s); restarting"
     scontrol requeue "$SLURM_JOB_ID"

@@ -55,7 +55,7 @@ class DataSection:
 
     format: str = model("synthetic", "Format of the input.", choices=FORMATS)
     path: tuple[str, ...] = option(
-        (), "Training files (plain or gzip), folders of files, or URLs.", prepares=False
+        (), "Training files (plain or compressed), folders of files, or URLs.", prepares=False
     )
     test_path: tuple[str, ...] = option(
         (), "Test files, folders or URLs; empty holds out rows by split.", prepares=False

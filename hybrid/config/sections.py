@@ -165,8 +165,8 @@ class DenseSection:
     net: str = fixed(
         "dlrm",
         "The model: a built-in model, or your function that builds a net. `experts` is the number of experts "
-        "(mmoe); in ple, each layer has so many per task, and so many shared experts. `expert_mlp` lists the "
-        "hidden units of an expert.",
+        "(mmoe), or the number of experts per task and of shared experts in each layer (ple). `expert_mlp` "
+        "lists the hidden units of an expert.",
         signatures=NET_CALLS,
         unsigned=BUILT_IN,
     )
@@ -322,9 +322,11 @@ class CheckpointSection:
     """When checkpoints are written, in addition to the last step, and which checkpoints are kept."""
 
     every_steps: int = option(
-        0, "Number of steps between two checkpoints; 0 for no limit by steps.", minimum=0
+        0, "Number of steps between two checkpoints; 0 for checkpoints by time only.", minimum=0
     )
-    every_minutes: float = option(5.0, "Minutes between two checkpoints; 0 for no limit by time.", minimum=0)
+    every_minutes: float = option(
+        5.0, "Minutes between two checkpoints; 0 for checkpoints by steps only.", minimum=0
+    )
     keep_last: int = option(2, "Number of newest checkpoints to keep.", minimum=1)
     keep_best: str = setting(
         "auto",

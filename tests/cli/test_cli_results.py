@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.commands import code_block, output_of, result_of, settings
+from support.commands import ROOT, output_of, result_of, settings
 
 from hybrid.checkpoint.checkpoint_folders import step_folder
 from workers.cli import main
@@ -167,10 +167,8 @@ def test_best_checkpoint_is_reported_and_used(clicks: Clicks, capsys: pytest.Cap
 def test_documented_code_predicts_the_same_in_plain_pytorch(
     clicks: Clicks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = code_block("docs/checkpoints.md", "python")
-    assert "hybrid" not in code
-    program = clicks.folder.parent / "plain.py"
-    program.write_text(code)
+    program = ROOT / "examples/load_checkpoint.py"
+    assert not re.search("(from|import) hybrid", program.read_text())
     new = clicks.folder.parent / "new.csv"
     header, *rows = clicks.file.read_text().splitlines()
     unknown = ["0,0.5,33,other,", "1,,,i1,c", "0,1.5,,,a|other|b", "0,-2,40,i3,other"]

@@ -1,6 +1,7 @@
-"""Commands and code of docs/serving.md."""
+"""Commands and code of docs/serving.md, and the program that it names."""
 
 import os
+import re
 import runpy
 import shutil
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import code_block, refusal
+from support.commands import ROOT, code_block, refusal
 from support.descriptors import redirected
 from support.trained import (
     clicks_config,
@@ -104,11 +105,10 @@ def test_the_documented_server_computes_the_predictions(
     expected = predicted_columns(run, new)
     main(["export", str(run), "--output", str(tmp_path / "served"), "--format", "onnx"])
     assert f"wrote               {tmp_path / 'served/model.onnx'}\n" in capsys.readouterr().out
-    code = code_block(PAGE, "python", "onnxruntime")
-    assert "hybrid" not in code
-    (tmp_path / "serve.py").write_text(code)
-    monkeypatch.setattr(sys, "argv", ["serve.py", str(tmp_path / "served"), str(new)])
-    runpy.run_path(str(tmp_path / "serve.py"))
+    program = ROOT / "examples/serve_onnx.py"
+    assert not re.search("(from|import) hybrid", program.read_text())
+    monkeypatch.setattr(sys, "argv", [str(program), str(tmp_path / "served"), str(new)])
+    runpy.run_path(str(program))
     lines = capsys.readouterr().out.splitlines()
     stop = 80 + len(bad)
     assert all(line.startswith(f"{row},invalid row: ") for row, line in enumerate(lines[80:stop], start=80))
