@@ -166,30 +166,22 @@ def test_binary_label_outside_0_to_1_is_refused(label: float) -> None:
     for labels in ([0.0, 1.0, 0.25, 1.0], [0, 1, 1, 0], [True, False, True, True]):
         batch._replace(labels=torch.tensor(labels)).check(0, 1)
     wrong = batch._replace(labels=torch.tensor([0, 1, label, label]))
-    stated = re.escape(str(wrong.labels[2].item()))
-    message = f"^sample 2 has the label {stated}"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"^sample 2 .* {re.escape(str(wrong.labels[2].item()))}"):
         wrong.check(0, 1)
 
 
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (Batch.empty(NUM_DENSE + 1, 1), r"^a batch of 0 samples has dense features of shape \[0, 3\], not"),
-        (
-            Batch.empty(NUM_DENSE, 1)._replace(labels=torch.ones(3, 1)),
-            r"^a batch of 3 samples has labels of shape \[3, 1\], not \[3\]$",
-        ),
-        (
-            Batch.empty(NUM_DENSE, 2),
-            r"^a batch of 0 samples has sparse features of shape \[0, 2\], not",
-        ),
-        (Batch.empty(NUM_DENSE, 1)._replace(labels=torch.ones(1)), r"^a batch of 1 samples has .* \[1, 2\]"),
+        (Batch.empty(NUM_DENSE + 1, 1), r"dense features of shape \[0, 3\], not"),
+        (Batch.empty(NUM_DENSE, 1)._replace(labels=torch.ones(3, 1)), r"labels of shape \[3, 1\], not \[3\]"),
+        (Batch.empty(NUM_DENSE, 2), r"sparse features of shape \[0, 2\], not"),
+        (Batch.empty(NUM_DENSE, 1)._replace(labels=torch.ones(1)), r"\[1, 2\]"),
         (
             Batch.empty(NUM_DENSE, 1)._replace(
                 sparse_features=SparseFeatures(torch.arange(3), None, None, 1)
             ),
-            r"^a batch of 0 samples has sparse features of shape \[3, 1\]",
+            r"sparse features of shape \[3, 1\]",
         ),
     ],
 )

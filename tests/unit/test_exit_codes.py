@@ -34,7 +34,7 @@ from workers.exit_codes import (
     exit_code,
     forwarding_signals,
 )
-from workers.rendezvous.interrupt import EndedRoleError, LostRoleError, StoppedError
+from workers.rendezvous.interrupt import EndedRoleError, StoppedError
 
 WORKER = Role(RoleKind.WORKER)
 ALL = (*HANDLED_SIGNALS, STOP_REQUEST)
@@ -55,23 +55,18 @@ def caused_by(error: HybridError, cause: Exception) -> HybridError:
     [
         (ConfigError("train.epochs", "is bad"), 1, 1),
         (DataError("no such file"), 1, 1),
-        (CheckpointError("of another model"), 1, 1),
         (remote("ConfigError"), 1, 1),
         (StorageError("no permission"), 1, 1),
-        (CheckpointError("no permission"), 1, 1),
         (caused_by(CheckpointError("not written"), StorageError("no permission")), 1, 1),
         (caused_by(CheckpointError("not written"), KeyError("x")), 1, 1),
         (OutageError("down"), 75, 75),
         (caused_by(CheckpointError("not written"), OutageError("down")), 75, 75),
-        (caused_by(ConfigError("--resume", "cannot be read"), OutageError("down")), 75, 75),
         (caused_by(CheckpointError("not written"), remote("OutageError")), 75, 75),
         (remote("OutageError"), 75, 75),
         (KeyError("x"), 1, 75),
-        (MemoryError(), 1, 75),
         (remote("KeyError"), 1, 75),
         (ClusterError("missing after 60 s"), 75, 75),
         (transport.LostError(WORKER, "no answer"), 75, 75),
-        (LostRoleError("worker 0 is frozen"), 75, 75),
         (remote("ClusterError"), 75, 75),
         (StoppedError("stopped by the master: lost worker 0"), 75, 75),
         (StoppedError("stopped by the master: a.b: is bad", ExitCode.FAILED), 1, 1),
@@ -191,9 +186,8 @@ def wait_after_request(stop: StopRequest) -> None:
 
 @pytest.mark.usefixtures("passed_on")
 def test_a_stop_has_a_time_limit() -> None:
-    message = r"^the step or the checkpoint took longer than 0.05 s \(cluster.timeout_seconds\)$"
     stop = StopRequest(0.05)
-    with pytest.raises(KeyboardInterrupt, match=message):
+    with pytest.raises(KeyboardInterrupt, match=r"cluster\.timeout_seconds"):
         wait_after_request(stop)
 
 

@@ -86,10 +86,3 @@ def test_heartbeat_takes_precedence_over_broken_connection(monkeypatch: pytest.M
     assert str(master.report_cause(cluster, error, "at step 3", exit_code)).startswith(
         f"{LOST_ROLE} at step 3"
     )
-
-
-def test_lost_role_without_heartbeat_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.master.time.sleep", lambda seconds: None)
-    error = LostError(WORKER, "broken")
-    cause = master.diagnose(cluster_with_lost_worker(monkeypatch, error), error, "at step 3")
-    assert str(cause) == "lost worker 0 (host b, pid 7) at step 3; its log may have the cause"

@@ -80,13 +80,6 @@ def test_output_has_the_side_that_pools(tmp_path: Path, capsys: pytest.CaptureFi
     assert [line.split()[-1] for line in of_tables] == ["trainers", "workers"]
 
 
-def test_equal_workers_share_a_line(printed: Printed) -> None:
-    """26 tables on 100 workers: most workers are empty."""
-    of_workers = printed(workers=100).split("\n\n")[1].splitlines()
-    assert len(of_workers) < 40
-    assert re.search(r"(?m)^[\d, -]+ +0 +0 +0.00 +0.00$", "\n".join(of_workers))
-
-
 @pytest.mark.parametrize(
     ("memory", "verdict"), [(2.0**34, "suffices: .* 16.00"), (2.0**20, "DOES NOT SUFFICE: .* 0.00")]
 )
@@ -182,11 +175,6 @@ def test_bytes_between_hosts_limit_the_network() -> None:
     assert found.network_seconds == pytest.approx(max(out) + ring / 2)
 
 
-@pytest.mark.parametrize(("trainers", "hosts", "is_ring"), [(8, 1, False), (9, 1, True), (8, 2, True)])
-def test_trainers_of_a_host_reduce_in_shared_memory(trainers: int, hosts: int, is_ring: bool) -> None:
-    assert ("trainer -> trainer" in plan(hosts, cluster={"trainers": trainers}).transfers) is is_ring
-
-
 def test_memory_of_workers_has_rows_state_and_the_copy_of_a_checkpoint() -> None:
     """Adagrad has a value of state for each of 16 values of 4 bytes."""
     few, many = (
@@ -271,11 +259,3 @@ def test_traffic_equals_bytes_of_a_batch(bags: list[int], sequences: list[int], 
         assert found.up_bytes_W[worker] == pytest.approx(id_bytes + vector_bytes, rel=spread)
     if sequences:
         assert found.values == SAMPLES * sum(each.num_vectors for each in read) * 8
-
-
-def test_each_shard_of_a_pooled_table_sends_partial_vectors() -> None:
-    tables = [table("a", 10, "row")]
-    one_id, pooled = (traffic(tables, place(tables, 5), means, 100) for means in ({}, {"a": 3.0}))
-    assert (one_id.values, pooled.values) == (100 * 8, 100 * 8 * 5)
-    placement = dataclasses.replace(place(tables, 5), pooled_by_trainers=("a",))
-    assert traffic(tables, placement, {"a": 3.0}, 100).values == 100 * 3 * 8

@@ -83,22 +83,6 @@ def test_a_span_may_end_in_another_thread() -> None:
     assert ended["all-reduce"] == ended["all-reduce"]._replace(step=7, thread=None, cpu_ns=None, num_bytes=64)
 
 
-def test_the_thread_of_a_step_may_do_other_work_later() -> None:
-    clock = recording(0, 1)
-    clock.end_step()
-
-    def step() -> None:
-        clock.begin_step(1)
-        clock.end_step()
-
-    with clock.span("late", 1):
-        pass
-    run_in_thread("another", step)
-    own, late, other = (span.thread for span in clock.take_spans())
-    assert own == other == STEPS_THREAD
-    assert late != STEPS_THREAD
-
-
 def test_processor_time_is_that_of_the_thread() -> None:
     clock = recording(0)
     with clock.span("waiting"):

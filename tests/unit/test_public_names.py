@@ -38,11 +38,3 @@ def test_type_checkers_see_the_names(tmp_path: Path) -> None:
     assert "hybrid.custom_loop.cluster.Cluster" in checked
     assert "hybrid.custom_loop.embedding_modules.Embedding" in checked
     assert 'has no attribute "Embeding"' in checked
-
-
-def test_python_m_hybrid_is_the_command_line() -> None:
-    shown = subprocess.run(
-        [sys.executable, "-m", "hybrid", "--help"], capture_output=True, text=True, timeout=60, check=True
-    ).stdout
-    assert "launch" in shown
-    assert "compare" in shown

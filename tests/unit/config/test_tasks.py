@@ -8,12 +8,11 @@ import pytest
 
 from hybrid.config import CheckpointSection, DataSection, RunConfig, TaskSection, TrainSection
 from hybrid.config.loading import fixed_values, load_config, to_toml, validate
-from hybrid.config.task_sections import is_lower_better, main_metric, metric_name, metric_title, shown_metrics
+from hybrid.config.task_sections import main_metric, metric_name, shown_metrics
 from hybrid.errors import ConfigError
 from hybrid.input_spec import TaskSpec
 
 CLICK = TaskSection()
-STARS = TaskSection(type="classes(3)")
 SPENT = TaskSection(type="regression")
 GROUPED = DataSection(group="user")
 
@@ -36,35 +35,12 @@ def test_sections_are_tasks_in_file_order(tmp_path: Path) -> None:
     assert load_config(path) == config
 
 
-def test_class_task_has_one_output_per_class() -> None:
-    assert RunConfig(tasks={"click": CLICK, "stars": STARS, "spent": SPENT}).num_outputs == 5
-
-
 def test_metric_names_begin_with_task_if_several() -> None:
     one, several = {"spent": SPENT}, {"spent": SPENT, "click": TaskSection(metrics=("ndcg@5", "my.mod:lift"))}
     assert (main_metric(one), main_metric(several)) == ("rmse", "spent.rmse")
     assert metric_name(several, "click", "auc") == "click.auc"
     assert shown_metrics(one) == ["rmse", "mae"]
     assert shown_metrics(several)[-2:] == ["click.ndcg@5", "click.lift"]
-
-
-@pytest.mark.parametrize(
-    ("name", "title"),
-    [
-        ("auc", "AUC"),
-        ("log_loss", "log loss"),
-        ("click.ndcg@10", "click NDCG@10"),
-        ("spent.rmse", "spent RMSE"),
-        ("click.lift", "click lift"),
-    ],
-)
-def test_metric_title(name: str, title: str) -> None:
-    assert metric_title(name) == title
-
-
-def test_lower_errors_are_better() -> None:
-    assert [is_lower_better(name) for name in ("auc", "click.gauc", "lift")] == [False] * 3
-    assert all(is_lower_better(name) for name in ("rmse", "spent.mae", "log_loss", "click.log_loss"))
 
 
 def tasks(**keys: Any) -> dict[str, TaskSection]:
@@ -124,8 +100,3 @@ def test_ranking_loss_is_known_and_fixed() -> None:
     kept = fixed_values(config)
     assert kept["tasks.b.ranking_loss"] == "listwise"  # since it decides which rows a step has
     assert "tasks.b.ranking_share" not in kept
-
-
-def test_metrics_within_groups_are_accepted() -> None:
-    both = {"click": TaskSection(metrics=("gauc", "mrr", "ndcg@10", "recall@1", "m:f")), "spent": SPENT}
-    validate(RunConfig(data=GROUPED, tasks=both, checkpoint=CheckpointSection(keep_best="click.ndcg@10")))

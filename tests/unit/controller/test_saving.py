@@ -80,7 +80,7 @@ def test_nothing_is_left_if_vocabularies_cannot_be_written(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("hybrid.storage.files.copy", refuse)
-    with pytest.raises(CheckpointError, match=r"^cannot write \S+/vocabularies/SHA.parquet: No space left"):
+    with pytest.raises(CheckpointError, match=r"/vocabularies/SHA\.parquet: No space left"):
         saved_with_vocabularies(tmp_path / "checkpoints" / "step-3", tmp_path / "source").write()
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "source"]
 

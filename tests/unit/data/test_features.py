@@ -148,23 +148,18 @@ def test_scaling_by_column(tmp_path: Path) -> None:
     ("name", "section", "text", "expected"),
     [
         *(("age", ColumnSection(kind="buckets(1.0)"), text, "a finite number") for text in ("x", "inf")),
-        ("time", ColumnSection(kind="hour"), "noon", "a date such as 2024-01-31 09:30:00, or seconds since"),
+        ("time", ColumnSection(kind="hour"), "noon", "a date such as"),
         *(
-            (
-                "time",
-                ColumnSection(kind="hour"),
-                digits,
-                'seconds since 1970, or a date format such as "hour(',
-            )
+            ("time", ColumnSection(kind="hour"), digits, "seconds since 1970, or a date format")
             for digits in ("14102109", "20170601", "2017060109", "170601")
         ),
         ("time", ColumnSection(kind="hour(%Y%m%d)"), "noon", "a date of the form %Y%m%d"),
         *(
-            ("tags", TAGS, text, "a weight for each id, finite and at least 0")
+            ("tags", TAGS, text, "a weight for each id")
             for text in ("a", "b:-0.5", "c:nan", "d:", "a:1|e:inf", "f:1e39")
         ),
         ("seen", ColumnSection(multi_hot_separator="|", max_ids=2), "a|b|c", "at most 2 ids"),
-        ("both", ColumnSection(kind="cross", source=("both", "n")), "1e+17", "an id that a float holds exa"),
+        ("both", ColumnSection(kind="cross", source=("both", "n")), "1e+17", "an id"),
     ],
 )
 def test_invalid_values_name_their_line_and_column(
@@ -183,19 +178,13 @@ def test_unsuitable_source_columns_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"label": [0, 1], "tags": lists, "n": [1, 2]}), path)
     data = DataSection(format="parquet", sparse=("x",))
     for section, message in (
-        (
-            ColumnSection(kind="cross", source=("tags", "n")),
-            "column tags holds list<.*which cannot be crossed",
-        ),
-        (ColumnSection(kind="weighted", source=("n",)), "expected ids with weights, found int64"),
-        (
-            ColumnSection(kind="buckets(1.0)", source=("tags",)),
-            r"column tags holds list<.*columns\.x\.source",
-        ),
+        (ColumnSection(kind="cross", source=("tags", "n")), "column tags holds list<"),
+        (ColumnSection(kind="weighted", source=("n",)), "found int64"),
+        (ColumnSection(kind="buckets(1.0)", source=("tags",)), r"column tags .*columns\.x\.source"),
     ):
         with pytest.raises(DataError, match=f"^{path}: .*{message}"):
             read(data, path, columns={"x": section})
-    with pytest.raises(ConfigError, match=r"^columns\.x\.source = 'tag': .*has no such column; did you mean"):
+    with pytest.raises(ConfigError, match=r"^columns\.x\.source = 'tag': "):
         read(data, path, columns={"x": ColumnSection(source=("tag",))})
 
 

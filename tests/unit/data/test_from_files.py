@@ -22,7 +22,6 @@ from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import HybridError
 from hybrid.primitives.progress import ignore_progress
 
-ENOUGH = 1 << 40
 HEAD = "label,x,user,tags,seen,when,score,w"
 # Rows, blank lines, and every kind of invalid row.
 ODD = ["", "1,2", '1,1,"two\nlines",,,5,0,1', '0,1,"open,,,5,0,1', "?,1,u,,,5,0,1", "1,much,u,,,5,0,1", " "]

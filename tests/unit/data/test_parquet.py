@@ -63,8 +63,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 
 def test_small_parquet_files_take_little_memory(tmp_path: Path) -> None:
-    too_long = "expected at most 4,096 bytes"
-    too_many = "claims 20,000,00[01] values in .* bytes; if the file is correct, write it again in row groups"
+    too_long, too_many = "at most 4,096 bytes", "claims 20,000,00[01] values"
     files = {
         "text": (long_text(), too_long),
         "list": (long_list(), too_many),
@@ -97,7 +96,7 @@ def test_blocks_are_limited_by_decoded_texts(tmp_path: Path, monkeypatch: pytest
     assert block.sparse[1].to_pylist() == [[item for item in items or [] if item] for items in tags]
     assert block.source_rows_B.tolist() == list(range(80))
     monkeypatch.setattr(module, "MAX_DECODED_BYTES", 5)
-    with pytest.raises(DataError, match=r"a\.parquet: a row has more than 0 MiB in column city"):
+    with pytest.raises(DataError, match=r"a\.parquet: .* column city"):
         read(data, path)
 
 
@@ -120,7 +119,7 @@ def test_blocks_are_limited_by_texts_in_pairs(
     assert block.sparse[0].to_pylist() == [[each for each, _ in row] for row in expected]
     assert block.weights[0].to_pylist() == [[weight for _, weight in row] for row in expected]
     monkeypatch.setattr(module, "MAX_DECODED_BYTES", 5)
-    with pytest.raises(DataError, match=r"a\.parquet: a row has more than 0 MiB in column tags"):
+    with pytest.raises(DataError, match=r"a\.parquet: .* column tags"):
         read(data, path, columns=columns)
 
 
@@ -130,13 +129,11 @@ def test_implausible_compression_is_refused(tmp_path: Path, monkeypatch: pytest.
     pq.write_table(table, path, compression="zstd", use_dictionary=False)
     read(DATA, path)
     monkeypatch.setattr(module, "MAX_UNPACKED_BYTES", 1 << 20)
-    with pytest.raises(
-        DataError, match=r"column (city|label) claims 8,\d\d\d,\d\d\d bytes out of [\d,]+; if the file is"
-    ):
+    with pytest.raises(DataError, match=r"column (city|label) claims 8,\d\d\d,\d\d\d bytes"):
         read(DATA, path)
     wide = pa.table({"label": labels(2), "city": pa.array([b"a" * 5000] * 2, pa.binary(5000))})
     pq.write_table(wide, path)
-    with pytest.raises(DataError, match="values of column city are longer than 4,096 bytes"):
+    with pytest.raises(DataError, match=r"column city .* 4,096 bytes"):
         read(DATA, path)
 
 
@@ -144,24 +141,10 @@ def test_duplicate_column_names_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     columns = [labels(4), pa.array(["a"] * 4), pa.array(["b"] * 4)]
     pq.write_table(pa.Table.from_arrays(columns, ["label", "city", "city"]), path)
-    message = (
-        r"a\.parquet: columns 2 and 3 have the same name, 'city'; rename one, since data\.sparse names it"
-    )
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=r"a\.parquet: columns 2 and 3 .*'city'"):
         read(DATA, path)
     pq.write_table(pa.Table.from_arrays([*columns, columns[1]], ["label", "city", "x", "x"]), path)
     read(DATA, path)
     text = write(tmp_path / "a.csv", "label,city,city\n1,a,b\n")
-    with pytest.raises(DataError, match=message.replace("parquet:", "csv:")):
+    with pytest.raises(DataError, match=r"a\.csv: columns 2 and 3 .*'city'"):
         read(DataSection(format="csv", sparse=("city",)), text)
-
-
-def test_partly_dictionary_encoded_columns_are_read(tmp_path: Path) -> None:
-    """Writers then continue without a dictionary, within a row group."""
-    path = tmp_path / "a.parquet"
-    cities = [f"city-{i % 700:05}" for i in range(2000)]
-    table = pa.table({"label": labels(2000), "city": cities, "tags": [[city] for city in cities]})
-    pq.write_table(table, path, dictionary_pagesize_limit=1000, data_page_size=500, row_group_size=900)
-    block, _ = read(DataSection(format="parquet", sparse=("city", "tags")), path)
-    assert block.sparse[0].to_pylist() == cities
-    assert block.sparse[1].to_pylist() == [[city] for city in cities]

@@ -78,33 +78,19 @@ def test_every_kind_of_invalid_row_is_counted_and_located(
     ]
 
 
-def test_first_invalid_row_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", "1,1,1,a\n7,1,1,a\n1,1\n")
-    with pytest.raises(DataError) as caught:
-        read(edit(max_invalid_fraction=0.0), path)
-    assert str(caught.value) == (
-        f"{path}:2: label is '7', expected '1' or '0'; set data.positive_labels and data.negative_labels, "
-        "or skip such rows with data.max_invalid_fraction = 0.1"
-    )
-
-
 def test_too_many_invalid_rows_are_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "1,1,1,a\n" * 8 + "1\n2\n")
     read(edit(max_invalid_fraction=0.2), path)
-    with pytest.raises(DataError, match=r"2 of 10 .*max_invalid_fraction = 0\.1;.*a\.csv:9: 1 col"):
+    with pytest.raises(DataError, match=r"2 of 10 .*a\.csv:9: 1 col"):
         read(edit(max_invalid_fraction=0.1), path)
 
 
 def test_file_without_valid_rows_is_an_error(tmp_path: Path) -> None:
     narrow = write(tmp_path / "narrow.csv", "1;1;1;a\n0;1;1;b\n")
-    with pytest.raises(DataError) as caught:
-        read(CSV, narrow)
-    found = "no valid row among the first 2, 2 like line 1: 1 column, expected 4"
-    assert str(caught.value) == f"{narrow}: {found}; check data.columns and data.delimiter"
-    with pytest.raises(DataError, match=f"^{narrow}: no valid row among the first 2, 2 like line 1"):
+    with pytest.raises(DataError, match=rf"^{narrow}: no valid row .*line 1: 1 column, .*data\.delimiter$"):
         read(CSV, write(tmp_path / "a.csv", "1,1\n0,1,1,b\n"), narrow)
     income = write(tmp_path / "income.csv", ">50K,1,1,a\n" * 20_000)
-    with pytest.raises(DataError, match=r"label is '>50K', expected '1' or '0'; set data\.positive_labels"):
+    with pytest.raises(DataError, match=r"label is '>50K', .*data\.positive_labels"):
         read(CSV, income, block_bytes=1000)
 
 
@@ -113,7 +99,7 @@ def test_labels_are_optional_only_for_prediction(tmp_path: Path) -> None:
     block, _ = read(CSV, path, with_labels=False)
     assert block.targets is None
     np.testing.assert_array_equal(block.dense_BF, [[1, 2], [3, 4]])
-    with pytest.raises(DataError, match="3 columns, expected 4"):
+    with pytest.raises(DataError, match="3 columns"):
         read(CSV, path)
     labelled = write(tmp_path / "b.csv", "junk,1,2,Rome\n")
     assert read(CSV, labelled, with_labels=False)[0].dense_BF.tolist() == [[1, 2]]
@@ -198,38 +184,34 @@ def test_parquet_of_many_types(tmp_path: Path) -> None:
     ]
 
 
-NO_SUCH = "{path} has no such column; did you mean"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dense": ("x", "yy")}, f"data.dense = 'yy': {NO_SUCH} 'y'?"),
-        ({"sparse": ("CITY",)}, f"data.sparse = 'CITY': {NO_SUCH} 'city'?"),
-        ({"sparse": ("town",)}, "data.sparse = 'town': {path} has no such column; it has 'label', 'x', 'y'"),
-        ({"label": "lable"}, f"data.label = 'lable': {NO_SUCH} 'label'?"),
-        ({"columns": (), "label": "1"}, "data.dense = 'x': {path} has no such column; it has '1', '1', '1'"),
-        ({"negative_labels": ("0", "1.0")}, "data.negative_labels = '1.0': must not share values with"),
-        ({"positive_labels": ()}, "data.positive_labels: must name at least one label value"),
-        ({"columns": ("label", "x", "x", "y", "city")}, "data.columns = 'x': names a column twice"),
-        ({"sparse": ("city", "city")}, "data.sparse = ('city', 'city'): must name each column once"),
-        ({"sparse": ("label",)}, "data.sparse = 'label': must not hold the label column"),
-        ({"dense": (), "sparse": ()}, "data.sparse: must name at least one column (or data.dense must)"),
+        ({"dense": ("x", "yy")}, "data.dense = 'yy'"),
+        ({"sparse": ("town",)}, "data.sparse = 'town'"),
+        ({"label": "lable"}, "data.label = 'lable'"),
+        ({"columns": (), "label": "1"}, "data.dense = 'x'"),
+        ({"negative_labels": ("0", "1.0")}, "data.negative_labels = '1.0'"),
+        ({"positive_labels": ()}, "data.positive_labels"),
+        ({"columns": ("label", "x", "x", "y", "city")}, "data.columns = 'x'"),
+        ({"sparse": ("city", "city")}, "data.sparse = ('city', 'city')"),
+        ({"sparse": ("label",)}, "data.sparse = 'label'"),
+        ({"dense": (), "sparse": ()}, "data.sparse"),
     ],
 )
 def test_contradictory_keys_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = write(tmp_path / "a.csv", "1,1,1,a\n")
     with pytest.raises(ConfigError) as caught:
         read(edit(**changes), path)
-    assert str(caught.value).startswith(message.format(path=path))
+    assert str(caught.value).startswith(f"{message}: ")
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.path: must name"):
+    with pytest.raises(ConfigError, match=r"data\.path: "):
         list_files((), "data.path")
-    with pytest.raises(DataError, match=r"gone\.csv: no such file or folder; check data\.test_path$"):
+    with pytest.raises(DataError, match=r"gone\.csv: .*data\.test_path$"):
         list_files((str(tmp_path / "gone.csv"),), "data.test_path")
-    with pytest.raises(DataError, match="the folder holds no files"):
+    with pytest.raises(DataError, match="no files"):
         list_files((str(tmp_path),), "data.path")
     text = write(tmp_path / "a.parquet", "1,1,1,a\n")
     with pytest.raises(DataError, match=r"a\.parquet: cannot be read .*data\.format"):

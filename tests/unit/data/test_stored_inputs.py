@@ -15,7 +15,7 @@ from support.stores import BUCKET, Proxy, Store, sent
 
 from hybrid.config import RunConfig
 from hybrid.data.parse import delimited_text
-from hybrid.data.parse.input_files import InputFile, find_input_files, list_files, path_columns
+from hybrid.data.parse.input_files import find_input_files, list_files, path_columns
 from hybrid.data.prepare import file_preparation
 from hybrid.data.prepare.preparation import fingerprint, prepare
 from hybrid.errors import DataError, StorageError
@@ -131,7 +131,7 @@ def test_rewritten_stored_file_has_another_fingerprint(tmp_path: Path, there: Re
     def write_again() -> None:
         files.write_bytes(file, text(200, 2).encode())
 
-    with pytest.raises(DataError, match=f"{file}: has changed while it was read; start again"):
+    with pytest.raises(DataError, match=f"{file}: has changed"):
         prepare(config, tmp_path / "cache", check=write_again)
     assert not list((tmp_path / "cache").iterdir())
 
@@ -148,9 +148,7 @@ def test_stored_folder_lists_its_files(there: RemotePath) -> None:
     assert list_files([f"{there}/days/day=[1-9]"], "data.path") == (parts[0],)
     assert path_columns(parse_path(str(parts[1]))) == {"day": "a b"}
     files.write_bytes(there / "days" / "old" / "a", b"1")
-    with pytest.raises(DataError, match=r"old: is a subfolder .* not read; add its path to"):
+    with pytest.raises(DataError, match=r"old: .*data\.path"):
         list_files([str(there / "days")], "data.path")
-    with pytest.raises(StorageError, match="there is no such bucket; make it, or correct the URL"):
-        list_files(["s3://no-such-bucket/a.csv"], "data.path")
     with pytest.raises(StorageError, match="there is no such bucket"):
-        InputFile.of(parse_path("s3://no-such-bucket/a.csv"))
+        list_files(["s3://no-such-bucket/a.csv"], "data.path")

@@ -42,40 +42,25 @@ def table(path: Path, kind: str) -> Path:
 
 
 def test_invalid_targets_are_located(tmp_path: Path) -> None:
-    rows = [
-        "1,1,2,1,0,ann",
-        "2,1,2,1,1,ann",
-        "1,,2,1,1,ann",
-        "1,1,3,1,1,ann",
-        "1,1,0.5,1,1,ann",
-        "1,1,,1,1,ann",
-        "1,1,0,dear,1,ann",
-        "1,1,0,1,-0.5,ann",
-        "1,1,0,1,,ann",
-        "1,1,0,1,1e999,ann",
-        "1,1,0,1,1,?",
-    ]
+    rows = {
+        "1,1,2,1,0,ann": "",
+        "2,1,2,1,1,ann": "3: click is '2'",
+        "1,,2,1,1,ann": "4: bought is ''",
+        "1,1,3,1,1,ann": "5: stars is '3'",
+        "1,1,0.5,1,1,ann": "6: stars is '0.5'",
+        "1,1,,1,1,ann": "7: stars is ''",
+        "1,1,0,dear,1,ann": "8: spent is 'dear'",
+        "1,1,0,1,-0.5,ann": "9: w is '-0.5'",
+        "1,1,0,1,,ann": "10: w is ''",
+        "1,1,0,1,1e999,ann": "11: w is '1e999'",
+        "1,1,0,1,1,?": "12: user is '?'",
+    }
     path = write(tmp_path / "a.csv", HEADER + "\n".join(rows))
     block, report = read(DATA, path, tasks=TASKS)
     assert block.source_rows_B.tolist() == [0]
-    assert {reason: count for reason, count in report.counts.items() if count} == {
-        "unknown_label": 2,
-        "unusable_label": 4,
-        "unusable_weight": 3,
-        "no_group": 1,
-    }
-    assert located(report, path) == [
-        "3: click is '2', expected '1' or '0'",
-        "4: bought is '', expected '1' or '0'",
-        "5: stars is '3', expected a class from 0 to 2",
-        "6: stars is '0.5', expected a class from 0 to 2",
-        "7: stars is '', expected a class from 0 to 2",
-        "8: spent is 'dear', expected a finite number",
-        "9: w is '-0.5', expected a weight, a finite number of at least 0",
-        "10: w is '', expected a weight, a finite number of at least 0",
-        "11: w is '1e999', expected a weight, a finite number of at least 0",
-        "12: user is '?', expected the group of the sample",
-    ]
+    counts = {"unknown_label": 2, "unusable_label": 4, "unusable_weight": 3, "no_group": 1}
+    assert {reason: count for reason, count in report.counts.items() if count} == counts
+    assert [text.partition(",")[0] for text in located(report, path)] == [*rows.values()][1:]
 
 
 def config_of(path: Path, tasks: dict[str, TaskSection], **keys: Any) -> RunConfig:
@@ -126,11 +111,8 @@ def test_only_relevant_task_keys_change_the_data_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        ({"buy": TASKS["buy"]}, "every training row has label 0 for task buy, .*; check tasks.buy"),
-        (
-            {"buy": TaskSection(label="click", mask="w")},
-            "no training row has a weight above 0 for task buy; check tasks",
-        ),
+        ({"buy": TASKS["buy"]}, r"label 0 for task buy, .*tasks\.buy"),
+        ({"buy": TaskSection(label="click", mask="w")}, r"weight .* task buy; .*tasks\.buy"),
     ],
 )
 def test_task_with_one_label_is_refused(tmp_path: Path, tasks: dict[str, TaskSection], message: str) -> None:
@@ -138,7 +120,7 @@ def test_task_with_one_label_is_refused(tmp_path: Path, tasks: dict[str, TaskSec
     with pytest.raises(DataError, match=message):
         prepared(config_of(path, tasks), tmp_path / "cache")
     write(path, "click,bought,w,user\n1,1,0,a\n1,1,0,b\n1,no,1,b\n")
-    with pytest.raises(DataError, match=rf"; 1 rows are invalid, the first: {path}:4: bought is 'no'"):
+    with pytest.raises(DataError, match=f"{path}:4: bought is 'no'"):
         prepared(config_of(path, {"buy": TASKS["buy"]}, max_invalid_fraction=0.5), tmp_path / "cache")
 
 
@@ -172,11 +154,11 @@ def test_tasks_of_the_click_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tasks", "data", "message"),
     [
-        ({"a": TaskSection()}, {}, "tasks.a.label = 'a': must be one of the columns label, converted"),
-        ({"label": TaskSection(mask="x")}, {}, "tasks.label.mask = 'x': must be one of the columns label"),
-        ({"stars": TaskSection(type="classes(4)")}, {}, "tasks.stars.type = 'classes\\(4\\)': must have 5"),
-        ({}, {"weight": "w"}, "data.weight = 'w': must be one of the columns weight"),
-        ({}, {"group": "user"}, "data.group = 'user': must be one of the columns C1"),
+        ({"a": TaskSection()}, {}, "tasks.a.label = 'a': .* label, converted"),
+        ({"label": TaskSection(mask="x")}, {}, "tasks.label.mask = 'x': "),
+        ({"stars": TaskSection(type="classes(4)")}, {}, "tasks.stars.type = "),
+        ({}, {"weight": "w"}, "data.weight = 'w': "),
+        ({}, {"group": "user"}, "data.group = 'user': "),
     ],
 )
 def test_unknown_columns_of_the_click_log_are_refused(

@@ -1,4 +1,4 @@
-"""Pooling against plain tensor arithmetic; the private torch function relied upon."""
+"""Pooling against plain tensor arithmetic."""
 
 import itertools
 
@@ -89,12 +89,3 @@ def test_concatenated_bags_pool_as_their_parts(parts: list[Bags]) -> None:
     expected_BD = torch.cat([pool_and_record(weight_RD, part)[0] for part in parts])
     pooled_BD, _ = pool_and_record(weight_RD, concatenate(parts))
     torch.testing.assert_close(pooled_BD, expected_BD, rtol=1e-14, atol=1e-14)
-
-
-def test_torch_has_the_private_embedding_bag() -> None:
-    """If a version of torch changes it, this test fails first."""
-    assert str(torch.ops.aten._embedding_bag.default._schema) == (
-        "aten::_embedding_bag(Tensor weight, Tensor indices, Tensor offsets, bool scale_grad_by_freq=False, "
-        "int mode=0, bool sparse=False, Tensor? per_sample_weights=None, bool include_last_offset=False, "
-        "int padding_idx=-1) -> (Tensor, Tensor, Tensor, Tensor)"
-    )

@@ -167,11 +167,6 @@ def test_placement_and_workers_of_a_table_are_kept() -> None:
     assert workers_of(placement, "twice") == [1]
 
 
-def test_split_has_no_empty_shard_with_more_workers_than_rows() -> None:
-    placement = place([table("t", 3, placement="row")], 8)
-    assert [(s.worker, s.num_rows, s.count) for s in placement.shards] == [(0, 1, 3), (1, 1, 3), (2, 1, 3)]
-
-
 def test_placement_does_not_depend_on_the_order_of_tables() -> None:
     tables = criteo(1000)
     first = place(tables, 3)

@@ -27,7 +27,7 @@ def groups_of(
     return [(scores_N[groups_N == group], labels_N[groups_N == group]) for group in np.unique(groups_N)]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_gauc_equals_scikit_learn_by_group(seed: int) -> None:
     drawn = samples(seed)
     groups = [(s, y) for s, y in groups_of(*drawn) if 0 < y.sum() < len(y)]

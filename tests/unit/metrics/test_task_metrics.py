@@ -117,14 +117,6 @@ def test_invalid_shapes_raise_an_error() -> None:
         binary_metrics(torch.zeros(3, 1), torch.zeros(3))
 
 
-def test_ranking_metrics_ignore_weights() -> None:
-    task = TaskSection(metrics=("gauc", "ndcg@5", "mrr"))
-    groups = torch.arange(200) // 10
-    plain = task_metrics("click", task, NUMBERS, CLICKS, groups)
-    found = task_metrics("click", task, NUMBERS, CLICKS, groups, torch.linspace(1, 9, 200))
-    assert [found[name] == plain[name] for name in ("gauc", "ndcg@5", "mrr", "auc")] == [True] * 3 + [False]
-
-
 @pytest.mark.parametrize(
     "task", [TaskSection(metrics=("gauc",)), TaskSection(type="regression"), TaskSection(type="classes(4)")]
 )
@@ -150,7 +142,7 @@ def test_custom_metric_gets_predictions(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(tmp_path)
     found = task_metrics("click", TaskSection(metrics=("custom_metrics:lift",)), NUMBERS, CLICKS, None)
     assert found["lift"] == pytest.approx((CLICKS[NUMBERS > 0].mean() / CLICKS.mean()).item())
-    with pytest.raises(ConfigError, match=r"^tasks\.click\.metrics = 'custom_metrics:text': fails, or ret"):
+    with pytest.raises(ConfigError, match=r"^tasks\.click\.metrics = 'custom_metrics:text': "):
         task_metrics("click", TaskSection(metrics=("custom_metrics:text",)), NUMBERS, CLICKS, None)
 
 
@@ -228,10 +220,3 @@ class TestTasks:
                 weights_N[counts_N] if is_weighted else None,
             )
             assert {key: found[f"{name}.{key}"] for key in expected} == expected
-
-    def test_task_without_weighted_samples_has_nan_metrics(self, samples: Predictions) -> None:
-        assert samples.weights is not None
-        samples.weights[:, 0] = 0
-        found = samples.metrics(TASKS)
-        assert (found["click.num_samples"], math.isnan(found["click.auc"])) == (0, True)
-        assert not math.isnan(found["spent.rmse"])

@@ -54,11 +54,6 @@ def test_one_cycle_with_its_peak_at_the_first_step() -> None:
     assert factors(section, 4) == pytest.approx([1.0, 0.75, 0.25, 0.0], abs=1e-12)
 
 
-def test_default_schedule_is_constant() -> None:
-    assert [Schedule().factor(step) for step in (0, 1, 10**9)] == [1.0] * 3
-    assert Schedule() == Schedule.of(ScheduleSection(), 0)
-
-
 @pytest.mark.parametrize("kind", ["cosine", "polynomial", "one_cycle"])
 def test_last_factor_stays_after_the_end(kind: str) -> None:
     schedule = Schedule.of(ScheduleSection(kind=f"{kind}(final_factor = 0.25)"), STEPS)
@@ -72,13 +67,6 @@ def test_run_longer_than_its_schedule_raises_an_error(kind: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Schedule.of(section, 101)
     assert caught.value.key == "schedule.kind"
-
-
-@pytest.mark.parametrize("kind", ["constant", "step"])
-def test_schedules_without_an_end_outlast_every_run(kind: str) -> None:
-    section = ScheduleSection(kind=f"{kind}(warmup_steps = 10)")
-    assert Schedule.of(section, 3).factor(5) == pytest.approx(0.04 + 0.96 / 2)
-    assert Schedule.of(section, 1000).factor(10) == 1.0
 
 
 @pytest.mark.parametrize("kind", ["cosine", "polynomial"])

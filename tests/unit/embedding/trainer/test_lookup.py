@@ -211,5 +211,5 @@ def test_lookup_that_was_not_sent_raises(embeddings: Embeddings) -> None:
     first = embeddings.lookup(IDS, prefetched(0))
     second = embeddings.lookup(IDS, prefetched(2), first)
     first.wait()  # and no backward pass
-    with pytest.raises(ClusterError, match="step 2: no lookup was sent"):
+    with pytest.raises(ClusterError, match="step 2"):
         second.wait()

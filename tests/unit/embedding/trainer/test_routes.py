@@ -307,8 +307,5 @@ def test_too_long_sequence_is_refused(stack: ExitStack, sample: int) -> None:
     each = cluster(stack, [ITEM], 1, multi_hot=SEQUENCES_AND_TAGS)
     bags = [[[1]] * 3, [[1], [1, 2, 3], [4]]]
     bags[1][sample] = [1, 2, 3, 4]
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=rf"^feature seen, sample {sample}: .*columns\.seen\.max_ids"):
         each.embeddings.lookup(SparseFeatures.from_bags(bags), Ticket(0, 0, 0))
-    assert str(caught.value) == (
-        f"feature seen, sample {sample}: 4 ids are more than the 3 of a sequence (columns.seen.max_ids)"
-    )

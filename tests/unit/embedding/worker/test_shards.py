@@ -97,33 +97,29 @@ def test_load_drops_pending_prefetches(stack: ExitStack, tmp_path: Path) -> None
     folder = each.save(tmp_path / "step-0", 0)
     host.lookup(prefetch(0), [(0, Bags(torch.tensor([2])))]).wait()
     each.load(folder, 0)
-    with pytest.raises(ClusterError, match="sent gradients of step 0 twice"):
+    with pytest.raises(ClusterError, match="step 0"):
         host.send_gradients(prefetch(0), [torch.ones(1, 3)])
 
 
 @pytest.mark.parametrize(
-    ("tables", "message"),
+    "tables",
     [
-        (specs(dim=4), r"table \w has another shape or optimizer"),
-        (specs(optimizer="sgd"), r"table \w has another shape or optimizer"),
-        (specs(optimizer="rowwise_adagrad"), r"table \w has another shape or optimizer"),
-        ([dataclasses.replace(specs()[0], num_rows=12)], "table a has fewer rows than the model's"),
-        (
-            [dataclasses.replace(specs()[0], name="z", features=("z",))],
-            "holds no table z; it is of another model",
-        ),
+        specs(dim=4),
+        specs(optimizer="sgd"),
+        specs(optimizer="rowwise_adagrad"),
+        [dataclasses.replace(specs()[0], num_rows=12)],
+        [dataclasses.replace(specs()[0], name="z", features=("z",))],
     ],
     ids=["dim", "no state", "other state", "more rows", "other table"],
 )
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_checkpoint_of_other_tables_is_refused(
-    stack: ExitStack, tmp_path: Path, tables: list[TableSpec], message: str, num_workers: int
+    stack: ExitStack, tmp_path: Path, tables: list[TableSpec], num_workers: int
 ) -> None:
     folder = cluster(stack, specs("row"), 2).save(tmp_path / "step-0", 0)
     other = cluster(stack, tables, num_workers)
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises(CheckpointError, match=rf"^{folder}\b.*table \w"):
         other.load(folder, 0)
-    assert str(folder) in str(caught.value)
 
 
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS.names)

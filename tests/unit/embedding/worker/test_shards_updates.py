@@ -79,7 +79,7 @@ class TestDecided:
         with hosting(UpdateRules(1, clip_norm=1.0)) as host:
             bad = torch.tensor([[1.0, torch.nan]])
             host.contribute(train(0), [(0, Bags(torch.tensor([5])))], [bad])
-            with pytest.raises(NonFiniteError, match=r"^step 0: the gradient of table t, row 5, is not"):
+            with pytest.raises(NonFiniteError, match=r"^step 0: .* table t, row 5,"):
                 host.barrier.squared_norm(0).wait()
 
     def test_the_norm_covers_all_groups(self) -> None:
@@ -193,8 +193,7 @@ class TestFiniteness:
         grad_BE[0, 3 * number + 2] = torch.nan
         pooled_BE.backward(grad_BE)
         (holder,) = [s for s in shards_of(each.placement, name) if row % s.count == s.index]
-        message = rf"^step 0: the gradient of table {name}, row {row}, is not finite$"
-        with pytest.raises(NonFiniteError, match=message):
+        with pytest.raises(NonFiniteError, match=f"^step 0: .* table {name}, row {row},"):
             each.hosts[holder.worker].barrier.drain()
 
     def test_a_sum_that_overflows_is_no_error(self) -> None:
@@ -210,7 +209,7 @@ class TestFiniteness:
 def test_gradients_of_a_wrong_shape_are_refused(offsets: list[int] | None, shape: tuple[int, ...]) -> None:
     bags = Bags(torch.tensor([1, 2]), None if offsets is None else torch.tensor(offsets))
     with hosting(UpdateRules(1)) as host:
-        with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of shape .* for 2 vectors of 2$"):
+        with pytest.raises(ClusterError, match=r"^trainer 0 .* 2 vectors of 2$"):
             host.contribute(train(0), [(0, bags)], [torch.ones(shape)])
 
 
