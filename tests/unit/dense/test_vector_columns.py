@@ -57,9 +57,9 @@ def test_layout_selects_each_column() -> None:
 @pytest.mark.parametrize(
     ("name", "is_sequence", "message"),
     [
-        ("item", True, "columns.item.pooling: must be none, since the net takes the column as a sequence"),
-        ("seen", False, "columns.seen.pooling: must not be none, since the net takes the column as one vec"),
-        ("shop", True, "data.sparse = ('user', 'seen', 'item'): must name shop, which the net takes"),
+        ("item", True, "columns.item.pooling: must be none"),
+        ("seen", False, "columns.seen.pooling: must not be none"),
+        ("shop", True, "data.sparse = ('user', 'seen', 'item'): must name shop"),
     ],
 )
 def test_column_of_another_kind_raises_an_error(name: str, is_sequence: bool, message: str) -> None:

@@ -171,9 +171,9 @@ def test_custom_loss_is_called() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("summed", r"'custom_losses:summed': must return one value per sample, \[2\], but returns \[\]$"),
-        ("broken", r"'custom_losses:broken': fails for two samples: .*custom_losses.py:9, in broken: "),
-        ("absent", r"'custom_losses:absent': cannot be imported: AttributeError"),
+        ("summed", r"'custom_losses:summed': .* \[2\], .* \[\]$"),
+        ("broken", r"'custom_losses:broken': .*custom_losses\.py:9"),
+        ("absent", r"'custom_losses:absent': .*AttributeError"),
     ],
 )
 def test_invalid_custom_loss_raises_an_error(name: str, message: str) -> None:

