@@ -116,12 +116,11 @@ WITH_COLUMNS = CSV.replace(columns={"a": ColumnSection(kind="hour")})
 @pytest.mark.parametrize(
     "config",
     [
-        configured(**HASHED, format="parquet", sparse=("a",)),
         configured(**HASHED, format="csv", sparse=("a",), multi_hot_separator="|"),
         configured(format="criteo", path=("no.tsv",)),
         WITH_COLUMNS,
     ],
-    ids=["parquet", "separator", "vocabulary", "columns"],
+    ids=["separator", "vocabulary", "columns"],
 )
 def test_other_columns_need_files(config: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^no.tsv: no such file or folder"):
@@ -151,12 +150,10 @@ def plan(hosts: Hosts | int = 1, **sections: dict[str, Any]) -> Plan:
 @pytest.mark.parametrize(
     ("train", "trainers", "workers", "hosts", "expected"),
     [
-        ({}, 3, 2, 1, 6),
         ({"update": "async"}, 3, 2, 1, 6),
         ({"update": "sync"}, 3, 2, 1, 12),
         ({"micro_batches": 4}, 3, 2, 1, 24),
         ({}, 8, 8, 2, 64),
-        ({"update": "sync"}, 8, 8, 1, 128),
     ],
     ids=str,
 )

@@ -81,11 +81,9 @@ class TestNewestValid:
         ("altered", "step"),
         [
             ([], 110),
-            ([(110, DENSE_FILE)], 30),
             ([(110, MANIFEST_FILE)], 30),
             ([(110, DENSE_FILE), (30, DENSE_FILE)], 2),
         ],
-        ids=["none altered", "the newest", "its manifest", "two"],
     )
     def test_damaged_checkpoints_are_skipped_and_reported(
         self, tmp_path: Path, altered: list[tuple[int, str]], step: int

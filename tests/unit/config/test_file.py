@@ -33,41 +33,6 @@ def _load(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
     return load_config(path, overrides)
 
 
-def test_file_sets_keys_and_tables(tmp_path: Path) -> None:
-    config = _load(
-        tmp_path,
-        """
-        [data]
-        format = "criteo"
-        path = ["day_0.gz", "day_1.gz"]
-        numeric_scaling = "none"
-        negative_labels = [0, false]
-        [train]
-        batch_size = 4096
-        [cluster]
-        timeout_seconds = 5
-        [tables.user]
-        dim = 8
-        placement = "auto(workers = [1])"
-        features = ["user", "friend"]
-        [tables."item.id"]
-        """,
-    )
-    user = TableSection(dim=8, placement="auto(workers = [1])", features=("user", "friend"))
-    assert config == RunConfig(
-        data=DataSection(
-            format="criteo",
-            path=("day_0.gz", "day_1.gz"),
-            numeric_scaling="none",
-            negative_labels=("0", "false"),
-        ),
-        train=TrainSection(batch_size=4096),
-        cluster=ClusterSection(timeout_seconds=5.0),
-        tables={"user": user, "item.id": TableSection()},
-    )
-    assert type(config.cluster.timeout_seconds) is float
-
-
 def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     assert _load(tmp_path, "\ufeff[train]\r\nepochs = 3\r\n").train.epochs == 3
 

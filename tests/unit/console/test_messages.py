@@ -49,7 +49,6 @@ LEVELS = ("debug", "info", "warning", "error")
     ("verbosity", "is_role_log", "logged"),
     [
         (Verbosity.QUIET, False, LEVELS[3:]),
-        (Verbosity.NORMAL, False, LEVELS[2:]),
         (Verbosity.VERBOSE, False, LEVELS[1:]),
         (Verbosity.QUIET, True, LEVELS[1:]),
         (Verbosity.VERBOSE, True, LEVELS),

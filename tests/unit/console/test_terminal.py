@@ -149,12 +149,6 @@ def test_narrow_terminal_cuts_no_word(width: int) -> None:
     assert status.replace(" ", "") in "".join(lines).replace(" ", "")
 
 
-def test_commands_of_a_summary_are_one_line_on_a_narrow_terminal() -> None:
-    view, file = terminal_view(60)
-    view.summary(RESULTS, COMMANDS)
-    assert f"resume              {COMMANDS['resume']}" in screen(file.getvalue())
-
-
 @pytest.mark.parametrize("kind", ["terminal", "pipe"])
 def test_passing_status_is_shown_on_a_terminal_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")

@@ -106,10 +106,8 @@ WRONG: list[dict[str, Any]] = [
     *(
         {"sparse": [VALID | changes]}
         for changes in (
-            {"num_rows": 1},
             {"num_rows": 5.0},
             {"num_rows": 2**40},
-            {"vocabulary": "build", "num_rows": 0},
             {"vocabulary": "other"},
             {"vocabulary": ["build"]},
             {"values": [7]},

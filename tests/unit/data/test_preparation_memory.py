@@ -1,11 +1,8 @@
 """The memory limit of a preparation: the number of threads, and vocabularies that are merged on disk."""
 
-import random
-import shutil
 import subprocess
 import sys
 import tracemalloc
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +21,6 @@ from hybrid.data.prepare.vocabulary_order import RankJob, rank_values
 from hybrid.data.values.model_columns import Targets
 from hybrid.errors import ConfigError
 
-ODD = ["", "\0", "a" * 4096, "a" * 4095 + "b", "é", "e\u0301", "\u20ac", "\uffee", "\U0001f600"]
 NO_TARGETS = Targets(np.empty((0, 1), np.float32))
 MIB = 1 << 20
 Words = dict[str, int]
@@ -56,19 +52,6 @@ def column(min_count: int) -> Column:
     return columns_of(data, {})[1][0]
 
 
-def draw_pieces(seed: int, num_pieces: int, num_columns: int) -> list[list[Words]]:
-    """Return the counts of the values of each piece and column; some are 0, many are equal."""
-    draw = random.Random(seed)
-    pool = ODD + [f"{i:x}" for i in range(draw.choice([3, 300]))]
-
-    def counts() -> Words:
-        return {
-            each: draw.choice([0, 1, 1, 1, 2, 3, 50]) for each in draw.sample(pool, draw.randrange(len(pool)))
-        }
-
-    return [[counts() for _ in range(num_columns)] for _ in range(num_pieces)]
-
-
 def write_pieces(folder: Path, pieces: list[list[Words]]) -> list[Path]:
     """Write pieces as parsing and counting leave them."""
     folders = []
@@ -82,43 +65,6 @@ def write_pieces(folder: Path, pieces: list[list[Words]]) -> list[Path]:
             np.save(spill.counts_path(folder / f"piece-{i}", k), np.array([*words.values()], np.int64))
         folders.append(folder / f"piece-{i}")
     return folders
-
-
-def expected(
-    pieces: list[list[Words]], columns: dict[int, Column]
-) -> tuple[list[tuple[str, int]], list[list[int]]]:
-    """The vocabulary, and the rows of each piece and column, by Python's sorting."""
-    counts: Counter[str] = Counter()
-    for piece in pieces:
-        for k in columns:
-            counts.update(piece[k])
-    order = sorted(
-        ((word, n) for word, n in counts.items() if n), key=lambda each: (-each[1], each[0].encode())
-    )
-    rank = {word: 1 + i for i, (word, _) in enumerate(order)}
-    rows = [
-        [rank.get(word, 0) if counts[word] >= column.min_count else 0 for word in piece[k]]
-        for piece in pieces
-        for k, column in columns.items()
-    ]
-    return order, rows
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_order_does_not_depend_on_memory(tmp_path: Path, seed: int) -> None:
-    num_pieces, columns = [(1, 1), (2, 3), (9, 2)][seed % 3]
-    pieces = draw_pieces(seed, num_pieces, columns)
-    folders = write_pieces(tmp_path, pieces)
-    shared = {k: column(1 + 2 * k) for k in range(columns)}
-    order, rows = expected(pieces, shared)
-    for memory_bytes in (1 << 40, 60_000, 1 if num_pieces == 1 else 9_000):
-        vocabulary = tmp_path / "vocabulary"
-        shutil.rmtree(vocabulary, ignore_errors=True)
-        rank_values(RankJob(shared, folders, vocabulary, memory_bytes), lambda: None)
-        found = spill.read_ranked(vocabulary)
-        assert [*zip(found.values.to_pylist(), found.counts_D.tolist(), strict=True)] == order
-        assert [np.load(spill.rows_path(each, k)).tolist() for each in folders for k in shared] == rows
-        assert {path.name for path in tmp_path.iterdir()} == {"vocabulary", *(each.name for each in folders)}
 
 
 def peak_bytes(job: RankJob) -> int:

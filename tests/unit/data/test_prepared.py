@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.samples import csv_config, prepared, whole, write, write_cities
 
-from hybrid.config import ColumnSection, DataSection, RunConfig, RunSection, TableSection
+from hybrid.config import DataSection, RunConfig, RunSection, TableSection
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
@@ -117,24 +117,6 @@ def test_concurrent_preparations_agree(tmp_path: Path, table: Path) -> None:
     assert sum(line.startswith("preparing") for line in lines) == len(set(folders)) == 1
     assert PreparedDataset.open(folders[0], "train").num_samples > 0
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [folders[0].name]
-
-
-def test_weights_are_stored_and_gathered_with_their_ids(tmp_path: Path) -> None:
-    def bag(i: int) -> str:
-        return "|".join(f"t{j}:{i}.5" for j in range(i % 3))
-
-    rows = "".join(f"{i % 2},c{i % 5},{bag(i)}\n" for i in range(40))
-    path = write(tmp_path / "train.csv", f"label,city,tags\n{rows}")
-    config = csv_config(path, sparse=("city", "tags"), split="none", multi_hot_separator="|")
-    weighted = config.replace(columns={"tags": ColumnSection(kind="weighted")})
-    dataset, _ = prepared(weighted, tmp_path / "cache")
-    sparse = dataset.gather(np.array([38, 3, 2]), 3).sparse_features
-    assert sparse.weights_L is not None
-    assert sparse.weights_L.tolist() == [1, 1, 1, 38.5, 38.5, 2.5, 2.5]
-    assert sparse.offsets is not None
-    assert sparse.offsets.tolist() == [0, 1, 2, 3, 5, 5, 7]
-    plain, _ = prepared(config, tmp_path / "cache")
-    assert whole(plain).sparse_features.weights_L is None
 
 
 @pytest.mark.parametrize("text", ["", "\n\n"])

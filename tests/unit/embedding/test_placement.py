@@ -228,10 +228,3 @@ def test_workers_pool_bags_of_unknown_sizes_unless_the_table_names_a_side(side: 
         side == "trainers",
         True,
     ]
-
-
-def test_trainers_pool_more_tables_if_values_on_the_wire_are_small() -> None:
-    sides = [
-        should_trainers_pool(table("a", 230, 8), 1, {"a": 6.0}, 300, num_bytes) for num_bytes in (None, 2)
-    ]
-    assert sides == [False, True]

@@ -249,15 +249,6 @@ def test_bags_equal_torch_and_untouched_rows_stay(pooling: str, weighted: bool) 
     assert torch.equal(reference.tables["users"][-1], initial_rows()["users"][-1])
 
 
-def test_all_rows_equal_torch_over_whole_tables() -> None:
-    plain = Plain()
-    reference = make_reference(OptimizerSpec("adam", 0.3, EPS, BETAS, weight_decay=0.05, all_rows=True))
-    rows = torch.optim.Adam(plain.tables(), 0.3, BETAS, EPS, weight_decay=0.05)
-    train_both(plain, reference, samples(every_row=False), rows, torch.optim.SGD(plain.dense(), 0.1))
-    assert not torch.equal(reference.tables["users"][-1], initial_rows()["users"][-1])
-    assert reference.table_states["users"]["steps"].tolist() == [STEPS] * USERS
-
-
 @pytest.mark.parametrize("clip_norm", [0.01, 1e3])
 def test_clipping_equals_torch(clip_norm: float) -> None:
     plain = Plain(torch.float64, remote_net=make_remote_net())

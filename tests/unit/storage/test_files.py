@@ -1,16 +1,13 @@
 """Files and folders of this machine and of stores, by the same functions."""
 
 import gzip
-import os
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 from support.stores import BUCKET, Proxy, Store
-from support.users import needs_root
 
 from hybrid.errors import StorageError
 from hybrid.storage import files
@@ -62,21 +59,6 @@ def test_a_path_that_cannot_be_used_is_one_line(name: str, reason: str, tmp_path
     for use in (files.exists, files.list_entries, files.require_file):
         with pytest.raises(StorageError, match=rf"^{tmp_path / name}: .*{reason}"):
             use(tmp_path / name)
-
-
-@needs_root
-def test_a_folder_that_may_not_be_read_is_one_line() -> None:
-    with TemporaryDirectory() as folder:  # of root alone
-        child = os.fork()
-        if not child:
-            os.setuid(12345)
-            try:
-                files.list_entries(Path(folder))
-            except StorageError as error:
-                os._exit(0 if "Permission denied" in str(error) else 1)
-            finally:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_python_reads_it_as_a_file(folder: StoragePath) -> None:

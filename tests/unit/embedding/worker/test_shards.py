@@ -54,14 +54,6 @@ def test_other_number_of_workers_resumes_bit_for_bit(
     assert_same_bits(second.whole(), first.whole())
 
 
-def test_initial_rows_do_not_depend_on_the_placement(stack: ExitStack) -> None:
-    first, *others = (
-        cluster(stack, specs(p), w).whole() for p, w in (("table", 1), ("table", 3), ("row", 3))
-    )
-    for other in others:
-        assert_same_bits(first, other)
-
-
 def test_save_waits_for_the_running_update(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from support.shards import (
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import place
-from hybrid.embedding.table_spec import OptimizerSpec, Pooling
+from hybrid.embedding.table_spec import OptimizerSpec
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError, NonFiniteError
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
@@ -41,30 +41,6 @@ def test_the_gradients_of_all_trainers_are_one_update() -> None:
         expected = torch.zeros(6, 2)
         expected[[2, 5]] = 1.0
         torch.testing.assert_close(moved, expected)
-
-
-MIXED_ITEMS = [
-    (0, Bags(torch.tensor([1, 3]))),
-    (0, Bags(torch.tensor([3, 1, 1]), torch.tensor([0, 2, 2, 3]), None, Pooling.MEAN)),
-    (0, Bags(torch.tensor([3, 4]), torch.tensor([0, 2]), None, Pooling.MAX)),
-]
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
-def test_rows_read_both_one_by_one_and_pooled_are_updated_once(optimizer: str) -> None:
-    with hosting(UpdateRules(2), optimizer) as host:
-        rows = host.groups[0].weight_RD
-        before = rows.clone().requires_grad_()
-        for trainer in range(2):
-            torch.cat(host.lookup(train(0, trainer), MIXED_ITEMS).wait()).sum().backward()
-        host.lookup(evaluate(1), []).wait()
-        assert host.barrier.version == 1
-        single, mean, largest = (bags.ids_L for _, bags in MIXED_ITEMS)
-        pooled = before[single].sum() + before[mean[:2]].mean(0).sum() + before[mean[2]].sum()
-        (gradient,) = torch.autograd.grad(2 * (pooled + before[largest].max(0).values.sum()), before)
-        # Adagrad's first step is the learning rate in the direction of the whole gradient.
-        expected = gradient if optimizer == "sgd" else gradient.sign()
-        torch.testing.assert_close(before.detach() - rows, expected)
 
 
 class TestDecided:
