@@ -380,7 +380,9 @@ OUTSIDE = [
         *((put(name, value=3), name) for name in ("tables", "files", "metrics", "progress")),
         (put("tables", "C\x1b", value=[5, 3]), r"table 'C\\x1b'"),
         *((put("tables", "C1", value=value), "table 'C1'") for value in ([5, -3, 2], [5, 3, 0])),
-        *((put("files", DENSE_FILE, value=v), "file dense") for v in (["1", CHECKSUM], [1, "x"], {})),
+        (put("files", DENSE_FILE, value=["1", CHECKSUM]), "file dense"),
+        (put("files", DENSE_FILE, value=[1, "x"]), "file dense"),
+        (put("files", DENSE_FILE, value={}), "file dense"),
         (put("metrics", "auc", value="0.7"), "metric 'auc'"),
         (put("parts", value="../parts-0"), ".* folder"),
         *(
