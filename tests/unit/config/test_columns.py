@@ -3,7 +3,7 @@
 import pytest
 
 from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
-from hybrid.config.data_sections import columns_of
+from hybrid.config.data_sections import columns_of, sequence_length
 from hybrid.config.loading import load_config, to_toml, validate
 from hybrid.errors import ConfigError
 
@@ -91,6 +91,15 @@ def test_label_of_a_task_is_no_source() -> None:
 def test_column_of_both_lists_has_no_section() -> None:
     with pytest.raises(ConfigError, match=r"^columns\.age: "):
         columns_of(DataSection(dense=("age",), sparse=("age",)), {"age": ColumnSection()})
+
+
+def test_only_unpooled_columns_are_sequences() -> None:
+    for section, length in (
+        (ColumnSection(), 0),
+        (ColumnSection(pooling="mean", max_ids=5), 0),
+        (ColumnSection(pooling="none", max_ids=5), 5),
+    ):
+        assert sequence_length("seen", section) == length
 
 
 def test_columns_of_custom_batches_may_be_sequences() -> None:
