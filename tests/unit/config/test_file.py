@@ -175,6 +175,7 @@ ALL_ROWS, ASYNC = "adam(all_rows = true)", TrainSection(update="async")
     [
         (RunConfig(dense=DenseSection(net="a b:c")), "dense.net"),
         (RunConfig(dense=DenseSection(device="gpu")), "dense.device"),
+        (RunConfig(dense=DenseSection(device="cpu,")), "dense.device"),
         (RunConfig(dense=DenseSection(device="cuda:01")), "dense.device"),
         (RunConfig(dense=DenseSection(compile="jit")), "dense.compile"),
         (RunConfig(dense=DenseSection(tensor_size=3)), "dense.tensor_size"),
