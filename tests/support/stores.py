@@ -1,4 +1,6 @@
-"""Servers of object stores on this machine, and a proxy that causes failures of networks and stores."""
+"""Servers of object stores on this machine, and failures of networks and stores."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
@@ -11,20 +13,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import pytest
 from pyarrow import fs
 from support import gcs_server
+from werkzeug.serving import make_server
+from werkzeug.wrappers import Response
 
 from hybrid.config import RunConfig
 from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.storage import files
 from hybrid.storage.remote_path import RemotePath, parse_path
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 BUCKET = "bucket"
 CREDENTIALS = {
@@ -35,7 +41,8 @@ CREDENTIALS = {
 }
 _OPEN_BUCKET = "open"
 _TIMEOUT_SECONDS = 20.0
-_REFUSAL = b"<Error><Code>%s</Code><Message>of the test</Message></Error>"
+_REFUSAL = "<Error><Code>%s</Code><Message>of the test</Message></Error>"
+_CODES = {"503": "SlowDown", "500": "InternalError", "403": "AccessDenied"}
 
 # Of a request, by its method and path with query: the failure, or None.
 Plan = Callable[[str, str], str | None]
@@ -68,10 +75,10 @@ class Store:
 
 
 class Proxy:
-    """Forwards requests to a store; ``plan`` selects failures.
+    """A second address of the S3 server; ``plan`` selects failures.
 
-    A failure is ``cut`` (the connection is cut before the request is forwarded), ``lose`` (after it is
-    forwarded), ``torn`` (in the middle of the response), ``slow``, or a status such as ``503``.
+    A failure is ``cut`` (the connection is cut before the store acts), ``lose`` (after it acts), ``torn`` (in
+    the middle of the response), ``slow``, or a status such as ``503``.
 
     Attributes:
         plan: see above.
@@ -80,24 +87,13 @@ class Proxy:
     """
 
     def __init__(self, store: Store) -> None:
+        from moto.server import DomainDispatcherApplication, create_backend_app
+
         self.plan: Plan = lambda method, path: None
         self.seen: list[tuple[str, str]] = []
         self.num_bytes = 0
-        proxy = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def handle_any(self) -> None:
-                proxy.handle(self, store)
-
-            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._application: WSGIApplication = DomainDispatcherApplication(create_backend_app)
+        self._server = make_server("127.0.0.1", 0, self._respond, threaded=True)
         self.address = f"127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
@@ -107,73 +103,26 @@ class Proxy:
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
-        self._server.server_close()
         self._thread.join(_TIMEOUT_SECONDS)
 
-    def handle(self, client: BaseHTTPRequestHandler, store: Store) -> None:
-        body = _body(client)
-        self.seen.append((client.command, client.path))
-        failure = self.plan(client.command, client.path)
-        if failure == "cut":
-            _cut(client)
-            return
-        if failure is not None and failure.isdecimal():
-            code = {"503": b"SlowDown", "500": b"InternalError", "403": b"AccessDenied"}[failure]
-            _respond(client, int(failure), _REFUSAL % code)
-            return
+    def _respond(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        method, path = environ["REQUEST_METHOD"], environ["REQUEST_URI"]
+        self.seen.append((method, path))
+        failure = self.plan(method, path)
         if failure == "slow":
             time.sleep(0.3)
-        connection = HTTPConnection(store.address, timeout=_TIMEOUT_SECONDS)
-        dropped = ("expect", "connection", "transfer-encoding")
-        headers = {k: v for k, v in client.headers.items() if k.lower() not in dropped}
-        connection.request(client.command, client.path, body, headers)
-        response = connection.getresponse()
-        content = response.read()
-        self.num_bytes += len(content)
-        if failure == "lose":
-            _cut(client)
+        if failure in _CODES:
+            response = Response(_REFUSAL % _CODES[failure], int(failure))
+        elif failure == "cut":
+            response = Response()
         else:
-            _respond(client, response.status, content, response.headers.items(), is_torn=failure == "torn")
-        connection.close()
-
-
-def _body(client: BaseHTTPRequestHandler) -> bytes:
-    if client.headers.get("Transfer-Encoding", "").lower() != "chunked":
-        return client.rfile.read(int(client.headers.get("Content-Length") or 0))
-    parts = []
-    while count := int(client.rfile.readline().partition(b";")[0], 16):
-        parts.append(client.rfile.read(count))
-        client.rfile.readline()
-    client.rfile.readline()
-    return b"".join(parts)
-
-
-def _cut(client: BaseHTTPRequestHandler) -> None:
-    client.close_connection = True
-    with suppress(OSError):
-        client.connection.shutdown(socket.SHUT_RDWR)
-
-
-def _respond(
-    client: BaseHTTPRequestHandler,
-    status: int,
-    content: bytes,
-    headers: Iterable[tuple[str, str]] = (),
-    is_torn: bool = False,
-) -> None:
-    with suppress(OSError):
-        client.send_response_only(status)
-        given = dict(headers)
-        length = given.pop("Content-Length", str(len(content)))
-        for name, value in given.items():
-            if name.lower() not in ("connection", "transfer-encoding"):
-                client.send_header(name, value)
-        client.send_header("Content-Length", length if client.command == "HEAD" else str(len(content)))
-        client.end_headers()
-        if client.command != "HEAD":
-            client.wfile.write(content[: len(content) // 2] if is_torn else content)
-    if is_torn:
-        _cut(client)
+            response = Response.from_app(self._application, environ, buffered=True)
+            self.num_bytes += len(response.data)
+        if failure in ("cut", "lose"):
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+        elif failure == "torn":
+            response.response = [response.data[: len(response.data) // 2]]
+        return response(environ, start_response)
 
 
 @contextmanager
