@@ -1,10 +1,7 @@
 """One short run, trained by the real command, for all tests that only read it or go on from a copy."""
 
-from collections.abc import Iterator
-
 import pytest
-from support.commands import TrainedRun, output_of, settings
-from support.failures import JOB, shared_server
+from support.commands import JOB, TrainedRun, output_of, settings
 
 
 @pytest.fixture(scope="session")
@@ -25,10 +22,3 @@ def trained(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Traine
     folder = tmp_path_factory.mktemp("trained")
     arguments = [*tiny, *settings(run={"folder": folder / "a run"}, checkpoint={"every_steps": 5})]
     return TrainedRun(folder / "a run", output_of(["launch", *arguments], folder, afresh=True), tiny)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[None]:
-    """Roles of this module's launches are forked from one process, and fail as plans say."""
-    with shared_server():
-        yield

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.commands import settings
-from support.failures import JOB
+from support.commands import JOB, settings
 from support.hosts import Host, Switch
 
 

@@ -53,7 +53,7 @@ class Agents:
         text = code_block("docs/clusters.md", "", "torchrun --nnodes").replace("\\\n", " ")
         words = shlex.split(text.replace("node0", hosts[0].name).replace("--config clicks.toml", ""))
         end = words.index("hybrid")
-        self._before, self._role = ["env", *words[:end]], [*words[end + 1 :], *job]
+        self._before, self._role = words[:end], [*words[end + 1 :], *job]
         self._running = [self._start(host) for host in hosts[:2]]
 
     def _start(self, host: Host) -> Command:
@@ -115,31 +115,27 @@ def test_killed_roles_are_restarted(start: Start, hosts: list[Host], whole: Path
     check_end(agents, whole, run, hosts)
 
 
-@pytest.mark.parametrize("kill", [Agents.kill, Agents.kill_host], ids=["agent", "host"])
-def test_killed_agent_on_another_host_than_the_endpoint(
-    kill: Callable[[Agents, int], None], start: Start, hosts: list[Host], whole: Path, shared: Path
-) -> None:
+def test_killed_host_without_the_endpoint(start: Start, hosts: list[Host], whole: Path, shared: Path) -> None:
     """The other agent waits until this one is started again."""
-    run = shared / f"other-{kill.__name__}"
+    run = shared / "other"
     agents = start(run)
     progress = Progress(run, agents.started)
     progress.await_checkpoint()
-    kill(agents, 1)
+    agents.kill_host(1)
     agents.start(1)
     progress.await_checkpoint()
     check_end(agents, whole, run, hosts)
 
 
-@pytest.mark.parametrize("kill", [Agents.kill, Agents.kill_host], ids=["agent", "host"])
 def test_killed_agent_on_the_host_of_the_endpoint(
-    kill: Callable[[Agents, int], None], start: Start, hosts: list[Host], whole: Path, shared: Path
+    start: Start, hosts: list[Host], whole: Path, shared: Path
 ) -> None:
     """The other agent ends by itself, and both are started again."""
-    run = shared / f"endpoint-{kill.__name__}"
+    run = shared / "endpoint"
     agents = start(run)
     progress = Progress(run, agents.started)
     progress.await_checkpoint()
-    kill(agents, 0)
+    agents.kill(0)
     assert agents.wait(1) == 1
     agents.start(0)
     agents.start(1)

@@ -32,7 +32,6 @@ DOING = r"(at step \d+|while evaluating after step \d+)"
 NOTHING: Mapping[str, str] = {}
 _POLL_SECONDS = 0.02
 _PORTS_NOT_ASSIGNED = (20_000, 32_000)  # by Linux to sockets without a port
-_MARK = "HYBRID_TEST_MARK"
 OTHERS = "others"  # the folder in which roles by hand run, except the master
 
 
@@ -48,6 +47,10 @@ def settings(**sections: Mapping[str, object]) -> list[str]:
 
 ONE_EACH = settings(cluster={"trainers": 1, "workers": 1})
 TRAINER, WORKER = ["trainer", "--index", "0"], ["worker", "--index", "0"]
+# A job of 16 steps.
+JOB = settings(
+    data={"synthetic_rows": 2000}, train={"batch_size": 128, "log_every_steps": 1}, dense={"device": "cpu"}
+)
 
 
 def free_port() -> int:
@@ -114,13 +117,7 @@ class Command:
 
     def processes(self) -> list[psutil.Process]:
         """Return the command and all living processes that it started."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.NoSuchProcess, ProcessLookupError):
-                is_zombie = process.status() == psutil.STATUS_ZOMBIE
-                if not is_zombie and os.getsid(process.pid) == self.process.pid:
-                    found.append(process)
-        return found
+        return processes_of(self.process.pid)
 
     def role(self, name: str) -> psutil.Process:
         """The process of a role under ``launch``."""
@@ -139,21 +136,15 @@ class Command:
         self.process.wait(COMMAND_SECONDS)
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """Return all living processes that have ``mark`` in their environment."""
+def processes_of(session: int) -> list[psutil.Process]:
+    """Return all living processes of a session."""
     found = []
     for process in psutil.process_iter():
-        try:
-            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            is_zombie = process.status() == psutil.STATUS_ZOMBIE
+            if not is_zombie and os.getsid(process.pid) == session:
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
     return found
-
-
-def marked_environment(mark: str) -> dict[str, str]:
-    """Return an environment by which :func:`marked` finds the processes of a command."""
-    return {**os.environ, _MARK: mark, "PYTHONPATH": str(ROOT)}
 
 
 def fresh_secret(folder: Path) -> list[str]:

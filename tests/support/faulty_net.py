@@ -1,7 +1,7 @@
 """A custom net that injects faults into the roles of its run, each in a given phase.
 
 A run has ``dense.net = "support.faulty_net:build"``, and the faults in its folder. Trainer 0 raises its own
-exceptions and signals the other roles; in support/faulty_roles.py, some of these raise exceptions.
+exceptions and signals the other roles, of which some raise exceptions.
 """
 
 import json
@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.faults import ERRORS, FAULTS_FILE, RAISING, STARVED, STRUCK_FILE, WORDS, read_times
-from support.memory_group import starve
+from support.faults import ERRORS, FAULTS_FILE, RAISING, STRUCK_FILE, WORDS, read_times
 from torch import Tensor, nn
 
 from hybrid import transport
@@ -38,7 +37,7 @@ class Faults:
         self._run = run
         self._next: tuple[str, str, str] | None = None
         faults = json.loads((run / FAULTS_FILE).read_text())
-        done = len(read_times(run, STRUCK_FILE))
+        done = len(read_times(run))
         if self._pid(_TRAINER) == os.getpid() and done < len(faults):
             self._next = tuple(faults[done])
 
@@ -53,10 +52,7 @@ class Faults:
             out.write(f"{time.time()}\n")
         if action in ERRORS and role == _TRAINER:
             raise ERRORS[action](WORDS)
-        if action == STARVED:
-            starve(pid)
-        else:
-            os.kill(pid, RAISING.get(action) or signal.Signals[action])
+        os.kill(pid, RAISING.get(action) or signal.Signals[action])
         if action != "SIGKILL":  # the phase must not end before the failure is detected
             threading.Event().wait(_DETECTION_SECONDS)
 

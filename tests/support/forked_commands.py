@@ -8,9 +8,8 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from unittest import mock
 
@@ -20,12 +19,7 @@ from workers.cli import main
 from workers.launching import fork_server
 from workers.launching.fork_server import serve
 
-_POLL_SECONDS = 0.005
 _FIRST_FILE = 3  # after those of input and output
-
-
-def _stay() -> None:
-    """Stay in the namespaces of this process."""
 
 
 class ForkedCommand:
@@ -34,22 +28,16 @@ class ForkedCommand:
     Args:
         arguments: of the command, after ``hybrid``.
         output: of this name with the suffixes ``.out`` and ``.err``.
-        enter: called by its process once its output is open, and before it goes to its folder.
     """
 
     def __init__(
-        self,
-        arguments: Sequence[str],
-        folder: Path,
-        environment: Mapping[str, str],
-        output: Path,
-        enter: Callable[[], None] = _stay,
+        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path
     ) -> None:
         for file in _files(output):
             file.touch()
         context = fork_context()
         self._process = context.Process(
-            target=_main, args=(list(arguments), folder, dict(environment), output, enter), name="hybrid"
+            target=_main, args=(list(arguments), folder, dict(environment), output), name="hybrid"
         )
         self._process.start()
         self.pid: int = self._process.pid or 0
@@ -71,9 +59,7 @@ class ForkedCommand:
         self._process.kill()
 
 
-def _main(
-    arguments: list[str], folder: Path, environment: dict[str, str], output: Path, enter: Callable[[], None]
-) -> None:
+def _main(arguments: list[str], folder: Path, environment: dict[str, str], output: Path) -> None:
     os.setsid()
     # These tests may run under nohup or in the background, where signals are ignored; the command does not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -85,9 +71,8 @@ def _main(
         opened = os.open(path, os.O_WRONLY | os.O_APPEND if descriptor else os.O_RDONLY)
         os.dup2(opened, descriptor)
         os.close(opened)
-    enter()
     os.chdir(folder)
-    with mock.patch.object(fork_server, "spawn_server", _fork_server):
+    with mock.patch.object(fork_server, "spawn_server", _Server):
         main(arguments)
 
 
@@ -95,47 +80,27 @@ def _files(output: Path) -> tuple[Path, Path]:
     return output.with_suffix(".out"), output.with_suffix(".err")
 
 
-def _fork_server(connection: socket.socket, inherited: Sequence[int]) -> "_Child":
-    """Fork the server of a launch, instead of starting an interpreter as spawn_server does."""
-    launcher = os.getpid()
-    if pid := os.fork():
-        return _Child(pid)
-    try:
+class _Server(ForkProcess):
+    """The server of a launch, with some of the methods of :class:`subprocess.Popen`."""
+
+    def __init__(self, connection: socket.socket, inherited: Sequence[int]) -> None:
+        super().__init__()
+        self._connection, self._inherited, self._launcher = connection.fileno(), inherited, os.getpid()
+        self.start()
+
+    def run(self) -> None:
         # As in a new interpreter: no handlers, and only the given files.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         first = _FIRST_FILE
-        for kept in sorted([connection.fileno(), *inherited]):
+        for kept in sorted([self._connection, *self._inherited]):
             os.closerange(first, kept)
             first = kept + 1
         os.closerange(first, os.sysconf("SC_OPEN_MAX"))
-        serve(connection.fileno(), launcher)
-    finally:
-        sys.stdout.flush()
-        os._exit(1)
-
-
-class _Child:
-    """The forked server, with some of the methods of :class:`subprocess.Popen`."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._code: int | None = None
+        serve(self._connection, self._launcher)
 
     def poll(self) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
+        return self.exitcode
 
-    def wait(self, timeout: float) -> int:
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("the server", timeout)
-            time.sleep(_POLL_SECONDS)
-        return code
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+    def wait(self, timeout: float) -> None:
+        self.join(timeout)

@@ -3,14 +3,11 @@
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import psutil
 from support.commands import HYBRID, Command, eventually, settings, start_process
-from support.forked_commands import ForkedCommand
-from support.hosts import HOME, Host
-from support.namespaces import enter
+from support.hosts import Host
 
 from hybrid.security.secret import VARIABLE
 from workers.run_folder.run_access import newest_step
@@ -27,31 +24,15 @@ def placed(hosts: Sequence[Host], trainers: int = 1, workers: int = 1) -> dict[s
 
 
 @contextmanager
-def started_on(
-    places: Mapping[str, Host],
-    arguments: Sequence[object],
-    own: Mapping[str, Sequence[object]] | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[dict[str, Command]]:
+def started_on(places: Mapping[str, Host], arguments: Sequence[object]) -> Iterator[dict[str, Command]]:
     """Start the roles of a cluster by hand, each on its host.
 
     Args:
         arguments: of the run.
-        own: further arguments by role.
-        environment: see :func:`started_at`; with it, each role has a new interpreter.
     """
-    own = own or {}
-    before = None if environment is None else ["env"]
     with ExitStack() as stack:
         yield {
-            name: stack.enter_context(
-                started_at(
-                    host,
-                    [*command_of(name, places, arguments), *own.get(name, ())],
-                    environment,
-                    before=before,
-                )
-            )
+            name: stack.enter_context(started_at(host, command_of(name, places, arguments)))
             for name, host in places.items()
         }
 
@@ -71,23 +52,18 @@ def started_at(
     host: Host,
     arguments: Sequence[object],
     environment: Mapping[str, str] | None = None,
-    *,
-    before: Sequence[str] | None = None,
+    before: Sequence[str] = (),
 ) -> Iterator[Command]:
     """Start a command of ``hybrid`` on a host; kill its processes at the end of the block.
 
     Args:
         environment: variables to add.
-        before: words before the command, which then has a new interpreter; else it is forked.
+        before: words before the command.
     """
     output = host.output / f"{host.name}-{uuid.uuid4().hex[:8]}"
-    text = [str(each) for each in arguments]
     given = host.environment({VARIABLE: _SECRET, **(environment or {})})
-    if before is not None:
-        words = [*host.entering, *before, *HYBRID, *text]
-        command = Command(start_process(words, given, output), output)
-    else:
-        command = Command(ForkedCommand(text, HOME, given, output, partial(enter, host.pid)), output)
+    words = [*host.entering, *before, *HYBRID, *map(str, arguments)]
+    command = Command(start_process(words, given, output), output)
     try:
         yield command
     finally:

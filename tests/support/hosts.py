@@ -74,17 +74,15 @@ class Switch:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def host(self, *shared: Path, number: int | None = None, lines: str | None = None) -> Host:
+    def host(self, *shared: Path, number: int | None = None) -> Host:
         """Start a host.
 
         Args:
             shared: folders that hosts share, under the same paths.
             number: of a killed host to restart; None for a new host.
-            lines: of ``/etc/hosts``; None for the names of the first hosts.
         """
         number = len(self.hosts) if number is None else number
-        lines = _hosts_file() if lines is None else lines
-        host = self._stack.enter_context(Host(self, number, shared, lines))
+        host = self._stack.enter_context(Host(self, number, shared))
         self.configure(
             f"link add name {host.port} type veth peer name {INTERFACE} netns {host.pid}",
             f"link set {host.port} master bridge",
@@ -128,14 +126,13 @@ class Host:
         is_alive: whether the host runs.
     """
 
-    def __init__(self, switch: Switch, number: int, shared: Sequence[Path], lines: str) -> None:
+    def __init__(self, switch: Switch, number: int, shared: Sequence[Path]) -> None:
         self.name, self.address = _name(number), _address(number)
         self.port = f"to-{self.name}"
         self.output = switch.folder
         self.pid = 0
         self.is_alive = True
         self._switch = switch
-        self._lines = lines
         # Folders outside /tmp keep their paths anyway.
         kept = {path.resolve() for path in (ROOT, Path(sys.prefix), *shared)}
         self._kept = sorted(each for each in kept if each.is_relative_to("/tmp"))
@@ -144,7 +141,7 @@ class Host:
 
     def __enter__(self) -> Self:
         flags = ["--net", "--pid", "--mount", "--uts", "--ipc", "--mount-proc"]
-        arguments = [self.name, HOME, self._lines, *self._kept]
+        arguments = [self.name, HOME, _hosts_file(), *self._kept]
         self.pid = self._stack.enter_context(first_process(flags, _MAKE_HOST, *map(str, arguments)))
         return self
 

@@ -1,10 +1,8 @@
 """Namespaces of tests: a first process, which others can enter, and which ends all of them."""
 
-import ctypes
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +13,6 @@ import psutil
 import pytest
 
 SECONDS = 20.0
-_KINDS = ("ipc", "uts", "net", "pid", "mnt")  # the last, since the files of /proc are another's then
 _FIRST_PROCESS = """
 import signal
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # what is left to it is no zombie
@@ -78,31 +75,6 @@ def processes_in(first: int) -> list[psutil.Process]:
                 if is_here and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
     return found
-
-
-def enter(first: int) -> None:
-    """Move this process into the namespaces of another one."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    files = [os.open(f"/proc/{first}/ns/{kind}", os.O_RDONLY) for kind in _KINDS]
-    for file in files:
-        if libc.setns(file, 0) != 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        os.close(file)
-    if child := os.fork():  # a process keeps its number: only children get one in there
-        _end_as(child)
-
-
-def _end_as(child: int) -> None:
-    def pass_on(number: int, frame: object) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(child, number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, pass_on)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code == -signal.SIGKILL:
-        os.kill(os.getpid(), signal.SIGKILL)
-    os._exit(code if code >= 0 else 128 - code)
 
 
 @cache

@@ -7,12 +7,18 @@ from cryptography.hazmat.backends import default_backend
 from workers.module_imports import fast_imports
 
 with fast_imports():
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure
     import pytest  # by modules of cases
     import support.cluster
     import support.forked_commands
-    import support.reporting
+    import tensorboard.compat.proto.event_pb2  # type: ignore[import-untyped]
+    import tensorboard.summary.writer.record_writer  # type: ignore[import-untyped]
     import torch._dynamo
+    from support.faults import raise_on_signals
 
     import workers.master
 
     default_backend()  # which each role would import with its first key
+
+raise_on_signals()
