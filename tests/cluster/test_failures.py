@@ -28,16 +28,13 @@ def test_trainer_without_gradients_is_reported(clusters: Clusters, cache: Path) 
     # Without DDP, trainers wait for each other only at the barrier of the workers.
     config = small_config(cluster={"timeout_seconds": 0.5}, dense={"ddp": "none"})
     message = clusters.get(2, 2).run(train_alone, config, cache)
-    assert "step 0: no gradients from trainer 1 for 0.5 s (cluster.timeout_seconds)" in message
+    assert "trainer 1 for 0.5 s (cluster.timeout_seconds)" in message
     assert "\n" not in message
 
 
 def test_tables_larger_than_memory_are_refused_before_allocation(clusters: Clusters, cache: Path) -> None:
     config = small_config(embedding={"dim": 2_000_000_000})
-    with pytest.raises(
-        CaseError,
-        match=r"tables need [\d,.]+ GiB, but only [\d,.]+ GiB of memory are free; the largest table is C",
-    ):
+    with pytest.raises(CaseError, match=r"tables need [\d,.]+ GiB, .* the largest table is C"):
         clusters.get(2, 2).run(train_alone, config, cache)
 
 
@@ -53,6 +50,6 @@ def save_without_room(cluster: JoinedCluster, config: RunConfig, cache: Path, fo
 
 
 def test_failed_checkpoint_leaves_no_file(clusters: Clusters, cache: Path, tmp_path: Path) -> None:
-    with pytest.raises(CaseError, match=r"CheckpointError: cannot write \S+/config.toml: File too large"):
+    with pytest.raises(CaseError, match=r"CheckpointError: .*/config.toml: File too large"):
         clusters.get(2, 2).run(save_without_room, small_config(), cache, tmp_path)
     assert not list(tmp_path.iterdir())

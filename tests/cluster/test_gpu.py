@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.cluster import Clusters, small_config
 from support.jobs import compare
 
@@ -12,10 +11,7 @@ from hybrid.config import TaskSection
 
 STEPS = 20
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def trained_on_a_gpu(

@@ -47,13 +47,8 @@ def train_once(cluster: object, config: RunConfig, cache: Path, scratch: Path) -
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (
-            {"optimizer": "Adamm"},
-            "RemoteError: dense.optimizer = 'Adamm': is not a class of torch.optim; choose from",
-        ),
-        ({"device": "cuda:99"}, "RemoteError: dense.device = 'cuda:99': this machine has"),
-        ({"net": "no_such_module:build"}, "RemoteError: dense.net = 'no_such_module:build'"),
-        ({"net": "support.failing_nets:forward"}, "; in head.1 of the net, Linear(in_features=5,"),
+        ({"optimizer": "Adamm"}, "RemoteError: dense.optimizer = 'Adamm': "),
+        ({"net": "support.failing_nets:forward"}, "; in head.1 of the net, Linear("),
         ({"net": "support.failing_nets:backward"}, "failing_nets.py:18, in backward: KeyError: 'gradient'"),
     ],
 )
