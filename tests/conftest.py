@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from support.cluster import Clusters
 from support.stores import AZURITE, CREDENTIALS, Store, azure_container, google_bucket, named_by_environment
 
@@ -20,6 +21,11 @@ def pytest_collection() -> Generator[None, object, object]:
     """Collect without garbage collection, which takes a quarter of the time."""
     with fast_imports():
         return (yield)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -89,7 +89,6 @@ def test_example_reaches_the_score_of_the_page(
     assert scores_of(name, [], monkeypatch, capsys) == pytest.approx(scores, abs=0.003)
 
 
-@pytest.mark.long
 def test_example_on_a_cluster_equals_one_process(tmp_path: Path) -> None:
     """The loss of the two towers depends on the items of all trainers."""
     script = EXAMPLES / "two_towers.py"

@@ -69,54 +69,50 @@ def test_store_that_refuses_a_request_is_reported_in_one_line(
             clusters.get(3, 2).run(evaluate, stored, cache_folder(stored), STEPS)
 
 
-@pytest.mark.parametrize("update", ["sync", pytest.param("lookahead", marks=pytest.mark.long)])
-def test_several_tasks_with_masks_and_weights_train_as_in_one_process(
-    update: str, clusters: Clusters, cache: Path
-) -> None:
-    config = small_config(
-        cluster={"trainers": 3, "workers": 2},
-        data={"weight": "weight", "group": "C7"},
-        train={"update": update, "dtype": "float64", "micro_batches": 2},
-    )
-    tasks = {
-        "click": TaskSection(label="label", metrics=("gauc",)),
-        "buy": TaskSection(label="converted", mask="label", loss="focal", weight=0.5),
-        "spent": TaskSection(type="regression"),
-        "stars": TaskSection(type="classes(5)"),
-    }
-    clusters.get(3, 2).run(compare, config.replace(tasks=tasks), cache, STEPS)
+PLAIN_TASKS = {
+    "click": TaskSection(label="label", metrics=("gauc",)),
+    "buy": TaskSection(label="converted", mask="label", loss="focal", weight=0.5),
+    "spent": TaskSection(type="regression"),
+    "stars": TaskSection(type="classes(5)"),
+}
+RANKED_TASKS = {
+    "click": TaskSection(label="label", metrics=("gauc",), ranking_loss="listwise"),
+    "buy": TaskSection(label="converted", mask="label", weight=0.5, ranking_loss="pairwise"),
+    "spent": TaskSection(type="regression", ranking_loss="pairwise(1)"),
+}
 
 
 @pytest.mark.parametrize(
-    ("trainers", "update", "shuffle"),
+    ("tasks", "trainers", "update", "shuffle"),
     [
-        pytest.param(3, "sync", "rows", marks=pytest.mark.long),
-        (2, "lookahead", "rows"),
-        pytest.param(3, "lookahead", "none", marks=pytest.mark.long),
+        (PLAIN_TASKS, 3, "sync", "rows"),
+        (RANKED_TASKS, 2, "lookahead", "rows"),
+        pytest.param(PLAIN_TASKS, 3, "lookahead", "rows", marks=pytest.mark.long),
+        pytest.param(RANKED_TASKS, 3, "sync", "none", marks=pytest.mark.long),
     ],
+    ids=["plain", "ranked", "plain", "ranked, not shuffled"],
 )
-def test_ranking_losses_train_as_in_one_process(
-    trainers: int, update: str, shuffle: str, clusters: Clusters, cache: Path
+def test_several_tasks_with_masks_and_weights_train_as_in_one_process(
+    tasks: dict[str, TaskSection],
+    trainers: int,
+    update: str,
+    shuffle: str,
+    clusters: Clusters,
+    cache: Path,
 ) -> None:
-    """Groups have 1 to 60 of 3000 rows, so slices are uneven and micro-batches often empty."""
+    """Groups have 1 to 60 of 3000 rows, so ranked slices are uneven and micro-batches often empty."""
     config = small_config(
         cluster={"trainers": trainers, "workers": 2},
         data={"weight": "weight", "group": "C26", "shuffle": shuffle},
         train={"epochs": 2, "update": update, "dtype": "float64", "micro_batches": 2},
     )
-    tasks = {
-        "click": TaskSection(label="label", metrics=("gauc",), ranking_loss="listwise"),
-        "buy": TaskSection(label="converted", mask="label", weight=0.5, ranking_loss="pairwise"),
-        "spent": TaskSection(type="regression", ranking_loss="pairwise(1)"),
-    }
     clusters.get(trainers, 2).run(compare, config.replace(tasks=tasks), cache, STEPS)
 
 
 def test_group_larger_than_a_batch_is_refused_before_training(clusters: Clusters, cache: Path) -> None:
     config = small_config(cluster={"trainers": 2, "workers": 2}, data={"group": "C1"})
     config = config.replace(tasks={"click": TaskSection(label="label", ranking_loss="pairwise")})
-    message = r"^DataError: the largest group of data\.group has 1,\d+ training rows, more than a batch of"
-    with pytest.raises(CaseError, match=message):
+    with pytest.raises(CaseError, match=r"^DataError: .* data\.group has 1,\d+ training rows"):
         clusters.get(2, 2).run(compare, config, cache, 1)
 
 

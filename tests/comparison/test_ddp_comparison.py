@@ -70,19 +70,7 @@ def test_ddp_dist_autograd_local_vs_remote(remote_device: str, cluster: RunningC
     check(compared, names={"1", "2"}, shared={"2"})
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda:0",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_ddp_dist_autograd_local_vs_remote_gpu(device: str, clusters: Clusters) -> None:
     """Upstream needs NCCL and one GPU per trainer; here, gloo reduces and all trainers share one GPU."""
     of_trainers = clusters.get(TRAINERS, 1, device=device).run(on_all_trainers, partial(chain, device))

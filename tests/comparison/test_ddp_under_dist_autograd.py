@@ -1,15 +1,7 @@
 """Tests of the hybrid model in torch's ``ddp_under_dist_autograd_test.py``, with the model of this project.
 
 The tests of gradients have the same names and the same roles: 4 trainers, a worker and a master.
-``comparison/cases/hybrid_trainer.py`` maps the classes. ``DdpComparisonTest`` and
-``CudaDdpComparisonTest`` are in ``test_ddp_comparison.py``. Other functions of the upstream file:
-
-- ``_call_method``, ``_remote_method``, ``_remote_method_async``: ``Remote.call``, which all tests use.
-- ``_trainer_process``, ``_remote_worker_process``, ``_master_process``, ``_do_test``: ``workers``.
-- ``destroy_pg``: the trainers' process group ends when they leave the cluster. The master is not in it, so
-  there is no ``new_group`` that every rank must call.
-- ``init_logger``: no counterpart; the standard error of each role is its log.
-- ``DDP.join``: not used in training; ``test_ddp_comparison.py`` shows that it works.
+``comparison/cases/hybrid_trainer.py`` maps the classes.
 """
 
 import pytest

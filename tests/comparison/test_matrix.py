@@ -91,6 +91,32 @@ SAME_BITS = (
 )
 
 
+SEQUENCES = partial(Case, trainers=3, features="sequences")
+WEIGHTED_SEQUENCES = partial(Case, trainers=3, features="weighted_sequences")
+UNEVEN = partial(Case, trainers=3, inputs="uneven")
+# Combinations that the covering rows lack; one table of sequences is shared with a feature of one id.
+FURTHER_CASES = [
+    SEQUENCES(inputs="uneven", placement="row", optimizer="adagrad"),
+    SEQUENCES(inputs="uneven", update="lookahead"),
+    WEIGHTED_SEQUENCES(
+        inputs="uneven",
+        update="lookahead",
+        placement="row",
+        micro_batches=2,
+        clip_norm=0.2,
+        optimizer="adam",
+    ),
+    WEIGHTED_SEQUENCES(net="dlrm", remote=True, compile="script"),
+    UNEVEN(features="sum", optimizer="adagrad", ddp="outside"),
+    UNEVEN(tasks="weighted", ddp="inside"),
+    UNEVEN(update="lookahead", remote=True, ddp="inside", clip_norm=0.2),
+    UNEVEN(micro_batches=3, tasks="ranked", features="mean"),
+    UNEVEN(update="lookahead", micro_batches=2, tasks="several"),
+    UNEVEN(net="mmoe", tasks="several"),
+    UNEVEN(net="ple", tasks="several", update="lookahead", remote=True),
+]
+
+
 def trained(clusters: Clusters, case: Case) -> Outcome:
     cluster = clusters.get(case.trainers, case.workers, has_many_hosts=case.has_many_hosts)
     return cluster.run(train_case, case)
@@ -178,6 +204,13 @@ def test_all_rows_take_every_step(case: Case, clusters: Clusters) -> None:
     check_against_one_process(case, outcome)
     with pytest.raises(AssertionError):
         check_against_one_process(dataclasses.replace(case, all_rows=False), outcome)
+
+
+@pytest.mark.parametrize("case", FURTHER_CASES, ids=attrgetter("name"))
+def test_further_cases_equal_one_process(case: Case, clusters: Clusters) -> None:
+    """Trainers start with a batch again after all have run out of batches."""
+    outcome = clusters.get(3, 2).run(train_case, case, rounds=2)
+    check_against_one_process(case, outcome, rounds=2)
 
 
 INVALID_STEPS = (3, 4, 9)

@@ -1,33 +1,11 @@
-"""Trainers that provide their own batches: different numbers of them, or invalid ones."""
+"""Invalid batches that trainers provide are refused."""
 
 import pytest
 import torch
 from support.cluster import CaseError, Clusters
-from support.matrix import Case, check_against_one_process, train_case
+from support.matrix import Case, train_case
 
 from hybrid.batch import Batch
-
-ROUNDS = 3
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(trainers=3, inputs="uneven", features="sum", optimizer="adagrad", ddp="outside"),
-        Case(trainers=3, inputs="uneven", tasks="weighted", ddp="inside"),
-        Case(trainers=3, inputs="uneven", update="lookahead", remote=True, ddp="inside", clip_norm=0.2),
-        Case(trainers=3, inputs="uneven", micro_batches=3, tasks="ranked", features="mean"),
-        Case(trainers=3, inputs="uneven", update="lookahead", micro_batches=2, tasks="several"),
-        pytest.param(
-            Case(trainers=3, inputs="uneven", update="lookahead", micro_batches=2, ddp="none"),
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=lambda case: case.name,
-)
-def test_trainers_with_fewer_batches_train_as_in_one_process(case: Case, clusters: Clusters) -> None:
-    outcome = clusters.get(3, 2).run(train_case, case, rounds=ROUNDS)
-    check_against_one_process(case, outcome, rounds=ROUNDS)
 
 
 def with_an_unknown_id(trainer: int) -> list[Batch]:

@@ -36,7 +36,7 @@ from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.engine.step_feed import Feed
 from hybrid.engine.uneven_batches import align_batches
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.models.dense_net import DenseNet
+from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.update_rules import UpdateRules
 from hybrid.server.barrier import HostedModule
@@ -73,13 +73,6 @@ class Net(HostedNet):
         """Return the weight after all updates."""
         self.barrier.drain()
         return self.parameter_list[0].detach().clone()
-
-
-class Concatenation(nn.Module):
-    """The interaction of the upstream test."""
-
-    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
-        return torch.cat([bottom_BH, pooled_BE], dim=1)
 
 
 class Trainer:

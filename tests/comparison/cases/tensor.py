@@ -8,10 +8,8 @@ import copy
 import functools
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from comparison.cases.peers import Compared, Gradients
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd, rpc
@@ -68,8 +66,8 @@ def _split_mlp(mlp: Mlp) -> TensorParallel:
     return split
 
 
-def _under_ddp(net: nn.Module, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(net, process_group=trainers_mesh().get_group("data"), **options)
+def _under_ddp(net: nn.Module) -> DistributedDataParallel:
+    return DistributedDataParallel(net, process_group=trainers_mesh().get_group("data"))
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -104,16 +102,15 @@ def _differentiate(loss: Tensor, net: nn.Module) -> Gradients:
     return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
 
-def trained(optimizer: str, dtype: torch.dtype, steps: int, index: int) -> list[Compared]:
-    """Return outputs and gradients of each step, then the parameters; the second input has another size."""
+def trained(dtype: torch.dtype, index: int) -> list[Compared]:
+    """Return outputs and gradients of two steps, then the parameters; the second input has another size."""
     mlp = Mlp().to(dtype)
     split = _split_mlp(mlp)
     ddp, own = _under_ddp(split), trainers_mesh().get_local_rank("data")
     nets: tuple[nn.Module, ...] = (mlp, ddp)
-    optimizers = [getattr(torch.optim, optimizer)(net.parameters(), lr=RATE) for net in nets]
+    optimizers = [torch.optim.Adam(net.parameters(), lr=RATE) for net in nets]
     compared = []
-    for step in range(steps):
-        size = 16 if step == 1 else 4
+    for step, size in enumerate((4, 16)):
         inputs = [random(10 * step + rank, size, INPUTS, dtype=dtype) for rank in range(DATA)]
         output, expected = ddp(inputs[own]), mlp(inputs[own])
         output.square().sum().backward()
@@ -140,15 +137,15 @@ def _table_gradient(rref: rpc.RRef[nn.Embedding], context: int) -> Tensor:
 def under_dist_autograd(form: str, steps: int, index: int) -> list[Compared]:
     """Use a net after a table on a worker; return the gradients of the context on both sides.
 
-    ``form`` is "alone", "ddp", an option of DDP, or "shared": trainer t has t samples of its own.
+    ``form`` is "alone", "ddp", or "shared": trainer t has t samples of its own.
     """
     mlp, table, here = Mlp(), RemoteModule("worker0/cpu", _Table), _Table()
     split = _split_mlp(mlp)
     net: nn.Module = split
     if form == "shared":
         net = _under_ddp(SharedStage(split, trainers_mesh().get_group("tensor")))
-    elif form != "alone":
-        net = _under_ddp(split, **({} if form == "ddp" else {form: True}))
+    elif form == "ddp":
+        net = _under_ddp(split)
     # The trainers whose losses determine the gradients of the net.
     counted = {"alone": [index, index], "shared": [0, 1, 2, 3]}.get(form, [0, 2])
     compared = []
@@ -180,29 +177,6 @@ def _ids(step: int, trainer: int, is_own: bool) -> Tensor:
 def _descend(net: nn.Module, gradients: Gradients) -> None:
     for name, parameter in net.named_parameters():
         parameter.sub_(RATE * gradients[name])
-
-
-def joined(index: int) -> list[Compared]:
-    """Use torch's ``join`` over the data group; the first rank has one input, the second three."""
-    mlp = Mlp()
-    split = _split_mlp(mlp)
-    ddp, own, counts = _under_ddp(split), trainers_mesh().get_local_rank("data"), (1, 3)
-    compared = []
-    with ddp.join():
-        for step in range(max(counts)):
-            inputs = [random(10 * step + rank, 4, INPUTS) for rank in range(DATA) if step < counts[rank]]
-            expected = _differentiate(_mean_loss(mlp, inputs), mlp)
-            _descend(mlp, expected)
-            if step >= counts[own]:
-                continue
-            with dist_autograd.context() as context:
-                x_BX = random(10 * step + own, 4, INPUTS)
-                dist_autograd.backward(context, [_loss(ddp, x_BX)])
-                held = dist_autograd.get_gradients(context)
-                got = {name: held[p].clone() for name, p in split.module.named_parameters()}
-            compared.append((got, parts_of(split, expected)))
-            _descend(split.module, got)
-    return [*compared, (_parameters(split.module), parts_of(split, _parameters(mlp)))]
 
 
 def shards(index: int) -> list[Compared]:
@@ -271,19 +245,6 @@ def few_outputs(index: int) -> list[Compared]:
     return [(got, {"output": expected, **parts_of(split, gradients_of(plain))})]
 
 
-def mesh_ranks(index: int) -> list[Compared]:
-    """Return the ranks of this trainer's tensor group and data group."""
-    groups = {
-        name: dist.get_process_group_ranks(trainers_mesh().get_group(name)) for name in ("tensor", "data")
-    }
-    expected = {"tensor": [index // 2 * 2, index // 2 * 2 + 1], "data": [index % 2, index % 2 + 2]}
-    return [(_tensors(groups), _tensors(expected))]
-
-
-def _tensors(groups: dict[str, list[int]]) -> Gradients:
-    return {name: torch.tensor(ranks) for name, ranks in groups.items()}
-
-
-def uneven_mesh(size: int, index: int) -> list[Compared]:
-    trainer_mesh(size, "cpu")
+def uneven_mesh(index: int) -> list[Compared]:
+    trainer_mesh(3, "cpu")
     return []
