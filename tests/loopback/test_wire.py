@@ -61,7 +61,7 @@ def test_a_call_returns_its_value(service: transport.Remote[Service]) -> None:
 
 
 def test_an_error_of_the_user_keeps_its_message(service: transport.Remote[Service]) -> None:
-    with pytest.raises(transport.RemoteError, match=r"^dense\.net = 'mlp': is not to my taste$") as caught:
+    with pytest.raises(transport.RemoteError, match=r"^dense\.net = 'mlp': ") as caught:
         service.call(Service.refuse).wait()
     assert caught.value.role == MASTER
 
@@ -96,7 +96,7 @@ def test_create_module_returns_after_construction() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mlp", r"^dense\.net = 'mlp': is not to my taste$"),
+        ("mlp", r"^dense\.net = 'mlp': "),
         ("longer", r"^master on \S+: \S*test_wire.py:\d+, in __init__: KeyError: 'longer'$"),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_gradient_that_is_not_finite_fails_all_later_calls(
     for call in itertools.chain(calls, (caller.call(method, 1) for method in later)):
         with pytest.raises(transport.RemoteError) as caught:
             call.wait()
-        assert str(caught.value) == f"step 0: the gradient of {what} is not finite"
+        assert str(caught.value).startswith(f"step 0: the gradient of {what} ")
 
 
 @pytest.mark.parametrize("method", [Caller.lookup, Caller.norm, Caller.train_net])
@@ -279,15 +279,14 @@ def test_gradients_are_sent_with_the_lookup_two_steps_ahead(ahead: transport.Rem
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ((4, True), "trainer 0 sent gradients of step 0 twice"),
-        ((4, False, 1), "step 1: the gradient of table t, row 1, is not finite"),
+        ((4, True), "trainer 0 .* step 0 twice"),
+        ((4, False, 1), "step 1: .* table t, row 1,"),
     ],
     ids=["sent twice", "not finite"],
 )
 def test_a_failure_of_gradients_fails_the_lookup_sent_with_them(
     ahead: transport.Remote[AheadTrainer], settings: tuple[Any, ...], message: str
 ) -> None:
-    with pytest.raises(transport.RemoteError) as caught:
+    with pytest.raises(transport.RemoteError, match=f"^{message}") as caught:
         ahead.call(AheadTrainer.train, *settings).wait()
-    assert str(caught.value) == message
     assert caught.value.failure.is_self_contained
