@@ -43,29 +43,6 @@ def last_line(ended: Ended) -> str:
     return ended.stderr.rpartition("\n")[0].rpartition("\n")[2]
 
 
-@pytest.mark.long
-def test_launch_gives_up_with_the_first_failure(endless: list[str], tmp_path: Path) -> None:
-    overrides = settings(run={"folder": "run"}, cluster={"max_restarts": 1})
-    with started(["launch", *endless, *ONE_EACH, *overrides], tmp_path) as command:
-        command.await_step()
-        first = command.role("worker 0")
-        first.kill()
-        assert eventually(lambda: "starting from the beginning" in command.stderr, STOP_SECONDS)
-        starts = command.stdout.count("\nstep 1/")
-        assert eventually(lambda: command.stdout.count("\nstep 1/") > starts, COMMAND_SECONDS)
-        command.role("master").kill()
-        ended = command.wait(STOP_SECONDS)
-    assert ended.code == 75
-    cause = rf"worker 0 \(pid {first.pid}\) was killed by SIGKILL; see run/logs/worker-0.log"
-    assert re.fullmatch(
-        rf"hybrid launch: {cause}; steps 0 to \d+ are lost, starting from the beginning\n"
-        rf"hybrid launch: {cause}; stopped after 1 restart\(s\) without a new checkpoint "
-        r"\(cluster.max_restarts\)\n",
-        ended.stderr,
-    )
-    assert not (tmp_path / "run/result.json").exists()
-
-
 def test_launch_restarts_after_its_fork_server_was_killed(endless: list[str], tmp_path: Path) -> None:
     overrides = settings(run={"folder": "run"})
     with started(["launch", *endless, *ONE_EACH, *overrides], tmp_path) as command:

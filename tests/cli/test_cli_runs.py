@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from chaos_run.run_comparison import differences
 from support.checkpoints import flip_a_bit
 from support.commands import OTHERS, TrainedRun, by_hand, output_of, result_of, run, settings
 from support.tables import write_criteo, write_csv, write_parquet
-from support.traces import ROUNDING, slices
+from support.traces import slices
 
 from hybrid.checkpoint.checkpoint_folders import (
     MANIFEST_FILE,
@@ -24,11 +23,7 @@ from hybrid.checkpoint.checkpoint_folders import (
     write_text,
 )
 from hybrid.data.dataset.dataset_manifest import COPY_NAME, FORMAT_VERSION
-from hybrid.inference import trained_run as evaluated_run
-from hybrid.inference.raw_rows import held_out_rows
-from hybrid.inference.trained_module import ConfiguredModule
 from workers.cli import main
-from workers.model_commands import measure
 
 
 def logged_steps(folder: Path) -> list[int]:
@@ -62,27 +57,6 @@ def test_run_folders_are_private(trained: TrainedRun) -> None:
     assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
 
 
-@pytest.mark.long
-def test_resumed_run_has_the_bits_of_an_undisturbed_one(
-    trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It resumes in the middle of an epoch, from the checkpoint before a damaged one."""
-    two = settings(train={"epochs": 2})
-    output_of(["launch", *trained.settings, *two, *settings(run={"folder": tmp_path / "whole"})], tmp_path)
-    folder = trained.copy(tmp_path)
-    damaged = step_folder(folder, 16) / "tables/C1.0-of-1.safetensors"
-    flip_a_bit(damaged)
-    printed = output_of(["launch", "--resume", folder, *two], tmp_path)
-    assert re.search(rf"{damaged}: .*; step-00000015", printed)
-    assert logged_steps(folder) == list(range(1, 33))
-    assert differences(tmp_path / "whole", folder) == []
-    main(["evaluate", str(step_folder(folder, 32))])
-    assert f"auc                 {result_of(folder)['auc']:.4f}\n" in capsys.readouterr().out
-    model = ConfiguredModule(evaluated_run.TrainedRun.read(step_folder(folder, 32), print), in_memory=False)
-    metrics = measure(model, held_out_rows(model.trained, progress=print))
-    assert metrics["auc"] == result_of(folder)["auc"], "to the last bit: equal rows tie in both"
-
-
 def test_finished_run_is_not_changed(trained: TrainedRun, tmp_path: Path) -> None:
     folder = trained.copy(tmp_path)
     ended = run(["launch", "--resume", folder], tmp_path)
@@ -107,10 +81,6 @@ def test_evaluate_skips_damaged_checkpoints(
         main(["evaluate", str(folder)])
 
 
-TRAINER_SPANS = (
-    *("step", "data", "lookup", "wait", "dense", "bottom", "interaction", "remote net", "head", "loss"),
-    *("backward", "all-reduce", "update", "decide", "optimizer"),
-)
 ALL_ROLES = [["master"], *([kind, "--index", i] for kind in ("trainer", "worker") for i in "01")]
 
 
@@ -125,23 +95,13 @@ def test_roles_by_hand_have_the_bits_of_launch(trained: TrainedRun, tmp_path: Pa
 
 def check_profile(folder: Path, printed: str) -> None:
     """Check the profile of steps 5 to 7 of a run with two trainers and two workers."""
-    trace = json.loads((folder / "profile/trace.json").read_text())
-    by_role = slices(trace)
+    by_role = slices(json.loads((folder / "profile/trace.json").read_text()))
     assert list(by_role) == ["trainer 0", "trainer 1", "worker 0", "worker 1"]
     for role, events in by_role.items():
+        spans = {"pool", "merge", "apply"} if role.startswith("worker") else {"step", "lookup", "all-reduce"}
+        for step in (5, 6, 7):
+            assert {each["name"] for each in events if each["args"]["step"] == step} >= spans, role
         assert {event["args"]["step"] for event in events} == {5, 6, 7}
-        names = Counter(event["name"] for event in events)
-        steps = {e["args"]["step"]: e for e in events if e["name"] == "step"}
-        if role.startswith("worker"):
-            assert names["pool"] == 6  # two trainers, three steps
-            assert names["merge"] == names["apply"] == {"worker 0": 6, "worker 1": 3}[role]  # with the net
-        else:
-            assert names.keys() >= set(TRAINER_SPANS)
-            assert len(steps) == names["step"] == 3
-            for event in (e for e in events if e.get("tid") == steps[5]["tid"]):
-                step = steps[event["args"]["step"]]
-                assert step["ts"] <= event["ts"] + ROUNDING
-                assert event["ts"] + event["dur"] <= step["ts"] + step["dur"] + ROUNDING
     assert "## worker 1" in (folder / "profile/table.md").read_text()
     assert f"profile             {folder / 'profile'}\n" in printed
 

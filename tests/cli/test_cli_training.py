@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from support.commands import (
     COMMAND_SECONDS,
-    TrainedRun,
     code_block,
     eventually,
     output_of,
@@ -17,7 +16,6 @@ from support.commands import (
 )
 from support.tables import write_csv
 
-from hybrid.checkpoint.checkpoint_folders import step_folder
 from workers.cli import main
 
 # A net with other parameters in each process.
@@ -130,26 +128,3 @@ def test_non_finite_loss_stops_the_run(tiny: list[str], tmp_path: Path) -> None:
     assert ended.code == 1
     assert re.match(r"hybrid launch: step \d+: (.* not finite|the loss of)", ended.stderr)
     assert not list(tmp_path.glob("runs/*/checkpoints/*"))
-
-
-PLAN = ["interaction.gate = colwise_gathered", "head.0 = colwise", "head.2 = rowwise"]
-SPLIT = settings(dense={"net": "my_net:build", "tensor_size": 2, "tensor_plan": PLAN})
-
-
-def test_tensor_parallel_custom_net_equals_one_process(tiny: list[str], tmp_path: Path) -> None:
-    (tmp_path / "my_net.py").write_text(code_block("docs/models.md", "python", "class Gates"))
-    printed = output_of(["compare", "--steps", 10, *tiny, *SPLIT], tmp_path)
-    assert "trainer 1: interaction.gate.weight" in printed
-
-
-@pytest.mark.long
-def test_run_is_resumed_with_another_execution_backend(
-    trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = trained.copy(tmp_path)
-    backend = {"device": "cpu,cpu", "compile": "script"}
-    output_of(["launch", "--resume", folder, *settings(train={"epochs": 2}, dense=backend)], tmp_path)
-    outcome = result_of(folder)
-    assert outcome["steps"] == 32
-    main(["evaluate", str(step_folder(folder, 32))])
-    assert f"auc                 {outcome['auc']:.4f}\n" in capsys.readouterr().out

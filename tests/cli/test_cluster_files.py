@@ -191,6 +191,18 @@ def test_hosts_receive_their_roles_and_the_secret(hosts: subprocess.Popen[bytes]
     assert hosts.wait(SECONDS) == 0
 
 
+def test_unreachable_host_is_an_error_at_the_start(
+    commands: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    commands("ssh", "exit 255")
+    command = [str(FOLDER / "hosts.sh"), "n0", "n0", "n1"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=SECONDS
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("hosts.sh: n0 cannot be entered")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_roles_end_with_hosts_sh(
     number: signal.Signals, hosts: subprocess.Popen[bytes], tmp_path: Path

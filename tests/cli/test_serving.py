@@ -15,7 +15,6 @@ from support.commands import ROOT, code_block, refusal
 from support.descriptors import redirected
 from support.trained import (
     clicks_config,
-    history_config,
     predicted_columns,
     shop_config,
     write_clicks,
@@ -38,12 +37,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shop_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shop")
     return write_trained(folder / "run", shop_config(folder))
-
-
-@pytest.fixture(scope="module")
-def history_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("history")
-    return write_trained(folder / "run", history_config(folder))
 
 
 @pytest.mark.parametrize(
@@ -78,13 +71,6 @@ def history_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "2024-02-01,1,65,u1,i1,a:1|b,i1,0,0,0,0,1",
                 "2024-02-01,1,65,u1,i1,a:-1,i1,0,0,0,0,1",
             ],
-        ),
-        pytest.param(
-            "history_run",
-            write_shop,
-            ["?,?,?,?,?,,,0,0,0,0,1", "0,1,65,u1,i1,a:0.5|zz:2,i1|?|i2|zz|i1|i3,0,0,0,0,1"],
-            ["0,1,65,u1,i1,a:-1,i1,0,0,0,0,1"],
-            marks=pytest.mark.long,
         ),
     ],
 )

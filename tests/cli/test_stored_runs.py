@@ -13,11 +13,10 @@ import pytest
 from support.commands import Command, TrainedRun, output_of, run, settings, started
 from support.stopped_runs import saved_steps
 from support.stores import BUCKET, Proxy, Store
-from support.trained import write_clicks
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.storage import files, object_stores
-from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
+from hybrid.storage.remote_path import StoragePath, parse_path
 from workers.cli import main
 
 RUN = f"s3://{BUCKET}/runs/clicks"
@@ -201,30 +200,3 @@ def test_stored_run_is_resumed_on_another_machine_resharded_evaluated_and_pruned
     ]
     numbers = [re.findall(r"\d\.\d{4}", text) for text in shown]
     assert numbers[0] == numbers[1] != []
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("store_name", ["google", "azure"])
-def test_run_in_another_store_is_resumed_and_evaluated(
-    request: pytest.FixtureRequest, store_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bucket = request.getfixturevalue(store_name)
-    assert isinstance(bucket, RemotePath)
-    write_clicks(tmp_path / "clicks.csv", 300, seed=8)
-    files.copy(tmp_path / "clicks.csv", bucket / "clicks.csv")
-    shown: list[tuple[list[str], bytes]] = []
-    places: tuple[StoragePath, StoragePath] = (tmp_path, bucket)
-    for folder in places:
-        columns = {"label": "clicked", "dense": '["price"]', "sparse": '["user"]', "format": "csv"}
-        data = {"path": folder / "clicks.csv", "cache_folder": folder / "prepared", **columns}
-        keys = settings(data=data, run={"folder": folder / "run"}, checkpoint={"every_steps": 5})
-        keys += [*settings(train={"batch_size": 8}), "--resume", "auto"]
-        output_of(["launch", *keys, *settings(train={"max_steps": 12})], tmp_path, afresh=True)
-        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / f"other-{len(shown)}"))
-        printed = output_of(["launch", *keys, *settings(train={"max_steps": 20})], tmp_path, afresh=True)
-        assert "resuming from step 12" in printed
-        output_of(["predict", folder / "run", "--output", folder / "p.csv"], tmp_path, afresh=True)
-        printed = output_of(["evaluate", folder / "run"], tmp_path, afresh=True)
-        shown.append((re.findall(r"\d\.\d{4}", printed), files.read_bytes(folder / "p.csv")))
-    assert shown[0] == shown[1]
