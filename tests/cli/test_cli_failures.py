@@ -87,17 +87,6 @@ def test_roles_by_hand_report_the_killed_role(endless: list[str], tmp_path: Path
     assert re.fullmatch(f"hybrid trainer 0: stopped by the master: {pattern}", last_line(of_trainer))
 
 
-def test_roles_by_hand_stop_with_their_master(endless: list[str], tmp_path: Path) -> None:
-    with by_hand([["master"], TRAINER, WORKER], [*endless, *ONE_EACH], tmp_path) as (master, *others):
-        master.await_step()
-        master.process.kill()
-        assert master.wait(STOP_SECONDS).code == -signal.SIGKILL
-        for command, name in zip(others, ("trainer 0", "worker 0"), strict=True):
-            ended = command.wait(STOP_SECONDS)
-            assert ended.code == 75
-            assert last_line(ended).startswith(f"hybrid {name}: the master went away: ")
-
-
 def test_killed_launcher_leaves_nothing_behind(endless: list[str], tmp_path: Path) -> None:
     # Without a namespace, this process sees the ports.
     run_folder = settings(run={"folder": "run"}, cluster={"namespace": "off"})

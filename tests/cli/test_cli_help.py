@@ -11,7 +11,7 @@ import pytest
 from support.commands import ROOT, settings
 
 from hybrid.config import RunConfig
-from hybrid.config.loading import describe, load_config
+from hybrid.config.loading import load_config
 from workers.cli import main
 
 COMMANDS = [
@@ -71,11 +71,6 @@ def test_config_prints_the_values_in_force(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "again.toml").write_text(printed)
     again = load_config(tmp_path / "again.toml")
     assert again.replace(train=RunConfig().train) == RunConfig()
-
-
-def test_config_describes_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["config", "--describe"])
-    assert capsys.readouterr().out == describe()
 
 
 TRILLION = ["plan", "--config", "configs/trillion.toml", "--hosts", "1000", "--memory", "64"]

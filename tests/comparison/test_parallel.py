@@ -39,12 +39,8 @@ CASES = [
 ]
 LONG_CASES = [
     split(net="dlrm", inputs="uneven", dense_optimizer="AdamW"),
-    split(net="mmoe", tasks="several", inputs="uneven"),
-    split(net="dlrm", dtype="float32"),
     split(net="deepfm", ddp="inside", clip_norm=0.2),
     split(net="wide_deep", ddp="none", clip_norm=0.2),
-    Case(parallel="replicas", net="dlrm", dtype="float32"),
-    Case(compile="aot_eager", net="dlrm", dtype="float32"),
     Case(parallel="replicas", compile="aot_eager"),
     split(net="ple", tasks="several", ddp="inside", clip_norm=0.2),
     Case(compile="aot_eager", net="mmoe", tasks="several"),

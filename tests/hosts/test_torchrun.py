@@ -76,11 +76,6 @@ class Agents:
         process_on([host], lambda process: "torchrun" in " ".join(process.cmdline()[:2])).kill()
         assert eventually(lambda: not host.processes(), SECONDS)
 
-    def kill_host(self, number: int) -> None:
-        """Kill a host and restart it."""
-        self._hosts[number].kill()
-        self._hosts[number] = self._switch.host(self._shared, number=number)
-
     def wait(self, number: int) -> int:
         """Wait for the end of an agent; return its exit code."""
         return self._running[number].wait(SECONDS).code
@@ -111,18 +106,6 @@ def test_killed_roles_are_restarted(start: Start, hosts: list[Host], whole: Path
     for rank in (WORKER, TRAINER, MASTER):
         progress.await_checkpoint()
         agents.role(rank).kill()
-    progress.await_checkpoint()
-    check_end(agents, whole, run, hosts)
-
-
-def test_killed_host_without_the_endpoint(start: Start, hosts: list[Host], whole: Path, shared: Path) -> None:
-    """The other agent waits until this one is started again."""
-    run = shared / "other"
-    agents = start(run)
-    progress = Progress(run, agents.started)
-    progress.await_checkpoint()
-    agents.kill_host(1)
-    agents.start(1)
     progress.await_checkpoint()
     check_end(agents, whole, run, hosts)
 

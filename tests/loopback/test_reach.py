@@ -4,6 +4,7 @@ import os
 import socket
 from hashlib import sha256
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.stores import BUCKET, Store
@@ -31,22 +32,6 @@ def prepared(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / FILE_NAME).write_text("{}")
     return folder
-
-
-@pytest.fixture
-def requested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Role, Path]]:
-    """Return the checks that are requested, by role; none is done."""
-    requests: list[tuple[Role, Path]] = []
-
-    class Done:
-        def wait(self) -> None: ...
-
-    def create(role: Role, check: object, key: str, path: Path, *_: object, timeout_seconds: float) -> Done:
-        requests.append((role, path))
-        return Done()
-
-    monkeypatch.setattr(transport, "create", create)
-    return requests
 
 
 def test_shared_folder_is_accepted_and_the_probe_is_removed(loopback: None, tmp_path: Path) -> None:
@@ -115,25 +100,23 @@ def test_prepared_data_must_be_the_same(prepared: Path, loopback: None) -> None:
 
 
 def test_trainers_check_data_and_all_roles_check_the_run(
-    prepared: Path, tmp_path: Path, requested: list[tuple[Role, Path]], monkeypatch: pytest.MonkeyPatch
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Other roles have other working directories, so their paths are absolute."""
+    create = Mock()
+    monkeypatch.setattr(transport, "create", create)
     monkeypatch.chdir(tmp_path)
     trainer, worker = Role(RoleKind.TRAINER, 1), Role(RoleKind.WORKER, 0)
-    SharedFolders([trainer, worker]).check_data(Path("prepared"))
-    assert requested == [(trainer, prepared / FILE_NAME)]
-    requested.clear()
-    Path("run").mkdir()
-    SharedFolders([trainer, worker]).check_run(Path("run"))
-    (first, probe), (second, same) = requested
-    assert (first, second, probe) == (trainer, worker, same)
-    assert probe.parent == tmp_path / "run"
-    assert not list(probe.parent.iterdir())
+    folders = SharedFolders([trainer, worker])
+    folders.check_data(Path("prepared"))
+    folders.check_run(Path("prepared"))
+    requests = [(call.args[0], call.args[3]) for call in create.call_args_list]
+    assert [role for role, _ in requests] == [trainer, trainer, worker]
+    assert [path.parent for _, path in requests] == [prepared] * 3
+    assert [path.name for path in prepared.iterdir()] == [FILE_NAME]
 
 
-def test_nothing_is_checked_or_written_on_one_host(
-    tmp_path: Path, requested: list[tuple[Role, Path]]
-) -> None:
+def test_nothing_is_checked_or_written_on_one_host(tmp_path: Path) -> None:
     SharedFolders([]).check_data(tmp_path / "nowhere")
     SharedFolders([]).check_run(tmp_path / "nowhere")
-    assert requested == []
     assert list(tmp_path.iterdir()) == []

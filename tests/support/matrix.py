@@ -220,10 +220,6 @@ class Case:
             groups = generator.initial_seed() + 1000 * drawn.sort().values
         return Batch(dense_BF, sparse, labels, total, weights=sample_weights, groups=groups)
 
-    def skipping(self) -> Case:
-        """Return the same case with non-finite steps skipped."""
-        return dataclasses.replace(self, non_finite="skip")
-
     def slices(self, make_batches: MakeBatches | None = None) -> list[list[Batch]]:
         """Return the batches of all trainers by step."""
         own = [list((make_batches or self.batches)(trainer)) for trainer in range(self.trainers)]
