@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,39 +66,6 @@ def test_exit_code_says_whether_a_restart_may_help_with_a_failed_store(
             assert message.startswith(f"hybrid {arguments[0]}: {RUN}"), message
             assert "\n" not in message
             assert (1 if has_line else end.value.code) == code, message
-
-
-def is_row_of_data(method: str, path: str) -> bool:
-    return method == "GET" and path.endswith("/train/samples")
-
-
-def is_file_of_last_checkpoint(method: str, path: str) -> bool:
-    return method in ("PUT", "POST") and "step-00000012/parts" in path
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("is_down", "message"),
-    [
-        (is_row_of_data, r"s3://\S+/train/samples: cannot be read: .*the store is overloaded or down"),
-        (is_file_of_last_checkpoint, r"cannot write s3://\S+: .*the last state of the run is not saved"),
-    ],
-    ids=["data", "checkpoint"],
-)
-def test_store_that_fails_during_a_run_is_reported(
-    store: Store, tiny: list[str], is_down: Callable[[str, str], bool], message: str, tmp_path: Path
-) -> None:
-    base = f"s3://{BUCKET}/{is_down.__name__}"
-    keys = [*tiny, *settings(run={"folder": f"{base}/run"}, data={"cache_folder": f"{base}/prepared"})]
-    keys += settings(train={"max_steps": 12}, checkpoint={"every_steps": 5}, cluster={"max_restarts": 0})
-    with Proxy(store) as proxy:
-        proxy.plan = lambda method, path: "503" if is_down(method, path) else None
-        variables = {"AWS_ENDPOINT_URL": f"http://{proxy.address}"}
-        with started(["launch", *keys], tmp_path, afresh=True, variables=variables) as command:
-            ended = command.wait(200.0)
-    assert ended.code == 75, ended.stderr
-    assert re.fullmatch(f"hybrid launch: {message}.*\n", ended.stderr), ended.stderr
 
 
 @dataclass

@@ -1,14 +1,19 @@
-"""The modes of DDP, asynchronous updates, and errors of trainers."""
+"""The modes of DDP, asynchronous updates, and errors of a job."""
 
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 from support.cluster import CaseError, Clusters, RunningCluster, small_config
-from support.jobs import Trained, train
+from support.jobs import Trained, opened, train
 from torch import Tensor
 
 from hybrid.config import RunConfig
+from hybrid.transport import RemoteError, gather
+from workers.controller.remote_trainer import Trainer
+from workers.master import diagnose
+from workers.rendezvous.bootstrap import JoinedCluster
 
 STEPS = 10
 
@@ -60,3 +65,44 @@ def test_error_of_a_trainer_reaches_the_master(
     assert message in str(caught.value)
     # The cluster still works after a failed job.
     assert cluster.run(train_once, small_config(), cache, tmp_path / "again").losses[0] > 0
+
+
+def train_alone(cluster: JoinedCluster, config: RunConfig, cache: Path) -> str:
+    """Let only trainer 0 take steps; return the error that the master would report."""
+    with opened(cluster, config, cache) as session:
+        try:
+            gather([session.trainers[0].call(Trainer.train, 0, 0, 2, 0)])
+        except RemoteError as error:
+            return str(diagnose(cluster, error, "at step 0"))
+    return "no error"
+
+
+def test_trainer_without_gradients_is_reported(clusters: Clusters, cache: Path) -> None:
+    # Without DDP, trainers wait for each other only at the barrier of the workers.
+    config = small_config(cluster={"timeout_seconds": 0.5}, dense={"ddp": "none"})
+    message = clusters.get(2, 2).run(train_alone, config, cache)
+    assert "trainer 1 for 0.5 s (cluster.timeout_seconds)" in message
+    assert "\n" not in message
+
+
+def test_tables_larger_than_memory_are_refused_before_allocation(clusters: Clusters, cache: Path) -> None:
+    config = small_config(embedding={"dim": 2_000_000_000})
+    with pytest.raises(CaseError, match=r"tables need [\d,.]+ GiB, .* the largest table is C"):
+        clusters.get(2, 2).run(train_alone, config, cache)
+
+
+def save_without_room(cluster: JoinedCluster, config: RunConfig, cache: Path, folder: Path) -> None:
+    """Write a checkpoint while the master cannot write to any file."""
+    with opened(cluster, config, cache) as session:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            session.save(folder / "step-1", 1, 0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_failed_checkpoint_leaves_no_file(clusters: Clusters, cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(CaseError, match=r"CheckpointError: .*/config.toml: File too large"):
+        clusters.get(2, 2).run(save_without_room, small_config(), cache, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Processes of a cluster: where calls run, the trainers' process group, and how roles end."""
+"""Processes of a cluster: where calls run, their sockets, the trainers' process group, and how roles end."""
 
 import os
 import threading
@@ -7,6 +7,7 @@ from multiprocessing.queues import SimpleQueue
 from socket import socket
 from typing import Any, TypeAlias
 
+import psutil
 import pytest
 import torch.distributed as dist
 from comparison.cases.examples import get_training_examples
@@ -80,6 +81,29 @@ def word_and_answer(cluster: JoinedCluster) -> bool:
 
 def test_a_call_does_not_wait_for_its_answer(clusters: Clusters) -> None:
     assert clusters.get(2, 2).run(word_and_answer)
+
+
+def addresses(cluster: JoinedCluster) -> dict[str, tuple[set[str], int]]:
+    """Return addresses and number of listening sockets of each role, the master first."""
+    found = {}
+    pids = {"master": os.getpid()} | {str(role): member.pid for role, member in cluster.members.items()}
+    for name, pid in pids.items():
+        connections = psutil.Process(pid).net_connections("inet")
+        listening = [each for each in connections if each.status == psutil.CONN_LISTEN]
+        found[name] = {each.laddr.ip for each in connections}, len(listening)
+    return found
+
+
+def test_roles_use_loopback_and_only_the_rendezvous_listens(clusters: Clusters) -> None:
+    """By default, torch listens on a dozen ports per role, and on every interface for its store."""
+    found = clusters.get(2, 2).run(addresses)
+    assert {name: listening for name, (_, listening) in found.items()} == {
+        "master": 1,
+        **dict.fromkeys(["trainer 0", "trainer 1", "worker 0", "worker 1"], 0),
+    }
+    for of_role, _ in found.values():
+        assert of_role
+        assert of_role <= {"127.0.0.1", "::1"}
 
 
 def live(

@@ -1,16 +1,7 @@
 """The hybrid model of torch's test, built from this project's parts on a running cluster.
 
-======================== ==================================================
-upstream                 this project
-======================== ==================================================
-RemoteEM                 :class:`Tables`, looked up by ``Embeddings``
-RemoteNet                :class:`Net`, called through ``wire.RemoteNet``
-fc1, torch.cat, fc2      bottom, interaction and head of a ``DenseNet``
-DdpMode, DDP             ``DdpMode`` and ``DdpModel``
-join                     ``align_batches`` batches: who has run out goes on empty
-Trainer                  :class:`Trainer`
-do_test_on_master        :func:`train`
-======================== ==================================================
+:class:`Tables` and :class:`Net` are on a worker, as RemoteEM and RemoteNet upstream. :class:`Trainer` and
+:func:`train` are Trainer and do_test_on_master; trainers without a batch go on with empty ones, without join.
 """
 
 from collections.abc import Iterator
