@@ -48,8 +48,6 @@ if kind == "ends" and cluster.rank == 1:
 model = cluster.distribute(Net(5 + (kind == "differs") * cluster.rank))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = {"id": torch.arange(8) % 5, "label": torch.ones(8)}
-if kind == "shuffles":
-    data["id"] = data["id"].roll(cluster.rank)
 if "resumes" in kind:
     cluster.resume("run", optimizer, every_steps=1)
 for batch in cluster.batches(data, size=8 if "pairs" in kind else 2 if "resumes" in kind else 4):
@@ -106,12 +104,11 @@ def test_calls_with_another_effect_on_a_cluster_cause_a_warning(script: Path, tm
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("raises", "train.py:43, in <module>: KeyError: 'missing'"),
-        ("resumes, raises", "train.py:43, in <module>: KeyError: 'missing'"),
+        ("raises", "train.py:41, in <module>: KeyError: 'missing'"),
+        ("resumes, raises", "train.py:41, in <module>: KeyError: 'missing'"),
         pytest.param("exits", "train.py has ended with sys.exit(3)", marks=pytest.mark.long),
         pytest.param("ends", "make different requests: ", marks=pytest.mark.long),
         ("differs", "distribute modules with different tables"),
-        pytest.param("shuffles", "trainers read different batches", marks=pytest.mark.long),
         ("plain backward", "call cluster.backward(loss)"),
         ("unused layer", "parameter unused.weight has no gradient"),
     ],
