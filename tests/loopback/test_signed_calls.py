@@ -362,9 +362,9 @@ def test_no_key_signs_with_one_nonce_twice(worker: Process, trainer: Process) ->
     headers = [process.call("worker0")[0][:25] for process in (worker, trainer, worker, trainer)]
     assert len(set(headers)) == 4
     assert len({header[:16] for header in headers}) == 2
-    equal = internal.PythonUDF(endpoints.echo, (torch.ones(9000), torch.ones(9000)), {})
-    first, second = (trainer.call("worker0", equal)[0][25:57] for _ in range(2))
-    assert len({first[:16], first[16:], second[:16], second[16:]}) == 4
+    equal = internal.PythonUDF(endpoints.echo, (*torch.ones(3, 9000),), {})
+    tags = [trainer.call("worker0", equal)[0][25:57] for _ in range(2)]  # of two tensors, beside the first
+    assert len({tag for pair in tags for tag in (pair[:16], pair[16:])}) == 4
 
 
 def test_collectives_load_plain_values_at_the_start() -> None:

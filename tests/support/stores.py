@@ -87,7 +87,7 @@ class Proxy:
     """
 
     def __init__(self, store: Store) -> None:
-        from moto.server import DomainDispatcherApplication, create_backend_app
+        from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 
         self.plan: Plan = lambda method, path: None
         self.seen: list[tuple[str, str]] = []
