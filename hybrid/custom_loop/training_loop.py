@@ -206,7 +206,7 @@ class TrainingLoop:
     @property
     def step(self) -> int:
         """Number of steps taken."""
-        return self._engine.step
+        return self._engine.feed.step
 
     @property
     def remaining_steps(self) -> int | None:
@@ -272,16 +272,16 @@ class TrainingLoop:
         first = resumed.samples if index == resumed.pass_index else 0
         self._training, current, self.handed_out = None, None, PassSizes()
         self.position, self.is_in_pass = self.position._replace(samples=first), True
-        self._engine.begin(self._local_batches(data, size, whole, drop_last, index, first), self.step)
+        self._engine.feed.begin(self._local_batches(data, size, whole, drop_last, index, first), self.step)
         try:
             for step_input in self._engine.steps(self.remaining_steps, self.save_if_due):
                 step, self._num_lookups = self.step, 0
                 for micro in step_input.micro_batches:
                     purpose = Purpose.TRAIN if self._rules.mode is UpdateMode.SYNC else Purpose.PREFETCH
                     ticket = micro.ticket._replace(purpose=purpose)
-                    with self._engine.recording(micro):
-                        lookup: Any = micro.start()
-                        self._training = current = ForwardPass(ticket, micro.batch, lookup, micro.is_last)
+                    with self._engine.recording(micro) as sent:
+                        is_last = micro.is_last
+                        self._training = current = ForwardPass(ticket, micro.batch, sent.lookup, is_last)
                         self.handed_out.add(micro.batch)
                         yield micro.batch.handed_out
                     if self._training is not current:
@@ -322,7 +322,7 @@ class TrainingLoop:
                 "If the loop was left after cluster.backward(...), which updates the tables only, call "
                 "hybrid.connect() again and distribute a new module"
             )
-        self._engine.feed.flush(self.step)
+        self._engine.feed.flush()
 
     def end_pass(self) -> None:
         """Count the current pass as done, whether the script read all of its batches or left it."""
@@ -597,6 +597,6 @@ class TrainingLoop:
         self._flush()
         progress = load_progress(self.model.net, objects, stored)
         self._backend.load(self._placed.number, stored)
-        self._engine.begin(iter(()), stored.manifest.step)
+        self._engine.feed.begin(iter(()), stored.manifest.step)
         self._training, self._sent_step = None, -1
         return progress

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.dense.net_builder import name_layer
+from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.models.dense_net import DenseNet
-from hybrid.primitives.deferred_response import PendingResult
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Ticket
 
@@ -23,13 +23,13 @@ class MicroBatch(NamedTuple, Generic[AnyBatch]):
 
     Attributes:
         ticket: identifies the calls for these samples.
-        start: starts the lookup, or returns the prefetched one.
+        lookup: None until it is sent, see :meth:`Feed.start`.
         is_last: whether it is the last micro-batch of its step.
     """
 
     batch: AnyBatch
     ticket: Ticket
-    start: Callable[[], PendingResult[Tensor]]
+    lookup: Lookup | None
     is_last: bool
 
 
@@ -59,7 +59,7 @@ class HybridModel(nn.Module):
                            ▼
                          head ──► outputs
 
-    Lookups are sent before ``bottom`` runs and are awaited after it, so that both overlap.
+    The caller has sent the lookup. ``bottom`` runs before the vectors are awaited, so that both overlap.
 
     Args:
         net: the local net; this module has no other parameters.
@@ -100,13 +100,12 @@ class HybridModel(nn.Module):
         device = self.device
         self._inputs = None
         try:
-            with clock.phase("lookup"):
-                lookup = micro.start()
             with clock.phase("dense"), clock.span("bottom"), self._precision(device):
                 dense_BF = to_device(micro.batch.dense_features.to(self._dtype), device)
                 bottom_BH = self.stages.bottom(dense_BF)
             with clock.phase("lookup"), clock.span("wait"):
-                pooled_BE = to_device(lookup.wait().to(self._dtype), device)
+                assert micro.lookup is not None, "the caller sends the lookup"
+                pooled_BE = to_device(micro.lookup.wait().to(self._dtype), device)
             inputs = NetInputs(dense_BF, pooled_BE.detach(), None)
             with clock.phase("dense"):
                 with clock.span("interaction"), self._precision(device):

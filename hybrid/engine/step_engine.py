@@ -3,7 +3,7 @@
 ::
 
     for each step       seed the random numbers; the feed has started the lookups in time
-      micro-batch       recording: forward pass, by the caller
+      micro-batch       recording: the lookup is sent; forward pass, by the caller
                         backward: gradients go to the tables; those of the net are added up and reduced
       decide            all trainers agree on the factor of the gradients
                         the caller updates the net; workers update the tables
@@ -64,7 +64,7 @@ class StepEngine(Generic[AnySamples]):
 
     Attributes:
         model: the module under DDP, and the gradients of its parameters.
-        step: the step that is being taken, or the next one.
+        feed: the micro-batches of each step, and the number of steps taken.
         device: on which ``group`` reduces.
     """
 
@@ -109,12 +109,6 @@ class StepEngine(Generic[AnySamples]):
         self._context_id: int | None = None
         self._micro: MicroBatch[AnySamples] | None = None
         self._loss = 0.0
-        self.step = 0
-
-    def begin(self, batches: Iterator[AnySamples], step: int) -> None:
-        """Continue with ``batches``, whose first is the batch of ``step``; drop prefetched lookups."""
-        self.step = step
-        self.feed.begin(batches, step)
 
     def steps(
         self, max_steps: int | None = None, before_step: Callable[[], None] | None = None
@@ -129,21 +123,25 @@ class StepEngine(Generic[AnySamples]):
                 before_step()
             if (current := next(self.feed, None)) is None:
                 return
-            seed_step(self._seed, self._trainer, self.step, self._devices)
+            seed_step(self._seed, self._trainer, self.feed.step, self._devices)
             self._loss = 0.0
             yield current
             self._clock.end_step()
 
     @contextmanager
-    def recording(self, micro: MicroBatch[AnySamples]) -> Iterator[None]:
-        """Record the forward pass of a micro-batch, until :meth:`backward` or the end of the block."""
+    def recording(self, micro: MicroBatch[AnySamples]) -> Iterator[MicroBatch[AnySamples]]:
+        """Send the lookup of a micro-batch, and yield the micro-batch with it.
+
+        The forward pass is recorded until :meth:`backward` or the end of the block.
+        """
         with ExitStack() as self._recording:
             self.model.begin(micro.is_last)
             self._context_id = None
             if self._spans_processes:
                 self._context_id = self._recording.enter_context(dist_autograd.context())
-            self._micro = micro
-            yield
+            with self._clock.phase("lookup"):
+                self._micro = self.feed.start(micro)
+            yield self._micro
 
     def backward(self, loss: Tensor) -> float:
         """Compute the gradients of a micro-batch, and return the loss.
@@ -169,7 +167,7 @@ class StepEngine(Generic[AnySamples]):
         self._recording.close()
         value = loss.item()
         self._loss += value
-        self._guard.check_loss(self.step, value, self.model.first_not_finite)
+        self._guard.check_loss(self.feed.step, value, self.model.first_not_finite)
         return value
 
     def _gradients(self) -> dict[Tensor, Tensor]:
@@ -183,9 +181,9 @@ class StepEngine(Generic[AnySamples]):
         return gradients
 
     def decide(self) -> float | None:
-        """Return the factor of the gradients of the step; None skips it. It ends the step."""
+        """End the step; return the factor of its gradients, or None to skip it."""
         norm, find = self.model.squared_norm(), self.model.gradient_not_finite
         with self._clock.span("decide"):
-            scale = self._guard.decide(self.step, self._loss, norm, find)
-        self.step += 1
+            scale = self._guard.decide(self.feed.step, self._loss, norm, find)
+        self.feed.end_step()
         return scale

@@ -13,7 +13,6 @@ In lookahead mode, a worker responds to the lookup of step s+2 once update s+1 i
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar, TypeVarTuple
 
 from hybrid.embedding.trainer.embeddings import Embeddings, ModuleTables
@@ -49,19 +48,21 @@ class Samples(Protocol):
 
 
 class StepInput(NamedTuple, Generic[AnySamples]):
-    """The input of one step of one trainer, and its prefetched lookups, one per micro-batch."""
+    """The input of one step of one trainer."""
 
     batch: AnySamples
     micro_batches: list[MicroBatch[AnySamples]]
-    lookups: list[Lookup]
 
 
 class Feed(Iterator[StepInput[AnySamples]]):
-    """An iterator over the steps of one trainer.
+    """An iterator over the steps of one trainer, which must end each step before the next one.
 
     Args:
         hosted: the workers that expect gradients for their tables.
         clock: measures the time spent here, and records the start of each step.
+
+    Attributes:
+        step: the step that is being taken, or the next one: the number of steps taken.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class Feed(Iterator[StepInput[AnySamples]]):
 
     def begin(self, batches: Iterator[AnySamples], step: int) -> None:
         """Continue with ``batches``, whose first is the batch of ``step``; drop prefetched lookups."""
+        self.step = step
         self._batches = batches
-        self._step = step
         self._first_step = step
-        self._current: StepInput[AnySamples] | None = None  # returned last
+        self._current: StepInput[AnySamples] | None = None  # the step that is being taken
         self._ahead: deque[StepInput[AnySamples]] = deque()  # prefetched
 
     def rejoin(self) -> None:
@@ -96,42 +97,59 @@ class Feed(Iterator[StepInput[AnySamples]]):
         """
         if self._has_ended:
             self._has_ended = False
-            self.call_barriers(UpdateBarrier.rejoin, self._step)
+            self.call_barriers(UpdateBarrier.rejoin, self.step)
 
-    def flush(self, num_taken: int) -> None:
-        """Wait until the workers have the gradients of all steps so far.
+    def flush(self) -> None:
+        """Wait until the workers have the gradients of all steps taken.
 
         The messages with gradients are not awaited otherwise, except by the lookups that they carry.
-
-        Args:
-            num_taken: number of steps taken; either all returned steps, or all but the last.
         """
-        pending = [*self._ahead]
-        if self._current is not None and num_taken < self._step:
-            pending.insert(0, self._current)
+        pending = [*self._ahead] if self._current is None else [self._current, *self._ahead]
         # In lookahead mode, the lookup of the next step waits for these gradients; later ones wait for more.
         for step in pending[:1] if self._mode is UpdateMode.LOOKAHEAD else pending:
-            for lookup in step.lookups:
-                lookup.flush()
+            for micro in step.micro_batches:
+                if micro.lookup is not None:
+                    micro.lookup.flush()
         self._embeddings.flush()
 
     def has_next(self) -> bool:
         """Whether there is a further step; reads its batch."""
         num_ahead = _LOOK_AHEAD if self._should_prefetch else 1
         while len(self._ahead) < num_ahead and (batch := self._read()) is not None:
-            self._ahead.append(self._step_of(batch, self._step + len(self._ahead)))
+            self._ahead.append(self._step_of(batch, self.step + len(self._ahead)))
         return bool(self._ahead)
 
     def __next__(self) -> StepInput[AnySamples]:
-        self._clock.begin_step(self._step)
+        self._clock.begin_step(self.step)
         if not self.has_next():
             raise StopIteration
         self._current = current = self._ahead.popleft()
         # The gradients of the current step carry the lookup of the step after the next.
         if self._ahead and (batch := self._read()) is not None:
-            self._ahead.append(self._step_of(batch, self._step + _LOOK_AHEAD, current.lookups))
-        self._step += 1
+            self._ahead.append(self._step_of(batch, self.step + _LOOK_AHEAD, current))
         return current
+
+    def end_step(self) -> None:
+        """Count the step that is being taken as taken."""
+        self.step += 1
+        self._current = None
+
+    def start(self, micro: MicroBatch[AnySamples], after: Lookup | None = None) -> MicroBatch[AnySamples]:
+        """Return a micro-batch with its lookup, which is sent now unless it is a prefetched one.
+
+        Args:
+            after: an earlier lookup, whose gradients carry this one; by default, it has its own message.
+        """
+        if micro.lookup is not None:
+            return micro
+        samples, ticket = micro.batch, micro.ticket
+        if self._should_prefetch:
+            is_async = self._mode is UpdateMode.ASYNC
+            version = max(self._first_step, ticket.step - 1) if is_async else ticket.step
+            ticket = ticket._replace(version=version, purpose=Purpose.PREFETCH)
+        if samples.ended:
+            return micro._replace(lookup=self._embeddings.empty_lookup(ticket, after))
+        return micro._replace(lookup=self._embeddings.lookup(samples.sparse_features, ticket, after))
 
     def call_barriers(
         self, method: Callable[[UpdateBarrier[Any], int, *Arguments], None], *args: *Arguments
@@ -144,26 +162,20 @@ class Feed(Iterator[StepInput[AnySamples]]):
         with self._clock.phase("data"):
             return next(self._batches, None)
 
-    def _step_of(self, batch: AnySamples, step: int, after: Sequence[Lookup] = ()) -> StepInput[AnySamples]:
+    def _step_of(
+        self, batch: AnySamples, step: int, before: StepInput[AnySamples] | None = None
+    ) -> StepInput[AnySamples]:
+        """Return the input of a step; prefetched lookups are sent, with the gradients of an earlier step."""
         if batch.ended and not self._has_ended:
             self._has_ended = True
             self.call_barriers(UpdateBarrier.finish, step)
-        lookups: list[Lookup] = []
         micro_batches = []
         for part, samples in enumerate(batch.split(self._parts)):
             ticket = Ticket(self._trainer, step, step, part, checksum=batch.checksum)
-            start: Callable[[], Lookup] = partial(self._start, samples, ticket)
+            micro = MicroBatch(samples, ticket, None, part == self._parts - 1)
             if self._should_prefetch:
-                is_async = self._mode is UpdateMode.ASYNC
-                version = max(self._first_step, step - 1) if is_async else step
-                prefetch = ticket._replace(version=version, purpose=Purpose.PREFETCH)
                 with self._clock.phase("lookup"):
-                    lookups.append(self._start(samples, prefetch, after[part] if after else None))
-                start = partial(lookups.__getitem__, part)
-            micro_batches.append(MicroBatch(samples, ticket, start, part == self._parts - 1))
-        return StepInput(batch, micro_batches, lookups)
-
-    def _start(self, samples: AnySamples, ticket: Ticket, after: Lookup | None = None) -> Lookup:
-        if samples.ended:
-            return self._embeddings.empty_lookup(ticket, after)
-        return self._embeddings.lookup(samples.sparse_features, ticket, after)
+                    after = None if before is None else before.micro_batches[part].lookup
+                    micro = self.start(micro, after)
+            micro_batches.append(micro)
+        return StepInput(batch, micro_batches)

@@ -61,14 +61,17 @@ class Job:
         """The vectors and the loss of each step."""
         vectors, losses = [], []
         self._feed.begin(iter(batches), 0)
-        for batch, (micro,), _ in self._feed:
+        for batch, (micro,) in self._feed:
             with dist_autograd.context() as context_id:
-                pooled_BE = micro.start().wait()
+                lookup = self._feed.start(micro).lookup
+                assert lookup is not None
+                pooled_BE = lookup.wait()
                 loss = (pooled_BE.sum(1) - batch.labels).square().mean()
                 dist_autograd.backward(context_id, [loss])
             vectors.append(pooled_BE.detach())
             losses.append(loss.item())
-        self._feed.flush(len(batches))
+            self._feed.end_step()
+        self._feed.flush()
         self.tables.call(TableShards.take_spans).wait()  # drains
         return vectors, losses
 

@@ -3,7 +3,6 @@
 import csv
 import random
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +145,7 @@ def engine_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float64]
     blocks = file_rows(trained, [str(inputs)], with_labels=False, progress=print).blocks()
     outputs = []
     for batch, *_ in blocks:
-        lookup = partial(embeddings.lookup, batch.sparse_features, ticket)
+        lookup = embeddings.lookup(batch.sparse_features, ticket)
         outputs.append(model(MicroBatch(batch, ticket, lookup, is_last=True), StepClock()).detach())
     shards.close()
     columns = prediction_columns(trained.config.all_tasks, torch.cat(outputs))

@@ -1,5 +1,7 @@
 """Samples whose vectors are known, for tests without workers."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.futures import Future
@@ -14,6 +16,6 @@ def micro_batch(
 ) -> MicroBatch[Batch]:
     """Return samples whose lookup has the response ``pooled_BE``."""
     batch = Batch.empty(0, 0)._replace(dense_features=dense_BF, labels=torch.zeros(len(dense_BF)))
-    vectors: Future[Tensor] = Future()
+    vectors: Any = Future()
     vectors.set_result(pooled_BE)
-    return MicroBatch(batch, Ticket(0, step, step, part), lambda: vectors, is_last)
+    return MicroBatch(batch, Ticket(0, step, step, part), vectors, is_last)

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -137,7 +136,7 @@ class Trainer:
         if self._stream is None or self._position != (epoch, first_step):
             self.close()
             self._stream = self._loaders[TRAIN].batches(epoch, first_step)
-            self._engine.begin(self._stream, steps_before)
+            self._engine.feed.begin(self._stream, steps_before)
         self._position = (epoch, first_step + num_steps)
         return self._train(num_steps)
 
@@ -164,7 +163,7 @@ class Trainer:
         local = [*checked] if isinstance(batches, Sequence) else checked
         num_tasks, has_ranking = len(self._config.task_specs), self._config.has_ranking_loss
         aligned = align_batches(local, empty, self._group, self._engine.device, num_tasks, has_ranking)
-        self._engine.begin(aligned, steps_before)
+        self._engine.feed.begin(aligned, steps_before)
         report = self._train(None)
         self._engine.feed.rejoin()
         return report
@@ -192,10 +191,10 @@ class Trainer:
         outputs: list[Tensor] = []
         labels: list[Tensor] = []
         skipped_steps = 0
-        for batch, micro_batches, _ in self._engine.steps(num_steps):
-            step, losses_M, outputs_M = self._engine.step, [], []
-            for micro in micro_batches:
-                with self._engine.recording(micro):
+        for batch, micro_batches in self._engine.steps(num_steps):
+            step, losses_M, outputs_M = self._engine.feed.step, [], []
+            for each in micro_batches:
+                with self._engine.recording(each) as micro:
                     outputs_BO = model.module(micro, self._clock)
                     with self._clock.phase("dense"), self._clock.span("loss"):
                         loss = self._objective(outputs_BO, micro.batch)
@@ -223,7 +222,7 @@ class Trainer:
         ticket = Ticket(self._index, steps_before, steps_before, purpose=Purpose.PREDICT)
         with self._loaders[split].batches(0, first_step) as stream, evaluating(module):
             for batch in itertools.islice(stream, num_steps):
-                lookup = partial(self._embeddings.lookup, batch.sparse_features, ticket)
+                lookup = self._embeddings.lookup(batch.sparse_features, ticket)
                 outputs_BO = module(MicroBatch(batch, ticket, lookup, is_last=True), clock).cpu()
                 parts.append(Predictions.of(batch, outputs_BO, self._sequences))
         return Predictions.concatenate(parts)
@@ -234,7 +233,7 @@ class Trainer:
 
     def flush(self) -> None:
         """See :meth:`Feed.flush`."""
-        self._engine.feed.flush(self._engine.step)
+        self._engine.feed.flush()
 
     def begin_save(self, name: str | None) -> None:
         """Hold a copy of the dense net and its optimizer for :meth:`write`.

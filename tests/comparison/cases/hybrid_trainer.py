@@ -84,15 +84,16 @@ class Trainer:
         """Take steps until no trainer has a batch; return the last gradients by parameter."""
         empty = Batch.empty(NUM_DENSE, num_sparse=1)
         self._feed.begin(align_batches(iter(batches), empty, self._group, torch.device("cpu")), steps_before)
-        for _, (micro,), _ in self._feed:
+        for _, (micro,) in self._feed:
             self._step(micro)
+            self._feed.end_step()
         self._feed.rejoin()
         gradients = self._model.gradients
         return {name: gradients[p].clone() for name, p in self._model.net.named_parameters()}
 
     def _step(self, micro: MicroBatch[Batch]) -> None:
         with dist_autograd.context() as context:
-            output_B = self._model.module(micro, self._clock)
+            output_B = self._model.module(self._feed.start(micro), self._clock)
             values_B = micro.batch.labels
             # Upstream multiplies (B, 1) with (B,), an outer product.
             assert output_B.shape == values_B.shape

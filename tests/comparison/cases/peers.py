@@ -4,7 +4,6 @@ The nets here are torch's own, under torch's own DDP, but where the project's is
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -104,8 +103,8 @@ def hybrid_model(uneven: bool, index: int) -> list[Compared]:
 def _compare_ddp_model(ddp_model: DdpModel, batch: Batch) -> Compared:
     ticket = Ticket(0, 0, 0)
     outbox = Outbox({}, StepClock())
-    start = partial(Lookup, ticket, {}, ConcatenatedFeatures((), 0), outbox)
-    micro = MicroBatch(batch, ticket, start, is_last=True)
+    lookup = Lookup(ticket, {}, ConcatenatedFeatures((), 0), outbox)
+    micro = MicroBatch(batch, ticket, lookup, is_last=True)
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [ddp_model.module(micro, StepClock()).norm()])
         ddp_model.collect(dist_autograd.get_gradients(context), is_last=True)

@@ -15,7 +15,12 @@ from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 def test_a_pass_begins_after_all_updates_of_earlier_steps(mode: UpdateMode) -> None:
     versions = [5, 5, 6, 7] if mode is UpdateMode.ASYNC else [5, 6, 7, 8]
     tickets: list[Ticket] = []
-    tables: Any = SimpleNamespace(lookup=lambda ids, ticket, after=None: tickets.append(ticket))
+
+    def lookup(ids: object, ticket: Ticket, after: object) -> object:
+        tickets.append(ticket)
+        return object()
+
+    tables: Any = SimpleNamespace(lookup=lookup)
     batch: Any = SimpleNamespace(
         ended=False, checksum=0, sparse_features=None, split=lambda parts: [batch] * parts
     )
@@ -23,5 +28,6 @@ def test_a_pass_begins_after_all_updates_of_earlier_steps(mode: UpdateMode) -> N
     feed.begin(iter([batch] * 4), 5)
     for step in feed:
         for micro in step.micro_batches:
-            micro.start()
+            feed.start(micro)
+        feed.end_step()
     assert [ticket[:3] for ticket in tickets] == [(0, 5 + n, version) for n, version in enumerate(versions)]
