@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,9 @@ from hybrid.config.splits import TEST, TRAIN
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.embedding_modules import plain_copy
 from hybrid.custom_loop.local_batches import GROUP, PreparedData
-from hybrid.custom_loop.loop_state import LoopCheckpoints, Position, Stateful, describe_start
+from hybrid.custom_loop.loop_checkpoints import LoopCheckpoints
+from hybrid.custom_loop.loop_state import Stateful
+from hybrid.custom_loop.step_states import RESUME
 from hybrid.custom_loop.training_loop import TrainingLoop
 from hybrid.data.prepare.dataset_location import open_split
 from hybrid.engine.hybrid_model import evaluating
@@ -60,6 +61,7 @@ class Cluster:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._loop: TrainingLoop | None = None
+        self._checkpoints: LoopCheckpoints
         self.rank = backend.trainer
         self.world_size = backend.group.size()
 
@@ -100,6 +102,7 @@ class Cluster:
         if self._loop is not None:
             raise RuntimeError("a module is already distributed: combine both modules into one")
         self._loop = TrainingLoop(self._backend, module)
+        self._checkpoints = LoopCheckpoints(self._backend, self._loop)
         return Distributed(self._loop)
 
     def batches(
@@ -127,7 +130,18 @@ class Cluster:
             raise ValueError(f"size must be at least 1, not {size}")
         if drop_last and size is None and not isinstance(data, PreparedData):
             raise ValueError("drop_last needs a size; a DataLoader has its own drop_last")
-        return self._require_loop().batches(data, size, whole, drop_last)
+        return self._batches(self._require_loop(), data, size, whole, drop_last)
+
+    def _batches(
+        self, loop: TrainingLoop, data: Any, size: int | None, whole: str | None, drop_last: bool
+    ) -> Iterator[Any]:
+        if not torch.is_grad_enabled():
+            yield from loop.evaluation_batches(data, size, whole, drop_last)
+            return
+        yield from loop.training_batches(data, size, whole, drop_last, self._checkpoints.write_if_due)
+        if self._backend.snapshot is not None and loop.remaining_steps == 0:
+            self._checkpoints.save(self._backend.snapshot, [*loop.optimizers])
+            raise SystemExit  # hybrid compare needs no further lines of the script
 
     def backward(
         self, values: Tensor, weights: Tensor | None = None, more: Sequence[tuple[Tensor, Tensor | None]] = ()
@@ -183,15 +197,22 @@ class Cluster:
         Raises:
             DataError: there are no samples, or no labels.
         """
-        return self._require_loop().evaluate_once(partial(self._evaluate, data, size))
+        loop = self._require_loop()
+        if loop.has_batch or not loop.history.is_recorded:  # a script that resumes does not repeat the call
+            return self._evaluate(loop, data, size)
+        known = loop.history.known_evaluation()
+        metrics = self._evaluate(loop, data, size) if known is None else known
+        loop.history.now.evaluations.append(metrics)
+        return metrics
 
-    def _evaluate(self, data: Any, size: int | None) -> Metrics:
-        loop, tasks, parts = self._require_loop(), self._backend.config.all_tasks, []
-        net = loop.model.net
-        outer = loop.handed_out
+    def _evaluate(self, loop: TrainingLoop, data: Any, size: int | None) -> Metrics:
+        tasks = self._backend.config.all_tasks
+        parts = []
+        net, outer = loop.model.net, loop.handed_out
         with evaluating(net):
-            for batch in loop.batches(data, size):
-                if missing := [name for name in tasks if name not in batch]:
+            for batch in loop.evaluation_batches(data, size):
+                missing = [name for name in tasks if name not in batch]
+                if missing:
                     raise DataError(f"evaluate: the batch has no column {missing[0]!r} with labels")
                 labels_BT = torch.stack([batch[name] for name in tasks], 1).float()
                 ones_B = torch.ones_like(labels_BT[:, 0])
@@ -206,8 +227,7 @@ class Cluster:
         outputs = outputs[:, 0] if outputs.shape[1:] == (1,) else outputs
         predictions = Predictions(outputs, rest[0], rows, *rest[1:])
         metrics = predictions.metrics(tasks, is_weighted=self._backend.config.data.weighted_metrics)
-        if loop.checkpoints is not None:
-            loop.checkpoints.record_evaluation(metrics, loop.step)
+        self._checkpoints.record_evaluation(metrics)
         return metrics
 
     def resume(self, folder: str | StoragePath, *objects: Stateful, every_steps: int = 1000) -> None:
@@ -230,20 +250,15 @@ class Cluster:
         if every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, not {every_steps}")
         loop, root = self._require_loop(), parse_path(folder)
-        if loop.checkpoints is not None or loop.is_in_pass or loop.position != Position():
-            raise RuntimeError("cluster.resume(...) is called once, before the first step")
+        loop.advance(RESUME)
         if self._backend.snapshot is not None:
             return  # hybrid compare runs the first steps of the script
         if self.rank == 0 and isinstance(root, Path):
             lock_until_exit(root.absolute(), "cluster.resume")
         self._backend.enable_restart(root)
-        loop.checkpoints = LoopCheckpoints(
-            self._backend, loop.trainers, root, every_steps, lambda path, best: loop.save(path, objects, best)
-        )
-        loop.start = describe_start(loop.model.net, objects, self.world_size)
-        if (stored := loop.checkpoints.open_newest()) is not None:
-            loop.resume(stored, objects)
-            self.print(f"resuming from step {loop.step}: {stored.folder}")
+        resumed = self._checkpoints.resume(root, objects, every_steps)
+        if resumed is not None:
+            self.print(f"resuming from step {loop.step}: {resumed}")
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the indices of the epochs, from that of the checkpoint of :meth:`resume` on.
@@ -251,20 +266,22 @@ class Cluster:
         Raises:
             CheckpointError: the last checkpoint cannot be written.
         """
-        loop = self._require_loop()
-        if loop.checkpoints is not None and loop.resumed.epoch >= count > 0:
-            root, done = loop.checkpoints.root, f"all {count} epoch(s) are done at step {loop.step}"
-            self.print(f"{root}: {done}; raise their number, or choose another folder to start anew")
-        for epoch in range(loop.resumed.epoch, count):
+        loop, checkpoints = self._require_loop(), self._checkpoints
+        first_epoch = loop.history.before.epoch
+        if first_epoch >= count > 0:
+            done = f"all {count} epoch(s) are done at step {loop.step}"
+            rule = "raise their number, or choose another folder to start anew"
+            self.print(f"{checkpoints.root}: {done}; {rule}")
+        for epoch in range(first_epoch, count):
             if loop.remaining_steps == 0:
                 break
-            loop.begin_epoch(epoch)
-            if epoch > loop.resumed.epoch:
-                loop.save_if_due()
+            loop.history.begin_epoch(epoch)
+            if epoch > first_epoch:
+                checkpoints.write_if_due()
             yield epoch
         if loop.remaining_steps != 0:  # else a longer run can continue in the pass
-            loop.begin_epoch(count)
-        loop.save_if_due(is_last=True)
+            loop.history.begin_epoch(count)
+        checkpoints.write_if_due(is_last=True)
 
     def save(self, folder: str | StoragePath, *objects: Stateful) -> None:
         """Write a checkpoint of the tables, the module and optimizers.
@@ -279,7 +296,8 @@ class Cluster:
             CheckpointError: the folder exists or cannot be written; no partial checkpoint remains.
             RuntimeError: a step has begun.
         """
-        self._require_loop().save(parse_path(folder), objects)
+        self._require_loop()
+        self._checkpoints.save(parse_path(folder), objects)
 
     def load(self, folder: str | StoragePath, *objects: Stateful) -> None:
         """Load a checkpoint, written by any number of trainers and workers; all trainers call it.
@@ -293,7 +311,8 @@ class Cluster:
             CheckpointError: the checkpoint is of another model or of other objects, or damaged.
             RuntimeError: a step has begun.
         """
-        self._require_loop().load(Checkpoint.open(parse_path(folder)), objects)
+        self._require_loop()
+        self._checkpoints.load(Checkpoint.open(parse_path(folder)), objects)
 
     def plain_module(self) -> nn.Module:
         """Return a copy of the module with ``nn.Embedding`` and ``nn.EmbeddingBag``, with all rows.

@@ -1,26 +1,27 @@
-"""What a checkpoint of a custom loop holds beside the tables: module, optimizers, schedulers, position."""
+"""What a checkpoint of a custom loop holds beside the tables: module, optimizers, schedulers, progress."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import length_hint
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
-from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, MANIFEST_FILE, Best
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, MANIFEST_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense
-from hybrid.custom_loop.backend import Backend
-from hybrid.custom_loop.trainer_group import TrainerGroup
+from hybrid.custom_loop.embedding_modules import Jagged
+from hybrid.custom_loop.local_batches import size_of
+from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.dense.dense_optimizer import DenseOptimizer
-from hybrid.errors import CheckpointError, DataError, StorageError
+from hybrid.errors import CheckpointError, DataError
 from hybrid.metrics import Metrics
 from hybrid.protocol.update_rules import Schedule
-from hybrid.storage.remote_path import StoragePath
 
 # Keys of a manifest's progress.
 _OBJECTS, _TYPES, _POSITION, _EPOCH, _START = "objects", "types", "position", "in_epoch", "start"
@@ -39,32 +40,115 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-class Position(NamedTuple):
-    """The position of a loop between two steps.
+@dataclass
+class LoopProgress:
+    """The progress of a script.
 
     Attributes:
         epoch: index of the epoch, see :meth:`Cluster.epochs`.
         first_pass: index of the epoch's first pass over training batches.
         pass_index: index of the current pass.
         samples: number of samples of this pass, of all trainers, whose steps are done.
+        lengths: length of the data of each training pass of the epoch; -1 if unknown.
+        evaluations: results of the evaluations between the passes of the epoch.
+        start: what is expected to be equal when a script resumes; see :func:`describe_start`.
     """
 
     epoch: int = 0
     first_pass: int = 0
     pass_index: int = 0
     samples: int = 0
-
-
-@dataclass
-class EpochRecord:
-    """What a script has done in an epoch between its passes, and does again if it resumes within the epoch.
-
-    Attributes:
-        lengths: length of the data of each training pass; -1 if unknown.
-    """
-
     lengths: list[int] = field(default_factory=list)
     evaluations: list[Metrics] = field(default_factory=list)
+    start: Mapping[str, str] = field(default_factory=dict)
+
+    def is_valid(self, num_steps: int) -> bool:
+        """Whether the types are right, and a loop can have this progress after ``num_steps`` steps."""
+        passes = self.epoch, self.first_pass, self.pass_index
+        numbers = [value for metrics in self.evaluations for value in metrics.values()]
+        return (
+            all(type(each) is int and each >= 0 for each in (*passes, self.samples))
+            and max(passes) <= num_steps + _MAX_EMPTY_PASSES
+            and self.samples < _MAX_SAMPLES
+            and self.first_pass <= self.pass_index
+            and all(type(each) is int for each in self.lengths)
+            and all(isinstance(each, int | float) for each in numbers)
+            and all(isinstance(each, str) for each in (*self.start, *self.start.values()))
+        )
+
+
+class PassHistory:
+    """The training passes and evaluations of a script, now and before the checkpoint that it resumes.
+
+    Attributes:
+        now: the progress so far.
+        before: the progress of the checkpoint; that of a new script if there is none.
+        is_recorded: whether lengths and evaluations are recorded, as after ``cluster.resume``.
+    """
+
+    def __init__(self, warnings: LoopWarnings) -> None:
+        self.now, self.before = LoopProgress(), LoopProgress()
+        self.is_recorded = False
+        self._warnings = warnings
+        self._is_in_pass = False  # a pass has begun, and is not counted as done
+
+    def begin_epoch(self, epoch: int) -> None:
+        """End the current pass, and count further passes as those of an epoch."""
+        self.end_pass()
+        first = max(self.now.pass_index, self.before.first_pass)
+        self.now = LoopProgress(epoch, first, first, start=self.now.start)
+
+    def begin_pass(self, data: Any) -> bool:
+        """Begin a pass at its first sample after the checkpoint; return False if its steps precede it."""
+        self.end_pass()
+        now, before = self.now, self.before
+        if self.is_recorded:
+            self._record_length(data)
+        if now.pass_index < before.pass_index:
+            now.pass_index += 1
+            return False
+        now.samples = before.samples if now.pass_index == before.pass_index else 0
+        self._is_in_pass = True
+        return True
+
+    def end_pass(self) -> None:
+        """Count the current pass as done, whether the script read all of its batches or left it."""
+        if self._is_in_pass:
+            self.now.pass_index += 1
+            self.now.samples = 0
+            self._is_in_pass = False
+
+    def known_evaluation(self) -> Metrics | None:
+        """Return the metrics of the next evaluation if it precedes the checkpoint, else None."""
+        index, known = len(self.now.evaluations), self.before.evaluations
+        is_before = self.now.pass_index + self._is_in_pass <= self.before.pass_index
+        return known[index] if is_before and index < len(known) else None
+
+    def _record_length(self, data: Any) -> None:
+        """Record the length of a pass; warn if it was another one before the checkpoint."""
+        counted = data.dataset if isinstance(data, DataLoader) else data
+        length = size_of(data) if isinstance(data, Mapping | Jagged | Tensor) else length_hint(counted, -1)
+        done, known = self.now.lengths, self.before.lengths
+        is_before = self.now.pass_index <= self.before.pass_index
+        if is_before and len(done) < len(known) and known[len(done)] != length:
+            self._warnings.warn(
+                f"pass {len(done)} of epoch {self.now.epoch} reads data of length {length}; before the "
+                f"checkpoint, it was {known[len(done)]}. The position in other data is not that of the run"
+            )
+        done.append(length)
+
+    def resume(self, before: LoopProgress, source: str) -> None:
+        """Continue from a progress; warn if the script starts otherwise than the one that wrote it."""
+        self.before = before
+        names = sorted(before.start.keys() | self.now.start.keys())
+        pairs = [(name, before.start.get(name), self.now.start.get(name)) for name in names]
+        differences = [f"the {name}: {old}, and {new} now" for name, old, new in pairs if old != new]
+        if differences:
+            self._warnings.warn(
+                f"{source}: the script that wrote the checkpoint began with another value of "
+                f"{'; '.join(differences)}. The states of the checkpoint apply, but results may differ from "
+                "those of an undisturbed run"
+            )
 
 
 def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
@@ -77,7 +161,8 @@ def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: in
                 values = {name: value for name, value in group.items() if name != "params"}
                 owner = f"{type(each).__name__} (object {number}, group {index})"
                 start |= {f"{name} of {owner}": repr(value) for name, value in values.items()}
-    if dropouts := [name for name, module in net.named_modules() if _has_dropout(module)]:
+    dropouts = [name for name, module in net.named_modules() if _has_dropout(module)]
+    if dropouts:
         condition = f"number of trainers, on which the masks of dropout in {dropouts[0]} depend"
         start[condition] = str(num_trainers)
     return start
@@ -89,16 +174,9 @@ def _has_dropout(module: nn.Module) -> bool:
 
 
 def pack_state(
-    net: nn.Module,
-    objects: Sequence[Stateful],
-    position: Position,
-    in_epoch: EpochRecord,
-    start: Mapping[str, str],
+    net: nn.Module, objects: Sequence[Stateful], progress: LoopProgress
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the progress of a checkpoint.
-
-    Args:
-        start: see :func:`describe_start`.
+    """Return the tensors of a checkpoint, and the fields of its manifest.
 
     Raises:
         DataError: the state of an object has a value that a checkpoint cannot store.
@@ -112,21 +190,25 @@ def pack_state(
             state = [{**group, "params": None} for group in state["param_groups"]]
             first += _num_parameters(each)
         encoded.append(_encode(state, type(each).__name__))
-    progress = {_OBJECTS: encoded, _TYPES: [type(each).__name__ for each in objects], _POSITION: position}
-    return pack_dense(net.state_dict(), tensors), progress | {_EPOCH: asdict(in_epoch), _START: start}
+    fields = {
+        _OBJECTS: encoded,
+        _TYPES: [type(each).__name__ for each in objects],
+        _POSITION: [progress.epoch, progress.first_pass, progress.pass_index, progress.samples],
+        _EPOCH: {"lengths": progress.lengths, "evaluations": progress.evaluations},
+        _START: progress.start,
+    }
+    return pack_dense(net.state_dict(), tensors), fields
 
 
-def load_progress(
-    net: nn.Module, objects: Sequence[Stateful], stored: Checkpoint
-) -> tuple[Position, EpochRecord, dict[str, str]]:
-    """Load the module and the objects from a checkpoint; return its position, record and start.
+def load_progress(net: nn.Module, objects: Sequence[Stateful], stored: Checkpoint) -> LoopProgress:
+    """Load the module and the objects from a checkpoint; return its progress.
 
     Raises:
         CheckpointError: the checkpoint is of another module, or of other objects.
     """
     state, tensors = unpack_dense(stored.tensors(DENSE_FILE))
     load_state(net, state, stored.folder)
-    states, position, record, start = _parse_progress(stored)
+    states, progress = _parse_progress(stored)
     first = 0
     if objects and len(states) != len(objects):
         rule = f"has the state of {len(states)} optimizers and schedulers, not of {len(objects)}"
@@ -153,35 +235,24 @@ def load_progress(
         for group, settings in zip(each.param_groups, code, strict=True):
             group.update({name: value for name, value in settings.items() if name not in _NOT_LOADED})
         first = end
-    return position, record, start
+    return progress
 
 
-def _parse_progress(
-    stored: Checkpoint,
-) -> tuple[list[tuple[str, Any]], Position, EpochRecord, dict[str, str]]:
-    """Return type and state of each object, the position, the record of the epoch, and the start.
+def _parse_progress(stored: Checkpoint) -> tuple[list[tuple[str, Any]], LoopProgress]:
+    """Return type and state of each object, and the progress.
 
     Raises:
-        CheckpointError: a value is invalid, or a loop cannot have reached the position.
+        CheckpointError: a value is invalid, or a loop cannot have the progress.
     """
-    progress, most = stored.manifest.progress, stored.manifest.step + _MAX_EMPTY_PASSES
+    fields = stored.manifest.progress
     try:
-        states = [_decode(code) for code in progress.get(_OBJECTS, ())]
-        types = progress.get(_TYPES, [""] * len(states))
-        position = Position(*progress.get(_POSITION, ()))
-        record, start = EpochRecord(**progress.get(_EPOCH, {})), progress.get(_START, {})
-        numbers = [value for metrics in record.evaluations for value in metrics.values()]
-        is_valid = (
-            all(type(each) is int and each >= 0 for each in position)
-            and max(position[:-1]) <= most
-            and position.samples < _MAX_SAMPLES
-            and position.first_pass <= position.pass_index
-            and all(type(each) is int for each in record.lengths)
-            and all(isinstance(each, int | float) for each in numbers)
-            and all(isinstance(each, str) for each in (*types, *start, *start.values()))
-        )
-        if is_valid:
-            return [*zip(types, states, strict=True)], position, record, start
+        states = [_decode(code) for code in fields.get(_OBJECTS, ())]
+        types = fields.get(_TYPES, [""] * len(states))
+        epoch, first_pass, pass_index, samples = fields.get(_POSITION, (0, 0, 0, 0))
+        in_epoch, start = fields.get(_EPOCH, {}), fields.get(_START, {})
+        progress = LoopProgress(epoch, first_pass, pass_index, samples, **in_epoch, start=start)
+        if progress.is_valid(stored.manifest.step) and all(isinstance(each, str) for each in types):
+            return [*zip(types, states, strict=True)], progress
     except (TypeError, ValueError, KeyError, AttributeError):
         pass
     rule = "has no valid state of a loop; use another checkpoint"
@@ -228,77 +299,3 @@ def _decode(code: Any) -> Any:
             return tuple(map(_decode, code[_TUPLE]))
         return {_decode(key): _decode(value) for key, value in code[_PAIRS]}
     return [*map(_decode, code)] if isinstance(code, list) else code
-
-
-@dataclass
-class LoopCheckpoints:
-    """The checkpoints of a custom loop in its run folder. All trainers call the methods together.
-
-    Attributes:
-        save: writes a checkpoint of the loop, given its folder and the best evaluation.
-        saved_step: step of the newest checkpoint; 0 if there is none.
-        best: the best evaluation of which there is a checkpoint, or will be before the next step, or None.
-    """
-
-    backend: Backend
-    trainers: TrainerGroup
-    root: StoragePath
-    every_steps: int
-    save: Callable[[StoragePath, Best | None], None]
-    saved_step: int = 0
-    best: Best | None = None
-    _saved_best: Best | None = None
-
-    def open_newest(self) -> Checkpoint | None:
-        """Return the newest valid checkpoint, which others will follow; None if there is none.
-
-        Raises:
-            CheckpointError: all checkpoints are damaged.
-        """
-        step = -1
-        if self.backend.trainer == 0 and checkpoint_folders.list_checkpoints(self.root):
-            step = Checkpoint.newest_valid(self.root, self.backend.warn).manifest.step
-            checkpoint_folders.remove_after(self.root, step)
-        step = int(self.trainers.gather(torch.tensor([step]))[0])
-        if step < 0:
-            return None
-        stored = Checkpoint.open(checkpoint_folders.step_folder(self.root, step))
-        self.saved_step, self.best = step, stored.manifest.best
-        self._saved_best = self.best
-        return stored
-
-    def record_evaluation(self, metrics: Metrics, step: int) -> None:
-        """Record an evaluation; if it is the best one, a checkpoint follows before the next step."""
-        by = self.backend.config.best_by
-        self.best = checkpoint_folders.choose_best(self.best, by, metrics, step)
-
-    def write_if_due(self, step: int, *, is_last: bool = False) -> None:
-        """Write a checkpoint between two steps, if it is due; remove old ones.
-
-        If that fails, there is a warning, and the script continues. Only the last checkpoint must succeed.
-
-        Raises:
-            CheckpointError: the last checkpoint cannot be written.
-        """
-        is_best = self.best is not None and self.best.step == step
-        if step == self.saved_step or not (is_last or is_best or step % self.every_steps == 0):
-            return
-        try:
-            self.save(checkpoint_folders.step_folder(self.root, step), self.best)
-        except CheckpointError as error:  # of all trainers
-            failure = f"no checkpoint of step {step}: {error}"
-            if is_last:
-                raise CheckpointError(
-                    f"{failure}; a new start resumes from step {self.saved_step}"
-                ) from error
-            if self.backend.trainer == 0:
-                self.backend.warn(f"{failure}; training continues")
-            self.best = self._saved_best
-            return
-        self.saved_step, self._saved_best = step, self.best
-        if self.backend.trainer == 0:
-            keep_last = self.backend.config.checkpoint.keep_last
-            try:
-                checkpoint_folders.prune(self.root, keep_last, self.best and self.best.step)
-            except (CheckpointError, StorageError) as error:
-                self.backend.warn(f"an old checkpoint could not be removed: {error}")

@@ -165,6 +165,9 @@ class GroupReduce:
 class DdpModel:
     """The model of one trainer, in which DDP wraps the part that ``mode`` selects, and its gradients.
 
+    DDP copies the parameters of trainer 0 to the others, and calls :func:`sum_hook` whenever a bucket of
+    gradients is complete. It reduces nothing itself: the hook sums the bucket by :class:`SharedSlots`, or
+    copies it for :class:`GroupReduce`, while the backward pass continues. The results are in ``gradients``.
     The gradients of a step's micro-batches are added up and reduced once, in the last backward pass.
 
     Args:
@@ -232,7 +235,9 @@ class DdpModel:
                     "the trained parameters of the module have changed between two micro-batches of a step; "
                     "change requires_grad, or replace layers, only after a whole step"
                 )
-            self.module, self._ddp, self._reduced = self._whole, None, set()
+            self.module = self._whole
+            self._ddp = None
+            self._reduced = set()
             if trained:
                 self.module = self._ddp = self._wrap(self._whole)
         return self.module

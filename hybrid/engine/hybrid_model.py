@@ -162,7 +162,8 @@ class HybridModel(nn.Module):
             with ExitStack() as hooks, torch.no_grad(), self._precision(self.device):
                 for name, module in self.net.named_modules():
                     if name:
-                        hooks.callback(module.register_forward_hook(partial(note, name)).remove)
+                        hook = module.register_forward_hook(partial(note, name))
+                        hooks.callback(hook.remove)
                 self._repeat(self._inputs)
         parameters = [f"the parameter {n}" for n, p in self.net.named_parameters() if not p.isfinite().all()]
         first = [*outputs[:1], *parameters[:1]]

@@ -88,7 +88,8 @@ class StepEngine(Generic[AnySamples]):
         self._trainer = trainer
         self._devices = devices
         self._clock = clock
-        mode, shared_reduce = DdpMode(config.dense.ddp), None
+        mode = DdpMode(config.dense.ddp)
+        shared_reduce = None
         num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         if is_single_process or (not num_bytes and mode is DdpMode.INSIDE):
             mode = DdpMode.NONE
@@ -121,7 +122,8 @@ class StepEngine(Generic[AnySamples]):
         for _ in itertools.count() if max_steps is None else range(max_steps):
             if before_step is not None and self.feed.has_next():
                 before_step()
-            if (current := next(self.feed, None)) is None:
+            current = next(self.feed, None)
+            if current is None:
                 return
             seed_step(self._seed, self._trainer, self.feed.step, self._devices)
             self._loss = 0.0
@@ -153,7 +155,8 @@ class StepEngine(Generic[AnySamples]):
             NonFiniteError: the loss is not finite, and such a run must stop.
         """
         assert self._micro is not None, "backward is called once, while the forward pass is recorded"
-        micro, self._micro = self._micro, None
+        micro = self._micro
+        self._micro = None
         with self._clock.phase("backward"):
             try:
                 if self._context_id is None:

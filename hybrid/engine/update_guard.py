@@ -71,7 +71,8 @@ class Guard:
             find: returns a clause on the first non-finite tensor, or nothing.
         """
         if self._rules.check_finite and not math.isfinite(loss):
-            first = f": {found}" if (found := find()) else ""
+            found = find()
+            first = f": {found}" if found else ""
             raise NonFiniteError(
                 f"step {step}: the loss of trainer {self._group.rank()} is {loss}{first}; {_REMEDY}"
             )
