@@ -135,10 +135,16 @@ class Cluster:
     def _batches(
         self, loop: TrainingLoop, data: Any, size: int | None, whole: str | None, drop_last: bool
     ) -> Iterator[Any]:
+        now = loop.history.now
         if not torch.is_grad_enabled():
-            yield from loop.evaluation_batches(data, size, whole, drop_last)
+            slices = loop.local_batches(data, size, whole, drop_last, now.pass_index, 0)
+            yield from loop.evaluation_batches(slices)
             return
-        yield from loop.training_batches(data, size, whole, drop_last, self._checkpoints.write_if_due)
+        loop.flush()
+        if not loop.history.begin_pass(data):  # its steps precede the checkpoint
+            return
+        slices = loop.local_batches(data, size, whole, drop_last, now.pass_index, now.samples)
+        yield from loop.training_batches(slices, self._checkpoints.write_if_due)
         if self._backend.snapshot is not None and loop.remaining_steps == 0:
             self._checkpoints.save(self._backend.snapshot, [*loop.optimizers])
             raise SystemExit  # hybrid compare needs no further lines of the script
@@ -210,7 +216,7 @@ class Cluster:
         parts = []
         net, outer = loop.model.net, loop.handed_out
         with evaluating(net):
-            for batch in loop.evaluation_batches(data, size):
+            for batch in self.batches(data, size):
                 missing = [name for name in tasks if name not in batch]
                 if missing:
                     raise DataError(f"evaluate: the batch has no column {missing[0]!r} with labels")

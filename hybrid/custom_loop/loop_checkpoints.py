@@ -66,13 +66,10 @@ class LoopCheckpoints:
         return progress
 
     def resume(self, root: StoragePath, objects: Sequence[Stateful], every_steps: int) -> StoragePath | None:
-        """Load the newest valid checkpoint of a run folder, which others will follow.
+        """Load the newest valid checkpoint of a run folder; others will follow. See :meth:`Cluster.resume`.
 
         Returns:
             The folder of the checkpoint; None if there is none.
-
-        Raises:
-            CheckpointError: all checkpoints are damaged, or the newest is of another model.
         """
         self.root, self._objects, self._every_steps = root, objects, every_steps
         history = self._loop.history
@@ -93,8 +90,9 @@ class LoopCheckpoints:
 
     def record_evaluation(self, metrics: Metrics) -> None:
         """Record an evaluation; if it is the best one, a checkpoint follows before the next step."""
-        by = self._backend.config.best_by
-        self._best = checkpoint_folders.choose_best(self._best, by, metrics, self._loop.step)
+        if self.root is not None:
+            by = self._backend.config.best_by
+            self._best = checkpoint_folders.choose_best(self._best, by, metrics, self._loop.step)
 
     def write_if_due(self, *, is_last: bool = False) -> None:
         """Write a checkpoint between two steps, if it is due; remove old ones.

@@ -51,12 +51,8 @@ class StepCall(NamedTuple):
             RuntimeError: the state does not permit the call.
         """
         if state not in self.transitions:
-            raise self.refusal(state, step)
+            raise RuntimeError(self.errors.get(state, self.error).format(step=step))
         return self.transitions[state]
-
-    def refusal(self, state: StepState, step: int) -> RuntimeError:
-        """Return the error of the call, which says what to do."""
-        return RuntimeError(self.errors.get(state, self.error).format(step=step))
 
 
 _S = StepState

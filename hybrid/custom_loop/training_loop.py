@@ -212,14 +212,12 @@ class TrainingLoop:
         assert self._training is not None, "the state has a batch"
         return self._training
 
-    def evaluation_batches(
-        self, data: Any, size: int | None, whole: str | None = None, drop_last: bool = False
-    ) -> Iterator[Any]:
-        """Yield this trainer's slice of each batch for evaluation; see :meth:`Cluster.batches`."""
+    def evaluation_batches(self, slices: Iterator[LocalBatch]) -> Iterator[Any]:
+        """Look up the ids of each slice, and yield it for evaluation."""
         outer, checksum = self._evaluation, 0
         self.handed_out = PassSizes()
         try:
-            for batch in self._local_batches(data, size, whole, drop_last, self.history.now.pass_index, 0):
+            for batch in slices:
                 checksum = zlib.crc32(batch.checksum.to_bytes(4, "little"), checksum)
                 ticket = self._evaluation_ticket()
                 prefetched = self._tables.lookup(batch.sparse_features, ticket) if batch.calls else None
@@ -230,10 +228,10 @@ class TrainingLoop:
         finally:
             self._evaluation = outer
 
-    def _local_batches(
+    def local_batches(
         self, data: Any, size: int | None, whole: str | None, drop_last: bool, index: int, first_sample: int
     ) -> Iterator[LocalBatch]:
-        """Yield the slices of pass number ``index``, from a sample on."""
+        """Yield the slices of pass number ``index``, from a sample on; see :meth:`Cluster.batches`."""
         trainer, num_trainers = self._backend.trainer, self._backend.group.size()
         modules, needs_pairs = self.model.net.modules(), torch.is_grad_enabled()
         least = 1 + (needs_pairs and any(isinstance(each, BATCH_NORMS) and each.training for each in modules))
@@ -255,26 +253,16 @@ class TrainingLoop:
             yield batch
 
     def training_batches(
-        self,
-        data: Any,
-        size: int | None,
-        whole: str | None,
-        drop_last: bool,
-        before_step: Callable[[], None],
+        self, slices: Iterator[LocalBatch], before_step: Callable[[], None]
     ) -> Iterator[Any]:
-        """Yield this trainer's slice of each micro-batch of a pass; see :meth:`Cluster.batches`.
+        """Yield the micro-batches of each slice of a pass, which has begun in :attr:`history`.
 
         Args:
             before_step: called before each step.
         """
-        self.flush()
-        if not self.history.begin_pass(data):
-            return
         self.advance(step_states.LEAVE_PASS)
         self._training = current = None
         self.handed_out = PassSizes()
-        now = self.history.now
-        slices = self._local_batches(data, size, whole, drop_last, now.pass_index, now.samples)
         self._engine.feed.begin(slices, self.step)
         try:
             for batch, micro_batches in self._engine.steps(self.remaining_steps, before_step):
@@ -479,7 +467,7 @@ class TrainingLoop:
             )
         current = self._current(step_states.OPTIMIZER_STEP)
         if id(optimizer) in current.optimizers:
-            raise step_states.OPTIMIZER_STEP.refusal(self._state, self.step)
+            raise RuntimeError(step_states.OPTIMIZER_STEP.error)
         if self._state is StepState.REDUCED:
             self.warnings.check_gradients(p.grad for p in self.model.gradients)
             current.scale = self._engine.decide()
