@@ -1,6 +1,7 @@
 """A run, evaluate and predict report the same metrics and predictions of a model."""
 
 import csv
+import re
 import runpy
 import sys
 import uuid
