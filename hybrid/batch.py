@@ -131,7 +131,7 @@ class Batch(NamedTuple):
 
     @property
     def checksum(self) -> int:
-        """0, because each trainer reads only its slice; see :class:`hybrid.protocol.ticket.Ticket`."""
+        """0, because each trainer reads only its slice; see :class:`hybrid.updates.ticket.Ticket`."""
         return 0
 
     @classmethod

@@ -26,8 +26,8 @@ from hybrid.embedding.table_spec import TableSpec, tables_of
 from hybrid.engine.model_builder import place_tables, samples_of_lookup, wire_bytes_per_value
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.shared_memory.shared_slots import MAX_MEMBERS
 from hybrid.storage.remote_path import StoragePath
-from hybrid.transport.shared_memory.shared_slots import MAX_MEMBERS
 from workers.console.terminal import transient_status
 
 _GRADIENT_BYTES = 4

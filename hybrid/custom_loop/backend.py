@@ -33,8 +33,8 @@ from hybrid.embedding.trainer.lookup import TableSource
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.update_guard import GuardedModule
 from hybrid.errors import CheckpointError, ConfigError, StorageError
-from hybrid.protocol.update_rules import Schedule, UpdateRules
 from hybrid.storage.remote_path import StoragePath
+from hybrid.updates.update_rules import Schedule, UpdateRules
 
 
 class WorkerTables(TableSource, GuardedModule, Protocol):

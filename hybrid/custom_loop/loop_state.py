@@ -21,7 +21,7 @@ from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.errors import CheckpointError, DataError
 from hybrid.metrics import Metrics
-from hybrid.protocol.update_rules import Schedule
+from hybrid.updates.update_rules import Schedule
 
 # Keys of a manifest's progress.
 _OBJECTS, _TYPES, _POSITION, _EPOCH, _START = "objects", "types", "position", "in_epoch", "start"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybrid.engine.uneven_batches import gather_slices
 from hybrid.errors import DataError
-from hybrid.protocol.ticket import DIFFERENT_BATCHES
+from hybrid.updates.ticket import DIFFERENT_BATCHES
 
 
 class TrainerGroup:

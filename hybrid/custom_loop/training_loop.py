@@ -51,9 +51,9 @@ from hybrid.engine.losses import weighted_summand
 from hybrid.engine.step_engine import StepEngine, seed_step
 from hybrid.errors import ConfigError, DataError
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateMode
-from hybrid.server.barrier import UpdateBarrier
+from hybrid.updates.barrier import UpdateBarrier
+from hybrid.updates.ticket import Purpose, Ticket
+from hybrid.updates.update_rules import UpdateMode
 
 _ROWS_PER_LOOKUP = 1 << 16
 # Seeds the random numbers that all trainers draw alike; no trainer has this rank.

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hybrid.config import DenseGroupSection
 from hybrid.errors import CheckpointError, ConfigError, first_line
-from hybrid.protocol.update_rules import Schedule
 from hybrid.storage.remote_path import StoragePath
+from hybrid.updates.update_rules import Schedule
 
 _OptimizerClass: TypeAlias = Callable[..., torch.optim.Optimizer]
 

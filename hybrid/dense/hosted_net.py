@@ -18,10 +18,11 @@ from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense
 from hybrid.dense.dense_optimizer import DenseOptimizer, squared_norm
 from hybrid.dense.parameter_substitution import shadow
 from hybrid.errors import NonFiniteError
-from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
-from hybrid.server.barrier import HostedModule, UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
+from hybrid.updates.barrier import UpdateBarrier
+from hybrid.updates.hosted_module import HostedModule
+from hybrid.updates.ticket import Purpose, Ticket
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 
 class HostedNet(HostedModule):

@@ -24,7 +24,7 @@ from hybrid.dense.tensor_parallel import Layout, full_tensor, local_shard
 from hybrid.engine.hybrid_model import HybridModel
 from hybrid.errors import ConfigError
 from hybrid.primitives.step_timings import StepClock
-from hybrid.transport.shared_memory.shared_slots import SharedSlots
+from hybrid.shared_memory.shared_slots import SharedSlots
 
 NetState = dict[str, Tensor]
 # The optimizer's state by the index of the parameter.

@@ -13,7 +13,7 @@ from hybrid.dense.net_builder import name_layer
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.models.dense_net import DenseNet
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.ticket import Ticket
+from hybrid.updates.ticket import Ticket
 
 AnyBatch = TypeVar("AnyBatch")
 

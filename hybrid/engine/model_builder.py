@@ -22,8 +22,8 @@ from hybrid.engine.hybrid_model import HybridModel, RemoteStage
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
-from hybrid.protocol.update_rules import UpdateRules
 from hybrid.storage.remote_path import is_url, parse_path
+from hybrid.updates.update_rules import UpdateRules
 
 _SPEC_FIELDS = {"beta": "ftrl_beta", "l1": "ftrl_l1"}  # arguments whose field has another name
 

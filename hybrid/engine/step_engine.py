@@ -34,8 +34,8 @@ from hybrid.engine.hybrid_model import MicroBatch
 from hybrid.engine.step_feed import AnySamples, Feed, StepInput
 from hybrid.engine.update_guard import Guard, GuardedModule
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
-from hybrid.transport.shared_memory.shared_slots import SharedSlots
+from hybrid.shared_memory.shared_slots import SharedSlots
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 
 def seed_step(seed: int, trainer: int, step: int, devices: Iterable[torch.device]) -> None:

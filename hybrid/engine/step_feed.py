@@ -20,9 +20,9 @@ from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.engine.hybrid_model import MicroBatch
 from hybrid.engine.update_guard import GuardedModule
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
-from hybrid.server.barrier import UpdateBarrier
+from hybrid.updates.barrier import UpdateBarrier
+from hybrid.updates.ticket import Purpose, Ticket
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 # A prefetch is sent two steps before its vectors are needed, with the gradients of that earlier step.
 _LOOK_AHEAD = 2

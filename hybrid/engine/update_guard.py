@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from hybrid.errors import NonFiniteError
 from hybrid.primitives.deferred_response import PendingResult
-from hybrid.protocol.update_rules import UpdateRules
-from hybrid.server.barrier import UpdateBarrier
+from hybrid.updates.barrier import UpdateBarrier
+from hybrid.updates.update_rules import UpdateRules
 
 # As in torch.nn.utils.clip_grad_norm_.
 _CLIP_EPS = 1e-6

@@ -24,8 +24,8 @@ A process takes part in one cluster at a time. ``start`` creates all state of a 
 
 - ``rpc``: start with ``stubs``, which the master and the trainers call.
 - ``socket``: one connection for each pair of a trainer and a worker; start with ``socket_calls``.
-- ``shared_memory``: within a host, large tensors are copied once into memory that both ends map
-  (``tensor_blocks``). Trainers of a host sum their dense gradients there (``shared_slots``).
+
+Within a host, connections copy large tensors once into memory that both ends map (``hybrid/shared_memory``).
 """
 
 from hybrid.transport.rpc.endpoints import ProcessStatus as ProcessStatus

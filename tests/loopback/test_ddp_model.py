@@ -21,7 +21,7 @@ from hybrid.engine.update_guard import Guard
 from hybrid.errors import ConfigError, NonFiniteError
 from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

@@ -26,9 +26,9 @@ from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.inference.trained_module import ConfiguredModule, TrainedModule, load
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.protocol.ticket import Ticket
 from hybrid.topology import MASTER, Role, Topology
 from hybrid.transport import Remote, RemoteError
+from hybrid.updates.ticket import Ticket
 from workers.cluster_task import ScriptTask
 from workers.console.terminal import TerminalView
 from workers.controller import session as session_module

@@ -23,10 +23,10 @@ from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.topology import MASTER
 from hybrid.transport.rpc import endpoints
+from hybrid.updates.ticket import Purpose, Ticket
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

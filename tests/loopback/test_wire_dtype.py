@@ -20,10 +20,10 @@ from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.step_feed import Feed
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.topology import MASTER
 from hybrid.transport.rpc import endpoints
+from hybrid.updates.ticket import Purpose, Ticket
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

@@ -94,7 +94,7 @@ def _serve(
 ) -> None:
     faulthandler.enable()
     if has_own_host:
-        patch("hybrid.transport.shared_memory.shared_slots.host_id", lambda: str(role)).start()
+        patch("hybrid.shared_memory.shared_slots.host_id", lambda: str(role)).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(listener, MasterAddress):
         serve(role, listener, secret)

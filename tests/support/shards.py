@@ -18,8 +18,8 @@ from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateRules
+from hybrid.updates.ticket import Purpose, Ticket
+from hybrid.updates.update_rules import UpdateRules
 
 NUM_ROWS = {"a": 11, "b": 4, "c": 23}
 PATIENCE_SECONDS = 10.0

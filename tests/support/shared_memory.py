@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from hybrid.transport.shared_memory.shared_slots import SharedSlots
+from hybrid.shared_memory.shared_slots import SharedSlots
 
 SECONDS = 10.0
 SLOT_BYTES = 1 << 20

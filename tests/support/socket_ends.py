@@ -4,8 +4,8 @@ import mmap
 import socket
 
 from hybrid.security.secret import Secret
+from hybrid.shared_memory.tensor_blocks import MemoryPair
 from hybrid.topology import Role, RoleKind, Topology
-from hybrid.transport.shared_memory.tensor_blocks import MemoryPair
 from hybrid.transport.socket.frames import FrameKind, Frames
 from hybrid.transport.socket.handshake import Connection, Identity
 

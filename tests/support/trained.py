@@ -28,8 +28,8 @@ from hybrid.inference.raw_rows import file_rows
 from hybrid.inference.trained_module import prediction_columns
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateRules
+from hybrid.updates.ticket import Purpose, Ticket
+from hybrid.updates.update_rules import UpdateRules
 from hybrid.user_code.run_signature import signed_toml
 from workers.model_commands import predict
 

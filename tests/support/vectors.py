@@ -8,7 +8,7 @@ from torch.futures import Future
 
 from hybrid.batch import Batch
 from hybrid.engine.hybrid_model import MicroBatch
-from hybrid.protocol.ticket import Ticket
+from hybrid.updates.ticket import Ticket
 
 
 def micro_batch(

@@ -56,7 +56,7 @@ OPENERS = {
         "hybrid/dense/matmul.py",
         "hybrid/primitives/available_memory.py",
         "hybrid/security/closed_listeners.py",
-        "hybrid/transport/shared_memory/shared_slots.py",
+        "hybrid/shared_memory/shared_slots.py",
         "workers/launching/fork_server.py",
         "workers/launching/role_processes.py",
         "workers/console/output_stream.py",

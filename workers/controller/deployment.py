@@ -20,10 +20,10 @@ from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.model_builder import Blueprint, host_remote_net
 from hybrid.errors import CheckpointError, HybridError
 from hybrid.primitives.step_timings import Span
-from hybrid.protocol.update_rules import UpdateRules
-from hybrid.server.barrier import HostedModule
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, RoleKind, Topology
+from hybrid.updates.hosted_module import HostedModule
+from hybrid.updates.update_rules import UpdateRules
 from workers.controller.remote_trainer import Trainer
 
 # Timeout of calls that fill, write or read full tables, or create trainers.

@@ -31,10 +31,10 @@ from hybrid.engine.uneven_batches import align_batches
 from hybrid.errors import DataError
 from hybrid.metrics import Predictions
 from hybrid.primitives.step_timings import Span, StepClock
-from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateRules
 from hybrid.storage.remote_path import StoragePath
 from hybrid.transport import RemoteNet, RemoteTables
+from hybrid.updates.ticket import Purpose, Ticket
+from hybrid.updates.update_rules import UpdateRules
 
 
 @dataclass(frozen=True, slots=True)

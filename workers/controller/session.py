@@ -24,10 +24,10 @@ from hybrid.errors import ClusterError, ConfigError
 from hybrid.input_spec import InputSpec
 from hybrid.metrics import Metrics, Predictions, check_custom_metrics
 from hybrid.primitives.step_timings import Span
-from hybrid.protocol.update_rules import Schedule, UpdateRules
-from hybrid.server.barrier import UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, Topology
+from hybrid.updates.barrier import UpdateBarrier
+from hybrid.updates.update_rules import Schedule, UpdateRules
 from workers.controller.deployment import (
     BULK_TIMEOUT_SECONDS,
     MAX_FRACTION_FOR_COPIES,

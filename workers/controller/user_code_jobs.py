@@ -42,9 +42,9 @@ from hybrid.data.dataset.dataset_manifest import checkpoint_contents
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import CheckpointError, ConfigError, HybridError, StorageError, error_class, error_kind
-from hybrid.server.barrier import HostedModule
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
+from hybrid.updates.hosted_module import HostedModule
 from hybrid.user_code.user_modules import FolderFinder, load_function
 from workers.cluster_task import ScriptTask
 from workers.console.messages import print_line

@@ -41,8 +41,8 @@ from hybrid.dense.devices import choose_backend, choose_devices
 from hybrid.errors import ClusterError, first_line
 from hybrid.security.closed_listeners import close_listeners_after
 from hybrid.security.secret import Secret
+from hybrid.shared_memory.tensor_blocks import network_id
 from hybrid.topology import MASTER, Role, RoleKind, Topology
-from hybrid.transport.shared_memory.tensor_blocks import network_id
 from hybrid.transport.socket.handshake import address_of
 from workers.controller.shared_folders import filesystem_id
 from workers.controller.user_code_jobs import local_constructors

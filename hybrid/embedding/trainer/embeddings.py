@@ -45,7 +45,7 @@ from hybrid.embedding.trainer.routes import (
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.updates.ticket import Purpose, Ticket
 
 
 class Embeddings:

@@ -24,7 +24,7 @@ from hybrid.embedding.trainer.routes import Items, Responses, Slot
 from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.primitives.step_timings import OpenSpan, StepClock
-from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.updates.ticket import Purpose, Ticket
 
 
 class TableSource(Protocol):

@@ -16,10 +16,11 @@ from hybrid.embedding.placement import Placement
 from hybrid.embedding.worker.table_groups import DistinctStepRows, TableGroup, TableUpdate
 from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import DeferredResponse
-from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
-from hybrid.server.barrier import HostedModule, UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
+from hybrid.updates.barrier import UpdateBarrier
+from hybrid.updates.hosted_module import HostedModule
+from hybrid.updates.ticket import Purpose, Ticket
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 # Pooling more ids takes longer than waking a thread.
 _LARGE_LOOKUP_IDS = 10_000

@@ -19,11 +19,11 @@ from hybrid.embedding.bags import PackedItem, unpack_items
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
 from hybrid.primitives.available_memory import free_memory
-from hybrid.protocol.ticket import PlainTicket, Ticket
-from hybrid.server.barrier import HostedModule
 from hybrid.topology import Role
 from hybrid.transport.rpc.pending_calls import Failure, make_failure
 from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
+from hybrid.updates.hosted_module import HostedModule
+from hybrid.updates.ticket import PlainTicket, Ticket
 from hybrid.user_code.user_modules import PROJECT, from_reference, load_user_object
 
 

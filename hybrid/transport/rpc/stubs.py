@@ -19,19 +19,20 @@ from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.bags import Item, pack_items
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
-from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.security.closed_listeners import close_listeners_after
 from hybrid.security.message_signature import Signatures
 from hybrid.security.rejected_messages import RejectionLog
 from hybrid.security.secret import Secret
 from hybrid.security.signed_pickler import SignedPickler, addressed_to, install, reject_pickled_classes
-from hybrid.server.barrier import HostedModule, UpdateBarrier
 from hybrid.topology import Role, RoleKind, Topology, polls_shared_memory
 from hybrid.transport.rpc import endpoints
 from hybrid.transport.rpc.endpoints import CALLS, SOCKET_CALLS, ClusterState
 from hybrid.transport.rpc.pending_calls import Pending, PendingTensors, gather
 from hybrid.transport.socket.handshake import Identity, accept_trainers, connect_to_workers
 from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
+from hybrid.updates.barrier import UpdateBarrier
+from hybrid.updates.hosted_module import HostedModule
+from hybrid.updates.ticket import Purpose, Ticket
 from hybrid.user_code.user_modules import qualified_name, to_reference
 
 Owned = TypeVar("Owned", covariant=True)

@@ -27,7 +27,7 @@ from hybrid.errors import ClusterError
 from hybrid.security.message_signature import is_contiguous, memory_of
 from hybrid.security.rejected_messages import PlainUnpickler, RejectedMessage
 from hybrid.security.secret import TAG_BYTES, DirectionCipher
-from hybrid.transport.shared_memory.tensor_blocks import DTYPES, Block, MemoryPair, layout_of
+from hybrid.shared_memory.tensor_blocks import DTYPES, Block, MemoryPair, layout_of
 
 _LENGTHS = struct.Struct("<IQ")
 _INITIAL_BUFFER_BYTES = 1 << 16

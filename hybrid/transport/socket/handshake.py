@@ -36,8 +36,8 @@ import torch.distributed as dist
 from hybrid.errors import ClusterError, first_line
 from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.security.secret import TAG_BYTES, DirectionCipher, Secret
+from hybrid.shared_memory.tensor_blocks import MemoryPair, create_memory, host_id
 from hybrid.topology import Role, Topology
-from hybrid.transport.shared_memory.tensor_blocks import MemoryPair, create_memory, host_id
 from hybrid.transport.socket.frames import FrameKind, Frames
 
 _RANDOM_BYTES = 16

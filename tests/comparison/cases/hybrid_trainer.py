@@ -29,8 +29,8 @@ from hybrid.engine.uneven_batches import align_batches
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.update_rules import UpdateRules
-from hybrid.server.barrier import HostedModule
+from hybrid.updates.hosted_module import HostedModule
+from hybrid.updates.update_rules import UpdateRules
 from workers.rendezvous.bootstrap import JoinedCluster
 
 SECONDS = 10.0

@@ -23,7 +23,7 @@ from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.engine.uneven_batches import align_batches
 from hybrid.models.dense_net import DenseNet
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.ticket import Ticket
+from hybrid.updates.ticket import Ticket
 from workers.rendezvous.bootstrap import JoinedCluster
 
 SECONDS = 20.0

@@ -22,7 +22,7 @@ import hybrid
 from hybrid.custom_loop.cluster import Cluster, Distributed
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ConfigError, DataError, NonFiniteError
-from hybrid.protocol.ticket import Ticket
+from hybrid.updates.ticket import Ticket
 
 View = Callable[[dict[str, Any]], Tensor]
 DATA = {"id": torch.arange(8) % 5, "label": torch.arange(8.0)}

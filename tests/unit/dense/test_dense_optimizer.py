@@ -13,7 +13,7 @@ from hybrid.checkpoint.tensor_file import pack_dense, unpack_dense, write_tensor
 from hybrid.config import DenseGroupSection, ScheduleSection
 from hybrid.dense.dense_optimizer import DenseOptimizer, make_optimizer, squared_norm
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.protocol.update_rules import Schedule
+from hybrid.updates.update_rules import Schedule
 
 CLASSES = {
     name: cls

@@ -18,8 +18,8 @@ from hybrid.checkpoint.checkpoint_folders import Manifest
 from hybrid.dense.dense_optimizer import make_optimizer
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.errors import CheckpointError, NonFiniteError
-from hybrid.protocol.ticket import Ticket
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.updates.ticket import Ticket
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 RATE = 0.1
 SIZE, WIDTH = 5, 3

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hybrid.engine.hybrid_model import HybridModel
 from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.ticket import Ticket
+from hybrid.updates.ticket import Ticket
 
 FINITE = torch.ones(3, 2)
 

@@ -7,8 +7,8 @@ import pytest
 
 from hybrid.engine.step_feed import Feed
 from hybrid.primitives.step_timings import StepClock
-from hybrid.protocol.ticket import Ticket
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.updates.ticket import Ticket
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid.security import message_signature
 from hybrid.security.rejected_messages import RejectedMessage
-from hybrid.transport.shared_memory.tensor_blocks import (
+from hybrid.shared_memory.tensor_blocks import (
     MIN_BLOCK_BYTES,
     Block,
     BlockReader,

@@ -19,8 +19,8 @@ from support.socket_ends import identity
 
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
+from hybrid.shared_memory.tensor_blocks import MIN_BLOCK_BYTES, create_memory, host_id
 from hybrid.topology import Role, RoleKind, Topology
-from hybrid.transport.shared_memory.tensor_blocks import MIN_BLOCK_BYTES, create_memory, host_id
 from hybrid.transport.socket import handshake
 from hybrid.transport.socket.frames import FrameKind, Message
 from hybrid.transport.socket.handshake import (

@@ -15,7 +15,7 @@ from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import make_routes
 from hybrid.errors import DataError
-from hybrid.protocol.ticket import Ticket
+from hybrid.updates.ticket import Ticket
 
 TICKET = Ticket(0, 0, 0)
 

@@ -20,7 +20,7 @@ from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.updates.ticket import Purpose, Ticket
 
 TRAINING = pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.PREFETCH])
 IDS = SparseFeatures(torch.tensor([4, 2, 4]), None, None, 1)

@@ -16,7 +16,7 @@ from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import make_routes
 from hybrid.errors import DataError
-from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.updates.ticket import Purpose, Ticket
 
 DTYPE = torch.float64
 SIZE, ROWS, MAX_IDS = 4, 9, 3

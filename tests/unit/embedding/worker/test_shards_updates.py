@@ -25,8 +25,8 @@ from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import OptimizerSpec
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError, NonFiniteError
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.reference.reference_rows import initial_state, update_rows
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 
 def test_the_gradients_of_all_trainers_are_one_update() -> None:

@@ -3,9 +3,9 @@
 import pytest
 
 from hybrid.errors import ClusterError, DataError
-from hybrid.protocol.ticket import Ticket
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
-from hybrid.server.ledger import Ledger
+from hybrid.updates.ledger import Ledger
+from hybrid.updates.ticket import Ticket
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 SYNC, LOOKAHEAD, ASYNC = UpdateMode
 

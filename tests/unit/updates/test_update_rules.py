@@ -6,9 +6,9 @@ import pytest
 
 from hybrid.config import RunConfig, ScheduleSection, TrainSection
 from hybrid.errors import ConfigError
-from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import Schedule, UpdateRules
 from hybrid.reference.reference_training import learning_rate_factors
+from hybrid.updates.ticket import Purpose, Ticket
+from hybrid.updates.update_rules import Schedule, UpdateRules
 
 STEPS = 60
 

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from hybrid.errors import ClusterError
 from hybrid.security.closed_listeners import is_same_user
+from hybrid.shared_memory.tensor_blocks import create_memory, host_id, map_memory
 from hybrid.topology import Role, RoleKind
-from hybrid.transport.shared_memory.tensor_blocks import create_memory, host_id, map_memory
 
 MAX_MEMBERS = 8  # each member reads the slots of all members
 _ADDRESS_BYTES = 256

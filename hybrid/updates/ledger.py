@@ -15,8 +15,8 @@ from itertools import count, takewhile
 from typing import Generic, TypeVar
 
 from hybrid.errors import ClusterError, DataError
-from hybrid.protocol.ticket import DIFFERENT_BATCHES, Ticket
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.updates.ticket import DIFFERENT_BATCHES, Ticket
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 Contribution = TypeVar("Contribution")
 

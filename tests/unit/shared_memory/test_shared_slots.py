@@ -17,8 +17,8 @@ from support.users import connected_as_another_user, needs_root
 from torch import Tensor
 
 from hybrid.errors import ClusterError
-from hybrid.transport.shared_memory import shared_slots
-from hybrid.transport.shared_memory.shared_slots import MAX_MEMBERS, SharedSlots
+from hybrid.shared_memory import shared_slots
+from hybrid.shared_memory.shared_slots import MAX_MEMBERS, SharedSlots
 
 
 @pytest.mark.parametrize("size", [2, 3, MAX_MEMBERS])

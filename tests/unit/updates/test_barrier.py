@@ -16,9 +16,9 @@ from torch.futures import Future
 
 from hybrid.errors import ClusterError
 from hybrid.primitives.step_timings import OpenSpan, StepClock
-from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateMode, UpdateRules
-from hybrid.server.barrier import Update, UpdateBarrier
+from hybrid.updates.barrier import Update, UpdateBarrier
+from hybrid.updates.ticket import Purpose, Ticket
+from hybrid.updates.update_rules import UpdateMode, UpdateRules
 
 PATIENCE_SECONDS = 10.0
 NORM = 7.0

@@ -1,4 +1,4 @@
-"""The update barrier of a worker between the steps of all trainers, and the base class of hosted modules.
+"""The update barrier of a worker between the steps of all trainers.
 
 In ``sync`` mode::
 
@@ -12,24 +12,18 @@ The ``ledger`` decides what an update waits for, in each mode.
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import chain
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, TypeVarTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from torch import Tensor, nn
-
-from hybrid.checkpoint.checkpoint_folders import Files
-from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.errors import ClusterError, DataError
 from hybrid.primitives.deferred_response import DeferredResponse
-from hybrid.primitives.step_timings import OpenSpan, Span, StepClock
-from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.protocol.update_rules import UpdateRules
-from hybrid.server.ledger import Contribution, Ledger
-from hybrid.storage.remote_path import StoragePath
+from hybrid.primitives.step_timings import OpenSpan, StepClock
+from hybrid.updates.ledger import Contribution, Ledger
+from hybrid.updates.ticket import Purpose, Ticket
+from hybrid.updates.update_rules import UpdateRules
 
-Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
 _MAX_LOOKUP_THREADS = 4
@@ -318,64 +312,3 @@ class UpdateBarrier(Generic[Contribution]):
             norm_waiting, self._norm_waiting = self._norm_waiting, {}
         for future in chain((w.future for w in waiting), *norm_waiting.values()):
             future.set_exception(error)
-
-
-class HostedModule(nn.Module):
-    """Base of the modules that the master creates on a worker as a ``RemoteModule``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.barrier: UpdateBarrier[Any]
-        self.clock = StepClock()
-        self._checkpoint_tensors: Mapping[str, Mapping[str, Tensor]] = {}
-
-    def call_barrier(
-        self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
-    ) -> DeferredResponse[Result]:
-        """Call a method of the update barrier, as stubs of a remote module do."""
-        response: DeferredResponse[Result] = DeferredResponse()
-        response.set_result(method(self.barrier, *args))
-        return response
-
-    def squared_norm(self, step: int) -> DeferredResponse[float]:
-        """See :meth:`UpdateBarrier.squared_norm`."""
-        return self.barrier.squared_norm(step)
-
-    def record(self, steps: range) -> None:
-        """See :meth:`StepClock.record`."""
-        self.clock.record(steps)
-
-    def take_spans(self) -> list[Span]:
-        """Wait for running updates, and return their spans; see :meth:`StepClock.take_spans`."""
-        self.barrier.drain()
-        return self.clock.take_spans()
-
-    def begin_save(self, is_copied: bool) -> None:
-        """Wait for running updates, and keep the tensors of a checkpoint for :meth:`write`.
-
-        Args:
-            is_copied: whether to copy the tensors, so that training can continue before they are written.
-        """
-        self.barrier.drain()
-        self._checkpoint_tensors = {}  # free the tensors of a checkpoint that was not written
-        self._checkpoint_tensors = self._files(is_copied)
-
-    def write(self, folder: StoragePath) -> Files:
-        """Write the tensors from :meth:`begin_save` into a checkpoint folder, and free them."""
-        tensors_of_file, self._checkpoint_tensors = self._checkpoint_tensors, {}
-        files: Files = {}
-        for name, tensors in tensors_of_file.items():
-            files |= write_tensors(folder, name, tensors)
-        return files
-
-    def load(self, folder: StoragePath, step: int) -> None:
-        """Load the tensors of a checkpoint, and continue after ``step`` steps."""
-        raise NotImplementedError
-
-    def _files(self, is_copied: bool) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the tensors of each file of a checkpoint."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """End the threads; pending lookups fail."""
-        self.barrier.close()

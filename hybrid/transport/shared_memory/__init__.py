@@ -1,1 +1,0 @@
-"""Memory that roles of one host share; start with ``tensor_blocks`` and ``shared_slots``."""

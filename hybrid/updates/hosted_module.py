@@ -1,0 +1,77 @@
+"""The base class of the modules on a worker: tables, and dense nets that trainers use by RPC."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, TypeVarTuple
+
+from torch import Tensor, nn
+
+from hybrid.checkpoint.checkpoint_folders import Files
+from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.primitives.deferred_response import DeferredResponse
+from hybrid.primitives.step_timings import Span, StepClock
+from hybrid.storage.remote_path import StoragePath
+from hybrid.updates.barrier import UpdateBarrier
+
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
+
+
+class HostedModule(nn.Module):
+    """Base of the modules that the master creates on a worker as a ``RemoteModule``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.barrier: UpdateBarrier[Any]
+        self.clock = StepClock()
+        self._checkpoint_tensors: Mapping[str, Mapping[str, Tensor]] = {}
+
+    def call_barrier(
+        self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
+    ) -> DeferredResponse[Result]:
+        """Call a method of the update barrier, as stubs of a remote module do."""
+        response: DeferredResponse[Result] = DeferredResponse()
+        response.set_result(method(self.barrier, *args))
+        return response
+
+    def squared_norm(self, step: int) -> DeferredResponse[float]:
+        """See :meth:`UpdateBarrier.squared_norm`."""
+        return self.barrier.squared_norm(step)
+
+    def record(self, steps: range) -> None:
+        """See :meth:`StepClock.record`."""
+        self.clock.record(steps)
+
+    def take_spans(self) -> list[Span]:
+        """Wait for running updates, and return their spans; see :meth:`StepClock.take_spans`."""
+        self.barrier.drain()
+        return self.clock.take_spans()
+
+    def begin_save(self, is_copied: bool) -> None:
+        """Wait for running updates, and keep the tensors of a checkpoint for :meth:`write`.
+
+        Args:
+            is_copied: whether to copy the tensors, so that training can continue before they are written.
+        """
+        self.barrier.drain()
+        self._checkpoint_tensors = {}  # free the tensors of a checkpoint that was not written
+        self._checkpoint_tensors = self._files(is_copied)
+
+    def write(self, folder: StoragePath) -> Files:
+        """Write the tensors from :meth:`begin_save` into a checkpoint folder, and free them."""
+        tensors_of_file, self._checkpoint_tensors = self._checkpoint_tensors, {}
+        files: Files = {}
+        for name, tensors in tensors_of_file.items():
+            files |= write_tensors(folder, name, tensors)
+        return files
+
+    def load(self, folder: StoragePath, step: int) -> None:
+        """Load the tensors of a checkpoint, and continue after ``step`` steps."""
+        raise NotImplementedError
+
+    def _files(self, is_copied: bool) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the tensors of each file of a checkpoint."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the threads; pending lookups fail."""
+        self.barrier.close()
