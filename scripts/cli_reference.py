@@ -5,7 +5,7 @@ import io
 import os
 import re
 
-from workers.arguments import parse
+from workers.cli.arguments import parse
 
 
 def help_of(*arguments: str) -> str:

@@ -24,7 +24,7 @@ from support.commands import (
 )
 
 from workers.cli import main
-from workers.commands import TORCHRUN
+from workers.cli.scheduler_rank import TORCHRUN
 
 SECONDS = 10.0
 STEPS = settings(train={"max_steps": 30, "epochs": 9, "eval_every_steps": 15}, checkpoint={"every_steps": 3})
@@ -97,7 +97,7 @@ import os, sys, time
 from unittest import mock
 if os.fork() == 0:
     from workers import cli
-    from workers import commands
+    from workers.cli import commands
     def wait():
         print(os.getpid(), flush=True)
         time.sleep(60)

@@ -15,7 +15,7 @@ from slurm_run.daemons import unavailable_reason
 from support.commands import ROOT, eventually
 
 from hybrid.config.loading import load_config
-from workers.arguments import parse
+from workers.cli.arguments import parse
 from workers.exit_codes import ExitCode
 
 FOLDER = ROOT / "configs/cluster"

@@ -31,7 +31,7 @@ from hybrid.primitives.step_timings import StepClock
 from hybrid.updates.ticket import Purpose, Ticket
 from hybrid.updates.update_rules import UpdateRules
 from hybrid.user_code.run_signature import signed_toml
-from workers.model_commands import predict
+from workers.cli.model_commands import predict
 
 _WORKERS = 2
 COLUMNS = ("clicked", "price", "age", "user", "item", "tags")

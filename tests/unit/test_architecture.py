@@ -51,7 +51,7 @@ OPENERS = {
         "hybrid/security/secret.py",
     ],
     "of the user's private folder": ["hybrid/user_code/run_signature.py"],
-    "of standard output, and of files that open_writer has opened": ["workers/model_commands.py"],
+    "of standard output, and of files of open_writer": ["workers/cli/model_commands.py"],
     "of /proc, /sys or memory": [
         "hybrid/dense/matmul.py",
         "hybrid/primitives/available_memory.py",

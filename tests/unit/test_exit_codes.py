@@ -17,8 +17,7 @@ from hybrid.errors import (
     StorageError,
 )
 from hybrid.topology import Role, RoleKind
-from workers import commands
-from workers.cli import main
+from workers.cli import commands, main
 from workers.exit_codes import (
     HANDLED_SIGNALS,
     STOP_REQUEST,

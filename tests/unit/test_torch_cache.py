@@ -11,7 +11,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
 import hybrid
 from hybrid.storage.compile_cache import choose_compile_cache
-from workers import cli, commands
+from workers import cli
+from workers.cli import commands
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "QUACK_CACHE_DIR": "quack"}
 

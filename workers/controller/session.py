@@ -41,7 +41,7 @@ from workers.controller.deployment import (
     memory_shortage,
 )
 from workers.controller.remote_trainer import Trainer, TrainerReport
-from workers.step_profile import Profile
+from workers.run_folder.step_profile import Profile
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")

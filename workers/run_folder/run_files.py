@@ -39,7 +39,7 @@ from workers.run_folder.run_access import (
     run_write_errors,
     upload,
 )
-from workers.step_profile import Profile
+from workers.run_folder.step_profile import Profile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

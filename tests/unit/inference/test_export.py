@@ -34,7 +34,7 @@ from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.trained_module import load
 from hybrid.inference.trained_run import TrainedRun
 from workers.cli import main
-from workers.model_commands import evaluate, export_run
+from workers.cli.model_commands import evaluate, export_run
 
 # Runs a program in a process that cannot import this project.
 ALONE = """

@@ -23,7 +23,7 @@ from support.trained import (
 from hybrid.errors import ConfigError, DataError, HybridError, StorageError
 from hybrid.storage import files
 from hybrid.storage.remote_path import StoragePath
-from workers.model_commands import STDOUT, predict, prediction_file
+from workers.cli.model_commands import STDOUT, predict, prediction_file
 
 NAMES = ["p.csv", "p.parquet"]
 HEADER = "price,age,user,item,tags\n"

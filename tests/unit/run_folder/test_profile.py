@@ -11,7 +11,7 @@ from support.traces import slices
 
 from hybrid.primitives.step_timings import PHASES, STEP, STEPS_THREAD, Span, StepClock
 from hybrid.topology import Role, RoleKind
-from workers.step_profile import Profile
+from workers.run_folder.step_profile import Profile
 
 TRAINER = Role(RoleKind.TRAINER, 0)
 WORKER = Role(RoleKind.WORKER, 0)

@@ -31,7 +31,15 @@ from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import make_routes
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from workers.planning import Hosts, Plan, distinct_rows, expected_data, make_plan, print_plan, traffic
+from workers.cli.planning import (
+    Hosts,
+    Plan,
+    distinct_rows,
+    expected_data,
+    make_plan,
+    print_plan,
+    traffic,
+)
 
 HOST = Hosts(1, 2.0**34, 1e9)
 Printed: TypeAlias = Callable[..., str]

@@ -1,4 +1,4 @@
-"""The commands of ``hybrid``, called by ``cli``. A command checks its arguments before it imports torch.
+"""The commands of ``hybrid``. A command checks its arguments before it imports torch.
 
 ``NAME_command`` runs ``hybrid NAME``: it takes the options, and raises a HybridError if the command fails.
 """
@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,14 +31,14 @@ from hybrid.errors import ConfigError, HybridError
 from hybrid.security.secret import VARIABLE, Secret
 from hybrid.storage.folder_lock import folder_lock
 from hybrid.storage.remote_path import StoragePath, parse_path
-from hybrid.topology import MASTER, Role, RoleKind, Topology
+from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.user_code.run_signature import load_run_config
-from workers.arguments import AUTO, COMPARED_DTYPE, EXPORTS, STREAM
+from workers.cli.arguments import AUTO, COMPARED_DTYPE, EXPORTS, STREAM
+from workers.cli.scheduler_rank import end_with_scheduler, index_of, master_host, role_of
 from workers.cluster_task import CompareTask, FunctionTask, ScriptTask, Task, TrainTask
 from workers.console.messages import print_line, print_text
 from workers.console.terminal import transient_status
 from workers.exit_codes import Interrupt, ReportedError, exit_code
-from workers.launching.fork_server import end_with_parent
 from workers.launching.launcher import launch
 from workers.module_imports import fast_imports
 from workers.rendezvous.host_setup import MasterAddress, allow_open_files
@@ -55,11 +55,6 @@ from workers.run_folder.run_access import (
     scratch_logs,
     script_folder,
 )
-
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by agents of torchrun for their processes
-SLURM_STEP = "SLURM_STEP_ID"  # set by srun for its processes
-_INDEX = "JOB_COMPLETION_INDEX"  # set by Kubernetes in the pods of an indexed job
-_BY_HAND = "start each role by its own command: hybrid master, hybrid trainer, hybrid worker"
 
 
 def launch_command(options: argparse.Namespace) -> None:
@@ -193,7 +188,7 @@ def _report_saved_state(folder: Path, command: str) -> Iterator[None]:
 
 def master_command(options: argparse.Namespace) -> None:
     """Run the master of a cluster whose other roles are started by other commands."""
-    _end_with_starter()
+    end_with_scheduler()
     config, folder, is_resumed, end_message = _requested_run(options)
     secret = _shared_secret(config.cluster)
     if end_message:  # the other roles wait for a master
@@ -248,15 +243,9 @@ def _master_address(options: argparse.Namespace) -> MasterAddress:
     return MasterAddress.parse(address)
 
 
-def _end_with_starter() -> None:
-    """End this process with its parent if torchrun or srun, which restart all roles, is the parent."""
-    if TORCHRUN in os.environ or SLURM_STEP in os.environ:
-        end_with_parent(os.getppid())
-
-
 def trainer_command(options: argparse.Namespace) -> None:
     """Run a trainer or a worker, and end the process with the exit code of the cluster."""
-    _end_with_starter()
+    end_with_scheduler()
     kind = RoleKind(options.command)
     if options.index is None:
         options.index = index_of(os.environ, kind)
@@ -286,59 +275,6 @@ def _shared_secret(section: ClusterSection) -> Secret:
     return secret
 
 
-def role_of(environment: Mapping[str, str], topology: Topology) -> Role:
-    """Return the role of a process by its rank: 0 is the master, then trainers, then workers.
-
-    Missing or contradictory variables are refused: some platforms set RANK and WORLD_SIZE once per node, and
-    a guess would start half a cluster.
-
-    Raises:
-        ConfigError: the rank is missing or ambiguous, or the number of processes is not the topology's.
-    """
-    ranks: dict[str, tuple[int, int]] = {}
-    if "RANK" in environment:
-        ranks["RANK and WORLD_SIZE"] = _integer(environment, "RANK"), _integer(environment, "WORLD_SIZE")
-    if SLURM_STEP in environment and TORCHRUN not in environment:
-        size = _integer(environment, "SLURM_STEP_NUM_TASKS")
-        ranks["SLURM_PROCID and SLURM_STEP_NUM_TASKS"] = _integer(environment, "SLURM_PROCID"), size
-    if not ranks:
-        rule = f"needs RANK and WORLD_SIZE, or SLURM_PROCID of srun, and none is set; {_BY_HAND}"
-        raise ConfigError("role", rule)
-    found = " but ".join(f"{names} say {rank} of {size}" for names, (rank, size) in ranks.items())
-    if len(set(ranks.values())) > 1:
-        raise ConfigError("role", f"{found}; {_BY_HAND}")
-    rank, size = next(iter(ranks.values()))
-    if size != topology.world_size or not 0 <= rank < size:
-        rule = (
-            f"{found}, but {topology} are {topology.world_size} processes (some platforms, such as PAI-DLC "
-            f"and Baidu's, set RANK once per node); {_BY_HAND}"
-        )
-        raise ConfigError("role", rule)
-    return topology.roles[rank]
-
-
-def index_of(environment: Mapping[str, str], kind: RoleKind) -> int:
-    """Return the index of a trainer or worker for which ``--index`` is not given."""
-    if _INDEX not in environment:
-        rule = f"must be given: the index of the {kind}, from 0 (Kubernetes sets {_INDEX} in indexed jobs)"
-        raise ConfigError("--index", rule)
-    return _integer(environment, _INDEX)
-
-
-def _integer(environment: Mapping[str, str], name: str) -> int:
-    if name not in environment:
-        raise ConfigError("role", f"{name} is not set; {_BY_HAND}")
-    try:
-        return int(environment[name])
-    except ValueError as error:
-        raise ConfigError(name, "must be an integer", environment[name]) from error
-
-
-def master_host(environment: Mapping[str, str]) -> str:
-    """Return the host of rank 0 under torchrun, else an empty string; MASTER_PORT is torchrun's own port."""
-    return environment.get("MASTER_ADDR", "") if TORCHRUN in environment else ""
-
-
 def plan_command(options: argparse.Namespace) -> None:
     """Print the placement of tables, the traffic of a step, and memory."""
     config = _read_config(options)
@@ -348,7 +284,7 @@ def plan_command(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name}", "must be more than 0, and finite", value)
     with importing_torch():
         from hybrid.data.prepare.preparation import cache_folder
-        from workers.planning import Hosts, print_plan
+        from workers.cli.planning import Hosts, print_plan
 
     hosts = Hosts(
         options.hosts,
@@ -361,7 +297,7 @@ def plan_command(options: argparse.Namespace) -> None:
 def evaluate_command(options: argparse.Namespace) -> None:
     """Print the metrics of a run's model."""
     with importing_torch():
-        from workers.model_commands import evaluate
+        from workers.cli.model_commands import evaluate
 
     evaluate(options.run_folder, options.input, options.trust_code, options.module)
 
@@ -372,7 +308,7 @@ def predict_command(options: argparse.Namespace) -> None:
         rule = "stands for standard input, which cannot be combined with files; remove one of them"
         raise ConfigError("--input", rule, STREAM)
     with importing_torch():
-        from workers.model_commands import predict
+        from workers.cli.model_commands import predict
 
     keep = [name for names in options.keep for name in names.split(",")]
     predict(options.run_folder, options.input, options.output, keep, options.trust_code, options.module)
@@ -381,7 +317,7 @@ def predict_command(options: argparse.Namespace) -> None:
 def export_command(options: argparse.Namespace) -> None:
     """Write a run's model as files for other programs."""
     with importing_torch():
-        from workers.model_commands import export_run
+        from workers.cli.model_commands import export_run
 
     formats = options.format or EXPORTS[:1]
     source = options.trust_code, options.module

@@ -12,8 +12,8 @@ from pathlib import Path
 from hybrid.errors import HybridError
 from hybrid.storage.compile_cache import choose_compile_cache
 from hybrid.topology import RoleKind
-from workers import commands
-from workers.arguments import parse
+from workers.cli import commands
+from workers.cli.arguments import parse
 from workers.console.messages import logging_to_stderr, print_line, visible
 from workers.console.output_stream import tolerate_lost_output
 from workers.exit_codes import HANDLED_SIGNALS, STOP_REQUEST, ExitCode, Interrupt, exit_code, handling

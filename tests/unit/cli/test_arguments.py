@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.arguments import parse
+from workers.cli.arguments import parse
 from workers.console.messages import Verbosity
 
 
