@@ -142,7 +142,6 @@ class StopMessage:
 
     @classmethod
     def parse(cls, text: str) -> StopMessage:
-        """Return the message with this text."""
         code, _, reason = text.partition(" ")
         return cls(ExitCode(int(code)), reason)
 

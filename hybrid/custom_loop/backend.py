@@ -28,8 +28,8 @@ from hybrid.data.dataset.dataset_manifest import checkpoint_contents
 from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.data.prepare.preparation import cache_folder
 from hybrid.embedding.placement import Placement, place
+from hybrid.embedding.table_source import TableSource
 from hybrid.embedding.table_spec import TableSpec
-from hybrid.embedding.trainer.lookup import TableSource
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.update_guard import GuardedModule
 from hybrid.errors import CheckpointError, ConfigError, StorageError

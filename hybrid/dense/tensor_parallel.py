@@ -159,7 +159,8 @@ class TensorParallel(nn.Module):
         parameters = dict(module.named_parameters(remove_duplicate=False))
         counts = Counter(parameters.values())
         split = {parameter for path in plan for parameter in module.get_submodule(path).parameters()}
-        if tied := [name for name, p in parameters.items() if p in split and counts[p] > 1]:
+        tied = [name for name, p in parameters.items() if p in split and counts[p] > 1]
+        if tied:
             raise ValueError(f"a parameter used in several places cannot be split: {', '.join(tied)}")
         for path, style in plan.items():
             # Without a source rank, each rank copies its shards from the weights that it has.

@@ -32,7 +32,6 @@ class Bags(NamedTuple):
 
     @property
     def num_bags(self) -> int:
-        """Number of bags."""
         return len(self.ids_L) if self.offsets is None else len(self.offsets) - 1
 
 
@@ -65,7 +64,7 @@ def pack_items(items: Sequence[Item]) -> tuple[list[PackedItem], list[Tensor]]:
 
 
 def unpack_items(packed: Sequence[PackedItem], tensors: Iterable[Tensor]) -> list[Item]:
-    """Undo :func:`pack_items`. From an iterator, take only the tensors of these items."""
+    """Undo :func:`pack_items`."""
     rest = iter(tensors)
     items = []
     for group, pooling, has_offsets, has_weights in packed:
@@ -102,7 +101,8 @@ def concatenate(parts: list[Bags]) -> Bags:
     if len(parts) == 1:
         return parts[0]
     ids_L = torch.cat([p.ids_L for p in parts])
-    starts, base = [], 0
+    starts = []
+    base = 0
     for part in parts:
         if part.offsets is None:
             return Bags(ids_L, None, None, part.pooling)
@@ -142,7 +142,8 @@ class GroupedBags:
         self.weights_L: Floats | None = None
         if bags.offsets is not None:
             assert bags.pooling is not Pooling.MAX or bags.winners_BD is not None
-            order_L, self.sources_L = self.sources_L, kernels.sort_bags(bags.offsets.numpy(), self.sources_L)
+            order_L = self.sources_L
+            self.sources_L = kernels.sort_bags(bags.offsets.numpy(), order_L)
             if bags.weights_L is not None:
                 self.weights_L = bags.weights_L.to(dtype).numpy()[order_L]
             elif bags.pooling is Pooling.MEAN:
@@ -191,20 +192,21 @@ class RowGradients:
         self, first: int, last: int, out_UD: Tensor, table: Floats | None, scale: float = 1, rate: float = 1
     ) -> float:
         """Call :func:`kernels.sum_rows` for ``rows_U[first:last]``."""
-        bags, grad = self._bags, self._grad_BD.numpy()
+        bags = self._bags
+        grad = self._grad_BD.numpy()
         winners_BD = None if bags.winners_BD is None else bags.winners_BD.numpy()
         has_rows = table is not None or winners_BD is not None
         return kernels.sum_rows(
-            bags.starts_V[first : last + 1],
-            bags.sources_L,
-            grad,
-            out_UD.numpy(),
-            bags.weights_L,
-            self.rows_U[first:last].numpy() if has_rows else None,
-            winners_BD,
-            table,
-            grad.dtype.type(scale),
-            grad.dtype.type(rate),
+            starts_V=bags.starts_V[first : last + 1],
+            sources_L=bags.sources_L,
+            grad_BD=grad,
+            out_UD=out_UD.numpy(),
+            weights_L=bags.weights_L,
+            rows_U=self.rows_U[first:last].numpy() if has_rows else None,
+            winners_BD=winners_BD,
+            table_RD=table,
+            scale=grad.dtype.type(scale),
+            rate=grad.dtype.type(rate),
         )
 
     def sum_all(self) -> Tensor:

@@ -136,7 +136,8 @@ def _opened(source: str) -> Iterator[StoredTensor]:
                 name = names[0] if not name and len(names) == 1 else name
                 if name not in names:
                     raise LookupError(f"it has no tensor {name!r}; add one of {known}")
-                tensor, checksum = file.get_slice(name), (file.metadata() or {}).get(name, "")
+                tensor = file.get_slice(name)
+                checksum = (file.metadata() or {}).get(name, "")
                 matrix = StoredTensor(tuple(tensor.get_shape()), lambda i, j: tensor[i:j], checksum)
             if len(matrix.shape) != 2 or 0 in matrix.shape:
                 raise DataError(f"{source}: has shape {list(matrix.shape)}, but must have rows and columns")
@@ -171,10 +172,12 @@ def read_rows_by_key(table: TableSpec, out_RD: Tensor, index: int, count: int) -
     encoding = next(each for each in encoder.sparse if each.name == feature)
     if encoding.vocabulary == "buckets":
         raise DataError(f"{table.initial}: column {feature} has buckets of numbers, which have no keys")
-    num_values, num_known = 0, 0
+    num_values = 0
+    num_known = 0
     try:
         with open_parquet(parse_path(table.initial)) as source, pq.ParquetFile(source) as file:
-            if (width := len(file.schema_arrow.names)) != 2:
+            width = len(file.schema_arrow.names)
+            if width != 2:
                 raise DataError(
                     f"{table.initial}: has {width} columns, but must have one of values and one of vectors"
                 )
@@ -209,14 +212,16 @@ def _vectors(table: TableSpec, first: int, vectors: Any) -> npt.NDArray[np.float
     if not is_list(vectors) or not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
         raise DataError(f"{table.initial}: its second column holds {vectors.type}, not lists of numbers")
     lengths_B = np.asarray(pc.fill_null(pc.list_value_length(vectors), 0))
-    if (wrong_B := lengths_B != table.dim).any():
+    wrong_B = lengths_B != table.dim
+    if wrong_B.any():
         row = int(wrong_B.argmax())
         raise DataError(
             f"{table.initial}: the vector of row {first + row} has {lengths_B[row]} numbers, but "
             f"table {table.name} has {table.dim} columns"
         )
     vectors_BD = vectors.flatten().cast(pa.float64()).to_numpy(zero_copy_only=False).reshape(-1, table.dim)
-    if (not_finite_B := ~np.isfinite(vectors_BD).all(axis=1)).any():
+    not_finite_B = ~np.isfinite(vectors_BD).all(axis=1)
+    if not_finite_B.any():
         row = int(not_finite_B.argmax())
         raise DataError(f"{table.initial}: the vector of row {first + row} is not finite")
     return np.asarray(vectors_BD)

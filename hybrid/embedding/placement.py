@@ -40,7 +40,6 @@ class Shard:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of the shard."""
         return (self.table.num_rows - self.index + self.count - 1) // self.count
 
     @property
@@ -93,7 +92,6 @@ class Placement:
     pooled_by_trainers: tuple[str, ...] = ()
 
     def of_worker(self, worker: int) -> tuple[Shard, ...]:
-        """Return the shards of a worker."""
         return tuple(s for s in self.shards if s.worker == worker)
 
     @property
@@ -169,7 +167,8 @@ def bag_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooli
 
 def unpooled_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> tuple[float, int]:
     """Return the mean number of ids, and of vectors, per sample of features that are not pooled."""
-    ids, vectors = 0.0, 0
+    ids = 0.0
+    vectors = 0
     for name in table.features:
         read = table.for_feature(name)
         if name not in ids_per_sample or read.sequence:
@@ -243,7 +242,8 @@ def place(
     total_bytes = sum(size_of.values()) or 1
     total_traffic = sum(traffic_of.values()) or 1.0
     fractions = {name: (size_of[name] / total_bytes, traffic_of[name] / total_traffic) for name in size_of}
-    held, moved = [0.0] * num_workers, [0.0] * num_workers
+    held = [0.0] * num_workers
+    moved = [0.0] * num_workers
     shards_of: dict[str, list[Shard]] = {}
     for table in sorted(tables, key=lambda t: (-sum(fractions[t.name]), t.name)):
         size_fraction, traffic_fraction = fractions[table.name]

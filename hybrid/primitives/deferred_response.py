@@ -67,7 +67,6 @@ class DeferredResponse(Future[Result]):
         self._caller: Caller | None = getattr(_thread, "caller", None)
 
     def set_result(self, result: Result) -> None:
-        """Complete the future with a result."""
         super().set_result(result if self._caller is None else self._caller.wrap_result(result))
 
     def set_exception(self, error: Exception) -> None:  # type: ignore[override]  # torch's annotation is wrong

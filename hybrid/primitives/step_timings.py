@@ -92,7 +92,6 @@ class StepClock:
             self._step_span = self._open(STEP, step)
 
     def end_step(self) -> None:
-        """End the step."""
         self._step = _NO_STEP
         if self._step_span is not None:
             self._step_span.close()

@@ -126,7 +126,8 @@ class Signatures:
             tensors: contiguous tensors that the pickle refers to.
         """
         start = self.sender + bytes([kind])
-        if (key := self._sending.get((kind, receiver))) is None:
+        key = self._sending.get((kind, receiver))
+        if key is None:
             key = self._sending[kind, receiver] = self._key(start, receiver)
         number = next(self._numbers).to_bytes(_NUMBER_BYTES, "little")
         segments, encrypt = _segments(tensors), key.encrypt
@@ -150,7 +151,8 @@ class Signatures:
         try:
             kind = PayloadKind(start[_ID_BYTES])
             own = {PayloadKind.CALL: self._name, PayloadKind.GATHER: b""}
-            if (known := self._receiving.get(start)) is None:
+            known = self._receiving.get(start)
+            if known is None:
                 known = self._key(start, own.get(kind, self.sender)), ReplayWindow()
             aead = known[0]
             segments = _segments(tensors)
@@ -191,7 +193,8 @@ def memory_of(tensor: Tensor, to_write: bool = False) -> list[memoryview]:
 
     The list is empty if the tensor is empty or on a GPU. The caller must keep the tensor alive.
     """
-    if not tensor.is_cpu or not (num_bytes := tensor.nbytes):
+    num_bytes = tensor.nbytes
+    if not tensor.is_cpu or not num_bytes:
         return []
     whole: memoryview = _view_memory(tensor.data_ptr(), num_bytes, _WRITABLE if to_write else _READ_ONLY)
     if num_bytes <= LARGEST_SEGMENT:

@@ -36,10 +36,10 @@ class RejectionLog:
         self._lock = threading.Lock()
 
     def add(self, reason: str) -> None:
-        """Record a rejection."""
         with self._lock:
             self.count += 1
-            count, now = self.count, time.monotonic()
+            count = self.count
+            now = time.monotonic()
             if now < self._next_line_at:
                 return
             self._next_line_at = now + _SECONDS_BETWEEN_LINES
@@ -50,7 +50,6 @@ class PlainUnpickler(pickle.Unpickler):
     """Loads numbers, text and built-in collections; rejects a pickle that names a class or a function."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        """Reject the pickle."""
         raise RejectedMessage(f"it names {module}:{name}")
 
 

@@ -59,7 +59,6 @@ class Secret:
 
     @classmethod
     def fresh(cls) -> Secret:
-        """Generate a new secret."""
         return cls(secrets.token_hex(_BYTES))
 
     @classmethod

@@ -101,11 +101,9 @@ class _CalledFunction:
         return result if isinstance(result, DeferredResponse) else self.wrap_result(result)
 
     def wrap_result(self, value: Any) -> _Response:
-        """See :class:`Caller`."""
         return _Response(self._caller, value)
 
     def wrap_exception(self, error: Exception) -> _RaisedError:
-        """See :class:`Caller`."""
         return _raised_error(describe_exception(error), self._caller)
 
 
@@ -187,7 +185,8 @@ class SignedPickler(internal._InternalRPCPickler):
             return _raised_error(describe_rejection(reason), sender)
 
     def _load(self, kind: PayloadKind, sender: bytes, pickled: bytes, tensors: Sequence[Tensor]) -> Any:
-        outer, _thread.tensors = getattr(_thread, "tensors", None), tensors
+        outer = getattr(_thread, "tensors", None)
+        _thread.tensors = tensors
         try:
             content = pickle.loads(pickled)  # signed by a role of this run
         finally:

@@ -77,7 +77,8 @@ class BlockWriter:
 
     def write(self, tensors: Sequence[Tensor]) -> Block | None:
         """Copy tensors into a new block; None if no gap is large enough, or the tensors are small."""
-        if (length := sum(align(tensor.nbytes) for tensor in tensors)) < MIN_BLOCK_BYTES:
+        length = sum(align(tensor.nbytes) for tensor in tensors)
+        if length < MIN_BLOCK_BYTES:
             return None
         while self._released:
             self._used.pop(self._released.popleft(), None)

@@ -208,8 +208,10 @@ class UpdateBarrier(Generic[Contribution]):
         with self._changed:
             assert self._ledger.is_idle
             self._ledger = Ledger(self._rules, version)
-            self._norms, self._norm_step = {}, -1
-            waiting, self._waiting = self._waiting, []
+            self._norms = {}
+            self._norm_step = -1
+            waiting = self._waiting
+            self._waiting = []
         for each in waiting:
             each.future.set_exception(ClusterError(f"step {each.ticket.step}: a checkpoint was loaded"))
 
@@ -281,7 +283,8 @@ class UpdateBarrier(Generic[Contribution]):
         """Wait for all contributions of the next update; ClusterError once closed."""
         with self._changed:
             while not (self._closed or self._failure):
-                if update := self._ledger.begin_update():
+                update = self._ledger.begin_update()
+                if update:
                     return update
                 self._changed.wait(self._ledger.seconds_left(time.monotonic()))
             # Another thread may apply an update, which still needs the threads of lookups.
@@ -308,7 +311,9 @@ class UpdateBarrier(Generic[Contribution]):
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
-            waiting, self._waiting = self._waiting, []
-            norm_waiting, self._norm_waiting = self._norm_waiting, {}
+            waiting = self._waiting
+            self._waiting = []
+            norm_waiting = self._norm_waiting
+            self._norm_waiting = {}
         for future in chain((w.future for w in waiting), *norm_waiting.values()):
             future.set_exception(error)

@@ -34,11 +34,9 @@ class HostedModule(nn.Module):
         return response
 
     def squared_norm(self, step: int) -> DeferredResponse[float]:
-        """See :meth:`UpdateBarrier.squared_norm`."""
         return self.barrier.squared_norm(step)
 
     def record(self, steps: range) -> None:
-        """See :meth:`StepClock.record`."""
         self.clock.record(steps)
 
     def take_spans(self) -> list[Span]:
@@ -58,7 +56,8 @@ class HostedModule(nn.Module):
 
     def write(self, folder: StoragePath) -> Files:
         """Write the tensors from :meth:`begin_save` into a checkpoint folder, and free them."""
-        tensors_of_file, self._checkpoint_tensors = self._checkpoint_tensors, {}
+        tensors_of_file = self._checkpoint_tensors
+        self._checkpoint_tensors = {}
         files: Files = {}
         for name, tensors in tensors_of_file.items():
             files |= write_tensors(folder, name, tensors)

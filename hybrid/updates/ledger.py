@@ -53,7 +53,6 @@ class Ledger(Generic[Contribution]):
 
     @property
     def is_updating(self) -> bool:
-        """Whether an update is running."""
         return bool(self._updating)
 
     @property
@@ -63,7 +62,8 @@ class Ledger(Generic[Contribution]):
 
     def enter(self, ticket: Ticket, contribution: Contribution, now: float) -> None:
         """Add a trainer's gradients of a part of a step; see :meth:`UpdateBarrier.contribute`."""
-        trainer, key = ticket.trainer, (ticket.step, ticket.trainer)
+        trainer = ticket.trainer
+        key = (ticket.step, ticket.trainer)
         if ticket.checksum:
             checksum, other = self._checksums.setdefault(ticket.step, (ticket.checksum, trainer))
             if checksum != ticket.checksum:
@@ -91,7 +91,10 @@ class Ledger(Generic[Contribution]):
 
     def begin_update(self) -> tuple[int, list[Contribution]] | None:
         """Begin the next update; return its contributions and the step of the first, or None."""
-        if self._updating or not (keys := self._next_entries()):
+        if self._updating:
+            return None
+        keys = self._next_entries()
+        if not keys:
             return None
         self._updating = {key: self._entries.pop(key) for key in keys}
         entries = self._updating.values()
@@ -127,7 +130,8 @@ class Ledger(Generic[Contribution]):
         """
         if self._rules.mode is UpdateMode.ASYNC:
             return None
-        expected, timeout = self._expected(), self._rules.timeout_seconds
+        expected = self._expected()
+        timeout = self._rules.timeout_seconds
         arrived = [self._entries[step, t].arrived_at for step, t in expected if self._is_complete(t, step)]
         if not arrived:
             return None

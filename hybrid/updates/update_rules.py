@@ -61,10 +61,12 @@ class Schedule:
 
     def factor(self, step: int) -> float:
         """Return the factor at ``step``, counted from 0; after the end, the last factor."""
-        section, call = self.section, self.section.call
+        section = self.section
+        call = self.section.call
         if call.name == "one_cycle":
             # As in torch, the peak may lie between two steps, or before the first.
-            peak, last = call["peak_fraction"] * self.end - 1, self.end - 1
+            peak = call["peak_fraction"] * self.end - 1
+            last = self.end - 1
             step = min(step, last)
             if step < peak:
                 return _half_cosine(call["initial_factor"], 1.0, step / peak)

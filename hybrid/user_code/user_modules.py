@@ -52,7 +52,8 @@ class FolderFinder(importlib.abc.MetaPathFinder):
         """Search ``folder`` after all other folders; ``module`` is a module that the user has named."""
         cls._named.add(module.partition(".")[0])
         searched = [each._folder for each in sys.meta_path if isinstance(each, cls)]
-        if (resolved := folder.resolve()) not in searched:
+        resolved = folder.resolve()
+        if resolved not in searched:
             sys.meta_path.append(cls(resolved))
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
@@ -98,8 +99,9 @@ def load_function(
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
     except (Exception, SystemExit) as error:  # user code, which may raise anything
-        location = f"{location}: " if (location := user_location(error)) else ""
-        reason = f"cannot be imported: {location}{type(error).__name__}: {' '.join(str(error).split())}"
+        location = user_location(error)
+        where = f"{location}: " if location else ""
+        reason = f"cannot be imported: {where}{type(error).__name__}: {' '.join(str(error).split())}"
         missing = _missing_module_hint() if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(key, reason + missing, name) from error
     if not parameters:
@@ -263,7 +265,8 @@ def user_location(error: BaseException | None) -> str:
         if isinstance(each, SyntaxError) and each.filename and is_user_file(each.filename):
             return f"{_short(each.filename)}:{each.lineno}"
         frames = traceback.extract_tb(each.__traceback__)
-        if user_frames := [frame for frame in frames if is_user_file(frame.filename)]:
+        user_frames = [frame for frame in frames if is_user_file(frame.filename)]
+        if user_frames:
             last = user_frames[-1]
             return f"{_short(last.filename)}:{last.lineno}, in {last.name}"
     return ""

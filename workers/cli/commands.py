@@ -267,7 +267,6 @@ worker_command = trainer_command
 
 
 def _shared_secret(section: ClusterSection) -> Secret:
-    """Return the secret of a cluster whose roles are started by hand."""
     secret = Secret.find(section.secret_file)
     if secret is None:
         rule = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secret FILE creates a secret"
@@ -295,7 +294,6 @@ def plan_command(options: argparse.Namespace) -> None:
 
 
 def evaluate_command(options: argparse.Namespace) -> None:
-    """Print the metrics of a run's model."""
     with importing_torch():
         from workers.cli.model_commands import evaluate
 
@@ -303,7 +301,6 @@ def evaluate_command(options: argparse.Namespace) -> None:
 
 
 def predict_command(options: argparse.Namespace) -> None:
-    """Write the predictions of a run's model."""
     if STREAM in options.input and len(options.input) > 1:
         rule = "stands for standard input, which cannot be combined with files; remove one of them"
         raise ConfigError("--input", rule, STREAM)
@@ -325,7 +322,6 @@ def export_command(options: argparse.Namespace) -> None:
 
 
 def secret_command(options: argparse.Namespace) -> None:
-    """Write a new secret to a file."""
     Secret.fresh().write(options.file)
     print_text(
         f"{options.file} holds a new secret. Start every role of the cluster with\n"

@@ -62,7 +62,6 @@ class TrainingProgress:
 
 
 def _numbers(progress: TrainingProgress) -> list[tuple[str, str]]:
-    """Return the numbers of a log step by label."""
     return [
         ("loss", format_number(progress.loss)),
         (metric_title(progress.score_name), format_number(progress.score)),

@@ -87,7 +87,9 @@ def deploy(
         blueprint, placement, rules, data_source: see :class:`Trainer`.
     """
     tables = deploy_tables(topology, blueprint.config, placement, rules)
-    dense, remote_net, bulk = blueprint.config.dense, None, BULK_TIMEOUT_SECONDS
+    dense = blueprint.config.dense
+    remote_net = None
+    bulk = BULK_TIMEOUT_SECONDS
     if dense.remote_mlp:
         role = Role(RoleKind.WORKER, 0)
         module = transport.create_module(role, host_remote_net, blueprint, rules)
@@ -109,7 +111,8 @@ def deploy_tables(
         HybridError: a host has no memory for its tables.
     """
     holders = [worker for worker in topology.workers if placement.of_worker(worker.index)]
-    if shortage := memory_shortage(placement, holders):
+    shortage = memory_shortage(placement, holders)
+    if shortage:
         raise HybridError(shortage)
     dtype = getattr(torch, config.train.dtype)
     wire_dtype = None if config.embedding.wire_dtype == "rows" else torch.bfloat16
@@ -117,7 +120,8 @@ def deploy_tables(
     for role in holders:
         module = transport.create_module(role, TableShards, placement, role.index, rules, dtype, wire_dtype)
         tables[role.index] = transport.RemoteTables(role, module)
-    seed, bulk = config.run.seed, BULK_TIMEOUT_SECONDS
+    seed = config.run.seed
+    bulk = BULK_TIMEOUT_SECONDS
     transport.gather([t.call(TableShards.initialize, seed, timeout_seconds=bulk) for t in tables.values()])
     return tables
 
@@ -139,7 +143,8 @@ def memory_shortage(placement: Placement, holders: Sequence[Role], fraction: flo
         free = min(vitals[role].free_bytes[limit] for role in roles)
         if needed > fraction * free:
             largest = max(shards, key=lambda shard: shard.num_bytes)
-            names, host = ", ".join(map(str, roles)), vitals[roles[0]].host
+            names = ", ".join(map(str, roles))
+            host = vitals[roles[0]].host
             return (
                 f"{names} on {host}: tables need {_gib(needed)}, but only {_gib(free)} of memory are free; "
                 f"the largest table is {largest.table.name} with {_gib(largest.num_bytes)}. Use fewer rows, "
@@ -253,7 +258,8 @@ def hold(
 
 def load(deployed: Deployment, dense: DenseSection, stored: Checkpoint) -> None:
     """Make every role load its part of a checkpoint; CheckpointError if it is of another model."""
-    bulk, folder = BULK_TIMEOUT_SECONDS, stored.folder
+    bulk = BULK_TIMEOUT_SECONDS
+    folder = stored.folder
     path = folder.absolute()
     calls = [
         each.call(HostedModule.load, path, stored.manifest.step, timeout_seconds=bulk)

@@ -12,9 +12,11 @@ from hybrid.batch import Batch, by_task, split_outputs
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Files
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense, write_tensors
+from hybrid.config import RunConfig
 from hybrid.config.loading import apply_settings
 from hybrid.config.splits import TRAIN
 from hybrid.data.batches.batch_loader import BatchLoader, BatchStream
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.prepare.dataset_location import open_split
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.dense.devices import choose_devices
@@ -54,6 +56,20 @@ class TrainerReport:
     labels: Tensor
     phase_seconds: dict[str, float]
     skipped_steps: int
+
+
+def make_loader(config: RunConfig, dataset: PreparedDataset, trainer: int, is_training: bool) -> BatchLoader:
+    """Return the loader of a trainer's slices; only training rows are shuffled and keep groups together."""
+    return BatchLoader(
+        dataset,
+        batch_size=config.train.batch_size,
+        trainer_index=trainer,
+        num_trainers=config.cluster.trainers,
+        seed=config.run.seed,
+        shuffle=is_training and config.data.is_shuffled,
+        lanes=config.data.shuffle_lanes,
+        by_group=is_training and config.has_ranking_loss,
+    )
 
 
 class Trainer:
@@ -113,17 +129,8 @@ class Trainer:
         self._loaders: dict[str, BatchLoader] = {}
         if data_source is not None:
             for split in config.data.splits:
-                is_training = split == TRAIN
-                self._loaders[split] = BatchLoader(
-                    open_split(data_source, split, config.data),
-                    batch_size=config.train.batch_size,
-                    trainer_index=index,
-                    num_trainers=config.cluster.trainers,
-                    seed=config.run.seed,
-                    shuffle=is_training and config.data.is_shuffled,
-                    lanes=config.data.shuffle_lanes,
-                    by_group=is_training and config.has_ranking_loss,
-                )
+                dataset = open_split(data_source, split, config.data)
+                self._loaders[split] = make_loader(config, dataset, index, is_training=split == TRAIN)
 
     def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> TrainerReport:
         """Train on this trainer's slice of some steps of an epoch of the prepared data set.
@@ -161,7 +168,8 @@ class Trainer:
         batches = make_batches(self._index)
         checked = self._check_batches(batches)
         local = [*checked] if isinstance(batches, Sequence) else checked
-        num_tasks, has_ranking = len(self._config.task_specs), self._config.has_ranking_loss
+        num_tasks = len(self._config.task_specs)
+        has_ranking = self._config.has_ranking_loss
         aligned = align_batches(local, empty, self._group, self._engine.device, num_tasks, has_ranking)
         self._engine.feed.begin(aligned, steps_before)
         report = self._train(None)
@@ -169,7 +177,8 @@ class Trainer:
         return report
 
     def _check_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        spec, tasks = self._spec, self._config.task_specs
+        spec = self._spec
+        tasks = self._config.task_specs
         for number, batch in enumerate(batches):
             try:
                 batch.check(len(spec.dense_features), len(spec.sparse_features), tasks)
@@ -218,7 +227,9 @@ class Trainer:
 
     def evaluate(self, split: str, first_step: int, num_steps: int, steps_before: int) -> Predictions:
         """Return predictions for this trainer's slice of a split, for at least one step."""
-        module, parts, clock = self._engine.model.module, [], StepClock()
+        module = self._engine.model.module
+        parts = []
+        clock = StepClock()
         ticket = Ticket(self._index, steps_before, steps_before, purpose=Purpose.PREDICT)
         with self._loaders[split].batches(0, first_step) as stream, evaluating(module):
             for batch in itertools.islice(stream, num_steps):
@@ -249,7 +260,8 @@ class Trainer:
 
     def write(self, folder: StoragePath) -> Files:
         """Write the held copy into a checkpoint folder, and release it."""
-        (name, held), self._held = self._held, (DENSE_FILE, {})
+        name, held = self._held
+        self._held = DENSE_FILE, {}
         return write_tensors(folder, name, held)
 
     def load(self, folder: StoragePath, name: str) -> None:
@@ -265,11 +277,9 @@ class Trainer:
         self._optimizer.load(state, folder)
 
     def record(self, steps: range) -> None:
-        """See :meth:`StepClock.record`."""
         self._clock.record(steps)
 
     def take_spans(self) -> list[Span]:
-        """See :meth:`StepClock.take_spans`."""
         return self._clock.take_spans()
 
     def close(self) -> None:

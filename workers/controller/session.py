@@ -93,12 +93,12 @@ class Session:
 
     @property
     def trainers(self) -> Sequence[transport.Remote[Trainer]]:
-        """A stub of each trainer."""
         return self._deployed.trainers
 
     def describe_model(self) -> tuple[str, str]:
         """Return a line about the dense net and a line about the tables: sizes and learning rates."""
-        dense, tables = self.config.dense, self.blueprint.tables
+        dense = self.config.dense
+        tables = self.blueprint.tables
         remote = " and a remote net on worker 0" if dense.remote_mlp else ""
         rows = sum(table.num_rows for table in tables)
         num_bytes = sum(shard.num_bytes for shard in self.placement.shards)
@@ -177,7 +177,8 @@ class Session:
             progress: the counts of the run.
             in_background: whether roles hold copies, if workers have enough memory for copies.
         """
-        placement, deployed = self.placement, self._deployed
+        placement = self.placement
+        deployed = self._deployed
         values = dict(metrics or {})
         holders = [each.role for each in deployed.tables.values()]
         is_copied = in_background and not memory_shortage(placement, holders, MAX_FRACTION_FOR_COPIES)
@@ -271,7 +272,6 @@ class DatasetSession(Session):
         return self._on_trainers(timeout, Trainer.train, epoch, first_step, num_steps, steps_before)
 
     def has_rows(self, split: str) -> bool:
-        """Whether there are samples of a split."""
         return self.reports[split].num_rows > 0
 
     def evaluate(self, steps_before: int, split: str = TEST) -> Metrics:
@@ -279,7 +279,6 @@ class DatasetSession(Session):
         return self.metrics([each for some in self.evaluation(steps_before, split) for each in some])
 
     def metrics(self, predictions: Sequence[Predictions]) -> Metrics:
-        """Return metrics over the samples of predictions."""
         is_weighted = self.config.data.weighted_metrics
         return Predictions.concatenate(predictions).metrics(self.config.all_tasks, is_weighted=is_weighted)
 

@@ -55,7 +55,8 @@ class FolderCheck:
     """
 
     def __init__(self, key: str, file: StoragePath, digest: str, writes: bool, master: str) -> None:
-        host, kind = socket.gethostname(), DataError if key == _DATA_KEY else CheckpointError
+        host = socket.gethostname()
+        kind = DataError if key == _DATA_KEY else CheckpointError
         rule = f"{key} must be storage that all hosts share"
         message = f"{file.parent} on host {host} is not that of the master's host {master} ({{}}); {rule}"
         try:
@@ -120,7 +121,8 @@ def _check(key: str, file: StoragePath, content: bytes, writes: Mapping[Role, bo
 
     All checks have ended before the error is raised, because the caller then removes the file.
     """
-    master, digest = socket.gethostname(), hashlib.sha256(content).hexdigest()
+    master = socket.gethostname()
+    digest = hashlib.sha256(content).hexdigest()
     checks = [
         transport.create(role, FolderCheck, key, file, digest, will_write, master, timeout_seconds=_SECONDS)
         for role, will_write in writes.items()

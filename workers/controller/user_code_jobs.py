@@ -120,7 +120,8 @@ class ScriptJob:
         """Run the script to its end on every trainer."""
         view.close()  # trainer 0 prints
         task = self._task
-        shared, bulk = (self._config, replace(task, path=os.path.abspath(task.path))), BULK_TIMEOUT_SECONDS
+        shared = (self._config, replace(task, path=os.path.abspath(task.path)))
+        bulk = BULK_TIMEOUT_SECONDS
         created = [
             transport.create(role, Script, role.index, *shared, timeout_seconds=bulk)
             for role in topology.trainers
@@ -146,7 +147,8 @@ class ScriptJob:
                 record_script_folder(task.scratch, request.folder)
             elif request.action == "load":
                 assert request.manifest is not None
-                source, tables = (request.folder, request.manifest.step), self._tables[request.number]
+                source = (request.folder, request.manifest.step)
+                tables = self._tables[request.number]
                 transport.gather([t.call(HostedModule.load, *source, timeout_seconds=bulk) for t in tables])
             transport.gather([script.call(Script.respond, response) for script in scripts])
         if task.scratch is not None:
@@ -157,7 +159,8 @@ class ScriptJob:
 
     def _save(self, request: ScriptRequest, first: transport.Remote[Script]) -> _SaveError | None:
         """Make every worker write its rows, and trainer 0 the module; return the error if that fails."""
-        tables, bulk = self._tables[request.number], BULK_TIMEOUT_SECONDS
+        tables = self._tables[request.number]
+        bulk = BULK_TIMEOUT_SECONDS
         transport.gather([each.call(HostedModule.begin_save, False, timeout_seconds=bulk) for each in tables])
 
         def start(partial: StoragePath) -> list[transport.Pending[Files]]:
@@ -293,7 +296,8 @@ class Script(Backend):
             raise CheckpointError(message) from error_class(kind)(message)
 
     def load(self, number: int, stored: Checkpoint) -> None:
-        folder, manifest = stored.folder.absolute(), stored.manifest
+        folder = stored.folder.absolute()
+        manifest = stored.manifest
         self._send(ScriptRequest("load", folder=folder, manifest=manifest, number=number))
 
 

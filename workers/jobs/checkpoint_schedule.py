@@ -55,7 +55,6 @@ class Interval:
     reports: dict[int, list[_Report]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, reports: Sequence[TrainerReport], seconds: float) -> None:
-        """Add further steps."""
         self.num_steps += len(reports[0].losses)
         self.seconds += seconds
         for trainer, report in enumerate(reports):
@@ -71,7 +70,6 @@ class Interval:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of all trainers."""
         return len(self._merged.labels)
 
     @property
@@ -109,7 +107,6 @@ class RunCounts:
     interval: Interval = field(default_factory=Interval)
 
     def add(self, reports: Sequence[TrainerReport], seconds: float) -> None:
-        """Add further steps."""
         self.samples += sum(len(report.labels) for report in reports)
         self.seconds += seconds
         self.skipped_steps += reports[0].skipped_steps  # the same on every trainer
@@ -336,7 +333,8 @@ class Checkpoints:
 
     def _end(self) -> None:
         """Wait for the pending checkpoint, if there is one, and log it; raise its error."""
-        if (pending := self._pending) is None:
+        pending = self._pending
+        if pending is None:
             return
         self._pending = None
         self._await(pending.written)

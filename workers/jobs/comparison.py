@@ -32,7 +32,7 @@ from hybrid.reference.reference_training import Reference
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
 from workers.console.terminal import TerminalView
-from workers.controller.remote_trainer import Trainer
+from workers.controller.remote_trainer import Trainer, make_loader
 from workers.controller.session import DatasetSession, Session
 from workers.controller.shared_folders import SharedFolders
 from workers.controller.user_code_jobs import run_script
@@ -299,20 +299,10 @@ def _slices(
     config: RunConfig, dataset: PreparedDataset, epoch: int, count: int
 ) -> Iterator[tuple[Batch, ...]]:
     """Yield the local batches of all trainers for the first ``count`` steps of an epoch."""
-    num_trainers = config.cluster.trainers
     with ExitStack() as stack:
         streams = []
-        for index in range(num_trainers):
-            loader = BatchLoader(
-                dataset,
-                batch_size=config.train.batch_size,
-                trainer_index=index,
-                num_trainers=num_trainers,
-                seed=config.run.seed,
-                shuffle=config.data.is_shuffled,
-                lanes=config.data.shuffle_lanes,
-                by_group=config.has_ranking_loss,
-            )
+        for trainer in range(config.cluster.trainers):
+            loader = make_loader(config, dataset, trainer, is_training=True)
             streams.append(stack.enter_context(loader.batches(epoch)))
         yield from islice(zip(*streams, strict=True), count)
 

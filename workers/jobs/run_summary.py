@@ -102,7 +102,8 @@ class Outcome:
             value = f"{format_number(earlier.value)} at step {earlier.step:,}{shared}"
             of_rows = "" if shared else "validation "
             results[f"best {of_rows}{metric_title(earlier.metric)}"] = value
-        if unknown := self.session.reports[TEST].unknown:
+        unknown = self.session.reports[TEST].unknown
+        if unknown:
             results["unknown values"] = unknown_fractions(unknown)
         results["throughput"] = f"{self.counts.samples / self.counts.seconds:,.0f} samples/s"
         results["run folder"] = str(run)

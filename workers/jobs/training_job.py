@@ -208,7 +208,8 @@ class Training:
         self._seconds_per_step = seconds / count
         if math.isnan(self._seconds_to_first_step):
             self._seconds_to_first_step = time.time() - self._task.started_at
-        if skipped := reports[0].skipped_steps:  # the same on every trainer
+        skipped = reports[0].skipped_steps
+        if skipped:  # the same on every trainer
             steps = f"steps {self._step} to {self._step + count - 1}"
             view.warn(f"{steps}: {skipped} skipped, since a loss or gradient was not finite")
         self._step += count

@@ -113,7 +113,6 @@ class _ReportFile:
         self._file = os.fdopen(os.memfd_create("report"), "r+b", buffering=0)
 
     def write(self, report: object) -> None:
-        """Write the report; called once, by the process."""
         pickle.dump(report, self._file)
 
     def take(self) -> Any:
@@ -172,7 +171,6 @@ class _Server:
         return pids
 
     def _signal(self, name: str, number: int) -> None:
-        """Send a signal to a process unless it has ended."""
         # The pid cannot belong to another process, since this one is not reaped.
         if name in self._processes and (pid := self._processes[name][0].pid) is not None:
             os.kill(pid, number)
@@ -259,7 +257,6 @@ class ForkServer:
 
     @property
     def has_imported(self) -> bool:
-        """Whether :meth:`preload` was called."""
         return not self._preload
 
     def preload(self) -> None:
@@ -351,7 +348,6 @@ class ForkServer:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists and has not ended."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -377,7 +373,8 @@ def enter_network_namespace() -> None:
             error = raised.errno or error
         finally:
             os._exit(error)
-    if error := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+    error = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if error:
         raise OSError(error, os.strerror(error))
     _enter()
 

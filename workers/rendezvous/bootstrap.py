@@ -115,7 +115,6 @@ class RendezvousStore(dist.Store):
         self._barriers: dict[bytes, bytes] = {}  # torch's numbers, renumbered from the first of this cluster
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Store a value."""
         self._request("set", key, value)
 
     def get(self, key: str) -> bytes:
@@ -123,11 +122,9 @@ class RendezvousStore(dist.Store):
         return self._await("get", [key], self._timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all ``keys`` exist."""
         self._await("wait", keys, self._timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` exist."""
         return self._request("check", *keys) == b"1"
 
     def add(self, key: str, amount: int) -> int:
@@ -177,7 +174,6 @@ class RendezvousStore(dist.Store):
         return response[0]
 
     def close(self) -> None:
-        """Close idle connections."""
         with self._lock:
             while self._idle:
                 self._idle.pop().close()
@@ -270,7 +266,8 @@ def join(
         # The master reports missing roles after its timeout, which may start up to one timeout later.
         if not _is_set_within(store, START_DECISION, timedelta(seconds=2 * seconds)):
             raise ClusterError(f"no message from the master for {2 * seconds:g} s")
-        if (decision := store.get(START_DECISION).decode()) != _GO:
+        decision = store.get(START_DECISION).decode()
+        if decision != _GO:
             message = StopMessage.parse(decision)
             raise StoppedError(f"stopped by the master: {message.reason}", message.code)
         cluster = JoinedCluster(role, section.topology, store, {})

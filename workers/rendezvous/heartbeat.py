@@ -57,7 +57,6 @@ class HeartbeatInterval:
 
     @property
     def turn_seconds(self) -> float:
-        """The length of a turn."""
         return self.timeout_seconds / self.turns
 
     def describe_silence(self, name: str, is_local: bool) -> str:
@@ -99,12 +98,10 @@ class Registration:
         return f"{self.role} (host {self.host}, pid {self.pid})"
 
     def packed(self) -> bytes:
-        """Return the registration as JSON."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @classmethod
     def unpacked(cls, data: bytes) -> Registration:
-        """Parse the JSON of :meth:`packed`."""
         return cls(**json.loads(data))
 
 

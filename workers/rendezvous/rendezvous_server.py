@@ -238,7 +238,8 @@ class RendezvousServer:
             return (TAKEN,)
         if name == str(MASTER) or name not in map(str, self._topology.roles):
             return REJECTED, f"there is no {name} in a cluster of {self._topology}".encode()
-        if (versions := own_versions()) != role.versions:
+        versions = own_versions()
+        if versions != role.versions:
             reason = (
                 f"{name} on host {role.host} has {role.versions}, the master on host "
                 f"{socket.gethostname()} {versions}; install the same on both"
@@ -264,7 +265,8 @@ class RendezvousServer:
                 await channel.send(*response)
                 message = await channel.receive()
                 response = (self._failure,)
-            if reason := message[1].decode():
+            reason = message[1].decode()
+            if reason:
                 self._report_loss(EndedRoleError(f"{role} has ended: {reason}", ExitCode(int(message[2]))))
         except (OSError, EOFError):
             self._silent_turns.pop(role, None)
@@ -328,7 +330,6 @@ class KeyValues:
         self._changed = asyncio.Event()
 
     def has(self, names: Sequence[str]) -> bool:
-        """Whether all keys exist."""
         return all(name in self._values for name in names)
 
     def set(self, key: str, value: bytes) -> None:

@@ -165,7 +165,6 @@ class Channel:
 
     @property
     def local_address(self) -> str:
-        """The address of this host on the connection."""
         return str(self._socket.getsockname()[0])
 
     def send(self, *fields: bytes) -> None:
@@ -214,7 +213,6 @@ class Channel:
         return ClusterError(self.interval.describe_silence(name, self._is_same_host))
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
 
@@ -280,7 +278,8 @@ async def authenticate(connection: socket.socket, secret: Secret) -> FrameCipher
     await loop.sock_sendall(connection, GREETING + own.public)
     received = b""
     while missing := KEY_BYTES + PROOF_BYTES - len(received):
-        if not (chunk := await loop.sock_recv(connection, missing)):
+        chunk = await loop.sock_recv(connection, missing)
+        if not chunk:
             raise EOFError
         received += chunk
     role_key = received[:KEY_BYTES]

@@ -258,7 +258,6 @@ class RunState:
 
     @property
     def resumed_step(self) -> int:
-        """The step from which the run would resume."""
         return self.checkpoint_step or 0
 
     def has_stepped_since(self, before: RunState) -> bool:

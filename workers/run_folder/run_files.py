@@ -87,7 +87,8 @@ class RunFolder:
         with run_write_errors(path):
             make_folder(path)
             (path / RESULT_FILE).unlink(missing_ok=True)
-            if (root := checkpoint_root(path)) != path:  # a store
+            root = checkpoint_root(path)
+            if root != path:  # a store
                 files.remove(root / RESULT_FILE)
         if (path / METRICS_FILE).is_file():
             evaluated = {config.data.selection_split: step if is_evaluated else step - 1}
@@ -110,11 +111,9 @@ class RunFolder:
 
     @property
     def curves(self) -> Path:
-        """Path of curves.png."""
         return self.path / "curves.png"
 
     def log_progress(self, progress: TrainingProgress) -> None:
-        """Append the numbers of a log step."""
         numbers = {
             "loss": progress.loss,
             progress.score_name: progress.score,
@@ -163,7 +162,6 @@ class RunFolder:
         _write_text(self.path / RESULT_FILE, _json(result))
 
     def close(self) -> None:
-        """Close the files; all records are written already."""
         try:
             with run_write_errors(self._metrics_path):
                 self._metrics.close()
@@ -254,7 +252,6 @@ class AppendOnlyFile:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
 

@@ -67,7 +67,6 @@ class Profile:
         return {"displayTimeUnit": "ms", "traceEvents": events}
 
     def table(self) -> str:
-        """Return the table as Markdown."""
         lines = [
             "# Profile of a step",
             "",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,8 @@ class BatchIds:
     """
 
     def __init__(self, sparse: SparseFeatures) -> None:
-        num_ids, offsets = len(sparse.ids_L), sparse.offsets
+        num_ids = len(sparse.ids_L)
+        offsets = sparse.offsets
         if sparse.weights_L is not None and len(sparse.weights_L) != num_ids:
             raise DataError(f"a batch has {len(sparse.weights_L)} weights for {num_ids} ids")
         num_bags = num_ids if offsets is None else len(offsets) - 1
@@ -100,7 +102,24 @@ class BatchIds:
         ends = self.ends_K.tolist()
         return torch.stack([self.ids_L[ends[k] - self.batch_size : ends[k]] for k in features])
 
-    def write_addresses(self, features_F: Ints, bases_FS: Ints, counts_F: Ints, *out: Tensor) -> int:
+    def write_addresses(
+        self,
+        features: Sequence[int],
+        bases_FS: Ints,
+        counts_F: Ints,
+        out_L: Tensor,
+        out_offsets: Tensor,
+        out_positions: Tensor,
+    ) -> int:
         """Write the addresses of the ids of some features; see :func:`kernels.write_bag_addresses`."""
-        bags = self.ids_L.numpy(), self.offsets.numpy(), self.batch_size
-        return kernels.write_bag_addresses(*bags, features_F, bases_FS, counts_F, *(t.numpy() for t in out))
+        return kernels.write_bag_addresses(
+            self.ids_L.numpy(),
+            self.offsets.numpy(),
+            self.batch_size,
+            np.array(features),
+            bases_FS,
+            counts_F,
+            out_L.numpy(),
+            out_offsets.numpy(),
+            out_positions.numpy(),
+        )

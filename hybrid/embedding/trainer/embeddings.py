@@ -24,23 +24,24 @@ from hybrid.batch import SparseFeatures
 from hybrid.embedding import kernels
 from hybrid.embedding.bags import MARKS, Bags
 from hybrid.embedding.placement import Placement
+from hybrid.embedding.table_source import TableSource
 from hybrid.embedding.table_spec import Pooling, TableSpec, tables_of
 from hybrid.embedding.trainer.batch_ids import BatchIds
-from hybrid.embedding.trainer.lookup import Lookup, Outbox, TableSource, contiguous_copy
+from hybrid.embedding.trainer.lookup import Lookup, Outbox, contiguous_copy
 from hybrid.embedding.trainer.routes import (
     AddressSpace,
     Assembler,
+    BagRoute,
     DistinctRows,
     Items,
     Locations,
+    PoolRoute,
     Responses,
     Route,
+    RowRoute,
+    SequenceRoute,
     Slot,
     append,
-    bag_route,
-    pool_route,
-    row_route,
-    sequence_route,
 )
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
@@ -103,7 +104,8 @@ class Embeddings:
 
     def _routes_for(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, Tensor | None]]:
         """Return the routes of a batch, each with ``columns_F``; see :class:`ConcatenatedFeatures`."""
-        every, weighted = range(len(self._features)), ids.weighted_features
+        every = range(len(self._features))
+        weighted = ids.weighted_features
         multi_hot = [k for k in every if sparse.offsets is not None and self._features[k].multi_hot]
         bags = weighted.union(multi_hot).difference(self._sequences)
         if (bags, weighted) not in self._routes:
@@ -136,8 +138,11 @@ class Embeddings:
                 k, sample = wrong_KB.nonzero()[0].tolist()
                 raise DataError(f"feature {self._features[k].name}: sample {sample} must have exactly one id")
         for k in self._sequences:
-            lengths_B, limit, name = ids.bounds(k).diff(), self._tables[k].sequence, self._features[k].name
-            if (is_wrong_B := lengths_B > limit).any():
+            lengths_B = ids.bounds(k).diff()
+            limit = self._tables[k].sequence
+            name = self._features[k].name
+            is_wrong_B = lengths_B > limit
+            if is_wrong_B.any():
                 sample = int(is_wrong_B.nonzero()[0])
                 raise DataError(
                     f"feature {name}, sample {sample}: {int(lengths_B[sample])} ids are more than the "
@@ -213,23 +218,24 @@ def make_routes(
     for k in row_features:
         of_dim[tables[k].dim].append(k)
     for k in bag_features:
-        table, by_workers = tables[k], tables[k].name not in placement.pooled_by_trainers
+        table = tables[k]
+        by_workers = tables[k].name not in placement.pooled_by_trainers
         groups = tuple((at.worker, at.number) for at in of_table[table.name])
         bags[by_workers, groups if by_workers else table.dim, table.pooling, k in weighted].append(k)
 
     def with_locations(features: list[int]) -> tuple[tuple[int, ...], Locations]:
         return tuple(features), [of_table[tables[k].name] for k in features]
 
-    routes = []
+    routes: list[Route] = []
     for _, features in sorted(of_dim.items()):
         if any(tables[k].sequence for k in features):
             sizes_F = [tables[k].num_vectors for k in features]
-            routes.append(sequence_route(*with_locations(features), sizes_F))
+            routes.append(SequenceRoute(*with_locations(features), sizes_F))
         else:
-            routes.append(row_route(*with_locations(features)))
+            routes.append(RowRoute(*with_locations(features)))
     for (by_workers, _, pooling, is_weighted), features in sorted(bags.items(), key=lambda item: item[0][0]):
-        make_route = bag_route if by_workers else pool_route
-        routes.append(make_route(*with_locations(features), pooling, is_weighted))
+        kind: type[BagRoute | PoolRoute] = BagRoute if by_workers else PoolRoute
+        routes.append(kind(*with_locations(features), pooling, is_weighted))
     return routes
 
 
@@ -296,12 +302,15 @@ class ModuleTables:
             if bags.offsets is None:
                 calls_of_dim[self._tables[name].dim].append(call)
                 continue
-            kind = pool_route if name in self._pooled_by_trainers else bag_route
+            kind: type[BagRoute | PoolRoute] = BagRoute
+            if name in self._pooled_by_trainers:
+                kind = PoolRoute
             route = kind((0,), [self._locations[name]], bags.pooling, bags.weights_L is not None)
             sparse = SparseFeatures(bags.ids_L, bags.offsets, bags.weights_L, 1)
             layout.bags.append((call, route.start(BatchIds(sparse), items)))
         for dim, calls in sorted(calls_of_dim.items()):
-            sizes, space = [vectors[call][1] for call in calls], self._spaces[dim]
+            sizes = [vectors[call][1] for call in calls]
+            space = self._spaces[dim]
             addresses_L = torch.empty(sum(sizes), dtype=space.dtype)
             for call, out_L in zip(calls, addresses_L.split(sizes), strict=True):
                 name, bags = requests[call]

@@ -11,8 +11,7 @@ local graph, sends their gradients. A message also carries the lookup of the ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -20,27 +19,12 @@ import torch
 from torch import Tensor
 
 from hybrid.embedding.bags import Item
+from hybrid.embedding.table_source import LookupRequest, TableSource
 from hybrid.embedding.trainer.routes import Items, Responses, Slot
 from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.primitives.step_timings import OpenSpan, StepClock
 from hybrid.updates.ticket import Purpose, Ticket
-
-
-class TableSource(Protocol):
-    """The interface to the tables of one worker: a stub of a remote worker, or the tables themselves."""
-
-    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> ObservableResult[list[Tensor]]:
-        """Request a tensor for each item."""
-
-    def send_gradients(
-        self,
-        ticket: Ticket,
-        grads: Sequence[Tensor],
-        next_ticket: Ticket | None = None,
-        items: Sequence[Item] = (),
-    ) -> ObservableResult[list[Tensor]]:
-        """Send gradients. With ``next_ticket``, the same message requests ``items``."""
 
 
 class OutputLayout(Protocol):
@@ -74,7 +58,8 @@ class Outbox:
 
     def flush(self) -> None:
         """Wait until all messages have arrived; raise their errors."""
-        sent, self._sent = self._sent, []
+        sent = self._sent
+        self._sent = []
         for each in sent:
             each.wait()
 
@@ -97,9 +82,11 @@ class Lookup:
         if after is not None:
             after._successor = self
             return self
-        for worker, request in self._items.items():
-            source = self._outbox.sources[worker]
-            self._send_request(worker, partial(source.lookup, self._ticket, request))
+        for worker, items in self._items.items():
+            with self._clock.span("send") as span:
+                _record_bytes(span, (), items)
+                response = self._outbox.sources[worker].lookup(self._ticket, items)
+            self._expect(worker, response)
         return self
 
     def flush(self) -> None:
@@ -148,29 +135,29 @@ class Lookup:
 
     def _send_gradients(self, worker: int, grads: Sequence[Tensor]) -> None:
         """Send gradients to a worker, in one message with the successor's request, if there is one."""
-        source, successor = self._outbox.sources[worker], self._successor
-        send = partial(source.send_gradients, self._ticket, grads)
-        if successor is not None and worker in successor._items:
-            request = successor._items[worker]
-            successor._send_request(worker, partial(send, successor._ticket, request), grads)
+        source = self._outbox.sources[worker]
+        successor = self._successor
+        if successor is None or worker not in successor._items:
+            with self._clock.span("send") as span:
+                _record_bytes(span, grads)
+                message = source.send_gradients(self._ticket, grads)
+            self._outbox.add(message)
             return
+        request = LookupRequest(successor._ticket, successor._items[worker])
         with self._clock.span("send") as span:
-            _record_bytes(span, grads)
-            message = send()
-        self._outbox.add(message)
+            _record_bytes(span, grads, request.items)
+            response = source.send_gradients(self._ticket, grads, request)
+        successor._expect(worker, response)
 
-    def _send_request(
-        self, worker: int, send: Callable[[], ObservableResult[list[Tensor]]], grads: Sequence[Tensor] = ()
-    ) -> None:
-        with self._clock.span("send") as span:
-            _record_bytes(span, grads, self._items[worker])
-            self._responses[worker] = response = send()
-        if (call := self._clock.begin("call")) is not None:
+    def _expect(self, worker: int, response: ObservableResult[list[Tensor]]) -> None:
+        """Keep the pending response of a worker, and record how long it takes."""
+        self._responses[worker] = response
+        call = self._clock.begin("call")
+        if call is not None:
             response.add_done_callback(lambda _: call.close())
 
 
 def _record_bytes(span: OpenSpan | None, grads: Sequence[Tensor], items: Sequence[Item] = ()) -> None:
-    """Record the bytes of a message."""
     if span is not None:
         tensors = [part for _, bags in items for part in bags if isinstance(part, Tensor)]
         span.num_bytes = sum(tensor.nbytes for tensor in (*grads, *tensors))

@@ -4,17 +4,17 @@ A route covers some features. ``start`` adds requests to the messages of workers
 The assembler turns responses into vectors of shape (B, features, D), and gradients of vectors into gradients
 of responses. A sequence has one vector per position. These are the kinds of routes:
 
-============== ======================== ============================== ==================================
-route          features                 requests from a worker         assembles responses by
-============== ======================== ============================== ==================================
-row_route      one id per sample        each distinct row once         copying rows to the samples
-sequence_route the same, and sequences  the same                       the same, to positions of samples
-bag_route      multi-hot, tables on     a pooled vector per sample;    taking the vectors, or adding them
-               the same workers         a partial one if the tables    over workers
-                                        are split over workers
-pool_route     multi-hot, of tables     each distinct row once         pooling rows
-               that trainers pool
-============== ======================== ============================== ==================================
+============= ======================== ============================== ==================================
+route         features                 requests from a worker         assembles responses by
+============= ======================== ============================== ==================================
+RowRoute      one id per sample        each distinct row once         copying rows to the samples
+SequenceRoute the same, and sequences  the same                       the same, to positions of samples
+BagRoute      multi-hot, tables on     a pooled vector per sample;    taking the vectors, or adding them
+              the same workers         a partial one if the tables    over workers
+                                       are split over workers
+PoolRoute     multi-hot, of tables     each distinct row once         pooling rows
+              that trainers pool
+============= ======================== ============================== ==================================
 
 The number of messages and of kernel calls does not depend on the number of tables.
 
@@ -27,7 +27,7 @@ So a row that a history and its candidate item share is sent once::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeAlias
@@ -66,16 +66,17 @@ class Assembler(Protocol):
         """Return the gradient of each response tensor. None is a view, since RPC sends whole storages."""
 
 
-class Route(NamedTuple):
+class Route(Protocol):
     """The route of some features; see the module's docstring.
 
     Attributes:
         features: indices of the features.
-        start: appends the requests to the messages, and returns the assembler of their responses.
     """
 
     features: tuple[int, ...]
-    start: Callable[[BatchIds, Items], Assembler]
+
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
+        """Append the requests to the messages, and return the assembler of their responses."""
 
 
 def append(items: Items, worker: int, item: Item) -> Slot:
@@ -103,7 +104,8 @@ class AddressSpace:
             first[worker, number] = end
             self._segments.append((worker, number, end, ids_dtype(group.num_rows)))
             end += group.num_rows
-        self._num_rows, self.dtype = end, ids_dtype(end)
+        self._num_rows = end
+        self.dtype = ids_dtype(end)
         ends = torch.tensor([start for _, _, start, _ in self._segments[1:]] + [end], dtype=self.dtype)
         self._ends = ends.numpy()
         self.dim = locations[0][0].group.dim
@@ -116,7 +118,8 @@ class AddressSpace:
     def write(self, ids_KB: Tensor, first: int, out_BK: Tensor) -> None:
         """Write the addresses of ids; row k of ``ids_KB`` is of the table with index ``first + k``."""
         tables = slice(first, first + len(ids_KB))
-        bases_KS, counts_K = self.bases_KS[tables], self.counts_K[tables]
+        bases_KS = self.bases_KS[tables]
+        counts_K = self.counts_K[tables]
         kernels.write_addresses(ids_KB.numpy(), bases_KS, counts_K, out_BK.numpy())
 
     def request(self, addresses_L: Tensor, shape_BFD: tuple[int, int, int], items: Items) -> DistinctRows:
@@ -159,56 +162,70 @@ class DistinctRows(NamedTuple):
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
         """Return the gradients of the rows of each slot, summed over equal ids, also from (L, D)."""
-        grad_LD, one = grad_BFD.flatten(0, -2), grad_BFD.numpy().dtype.type(1)
-        rest = None, None, None, None, one, one
+        grad_LD = grad_BFD.flatten(0, -2)
+        one = grad_LD.numpy().dtype.type(1)
         parts = []
         for slot, first, last in self.slots:
-            part = grad_LD.new_empty(last - first, grad_LD.shape[1])
-            starts_V = self.starts_V[first : last + 1]
-            kernels.sum_rows(starts_V, self.order_L, grad_LD.numpy(), part.numpy(), *rest)
-            parts.append((slot, part))
+            part_UD = grad_LD.new_empty(last - first, grad_LD.shape[1])
+            kernels.sum_rows(
+                starts_V=self.starts_V[first : last + 1],
+                sources_L=self.order_L,
+                grad_BD=grad_LD.numpy(),
+                out_UD=part_UD.numpy(),
+                weights_L=None,
+                rows_U=None,
+                winners_BD=None,
+                table_RD=None,
+                scale=one,
+                rate=one,
+            )
+            parts.append((slot, part_UD))
         return parts
 
 
-def row_route(features: tuple[int, ...], locations: Locations) -> Route:
-    """Return the route of features of one width with one id per sample."""
-    space = AddressSpace(locations)
+class RowRoute:
+    """The route of features of one width with one id per sample."""
 
-    def start(ids: BatchIds, items: Items) -> Assembler:
-        addresses_BK = torch.empty(ids.batch_size, len(features), dtype=space.dtype)
-        space.write(ids.single(features), 0, addresses_BK)
-        return space.request(addresses_BK.view(-1), (*addresses_BK.shape, space.dim), items)
+    def __init__(self, features: tuple[int, ...], locations: Locations) -> None:
+        self.features = features
+        self._space = AddressSpace(locations)
 
-    return Route(features, start)
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
+        addresses_BK = torch.empty(ids.batch_size, len(self.features), dtype=self._space.dtype)
+        self._space.write(ids.single(self.features), 0, addresses_BK)
+        return self._space.request(addresses_BK.view(-1), (*addresses_BK.shape, self._space.dim), items)
 
 
-def sequence_route(features: tuple[int, ...], locations: Locations, sizes_F: Sequence[int]) -> Route:
-    """Return the route of features of one width: sequences, and features with one id per sample.
+class SequenceRoute:
+    """The route of features of one width: sequences, and features with one id per sample.
 
     Args:
         sizes_F: number of positions of each feature: the maximum length of a sequence, else 1.
     """
-    space = AddressSpace(locations)
-    *first_F, num_positions = accumulate(sizes_F, initial=0)
 
-    def start(ids: BatchIds, items: Items) -> Assembler:
-        bounds = [ids.bounds(k) for k in features]
+    def __init__(self, features: tuple[int, ...], locations: Locations, sizes_F: Sequence[int]) -> None:
+        self.features = features
+        self._space = AddressSpace(locations)
+        *self._first_F, self._num_positions = accumulate(sizes_F, initial=0)
+
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
+        bounds = [ids.bounds(k) for k in self.features]
         parts = [slice(int(of_bags[0]), int(of_bags[-1])) for of_bags in bounds]
-        addresses_L = torch.empty(sum(p.stop - p.start for p in parts), dtype=space.dtype)
+        addresses_L = torch.empty(sum(p.stop - p.start for p in parts), dtype=self._space.dtype)
         out = addresses_L.split([p.stop - p.start for p in parts])
         positions = []  # by feature, position of each id among the positions of all samples
         for number, (part, out_L) in enumerate(zip(parts, out, strict=True)):
-            space.write(ids.ids_L[part].view(1, -1), number, out_L.view(-1, 1))
-            starts_B, lengths_B = bounds[number][:-1] - part.start, bounds[number].diff()
-            shifts_B = torch.arange(len(starts_B)) * num_positions + first_F[number] - starts_B
+            self._space.write(ids.ids_L[part].view(1, -1), number, out_L.view(-1, 1))
+            starts_B = bounds[number][:-1] - part.start
+            lengths_B = bounds[number].diff()
+            shifts_B = torch.arange(len(starts_B)) * self._num_positions + self._first_F[number] - starts_B
             positions.append(torch.arange(len(out_L)) + shifts_B.repeat_interleave(lengths_B))
         weights_L = None
-        if ids.weights_L is not None and not ids.weighted_features.isdisjoint(features):
+        if ids.weights_L is not None and not ids.weighted_features.isdisjoint(self.features):
             weights_L = torch.cat([ids.weights_L[part] for part in parts])
-        rows = space.request(addresses_L, (ids.batch_size, num_positions, space.dim), items)
+        shape_BFD = (ids.batch_size, self._num_positions, self._space.dim)
+        rows = self._space.request(addresses_L, shape_BFD, items)
         return _Sequences(rows, torch.cat(positions), weights_L)
-
-    return Route(features, start)
 
 
 class _Sequences(NamedTuple):
@@ -249,32 +266,39 @@ class _Sequences(NamedTuple):
         return self.rows._replace(order_L=sources_L.numpy()).gradients(grads)
 
 
-def bag_route(features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool) -> Route:
-    """Return the route of features that workers pool. All their tables are in the same groups."""
-    features_F, counts_F = np.array(features), np.array([len(shards) for shards in locations])
-    groups = []  # a location in each group, and the first row of each feature's shards in it
-    for of_group in zip(*locations, strict=True):
-        bases_FS = np.full((len(features), counts_F.max()), -1)
-        for f, at in enumerate(of_group):
-            bases_FS[f, at.shard.index] = at.start
-        groups.append((of_group[0], bases_FS))
+class BagRoute:
+    """The route of features that workers pool. All their tables are in the same groups."""
 
-    def start(ids: BatchIds, items: Items) -> Assembler:
-        bag_pooling, weights_L = ids.pooling_weights(pooling, is_weighted, len(groups) > 1)
-        capacity = ids.count(features)
+    def __init__(
+        self, features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool
+    ) -> None:
+        self.features = features
+        self._pooling = pooling
+        self._is_weighted = is_weighted
+        self._counts_F = np.array([len(shards) for shards in locations])
+        self._groups = []  # a location in each group, and the first row of each feature's shards in it
+        for of_group in zip(*locations, strict=True):
+            bases_FS = np.full((len(features), self._counts_F.max()), -1)
+            for f, at in enumerate(of_group):
+                bases_FS[f, at.shard.index] = at.start
+            self._groups.append((of_group[0], bases_FS))
+
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
+        is_partial = len(self._groups) > 1
+        pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted, is_partial)
+        capacity = ids.count(self.features)
         slots = []
-        for at, bases_FS in groups:
+        for at, bases_FS in self._groups:
             rows = torch.empty(capacity, dtype=ids_dtype(at.group.num_rows))
-            offsets = rows.new_empty(ids.batch_size * len(features) + 1)
+            offsets = rows.new_empty(ids.batch_size * len(self.features) + 1)
             positions = torch.empty(0 if weights_L is None else capacity, dtype=torch.int64)
-            size = ids.write_addresses(features_F, bases_FS, counts_F, rows, offsets, positions)
+            size = ids.write_addresses(self.features, bases_FS, self._counts_F, rows, offsets, positions)
             # A clone, because RPC sends the whole storage of a view.
             rows = rows if size == capacity else rows[:size].clone()
             weights = None if weights_L is None else weights_L[positions[:size]]
-            slots.append(append(items, at.worker, (at.number, Bags(rows, offsets, weights, bag_pooling))))
-        return _PooledByWorkers(slots, (ids.batch_size, len(features), groups[0][0].group.dim))
-
-    return Route(features, start)
+            slots.append(append(items, at.worker, (at.number, Bags(rows, offsets, weights, pooling))))
+        dim = self._groups[0][0].group.dim
+        return _PooledByWorkers(slots, (ids.batch_size, len(self.features), dim))
 
 
 class _PooledByWorkers(NamedTuple):
@@ -293,21 +317,27 @@ class _PooledByWorkers(NamedTuple):
         return [(slot, grad_ND) for slot in self.slots]
 
 
-def pool_route(features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool) -> Route:
-    """Return the route of features of one width that the trainer pools."""
-    features_F, space = np.array(features), AddressSpace(locations)
+class PoolRoute:
+    """The route of features of one width that the trainer pools."""
 
-    def start(ids: BatchIds, items: Items) -> Assembler:
-        bag_pooling, weights_L = ids.pooling_weights(pooling, is_weighted)
-        size = ids.count(features)
+    def __init__(
+        self, features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool
+    ) -> None:
+        self.features = features
+        self._pooling = pooling
+        self._is_weighted = is_weighted
+        self._space = AddressSpace(locations)
+
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
+        space = self._space
+        pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted)
+        size = ids.count(self.features)
         addresses_L = torch.empty(size, dtype=space.dtype)
-        offsets = torch.empty(ids.batch_size * len(features) + 1, dtype=torch.int32)
+        offsets = torch.empty(ids.batch_size * len(self.features) + 1, dtype=torch.int32)
         positions_L = torch.empty(0 if weights_L is None else size, dtype=torch.int64)
-        ids.write_addresses(features_F, space.bases_KS, space.counts_K, addresses_L, offsets, positions_L)
-        rows = space.request(addresses_L, (ids.batch_size, len(features), space.dim), items)
-        return _PooledRows(rows, offsets, None if weights_L is None else weights_L[positions_L], bag_pooling)
-
-    return Route(features, start)
+        ids.write_addresses(self.features, space.bases_KS, space.counts_K, addresses_L, offsets, positions_L)
+        rows = space.request(addresses_L, (ids.batch_size, len(self.features), space.dim), items)
+        return _PooledRows(rows, offsets, None if weights_L is None else weights_L[positions_L], pooling)
 
 
 @dataclass(eq=False, slots=True)
@@ -337,7 +367,8 @@ class _PooledRows:
         return pooled_ND.view(self.shape_BFD)
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
-        starts_V, order_L = self.rows.starts_V, self.rows.order_L
+        starts_V = self.rows.starts_V
+        order_L = self.rows.order_L
         ranks_U = np.arange(len(starts_V) - 1, dtype=order_L.dtype)
         grouped = GroupedBags(self.bags, (ranks_U, starts_V, order_L), grad_BFD.dtype)
         gradients = RowGradients(grouped, grad_BFD.flatten(0, 1))

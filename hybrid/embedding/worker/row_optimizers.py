@@ -133,8 +133,6 @@ class RowOptimizer:
 
 
 class SGD(RowOptimizer):
-    """Stochastic gradient descent."""
-
     def apply(self, gradients: RowGradients, first: int, last: int, scale: float, factor: float) -> float:
         if self.spec.weight_decay:
             return super().apply(gradients, first, last, scale, factor)
@@ -146,8 +144,6 @@ class SGD(RowOptimizer):
 
 
 class Momentum(RowOptimizer):
-    """SGD with momentum."""
-
     values_state = ("buffer",)
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
@@ -199,7 +195,8 @@ class Adam(RowOptimizer):
         bit. So the values are in a table, which grows with the largest n.
         """
         index_U = steps_U.long().clamp_(max=self._last_distinct)
-        if (largest := int(index_U.max())) >= len(self._corrections_N2):
+        largest = int(index_U.max())
+        if largest >= len(self._corrections_N2):
             beta1, beta2 = self.spec.betas
             more = range(len(self._corrections_N2), largest + 1024)
             rows = [(1 - beta1**n, (1 - beta2**n) ** 0.5) for n in more]
@@ -252,7 +249,8 @@ class FTRL(RowOptimizer):
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         if rate < self.smallest_rate:
             return
-        spec, l1 = self.spec, self.spec.ftrl_l1
+        spec = self.spec
+        l1 = self.spec.ftrl_l1
         n_UD = state["n"].addcmul_(grad_UD, grad_UD)
         scale_UD = n_UD.sqrt().add_(spec.ftrl_beta).div_(rate).add_(spec.weight_decay)
         # The z for w and the old n, minus sigma w, is the z for w and the new n.

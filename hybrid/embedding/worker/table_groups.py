@@ -87,7 +87,8 @@ class TableGroup:
     def initialize(self, seed: int) -> None:
         """Fill the rows with their initial values; see :meth:`TableShards.initialize`."""
         for shard in self.group.shards:
-            table, rows_RD = shard.table, self.shard_tensors(shard)["weight"]
+            table = shard.table
+            rows_RD = self.shard_tensors(shard)["weight"]
             if table.initial and not table.keys:
                 read_rows(table.initial, rows_RD, shard.index, shard.count)
                 continue
@@ -214,7 +215,8 @@ class TableUpdate:
                 already, so the tables are inconsistent.
         """
         for group, gradients in self.gradients:
-            steps_all, rows_U = group.group.optimizer.steps_all_rows, gradients.rows_U
+            steps_all = group.group.optimizer.steps_all_rows
+            rows_U = gradients.rows_U
             blocks = group.blocks_without(self.idle) if steps_all else group.blocks(len(rows_U))
             for first, last in blocks:
                 if steps_all:
@@ -223,14 +225,16 @@ class TableUpdate:
                     grad_UD, total = gradients.sum_block(begin, end, scale)
                     group.optimizer.step_all(first, last, rows_U[begin:end], grad_UD, self.factor)
                 else:
-                    begin, end = first, last
+                    begin = first
+                    end = last
                     total = group.optimizer.apply(gradients, begin, end, scale, self.factor)
                 self._check(group, gradients, begin, end, total)
 
     def _check(self, group: TableGroup, gradients: RowGradients, first: int, last: int, total: float) -> None:
         if not self.check_finite or math.isfinite(total):
             return
-        rows_U, grad_UD = gradients.rows_U[first:last], gradients.sum_block(first, last)[0]
+        rows_U = gradients.rows_U[first:last]
+        grad_UD = gradients.sum_block(first, last)[0]
         wrong_U = ~grad_UD.isfinite().all(1)
         if wrong_U.any():  # else the sum of finite values has overflowed
             table, row = group.table_of(int(rows_U[wrong_U.nonzero()[0]]))

@@ -13,6 +13,7 @@ from torch.futures import Future
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding.bags import Bags, Item, has_marks
 from hybrid.embedding.placement import Placement
+from hybrid.embedding.table_source import LookupRequest, TableSource
 from hybrid.embedding.worker.table_groups import DistinctStepRows, TableGroup, TableUpdate
 from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import DeferredResponse
@@ -30,7 +31,7 @@ _LARGE_LOOKUP_IDS = 10_000
 Gradients: TypeAlias = tuple[list[tuple[int, Bags, Tensor]], frozenset[str]]
 
 
-class TableShards(HostedModule):
+class TableShards(HostedModule, TableSource):
     """All tables of one worker. The master creates them as a ``RemoteModule``; trainers look them up.
 
     Call ``initialize`` for a new model, or ``load`` for a checkpoint, before use.
@@ -71,12 +72,6 @@ class TableShards(HostedModule):
             group.initialize(seed)
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
-        """Return pooled vectors, one tensor per item, once the updates that the ticket requires are applied.
-
-        For ``Purpose.TRAIN``, the vectors require gradients. The backward pass must reach each lookup exactly
-        once, and contributes its gradients to the update of the ticket's step. For ``Purpose.PREFETCH``, the
-        vectors are plain values, and :meth:`send_gradients` takes their gradients.
-        """
         is_large = sum(bags.ids_L.numel() for _, bags in items) > _LARGE_LOOKUP_IDS
         recorded: list[Item] = []
         if ticket.purpose is Purpose.PREFETCH:
@@ -97,7 +92,8 @@ class TableShards(HostedModule):
 
     def pool_and_record(self, items: Sequence[Item]) -> tuple[list[Tensor], list[Item]]:
         """Return pooled vectors, and the items with ``winners_BD`` for their gradients, without marks."""
-        pooled, recorded = [], []
+        pooled = []
+        recorded = []
         for group, bags in items[: len(items) - has_marks(items)]:
             vectors_BD, recorded_bags = self.groups[group].pool(bags)
             pooled.append(vectors_BD.to(self._wire_dtype))
@@ -110,25 +106,15 @@ class TableShards(HostedModule):
         return torch.zeros((), dtype=self._wire_dtype).expand(size)
 
     def send_gradients(
-        self,
-        ticket: Ticket,
-        grads: Sequence[Tensor],
-        next_ticket: Ticket | None = None,
-        items: Sequence[Item] = (),
+        self, ticket: Ticket, grads: Sequence[Tensor], following: LookupRequest | None = None
     ) -> Future[list[Tensor]]:
-        """Take the gradients of a prefetched lookup, one per item, in the order of the items.
-
-        Args:
-            next_ticket, items: a lookup that follows, or None. With a lookup, gradients that complete an
-                update are applied in this call; see :meth:`UpdateBarrier.contribute`.
-        """
         key = (ticket.trainer, ticket.step, ticket.part)
         if key not in self._prefetched:
             raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
-        should_update_here = next_ticket is not None
-        self.contribute(ticket, self._prefetched.pop(key), grads, should_update_here=should_update_here)
-        if next_ticket is not None:
-            return self.lookup(next_ticket, items)
+        items = self._prefetched.pop(key)
+        self.contribute(ticket, items, grads, should_update_here=following is not None)
+        if following is not None:
+            return self.lookup(following.ticket, following.items)
         response: DeferredResponse[list[Tensor]] = DeferredResponse()
         response.set_result([])
         return response
@@ -207,10 +193,12 @@ class TableShards(HostedModule):
             if self.groups[group].group.optimizer.name != "frozen":
                 parts.setdefault(group, []).append((bags, grad_BD))
         with self._distinct_rows_lock:
-            distinct_rows, self._distinct_rows = self._distinct_rows, {}
+            distinct_rows = self._distinct_rows
+            self._distinct_rows = {}
         merged = []
         for number, of_group in parts.items():
-            table_group, all_bags = self.groups[number], [bags for bags, _ in of_group]
+            table_group = self.groups[number]
+            all_bags = [bags for bags, _ in of_group]
             rows = distinct_rows.get(number)
             if rows is None or not rows.is_of(all_bags):
                 with self.clock.span("distinct rows", step):

@@ -5,7 +5,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -16,6 +15,7 @@ from torch.futures import Future
 
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.bags import PackedItem, unpack_items
+from hybrid.embedding.table_source import LookupRequest
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
 from hybrid.primitives.available_memory import free_memory
@@ -78,7 +78,6 @@ def echo(tensor: Tensor) -> Tensor:
 
 
 def process_status() -> ProcessStatus:
-    """Return the status of this process."""
     process = psutil.Process()
     return ProcessStatus(
         socket.gethostname(),
@@ -93,31 +92,30 @@ def process_status() -> ProcessStatus:
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """See :meth:`TableShards.lookup`."""
     number, ticket, items = plain
     tables: TableShards = running.objects[number]
     return tables.lookup(Ticket.of(ticket), unpack_items(items, tensors))
 
 
 def exchange(plain: PlainExchange, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """See :meth:`TableShards.send_gradients`."""
+    """See :meth:`TableSource.send_gradients`."""
     number, ticket, num_grads, next_ticket, items = plain
     tables: TableShards = running.objects[number]
-    rest = iter(tensors)
-    grads, following = list(islice(rest, num_grads)), None if next_ticket is None else Ticket.of(next_ticket)
-    return tables.send_gradients(Ticket.of(ticket), grads, following, unpack_items(items, rest))
+    grads = tensors[:num_grads]
+    following = None
+    if next_ticket is not None:
+        following = LookupRequest(Ticket.of(next_ticket), unpack_items(items, tensors[num_grads:]))
+    return tables.send_gradients(Ticket.of(ticket), grads, following)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def call_net(number: int, ticket: PlainTicket, hidden_BH: Tensor) -> Future[Tensor]:
-    """See :meth:`HostedNet.call`."""
     net: HostedNet = running.objects[number]
     return net.call(Ticket.of(ticket), hidden_BH)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def squared_norm(number: int, step: int) -> Future[float]:
-    """See :meth:`UpdateBarrier.squared_norm`."""
     hosted: HostedModule = running.objects[number]
     return hosted.squared_norm(step)
 

@@ -55,7 +55,6 @@ class RemoteError(ClusterError):
 
     @property
     def kind(self) -> type[Exception]:
-        """The class of the exception."""
         return error_class(self.failure.kind)
 
 
@@ -77,20 +76,24 @@ def raise_call_error(role: Role, error: RuntimeError) -> NoReturn:
     """
     if parse_exception(str(error)):
         raise error
-    if (reason := parse_rejection(str(error))) is not None:
+    reason = parse_rejection(str(error))
+    if reason is not None:
         raise ClusterError(f"a call to {role} failed: {describe_rejection(reason)}") from error
     raise LostError(role, first_line(error)) from error
 
 
 def make_failure(error: Exception) -> Failure:
     """Convert an exception to a value for the caller; log the traceback if one line may not explain it."""
-    if is_logged := needs_traceback(error) and not _PEER_ENDED.search(str(error)):
+    is_logged = needs_traceback(error) and not _PEER_ENDED.search(str(error))
+    if is_logged:
         log_traceback(error)
-    kind, is_project_error = error_kind(error), isinstance(error, HybridError)
+    kind = error_kind(error)
+    is_project_error = isinstance(error, HybridError)
     # A process that lost another one may be unreachable itself, so the message must name this process, too.
     is_self_contained = is_project_error and not isinstance(error, LostError)
     message = str(error) if is_project_error else describe_error(error)
-    if parsed := parse_exception(message):  # raised while a worker prepared a response
+    parsed = parse_exception(message)
+    if parsed:  # raised while a worker prepared a response
         kind, message = parsed
         if issubclass(error_class(kind), HybridError):
             is_self_contained = True

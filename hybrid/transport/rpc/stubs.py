@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.bags import Item, pack_items
+from hybrid.embedding.table_source import LookupRequest, TableSource
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
 from hybrid.security.closed_listeners import close_listeners_after
@@ -99,15 +100,14 @@ class RemoteHosted(Remote[Kind]):
         return Pending(self.role, _send(self.role, endpoints.invoke, self.number, name, args))
 
     def squared_norm(self, step: int) -> Pending[float]:
-        """See :meth:`UpdateBarrier.squared_norm`."""
         return Pending(self.role, _send_of_step(self.role, endpoints.squared_norm, self.number, step))
 
 
-class RemoteTables(RemoteHosted[TableShards]):
+class RemoteTables(RemoteHosted[TableShards], TableSource):
     """A stub of a worker's tables."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors[list[Tensor]]:
-        """See :meth:`TableShards.lookup`; distributed autograd records lookups for training."""
+        """See :meth:`TableSource.lookup`; distributed autograd records lookups for training."""
         plain, tensors = pack_items(items)
         request = self.number, ticket.plain, plain
         if ticket.purpose is Purpose.TRAIN:
@@ -116,15 +116,11 @@ class RemoteTables(RemoteHosted[TableShards]):
         return PendingTensors(self.role, client.call(endpoints.lookup, request, tensors))
 
     def send_gradients(
-        self,
-        ticket: Ticket,
-        grads: Sequence[Tensor],
-        next_ticket: Ticket | None = None,
-        items: Sequence[Item] = (),
+        self, ticket: Ticket, grads: Sequence[Tensor], following: LookupRequest | None = None
     ) -> PendingTensors[list[Tensor]]:
-        """See :meth:`TableSource.send_gradients`."""
-        plain, tensors = pack_items(items)
-        request = self.number, ticket.plain, len(grads), next_ticket and next_ticket.plain, plain
+        next_ticket = None if following is None else following.ticket.plain
+        plain, tensors = pack_items(() if following is None else following.items)
+        request = self.number, ticket.plain, len(grads), next_ticket, plain
         client = endpoints.running.clients[self.role]
         return PendingTensors(self.role, client.call(endpoints.exchange, request, [*grads, *tensors]))
 
@@ -179,7 +175,6 @@ def open_connection(role: Role) -> Pending[Tensor]:
 
 
 def ping(role: Role, timeout_seconds: float) -> Pending[endpoints.ProcessStatus]:
-    """Request the status of ``role``."""
     return Pending(role, _send(role, endpoints.process_status, timeout_seconds=timeout_seconds))
 
 
@@ -211,7 +206,8 @@ def start(
     with suppress(Exception):  # of the earlier cluster
         _leave(timeout_seconds)
     os.environ["TP_SOCKET_IFNAME"] = interface
-    rank, world_size = topology.rank(role), topology.world_size
+    rank = topology.rank(role)
+    world_size = topology.world_size
     try:
         dist_autograd._init(rank)
     except RuntimeError as error:
@@ -256,7 +252,8 @@ def stop(timeout_seconds: float) -> None:
 
 def _leave(timeout_seconds: float) -> None:
     """Leave the RPC group without the other roles, and close all sockets."""
-    state, endpoints.running = endpoints.running, ClusterState()
+    state = endpoints.running
+    endpoints.running = ClusterState()
     try:
         if rpc.api._is_current_rpc_agent_set():
             rpc.shutdown(graceful=False)

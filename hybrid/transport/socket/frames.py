@@ -36,8 +36,6 @@ _SMALL_MESSAGES = 256
 
 
 class FrameKind(IntEnum):
-    """The kinds of messages."""
-
     CALL = 0  # value: the name of a function, and its arguments except tensors
     RESPONSE = 1
     FAILURE = 2  # value: a text of hybrid/security/rejected_messages.py
@@ -92,7 +90,8 @@ class Frames:
         Raises:
             ClusterError: a tensor is not on the CPU.
         """
-        tensors, memory = message.tensors, self._memory
+        tensors = message.tensors
+        memory = self._memory
         if not all(each.is_cpu for each in tensors):
             raise ClusterError("tensors on a GPU cannot be sent between trainers and workers")
         block = None if memory is None else memory.writer.write(tensors)
@@ -106,7 +105,8 @@ class Frames:
         length = _LENGTHS.size + sum(map(len, segments)) + TAG_BYTES * len(segments)
         self._num_small_sent = self._num_small_sent + 1 if 4 * length < len(self._sealed) else 0
         if length > len(self._sealed) or self._num_small_sent == _SMALL_MESSAGES:
-            self._sealed, self._num_small_sent = bytearray(max(length, _INITIAL_BUFFER_BYTES)), 0
+            self._sealed = bytearray(max(length, _INITIAL_BUFFER_BYTES))
+            self._num_small_sent = 0
         frame = memoryview(self._sealed)[:length]
         at = _LENGTHS.size
         _LENGTHS.pack_into(frame, 0, len(head) + TAG_BYTES, length - at)
@@ -129,7 +129,9 @@ class Frames:
             rest = memoryview(self._received)[self._start : self._end]
             buffer = bytearray(len(self._received) * (1 if self._start else 2))
             buffer[: len(rest)] = rest
-            self._received, self._start, self._end = buffer, 0, len(rest)
+            self._received = buffer
+            self._start = 0
+            self._end = len(rest)
         try:
             count = connection.recv_into(memoryview(self._received)[self._end :])
         except BlockingIOError:
@@ -162,7 +164,8 @@ class Frames:
             is_small = 4 * self._end < len(self._received)
             self._num_small_received = self._num_small_received + 1 if is_small else 0
             if self._num_small_received == _SMALL_MESSAGES:
-                self._received, self._num_small_received = bytearray(_INITIAL_BUFFER_BYTES), 0
+                self._received = bytearray(_INITIAL_BUFFER_BYTES)
+                self._num_small_received = 0
             self._start = self._end = 0
         return message
 

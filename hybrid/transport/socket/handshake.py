@@ -170,12 +170,10 @@ class _Peer:
         return trainer, Connection(self.socket, Frames(to, back, FrameKind.CALL, memory=memory))
 
     def close_descriptors(self) -> None:
-        """Close the received descriptors."""
         while self._descriptors:
             os.close(self._descriptors.pop())
 
     def close(self) -> None:
-        """Close the connection and the received descriptors."""
         self.close_descriptors()
         self.socket.close()
 
@@ -241,7 +239,8 @@ def connect_to_worker(own: Identity, worker: Role, address: WorkerAddress) -> Co
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     received = b""
     while len(received) < num_bytes:
-        if not (more := connection.recv(num_bytes - len(received))):
+        more = connection.recv(num_bytes - len(received))
+        if not more:
             raise ConnectionResetError("the connection was closed")
         received += more
     return received
@@ -306,7 +305,8 @@ def accept_trainers(own: Identity, store: dist.Store, interface: str) -> list[Co
                         connections[trainer] = connection
     for peer in peers.values():
         peer.close()
-    if missing := [str(each) for each in trainers if each not in connections]:
+    missing = [str(each) for each in trainers if each not in connections]
+    if missing:
         for connection in connections.values():
             connection.socket.close()
         raise ClusterError(f"did not connect to {own.role} in time: {', '.join(missing)}")

@@ -81,8 +81,11 @@ class Reply:
         """Set the tensors or an error; later calls have no effect."""
         if self.is_done:
             return
-        self._tensors, self._error, self.is_done = tensors, error, True
-        callbacks, self._callbacks = self._callbacks, []
+        self._tensors = tensors
+        self._error = error
+        self.is_done = True
+        callbacks = self._callbacks
+        self._callbacks = []
         for callback in callbacks:
             callback(self)
 
@@ -102,8 +105,10 @@ class SocketClient:
         self._number = 0
         self._open: dict[int, Reply] = {}
         self._failure: str | None = None
-        self._sending, self._receiving = threading.Lock(), threading.Lock()
-        self._readable, self._writable = select.poll(), select.poll()
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
+        self._readable = select.poll()
+        self._writable = select.poll()
         self._readable.register(self._connection, select.POLLIN)
         self._writable.register(self._connection, select.POLLOUT)
 
@@ -155,7 +160,8 @@ class SocketClient:
             if not self._frames.receive(self._connection):
                 return False
             while (message := self._frames.next()) is not None:
-                if (reply := self._open.pop(message.number, None)) is None:
+                reply = self._open.pop(message.number, None)
+                if reply is None:
                     raise RejectedMessage("it responds to no call")
                 if message.kind is FrameKind.FAILURE:
                     reply.complete((), message.value)
@@ -173,7 +179,8 @@ class SocketClient:
         with suppress(OSError):  # it is closed already
             self._connection.shutdown(socket.SHUT_RDWR)
         for number in list(self._open):  # another thread may complete some of them
-            if (reply := self._open.pop(number, None)) is not None:
+            reply = self._open.pop(number, None)
+            if reply is not None:
                 reply.complete((), self._failure)
 
     def _describe_timeout(self) -> str:
@@ -229,7 +236,8 @@ class _Caller:
             raise self._error
 
     def _run(self) -> None:
-        poll, number = select.poll(), self._connection.fileno()
+        poll = select.poll()
+        number = self._connection.fileno()
         poll.register(self._wake, select.POLLIN)
         try:
             while not self._has_ended:

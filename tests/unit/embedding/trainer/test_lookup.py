@@ -15,6 +15,7 @@ from torch.futures import Future
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import place
+from hybrid.embedding.table_source import LookupRequest
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
@@ -121,17 +122,13 @@ class FakeHost:
         return response
 
     def send_gradients(
-        self,
-        ticket: Ticket,
-        grads: Sequence[Tensor],
-        next_ticket: Ticket | None = None,
-        items: Sequence[Item] = (),
+        self, ticket: Ticket, grads: Sequence[Tensor], following: LookupRequest | None = None
     ) -> Message | Future[list[Tensor]]:
         self.sent.append((ticket, list(grads), Message()))
-        if next_ticket is None:
+        if following is None:
             return self.sent[-1][2]
-        self.exchanged.append((ticket, next_ticket))
-        return self.lookup(next_ticket, items)
+        self.exchanged.append((ticket, following.ticket))
+        return self.lookup(*following)
 
 
 @pytest.fixture

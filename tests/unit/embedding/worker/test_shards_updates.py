@@ -22,6 +22,7 @@ from support.shards import (
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import place
+from hybrid.embedding.table_source import LookupRequest
 from hybrid.embedding.table_spec import OptimizerSpec
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError, NonFiniteError
@@ -229,7 +230,7 @@ class TestPrefetches:
                 host.lookup(ticket, [(0, Bags(torch.tensor([1, 4])))])
             for step in range(2):
                 for each in order:
-                    later = prefetch(step + 2, *each)
+                    later = LookupRequest(prefetch(step + 2, *each), [])
                     host.send_gradients(prefetch(step, *each), [torch.ones(2, 2)], later)
             assert [span.name for span in host.take_spans()].count("distinct rows") == 1
 

@@ -1,0 +1,39 @@
+"""The calls from a trainer to the tables of one worker."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from hybrid.embedding.bags import Item
+from hybrid.primitives.deferred_response import ObservableResult
+from hybrid.updates.ticket import Ticket
+
+
+class LookupRequest(NamedTuple):
+    """The arguments of :meth:`TableSource.lookup`, for a message that also has gradients."""
+
+    ticket: Ticket
+    items: Sequence[Item]
+
+
+class TableSource(Protocol):
+    """The tables of one worker, or a stub of them."""
+
+    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> ObservableResult[list[Tensor]]:
+        """Return pooled vectors, one tensor per item, once the updates that the ticket requires are applied.
+
+        For ``Purpose.TRAIN``, the vectors require gradients. The backward pass must reach each lookup exactly
+        once, and contributes its gradients to the update of the ticket's step. For ``Purpose.PREFETCH``, the
+        vectors are plain values, and :meth:`send_gradients` takes their gradients.
+        """
+
+    def send_gradients(
+        self, ticket: Ticket, grads: Sequence[Tensor], following: LookupRequest | None = None
+    ) -> ObservableResult[list[Tensor]]:
+        """Send the gradients of a prefetched lookup, one per item, in the order of the items.
+
+        Args:
+            following: a lookup in the same message; the result has its tensors. Gradients that complete an
+                update are then applied in this call; see :meth:`UpdateBarrier.contribute`.
+        """
