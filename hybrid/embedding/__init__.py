@@ -2,5 +2,6 @@
 
 ``table_spec`` describes a table. ``placement`` assigns rows to workers. ``initial_rows`` fills new tables.
 ``bags`` has requests, pooling and the gradients of rows. ``kernels`` are compiled by numba. The packages
-``trainer`` and ``worker`` are the two sides; neither imports the other.
+``trainer`` and ``worker`` are the two sides; neither imports the other. ``table_source`` has the calls from
+one to the other.
 """

@@ -162,25 +162,15 @@ class DistinctRows(NamedTuple):
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
         """Return the gradients of the rows of each slot, summed over equal ids, also from (L, D)."""
-        grad_LD = grad_BFD.flatten(0, -2)
-        one = grad_LD.numpy().dtype.type(1)
-        parts = []
-        for slot, first, last in self.slots:
-            part_UD = grad_LD.new_empty(last - first, grad_LD.shape[1])
-            kernels.sum_rows(
-                starts_V=self.starts_V[first : last + 1],
-                sources_L=self.order_L,
-                grad_BD=grad_LD.numpy(),
-                out_UD=part_UD.numpy(),
-                weights_L=None,
-                rows_U=None,
-                winners_BD=None,
-                table_RD=None,
-                scale=one,
-                rate=one,
-            )
-            parts.append((slot, part_UD))
-        return parts
+        single_ids = Bags(torch.from_numpy(self.order_L))  # without offsets, each id is a bag
+        return self.gradients_of_bags(single_ids, grad_BFD.flatten(0, -2))
+
+    def gradients_of_bags(self, bags: Bags, grad_ND: Tensor) -> list[tuple[Slot, Tensor]]:
+        """Return the gradients of the rows of each slot for the gradients of the pooled ``bags``."""
+        ranks_U = np.arange(len(self.starts_V) - 1, dtype=self.order_L.dtype)
+        grouped = GroupedBags(bags, (ranks_U, self.starts_V, self.order_L), grad_ND.dtype)
+        gradients = RowGradients(grouped, grad_ND)
+        return [(slot, gradients.sum_block(first, last)[0]) for slot, first, last in self.slots]
 
 
 class RowRoute:
@@ -367,9 +357,4 @@ class _PooledRows:
         return pooled_ND.view(self.shape_BFD)
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
-        starts_V = self.rows.starts_V
-        order_L = self.rows.order_L
-        ranks_U = np.arange(len(starts_V) - 1, dtype=order_L.dtype)
-        grouped = GroupedBags(self.bags, (ranks_U, starts_V, order_L), grad_BFD.dtype)
-        gradients = RowGradients(grouped, grad_BFD.flatten(0, 1))
-        return [(slot, gradients.sum_block(first, last)[0]) for slot, first, last in self.rows.slots]
+        return self.rows.gradients_of_bags(self.bags, grad_BFD.flatten(0, 1))
