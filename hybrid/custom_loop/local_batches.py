@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from operator import length_hint
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from hybrid.batch import Batch, by_task, padding_bounds, slice_bounds
 from hybrid.config import RunConfig
@@ -272,6 +274,27 @@ def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
             yield cut(batch, count, size)
         count -= min(count, size)
     yield from remaining
+
+
+def last_size(data: Any, size: int | None, drop_last: bool) -> int:
+    """Return the number of samples of the last batch of a pass, if it is smaller than the others.
+
+    Returns:
+        0 if all batches have one size, or the data do not tell their number of samples.
+    """
+    if isinstance(data, DataLoader):
+        if size is None:
+            size, drop_last = data.batch_size, data.drop_last
+        num_samples = length_hint(data.dataset)
+    else:
+        num_samples = size_of(data) if isinstance(data, Mapping | Jagged | Tensor) else 0
+    return num_samples % size if size and not drop_last else 0
+
+
+def end_small(batches: Iterable[Any], num_steps: int | None, size: int) -> Iterator[Any]:
+    """Cut batch number ``num_steps`` to ``size`` samples: ``hybrid compare`` tries this size, too."""
+    for number, batch in enumerate(batches, 1):
+        yield cut(batch, 0, size) if 0 < size < size_of(batch) and number == num_steps else batch
 
 
 def _cut_padded(batch: Any, size: int, start: int, stop: int, least: int) -> Any:

@@ -31,7 +31,9 @@ from hybrid.custom_loop.local_batches import (
     LocalBatch,
     PassSizes,
     PreparedData,
+    end_small,
     global_batches,
+    last_size,
     local_batches,
     skip_samples,
     tensors_of,
@@ -241,6 +243,8 @@ class TrainingLoop:
         else:
             batches = self._seeded(global_batches(data, size, whole, drop_last=drop_last), index)
             remaining = skip_samples(batches, first_sample)
+            if self._backend.snapshot is not None and torch.is_grad_enabled():
+                remaining = end_small(remaining, self.remaining_steps, last_size(data, size, drop_last))
             slices = local_batches(remaining, trainer, num_trainers, self._ahead, whole, least)
         return (replace(each, device=self.device) for each in slices)
 
