@@ -35,6 +35,11 @@ def test_sections_are_tasks_in_file_order(tmp_path: Path) -> None:
     assert load_config(path) == config
 
 
+def test_class_task_has_one_output_per_class() -> None:
+    stars = TaskSection(type="classes(3)")
+    assert RunConfig(tasks={"click": CLICK, "stars": stars, "spent": SPENT}).num_outputs == 5
+
+
 def test_metric_names_begin_with_task_if_several() -> None:
     one, several = {"spent": SPENT}, {"spent": SPENT, "click": TaskSection(metrics=("ndcg@5", "my.mod:lift"))}
     assert (main_metric(one), main_metric(several)) == ("rmse", "spent.rmse")

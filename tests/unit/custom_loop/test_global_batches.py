@@ -154,6 +154,14 @@ def test_tensors_are_handed_out_on_the_device_and_ids_looked_up_from_the_cpu() -
         assert torch.equal(found[1].ids_L, expected[1].ids_L)
 
 
+def test_checksum_covers_every_tensor() -> None:
+    first, second = whole(), whole()
+    second["rest"] = first["rest"]
+    assert checksum(first) == checksum(second)
+    second["pair"].tags.values[0] += 1
+    assert checksum(first) != checksum(second)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])
 def test_checksum_of_a_long_tensor_covers_values_and_order(dtype: torch.dtype) -> None:
     values = (torch.arange(1_000_003) % 251).to(dtype)
