@@ -139,3 +139,14 @@ def test_ranks_are_master_trainers_workers() -> None:
     assert [topology.rank(role) for role in topology.roles] == list(range(topology.world_size))
     with pytest.raises(ValueError, match="not in"):
         topology.rank(Role(RoleKind.TRAINER, 2))
+
+
+def test_partners_of_each_role() -> None:
+    topology = Topology(2, 1)
+    partners = {str(role): ", ".join(map(str, topology.partners(role))) for role in topology.roles}
+    assert partners == {
+        "master": "master, trainer 0, trainer 1, worker 0",
+        "trainer 0": "master, worker 0",
+        "trainer 1": "master, worker 0",
+        "worker 0": "master, trainer 0, trainer 1",
+    }

@@ -222,6 +222,15 @@ def test_invalid_configuration_in_code_is_refused(config: RunConfig, key: str) -
     assert "\n" not in str(caught.value)
 
 
+def test_valid_configuration_in_code_passes() -> None:
+    validate(RunConfig())
+    validate(RunConfig(schedule=ScheduleSection(kind="cosine(warmup_steps = 9)")))
+    validate(RunConfig(data=CSV, dense=DenseSection(net="pkg.nets:mine", device="cuda:1")))
+    for update in ("sync", "lookahead"):
+        embedding, tables = EmbeddingSection(optimizer=ALL_ROWS), {"u": TableSection(optimizer=ALL_ROWS)}
+        validate(RunConfig(train=TrainSection(update=update), embedding=embedding, tables=tables))
+
+
 FULL = RunConfig(
     run=RunSection(name='quoted "π" \\ \x00\x1f\x7f\n𝄞', folder="runs/a b"),
     data=dataclasses.replace(CSV, delimiter="\t", missing=("", "?", "n/a")),
