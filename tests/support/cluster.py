@@ -34,7 +34,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 STOP_SECONDS = 20.0
-CASE_SECONDS = 60.0
+CASE_SECONDS = 100.0  # torch.compile takes 50 s if both cores have other work
 SMALL = RunConfig()
 SMALL = SMALL.replace(
     data=dataclasses.replace(SMALL.data, synthetic_rows=3000),

@@ -157,17 +157,19 @@ def test_tensors_are_handed_out_on_the_device_and_ids_looked_up_from_the_cpu() -
 def test_checksum_covers_every_tensor() -> None:
     first, second = whole(), whole()
     second["rest"] = first["rest"]
-    assert checksum(first) == checksum(second)
+    assert checksum(first, 0) == checksum(second, 0)
     second["pair"].tags.values[0] += 1
-    assert checksum(first) != checksum(second)
+    assert checksum(first, 0) != checksum(second, 0)
+    in_turn = [checksum(first, number) != checksum(second, number) for number in range(1, 5)]
+    assert sum(in_turn) == 1, "four tensors, of which each later batch compares one"
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])
 def test_checksum_of_a_long_tensor_covers_values_and_order(dtype: torch.dtype) -> None:
     values = (torch.arange(1_000_003) % 251).to(dtype)
-    assert checksum([values]) == checksum([values.clone()])
-    assert checksum([values]) != checksum([values.roll(1)])
+    assert checksum([values], 0) == checksum([values.clone()], 0)
+    assert checksum([values], 0) != checksum([values.roll(1)], 0)
     for position in (0, 500_001, len(values) - 1):
         other = values.clone()
         other[position] += 1
-        assert checksum([values]) != checksum([other]), position
+        assert checksum([values], 0) != checksum([other], 0), position
