@@ -315,20 +315,10 @@ def sum_rows(
     return total_D.sum()  # type: ignore[no-any-return]
 
 
-_MOVE = "void({0}[:,::1], {1}[::1], {0}[:,::1])"
-_MOVES = [_MOVE.format(f, i) for i in ("int32", "int64") for f in ("float32", "float64")]
+_PUT = "void({0}[:,::1], {1}[::1], {0}[:,::1])"
 
 
-@_compiled(*_MOVES)
-def take_rows(table_RD: Floats, rows_U: Ints, out_UD: Floats) -> None:
-    """``out_UD = table_RD[rows_U]``."""
-    for u in range(len(rows_U)):
-        row = rows_U[u]
-        for d in range(out_UD.shape[1]):
-            out_UD[u, d] = table_RD[row, d]
-
-
-@_compiled(*_MOVES)
+@_compiled(*(_PUT.format(f, i) for i in ("int32", "int64") for f in ("float32", "float64")))
 def put_rows(table_RD: Floats, rows_U: Ints, part_UD: Floats) -> None:
     """``table_RD[rows_U] = part_UD``."""
     for u in range(len(rows_U)):

@@ -48,11 +48,6 @@ from hybrid.embedding.table_spec import OptimizerSpec
 from hybrid.primitives.huge_pages import zeros_in_large_pages
 
 
-def copy(full: Tensor, rows_U: Tensor, to: Tensor) -> None:
-    """``to[:] = full[rows_U]``, of contiguous matrices or vectors."""
-    kernels.take_rows(_matrix(full), rows_U.numpy(), _matrix(to))
-
-
 def _put(full: Tensor, rows_U: Tensor, part: Tensor) -> None:
     """``full[rows_U] = part``, for a contiguous matrix or vector."""
     kernels.put_rows(_matrix(full), rows_U.numpy(), _matrix(part))
@@ -101,9 +96,7 @@ class RowOptimizer:
         if not len(rows_U):
             return
         tensors = (self.weight_RD, *self.state.values())
-        parts = [full.new_empty(len(rows_U), *full.shape[1:]) for full in tensors]
-        for full, part in zip(tensors, parts, strict=True):
-            copy(full, rows_U, part)
+        parts = [full.index_select(0, rows_U) for full in tensors]
         weight_UD, *of_state = parts
         state = dict(zip(self.state, of_state, strict=True))
         self.update(weight_UD, grad_UD, self.spec.learning_rate * factor, state)
