@@ -168,7 +168,7 @@ class RowwiseAdagrad(RowOptimizer):
 
 
 class Adam(RowOptimizer):
-    """Adam with a number of steps per row."""
+    """Adam with a number of steps per row; as ``adamw``, the decay is decoupled from the gradient."""
 
     values_state = ("mean", "square")
     row_state = ("steps",)
@@ -198,10 +198,11 @@ class Adam(RowOptimizer):
         return correction_U1, root_U1
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
-        self._move(weight_UD, self._with_decay(grad_UD, weight_UD), rate, state)
-
-    def _move(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         beta1, beta2 = self.spec.betas
+        if self.spec.name == "adam":
+            grad_UD = self._with_decay(grad_UD, weight_UD)
+        elif self.spec.weight_decay:
+            weight_UD.mul_(1 - rate * self.spec.weight_decay)
         mean_UD = state["mean"].lerp_(grad_UD, 1 - beta1)
         square_UD = state["square"].mul_(beta2).addcmul_(grad_UD, grad_UD, value=1 - beta2)
         correction_U1, root_U1 = self.corrections(state["steps"].add_(1))
@@ -209,15 +210,6 @@ class Adam(RowOptimizer):
         # torch computes number / tensor as a product with the reciprocal, which rounds twice.
         move_U1 = (correction_U1.new_tensor(-rate) / correction_U1).to(mean_UD.dtype)
         weight_UD.add_((mean_UD * move_U1).div_(denominator_UD))
-
-
-class AdamW(Adam):
-    """Adam with decoupled weight decay."""
-
-    def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
-        if self.spec.weight_decay:
-            weight_UD.mul_(1 - rate * self.spec.weight_decay)
-        self._move(weight_UD, grad_UD, rate, state)
 
 
 class FTRL(RowOptimizer):
@@ -263,6 +255,6 @@ OPTIMIZERS: dict[str, type[RowOptimizer]] = {
     "adagrad": Adagrad,
     "rowwise_adagrad": RowwiseAdagrad,
     "adam": Adam,
-    "adamw": AdamW,
+    "adamw": Adam,
     "ftrl": FTRL,
 }
