@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hybrid.checkpoint.tensor_file import read_header
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import DataError, StorageError, first_line
 from hybrid.primitives.splitmix64 import splitmix64
@@ -114,11 +116,6 @@ def read_rows(source: str, out_RD: Tensor, index: int, count: int) -> None:
 @contextmanager
 def _opened(source: str) -> Iterator[StoredTensor]:
     """Open the matrix of a source."""
-    # A late import: environments of the benchmark's other systems lack safetensors.
-    from safetensors import SafetensorError, safe_open
-
-    from hybrid.checkpoint.tensor_file import read_header
-
     path, _, name = source.partition("#")
     try:
         if path.endswith(".parquet"):

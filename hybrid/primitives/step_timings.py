@@ -136,9 +136,7 @@ class StepClock:
         return [s._replace(start_ns=s.start_ns + offset_ns, end_ns=s.end_ns + offset_ns) for s in spans]
 
     def _open(self, name: str, step: int) -> OpenSpan:
-        return OpenSpan(self._spans, name, step, self._thread_name(), 0)
-
-    def _thread_name(self) -> str:
         number = threading.get_native_id()
         is_taking_step = number == self._steps_thread_id
-        return STEPS_THREAD if is_taking_step else f"{threading.current_thread().name} {number}"
+        thread = STEPS_THREAD if is_taking_step else f"{threading.current_thread().name} {number}"
+        return OpenSpan(self._spans, name, step, thread, 0)

@@ -34,11 +34,9 @@ class Update(Protocol):
 
     def squared_norm(self) -> float:
         """Return the squared norm of all gradients."""
-        ...
 
     def apply(self, scale: float) -> None:
         """Apply the gradients times ``scale``."""
-        ...
 
 
 class _PendingLookup(NamedTuple):
