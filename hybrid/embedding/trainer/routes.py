@@ -1,6 +1,6 @@
 """Routes, which turn the ids of a batch into requests, and responses into vectors of samples.
 
-A route covers some features. ``start`` adds requests to the messages of workers, and returns an assembler.
+A route covers ``features``. ``start`` adds requests to the messages of workers, and returns an assembler.
 The assembler turns responses into vectors of shape (B, features, D), and gradients of vectors into gradients
 of responses. A sequence has one vector per position. These are the kinds of routes:
 
@@ -64,19 +64,6 @@ class Assembler(Protocol):
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
         """Return the gradient of each response tensor. None is a view, since RPC sends whole storages."""
-
-
-class Route(Protocol):
-    """The route of some features; see the module's docstring.
-
-    Attributes:
-        features: indices of the features.
-    """
-
-    features: tuple[int, ...]
-
-    def start(self, ids: BatchIds, items: Items) -> Assembler:
-        """Append the requests to the messages, and return the assembler of their responses."""
 
 
 def append(items: Items, worker: int, item: Item) -> Slot:
@@ -358,3 +345,6 @@ class _PooledRows:
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
         return self.rows.gradients_of_bags(self.bags, grad_BFD.flatten(0, 1))
+
+
+Route: TypeAlias = RowRoute | SequenceRoute | BagRoute | PoolRoute
