@@ -148,6 +148,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
             version = max(self._first_step, ticket.step - 1) if is_async else ticket.step
             ticket = ticket._replace(version=version, purpose=Purpose.PREFETCH)
         if samples.ended:
+            assert not isinstance(self._embeddings, ModuleTables), "custom loops have no ended samples"
             return micro._replace(lookup=self._embeddings.empty_lookup(ticket, after))
         return micro._replace(lookup=self._embeddings.lookup(samples.sparse_features, ticket, after))
 

@@ -285,10 +285,6 @@ class ModuleTables:
             layout = self._layout(requests, items, ticket.purpose)
         return Lookup(ticket, items, layout, self._outbox).start(after)
 
-    def empty_lookup(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
-        """Not used: in a custom loop, every trainer has a slice of every batch."""
-        raise AssertionError("no trainer of a custom loop ends before the others")
-
     def flush(self) -> None:
         """Wait until all sent gradients have arrived."""
         self._outbox.flush()
