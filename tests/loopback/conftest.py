@@ -30,7 +30,7 @@ def loopback() -> Iterator[None]:
     )
     calling, serving = connection()
     endpoints.running.clients[MASTER] = SocketClient(calling, 5.0)
-    endpoints.running.server = SocketServer([serving], SOCKET_CALLS)
+    endpoints.running.servers = [SocketServer(serving, SOCKET_CALLS)]
     yield
     transport.stop(10.0)
     dist.destroy_process_group()

@@ -35,13 +35,13 @@ class ClusterState:
         constructors: by class name, constructors with arguments of this process.
         objects: the objects that other processes created here, by number; a failure if a constructor failed.
         clients: on a trainer, the connections to the workers.
-        server: on a worker, the server of the trainers' calls.
+        servers: on a worker, a server for the calls of each trainer.
     """
 
     constructors: Mapping[str, partial[Any]] = field(default_factory=dict)
     objects: dict[int, Any] = field(default_factory=dict)
     clients: dict[Role, SocketClient] = field(default_factory=dict)
-    server: SocketServer | None = None
+    servers: Sequence[SocketServer] = ()
 
 
 # Torch has one RPC agent per process, which calls functions of modules. So there is one state at a time.

@@ -237,7 +237,8 @@ def start(
         for worker, connection in connect_to_workers(identity, sockets).items():
             state.clients[worker] = SocketClient(connection, _TIMEOUTS_OF_STEPS * timeout_seconds)
     elif role.kind is RoleKind.WORKER:
-        state.server = SocketServer(accept_trainers(identity, sockets, interface), SOCKET_CALLS)
+        trainers = accept_trainers(identity, sockets, interface)
+        state.servers = [SocketServer(each, SOCKET_CALLS) for each in trainers]
 
 
 def stop(timeout_seconds: float) -> None:
@@ -261,5 +262,5 @@ def _leave(timeout_seconds: float) -> None:
         install(None)
         for client in state.clients.values():
             client.close()
-        if state.server is not None:
-            state.server.close(timeout_seconds)
+        for server in state.servers:
+            server.close(timeout_seconds)

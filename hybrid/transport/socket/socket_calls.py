@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
@@ -194,29 +194,16 @@ class SocketClient:
 
 
 class SocketServer:
-    """Serves calls until it is closed.
+    """The thread that reads a trainer's connection and executes its calls, until it is closed.
 
     Args:
-        trainers: connections of the trainers, owned by this object.
-        functions: functions that trainers may call with plain values and tensors.
+        connection: owned by this object.
+        functions: functions that the trainer may call with plain values and tensors.
     """
 
-    def __init__(self, trainers: Sequence[Connection], functions: Sequence[ServedFunction]) -> None:
-        named = {qualified_name(each): each for each in functions}
-        self._callers = [_Caller(each, named) for each in trainers]
-
-    def close(self, timeout_seconds: float) -> None:
-        """End the threads and close the connections; raise the error that ended a thread early, if any."""
-        for caller in self._callers:
-            caller.close(timeout_seconds)
-
-
-class _Caller:
-    """A trainer's connection, and the thread that reads it and executes its calls."""
-
-    def __init__(self, connection: Connection, functions: Mapping[str, ServedFunction]) -> None:
+    def __init__(self, connection: Connection, functions: Sequence[ServedFunction]) -> None:
         self._connection, self._frames = connection
-        self._functions = functions
+        self._functions = {qualified_name(each): each for each in functions}
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._unsent = bytearray()
         self._has_ended = False
@@ -226,7 +213,7 @@ class _Caller:
         self._thread.start()
 
     def close(self, timeout_seconds: float) -> None:
-        """See :meth:`SocketServer.close`."""
+        """End the thread and close the connection; raise the error that ended the thread early, if any."""
         self._has_ended = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(timeout_seconds)

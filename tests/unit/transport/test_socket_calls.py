@@ -74,13 +74,14 @@ def is_one_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def connected_clients(trainers: int = 1) -> Iterator[list[SocketClient]]:
     ends = [connection() for _ in range(trainers)]
     clients = [SocketClient(ours, SECONDS) for ours, _ in ends]
-    server = SocketServer([theirs for _, theirs in ends], FUNCTIONS)
+    servers = [SocketServer(theirs, FUNCTIONS) for _, theirs in ends]
     try:
         yield clients
     finally:
         for client in clients:
             client.close()
-        server.close(SECONDS)
+        for server in servers:
+            server.close(SECONDS)
 
 
 @pytest.fixture
@@ -153,7 +154,7 @@ def test_unknown_functions_and_unsendable_results_are_errors(client: SocketClien
 @pytest.mark.parametrize("value", [7, None, ("f",), ([], 1)], ids=str)
 def test_a_malformed_call_is_rejected_and_the_next_is_served(value: object) -> None:
     ours, theirs = connection()
-    server = SocketServer([theirs], FUNCTIONS)
+    server = SocketServer(theirs, FUNCTIONS)
     ours.socket.send(ours.frames.seal(Message(FrameKind.CALL, 1, value)))
     assert eventually(lambda: ours.frames.receive(ours.socket), SECONDS)
     message = ours.frames.next()
@@ -244,7 +245,7 @@ def test_an_altered_response_is_rejected(ends: tuple[SocketClient, Connection]) 
 
 def test_an_altered_call_ends_only_its_connection(caplog: pytest.LogCaptureFixture) -> None:
     (altered, theirs), (ours, others) = connection(), connection()
-    server = SocketServer([theirs, others], FUNCTIONS)
+    servers = [SocketServer(each, FUNCTIONS) for each in (theirs, others)]
     client = SocketClient(ours, SECONDS)
     frame = bytearray(altered.frames.seal(Message(FrameKind.CALL, 1, ("double", 1))))
     frame[-1] ^= 1
@@ -255,7 +256,8 @@ def test_an_altered_call_ends_only_its_connection(caplog: pytest.LogCaptureFixtu
     assert doubled(client, 4) == 8
     client.close()
     altered.socket.close()
-    server.close(SECONDS)
+    for server in servers:
+        server.close(SECONDS)
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -293,7 +295,7 @@ def test_close_raises_the_error_of_a_server_thread() -> None:
             raise MemoryError("no more")
 
     theirs.frames.__class__ = FailingFrames
-    server = SocketServer([theirs], FUNCTIONS)
+    server = SocketServer(theirs, FUNCTIONS)
     client = SocketClient(ours, SECONDS)
     with pytest.raises(LostError):
         wait(client.call(double, 1))
