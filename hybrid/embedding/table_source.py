@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from hybrid.embedding.bags import Item
-from hybrid.primitives.deferred_response import ObservableResult
+from hybrid.primitives.deferred_response import PendingResult
 from hybrid.updates.ticket import Ticket
 
 
@@ -20,7 +20,7 @@ class LookupRequest(NamedTuple):
 class TableSource(Protocol):
     """The tables of one worker, or a stub of them."""
 
-    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> ObservableResult[list[Tensor]]:
+    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingResult[list[Tensor]]:
         """Return pooled vectors, one tensor per item, once the updates that the ticket requires are applied.
 
         For ``Purpose.TRAIN``, the vectors require gradients. The backward pass must reach each lookup exactly
@@ -30,7 +30,7 @@ class TableSource(Protocol):
 
     def send_gradients(
         self, ticket: Ticket, grads: Sequence[Tensor], following: LookupRequest | None = None
-    ) -> ObservableResult[list[Tensor]]:
+    ) -> PendingResult[list[Tensor]]:
         """Send the gradients of a prefetched lookup, one per item, in the order of the items.
 
         Args:

@@ -15,14 +15,10 @@ Result_co = TypeVar("Result_co", covariant=True)
 
 
 class PendingResult(Protocol[Result_co]):
-    """A result in progress, such as a torch future, an RPC call or a lookup."""
+    """A result in progress, such as a torch future or an RPC call."""
 
     def wait(self) -> Result_co:
         """Return the result, or raise the exception."""
-
-
-class ObservableResult(PendingResult[Result_co], Protocol[Result_co]):
-    """A result in progress that reports its completion."""
 
     def done(self) -> bool:
         """Return whether the result or an exception is known."""

@@ -22,7 +22,7 @@ from hybrid.embedding.bags import Item
 from hybrid.embedding.table_source import LookupRequest, TableSource
 from hybrid.embedding.trainer.routes import Items, Responses, Slot
 from hybrid.errors import ClusterError
-from hybrid.primitives.deferred_response import ObservableResult
+from hybrid.primitives.deferred_response import PendingResult
 from hybrid.primitives.step_timings import OpenSpan, StepClock
 from hybrid.updates.ticket import Purpose, Ticket
 
@@ -47,9 +47,9 @@ class Outbox:
     def __init__(self, sources: Mapping[int, TableSource], clock: StepClock) -> None:
         self.sources = sources
         self.clock = clock
-        self._sent: list[ObservableResult[object]] = []
+        self._sent: list[PendingResult[object]] = []
 
-    def add(self, sending: ObservableResult[object]) -> None:
+    def add(self, sending: PendingResult[object]) -> None:
         """Add a pending message; raise the error of a completed one."""
         arrived = [each for each in self._sent if each.done()]
         self._sent = [*(each for each in self._sent if each not in arrived), sending]
@@ -74,7 +74,7 @@ class Lookup:
         self._outbox = outbox
         self._clock = outbox.clock
         self._successor: Lookup | None = None
-        self._responses: dict[int, ObservableResult[list[Tensor]]] = {}
+        self._responses: dict[int, PendingResult[list[Tensor]]] = {}
         self._wire_dtype = torch.float32
 
     def start(self, after: Lookup | None = None) -> Lookup:
@@ -135,21 +135,19 @@ class Lookup:
 
     def _send_gradients(self, worker: int, grads: Sequence[Tensor]) -> None:
         """Send gradients to a worker, in one message with the successor's request, if there is one."""
-        source = self._outbox.sources[worker]
         successor = self._successor
-        if successor is None or worker not in successor._items:
-            with self._clock.span("send") as span:
-                _record_bytes(span, grads)
-                message = source.send_gradients(self._ticket, grads)
-            self._outbox.add(message)
-            return
-        request = LookupRequest(successor._ticket, successor._items[worker])
+        request = None
+        if successor is not None and worker in successor._items:
+            request = LookupRequest(successor._ticket, successor._items[worker])
         with self._clock.span("send") as span:
-            _record_bytes(span, grads, request.items)
-            response = source.send_gradients(self._ticket, grads, request)
-        successor._expect(worker, response)
+            _record_bytes(span, grads, () if request is None else request.items)
+            response = self._outbox.sources[worker].send_gradients(self._ticket, grads, request)
+        if successor is None or request is None:
+            self._outbox.add(response)
+        else:
+            successor._expect(worker, response)
 
-    def _expect(self, worker: int, response: ObservableResult[list[Tensor]]) -> None:
+    def _expect(self, worker: int, response: PendingResult[list[Tensor]]) -> None:
         """Keep the pending response of a worker, and record how long it takes."""
         self._responses[worker] = response
         call = self._clock.begin("call")
@@ -157,7 +155,7 @@ class Lookup:
             response.add_done_callback(lambda _: call.close())
 
 
-def _record_bytes(span: OpenSpan | None, grads: Sequence[Tensor], items: Sequence[Item] = ()) -> None:
+def _record_bytes(span: OpenSpan | None, grads: Sequence[Tensor], items: Sequence[Item]) -> None:
     if span is not None:
         tensors = [part for _, bags in items for part in bags if isinstance(part, Tensor)]
         span.num_bytes = sum(tensor.nbytes for tensor in (*grads, *tensors))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.errors import ClusterError, ConfigError
-from hybrid.primitives.deferred_response import ObservableResult
+from hybrid.primitives.deferred_response import PendingResult
 from hybrid.security.rejected_messages import parse_exception
 from hybrid.transport.rpc.pending_calls import LostError, PendingTensors
 from hybrid.transport.socket.frames import FrameKind, Frames, Message
@@ -100,7 +100,7 @@ def ends() -> Iterator[tuple[SocketClient, Connection]]:
     theirs.socket.close()
 
 
-def wait(reply: ObservableResult[Any]) -> Any:
+def wait(reply: PendingResult[Any]) -> Any:
     """Wait as a stub does."""
     return PendingTensors[Any](WORKER, reply).wait()
 
