@@ -2,7 +2,8 @@
 
 A route covers ``features``. ``start`` adds requests to the messages of workers, and returns an assembler.
 The assembler turns responses into vectors of shape (B, features, D), and gradients of vectors into gradients
-of responses. A sequence has one vector per position. These are the kinds of routes:
+of responses. No gradient is a view, since RPC sends whole storages. A sequence has one vector per position.
+These are the kinds of routes:
 
 ============= ======================== ============================== ==================================
 route         features                 requests from a worker         assembles responses by
@@ -30,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -47,23 +48,6 @@ Items: TypeAlias = Mapping[int, list[Item]]
 Responses: TypeAlias = Mapping[int, Sequence[Tensor]]
 Slot: TypeAlias = tuple[int, int]  # a worker, and the index of a tensor in its response
 Locations: TypeAlias = Sequence[Sequence[Location]]  # of the shards of each feature's table
-
-
-class Assembler(Protocol):
-    """Turns the responses for one batch into vectors, and gradients of vectors into gradients of responses.
-
-    Attributes:
-        shape_BFD: shape of the vectors.
-    """
-
-    @property
-    def shape_BFD(self) -> tuple[int, int, int]: ...
-
-    def vectors(self, responses: Responses) -> Tensor:
-        """Return ``vectors_BFD`` of the route's features, or of the positions of its sequences."""
-
-    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
-        """Return the gradient of each response tensor. None is a view, since RPC sends whole storages."""
 
 
 def append(items: Items, worker: int, item: Item) -> Slot:
@@ -348,3 +332,4 @@ class _PooledRows:
 
 
 Route: TypeAlias = RowRoute | SequenceRoute | BagRoute | PoolRoute
+Assembler: TypeAlias = DistinctRows | _Sequences | _PooledByWorkers | _PooledRows
