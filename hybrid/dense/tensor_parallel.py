@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -44,6 +44,9 @@ from hybrid.security.closed_listeners import close_listeners_after
 
 # How a tensor is split over a mesh.
 Layout: TypeAlias = DTensorSpec
+
+# From the rows of one rank to those of all ranks, or back.
+_Exchange: TypeAlias = Callable[[Tensor], Tensor]
 
 _kept = threading.local()
 
@@ -312,15 +315,18 @@ class SharedStage(nn.Module):
         rows, is_differentiable = _agree(inputs, self._group)
         # Autograd runs the collectives of the stage's graph in the reverse order of the forward pass, so all
         # ranks need the same graph. A slice without samples has no lookup, and its input requires no
-        # gradient. So all ranks record an input if one rank does.
+        # gradient. So all ranks record an input if one rank does. Each rank then has the full gradient of the
+        # inputs, so it selects its rows without communication.
+        gather = partial(gather_rows, rows=rows, group=self._group)
+        select = partial(_local_rows, rows=rows, group=self._group)
         gathered = [
-            _Gather.apply(x, self._anchor if record else None, rows, self._group)  # type: ignore[no-untyped-call]
+            _ExchangeRows.apply(x, self._anchor if record else None, gather, select)  # type: ignore[no-untyped-call]
             for x, record in zip(inputs, is_differentiable, strict=True)
         ]
         output = self.stage(*gathered)
         if output.size(0) != sum(rows):
             raise ValueError(f"the stage gives {output.size(0)} rows for {sum(rows)} samples")
-        local_rows: Tensor = _LocalRows.apply(output, rows, self._group)  # type: ignore[no-untyped-call]
+        local_rows: Tensor = _ExchangeRows.apply(output, None, select, gather)  # type: ignore[no-untyped-call]
         return local_rows
 
 
@@ -356,32 +362,17 @@ def _local_rows(all_BX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -
     return all_BX[start : start + rows[group.rank()]].clone()
 
 
-class _Gather(torch.autograd.Function):
-    """Gathers rows. Each rank has their full gradient, so the backward pass needs no communication."""
+class _ExchangeRows(torch.autograd.Function):
+    """Exchanges rows in the forward pass, and their gradients in the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, local_bX: Tensor, anchor: Tensor | None, rows: list[int], group: dist.ProcessGroup
+        ctx: FunctionCtx, rows_BX: Tensor, anchor: Tensor | None, exchange: _Exchange, inverse: _Exchange
     ) -> Tensor:
-        ctx.arguments = rows, group  # type: ignore[attr-defined]
-        return gather_rows(local_bX, rows, group)
+        ctx.inverse = inverse  # type: ignore[attr-defined]
+        return exchange(rows_BX)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BX: Tensor) -> tuple[Tensor | None, None, None, None]:
-        local_bX = _local_rows(grad_BX, *ctx.arguments) if ctx.needs_input_grad[0] else None
-        return local_bX, None, None, None
-
-
-class _LocalRows(torch.autograd.Function):
-    """Selects the local rows of an output; the backward pass gathers the gradients of all ranks."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, all_BY: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.arguments = rows, group  # type: ignore[attr-defined]
-        return _local_rows(all_BY, rows, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_bY: Tensor) -> tuple[Tensor, None, None]:
-        return gather_rows(grad_bY, *ctx.arguments), None, None
+        return ctx.inverse(grad_BX) if ctx.needs_input_grad[0] else None, None, None, None
