@@ -35,9 +35,8 @@ If torch has the optimizer, rows that are updated in every step have the bits of
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import softshrink
@@ -50,11 +49,9 @@ from hybrid.primitives.huge_pages import zeros_in_large_pages
 
 def _put(full: Tensor, rows_U: Tensor, part: Tensor) -> None:
     """``full[rows_U] = part``, for a contiguous matrix or vector."""
-    kernels.put_rows(_matrix(full), rows_U.numpy(), _matrix(part))
-
-
-def _matrix(tensor: Tensor) -> npt.NDArray[Any]:
-    return tensor.view(len(tensor), -1).numpy() if len(tensor) else tensor.new_empty(0, 1).numpy()
+    if len(part):
+        matrix, rows = (tensor.view(len(tensor), -1).numpy() for tensor in (full, part))
+        kernels.put_rows(matrix, rows_U.numpy(), rows)
 
 
 class RowOptimizer:
