@@ -101,23 +101,17 @@ def concatenate(parts: list[Bags]) -> Bags:
     if len(parts) == 1:
         return parts[0]
     ids_L = torch.cat([p.ids_L for p in parts])
-    starts = []
-    base = 0
-    for part in parts:
-        if part.offsets is None:
-            return Bags(ids_L, None, None, part.pooling)
-        starts.append(part.offsets[:-1] + base)
-        base += len(part.ids_L)
-    starts.append(ids_L.new_tensor([base]))
+    lengths = [part.offsets.diff() for part in parts if part.offsets is not None]
+    if not lengths:
+        return Bags(ids_L, pooling=parts[0].pooling)
+    offsets = torch.cat([ids_L.new_zeros(1), *lengths]).cumsum(0, dtype=ids_L.dtype)
     weights_L = None
     if any(p.weights_L is not None for p in parts):
         weights_L = torch.cat(
             [torch.ones(len(p.ids_L)) if p.weights_L is None else p.weights_L for p in parts]
         )
     winners = [p.winners_BD for p in parts if p.winners_BD is not None]
-    return Bags(
-        ids_L, torch.cat(starts), weights_L, parts[0].pooling, torch.cat(winners) if winners else None
-    )
+    return Bags(ids_L, offsets, weights_L, parts[0].pooling, torch.cat(winners) if winners else None)
 
 
 class GroupedBags:
