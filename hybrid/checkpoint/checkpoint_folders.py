@@ -27,7 +27,7 @@ from urllib.parse import quote
 from hybrid.config.task_sections import is_lower_better
 from hybrid.errors import CheckpointError, OutageError, StorageError
 from hybrid.storage import files as storage
-from hybrid.storage.file_formats import is_inner_name, parse_json
+from hybrid.storage.file_formats import is_inner_name, parse_fields, parse_json, parse_value
 from hybrid.storage.private_files import make_folder, refuse_link, sync
 from hybrid.storage.remote_path import RemotePath, StoragePath, StoragePathT
 
@@ -117,16 +117,13 @@ class Manifest:
             fields = document["manifest"]
             if document["sha256"] != _text_checksum(json.dumps(fields)):
                 raise CheckpointError(f"{path}: altered since the checkpoint was written")
-            _check_fields(fields)
+            manifest = _parse_fields(fields)
         except OutageError:
             raise
         except StorageError as error:  # its message names the path
             raise CheckpointError(str(error)) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path}: is not a manifest: {error}") from error
-        fields["files"] = {name: (size, sha256) for name, (size, sha256) in fields["files"].items()}
-        fields["tables"] = {name: tuple(shape) for name, shape in fields["tables"].items()}
-        manifest = cls(**fields)
         folder = path.parent
         is_of_run = folder.parent.name == _FOLDER and _STEP_NAME.fullmatch(folder.name)
         if is_of_run and parse_step(folder) != manifest.step:
@@ -193,48 +190,36 @@ def _text_checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check_fields(fields: Any) -> None:
-    """Check the fields of a manifest, which may come from another user; all files must be in its folder.
+def _parse_fields(fields: Any) -> Manifest:
+    """Return a manifest from JSON, which may come from another user; all files must be in its folder.
 
     Raises:
-        ValueError: a field is invalid; the message names it.
+        TypeError, ValueError: a field is invalid; the message names it.
     """
     known = {each.name for each in dataclasses.fields(Manifest)}
-    is_manifest = isinstance(fields, dict) and fields.keys() in (known, known - {"parts"})
+    is_manifest = isinstance(fields, dict) and fields.keys() | {"parts"} == known
     _expect(is_manifest, "its fields are not those of a manifest")
-    for name in ("step", "epoch"):
-        _expect(_is_count(fields[name]), f"{name} must be a count")
-    for name in ("tables", "files", "metrics", "progress"):
-        _expect(isinstance(fields[name], dict), f"{name} must be an object")
-    for table, shape in fields["tables"].items():
-        is_shape = _is_list(shape, 3) and all(map(_is_count, shape)) and shape[2] > 0
-        _expect(is_shape, f"table {table!r:.80} must have a number of rows, a width, and a number of files")
-    for file, entry in fields["files"].items():
+    manifest = parse_fields(Manifest, fields)
+    counts: dict[str, tuple[int, ...]] = {"step": (manifest.step,), "epoch": (manifest.epoch,)}
+    for table, (num_rows, dim, num_shards) in manifest.tables.items():
+        counts[f"table {table!r:.80}"] = (num_rows, dim, num_shards - 1)
+    for file, (size, sha256) in manifest.files.items():
         _expect(is_inner_name(file), f"{file!r:.80} must be the name of a file in the checkpoint")
-        is_valid = _is_list(entry, 2) and _is_count(entry[0]) and isinstance(entry[1], str)
-        _expect(is_valid and _CHECKSUM.fullmatch(entry[1]), f"file {file} must have a size and a checksum")
-    for metric, value in fields["metrics"].items():
-        _expect(type(value) in (int, float), f"metric {metric!r:.80} must be a number")
-    parts = fields.get("parts", "")
-    is_folder = isinstance(parts, str) and (not parts or _PARTS_NAME.fullmatch(parts))
-    _expect(is_folder, f"{parts!r:.80} must be the name of a folder in the checkpoint")
-    best = fields["progress"].get(BEST)
-    is_best = _is_list(best, 3) and [type(best[0]), type(best[1]) in (int, float)] == [str, True]
-    is_best = is_best and _is_count(best[2]) and best[2] <= fields["step"]
-    _expect(best is None or is_best, "best must be a metric, its value, and a step that the run has taken")
+        _expect(_CHECKSUM.fullmatch(sha256), f"file {file} must have a checksum")
+        counts[f"file {file}"] = (size,)
+    if (best := manifest.progress.get(BEST)) is not None:
+        _, _, step = parse_value(BEST, tuple[str, float, int], best)
+        counts[BEST] = (step, manifest.step - step)
+    for name, numbers in counts.items():
+        _expect(min(numbers) >= 0 and max(numbers) <= _MAX_COUNT, f"{name} has a number out of range")
+    is_folder = not manifest.parts or _PARTS_NAME.fullmatch(manifest.parts)
+    _expect(is_folder, f"{manifest.parts!r:.80} must be the name of a folder in the checkpoint")
+    return manifest
 
 
 def _expect(condition: object, rule: str) -> None:
     if not condition:
         raise ValueError(rule)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_COUNT
-
-
-def _is_list(value: object, size: int) -> bool:
-    return isinstance(value, list) and len(value) == size
 
 
 def shard_file(table: str, index: int, count: int) -> str:

@@ -55,20 +55,26 @@ def parse_fields(kind: type[Fields], content: Any) -> Fields:
     Fields are plain values, dataclasses, and tuples and dictionaries of these.
     """
     hints = get_type_hints(kind)
-    return kind(**{name: _parse_field(name, hints.get(name, ()), content[name]) for name in content})
+    return kind(**{name: parse_value(name, hints.get(name, ()), content[name]) for name in content})
 
 
-def _parse_field(name: str, hint: Any, value: Any) -> Any:
+def parse_value(name: str, hint: Any, value: Any) -> Any:
+    """Return a JSON value as the type ``hint``; TypeError, which names ``name``, if it has another type."""
     if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
         return parse_fields(hint, value)
-    if get_origin(hint) is tuple and isinstance(value, list):
-        return tuple(_parse_field(name, get_args(hint)[0], each) for each in value)
-    if get_origin(hint) is dict and isinstance(value, dict):
-        return {key: _parse_field(key, get_args(hint)[1], each) for key, each in value.items()}
-    plain = () if get_origin(hint) in (tuple, dict) else hint
+    kind, arguments = get_origin(hint), get_args(hint)
+    if kind is tuple and isinstance(value, list):
+        hints = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
+        if len(hints) == len(value):
+            return tuple(parse_value(name, each, item) for each, item in zip(hints, value, strict=True))
+    if kind is dict and isinstance(value, dict):
+        return {key: parse_value(key, arguments[1], each) for key, each in value.items()}
+    if hint is Any:
+        return value
+    plain = () if kind in (tuple, dict) else hint
     is_number = type(value) is int and isinstance(0.0, plain)
     if not is_number and (not isinstance(value, plain) or isinstance(value, bool) != (plain is bool)):
-        raise TypeError(f"{name} is {value!r:.80}")
+        raise TypeError(f"{name!r:.80} is {value!r:.80}")
     return value
 
 
