@@ -47,30 +47,18 @@ class ShuffledOrder(RowOrder):
 
     Args:
         num_lanes: fixed for a run, so that its steps are the same for any number of trainers; 0 for none.
-        chunk_rows, window_chunks: see the module.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        seed: int,
-        epoch: int,
-        num_lanes: int = 0,
-        *,
-        chunk_rows: int = CHUNK_ROWS,
-        window_chunks: int = WINDOW_CHUNKS,
-    ) -> None:
+    def __init__(self, num_rows: int, seed: int, epoch: int, num_lanes: int = 0) -> None:
         self._num_rows = num_rows
         self._key = (seed, epoch)
         self._has_lanes = num_lanes > 0
-        self._chunk_rows = chunk_rows
-        self._window_chunks = window_chunks
         self._turns_L = np.argsort(np.argsort(np.arange(max(1, num_lanes)) * _GOLDEN % 1.0))
-        num_chunks = -(-num_rows // chunk_rows)
+        num_chunks = -(-num_rows // CHUNK_ROWS)
         self._chunks = np.random.default_rng((*self._key, _CHUNK_STREAM)).permutation(num_chunks)
-        sizes = np.minimum(num_rows - self._chunks * chunk_rows, chunk_rows)
+        sizes = np.minimum(num_rows - self._chunks * CHUNK_ROWS, CHUNK_ROWS)
         edges = np.concatenate([[0], np.cumsum(sizes)])
-        self._window_starts = np.append(edges[:-1:window_chunks], num_rows)
+        self._window_starts = np.append(edges[:-1:WINDOW_CHUNKS], num_rows)
         self._window = -1, list[npt.NDArray[np.int64]]()  # index and lanes of the last window
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
@@ -91,8 +79,8 @@ class ShuffledOrder(RowOrder):
 
     def _shuffled_lanes(self, window: int, first: int, last: int) -> list[npt.NDArray[np.int64]]:
         """Return the rows of each lane of a window, which has the positions from ``first`` to ``last``."""
-        chunks = self._chunks[window * self._window_chunks : (window + 1) * self._window_chunks]
-        rows = (chunks[:, None] * self._chunk_rows + np.arange(self._chunk_rows)).reshape(-1)
+        chunks = self._chunks[window * WINDOW_CHUNKS : (window + 1) * WINDOW_CHUNKS]
+        rows = (chunks[:, None] * CHUNK_ROWS + np.arange(CHUNK_ROWS)).reshape(-1)
         rows = rows[rows < self._num_rows]
         ends_L = (self._count_rows_L(last) - self._count_rows_L(first)).cumsum()
         lanes = np.split(rows, ends_L[:-1])

@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -134,7 +135,16 @@ def test_hanging_reader_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     release.set()
 
 
-WINDOWS = {"chunk_rows": 8, "window_chunks": 6}
+CHUNK_ROWS = 8
+
+
+@contextmanager
+def small_windows(window_chunks: int) -> Iterator[None]:
+    """Shuffle chunks of eight rows in windows of ``window_chunks``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hybrid.data.dataset.sample_order.CHUNK_ROWS", CHUNK_ROWS)
+        patch.setattr("hybrid.data.dataset.sample_order.WINDOW_CHUNKS", window_chunks)
+        yield
 
 
 def steps_of(order: RowOrder, num_rows: int, batch_size: int) -> list[list[int]]:
@@ -153,15 +163,14 @@ def steps_of(order: RowOrder, num_rows: int, batch_size: int) -> list[list[int]]
 def test_shuffled_order_has_every_row_once(
     num_rows: int, num_lanes: int, batch_size: int, seed: int, first: int
 ) -> None:
-    def order() -> ShuffledOrder:
-        return ShuffledOrder(num_rows, seed, 3, num_lanes, **WINDOWS)
-
-    steps = steps_of(order(), num_rows, batch_size)
+    with small_windows(6):
+        steps = steps_of(ShuffledOrder(num_rows, seed, 3, num_lanes), num_rows, batch_size)
+        first = min(first // batch_size, len(steps) - 1)
+        start = first * batch_size
+        resumed = ShuffledOrder(num_rows, seed, 3, num_lanes)
+        assert resumed.indices(start, min(start + batch_size, num_rows)).tolist() == steps[first]
     assert all(len(step) == batch_size for step in steps[:-1])
     assert sorted(itertools.chain(*steps)) == list(range(num_rows))
-    first = min(first // batch_size, len(steps) - 1)
-    start = first * batch_size
-    assert order().indices(start, min(start + batch_size, num_rows)).tolist() == steps[first]
 
 
 def read_by(order: RowOrder, num_rows: int, batch_size: int, num_slices: int) -> list[set[int]]:
@@ -170,18 +179,19 @@ def read_by(order: RowOrder, num_rows: int, batch_size: int, num_slices: int) ->
     for rows in steps_of(order, num_rows, batch_size):
         for index, chunks in enumerate(read):
             start, stop = slice_bounds(len(rows), index, num_slices)
-            chunks.update(row // WINDOWS["chunk_rows"] for row in rows[start:stop])
+            chunks.update(row // CHUNK_ROWS for row in rows[start:stop])
     return read
 
 
 @pytest.mark.parametrize("batch_size", [12, 64, 100])
 @pytest.mark.parametrize("num_slices", [1, 2, 3, 4])
 def test_lane_order_limits_the_chunks_of_a_slice(num_slices: int, batch_size: int) -> None:
-    num_rows, windows = 48 * 8 * 20, {"chunk_rows": 8, "window_chunks": 48}
-    lanes = read_by(ShuffledOrder(num_rows, 1, 0, 24, **windows), num_rows, batch_size, num_slices)
-    assert max(map(len, lanes)) <= (1 / num_slices + 2 / 24) * num_rows / 8
-    plain = read_by(ShuffledOrder(num_rows, 1, 0, **windows), num_rows, 100, num_slices)
-    assert min(map(len, plain)) > 0.85 * num_rows / 8
+    num_rows = 48 * CHUNK_ROWS * 20
+    with small_windows(48):
+        lanes = read_by(ShuffledOrder(num_rows, 1, 0, 24), num_rows, batch_size, num_slices)
+        plain = read_by(ShuffledOrder(num_rows, 1, 0), num_rows, 100, num_slices)
+    assert max(map(len, lanes)) <= (1 / num_slices + 2 / 24) * num_rows / CHUNK_ROWS
+    assert min(map(len, plain)) > 0.85 * num_rows / CHUNK_ROWS
 
 
 def test_lanes_are_shuffled_in_each_epoch() -> None:
