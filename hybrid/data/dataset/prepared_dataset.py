@@ -152,16 +152,12 @@ class PreparedDataset:
             positions_L, lengths_B = positions(offsets, rows)
             weights = None if weights_L is None else weights_L[positions_L]
             bags.append(EncodedBags(ids_L[positions_L], lengths_B, weights))
-        return Batch(
-            torch.from_numpy(self._dense.take(rows, axis=0)),
-            sparse_features(self._ids.take(rows, axis=0), bags, self.input_spec.sparse_features),
-            _by_task(self._labels.take(rows, axis=0)),
-            global_size,
-            weights=None if self._weights is None else _by_task(self._weights.take(rows, axis=0)),
-            total_weights=total_weights,
-            groups=None if self._groups is None else torch.from_numpy(self._groups.take(rows)),
-            total_groups=total_groups,
-        )
+        block = EncodedBlock(self._dense.take(rows, axis=0), self._ids.take(rows, axis=0), tuple(bags))
+        weights_BT = None if self._weights is None else self._weights.take(rows, axis=0)
+        groups_B = None if self._groups is None else self._groups.take(rows)
+        targets = Targets(self._labels.take(rows, axis=0), weights_BT, groups_B)
+        batch = block_batch(block, self.input_spec, targets)
+        return batch._replace(global_size=global_size, total_weights=total_weights, total_groups=total_groups)
 
 
 def map_arrays(folder: Path, manifest: DataManifest, split: str) -> dict[str, npt.NDArray[Any]]:
