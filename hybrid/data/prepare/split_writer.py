@@ -79,10 +79,11 @@ def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: Split
     create("dense", end.row, np.float32, len(spec.dense_features))
     create("ids", end.row, np.int32, len(features) - len(multi_hot))
     create("source_rows", end.row, np.int64)
-    create("labels", end.row, np.uint8 if targets.is_binary else np.float32, len(targets.tasks))
+    is_binary = all(task.kind == "binary" for task in targets.tasks.values())
+    create("labels", end.row, np.uint8 if is_binary else np.float32, len(targets.tasks))
     if targets.has_weights:
         create("weights", end.row, np.float32, len(targets.tasks))
-    if targets.has_groups:
+    if targets.data.group:
         create("groups", end.row, np.int64)
     for k in multi_hot:
         create(f"bag_{k}_offsets", end.row + 1, np.int64)

@@ -66,7 +66,7 @@ class SyntheticBlock(NamedTuple):
             weights_BT = np.stack(counts, axis=1)
             if data.weight:
                 weights_BT = weights_BT * named[data.weight][:, None]
-        if spec.has_groups:
+        if data.group:
             groups_B = self.samples.ids_BK[:, CRITEO_SPARSE.index(data.group)].astype(np.int64)
         return Targets(labels_BT, weights_BT, groups_B)
 

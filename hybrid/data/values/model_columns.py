@@ -265,15 +265,6 @@ class TargetSpec:
     def has_weights(self) -> bool:
         return bool(self.data.weight) or any(task.mask for task in self.tasks.values())
 
-    @property
-    def has_groups(self) -> bool:
-        return bool(self.data.group)
-
-    @property
-    def is_binary(self) -> bool:
-        """Whether every label is 0 or 1."""
-        return all(task.kind == "binary" for task in self.tasks.values())
-
     def columns(self) -> list[tuple[str, str]]:
         """Return pairs of a configuration key and the column that the key names."""
         named = [("data.weight", self.data.weight), ("data.group", self.data.group)]
@@ -295,7 +286,7 @@ class TargetSpec:
                 reader.reject(wrong_B, Reason.WEIGHT, data.weight, "a weight, a finite number of at least 0")
                 samples_B = np.where(wrong_B, 0, numbers_B).astype(np.float32)
             weights_BT = np.stack(counts_T, axis=1) * samples_B[:, None]
-        if self.has_groups:
+        if data.group:
             groups_B = reader.hashes(data.group, "data.group", Reason.GROUP, "the group of the sample")
         return Targets(labels_BT, weights_BT, groups_B)
 
