@@ -228,13 +228,9 @@ class DenseSection:
         return NET_CALLS.parse("dense.net", self.net)
 
     @property
-    def optimizer_name(self) -> str:
-        """The name of a class of torch.optim."""
-        return split_call("dense.optimizer", self.optimizer)[0]
-
-    @property
-    def optimizer_options(self) -> tuple[str, ...]:
-        return split_call("dense.optimizer", self.optimizer)[1]
+    def optimizer_call(self) -> tuple[str, tuple[str, ...]]:
+        """The name of a class of torch.optim, and its arguments as lines of TOML."""
+        return split_call("dense.optimizer", self.optimizer)
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -108,10 +108,6 @@ class TaskSection:
         return int(TYPE_CALLS.parse("type", self.type).arguments.get("count", 0))
 
     @property
-    def loss_name(self) -> str:
-        return self.loss_call.name
-
-    @property
     def loss_call(self) -> Call:
         return LOSS_CALLS.parse("loss", self.loss or LOSSES[self.kind][0])
 
@@ -190,8 +186,8 @@ def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None
 def _check_task(name: str, task: TaskSection, group: str) -> None:
     if task.mask and task.mask == task.label:
         raise ConfigError(f"tasks.{name}.mask", "must not be the label column of the task", task.mask)
-    losses = LOSSES[task.kind]
-    if task.loss_name not in losses and not re.fullmatch(USER_FUNCTION, task.loss_name):
+    losses, loss_name = LOSSES[task.kind], task.loss_call.name
+    if loss_name not in losses and not re.fullmatch(USER_FUNCTION, loss_name):
         rule = f"must be {' or '.join(losses)} if type is {task.kind}, or module:function"
         raise ConfigError(f"tasks.{name}.loss", rule, task.loss)
     loss, key = task.ranking_loss, f"tasks.{name}.ranking_loss"

@@ -148,7 +148,7 @@ def _check_tensor(dense: DenseSection, trainers: int) -> None:
         raise ConfigError("dense.tensor_plan", rule, dense.tensor_plan)
     if dense.compile != "none":
         raise ConfigError("dense.compile", "must be none with dense.tensor_size", dense.compile)
-    if dense.optimizer_name in _WHOLE_MATRIX_OPTIMIZERS:
+    if dense.optimizer_call[0] in _WHOLE_MATRIX_OPTIMIZERS:
         rule = "needs whole matrices, but with dense.tensor_size each trainer has a slice of them"
         raise ConfigError("dense.optimizer", rule, dense.optimizer)
 

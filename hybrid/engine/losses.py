@@ -102,7 +102,7 @@ def weighted_summand(values_B: Tensor, weights_B: Tensor, total: float) -> Tenso
 
 
 def _loss(name: str, task: TaskSection) -> Loss:
-    match task.loss_name:
+    match task.loss_call.name:
         case "log_loss":
             return F.binary_cross_entropy_with_logits
         case "focal":

@@ -210,8 +210,9 @@ class Blueprint:
     def optimizer(self, net: nn.Module, *, is_remote: bool = False) -> torch.optim.Optimizer:
         """Create the optimizer of a trainer's dense net, or of the remote net."""
         dense = self.config.dense
-        kind = dense.optimizer_name, dense.learning_rate, dense.optimizer_options
-        return make_optimizer(net, *kind, self.config.dense_groups, is_remote=is_remote)
+        name, options = dense.optimizer_call
+        groups = self.config.dense_groups
+        return make_optimizer(net, name, dense.learning_rate, options, groups, is_remote=is_remote)
 
 
 def host_remote_net(blueprint: Blueprint, rules: UpdateRules) -> HostedNet:

@@ -68,7 +68,7 @@ class ReferenceLoss:
         outputs_B = outputs_BO.squeeze(1)
         if t in self._custom:
             return _reduced(self._custom[t](outputs_B, labels_B), reduction)
-        match task.loss_name:
+        match task.loss_call.name:
             case "log_loss":
                 return F.binary_cross_entropy_with_logits(outputs_B, labels_B, reduction=reduction)
             case "focal":

@@ -253,9 +253,9 @@ def _dense_optimizer(
                 if any(fnmatchcase(prefix + name, pattern) for pattern in group.parameters):
                     options |= _options(group.optimizer_options)
             group_of[parameter] = options
-    optimizer_class: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, dense.optimizer_name)
-    arguments = _options(dense.optimizer_options)
-    return optimizer_class(list(group_of.values()), lr=dense.learning_rate, **arguments)
+    name, arguments = dense.optimizer_call
+    optimizer_class: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, name)
+    return optimizer_class(list(group_of.values()), lr=dense.learning_rate, **_options(arguments))
 
 
 def _options(texts: Sequence[str]) -> dict[str, Any]:

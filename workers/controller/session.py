@@ -106,7 +106,7 @@ class Session:
             f"{t.optimizer.name} with learning rate {t.optimizer.learning_rate:g}": None for t in tables
         }
         return (
-            f"dense net {dense.net}: {self._num_parameters:,} parameters{remote}, {dense.optimizer_name} "
+            f"dense net {dense.net}: {self._num_parameters:,} parameters{remote}, {dense.optimizer_call[0]} "
             f"with learning rate {dense.learning_rate:g}",
             f"{len(tables)} embedding table(s): {rows:,} rows, {num_bytes / 2**20:,.1f} MiB with optimizer "
             f"state, {', '.join(optimizers)}",

@@ -29,8 +29,9 @@ def test_sections_are_tasks_in_file_order(tmp_path: Path) -> None:
     path.write_text('[tasks.spent]\ntype = "regression"\n[tasks.click]\nlabel = "clicked"\nweight = 2\n')
     config = load_config(path, ["tasks.spent.loss=huber"])
     assert list(config.all_tasks) == ["spent", "click"]
-    assert (config.all_tasks["spent"].label, config.all_tasks["spent"].loss_name) == ("spent", "huber")
-    assert (config.all_tasks["click"].label, config.all_tasks["click"].loss_name) == ("clicked", "log_loss")
+    spent, click = config.all_tasks.values()
+    assert (spent.label, spent.loss_call.name) == ("spent", "huber")
+    assert (click.label, click.loss_call.name) == ("clicked", "log_loss")
     path.write_text(to_toml(config))
     assert load_config(path) == config
 
