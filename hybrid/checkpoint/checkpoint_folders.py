@@ -247,13 +247,6 @@ def write_text(folder: StoragePath, name: str, text: str) -> Files:
     return {name: (len(content), hashlib.sha256(content).hexdigest())}
 
 
-def write_copy(folder: StoragePath, name: str, source: StoragePath) -> Files:
-    """Copy a file into a checkpoint, and flush it to the disk."""
-    with write_errors(folder / name):
-        storage.copy(source, folder / name)
-        return {name: (storage.require_file(source).size, storage.compute_checksum(source))}
-
-
 @contextmanager
 def write_errors(path: StoragePath) -> Iterator[None]:
     """Convert an OSError in the context to a CheckpointError."""
@@ -322,7 +315,9 @@ def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Fil
     """
     checkpoint = folder.parent if isinstance(folder, RemotePath) else folder
     if checkpoint.parent.name != _FOLDER:
-        return write_copy(folder, VOCABULARIES_FILE, source)
+        with write_errors(folder / VOCABULARIES_FILE):
+            storage.copy(source, folder / VOCABULARIES_FILE)
+            return {VOCABULARIES_FILE: (storage.require_file(source).size, storage.compute_checksum(source))}
     target = vocabulary_path(folder, name)
     with write_errors(target):
         if not storage.exists(target):

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, Manifest, write_copy, write_text
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, Manifest, write_text
 from hybrid.checkpoint.tensor_file import pack_dense, write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE, load_config
 from hybrid.data.dataset import dataset_manifest
-from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import prepare
 from hybrid.embedding.placement import place
@@ -211,13 +210,12 @@ def write_trained(folder: Path, config: RunConfig) -> Path:
     placement = place(tables, _WORKERS)
     blueprint = Blueprint(config, spec, tables)
     partial = checkpoint_folders.begin(checkpoint_folders.step_folder(folder, 1))
-    files = write_text(partial, CONFIG_FILE, signed_toml(config))
-    files |= write_copy(partial, feature_encoder.FILE_NAME, prepared / feature_encoder.FILE_NAME)
-    for name, source in feature_encoder.vocabulary_files(prepared).items():
+    files: checkpoint_folders.Files = {}
+    texts, vocabularies = dataset_manifest.checkpoint_contents(config, prepared)
+    for name, text in texts.items():
+        files |= write_text(partial, name, text)
+    for name, source in vocabularies.items():
         files |= checkpoint_folders.write_vocabulary(partial, name, source)
-    files |= write_text(
-        partial, dataset_manifest.COPY_NAME, (prepared / dataset_manifest.FILE_NAME).read_text()
-    )
     files |= write_tensors(partial, DENSE_FILE, pack_dense(_moved(blueprint.dense_net()), {}))
     if (remote_net := blueprint.remote_net()) is not None:
         files |= write_tensors(partial, REMOTE_FILE, pack_dense(_moved(remote_net), {}))
