@@ -65,17 +65,20 @@ class PreparedDataset:
         folder: the folder of the data set on this machine.
         group_rows: int64 (N,), the rows by group, in file order within each; None without this order.
         group_starts: int64 (G + 1,), the start of each group in ``group_rows``.
+        source_rows: int64 (N,), the 0-based input row of each sample.
     """
 
-    folder: Path
-
     def __init__(
-        self, arrays: Mapping[str, npt.NDArray[Any]], input_spec: InputSpec, report: DatasetReport
+        self,
+        folder: Path,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        input_spec: InputSpec,
+        report: DatasetReport,
     ) -> None:
+        self.folder = folder
         self.input_spec = input_spec
         self.report = report
-        self._arrays = arrays
-        self._dense, self._ids = arrays["dense"], arrays["ids"]
+        self._dense, self._ids, self.source_rows = arrays["dense"], arrays["ids"], arrays["source_rows"]
         self._labels = arrays["labels"]
         self._weights, self._groups = arrays.get("weights"), arrays.get("groups")
         self.group_rows, self.group_starts = arrays.get("group_rows"), arrays.get("group_starts")
@@ -97,14 +100,7 @@ class PreparedDataset:
             arrays = map_arrays(folder, manifest, split)
         except DataError as error:
             raise DataError(f"{error}; delete {folder} to prepare it again") from error
-        dataset = cls(arrays, manifest.input_spec, manifest.splits[split])
-        dataset.folder = folder
-        return dataset
-
-    @property
-    def source_rows(self) -> npt.NDArray[np.int64]:
-        """The 0-based input row of each sample, (N,)."""
-        return self._arrays["source_rows"]
+        return cls(folder, arrays, manifest.input_spec, manifest.splits[split])
 
     @property
     def num_samples(self) -> int:
