@@ -107,8 +107,8 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
         case FunctionTask():
             job = FunctionJob(config, task.function)
     section = config.cluster
-    port = section.master_port or DEFAULT_PORT
-    with listener or listen(section.master_address, port) as bound, TerminalView() as view:
+    address, port = section.master_endpoint
+    with listener or listen(address, port or DEFAULT_PORT) as bound, TerminalView() as view:
         # The preparation of the data and the rendezvous overlap.
         view.status(f"waiting for {section.trainers} trainer(s) and {section.workers} worker(s)")
         with (

@@ -132,17 +132,8 @@ class ClusterSection:
     )
 
     @property
-    def master_address(self) -> str:
-        """The host name or IP address on which the master listens."""
-        return self._master[0]
-
-    @property
-    def master_port(self) -> int:
-        """The port of the master; 0 if the address has none."""
-        return self._master[1]
-
-    @property
-    def _master(self) -> tuple[str, int]:
+    def master_endpoint(self) -> tuple[str, int]:
+        """The host name or IP address on which the master listens, and its port; 0 without a port."""
         match = re.fullmatch(r"\[([^\[\]]+)\](?::(\d{1,5}))?|([^:\[\]\s]+)(?::(\d{1,5}))?", self.master)
         if match is None:  # an IPv6 address without brackets
             return self.master, 0

@@ -124,7 +124,7 @@ def uses_namespace(config: RunConfig, folder: StoragePath) -> bool:
     if any(map(is_url, (str(folder), data.cache_folder, *chain(*data.paths.values()), *first_rows))):
         return False  # a store needs the network
     is_loopback_interface = section.interface in (AUTO, LOOPBACK)
-    return section.namespace == "auto" and is_loopback_interface and is_loopback(section.master_address)
+    return section.namespace == "auto" and is_loopback_interface and is_loopback(section.master_endpoint[0])
 
 
 def namespace_hint(failure: str) -> str:

@@ -170,7 +170,7 @@ class RoleProcesses:
         for role in section.topology.roles:
             self._processes[str(role)] = RoleProcess(role, log_path(self._folder, role))
             calls[str(role)] = (role, self._config, self._folder, task, secret, verbosity())
-        pids = self._server.start(run_role, calls, section.master_address, section.master_port)
+        pids = self._server.start(run_role, calls, *section.master_endpoint)
         for name, pid in pids.items():
             self._processes[name].pid = pid
             _LOG.info("%s runs as process %d", name, pid)
@@ -278,7 +278,7 @@ def run_role(
                 master.run(config, task, secret, listener)
             else:
                 with listener:
-                    address = MasterAddress(config.cluster.master_address, listener.getsockname()[1])
+                    address = MasterAddress(config.cluster.master_endpoint[0], listener.getsockname()[1])
                 serve(role, address, secret)  # the launcher decides on the exit code
         except KeyboardInterrupt as interrupt:
             report(RoleFailure(str(interrupt), Cause.STOPPED))

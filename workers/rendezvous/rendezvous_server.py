@@ -306,10 +306,10 @@ def report_end(config: RunConfig, secret: Secret, reason: str) -> None:
     Raises:
         ConfigError: this host does not have the master's address, or its port is in use.
     """
-    section = config.cluster
-    with listen(section.master_address, section.master_port or DEFAULT_PORT) as listener:
+    address, port = config.cluster.master_endpoint
+    with listen(address, port or DEFAULT_PORT) as listener:
         with RendezvousServer(listener, secret, config, lambda _: None, end_reason=reason) as server:
-            server.await_registrations(section.start_timeout_seconds)
+            server.await_registrations(config.cluster.start_timeout_seconds)
 
 
 class KeyValues:
