@@ -2,7 +2,7 @@
 
 Data flow of an id, module by module::
 
-    cluster            the interface of a script: connect, distribute, batches, backward
+    cluster            the interface of a script: connect, distribute, batches, backward, checkpoints
     local_batches      the script's batches, or prepared data, cut into one slice per trainer
     embedding_modules  a table is called with ids of the slice
     training_loop      the step: vectors of the calls, backward pass, update decision, optimizer
@@ -10,6 +10,5 @@ Data flow of an id, module by module::
     trainer_group      collective operations: sums, gathered values, comparison of the trainers' batches
     loop_warnings      warnings about calls of PyTorch that miss the tables or the other trainers
     loop_state         the passes, and the state from which a script resumes
-    loop_checkpoints   saves, loads and resumes this state
     backend            holds the rows: this process, or a cluster (package ``workers``)
 """

@@ -10,20 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_folders import BEST, CUSTOM_LOOP, MANIFEST_FILE, Best, Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config.loading import load_config
 from hybrid.config.splits import TEST, TRAIN
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.embedding_modules import plain_copy
 from hybrid.custom_loop.local_batches import GROUP, PreparedData
-from hybrid.custom_loop.loop_checkpoints import LoopCheckpoints
-from hybrid.custom_loop.loop_state import Stateful
+from hybrid.custom_loop.loop_state import LoopProgress, Stateful, describe_start, load_progress, pack_state
 from hybrid.custom_loop.step_states import RESUME
 from hybrid.custom_loop.training_loop import TrainingLoop
 from hybrid.data.prepare.dataset_location import open_split
 from hybrid.engine.hybrid_model import evaluating
-from hybrid.errors import ConfigError, DataError
+from hybrid.errors import CheckpointError, ConfigError, DataError, StorageError
 from hybrid.metrics import Metrics, Predictions
+from hybrid.storage import files as storage
 from hybrid.storage.compile_cache import choose_compile_cache
 from hybrid.storage.folder_lock import lock_until_exit
 from hybrid.storage.remote_path import StoragePath, parse_path
@@ -61,7 +63,14 @@ class Cluster:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._loop: TrainingLoop | None = None
-        self._checkpoints: LoopCheckpoints
+        # The run folder of `resume`, the objects whose states it stores, and the interval of checkpoints.
+        self._root: StoragePath | None = None
+        self._objects: Sequence[Stateful] = ()
+        self._every_steps = 0
+        self._saved_step = 0  # of the newest checkpoint; 0 if there is none
+        # The best evaluation, and the best one of which there is a checkpoint.
+        self._best: Best | None = None
+        self._saved_best: Best | None = None
         self.rank = backend.trainer
         self.world_size = backend.group.size()
 
@@ -102,7 +111,6 @@ class Cluster:
         if self._loop is not None:
             raise RuntimeError("a module is already distributed: combine both modules into one")
         self._loop = TrainingLoop(self._backend, module)
-        self._checkpoints = LoopCheckpoints(self._backend, self._loop)
         return Distributed(self._loop)
 
     def batches(
@@ -144,9 +152,9 @@ class Cluster:
         if not loop.history.begin_pass(data):  # its steps precede the checkpoint
             return
         slices = loop.local_batches(data, size, whole, drop_last, now.pass_index, now.samples)
-        yield from loop.training_batches(slices, self._checkpoints.write_if_due)
+        yield from loop.training_batches(slices, self._write_if_due)
         if self._backend.snapshot is not None and loop.remaining_steps == 0:
-            self._checkpoints.save(self._backend.snapshot, [*loop.optimizers])
+            self.save(self._backend.snapshot, *loop.optimizers)
             raise SystemExit  # hybrid compare needs no further lines of the script
 
     def backward(
@@ -233,7 +241,9 @@ class Cluster:
         outputs = outputs[:, 0] if outputs.shape[1:] == (1,) else outputs
         predictions = Predictions(outputs, rest[0], rows, *rest[1:])
         metrics = predictions.metrics(tasks, is_weighted=self._backend.config.data.weighted_metrics)
-        self._checkpoints.record_evaluation(metrics)
+        if self._root is not None:  # a checkpoint of the best evaluation follows before the next step
+            by = self._backend.config.best_by
+            self._best = checkpoint_folders.choose_best(self._best, by, metrics, loop.step)
         return metrics
 
     def resume(self, folder: str | StoragePath, *objects: Stateful, every_steps: int = 1000) -> None:
@@ -262,9 +272,22 @@ class Cluster:
         if self.rank == 0 and isinstance(root, Path):
             lock_until_exit(root.absolute(), "cluster.resume")
         self._backend.enable_restart(root)
-        resumed = self._checkpoints.resume(root, objects, every_steps)
-        if resumed is not None:
-            self.print(f"resuming from step {loop.step}: {resumed}")
+        self._root, self._objects, self._every_steps = root, objects, every_steps
+        history = loop.history
+        history.is_recorded = True
+        history.now.start = describe_start(loop.model.net, objects, self.world_size)
+        step = -1
+        if self.rank == 0 and checkpoint_folders.list_checkpoints(root):
+            step = Checkpoint.newest_valid(root, self._backend.warn).manifest.step
+            checkpoint_folders.remove_after(root, step)
+        step = int(loop.trainers.gather(torch.tensor([step]))[0])
+        if step < 0:
+            return
+        stored = Checkpoint.open(checkpoint_folders.step_folder(root, step))
+        self._saved_step = step
+        self._best = self._saved_best = stored.manifest.best
+        history.resume(self._load(stored, objects), str(stored.folder))
+        self.print(f"resuming from step {step}: {stored.folder}")
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the indices of the epochs, from that of the checkpoint of :meth:`resume` on.
@@ -272,22 +295,56 @@ class Cluster:
         Raises:
             CheckpointError: the last checkpoint cannot be written.
         """
-        loop, checkpoints = self._require_loop(), self._checkpoints
+        loop = self._require_loop()
         first_epoch = loop.history.before.epoch
         if first_epoch >= count > 0:
             done = f"all {count} epoch(s) are done at step {loop.step}"
             rule = "raise their number, or choose another folder to start anew"
-            self.print(f"{checkpoints.root}: {done}; {rule}")
+            self.print(f"{self._root}: {done}; {rule}")
         for epoch in range(first_epoch, count):
             if loop.remaining_steps == 0:
                 break
             loop.history.begin_epoch(epoch)
             if epoch > first_epoch:
-                checkpoints.write_if_due()
+                self._write_if_due()
             yield epoch
         if loop.remaining_steps != 0:  # else a longer run can continue in the pass
             loop.history.begin_epoch(count)
-        checkpoints.write_if_due(is_last=True)
+        self._write_if_due(is_last=True)
+
+    def _write_if_due(self, *, is_last: bool = False) -> None:
+        """Write a checkpoint between two steps, if it is due; remove old ones.
+
+        If that fails, there is a warning, and the script continues. Only the last checkpoint must succeed.
+
+        Raises:
+            CheckpointError: the last checkpoint cannot be written.
+        """
+        step = self.step
+        if self._root is None or step == self._saved_step:
+            return
+        is_best = self._best is not None and self._best.step == step
+        if not (is_last or is_best or step % self._every_steps == 0):
+            return
+        try:
+            self._save(checkpoint_folders.step_folder(self._root, step), self._objects, self._best)
+        except CheckpointError as error:  # of all trainers
+            failure = f"no checkpoint of step {step}: {error}"
+            if is_last:
+                raise CheckpointError(
+                    f"{failure}; a new start resumes from step {self._saved_step}"
+                ) from error
+            if self.rank == 0:
+                self._backend.warn(f"{failure}; training continues")
+            self._best = self._saved_best
+            return
+        self._saved_step, self._saved_best = step, self._best
+        if self.rank == 0:
+            keep_last = self._backend.config.checkpoint.keep_last
+            try:
+                checkpoint_folders.prune(self._root, keep_last, self._best and self._best.step)
+            except (CheckpointError, StorageError) as error:
+                self._backend.warn(f"an old checkpoint could not be removed: {error}")
 
     def save(self, folder: str | StoragePath, *objects: Stateful) -> None:
         """Write a checkpoint of the tables, the module and optimizers.
@@ -302,8 +359,23 @@ class Cluster:
             CheckpointError: the folder exists or cannot be written; no partial checkpoint remains.
             RuntimeError: a step has begun.
         """
-        self._require_loop()
-        self._checkpoints.save(parse_path(folder), objects)
+        self._save(parse_path(folder), objects)
+
+    def _save(self, folder: StoragePath, objects: Sequence[Stateful], best: Best | None = None) -> None:
+        """Write a checkpoint, with the best evaluation so far; see :meth:`save`."""
+        loop, manifest_path = self._require_loop(), folder / MANIFEST_FILE
+        loop.flush()
+        is_resumed = loop.history.before != LoopProgress()
+        if is_resumed and storage.exists(manifest_path) and Manifest.read(manifest_path).step == loop.step:
+            return  # a role was lost after this save, and the script repeats it
+        loop.is_saving = True
+        try:
+            dense, progress = pack_state(loop.model.net, objects, loop.history.now)
+        finally:
+            loop.is_saving = False
+        progress |= {CUSTOM_LOOP: True, BEST: best}
+        manifest = Manifest(loop.step, 0, loop.placed.placement.shapes, progress=progress)
+        self._backend.save(loop.placed.number, folder, manifest, dense)
 
     def load(self, folder: str | StoragePath, *objects: Stateful) -> None:
         """Load a checkpoint, written by any number of trainers and workers; all trainers call it.
@@ -318,7 +390,22 @@ class Cluster:
             RuntimeError: a step has begun.
         """
         self._require_loop()
-        self._checkpoints.load(Checkpoint.open(parse_path(folder)), objects)
+        self._load(Checkpoint.open(parse_path(folder)), objects)
+
+    def _load(self, stored: Checkpoint, objects: Sequence[Stateful]) -> LoopProgress:
+        """Load a checkpoint, and return its progress; see :meth:`load`."""
+        loop = self._require_loop()
+        tables, shapes = stored.manifest.tables, loop.placed.placement.shapes
+        if tables.keys() != shapes.keys():
+            raise CheckpointError(
+                f"{stored.folder}: the checkpoint is of another model, with the tables "
+                f"{', '.join(sorted(tables))}, not {', '.join(sorted(shapes))}"
+            )
+        loop.flush()
+        progress = load_progress(loop.model.net, objects, stored)
+        self._backend.load(loop.placed.number, stored)
+        loop.continue_from(stored.manifest.step)
+        return progress
 
     def plain_module(self) -> nn.Module:
         """Return a copy of the module with ``nn.Embedding`` and ``nn.EmbeddingBag``, with all rows.
