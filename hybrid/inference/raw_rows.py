@@ -64,7 +64,7 @@ def table_batch(trained: TrainedRun, columns: Any) -> Batch:
         table = pa.table(columns)
     except (pa.ArrowException, TypeError, ValueError) as error:
         raise DataError(f"{_TABLE}: cannot be read as columns of one length: {error}") from error
-    layout = _layout(trained, [])
+    layout = _layout(trained)
     layout.require(table.column_names, _TABLE)
     arrays = {name: convert_maps(table[name].combine_chunks()) for name in layout.required}
     rows = np.arange(table.num_rows)
@@ -73,42 +73,6 @@ def table_batch(trained: TrainedRun, columns: Any) -> Batch:
     if invalid:
         raise DataError(f"{_TABLE}: row {invalid[0].line}: {invalid[0].found}")
     return block_batch(trained.encoder.encode(block), trained.encoder.input_spec)
-
-
-def file_rows(
-    trained: TrainedRun,
-    paths: Sequence[str],
-    *,
-    with_labels: bool,
-    passthrough: Sequence[tuple[str, str]] = (),
-    progress: Callable[[str], None],
-) -> Rows:
-    """Return the rows of files in the format of the training files.
-
-    Args:
-        with_labels: whether every row must have its labels.
-        passthrough: further columns to read: pairs of the option that names the column, and the column.
-    """
-    files = list_files(paths, "the paths given")
-    return SourceRows(trained, files, _layout(trained, files, with_labels, passthrough), progress)
-
-
-def stream_rows(
-    trained: TrainedRun,
-    stream: StoragePath,
-    text: Iterator[bytes],
-    passthrough: Sequence[tuple[str, str]] = (),
-) -> SourceRows:
-    """Return the rows of a stream of CSV or TSV; ``stream`` is its name in errors.
-
-    Raises:
-        ConfigError: the model was trained on Parquet.
-    """
-    layout = _layout(trained, (stream,), False, passthrough)
-    if layout.data.format == "parquet":
-        rule = "must name files if data.format is parquet: Parquet cannot be read from a stream"
-        raise ConfigError(_INPUT, rule, "-")
-    return SourceRows(trained, (stream,), layout, text=text)
 
 
 def held_out_rows(
@@ -135,13 +99,12 @@ def held_out_rows(
     if not passthrough:
         return PreparedRows(dataset)
     files = list_files(config.data.test_path or config.data.path, "data.test_path")
-    layout = _layout(trained, files, False, passthrough)
-    return SourceRows(trained, files, layout, progress, selection=dataset.source_rows)
+    return SourceRows(trained, files, passthrough, progress, selection=dataset.source_rows)
 
 
 def _layout(
     trained: TrainedRun,
-    files: Sequence[StoragePath],
+    files: Sequence[StoragePath] = (),
     with_labels: bool = False,
     passthrough: Sequence[tuple[str, str]] = (),
 ) -> Layout:
@@ -172,21 +135,34 @@ class PreparedRows:
 
 @dataclass
 class SourceRows:
-    """Rows of files, parsed and encoded.
+    """Rows of files in the format of the training files, parsed and encoded.
 
     Attributes:
-        text: blocks of text that replace the content of the only file; None to read the files.
+        passthrough: further columns to read: pairs of the option that names the column, and the column.
+        with_labels: whether every row must have its labels.
+        text: blocks of CSV or TSV that replace the content of the only file; None to read the files.
         selection: int64, ascending, the numbers of the source rows to use; None for all rows.
         report: the number of rows, invalid rows and unknown values; set after the last block.
+
+    Raises:
+        ConfigError: the model was trained on Parquet, and ``text`` is given.
     """
 
     trained: TrainedRun
     files: Sequence[StoragePath]
-    layout: Layout
+    passthrough: Sequence[tuple[str, str]] = ()
     progress: Callable[[str], None] = ignore_progress
+    with_labels: bool = False
     text: Iterator[bytes] | None = None
     selection: npt.NDArray[np.int64] | None = None
+    layout: Layout = field(init=False)
     report: DatasetReport = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layout = _layout(self.trained, self.files, self.with_labels, self.passthrough)
+        if self.text is not None and self.layout.data.format == "parquet":
+            rule = "must name files if data.format is parquet: Parquet cannot be read from a stream"
+            raise ConfigError(_INPUT, rule, "-")
 
     def blocks(self) -> Iterator[RowBlock]:
         """Yield all rows, in their order.

@@ -23,7 +23,7 @@ from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.hybrid_model import MicroBatch
 from hybrid.engine.model_builder import Blueprint, table_specs
-from hybrid.inference.raw_rows import file_rows
+from hybrid.inference.raw_rows import SourceRows
 from hybrid.inference.trained_module import prediction_columns
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.primitives.step_timings import StepClock
@@ -141,7 +141,7 @@ def engine_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float64]
     net, remote_net = trained.nets()
     remote = None if remote_net is None else lambda ticket, hidden_BH: remote_net(hidden_BH)
     model, ticket = blueprint.model(net, remote).eval(), Ticket(0, step, step, purpose=Purpose.PREDICT)
-    blocks = file_rows(trained, [str(inputs)], with_labels=False, progress=print).blocks()
+    blocks = SourceRows(trained, [inputs], progress=print).blocks()
     outputs = []
     for batch, *_ in blocks:
         lookup = embeddings.lookup(batch.sparse_features, ticket)

@@ -19,11 +19,12 @@ from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config.validation import table_of_column
 from hybrid.data.dataset.dataset_manifest import DatasetReport
 from hybrid.data.parse.delimited_text import BLOCK_BYTES, STDIN, read_descriptor
+from hybrid.data.parse.input_files import list_files
 from hybrid.data.values.column_values import is_list
 from hybrid.errors import ConfigError, HybridError
 from hybrid.inference import program_export
 from hybrid.inference.custom_module import CustomModule
-from hybrid.inference.raw_rows import Rows, SourceRows, file_rows, held_out_rows, stream_rows
+from hybrid.inference.raw_rows import Rows, SourceRows, held_out_rows
 from hybrid.inference.trained_module import ConfiguredModule, TrainedModule, prediction_columns
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.metrics import Predictions
@@ -40,6 +41,7 @@ STDOUT = Path("-")
 _ITEM_SEPARATOR, _PAIR_SEPARATOR = "|", ":"  # of a list in a CSV field
 _KEEP = "--keep"
 _STREAM = "-"  # means standard input
+_GIVEN = "the paths given"  # in errors
 _LABEL_WIDTH = 20
 _warn = partial(print_line, to_stderr=True)
 
@@ -54,7 +56,8 @@ def evaluate(
     model = _read_model(folder, trust_code, module, uses_data=not inputs)
     with transient_status() as report_progress:
         if inputs:
-            rows = file_rows(model.trained, inputs, with_labels=True, progress=report_progress)
+            files = list_files(inputs, _GIVEN)
+            rows: Rows = SourceRows(model.trained, files, progress=report_progress, with_labels=True)
         else:
             rows = held_out_rows(model.trained, progress=report_progress)
         metrics = measure(model, rows)
@@ -115,9 +118,7 @@ def predict(
         elif list(inputs) == [_STREAM]:
             rows = _standard_input(model.trained, passthrough, at_once=output == STDOUT)
         else:
-            rows = file_rows(
-                model.trained, inputs, with_labels=False, passthrough=passthrough, progress=report_progress
-            )
+            rows = SourceRows(model.trained, list_files(inputs, _GIVEN), passthrough, report_progress)
         with prediction_file(output) as write:
             for block in rows.blocks():
                 columns = prediction_columns(tasks, model.predict(block.batch).tie_equal_samples().outputs)
@@ -140,7 +141,7 @@ def _standard_input(
     """
     descriptor = 0
     text = read_descriptor(descriptor, BLOCK_BYTES, at_once=at_once)
-    rows = stream_rows(trained, STDIN, text, passthrough)
+    rows = SourceRows(trained, (STDIN,), passthrough, text=text)
     if os.isatty(descriptor):
         layout = rows.layout
         names = ", ".join(layout.required)
