@@ -154,7 +154,6 @@ class TrainingLoop:
             self.warnings.warn(f"{message}. {last}")
         self._engine = StepEngine[LocalBatch](
             config,
-            backend.trainer,
             backend.group,
             placed.rules,
             self._tables,

@@ -58,6 +58,7 @@ class StepEngine(Generic[AnySamples]):
     """Takes the steps of one trainer.
 
     Args:
+        group: all trainers.
         workers: the tables of each worker, which expect gradients.
         model: the module to train, whose stages may be wrapped in place.
         is_single_process: whether this process holds the tables, and there are no other trainers.
@@ -71,7 +72,6 @@ class StepEngine(Generic[AnySamples]):
     def __init__(
         self,
         config: RunConfig,
-        trainer: int,
         group: dist.ProcessGroup,
         rules: UpdateRules,
         tables: Embeddings | ModuleTables,
@@ -85,7 +85,7 @@ class StepEngine(Generic[AnySamples]):
         is_single_process: bool = False,
     ) -> None:
         self._seed = config.run.seed
-        self._trainer = trainer
+        self._trainer = group.rank()
         self._devices = devices
         self._clock = clock
         mode = DdpMode(config.dense.ddp)
@@ -95,7 +95,7 @@ class StepEngine(Generic[AnySamples]):
             mode = DdpMode.NONE
         if mode is not DdpMode.NONE and num_bytes and dist.get_backend(group) == "gloo":
             is_cpu, seconds = devices[0].type == "cpu", config.cluster.timeout_seconds
-            shared_reduce = SharedSlots.join(placement.group, trainer, num_bytes, is_cpu, seconds)
+            shared_reduce = SharedSlots.join(placement.group, group.rank(), num_bytes, is_cpu, seconds)
         self.model = DdpModel(model, mode, placement, clock, shared_reduce)
         is_nccl = not is_single_process and dist.get_backend(group) == "nccl"
         self.device = devices[0] if is_nccl else torch.device("cpu")
@@ -105,7 +105,7 @@ class StepEngine(Generic[AnySamples]):
         self._spans_processes = not is_single_process and (
             rules.mode is UpdateMode.SYNC or remote_net is not None
         )
-        self.feed = Feed[AnySamples](tables, hosted_tables, trainer, rules, clock)
+        self.feed = Feed[AnySamples](tables, hosted_tables, group.rank(), rules, clock)
         self._recording = ExitStack()
         self._context_id: int | None = None
         self._micro: MicroBatch[AnySamples] | None = None

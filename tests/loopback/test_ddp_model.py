@@ -156,7 +156,7 @@ def test_engine_takes_the_gradients_out_of_the_parameters(mode: UpdateMode) -> N
     assert group is not None
     tables, config = ModuleTables([], place([], 1), {}, clock), load_config(None, ["dense.ddp=none"])
     rest = (net, DensePlacement(group), [torch.device("cpu")], clock)
-    engine = StepEngine[Batch](config, 0, group, UpdateRules(1, mode), tables, {}, None, *rest)
+    engine = StepEngine[Batch](config, group, UpdateRules(1, mode), tables, {}, None, *rest)
     for _ in range(2):
         before = contexts()
         with engine.recording(micro):

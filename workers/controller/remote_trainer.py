@@ -111,7 +111,6 @@ class Trainer:
         self._optimizer = DenseOptimizer(blueprint.optimizer(model.net), rules.schedule)
         self._engine = StepEngine[Batch](
             config,
-            index,
             self._group,
             rules,
             self._embeddings,
