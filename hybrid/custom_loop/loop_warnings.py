@@ -20,9 +20,6 @@ class LoopWarnings:
     def __init__(self, backend: Backend, has_momentum: bool) -> None:
         self._backend = backend
         self._has_momentum = has_momentum
-        self._is_silent = backend.trainer != 0
-        self._num_trainers = backend.group.size()
-        self._has_schedule = backend.config.schedule.call.name != "constant"
         self._given: set[str] = set()
         self._gradients: list[tuple[int, int]] = []
         # Learning rates and momenta at the first step of each optimizer.
@@ -50,7 +47,7 @@ class LoopWarnings:
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         momenta = [group.get("betas", group.get("momentum")) for group in optimizer.param_groups]
         first_rates, first_momenta = self._first.setdefault(optimizer, (rates, momenta))
-        if first_rates != rates and not self._has_schedule:
+        if first_rates != rates and self._backend.config.schedule.call.name == "constant":
             self.warn(
                 "the learning rate of the optimizer has changed, for instance by torch.optim.lr_scheduler. "
                 "The tables keep the rates of their own optimizers. To schedule the tables, too, set section "
@@ -72,7 +69,7 @@ class LoopWarnings:
             sizes: sizes of parameters and inputs. If ``size`` is among them, other matrices may have this
                 shape, and nothing is checked.
         """
-        if self._is_silent or self._num_trainers == 1 or size < 2 or size in set(sizes):
+        if self._backend.trainer > 0 or self._backend.group.size() == 1 or size < 2 or size in set(sizes):
             return
         if loss.grad_fn is not None and _has_output_shape(loss.grad_fn, (size, size)):
             self.warn(
@@ -83,7 +80,7 @@ class LoopWarnings:
 
     def warn(self, message: str) -> None:
         """Give a warning once."""
-        if not self._is_silent and message not in self._given:
+        if self._backend.trainer == 0 and message not in self._given:
             self._given.add(message)
             self._backend.warn(message)
 
