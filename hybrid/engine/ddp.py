@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.dense.dense_optimizer import squared_norm
-from hybrid.dense.tensor_parallel import Layout, full_tensor, local_shard
+from hybrid.dense.tensor_parallel import Layout
 from hybrid.engine.hybrid_model import HybridModel
 from hybrid.errors import ConfigError
 from hybrid.primitives.step_timings import StepClock
@@ -61,42 +61,34 @@ class DensePlacement:
     tensor_size: int = 1
     layouts: Mapping[Tensor, Layout] = field(default_factory=dict)
 
-    def full_state(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[NetState, OptimizerState]:
-        """Gather the full state of the net and of its optimizer.
-
-        All trainers that hold the net together must call it.
-        """
-        return self._convert(net, net.state_dict(), optimizer.state_dict()["state"], full_tensor)
-
-    def local_state(
-        self, net: nn.Module, net_state: NetState, state: OptimizerState
-    ) -> tuple[NetState, OptimizerState]:
-        """Return this trainer's shard of a full state."""
-        return self._convert(net, net_state, state, local_shard)
-
-    def _convert(
+    def convert(
         self,
         net: nn.Module,
         net_state: Mapping[str, Tensor],
-        state: Mapping[int, Mapping[str, Any]],
+        optimizer_state: Mapping[int, Mapping[str, Any]],
         convert: Callable[[Tensor, Layout], Tensor],
     ) -> tuple[NetState, OptimizerState]:
-        """Apply ``convert`` to the tensors of both states that belong to split parameters."""
+        """Return the states of the net and of its optimizer, with converted tensors of split parameters.
+
+        Args:
+            convert: :func:`full_tensor` for full states, which all trainers that hold the net must gather
+                together; :func:`local_shard` for this trainer's shard of full states.
+        """
         parameters = dict(net.named_parameters())
         layouts = {name: self.layouts[p] for name, p in parameters.items() if p in self.layouts}
-        converted = {n: convert(t, layouts[n]) if n in layouts else t for n, t in net_state.items()}
+        converted_net = {n: convert(t, layouts[n]) if n in layouts else t for n, t in net_state.items()}
         layout_of = dict(enumerate(map(layouts.get, parameters)))
-        optimizer_state = {}
-        for index, values in state.items():
+        converted_optimizer = {}
+        for index, values in optimizer_state.items():
             layout = layout_of.get(index)  # None as well if the state is of another net
-            optimizer_state[index] = {
+            converted_optimizer[index] = {
                 # The step count does not have the shape of the parameter.
                 key: convert(value, layout)
                 if layout is not None and isinstance(value, Tensor) and value.dim() > 0
                 else value
                 for key, value in values.items()
             }
-        return converted, optimizer_state
+        return converted_net, converted_optimizer
 
 
 @dataclass

@@ -21,6 +21,7 @@ from hybrid.data.prepare.dataset_location import open_split
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.dense.devices import choose_devices
 from hybrid.dense.net_builder import batch_norm_warning
+from hybrid.dense.tensor_parallel import full_tensor, local_shard
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import Embeddings
@@ -253,7 +254,8 @@ class Trainer:
         Args:
             name: name of the file to write; None if this trainer only sends its part of the net to others.
         """
-        full = self._placement.full_state(self._engine.model.net, self._optimizer.optimizer)
+        net, state = self._engine.model.net, self._optimizer.optimizer.state_dict()["state"]
+        full = self._placement.convert(net, net.state_dict(), state, full_tensor)
         if name is not None:
             self._held = name, pack_dense(*full)
 
@@ -271,7 +273,7 @@ class Trainer:
         """
         self.close()
         stored = unpack_dense(Checkpoint.open(folder).tensors(name))
-        net, state = self._placement.local_state(self._engine.model.net, *stored)
+        net, state = self._placement.convert(self._engine.model.net, *stored, local_shard)
         load_state(self._engine.model.net, net, folder)
         self._optimizer.load(state, folder)
 
