@@ -4,13 +4,16 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeVar, TypeVarTuple
+from typing import Any, Protocol, TypeVar, TypeVarTuple
+
+from torch import Tensor
 
 from hybrid import transport
 from hybrid.batch import Batch
-from hybrid.checkpoint.checkpoint_folders import Manifest
+from hybrid.checkpoint.checkpoint_folders import Files, Manifest, dense_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
+from hybrid.config.loading import CONFIG_FILE, load_config
 from hybrid.config.splits import TEST, TRAIN
 from hybrid.config.validation import recorded_steps
 from hybrid.data.batches.batch_loader import check_ranking_losses
@@ -19,25 +22,21 @@ from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.dataset_location import open_split
-from hybrid.engine.model_builder import Blueprint, place_tables
+from hybrid.engine.model_builder import Blueprint, host_remote_net, place_tables
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.input_spec import InputSpec
 from hybrid.metrics import Metrics, Predictions, check_custom_metrics
 from hybrid.primitives.step_timings import Span
 from hybrid.storage.remote_path import StoragePath
-from hybrid.topology import Role, Topology
+from hybrid.topology import Role, RoleKind, Topology
 from hybrid.updates.barrier import UpdateBarrier
+from hybrid.updates.hosted_module import HostedModule
 from hybrid.updates.update_rules import Schedule, UpdateRules
 from workers.controller.deployment import (
     BULK_TIMEOUT_SECONDS,
     MAX_FRACTION_FOR_COPIES,
-    NO_COUNTS,
     HeldCheckpoint,
-    JobObject,
-    StoredCounts,
-    deploy,
-    hold,
-    load,
+    deploy_tables,
     memory_shortage,
 )
 from workers.controller.remote_trainer import Trainer, TrainerReport
@@ -47,6 +46,18 @@ Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 _EVAL_STEPS_PER_CALL = 20
 _NO_LIMIT = 0.0  # seconds; RPC then never raises a timeout
+
+
+class JobObject(Protocol):
+    """The methods that all objects of a job have: trainers, the tables of workers, a remote net."""
+
+    def record(self, steps: range) -> None: ...
+
+    def take_spans(self) -> list[Span]: ...
+
+    def write(self, folder: StoragePath) -> Files: ...
+
+    def close(self) -> None: ...
 
 
 class Session:
@@ -64,6 +75,8 @@ class Session:
     Attributes:
         warning: a warning to show before training; None if there is none.
         placement: the worker of each row.
+        trainers: stubs of the trainers, by index.
+        hosted: stubs of the objects that workers update: tables, and the remote net if there is one.
         recorded: the steps that every role records for [profile], from the start or resume of the run.
         meanwhile: called repeatedly while the session waits for roles.
     """
@@ -87,13 +100,25 @@ class Session:
         tables, self.placement = place_tables(config, input_spec, ids_per_sample, source)
         self.blueprint = Blueprint(config, input_spec, tables)
         rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
-        self._deployed = deploy(topology, self.blueprint, self.placement, rules, source)
+        tables_by_worker = deploy_tables(topology, config, self.placement, rules)
+        self._table_holders = [table.role for table in tables_by_worker.values()]
+        self.hosted: list[transport.RemoteHosted[HostedModule]] = [*tables_by_worker.values()]
+        remote_net = None
+        if config.dense.remote_mlp:
+            role = Role(RoleKind.WORKER, 0)
+            module = transport.create_module(role, host_remote_net, self.blueprint, rules)
+            remote_net = transport.RemoteNet(role, module)
+            self.hosted.append(remote_net)
+        shared = self.blueprint, self.placement, rules, tables_by_worker, remote_net, source
+        bulk = BULK_TIMEOUT_SECONDS
+        created = [
+            transport.create(role, Trainer, role.index, *shared, timeout_seconds=bulk)
+            for role in topology.trainers
+        ]
+        self.trainers: list[transport.Remote[Trainer]] = transport.gather(created)
+        self._objects: list[transport.Remote[JobObject]] = [*self.trainers, *self.hosted]
         self._num_parameters, self.warning = self.trainers[0].call(Trainer.describe).wait()
         self._start_recording()
-
-    @property
-    def trainers(self) -> Sequence[transport.Remote[Trainer]]:
-        return self._deployed.trainers
 
     def describe_model(self) -> tuple[str, str]:
         """Return a line about the dense net and a line about the tables: sizes and learning rates."""
@@ -130,11 +155,10 @@ class Session:
         Raises:
             ConfigError: no recorded step was taken.
         """
-        self._deployed.flush(self._meanwhile)
+        self._flush()
         spans: dict[Role, list[Span]] = defaultdict(list)
-        objects = self._deployed.objects
-        responses = transport.gather([each.call(JobObject.take_spans) for each in objects])
-        for each, response in zip(objects, responses, strict=True):
+        responses = transport.gather([each.call(JobObject.take_spans) for each in self._objects])
+        for each, response in zip(self._objects, responses, strict=True):
             spans[each.role] += response
         profile = Profile(spans)
         if not profile.steps:
@@ -144,7 +168,7 @@ class Session:
 
     def _start_recording(self) -> None:
         if self.recorded:
-            transport.gather([each.call(JobObject.record, self.recorded) for each in self._deployed.objects])
+            transport.gather([each.call(JobObject.record, self.recorded) for each in self._objects])
 
     def save(self, folder: StoragePath, step: int, epoch: int, metrics: Metrics | None = None) -> StoragePath:
         """Write a checkpoint after all steps taken: every worker writes its rows, trainer 0 the dense net.
@@ -165,7 +189,8 @@ class Session:
         step: int,
         epoch: int,
         metrics: Metrics | None = None,
-        progress: StoredCounts = NO_COUNTS,
+        progress: Mapping[str, Any] = MappingProxyType({}),
+        reports: Mapping[str, Tensor] = MappingProxyType({}),
         in_background: bool = True,
     ) -> HeldCheckpoint:
         """Begin :meth:`save`: make every role hold its part of the checkpoint after the steps taken.
@@ -174,27 +199,33 @@ class Session:
         the roles hold copies.
 
         Args:
-            progress: the counts of the run.
+            progress, reports: the counts of the run, and the reports of trainers since the last log step.
             in_background: whether roles hold copies, if workers have enough memory for copies.
         """
-        placement = self.placement
-        deployed = self._deployed
-        values = dict(metrics or {})
-        holders = [each.role for each in deployed.tables.values()]
-        is_copied = in_background and not memory_shortage(placement, holders, MAX_FRACTION_FOR_COPIES)
-        writers = hold(deployed, self.config.dense, is_copied, self._meanwhile)
+        is_copied = in_background and not memory_shortage(
+            self.placement, self._table_holders, MAX_FRACTION_FOR_COPIES
+        )
+        self._flush()
+        bulk = BULK_TIMEOUT_SECONDS
+        # One of the trainers that hold a net together saves it.
+        dense, num_trainers = self.config.dense, len(self.trainers)
+        saving = range(0, 1 if dense.ddp == "outside" else num_trainers, dense.trainers_per_net)
+        calls = [each.call(HostedModule.begin_save, is_copied, timeout_seconds=bulk) for each in self.hosted]
+        for index, trainer in enumerate(self.trainers):
+            name = dense_file(index) if index in saving else None
+            calls.append(trainer.call(Trainer.begin_save, name, timeout_seconds=bulk))
+        transport.gather(calls, self._meanwhile)
+        writers: list[transport.Remote[JobObject]] = [*self.hosted, *(self.trainers[i] for i in saving)]
         texts, vocabularies = dataset_manifest.checkpoint_contents(self.config, self._data_folder)
         if self._data_folder is None:
             encoder = FeatureEncoder.of_rows(self.blueprint.input_spec)
             texts[feature_encoder.FILE_NAME] = encoder.to_json()
         return HeldCheckpoint(
             folder,
-            Manifest(step, epoch, placement.shapes, {}, values, dict(progress.values)),
+            Manifest(step, epoch, self.placement.shapes, {}, dict(metrics or {}), dict(progress)),
             texts,
-            progress.reports,
-            lambda partial: [
-                w.call(JobObject.write, partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers
-            ],
+            reports,
+            lambda partial: [w.call(JobObject.write, partial, timeout_seconds=bulk) for w in writers],
             is_copied,
             vocabularies,
         )
@@ -207,11 +238,27 @@ class Session:
 
     def restore(self, stored: Checkpoint) -> None:
         """Load a checkpoint, to evaluate it; CheckpointError if it is of another model."""
-        load(self._deployed, self.config.dense, stored)
+        bulk = BULK_TIMEOUT_SECONDS
+        path = stored.folder.absolute()  # other roles have other working directories
+        calls = [
+            each.call(HostedModule.load, path, stored.manifest.step, timeout_seconds=bulk)
+            for each in self.hosted
+        ]
+        dense = load_config(stored.files_folder / CONFIG_FILE, is_stored=True).dense
+        for index, trainer in enumerate(self.trainers):
+            name = dense_file(index - index % self.config.dense.trainers_per_net)
+            if dense.ddp != self.config.dense.ddp or name not in stored.manifest.files:
+                name = dense_file(0)
+            calls.append(trainer.call(Trainer.load, path, name, timeout_seconds=bulk))
+        transport.gather(calls)
 
     def close(self) -> None:
         """End the background threads of the other roles."""
-        transport.gather([each.call(JobObject.close) for each in self._deployed.objects])
+        transport.gather([each.call(JobObject.close) for each in self._objects])
+
+    def _flush(self) -> None:
+        """Wait until the workers have the gradients of all steps; updates may still run."""
+        transport.gather([trainer.call(Trainer.flush) for trainer in self.trainers], self._meanwhile)
 
     def _meanwhile(self) -> None:
         self.meanwhile()  # the attribute may change during a wait
@@ -224,7 +271,7 @@ class Session:
             return transport.gather(calls, self._meanwhile)
         except ClusterError as error:
             # Trainers that wait for the failed trainer stop waiting.
-            for each in self._deployed.hosted:
+            for each in self.hosted:
                 each.call_barrier(UpdateBarrier.fail, f"the run has failed: {error}")
             raise
 

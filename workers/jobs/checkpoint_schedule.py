@@ -22,7 +22,7 @@ from hybrid.config import CheckpointSection, TaskSection
 from hybrid.errors import CheckpointError, StorageError
 from hybrid.metrics import Metrics, score
 from hybrid.storage.remote_path import StoragePath
-from workers.controller.deployment import HeldCheckpoint, StoredCounts
+from workers.controller.deployment import HeldCheckpoint
 from workers.controller.remote_trainer import TrainerReport
 from workers.controller.session import Session
 from workers.run_folder.run_files import RunFolder
@@ -112,8 +112,8 @@ class RunCounts:
         self.skipped_steps += reports[0].skipped_steps  # the same on every trainer
         self.interval.add(reports, seconds)
 
-    def pack(self) -> StoredCounts:
-        """Return the counts as a checkpoint stores them."""
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the counts as a checkpoint stores them: numbers, and the reports of the interval."""
         values = {
             "samples": self.samples,
             "seconds": self.seconds,
@@ -126,7 +126,7 @@ class RunCounts:
         for trainer, reports in self.interval.reports.items():
             packed = _concatenate(reports)._asdict()
             tensors |= {f"{name}.{trainer}": tensor for name, tensor in packed.items()}
-        return StoredCounts(values, tensors)
+        return values, tensors
 
     @classmethod
     def unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RunCounts:
@@ -137,7 +137,7 @@ class RunCounts:
         """
         if not values:
             return cls()
-        numbers = cls().pack().values.keys() - {"undefined"}
+        numbers = cls().pack()[0].keys() - {"undefined"}
         try:
             counts = [*(values[name] for name in numbers), *values["undefined"]]
             if not all(type(count) in (int, float) and count >= 0 for count in counts):
@@ -286,7 +286,7 @@ class Checkpoints:
         if manifest.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
             self._run.sync()
             metrics = dict(now.metrics or {})
-            progress = {**manifest.progress, **now.counts.pack().values, BEST: best, OWES_EVALUATION: False}
+            progress = {**manifest.progress, **now.counts.pack()[0], BEST: best, OWES_EVALUATION: False}
             dataclasses.replace(manifest, metrics=metrics, progress=progress).write(folder)
             self._prune(best)
         self.best = best
@@ -298,10 +298,10 @@ class Checkpoints:
         if folder in checkpoint_folders.list_checkpoints(root):  # was due at this step, or by a stopped run
             self._add_evaluation(folder, now, best)
             return
-        packed = now.counts.pack()
-        evaluation = {BEST: best, OWES_EVALUATION: now.owes_evaluation}
-        progress = packed._replace(values={**packed.values, **evaluation})
-        saving = self._session.begin_save(folder, now.step, now.epoch, now.metrics, progress, in_background)
+        counts, reports = now.counts.pack()
+        progress = {**counts, BEST: best, OWES_EVALUATION: now.owes_evaluation}
+        state = folder, now.step, now.epoch, now.metrics
+        saving = self._session.begin_save(*state, progress, reports, in_background)
         written: Future[tuple[float, int]] = Future()
         # A daemon thread does not keep a failed process alive.
         threading.Thread(

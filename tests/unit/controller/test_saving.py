@@ -18,13 +18,14 @@ from support.shards import PATIENCE_SECONDS
 from hybrid import transport
 from hybrid.checkpoint.checkpoint_folders import MANIFEST_FILE, PROGRESS_FILE, Files, Manifest, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.config import DenseSection
+from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.errors import CheckpointError
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, RoleKind
 from hybrid.transport import Failure, LostError, RemoteError
-from workers.controller.deployment import HeldCheckpoint, load
+from workers.controller.deployment import HeldCheckpoint
+from workers.controller.session import Session
 
 WORKER = Role(RoleKind.WORKER, 0)
 
@@ -158,5 +159,6 @@ def test_roles_load_from_an_absolute_path(tmp_path: Path, monkeypatch: pytest.Mo
     (folder / CONFIG_FILE).write_text("")
     stored = Checkpoint(folder, Manifest.read(folder / MANIFEST_FILE))
     tables, trainer = RecordingStub(), RecordingStub()
-    load(cast(Any, SimpleNamespace(hosted=[tables], trainers=[trainer])), DenseSection(), stored)
+    session = SimpleNamespace(hosted=[tables], trainers=[trainer], config=RunConfig())
+    Session.restore(cast(Any, session), stored)
     assert tables.paths == trainer.paths == [tmp_path / "run/step-1"]

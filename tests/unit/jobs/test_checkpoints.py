@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from support.checkpoints import Call, names
 from support.commands import eventually
 from support.shards import PATIENCE_SECONDS
 from support.stopped_runs import saved_steps
+from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import Best, Manifest, step_folder, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
@@ -24,7 +25,7 @@ from hybrid.config import CheckpointSection, RunConfig
 from hybrid.errors import CheckpointError, ClusterError, HybridError, OutageError
 from hybrid.metrics import BinaryMetrics, Metrics
 from hybrid.storage.remote_path import StoragePath
-from workers.controller.deployment import HeldCheckpoint, StoredCounts
+from workers.controller.deployment import HeldCheckpoint
 from workers.controller.session import Session
 from workers.jobs.checkpoint_schedule import Checkpoints, RunCounts, TrainingState
 from workers.run_folder.run_files import RunFolder
@@ -60,15 +61,14 @@ class Role:
         step: int,
         epoch: int,
         metrics: Metrics | None,
-        progress: StoredCounts,
+        progress: Mapping[str, Any],
+        reports: Mapping[str, Tensor],
         in_background: bool,
     ) -> HeldCheckpoint:
         self.saved_steps.append(step)
         values = dict(metrics or {})
-        listed = Manifest(step, epoch, {}, {}, values, dict(progress.values))
-        return HeldCheckpoint(
-            folder, listed, {}, progress.reports, self._start, self.is_copied and in_background
-        )
+        listed = Manifest(step, epoch, {}, {}, values, dict(progress))
+        return HeldCheckpoint(folder, listed, {}, reports, self._start, self.is_copied and in_background)
 
     def _start(self, partial: StoragePath) -> Sequence[Call]:
         written: Future[Any] = Future()

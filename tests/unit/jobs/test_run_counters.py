@@ -63,7 +63,7 @@ def test_counts_do_not_depend_on_calls_and_resumes(cut: int, is_resumed: bool, t
     assert (interval.num_steps, interval.num_samples) == (7, 70)
     assert (interval.loss, interval.score(CLICKS)) == (whole.interval.loss, whole.interval.score(CLICKS))
     assert interval.phase_seconds == dict.fromkeys(PHASES, (7 - cut) / 2 if is_resumed else 3.5)
-    packed, expected = counts.pack().reports, whole.pack().reports
+    (_, packed), (_, expected) = counts.pack(), whole.pack()
     assert packed.keys() == expected.keys()
     for name in packed:
         assert torch.equal(packed[name], expected[name])
