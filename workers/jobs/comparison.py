@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -203,15 +203,10 @@ class Comparison:
         steps = min(self._steps, session.total_steps)
         self.doing = "while training on the cluster"
         view.status(f"training {steps} steps on the cluster")
-        # Epoch, first step in it, number of steps, steps before.
         per_epoch = session.steps_per_epoch
-        runs = [
-            (steps_before // per_epoch, 0, min(per_epoch, steps - steps_before), steps_before)
-            for steps_before in range(0, steps, per_epoch)
-        ]
         losses: list[float] = []
-        for run in runs:
-            reports = session.train(*run)
+        for before in range(0, steps, per_epoch):
+            reports = session.train(before // per_epoch, 0, min(per_epoch, steps - before), before)
             losses += [sum(summands) for summands in zip(*(report.losses for report in reports), strict=True)]
         actual = snapshot(session, *reference.parameter_names)
         held_out = [split for split in session.reports if split != TRAIN and session.has_rows(split)]
@@ -220,9 +215,8 @@ class Comparison:
         self.doing = "while training in one process"
         view.status(f"training {steps} steps in one process")
         dataset = open_split(data_folder, TRAIN, self._config.data)
-        expected_losses = []
-        for epoch, _, count, _ in runs:
-            expected_losses += [reference.step(each) for each in _slices(self._config, dataset, epoch, count)]
+        slices = itertools.islice(_slices(self._config, dataset), steps)
+        expected_losses = [reference.step(each) for each in slices]
         actual[TensorName("loss of every step")] = torch.tensor(losses, dtype=self._dtype)
         expected = reference_snapshot(reference)
         expected[TensorName("loss of every step")] = torch.tensor(expected_losses, dtype=self._dtype)
@@ -295,16 +289,13 @@ def comparison_table(compared: Sequence[Difference]) -> Table:
     return table
 
 
-def _slices(
-    config: RunConfig, dataset: PreparedDataset, epoch: int, count: int
-) -> Iterator[tuple[Batch, ...]]:
-    """Yield the local batches of all trainers for the first ``count`` steps of an epoch."""
-    with ExitStack() as stack:
-        streams = []
-        for trainer in range(config.cluster.trainers):
-            loader = make_loader(config, dataset, trainer, is_training=True)
-            streams.append(stack.enter_context(loader.batches(epoch)))
-        yield from islice(zip(*streams, strict=True), count)
+def _slices(config: RunConfig, dataset: PreparedDataset) -> Iterator[tuple[Batch, ...]]:
+    """Yield the local batches of all trainers for each step, epoch after epoch."""
+    loaders = [make_loader(config, dataset, i, is_training=True) for i in range(config.cluster.trainers)]
+    for epoch in itertools.count():
+        with ExitStack() as stack:
+            streams = [stack.enter_context(loader.batches(epoch)) for loader in loaders]
+            yield from zip(*streams, strict=True)
 
 
 def compare_script(config: RunConfig, path: str, arguments: tuple[str, ...], cluster: Path) -> None:
