@@ -284,10 +284,40 @@ def _torch_groups(
     constructors: Iterable[partial[Any]],
 ) -> Iterator[None]:
     """Join torch's RPC group and process group together with all roles, and leave them at the end."""
-    run_interruptibly(partial(_start_torch, cluster, config, secret, interface, constructors))
+    section, role, store = config.cluster, cluster.role, cluster.store
+
+    def start() -> None:
+        check_connections(role, store, interface, section.timeout_seconds)
+        if dist.is_initialized():  # in a cluster that failed
+            dist.destroy_process_group()
+        if role.kind is RoleKind.TRAINER:  # join the process group in which DDP reduces gradients
+            device = choose_devices(config.dense, role.index)[0]
+            store.set(f"device/{role.index}", f"{filesystem_id()}/{device}")
+            devices = [store.get(f"device/{i}").decode() for i in range(section.trainers)]
+            names = dist.PrefixStore("trainers", store)
+            with close_listeners_after(names, role.index, section.trainers):
+                dist.init_process_group(
+                    choose_backend(devices),
+                    store=names,
+                    rank=role.index,
+                    world_size=section.trainers,
+                    timeout=timedelta(seconds=section.timeout_seconds),
+                )
+        transport.start(
+            role,
+            cluster.topology,
+            store,
+            secret=secret,
+            run_id=store.get("run"),
+            interface=interface,
+            timeout_seconds=section.timeout_seconds,
+            constructors=constructors,
+        )
+
+    run_interruptibly(start)
     yield
     try:
-        run_interruptibly(partial(transport.stop, config.cluster.timeout_seconds))
+        run_interruptibly(partial(transport.stop, section.timeout_seconds))
     except RuntimeError as error:  # of torch, if another role left early; that role reports the reason
         raise StoppedError(f"another role went away: {first_line(error)}") from error
     if dist.is_initialized():
@@ -312,44 +342,6 @@ def _is_set_within(store: dist.Store, key: str, timeout: timedelta) -> bool:
     except dist.DistStoreError:
         return False
     return True
-
-
-def _start_torch(
-    cluster: JoinedCluster,
-    config: RunConfig,
-    secret: Secret,
-    interface: str,
-    constructors: Iterable[partial[Any]],
-) -> None:
-    """Join the groups of torch; return when every role has joined."""
-    section = config.cluster
-    role, store = cluster.role, cluster.store
-    check_connections(role, store, interface, section.timeout_seconds)
-    if dist.is_initialized():  # in a cluster that failed
-        dist.destroy_process_group()
-    if role.kind is RoleKind.TRAINER:  # join the process group in which DDP reduces gradients
-        device = choose_devices(config.dense, role.index)[0]
-        store.set(f"device/{role.index}", f"{filesystem_id()}/{device}")
-        devices = [store.get(f"device/{i}").decode() for i in range(section.trainers)]
-        names = dist.PrefixStore("trainers", store)
-        with close_listeners_after(names, role.index, section.trainers):
-            dist.init_process_group(
-                choose_backend(devices),
-                store=names,
-                rank=role.index,
-                world_size=section.trainers,
-                timeout=timedelta(seconds=section.timeout_seconds),
-            )
-    transport.start(
-        role,
-        cluster.topology,
-        store,
-        secret=secret,
-        run_id=store.get("run"),
-        interface=interface,
-        timeout_seconds=section.timeout_seconds,
-        constructors=constructors,
-    )
 
 
 def check_connections(role: Role, store: dist.Store, interface: str, timeout_seconds: float) -> None:
