@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,14 +31,6 @@ _POLL_SECONDS = 0.05
 _WRITE_ERRORS = (CheckpointError, StorageError)  # a store may refuse even a listing
 
 
-class _Report(NamedTuple):
-    """A trainer's summand of the loss of each step, and the outputs and labels of its samples."""
-
-    losses: Tensor
-    outputs: Tensor
-    labels: Tensor
-
-
 @dataclass
 class Interval:
     """The steps since the last log step.
@@ -52,40 +44,35 @@ class Interval:
     num_steps: int = 0
     seconds: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    reports: dict[int, list[_Report]] = field(default_factory=lambda: defaultdict(list))
+    reports: dict[int, list[TrainerReport]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, reports: Sequence[TrainerReport], seconds: float) -> None:
         self.num_steps += len(reports[0].losses)
         self.seconds += seconds
         for trainer, report in enumerate(reports):
-            losses = torch.tensor(report.losses, dtype=torch.float64)
-            self.reports[trainer].append(_Report(losses, report.outputs, report.labels))
+            self.reports[trainer].append(report)
             for phase, phase_seconds in report.phase_seconds.items():
                 self.phase_seconds[phase] += phase_seconds / len(reports)
 
     @property
-    def _merged(self) -> _Report:
-        """The reports of all trainers as one, in the order of their ranks."""
-        return _concatenate(_concatenate(self.reports[trainer]) for trainer in sorted(self.reports))
+    def _by_rank(self) -> list[TrainerReport]:
+        return [report for trainer in sorted(self.reports) for report in self.reports[trainer]]
 
     @property
     def num_samples(self) -> int:
-        return len(self._merged.labels)
+        return sum(len(report.labels) for report in self._by_rank)
 
     @property
     def loss(self) -> float:
         """Mean over the steps."""
-        return math.fsum(self._merged.losses.tolist()) / self.num_steps
+        return math.fsum(loss for report in self._by_rank for loss in report.losses) / self.num_steps
 
     def score(self, task: TaskSection) -> float:
         """Return the score of the first task over all samples, from predictions before each step's update."""
-        _, outputs_N, labels_N = self._merged
+        outputs_N = torch.cat([report.outputs for report in self._by_rank])
+        labels_N = torch.cat([report.labels for report in self._by_rank])
         has_label_N = ~labels_N.isnan()
         return score(task, outputs_N[has_label_N], labels_N[has_label_N])
-
-
-def _concatenate(reports: Iterable[_Report]) -> _Report:
-    return _Report(*map(torch.cat, zip(*reports, strict=True)))
 
 
 @dataclass
@@ -124,8 +111,10 @@ class RunCounts:
         }
         tensors: dict[str, Tensor] = {}
         for trainer, reports in self.interval.reports.items():
-            packed = _concatenate(reports)._asdict()
-            tensors |= {f"{name}.{trainer}": tensor for name, tensor in packed.items()}
+            losses = [loss for report in reports for loss in report.losses]
+            tensors[f"losses.{trainer}"] = torch.tensor(losses, dtype=torch.float64)
+            tensors[f"outputs.{trainer}"] = torch.cat([report.outputs for report in reports])
+            tensors[f"labels.{trainer}"] = torch.cat([report.labels for report in reports])
         return values, tensors
 
     @classmethod
@@ -143,8 +132,9 @@ class RunCounts:
             if not all(type(count) in (int, float) and count >= 0 for count in counts):
                 raise TypeError("a count is not a number")
             interval = Interval(values["interval_num_steps"], values["interval_seconds"])
-            for trainer in range(len(tensors) // len(_Report._fields)):
-                interval.reports[trainer] = [_Report(*(tensors[f"{n}.{trainer}"] for n in _Report._fields))]
+            for trainer in range(len(tensors) // 3):
+                losses, outputs, labels = (tensors[f"{n}.{trainer}"] for n in ("losses", "outputs", "labels"))
+                interval.reports[trainer] = [TrainerReport(losses.tolist(), outputs, labels, {}, 0)]
             undefined = [*values["undefined"]]
             return cls(values["samples"], values["seconds"], values["skipped_steps"], undefined, interval)
         except (KeyError, TypeError, ValueError) as error:
