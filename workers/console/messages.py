@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hybrid.data.dataset.dataset_manifest import DatasetReport
     from hybrid.data.encode.feature_encoder import UnknownValues
-    from hybrid.data.values.invalid_rows import InvalidRowReport
 
 # Control characters of both sets, bidirectional marks, separators of lines and paragraphs, and surrogates,
 # which stand for bytes of file names that are not UTF-8.
@@ -98,7 +97,13 @@ def visible(text: str) -> str:
 
 def data_notes(report: DatasetReport) -> Iterator[str]:
     """Yield warnings about the rows of a split that affect its metrics."""
-    yield from invalid_row_lines(report.bad_rows)
+    skipped = report.bad_rows
+    if skipped.total:
+        counts = {reason.replace("_", " "): count for reason, count in skipped.counts.items() if count}
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+        yield f"skipped {skipped.total:,} invalid row(s): {reasons}"
+        for example in skipped.examples:
+            yield f"  {example}"
     for label in report.labels:
         of_task = f" for task {label.name}" if len(report.labels) > 1 else ""
         if report.num_rows and not label.count:
@@ -122,17 +127,6 @@ def data_notes(report: DatasetReport) -> Iterator[str]:
             "written as in the training files (expected is the fraction of training rows whose value no "
             "other training row has)"
         )
-
-
-def invalid_row_lines(report: InvalidRowReport) -> Iterator[str]:
-    """Yield the number of skipped rows by reason, then examples; nothing if all rows are valid."""
-    if not report.total:
-        return
-    counts = {reason.replace("_", " "): count for reason, count in report.counts.items() if count}
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
-    yield f"skipped {report.total:,} invalid row(s): {reasons}"
-    for example in report.examples:
-        yield f"  {example}"
 
 
 def unknown_fractions(unknown: Sequence[UnknownValues]) -> str:

@@ -130,13 +130,6 @@ def choose_interface(configured: str, address: str) -> str:
     return interface
 
 
-def files_needed(cluster: ClusterSection) -> int:
-    """Return an estimate of the most open files of a role of this cluster."""
-    size = cluster.topology.world_size
-    per_role = _FILES_PER_ROLE_BY_SHARED_MEMORY if polls_shared_memory(size) else _FILES_PER_ROLE
-    return _FILES_ALONE + per_role * (size - 1)
-
-
 def allow_open_files(cluster: ClusterSection) -> None:
     """Raise the limit of open files of this process and its children to the hard limit.
 
@@ -146,7 +139,9 @@ def allow_open_files(cluster: ClusterSection) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = files_needed(cluster)
+    size = cluster.topology.world_size
+    per_role = _FILES_PER_ROLE_BY_SHARED_MEMORY if polls_shared_memory(size) else _FILES_PER_ROLE
+    needed = _FILES_ALONE + per_role * (size - 1)
     if resource.RLIM_INFINITY != hard < needed:
         raise HybridError(
             f"a role of {cluster.topology} needs about {needed} open files, and {hard} are allowed "
