@@ -98,12 +98,10 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
         stored = Checkpoint.open(session.save(Path(scratch) / "all", 0, 0))
         tensors = stored_tables(stored)
         if names:
-            folders = [Path(scratch) / str(index) for index in range(len(session.trainers))]
             transport.gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
-            transport.gather(
-                [t.call(Trainer.write, folder) for t, folder in zip(session.trainers, folders, strict=True)]
-            )
-            for index, folder in enumerate(folders):
+            for index, trainer in enumerate(session.trainers):
+                folder = Path(scratch) / str(index)
+                trainer.call(Trainer.write, folder).wait()
                 packed = Checkpoint(folder, stored.manifest).tensors(DENSE_FILE)
                 tensors |= _net(f"trainer {index}: ", packed, names)
         if remote_names:
