@@ -223,6 +223,7 @@ class ForkServer:
 
     Attributes:
         is_isolated: whether the server and the roles are in a network namespace.
+        has_imported: whether the server has the modules, or failed to import one.
     """
 
     def __init__(self, preload: Sequence[str], inherited: Sequence[int] = ()) -> None:
@@ -232,7 +233,7 @@ class ForkServer:
         self._connection = Connection(launcher_end.detach())
         self._preload = tuple(preload)
         self._pids: dict[str, int] = {}
-        self.is_isolated = False
+        self.is_isolated = self.has_imported = False
 
     def __enter__(self) -> Self:
         return self
@@ -255,19 +256,15 @@ class ForkServer:
             self._call("isolate")
             self.is_isolated = True
 
-    @property
-    def has_imported(self) -> bool:
-        return not self._preload
-
     def preload(self) -> None:
         """Import the modules in the server, unless that is done; ``start`` calls this, too.
 
         Raises:
             HybridError: a module cannot be imported. A new server would fail in the same way.
         """
-        if self._preload:
-            modules, self._preload = self._preload, ()
-            self._call("preload", modules)
+        if not self.has_imported:
+            self.has_imported = True
+            self._call("preload", self._preload)
 
     def start(
         self,
