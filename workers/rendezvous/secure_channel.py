@@ -23,6 +23,7 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -243,25 +244,23 @@ def connect(
             time.sleep(_POLL_SECONDS)
 
 
+@dataclass(frozen=True, slots=True)
 class MasterChannel:
     """The master's side of a connection to a role."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cipher: FrameCipher
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._cipher = cipher
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    cipher: FrameCipher
 
     async def send(self, *fields: bytes) -> None:
         """Send a message."""
-        self._writer.write(self._cipher.seal(fields))
-        await self._writer.drain()
+        self.writer.write(self.cipher.seal(fields))
+        await self.writer.drain()
 
     async def receive(self) -> list[bytes]:
         """Return the next message; OSError or EOFError if the connection is broken."""
-        length = sealed_length(await self._reader.readexactly(_LENGTH.size))
-        return self._cipher.open(await self._reader.readexactly(length))
+        length = sealed_length(await self.reader.readexactly(_LENGTH.size))
+        return self.cipher.open(await self.reader.readexactly(length))
 
 
 async def authenticate(connection: socket.socket, secret: Secret) -> FrameCipher:
