@@ -86,10 +86,8 @@ class RunFolder:
         """
         with run_write_errors(path):
             make_folder(path)
-            (path / RESULT_FILE).unlink(missing_ok=True)
-            root = checkpoint_root(path)
-            if root != path:  # a store
-                files.remove(root / RESULT_FILE)
+            for folder in (path, checkpoint_root(path)):  # the same, unless the run is in a store
+                files.remove(folder / RESULT_FILE)
         if (path / METRICS_FILE).is_file():
             evaluated = {config.data.selection_split: step if is_evaluated else step - 1}
             last_steps = {TEST: -1, **evaluated}  # with validation rows, the end of the run has a new test
@@ -99,9 +97,9 @@ class RunFolder:
         _write_text(path / CONFIG_FILE, signed_toml(config))
         if not (path / "versions.json").exists():
             _write_text(path / "versions.json", _json(_versions()))
-        folder = cls(path)
-        folder._events.restart(step + 1)
-        return folder
+        opened = cls(path)
+        opened._events.restart(step + 1)
+        return opened
 
     def __enter__(self) -> Self:
         return self
