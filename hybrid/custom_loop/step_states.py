@@ -7,6 +7,8 @@
       │                                        not last ▼      │ backward       ▼
       │                                     ACCUMULATED ──► LATER_FORWARD   COMPLETE
       └──────────────────────────── end of the batch ──────────────────────────┘
+
+From BACKWARD, ACCUMULATED, LATER_FORWARD or REDUCED, a script that leaves the pass gets to INCOMPLETE.
 """
 
 from collections.abc import Mapping
@@ -56,7 +58,7 @@ class StepCall(NamedTuple):
 
 
 _S = StepState
-_BETWEEN_STEPS = _S.NEW, _S.IDLE, _S.FORWARD, _S.COMPLETE
+_NO_GRADIENTS_OWED = _S.NEW, _S.IDLE, _S.FORWARD, _S.COMPLETE
 _INCOMPLETE = (
     "step {step} is not complete: optimizer.step(), of its last micro-batch, comes first. If the loop was "
     "left after cluster.backward(...), which updates the tables only, call hybrid.connect() again and "
@@ -71,7 +73,7 @@ _NO_BATCH = "cluster.backward(...) takes the loss of a batch of cluster.batches(
 
 RESUME = StepCall({_S.NEW: _S.IDLE}, "cluster.resume(...) is called once, before the first step")
 # Before a checkpoint is written or loaded, and before a pass.
-FLUSH = StepCall({each: each for each in _BETWEEN_STEPS}, _INCOMPLETE)
+FLUSH = StepCall({each: each for each in _NO_GRADIENTS_OWED}, _INCOMPLETE)
 NEXT_BATCH = StepCall({_S.NEW: _S.FORWARD, _S.IDLE: _S.FORWARD, _S.ACCUMULATED: _S.LATER_FORWARD})
 CALL_TABLE = StepCall(
     {each: each for each in _S if each not in (_S.NEW, _S.IDLE, _S.INCOMPLETE)},
@@ -103,5 +105,5 @@ END_BATCH = StepCall(
     {_S.REDUCED: "optimizer.step() of parameters of the module" + _ONE_STEP, _S.INCOMPLETE: _INCOMPLETE},
 )
 LEAVE_PASS = StepCall(
-    {**dict.fromkeys(_S, _S.INCOMPLETE), **dict.fromkeys(_BETWEEN_STEPS, _S.IDLE), _S.NEW: _S.NEW}
+    {**dict.fromkeys(_S, _S.INCOMPLETE), **dict.fromkeys(_NO_GRADIENTS_OWED, _S.IDLE), _S.NEW: _S.NEW}
 )

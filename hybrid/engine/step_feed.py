@@ -93,7 +93,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
     def rejoin(self) -> None:
         """Take part again from the next step on, if this trainer's batches had ended.
 
-        No trainer may continue before all trainers have called this. Its steps could miss gradients.
+        All trainers call this before any of them continues. Otherwise updates could run without this trainer.
         """
         if self._has_ended:
             self._has_ended = False
@@ -102,7 +102,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
     def flush(self) -> None:
         """Wait until the workers have the gradients of all steps taken.
 
-        The messages with gradients are not awaited otherwise, except by the lookups that they carry.
+        During steps, a trainer waits only for the lookups that messages with gradients carry.
         """
         pending = [*self._ahead] if self._current is None else [self._current, *self._ahead]
         # In lookahead mode, the lookup of the next step waits for these gradients; later ones wait for more.

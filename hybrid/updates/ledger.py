@@ -123,7 +123,7 @@ class Ledger(Generic[Contribution]):
     def seconds_left(self, now: float) -> float | None:
         """Return how long step ``version`` may still wait; None in async mode, or if no trainer waits for it.
 
-        A trainer waits once it has sent all parts of its gradients. All may pause before that.
+        A trainer waits once it has sent all parts of its gradients. Before that, there is no time limit.
 
         Raises:
             ClusterError: gradients are missing after the timeout.

@@ -17,8 +17,8 @@ class Purpose(StrEnum):
     """The purpose of a lookup, and how its gradients are sent."""
 
     PREDICT = "predict"  # no gradients follow
-    TRAIN = "train"  # by the backward pass of distributed autograd
-    PREFETCH = "prefetch"  # by a separate call
+    TRAIN = "train"  # the backward pass of distributed autograd brings the gradients
+    PREFETCH = "prefetch"  # a separate call brings the gradients
 
 
 class Ticket(NamedTuple):
@@ -31,7 +31,7 @@ class Ticket(NamedTuple):
         part: index among the lookups of this trainer and step. A configured run has one lookup per
             micro-batch; a custom loop may have several per batch.
         purpose: whether gradients follow, and how they are sent.
-        checksum: of the step's global batch, which must be equal on all trainers; 0 if only slices are read.
+        checksum: of tensors of the step's global batch, equal on all trainers; 0 if they read only slices.
     """
 
     trainer: int
