@@ -235,7 +235,7 @@ def shard_file(table: str, index: int, count: int) -> str:
 
 
 def dense_file(trainer: int) -> str:
-    """Return the name of the file with a trainer's dense net; trainer 0 alone writes one if all are equal."""
+    """Return the file name of a trainer's dense net; if all nets are equal, only trainer 0 writes a file."""
     return f"dense.{trainer}.safetensors" if trainer else DENSE_FILE
 
 

@@ -312,7 +312,7 @@ class CallSignatures:
         return f"{call.name}({', '.join(arguments)})" if given else call.name
 
     def _read_arguments(self, dotted: str, text: str, name: str, inner: str) -> dict[str, Any]:
-        """Return the arguments ``inner``, which are within the parentheses of ``text``."""
+        """Parse and return the arguments in ``inner``, the part of ``text`` between the parentheses."""
         keys = self._keys[name]
         if not inner.strip():
             return {}

@@ -86,7 +86,7 @@ class LocalBatch:
 
     @cached_property
     def handed_out(self) -> Any:
-        """The values on the device; ids for lookups stay on the CPU, too."""
+        """The values, moved to the device. Ids for lookups are also kept on the CPU, in ``values``."""
         if self.device.type == "cpu":
             return self.values
 
@@ -104,7 +104,7 @@ class LocalBatch:
 
     @cached_property
     def calls(self) -> list[TableCall]:
-        """The calls whose columns the tables name; they are looked up before the module runs."""
+        """The calls whose id columns the tables name. Their rows are looked up before the module runs."""
         return self._calls(self.handed_out)
 
     def _calls(self, values: Any) -> list[TableCall]:

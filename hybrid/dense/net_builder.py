@@ -184,8 +184,8 @@ def name_layer(error: BaseException, *nets: nn.Module) -> None:
 def batch_norm_warning(net: nn.Module, config: RunConfig) -> str | None:
     """Return a warning if batch normalization makes the results depend on the number of trainers.
 
-    Such a layer normalizes by the statistics of the samples that it sees. One process would take those of the
-    global batch. ``torch.nn.SyncBatchNorm`` does so too, but takes no CPU tensors.
+    Such a layer normalizes by the statistics of its own samples, whereas one process would use those of the
+    global batch. ``torch.nn.SyncBatchNorm`` also uses the global batch, but does not accept CPU tensors.
     """
     layers = [name for name, module in net.named_modules() if isinstance(module, BATCH_NORMS)]
     together = config.cluster.trainers if config.dense.ddp != "none" else 1

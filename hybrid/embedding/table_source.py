@@ -24,8 +24,8 @@ class TableSource(Protocol):
         """Return pooled vectors, one tensor per item, once the updates that the ticket requires are applied.
 
         For ``Purpose.TRAIN``, the vectors require gradients. The backward pass must reach each lookup exactly
-        once, and contributes its gradients to the update of the ticket's step. For ``Purpose.PREFETCH``, the
-        vectors are plain values, and :meth:`send_gradients` takes their gradients.
+        once. The lookup's gradients then become part of the update of the ticket's step. For
+        ``Purpose.PREFETCH``, the vectors are plain values, and :meth:`send_gradients` takes their gradients.
         """
 
     def send_gradients(

@@ -35,11 +35,11 @@ _SEGMENT_BYTES = 25 << 20  # as DDP's buckets
 class DdpMode(StrEnum):
     """What DDP wraps. All other parameters differ between trainers.
 
-    ======= ========================================================================
+    ======= ============================================================================================
     NONE    nothing: every trainer trains its own dense net over shared tables
-    INSIDE  the head of the dense net; every trainer has its own other stages
-    OUTSIDE everything local: all trainers hold the same dense net
-    ======= ========================================================================
+    INSIDE  only the head; each trainer has its own copy of the other stages, with different values
+    OUTSIDE all local modules, so that all trainers hold the same dense net
+    ======= ============================================================================================
     """
 
     NONE = "none"

@@ -31,7 +31,7 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Samples(Protocol):
-    """The interface of a batch that a feed needs."""
+    """What a feed requires of a batch."""
 
     @property
     def ended(self) -> bool: ...

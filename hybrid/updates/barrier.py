@@ -91,11 +91,11 @@ class UpdateBarrier(Generic[Contribution]):
     ) -> DeferredResponse[Result]:
         """Run ``work`` as soon as the updates that the ticket requires are applied.
 
-        A prefetched lookup replaces a waiting one of the same step and part, which then fails: the trainer
-        has left the batches of the earlier lookup, and continues with others.
+        If a lookup of the same step and part is still waiting, a new prefetched lookup replaces it, and the
+        waiting one fails: the trainer has abandoned those batches and continues with others.
 
         Args:
-            is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
+            is_large: whether ``work`` takes longer than waking a thread; if so, another thread may run it.
         """
         future: DeferredResponse[Result] = DeferredResponse()
         pending = _PendingLookup(ticket, work, future, is_large)

@@ -32,10 +32,10 @@ class _Entry(Generic[Contribution]):
 
 
 class Ledger(Generic[Contribution]):
-    """The arrived and the applied gradients of all trainers. Not thread-safe.
+    """A record of which gradients of each trainer have arrived and which are applied. Not thread-safe.
 
-    A trainer takes part in all steps, except from the step in which it finishes until it rejoins. The
-    gradients of a trainer are applied in the order of steps.
+    A trainer takes part in every step until it finishes. It then misses all steps, including the step in
+    which it finishes, until it rejoins. The gradients of a trainer are applied in the order of steps.
 
     Attributes:
         version: number of updates applied.

@@ -41,7 +41,7 @@ class Outcome:
 
     @property
     def _limit(self) -> str:
-        """The key that has ended the run."""
+        """The configuration key whose limit ended the run."""
         return self.session.limit if self.step == self.session.total_steps else PATIENCE
 
     @property

@@ -257,7 +257,7 @@ class ForkServer:
             self.is_isolated = True
 
     def preload(self) -> None:
-        """Import the modules in the server, unless that is done; ``start`` calls this, too.
+        """Import the modules in the server if they are not imported yet. ``start`` calls this first.
 
         Raises:
             HybridError: a module cannot be imported. A new server would fail in the same way.

@@ -100,12 +100,12 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def choose_interface(configured: str, address: str) -> str:
-    """Return the interface of this process, and set the variables in which torch's process groups read it.
+    """Return this process's network interface, and set the environment variables that gloo and NCCL read.
 
     Args:
         configured: ``cluster.interface``.
-        address: address of this host on which the master listens, or from which a role is connected to the
-            master.
+        address: this host's address: on the master, the address on which it listens; on another role, the
+            local address of its connection to the master.
 
     Raises:
         ConfigError: this host does not have the configured interface, or no interface has the address.

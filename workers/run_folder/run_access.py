@@ -249,7 +249,7 @@ class RunState:
 
     @classmethod
     def of(cls, folder: Path) -> RunState:
-        """Return the state of a run folder, which may be empty or missing."""
+        """Return the state of a run folder. The folder may be empty or missing."""
         log = folder / METRICS_FILE
         records = read_records(log) if log.is_file() else []
         logged = next((each["step"] for each in reversed(records) if each["kind"] == "train"), 0)

@@ -334,7 +334,9 @@ def report_unknown(
 
 
 def vocabulary_files(folder: StoragePath) -> dict[str, StoragePath]:
-    """Return the vocabulary file of prepared data or a checkpoint, by its name in a run; empty without one.
+    """Return the vocabulary file of prepared data or a checkpoint, by its name in a run.
+
+    The dict is empty if no column has a vocabulary.
 
     Raises:
         DataError: the file is missing.

@@ -66,7 +66,7 @@ def _send_of_step(role: Role, function: Callable[..., Any], *args: Any) -> torch
 
 
 class Remote(Generic[Owned]):
-    """A stub of an object on the process of a role, which keeps it until its method ``close`` is called."""
+    """A stub for an object in a role's process. The role keeps the object until its ``close`` is called."""
 
     def __init__(self, role: Role, number: int) -> None:
         self.role = role
