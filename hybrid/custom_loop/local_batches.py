@@ -276,25 +276,29 @@ def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
     yield from remaining
 
 
+def length_of(data: Any) -> int:
+    """Return the number of samples of the data of a pass, or of batches in a sequence; -1 if unknown."""
+    if isinstance(data, Mapping | Jagged | Tensor):
+        return size_of(data)
+    return length_hint(data.dataset if isinstance(data, DataLoader) else data, -1)
+
+
 def last_size(data: Any, size: int | None, drop_last: bool) -> int:
     """Return the number of samples of the last batch of a pass, if it is smaller than the others.
 
     Returns:
         0 if all batches have one size, or the data do not tell their number of samples.
     """
-    if isinstance(data, DataLoader):
-        if size is None:
-            size, drop_last = data.batch_size, data.drop_last
-        num_samples = length_hint(data.dataset)
-    else:
-        num_samples = size_of(data) if isinstance(data, Mapping | Jagged | Tensor) else 0
-    return num_samples % size if size and not drop_last else 0
+    if isinstance(data, DataLoader) and size is None:
+        size, drop_last = data.batch_size, data.drop_last
+    has_samples = isinstance(data, Mapping | Jagged | Tensor | DataLoader)
+    return max(0, length_of(data)) % size if has_samples and size and not drop_last else 0
 
 
 def end_small(batches: Iterable[Any], num_steps: int | None, size: int) -> Iterator[Any]:
     """Cut batch number ``num_steps`` to ``size`` samples: ``hybrid compare`` tries this size, too."""
     for number, batch in enumerate(batches, 1):
-        yield cut(batch, 0, size) if 0 < size < size_of(batch) and number == num_steps else batch
+        yield cut(batch, 0, size) if number == num_steps and 0 < size < size_of(batch) else batch
 
 
 def _cut_padded(batch: Any, size: int, start: int, stop: int, least: int) -> Any:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import length_hint
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, MANIFEST_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense
-from hybrid.custom_loop.embedding_modules import Jagged
-from hybrid.custom_loop.local_batches import size_of
+from hybrid.custom_loop.local_batches import length_of
 from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.errors import CheckpointError, DataError
@@ -126,8 +123,7 @@ class PassHistory:
 
     def _record_length(self, data: Any) -> None:
         """Record the length of a pass; warn if it was another one before the checkpoint."""
-        counted = data.dataset if isinstance(data, DataLoader) else data
-        length = size_of(data) if isinstance(data, Mapping | Jagged | Tensor) else length_hint(counted, -1)
+        length = length_of(data)
         done, known = self.now.lengths, self.before.lengths
         is_before = self.now.pass_index <= self.before.pass_index
         if is_before and len(done) < len(known) and known[len(done)] != length:
