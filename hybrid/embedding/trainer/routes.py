@@ -331,5 +331,9 @@ class _PooledRows:
         return self.rows.gradients_of_bags(self.bags, grad_BFD.flatten(0, 1))
 
 
+# ``start(ids, items)`` appends to ``items``, by worker, what the workers receive for the ids of a batch. It
+# returns an assembler of their responses.
 Route: TypeAlias = RowRoute | SequenceRoute | BagRoute | PoolRoute
+# ``vectors(responses)`` returns the vectors of the features, (samples, features, dim).
+# ``gradients(grad_BFD)`` returns the gradient of each item that a worker received.
 Assembler: TypeAlias = DistinctRows | _Sequences | _PooledByWorkers | _PooledRows
