@@ -119,12 +119,16 @@ class Run(DisturbedRun):
         return self
 
     def __exit__(self, *_: object) -> None:
+        is_running = self._process.poll() is None
+        started = psutil.Process(self._process.pid).children(recursive=True) if is_running else []
         self._process.terminate()
         try:
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        # A launcher that gets the signal while it starts its server does not wait for the server's end.
+        psutil.wait_procs(started, _STOP_SECONDS)
 
     def await_end(self) -> None:
         """Wait for the end of the run; raise HybridError if it fails or makes no progress."""
