@@ -85,9 +85,9 @@ def opened(mode: str, spec: InputSpec = INPUT, **sections: dict[str, Any]) -> It
 
 
 def test_training_on_batches_of_the_caller_has_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "BULK_TIMEOUT_SECONDS", DELAY_SECONDS / 4)
     delay_last_gradients(monkeypatch)
     with opened("lookahead") as session:
+        monkeypatch.setattr(session_module, "BULK_TIMEOUT_SECONDS", DELAY_SECONDS / 4)
         assert len(session.train_on(make_batches, 0)[0].losses) == STEPS
 
 
