@@ -108,7 +108,7 @@ class Checkpoint:
             if damage:
                 log(f"{'; '.join(damage)}; {candidate.name} is used instead")
             return checkpoint
-        raise CheckpointError("; ".join(damage) or f"{folder}: there is no checkpoint here")
+        raise CheckpointError("; ".join(damage) or f"{folder}: no such folder, or no checkpoint in it")
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         return read_tensors(*self._source(name))

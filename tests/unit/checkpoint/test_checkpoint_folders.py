@@ -113,7 +113,7 @@ def test_files_without_a_manifest_are_no_checkpoint(run: StoragePath) -> None:
     partial = checkpoint_folders.begin(step_folder(run, 3))
     write_tensors(partial, DENSE_FILE, {"net.w": torch.arange(4.0)})
     assert list_checkpoints(run) == []
-    with pytest.raises(CheckpointError, match="there is no checkpoint here"):
+    with pytest.raises(CheckpointError, match="no checkpoint in it"):
         Checkpoint.newest_valid(run, pytest.fail)
     checkpoint_folders.remove_after(run, 0)
     assert all_files(run) == []
