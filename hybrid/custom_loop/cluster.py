@@ -453,7 +453,8 @@ class Distributed(nn.Module):
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
         """Call the module: under DDP while gradients are enabled."""
-        module = self._loop.model.follow_parameters() if torch.is_grad_enabled() else self.module
+        inputs = args[0] if len(args) == 1 and not keywords else None
+        module = self._loop.module_to_call(inputs) if torch.is_grad_enabled() else self.module
         return module(*args, **keywords)
 
     def __getattr__(self, name: str) -> Any:

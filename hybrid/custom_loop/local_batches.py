@@ -283,16 +283,15 @@ def length_of(data: Any) -> int:
     return length_hint(data.dataset if isinstance(data, DataLoader) else data, -1)
 
 
-def last_size(data: Any, size: int | None, drop_last: bool) -> int:
-    """Return the number of samples of the last batch of a pass, if it is smaller than the others.
-
-    Returns:
-        0 if all batches have one size, or the data do not tell their number of samples.
-    """
+def division(data: Any, size: int | None, drop_last: bool) -> tuple[int, int]:
+    """Return the number of batches of one size, and the size of a smaller last batch; zeros if unknown."""
     if isinstance(data, DataLoader) and size is None:
         size, drop_last = data.batch_size, data.drop_last
-    has_samples = isinstance(data, Mapping | Jagged | Tensor | DataLoader)
-    return max(0, length_of(data)) % size if has_samples and size and not drop_last else 0
+    elif isinstance(data, PreparedData):
+        size = size or data.config.train.batch_size
+    has_samples = isinstance(data, Mapping | Jagged | Tensor | DataLoader | PreparedData)
+    num_batches, rest = divmod(max(0, length_of(data)), size) if has_samples and size else (0, 0)
+    return num_batches, 0 if drop_last else rest
 
 
 def end_small(batches: Iterable[Any], num_steps: int | None, size: int) -> Iterator[Any]:

@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +22,12 @@ from functools import cache
 from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hybrid.batch import slice_bounds
 from hybrid.custom_loop import step_states
 from hybrid.custom_loop.backend import Backend
 from hybrid.custom_loop.embedding_modules import TableCall, TableModule
@@ -31,10 +35,12 @@ from hybrid.custom_loop.local_batches import (
     LocalBatch,
     PassSizes,
     PreparedData,
+    cut,
+    division,
     end_small,
     global_batches,
-    last_size,
     local_batches,
+    size_of,
     skip_samples,
     tensors_of,
 )
@@ -51,7 +57,7 @@ from hybrid.engine.ddp import DensePlacement
 from hybrid.engine.hybrid_model import to_device
 from hybrid.engine.losses import weighted_summand
 from hybrid.engine.step_engine import StepEngine, seed_step
-from hybrid.errors import ConfigError, DataError
+from hybrid.errors import ConfigError, DataError, first_line
 from hybrid.primitives.step_timings import StepClock
 from hybrid.updates.barrier import UpdateBarrier
 from hybrid.updates.ticket import Purpose, Ticket
@@ -175,6 +181,8 @@ class TrainingLoop:
         self.optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
         self.handed_out = PassSizes()
         self.is_saving = False
+        self._last_size = 0  # of a smaller last batch, with whose slice the module is not yet tried
+        self._is_trying = False
         loop = weakref.ref(self)  # hooks of parameters must not keep it alive
 
         def after_gradient(_: Tensor) -> None:
@@ -236,15 +244,21 @@ class TrainingLoop:
         trainer, num_trainers = self._backend.trainer, self._backend.group.size()
         modules, needs_pairs = self.model.net.modules(), torch.is_grad_enabled()
         least = 1 + (needs_pairs and any(isinstance(each, BATCH_NORMS) and each.training for each in modules))
+        num_equal, last = division(data, size, drop_last) if torch.is_grad_enabled() else (0, 0)
+        steps, is_compared = self.remaining_steps, self._backend.snapshot is not None
         if isinstance(data, PreparedData):
+            if is_compared and last and whole is None and steps is not None and steps <= num_equal:
+                first_sample = (len(data) - last) // num_equal * (num_equal - steps + 1)
             split = trainer, num_trainers, size, self._ahead, whole, index, first_sample
             slices = data.local_batches(*split, least=least, drop_last=drop_last)
         else:
             batches = self._seeded(global_batches(data, size, whole, drop_last=drop_last), index)
             remaining = skip_samples(batches, first_sample)
-            if self._backend.snapshot is not None and torch.is_grad_enabled():
-                remaining = end_small(remaining, self.remaining_steps, last_size(data, size, drop_last))
+            if is_compared:
+                remaining = end_small(remaining, steps, last)
             slices = local_batches(remaining, trainer, num_trainers, self._ahead, whole, least)
+        if self.step == 0 and whole is None and not self._backend.is_single_process:
+            self._last_size = last if steps is None or steps > num_equal else 0
         return (replace(each, device=self.device) for each in slices)
 
     def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
@@ -317,6 +331,9 @@ class TrainingLoop:
 
         As with ``torch.nn``, a change in place does not change the vectors of another call.
         """
+        if self._is_trying:
+            size = call.module.request(call)[1].num_bags, call.module.embedding_dim
+            return torch.zeros(size, dtype=getattr(torch, self._config.train.dtype), device=self.device)
         if torch.is_grad_enabled():
             current = self._current(step_states.CALL_TABLE)
         else:
@@ -342,6 +359,45 @@ class TrainingLoop:
         else:
             current.returned[call.key] = vectors._version
         return to_device(vectors, self.device)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def module_to_call(self, inputs: Any) -> nn.Module:
+        """Return the module under DDP, for a call with ``inputs``; all trainers call it together.
+
+        Raises:
+            DataError: ``inputs`` are the first batch, and the module fails with the size of the last slice.
+        """
+        last, self._last_size = self._last_size, 0
+        if last and self._training is not None and inputs is (batch := self._training.batch).handed_out:
+            start, stop = slice_bounds(last, self._backend.trainer, self._backend.group.size())
+            size = max((stop - start) // self._rules.parts, min(batch.least, last))
+            error = self._try(inputs, size) if last < batch.global_size else None
+            if error is not None and self._try(inputs, batch.padded_size) is None:
+                text = f"{type(error).__name__}: {first_line(error)}"
+                raise DataError(
+                    f"the module fails with {size} sample(s), which trainer {self._backend.trainer} gets of "
+                    f"the last batch: {text}. Correct it, or call cluster.batches(..., drop_last=True)"
+                ) from error
+        module: nn.Module = self.model.follow_parameters()
+        return module
+
+    def _try(self, batch: Any, size: int) -> Exception | None:
+        """Return the error of a copy of the module for the first samples, with zeros as vectors; or None."""
+        shared = {id(each): each for each in (*self.model.net.parameters(), *self._modules)}
+        states = random.getstate(), np.random.get_state()
+        self._is_trying = True
+        try:
+            size_of(batch)  # the script may have added tensors of other sizes
+            devices = [self.device] if self.device.type == "cuda" else []
+            with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+                copy.deepcopy(self.model.net, shared)(cut(batch, 0, size))
+        except Exception as error:  # user code may raise anything
+            return error
+        finally:
+            self._is_trying = False
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+        return None
 
     def _use_prefetched(self, current: ForwardPass) -> None:
         """Wait for the prefetched lookup of a pass, unless its vectors are already used."""

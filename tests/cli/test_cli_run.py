@@ -182,11 +182,15 @@ def test_compare_measures_the_difference_of_a_script_from_one_process(script: Pa
     assert "over 1000 times" in ended.stdout
 
 
-def test_compare_tries_the_size_of_the_last_batch(script: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_compare_tries_the_size_of_the_last_batch(is_prepared: bool, script: Path, tmp_path: Path) -> None:
     """The nine samples leave a last batch of one, for which squeeze removes the dimension of samples."""
     nine = SCRIPT.replace("range(8) % 5", "range(9) % 5").replace("torch.ones(8)", "torch.ones(9)")
+    if is_prepared:
+        nine = nine.replace("data = {", "data = cluster.prepare()[0] or {").replace('"id"', '"C1"')
+        nine = nine.replace("Net(5", "Net(9").replace("Embedding(5", "Embedding(9")
     script.write_text(nine.replace(".view(-1)", ".squeeze()[:]"))
-    sizes = ["--trainers", "1", "--workers", "1"]
+    sizes = ["--trainers", "1", "--workers", "1", *settings(data={"synthetic_rows": 9})]
     ended = run(["compare", script.name, *sizes, "--steps", "1", "--", "trains"], tmp_path)
     assert ended.code == 1
     assert "0-dim" in ended.stderr

@@ -264,6 +264,54 @@ def test_ordinary_modules_train_on_batches_smaller_than_the_number_of_trainers(
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
+TRIED = """
+import random, sys, torch, hybrid
+from pathlib import Path
+from torch import nn
+folder, kind, sizes = Path(sys.argv[1]), sys.argv[2], []
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = hybrid.Embedding(9, 4, ids="id")
+        self.norm, self.factors = nn.LayerNorm(4) if "squeezes" in kind else nn.BatchNorm1d(4), []
+    def forward(self, batch):
+        sizes.append(len(batch["id"]))
+        self.factors.append(random.random())
+        vectors = self.norm(nn.functional.dropout(self.table(batch["id"])) * sum(self.factors))
+        return vectors.sum(1, keepdim=True).squeeze()[:]
+cluster = hybrid.connect()
+data = {"id": torch.arange(19) % 9, "label": torch.ones(19).double()}
+model = cluster.distribute(Net().double())
+optimizer = torch.optim.Adam(model.parameters())
+for batch in cluster.batches([data] if kind == "unknown length" else data, 8, drop_last="drops" in kind):
+    cluster.backward(model(batch) - batch["label"])
+    optimizer.step()
+    (folder / "stepped").touch()
+tensors = cluster.plain_module().state_dict()
+if cluster.rank == 1: torch.save((tensors, sizes), folder / kind)
+"""
+
+
+def test_a_module_is_tried_with_the_size_of_the_last_slice(clusters: Clusters, tmp_path: Path) -> None:
+    """Of the last three samples, trainer 1 gets one, or two with BatchNorm."""
+    (tmp_path / "script.py").write_text(TRIED)
+
+    def train(kind: str) -> None:
+        clusters.get(2, 2).run(run_script, str(tmp_path / "script.py"), tmp_path, kind, update="lookahead")
+
+    with pytest.raises(CaseError, match=r"1 sample.* trainer 1 .*IndexError.*drop_last=True"):
+        train("squeezes")
+    assert not (tmp_path / "stepped").exists()
+    train("squeezes, drops")
+    train("known length")
+    train("unknown length")
+    (found, sizes), (expected, other_sizes) = (
+        torch.load(tmp_path / f"{kind} length") for kind in ("known", "unknown")
+    )
+    assert (sizes, other_sizes) == ([2, 4, 4, 2], [4, 4, 2])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 OTHER_BATCH = """
 import sys, torch, hybrid
 cluster = hybrid.connect()
