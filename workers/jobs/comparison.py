@@ -243,10 +243,11 @@ def judge(
         DifferenceError: a tensor differs by more than rounding in ``dtype``.
     """
     num_same = sum(each.largest == 0 for each in compared)
-    equal = f"{num_same} of {len(compared)} tensors are the same bit for bit"
+    failed = [each for each in compared if each.ratio > 1]
+    verdict = "the results differ" if failed else "the results are equal up to rounding"
+    equal = f"{verdict}; {num_same} of {len(compared)} tensors are the same bit for bit"
     view.show(comparison_table(compared), *metrics, equal)
     relative, absolute = TOLERANCES[dtype]
-    failed = [each for each in compared if each.ratio > 1]
     if not failed:
         return
     worst = max(failed, key=lambda each: each.ratio)
