@@ -22,7 +22,7 @@ from hybrid.updates.update_rules import Schedule
 
 # Keys of a manifest's progress.
 _OBJECTS, _TYPES, _POSITION, _EPOCH, _START = "objects", "types", "position", "in_epoch", "start"
-_PAIRS, _TUPLE = "pairs", "tuple"
+_PAIRS, _TUPLE, PARAMETERS = "pairs", "tuple", "parameters"
 # Settings of a group: its parameters, and choices of kernels that depend on the device.
 _NOT_LOADED = ("params", "foreach", "fused", "capturable", "differentiable")
 _MAX_EMPTY_PASSES = 10_000  # passes and epochs of a loop without a step
@@ -178,13 +178,14 @@ def pack_state(
         DataError: the state of an object has a value that a checkpoint cannot store.
     """
     tensors: dict[int, Mapping[str, Any]] = {}
-    encoded, first = [], 0  # first: index of the first parameter of an optimizer
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    encoded, parameters = [], list[str]()
     for each in objects:
         state: Any = each.state_dict()
         if isinstance(each, torch.optim.Optimizer):
-            tensors |= {first + index: values for index, values in state["state"].items()}
+            tensors |= {len(parameters) + index: values for index, values in state["state"].items()}
             state = [{**group, "params": None} for group in state["param_groups"]]
-            first += _num_parameters(each)
+            parameters += [names.get(id(p), "") for group in each.param_groups for p in group["params"]]
         encoded.append(_encode(state, type(each).__name__))
     fields = {
         _OBJECTS: encoded,
@@ -192,6 +193,7 @@ def pack_state(
         _POSITION: [progress.epoch, progress.first_pass, progress.pass_index, progress.samples],
         _EPOCH: {"lengths": progress.lengths, "evaluations": progress.evaluations},
         _START: progress.start,
+        PARAMETERS: parameters,
     }
     return pack_dense(net.state_dict(), tensors), fields
 

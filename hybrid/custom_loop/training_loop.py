@@ -67,8 +67,6 @@ _ROWS_PER_LOOKUP = 1 << 16
 # Seeds the random numbers that all trainers draw alike; no trainer has this rank.
 _ALL_TRAINERS = 1 << 32
 _MANY_PARTS = 1 << 30  # more parts than a step has, until its last micro-batch is known
-
-
 _LOOPS = weakref.WeakSet["TrainingLoop"]()
 
 

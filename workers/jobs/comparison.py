@@ -23,6 +23,7 @@ from hybrid.config import RunConfig
 from hybrid.config.splits import TRAIN
 from hybrid.config.task_sections import metric_name, metric_title
 from hybrid.custom_loop.backend import BACKEND, SingleProcess
+from hybrid.custom_loop.loop_state import PARAMETERS
 from hybrid.data.batches.batch_loader import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.prepare.dataset_location import open_split
@@ -322,6 +323,5 @@ def compare_script(config: RunConfig, path: str, arguments: tuple[str, ...], clu
 
 def _script_snapshot(folder: Path) -> Snapshot:
     stored = Checkpoint.open(folder)
-    net, states = unpack_dense(stored.tensors(DENSE_FILE))
-    tensors = stored_tables(stored) | _named("module: ", net, {})
-    return tensors | _named("optimizer: parameter ", {}, states)
+    names = stored.manifest.progress[PARAMETERS]
+    return stored_tables(stored) | _net("module: ", stored.tensors(DENSE_FILE), names)
