@@ -9,8 +9,7 @@ import numpy as np
 
 from hybrid import transport
 from hybrid.config import RunConfig
-from hybrid.data.prepare.dataset_location import ensure_prepared
-from hybrid.data.prepare.preparation import cache_folder
+from hybrid.data.prepare.preparation import cache_folder, ensure_prepared
 from hybrid.topology import Role, Topology
 from workers.controller.session import DatasetSession
 

@@ -10,7 +10,6 @@ class TrainTask:
     """Train and evaluate a model, and leave a run folder.
 
     Attributes:
-        folder: the run folder.
         resume: whether to continue from the newest checkpoint, or from step 0 if there is none.
         started_at: ``time.time()`` when the user's command started.
     """
@@ -46,7 +45,6 @@ class ScriptTask:
     """Run a script of the user on every trainer.
 
     Attributes:
-        path, arguments: of the script.
         snapshot: where to save the state after ``train.max_steps``, or None.
         scratch: the launcher's folder, in which the master records what a restart needs, or None.
     """

@@ -14,8 +14,7 @@ from typing import Self
 
 from hybrid import transport
 from hybrid.config import RunConfig
-from hybrid.data.prepare.dataset_location import ensure_prepared
-from hybrid.data.prepare.preparation import cache_folder
+from hybrid.data.prepare.preparation import cache_folder, ensure_prepared
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
 from hybrid.storage.remote_path import StoragePath

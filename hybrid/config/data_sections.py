@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from hybrid.config.key import Call, CallSignatures, argument, by_host, fixed, in_files, model, option, setting
-from hybrid.config.splits import (
-    PATH_KEYS,
-    SPLIT_CALLS,
-    SPLITS,
-    TEST,
-    TRAIN,
-    VALIDATION,
-    VALIDATION_CALLS,
-    Holdout,
-)
 from hybrid.errors import ConfigError
 
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
@@ -47,6 +38,33 @@ KIND_CALLS = CallSignatures(
 )
 POOLINGS = ("sum", "mean", "max")
 UNPOOLED = "none"
+TRAIN, VALIDATION, TEST = SPLITS = "train", "validation", "test"
+PATH_KEYS = {TRAIN: "data.path", VALIDATION: "data.validation", TEST: "data.test_path"}
+_COLUMN = argument("column", str, None)
+_FRACTION = argument("fraction", float, 0.1, above=0, maximum=0.9)
+_HOLDOUTS = {"random": (_FRACTION,), "column": (_COLUMN, _FRACTION), "time": (_COLUMN, _FRACTION)}
+SPLIT_CALLS = CallSignatures({**_HOLDOUTS, "none": ()})
+VALIDATION_CALLS = CallSignatures(
+    {"none": (), **_HOLDOUTS, "path": (argument("paths", str, None, is_list=True),)}
+)
+
+
+class Holdout(NamedTuple):
+    """Rows of ``data.path`` that are held out from training.
+
+    Attributes:
+        split: the split of these rows, "test" or "validation".
+        key: the key of the configuration that selects them.
+        by: random, column or time.
+        column: the column that decides; empty for random rows.
+        fraction: the fraction of the rows that earlier splits leave.
+    """
+
+    split: str
+    key: str
+    by: str
+    column: str
+    fraction: float
 
 
 @dataclass(frozen=True, kw_only=True)

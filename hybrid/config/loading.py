@@ -1,5 +1,7 @@
-"""Reading and writing configurations: TOML files, ``--set`` overrides, and the page of all keys."""
+"""Configurations as text: TOML files, ``--set`` overrides, the page of all keys, and their JSON schema."""
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -17,6 +19,8 @@ _ANY_NAME = {f"{kind}.NAME": keys for kind, keys in NAMED_KEYS.items()}
 _HINT = "hybrid config --describe lists all keys"
 # What the reference page shows as the default of a key whose default is None.
 _ABSENT = {"tables.NAME": "as [embedding]", "columns.NAME": "as [data]", "dense_groups.NAME": "as [dense]"}
+_JSON_TYPES: dict[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string"}
+_JSON_LIMITS = {"minimum": "minimum", "maximum": "maximum", "above": "exclusiveMinimum"}
 
 
 def load_config(
@@ -256,3 +260,41 @@ def describe() -> str:
             cells = [f"`{key.name}`", default, rule, meaning]
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def json_schema() -> str:
+    """Return the JSON schema of configuration files for editors: keys, types and limits of values."""
+    sections = {name: _section_schema(SECTION_TYPES[name], keys) for name, keys in SECTION_KEYS.items()}
+    named = {
+        kind: {"type": "object", "additionalProperties": _section_schema(NAMED_TYPES[kind], keys)}
+        for kind, keys in NAMED_KEYS.items()
+    }
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#", **_object_schema(sections | named)}
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def _section_schema(section: Any, keys: dict[str, Key]) -> dict[str, Any]:
+    return {
+        "description": section.__doc__,
+        **_object_schema({name: _key_schema(key) for name, key in keys.items()}),
+    }
+
+
+def _object_schema(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _key_schema(key: Key) -> dict[str, Any]:
+    types = [_JSON_TYPES[key.kind], *(["number", "boolean"] if key.takes_numbers else [])]
+    value: dict[str, Any] = {"type": types if key.takes_numbers else types[0]}
+    limits = {name: getattr(key, field) for field, name in _JSON_LIMITS.items()}
+    value |= {name: limit for name, limit in limits.items() if limit is not None}
+    if key.choices:
+        value["enum"] = list(key.choices)
+    if key.signatures is not None:
+        names = "|".join(map(re.escape, key.signatures.names))
+        value["pattern"] = rf"^\s*({names})\s*(\(.*\))?\s*$|:"
+    if key.is_list:
+        value = {"anyOf": [{"type": "array", "items": value}, value]}
+    default = {} if key.default is None else {"default": key.default}
+    return value | default | {"description": f"{key.meaning} Must be {key.rule}."}

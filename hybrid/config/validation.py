@@ -8,9 +8,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from hybrid.config.data_sections import ColumnSection, DataSection, columns_of, sequence_length
+from hybrid.config.data_sections import VALIDATION, ColumnSection, DataSection, columns_of, sequence_length
 from hybrid.config.sections import NETS, DenseSection, ProfileSection, RunConfig, ScheduleSection, tasks_of
-from hybrid.config.splits import VALIDATION
 from hybrid.config.table_sections import TABLE_OPTIMIZERS, TableSection, table_placement
 from hybrid.config.task_sections import TaskSection, check_tasks
 from hybrid.errors import ConfigError

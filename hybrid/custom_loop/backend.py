@@ -25,8 +25,7 @@ from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.validation import FINITE_SCHEDULES
 from hybrid.data.dataset.dataset_manifest import checkpoint_contents
-from hybrid.data.prepare.dataset_location import ensure_prepared
-from hybrid.data.prepare.preparation import cache_folder
+from hybrid.data.prepare.preparation import cache_folder, ensure_prepared
 from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.table_source import TableSource
 from hybrid.embedding.table_spec import TableSpec

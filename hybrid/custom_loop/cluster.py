@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import BEST, CUSTOM_LOOP, MANIFEST_FILE, Best, Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.config.data_sections import TEST, TRAIN
 from hybrid.config.loading import load_config
-from hybrid.config.splits import TEST, TRAIN
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.embedding_modules import plain_copy
 from hybrid.custom_loop.local_batches import GROUP, PreparedData
 from hybrid.custom_loop.loop_state import LoopProgress, Stateful, describe_start, load_progress, pack_state
 from hybrid.custom_loop.step_states import RESUME
 from hybrid.custom_loop.training_loop import TrainingLoop
-from hybrid.data.prepare.dataset_location import open_split
+from hybrid.data.prepare.preparation import open_split
 from hybrid.engine.hybrid_model import evaluating
 from hybrid.errors import CheckpointError, ConfigError, DataError, StorageError
 from hybrid.metrics import Metrics, Predictions
 from hybrid.storage import files as storage
-from hybrid.storage.compile_cache import choose_compile_cache
-from hybrid.storage.folder_lock import lock_until_exit
+from hybrid.storage.locked_folders import lock_until_exit
+from hybrid.storage.private_files import choose_compile_cache
 from hybrid.storage.remote_path import StoragePath, parse_path
 
 

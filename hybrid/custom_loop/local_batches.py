@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from hybrid.batch import Batch, by_task, padding_bounds, slice_bounds
 from hybrid.config import RunConfig
 from hybrid.custom_loop.embedding_modules import Jagged, TableCall, TableModule
-from hybrid.data.batches.batch_loader import BatchLoader
+from hybrid.data.batches import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.embedding.trainer.embeddings import TableRequest
 from hybrid.errors import ConfigError, DataError

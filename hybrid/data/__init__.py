@@ -19,8 +19,8 @@ The input is read and encoded once, into a prepared data set on disk. Training t
 - ``values``: columns to labels, numbers and canonical categorical values; invalid rows.
 - ``encode``: values to table rows and scaled numbers, fitted on the training rows.
 - ``prepare``: the preparation of a data set, in threads, within a memory limit.
-- ``dataset``: a prepared data set, on disk or in a store, and the orders of its rows.
-- ``batches``: a trainer's batches, read ahead.
+- ``dataset``: a prepared data set on disk.
+- ``batches``: the order of the rows in an epoch, and a trainer's batches, read ahead.
 
 The preparation makes training exact: the number of rows is known, and every epoch is an exact shuffle. A
 position in training is (epoch, step). Step ``s`` has the same samples for any number of trainers.

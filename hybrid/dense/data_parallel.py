@@ -353,7 +353,6 @@ def data_parallel(
 
     Args:
         inputs: a tuple of positional arguments, or a single argument; None means none.
-        module_kwargs: keyword arguments.
     """
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)

@@ -44,7 +44,6 @@ def make_optimizer(
     Args:
         options: its other arguments as TOML, such as ``momentum = 0.9``; a list becomes a tuple.
         sections: the sections [dense_groups.NAME] of parameters with their own learning rate or options.
-        is_remote: whether ``net`` is the remote net.
 
     Raises:
         ConfigError: there is no such class, it cannot train these parameters, or it refuses an option; a

@@ -31,7 +31,6 @@ class HostedNet(HostedModule):
     Args:
         net: eager or TorchScript. Calls run concurrently, unless the net has buffers: calls may change these,
             as running statistics do, so that they run one after another.
-        optimizer: over the parameters of ``net``.
         compiled: runs instead of ``net``: a compiled module over the same parameters and buffers.
     """
 

@@ -12,17 +12,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hybrid.batch import Batch
-from hybrid.data.batches.batch_loader import BatchLoader
+from hybrid.data.batches import BatchLoader
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest, DatasetReport
-from hybrid.data.dataset.prepared_dataset import PreparedDataset, block_batch
+from hybrid.data.dataset.prepared_dataset import LabelSums, PreparedDataset, block_batch, label_reports
 from hybrid.data.encode.feature_encoder import count_unknown, report_unknown
 from hybrid.data.parse.column_layout import Layout, TableBlock, create_file_section
 from hybrid.data.parse.input_files import list_files
 from hybrid.data.parse.sources import parse, read_blocks
-from hybrid.data.prepare.dataset_location import ensure_prepared, open_split
-from hybrid.data.prepare.preparation import cache_folder
-from hybrid.data.prepare.split_writer import LabelSums, label_reports
+from hybrid.data.prepare.preparation import cache_folder, ensure_prepared, open_split
 from hybrid.data.values.column_values import convert_maps, decode_dictionary, is_list
 from hybrid.data.values.invalid_rows import InvalidRowLog
 from hybrid.errors import ConfigError, DataError

@@ -121,7 +121,6 @@ class TrainedModule(nn.Module):
     Attributes:
         inputs: the plain tensors of a batch, in order.
         tables: one module per table, which returns vectors for ids.
-        dtype: data type of the nets and the outputs.
         autocast: lower precision for operations of the nets where it is safe, or None.
     """
 

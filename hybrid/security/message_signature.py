@@ -100,12 +100,8 @@ class Signatures:
     """Signs what this process sends, and verifies what it receives.
 
     Args:
-        secret: the cluster's secret.
         run_id: random bytes, new at each start of the cluster. A signature is valid within one start only.
         name: RPC name of this process.
-
-    Attributes:
-        sender: random number of this process.
     """
 
     def __init__(self, secret: Secret, run_id: bytes, name: str) -> None:

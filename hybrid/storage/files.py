@@ -44,11 +44,9 @@ class Entry(NamedTuple):
     """A file or folder in a listing.
 
     Attributes:
-        path: its path.
         size: in bytes; 0 for a folder, -1 for what is neither a file nor a folder, such as a FIFO, and for a
             link in a listed folder.
         mtime_ns: time of the last write; 0 if the store does not report it.
-        is_folder: whether it is a folder.
     """
 
     path: StoragePath

@@ -1,15 +1,25 @@
-"""Private folders, and the opening of files in folders that may be foreign. Without torch.
+"""Private folders, and the opening of files in folders that may be foreign. Does not import torch.
 
 A run's files contain the user's data. New folders are private; an existing folder keeps its mode, since its
 owner has decided who may read it, and new folders in it are private again. Every file of a run, a checkpoint,
 prepared data or pretrained rows is opened by :func:`open_file`.
 """
 
+import atexit
 import os
+import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 from hybrid.errors import StorageError
+
+# Cache folders of torch's compiler, and of its kernels for some GPUs. The defaults have predictable names in
+# the system's temporary folder, and torch loads libraries that another user may have put there.
+_COMPILE_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "QUACK_CACHE_DIR": "quack"}
+# Torch writes precompiled headers to the temporary folder only. Without them the first compilation takes
+# twice as long.
+_PRECOMPILE_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
 
 def make_folder(path: Path) -> None:
@@ -127,3 +137,22 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def choose_compile_cache() -> None:
+    """Give torch private cache folders, unless the user has set some.
+
+    The folders are in the user's cache folder, so later runs use them again. If no private folder can be made
+    there, torch and matplotlib get a temporary folder. The end of this process removes it.
+    """
+    os.environ.setdefault(_PRECOMPILE_HEADERS, "0")
+    missing = [name for name in _COMPILE_CACHES if not os.environ.get(name)]
+    if not missing:
+        return
+    folder = private_user_folder("XDG_CACHE_HOME", ".cache", "torch")
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="hybrid-torch-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ.setdefault("MPLCONFIGDIR", str(folder))  # else a warning if $HOME is read-only
+    for name in missing:
+        os.environ[name] = str(folder / _COMPILE_CACHES[name])

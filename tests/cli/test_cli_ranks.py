@@ -24,7 +24,7 @@ from support.commands import (
 )
 
 from workers.cli import main
-from workers.cli.scheduler_rank import TORCHRUN
+from workers.cli.commands import TORCHRUN
 
 SECONDS = 10.0
 STEPS = settings(train={"max_steps": 30, "epochs": 9, "eval_every_steps": 15}, checkpoint={"every_steps": 3})

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE
 from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.config import RunConfig
-from hybrid.data.prepare.dataset_location import ensure_prepared
+from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.metrics import Metrics
 from hybrid.storage.remote_path import StoragePath
 from workers.console.terminal import TerminalView

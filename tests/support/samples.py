@@ -41,7 +41,7 @@ def csv_config(*paths: StoragePath, **keys: Any) -> RunConfig:
 def prepared(config: RunConfig, cache: Path) -> tuple[PreparedDataset, PreparedDataset]:
     """Prepare data; return the training samples and the test samples."""
     folder = prepare(config, cache)
-    return PreparedDataset.open(folder, "train"), PreparedDataset.open(folder, "test")
+    return PreparedDataset(folder, "train"), PreparedDataset(folder, "test")
 
 
 def write(path: Path, text: str | bytes) -> Path:
@@ -100,7 +100,7 @@ def fit(
 ) -> FeatureEncoder:
     """Return an encoder fitted on some blocks."""
     layout = Layout.of(data, columns, with_labels=False)
-    statistics = FittedStatistics.of(layout)
+    statistics = FittedStatistics(layout)
     counts: dict[str, list[ValueCounts]] = {}
     for block in blocks:
         statistics.moments = statistics.moments.plus(Moments.of(block.dense_BF, layout.transforms))

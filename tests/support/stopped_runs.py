@@ -18,7 +18,7 @@ from support.shards import PATIENCE_SECONDS
 from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
-from hybrid.data.prepare.dataset_location import ensure_prepared
+from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.metrics import Predictions
 from hybrid.storage.remote_path import StoragePath
 from workers.cluster_task import TrainTask

@@ -25,7 +25,7 @@ from werkzeug.serving import make_server
 from werkzeug.wrappers import Response
 
 from hybrid.config import RunConfig
-from hybrid.data.prepare.dataset_location import ensure_prepared
+from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.storage import files
 from hybrid.storage.remote_path import RemotePath, parse_path
 

@@ -41,7 +41,7 @@ OPENERS = {
     "of descriptors, and in a folder without links, see build_directory": [
         "hybrid/data/encode/vocabulary.py",
         "hybrid/data/prepare/spill.py",
-        "hybrid/data/prepare/split_writer.py",
+        "hybrid/data/dataset/prepared_dataset.py",
         "hybrid/data/prepare/stages.py",
         "hybrid/data/prepare/vocabulary_order.py",
     ],

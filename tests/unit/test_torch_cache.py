@@ -10,7 +10,7 @@ import pytest
 from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
 import hybrid
-from hybrid.storage.compile_cache import choose_compile_cache
+from hybrid.storage.private_files import choose_compile_cache
 from workers import cli
 from workers.cli import commands
 
@@ -68,7 +68,7 @@ def test_a_folder_that_others_can_write_is_replaced_by_a_new_one(home: Path) -> 
 
 def test_a_temporary_folder_is_removed_with_its_process(tmp_path: Path) -> None:
     (tmp_path / ".cache").touch()
-    code = "from hybrid.storage.compile_cache import *; choose_compile_cache(); print(len(os.listdir()))"
+    code = "from hybrid.storage.private_files import *; choose_compile_cache(); print(len(os.listdir()))"
     kept = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "XDG_CACHE_HOME")}
     ended = subprocess.run(
         [sys.executable, "-c", f"import os; {code}"],

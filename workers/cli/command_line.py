@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid.errors import HybridError
-from hybrid.storage.compile_cache import choose_compile_cache
+from hybrid.storage.private_files import choose_compile_cache
 from hybrid.topology import RoleKind
 from workers.cli import commands
 from workers.cli.arguments import parse

@@ -9,52 +9,36 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
-from hybrid.config import ClusterSection, RunConfig
+from hybrid.config import ClusterSection, RunConfig, loading
 from hybrid.config.key import USER_FUNCTION
-from hybrid.config.loading import (
-    CONFIG_FILE,
-    apply_settings,
-    describe,
-    load_config,
-    select_role_settings,
-    to_toml,
-    validate,
-)
-from hybrid.config.schema import json_schema
 from hybrid.errors import ConfigError, HybridError
 from hybrid.security.secret import VARIABLE, Secret
-from hybrid.storage.folder_lock import folder_lock
+from hybrid.storage.locked_folders import folder_lock
 from hybrid.storage.remote_path import StoragePath, parse_path
-from hybrid.topology import MASTER, Role, RoleKind
+from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.user_code.run_signature import load_run_config
 from workers.cli.arguments import AUTO, COMPARED_DTYPE, EXPORTS, STREAM
-from workers.cli.scheduler_rank import end_with_scheduler, index_of, master_host, role_of
 from workers.cluster_task import CompareTask, FunctionTask, ScriptTask, Task, TrainTask
 from workers.console.messages import print_line, print_text
 from workers.console.terminal import transient_status
 from workers.exit_codes import Interrupt, ReportedError, exit_code
+from workers.launching.fork_server import end_with_parent
 from workers.launching.launcher import launch
 from workers.module_imports import fast_imports
 from workers.rendezvous.host_setup import MasterAddress, allow_open_files
 from workers.rendezvous.rendezvous_server import report_end
-from workers.run_folder.run_access import (
-    check_same_model,
-    describe_saved_state,
-    hold_run,
-    is_finished,
-    load_resumed_config,
-    newest_run,
-    refuse_existing,
-    run_path,
-    scratch_logs,
-    script_folder,
-)
+from workers.run_folder import run_access
+
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by agents of torchrun for their processes
+SLURM_STEP = "SLURM_STEP_ID"  # set by srun for its processes
+_INDEX = "JOB_COMPLETION_INDEX"  # set by Kubernetes in the pods of an indexed job
+_BY_HAND = "start each role by its own command: hybrid master, hybrid trainer, hybrid worker"
 
 
 def launch_command(options: argparse.Namespace) -> None:
@@ -62,7 +46,8 @@ def launch_command(options: argparse.Namespace) -> None:
     config, folder, is_resumed, end_message = _requested_run(options)
     if end_message:
         return
-    with hold_run(folder, is_resumed) as (local, lock), _report_saved_state(local, options.command):
+    held = run_access.hold_run(folder, is_resumed)
+    with held as (local, lock), _report_saved_state(local, options.command):
         launch(config, local, TrainTask(local, is_resumed, options.started_at), lock)
 
 
@@ -73,14 +58,14 @@ def compare_command(options: argparse.Namespace) -> None:
     config = _read_config(options)
     dtype = options.dtype or (config.train.dtype if options.script else COMPARED_DTYPE)
     config = config.replace(train=dataclasses.replace(config.train, dtype=dtype))
-    validate(config)
+    loading.validate(config)
     if config.train.update == "async":
         rule = "must be sync or lookahead: the result of async depends on timing"
         raise ConfigError("train.update", rule, config.train.update)
     if config.embedding.wire_dtype != "rows":
         rule = "must be rows: one process sends nothing, so it rounds nothing"
         raise ConfigError("embedding.wire_dtype", rule, config.embedding.wire_dtype)
-    with scratch_logs("hybrid-compare-") as folder, folder_lock(folder) as lock:
+    with run_access.scratch_logs("hybrid-compare-") as folder, folder_lock(folder) as lock:
         if options.script is None:
             from hybrid.data.parse.sources import check_columns
 
@@ -106,7 +91,7 @@ def run_command(options: argparse.Namespace) -> None:
     else:
         task = _script_task(options.program, options.arguments)
     config = _read_config(options)
-    with scratch_logs("hybrid-run-") as folder, folder_lock(folder) as lock:
+    with run_access.scratch_logs("hybrid-run-") as folder, folder_lock(folder) as lock:
         if isinstance(task, ScriptTask):
             task = dataclasses.replace(task, scratch=folder)
         with _report_saved_state(folder, options.command):
@@ -129,7 +114,7 @@ def importing_torch() -> Iterator[None]:
 
 
 def _read_config(options: argparse.Namespace) -> RunConfig:
-    return load_config(options.config, _overrides(options))
+    return loading.load_config(options.config, _overrides(options))
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
@@ -152,18 +137,18 @@ def _requested_run(options: argparse.Namespace) -> tuple[RunConfig, StoragePath,
         if options.config is not None:
             raise ConfigError("--resume", "uses the configuration of its run; use --set to change keys")
         run = parse_path(options.resume)
-        return load_resumed_config(run, _overrides(options), options.trust_code), run, True, ""
+        return run_access.load_resumed_config(run, _overrides(options), options.trust_code), run, True, ""
     config = _read_config(options)
-    newest = newest_run(config) if options.resume else None
+    newest = run_access.newest_run(config) if options.resume else None
     if newest is not None:
-        check_same_model(newest, config)
+        run_access.check_same_model(newest, config)
         end_message = ""
-        if is_finished(newest, config):
+        if run_access.is_finished(newest, config):
             end_message = f"{newest} has finished; raise train.epochs, or start a run with another run.name"
         print_line(end_message or f"resuming {newest}")
         return config, newest, True, end_message
-    folder = run_path(config)
-    refuse_existing(folder)
+    folder = run_access.run_path(config)
+    run_access.refuse_existing(folder)
     if options.resume:
         print_line(f"no run of {config.run.name} yet; starting {folder}")
     if getattr(options, "script", None) is None:
@@ -179,10 +164,10 @@ def _report_saved_state(folder: Path, command: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        if command == "run" and script_folder(folder) is None:
+        if command == "run" and run_access.script_folder(folder) is None:
             raise
         reason = f": {interrupt}" if str(interrupt) else ""
-        message = f"stopped{reason}; {describe_saved_state(folder, command)}"
+        message = f"stopped{reason}; {run_access.describe_saved_state(folder, command)}"
         raise Interrupt(exit_code(interrupt), message) from interrupt
 
 
@@ -198,7 +183,7 @@ def master_command(options: argparse.Namespace) -> None:
     if options.script is not None:
         _lead(config, _script_task(options.script, ()), secret)
         return
-    with hold_run(folder, is_resumed) as (local, _), _report_saved_state(local, options.command):
+    with run_access.hold_run(folder, is_resumed) as (local, _), _report_saved_state(local, options.command):
         _lead(config, TrainTask(local, is_resumed, options.started_at), secret)
 
 
@@ -217,11 +202,11 @@ def _lead(config: RunConfig, task: Task, secret: Secret) -> None:
 def role_command(options: argparse.Namespace) -> None:
     """Run the role that belongs to this process's rank; torchrun or srun sets the rank."""
     if None not in (options.trainers, options.workers):
-        cluster = load_config(None, _overrides(options)).cluster
+        cluster = loading.load_config(None, _overrides(options)).cluster
     elif options.resume in (None, AUTO):
         cluster = _read_config(options).cluster
     else:
-        path = parse_path(options.resume) / CONFIG_FILE
+        path = parse_path(options.resume) / loading.CONFIG_FILE
         cluster = load_run_config(path, _overrides(options), options.trust_code, uses=["cluster"]).cluster
     role = role_of(os.environ, cluster.topology)
     address = _master_address(options)
@@ -231,7 +216,8 @@ def role_command(options: argparse.Namespace) -> None:
         master_command(options)
     else:
         options.index, options.master = role.index, str(address)
-        options.set = [f"cluster.secret_file={cluster.secret_file}", *select_role_settings(options.set)]
+        settings = loading.select_role_settings(options.set)
+        options.set = [f"cluster.secret_file={cluster.secret_file}", *settings]
         trainer_command(options)
 
 
@@ -252,7 +238,7 @@ def trainer_command(options: argparse.Namespace) -> None:
     address = _master_address(options)
     if options.index < 0:
         raise ConfigError("--index", "must be at least 0", options.index)
-    secret = _shared_secret(apply_settings(RunConfig(), options.set).cluster)
+    secret = _shared_secret(loading.apply_settings(RunConfig(), options.set).cluster)
     with importing_torch():
         from workers.rendezvous.bootstrap import serve
 
@@ -335,6 +321,65 @@ def secret_command(options: argparse.Namespace) -> None:
 def config_command(options: argparse.Namespace) -> None:
     """Print the effective configuration, or a description of each key."""
     if options.schema:
-        print_text(json_schema())
+        print_text(loading.json_schema())
         return
-    print_text(describe() if options.describe else to_toml(_read_config(options)))
+    print_text(loading.describe() if options.describe else loading.to_toml(_read_config(options)))
+
+
+def role_of(environment: Mapping[str, str], topology: Topology) -> Role:
+    """Return the role of a process by its rank: 0 is the master, then trainers, then workers.
+
+    Missing or contradictory variables are refused: some platforms set RANK and WORLD_SIZE once per node, and
+    a guess would start half a cluster.
+
+    Raises:
+        ConfigError: the rank is missing or ambiguous, or the number of processes is not the topology's.
+    """
+    ranks: dict[str, tuple[int, int]] = {}
+    if "RANK" in environment:
+        ranks["RANK and WORLD_SIZE"] = _integer(environment, "RANK"), _integer(environment, "WORLD_SIZE")
+    if SLURM_STEP in environment and TORCHRUN not in environment:
+        size = _integer(environment, "SLURM_STEP_NUM_TASKS")
+        ranks["SLURM_PROCID and SLURM_STEP_NUM_TASKS"] = _integer(environment, "SLURM_PROCID"), size
+    if not ranks:
+        rule = f"needs RANK and WORLD_SIZE, or SLURM_PROCID of srun, and none is set; {_BY_HAND}"
+        raise ConfigError("role", rule)
+    found = " but ".join(f"{names} say {rank} of {size}" for names, (rank, size) in ranks.items())
+    if len(set(ranks.values())) > 1:
+        raise ConfigError("role", f"{found}; {_BY_HAND}")
+    rank, size = next(iter(ranks.values()))
+    if size != topology.world_size or not 0 <= rank < size:
+        rule = (
+            f"{found}, but {topology} are {topology.world_size} processes (some platforms, such as PAI-DLC "
+            f"and Baidu's, set RANK once per node); {_BY_HAND}"
+        )
+        raise ConfigError("role", rule)
+    return topology.roles[rank]
+
+
+def index_of(environment: Mapping[str, str], kind: RoleKind) -> int:
+    """Return the index of a trainer or worker for which ``--index`` is not given."""
+    if _INDEX not in environment:
+        rule = f"must be given: the index of the {kind}, from 0 (Kubernetes sets {_INDEX} in indexed jobs)"
+        raise ConfigError("--index", rule)
+    return _integer(environment, _INDEX)
+
+
+def _integer(environment: Mapping[str, str], name: str) -> int:
+    if name not in environment:
+        raise ConfigError("role", f"{name} is not set; {_BY_HAND}")
+    try:
+        return int(environment[name])
+    except ValueError as error:
+        raise ConfigError(name, "must be an integer", environment[name]) from error
+
+
+def master_host(environment: Mapping[str, str]) -> str:
+    """Return the host of rank 0 under torchrun, else an empty string; MASTER_PORT is torchrun's own port."""
+    return environment.get("MASTER_ADDR", "") if TORCHRUN in environment else ""
+
+
+def end_with_scheduler() -> None:
+    """End this process with its parent if torchrun or srun, which restart all roles, is the parent."""
+    if TORCHRUN in os.environ or SLURM_STEP in os.environ:
+        end_with_parent(os.getppid())

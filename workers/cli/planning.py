@@ -18,7 +18,7 @@ from rich.table import Table
 
 from hybrid.config import RunConfig
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.prepare.dataset_location import ensure_prepared, open_split
+from hybrid.data.prepare.preparation import ensure_prepared, open_split
 from hybrid.data.prepare.synthetic_log import ClickLog
 from hybrid.dense.net_builder import build_dense_net
 from hybrid.embedding.placement import BYTES_PER_ID, Placement, bag_ids, bytes_per_row, unpooled_ids

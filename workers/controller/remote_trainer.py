@@ -13,11 +13,11 @@ from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Files
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, pack_dense, unpack_dense, write_tensors
 from hybrid.config import RunConfig
+from hybrid.config.data_sections import TRAIN
 from hybrid.config.loading import apply_settings
-from hybrid.config.splits import TRAIN
-from hybrid.data.batches.batch_loader import BatchLoader, BatchStream
+from hybrid.data.batches import BatchLoader, BatchStream
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
-from hybrid.data.prepare.dataset_location import open_split
+from hybrid.data.prepare.preparation import open_split
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.dense.devices import choose_devices
 from hybrid.dense.net_builder import batch_norm_warning
@@ -77,7 +77,6 @@ class Trainer:
     """The object of a job in a trainer process. The master creates it and calls its methods.
 
     Args:
-        index: this trainer's index.
         placement: the worker of each row.
         remote_tables: a stub for every worker that holds rows.
         data_source: location of the prepared data, for :func:`open_split`; None if the caller gives batches.

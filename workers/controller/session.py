@@ -13,15 +13,15 @@ from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_folders import Files, Manifest, dense_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
+from hybrid.config.data_sections import TEST, TRAIN
 from hybrid.config.loading import CONFIG_FILE, load_config
-from hybrid.config.splits import TEST, TRAIN
 from hybrid.config.validation import recorded_steps
-from hybrid.data.batches.batch_loader import check_ranking_losses
+from hybrid.data.batches import check_ranking_losses
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.prepare.dataset_location import open_split
+from hybrid.data.prepare.preparation import open_split
 from hybrid.engine.model_builder import Blueprint, host_remote_net, place_tables
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.input_spec import InputSpec

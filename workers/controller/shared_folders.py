@@ -44,7 +44,6 @@ class FolderCheck:
 
     Args:
         key: the configuration key of the folder.
-        file: path of the file.
         digest: SHA-256 of its content.
         writes: whether this role will write into the folder.
         master: name of the master's host.

@@ -65,7 +65,6 @@ class ScriptRequest:
     Attributes:
         action: "deploy" tables, "prepare" the data of the configuration, "resume" from the checkpoints in a
             folder after a failure, "save" or "load" a checkpoint, or "end" of the script.
-        tables: the tables to deploy.
         folder, manifest: of the checkpoint.
         number: see :class:`PlacedTables`.
     """
@@ -212,7 +211,6 @@ class Script(Backend):
     The master creates the object, and calls its public methods that :class:`Backend` does not have.
 
     Args:
-        index: this trainer's index.
         task: the script, with its absolute path.
         settings: this role's values of keys marked "by host".
     """

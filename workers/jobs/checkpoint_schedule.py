@@ -80,7 +80,6 @@ class RunCounts:
     """The counts of a run.
 
     Attributes:
-        samples: number of training samples.
         seconds: time of the trainers for these samples.
         skipped_steps: see :class:`workers.controller.remote_trainer.TrainerReport`.
         undefined: the steps of evaluations in which the metric of the best checkpoint was undefined.

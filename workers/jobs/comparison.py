@@ -20,13 +20,13 @@ from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, shard_
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.config import RunConfig
-from hybrid.config.splits import TRAIN
+from hybrid.config.data_sections import TRAIN
 from hybrid.config.task_sections import metric_name, metric_title
 from hybrid.custom_loop.backend import BACKEND, SingleProcess
 from hybrid.custom_loop.loop_state import PARAMETERS
-from hybrid.data.batches.batch_loader import BatchLoader
+from hybrid.data.batches import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
-from hybrid.data.prepare.dataset_location import open_split
+from hybrid.data.prepare.preparation import open_split
 from hybrid.errors import HybridError
 from hybrid.metrics import Predictions
 from hybrid.reference.reference_training import Reference

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import Best
-from hybrid.config.splits import TEST, VALIDATION
+from hybrid.config.data_sections import TEST, VALIDATION
 from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
 from hybrid.metrics import Metrics
 from hybrid.storage.remote_path import StoragePath
@@ -26,10 +26,8 @@ class Outcome:
     """How a run has ended.
 
     Attributes:
-        step: the last step.
         tested: the step and the metrics of the model on the test rows; None without test rows.
         validation: the metrics of the last step on the validation rows, if there are such rows.
-        best: the best checkpoint, if there is one.
     """
 
     session: DatasetSession

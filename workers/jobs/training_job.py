@@ -10,7 +10,7 @@ from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import OWES_EVALUATION, PROGRESS_FILE, Best
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig, TrainSection
-from hybrid.config.splits import TEST
+from hybrid.config.data_sections import TEST
 from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
 from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics, Predictions

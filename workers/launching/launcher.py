@@ -30,13 +30,8 @@ from workers.exit_codes import Cause, ExitCode, Interrupt, ReportedError, StopRe
 from workers.launching.fork_server import ForkServer
 from workers.launching.role_processes import RoleFailure, RoleProcesses
 from workers.rendezvous.host_setup import AUTO, LOOPBACK, allow_open_files, is_loopback
-from workers.run_folder.run_access import (
-    RunState,
-    checkpoint_root,
-    describe_saved_state,
-    run_write_errors,
-    script_folder,
-)
+from workers.run_folder import run_access
+from workers.run_folder.run_access import RunState, run_write_errors, script_folder
 
 RESTARTS_FILE = "restarts.jsonl"
 # DDP imports torch._dynamo, which takes as long as torch itself.
@@ -86,7 +81,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
             if failure.cause is Cause.STOPPED:
                 raise Interrupt(stop.code or ExitCode.INTERRUPTED, failure.message)
             if roles.is_stop_requested:
-                state = describe_saved_state(folder, "launch")
+                state = run_access.describe_saved_state(folder, "launch")
                 message = f"{failure.message}; the run was asked to stop; {state}"
                 raise ReportedError(message, restarts.code_of(failure))
             _report(task, restarts.plan_restart(failure))
@@ -100,7 +95,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
 def _start_server(config: RunConfig, folder: Path, task: Task, lock: int) -> Iterator[ForkServer]:
     """Start the server that forks the roles, in a network namespace if possible."""
     with ForkServer(_PRELOAD, [lock]) as server:
-        if uses_namespace(config, checkpoint_root(folder)):
+        if uses_namespace(config, run_access.checkpoint_root(folder)):
             try:
                 server.isolate()
             except OSError as error:
@@ -172,7 +167,6 @@ class Restarts:
     """The restarts of one run: their limit, messages and records.
 
     Args:
-        folder: the run folder.
         maximum: number of restarts in a row without a new checkpoint.
     """
 

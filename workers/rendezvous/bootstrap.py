@@ -78,7 +78,6 @@ class JoinedCluster:
     """A running cluster, as one of its roles sees it.
 
     Attributes:
-        store: the cluster's key-value store.
         members: every other role; on the master only.
         rendezvous: the server; on the master only.
     """
@@ -97,7 +96,6 @@ class RendezvousStore(dist.Store):
     part of this object, so the caller must keep the object while torch may use it.
 
     Args:
-        connect: creates a connection to the master.
         timeout_seconds: default timeout of ``get`` and ``wait``.
 
     Raises:

@@ -25,18 +25,8 @@ from hybrid.security.secret import Secret
 from hybrid.topology import MASTER
 from hybrid.user_code.user_modules import kind_and_text, log_traceback
 from workers.exit_codes import ExitCode, StopMessage, exit_code
-from workers.rendezvous.heartbeat import (
-    ACCEPTED,
-    ALIVE,
-    HEARTBEATS,
-    REJECTED,
-    RUN_ENDED,
-    SIGNALED,
-    TAKEN,
-    HeartbeatInterval,
-    Registration,
-    own_versions,
-)
+from workers.rendezvous import heartbeat
+from workers.rendezvous.heartbeat import HeartbeatInterval, Registration, own_versions
 from workers.rendezvous.host_setup import DEFAULT_PORT, listen
 from workers.rendezvous.interrupt import EndedRoleError, LostRoleError
 from workers.rendezvous.secure_channel import ChannelError, FrameCipher, MasterChannel, authenticate
@@ -82,7 +72,7 @@ class RendezvousServer:
         self._listener = listener
         self._topology = config.cluster.topology
         # A configuration may have very many keys.
-        self._response = ACCEPTED, zlib.compress(to_toml(config).encode())
+        self._response = heartbeat.ACCEPTED, zlib.compress(to_toml(config).encode())
         self._on_failure = on_failure
         self._end_reason = end_reason
         self._secret = secret
@@ -184,12 +174,12 @@ class RendezvousServer:
                 try:
                     async with asyncio.timeout(HANDSHAKE_SECONDS):
                         purpose, *message = await channel.receive()
-                    if purpose == HEARTBEATS:
+                    if purpose == heartbeat.HEARTBEATS:
                         role = dataclasses.replace(Registration.unpacked(message[0]), is_local=is_local)
                         response = self._register(role)
                 finally:
                     self._arriving -= 1
-                if purpose != HEARTBEATS:
+                if purpose != heartbeat.HEARTBEATS:
                     await self._keys.serve(channel)
                 elif response is self._response:
                     await self._monitor(channel, role)
@@ -235,9 +225,9 @@ class RendezvousServer:
         name = role.role
         # Check this first: a duplicate must not end the run, whatever its versions are.
         if name in self._registered:
-            return (TAKEN,)
+            return (heartbeat.TAKEN,)
         if name == str(MASTER) or name not in map(str, self._topology.roles):
-            return REJECTED, f"there is no {name} in a cluster of {self._topology}".encode()
+            return heartbeat.REJECTED, f"there is no {name} in a cluster of {self._topology}".encode()
         versions = own_versions()
         if versions != role.versions:
             reason = (
@@ -245,10 +235,10 @@ class RendezvousServer:
                 f"{socket.gethostname()} {versions}; install the same on both"
             )
             self._on_failure(HybridError(reason))
-            return REJECTED, reason.encode()
+            return heartbeat.REJECTED, reason.encode()
         self._registered.add(name)
         if self._end_reason:
-            return RUN_ENDED, self._end_reason.encode()
+            return heartbeat.RUN_ENDED, self._end_reason.encode()
         self._keys.set(f"{MEMBER}/{name}", role.packed())
         self._silent_turns[role] = 0
         return self._response
@@ -256,10 +246,10 @@ class RendezvousServer:
     async def _monitor(self, channel: MasterChannel, role: Registration) -> None:
         """Receive the heartbeats of a role until it leaves; the registration is the first heartbeat."""
         try:
-            message = [ALIVE]
+            message = [heartbeat.ALIVE]
             response: tuple[bytes, ...] = self._response
-            while message[0] in (ALIVE, SIGNALED):
-                if message[0] == SIGNALED:
+            while message[0] in (heartbeat.ALIVE, heartbeat.SIGNALED):
+                if message[0] == heartbeat.SIGNALED:
                     self._on_signal(int(message[1]))
                 self._silent_turns[role] = 0
                 await channel.send(*response)

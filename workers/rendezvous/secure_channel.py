@@ -128,9 +128,6 @@ class Channel:
     Args:
         interval: limits how long the master may be silent while a response is due.
 
-    Attributes:
-        interval: see above; callers may replace it.
-
     Raises:
         OSError: no process listens there.
         ConfigError: the master has another secret.
@@ -139,7 +136,7 @@ class Channel:
     """
 
     def __init__(self, address: str, port: int, secret: Secret, interval: HeartbeatInterval) -> None:
-        self.interval = interval
+        self.interval = interval  # callers may replace it
         self._buffer = bytearray()
         self._socket = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
         try:
@@ -221,9 +218,6 @@ def connect(
     address: MasterAddress, secret: Secret, interval: HeartbeatInterval, timeout_seconds: float
 ) -> Channel:
     """Connect to the master, and retry until it listens.
-
-    Args:
-        timeout_seconds: how long to retry.
 
     Raises:
         ClusterError: no process listens, the master is frozen, or another program listens there.

@@ -32,7 +32,7 @@ from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError, HybridError, StorageError
 from hybrid.storage import files
 from hybrid.storage.file_formats import parse_json
-from hybrid.storage.folder_lock import LOCK_FILE, folder_lock
+from hybrid.storage.locked_folders import LOCK_FILE, folder_lock
 from hybrid.storage.private_files import private_user_folder, refuse_link
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 from hybrid.topology import Role
@@ -314,9 +314,6 @@ def _is_record(value: Any) -> bool:
 
 def load_resumed_config(run: StoragePath, overrides: Sequence[str], trust_code: bool = False) -> RunConfig:
     """Return the configuration of a run to resume, with overrides.
-
-    Args:
-        trust_code: whether to trust a run that the user has not signed.
 
     Raises:
         ConfigError: there is no run; the user has not signed values of the run; or an override changes the

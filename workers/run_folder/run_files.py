@@ -21,24 +21,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import hybrid
 from hybrid.config import RunConfig
+from hybrid.config.data_sections import SPLITS, TEST, TRAIN
 from hybrid.config.loading import CONFIG_FILE
-from hybrid.config.splits import SPLITS, TEST, TRAIN
 from hybrid.config.task_sections import metric_title
 from hybrid.metrics import Metrics
 from hybrid.storage import files
 from hybrid.storage.private_files import make_folder, open_file
 from hybrid.user_code.run_signature import signed_toml
 from workers.console.terminal import TrainingProgress
-from workers.run_folder.run_access import (
-    METRICS_FILE,
-    RESULT_FILE,
-    Record,
-    checkpoint_root,
-    read_records,
-    refuse_existing,
-    run_write_errors,
-    upload,
-)
+from workers.run_folder import run_access
+from workers.run_folder.run_access import METRICS_FILE, RESULT_FILE, Record, run_write_errors
 from workers.run_folder.step_profile import Profile
 
 if TYPE_CHECKING:
@@ -51,14 +43,13 @@ class RunFolder:
     Every method raises HybridError with the path of the file if a file cannot be written.
 
     Attributes:
-        path: the local folder.
         checkpoint_root: the folder of checkpoints: ``path``, or a folder in a store.
         make_room: called if the disk is full when a record is written; returns whether to try again.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoint_root = checkpoint_root(path)
+        self.checkpoint_root = run_access.checkpoint_root(path)
         self._metrics_path = path / METRICS_FILE
         with run_write_errors(self._metrics_path):
             self._metrics = AppendOnlyFile(self._metrics_path, lambda: self.make_room())
@@ -68,7 +59,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunFolder:
         """Make the folder of a new run; ConfigError if ``path`` contains a run already."""
-        refuse_existing(path)
+        run_access.refuse_existing(path)
         with run_write_errors(path):
             make_folder(path)
         _write_text(path / CONFIG_FILE, signed_toml(config))
@@ -86,12 +77,12 @@ class RunFolder:
         """
         with run_write_errors(path):
             make_folder(path)
-            for folder in (path, checkpoint_root(path)):  # the same, unless the run is in a store
+            for folder in (path, run_access.checkpoint_root(path)):  # the same, unless the run is in a store
                 files.remove(folder / RESULT_FILE)
         if (path / METRICS_FILE).is_file():
             evaluated = {config.data.selection_split: step if is_evaluated else step - 1}
             last_steps = {TEST: -1, **evaluated}  # with validation rows, the end of the run has a new test
-            records = read_records(path / METRICS_FILE)
+            records = run_access.read_records(path / METRICS_FILE)
             kept = [record for record in records if record["step"] <= last_steps.get(record["kind"], step)]
             _write_text(path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
         _write_text(path / CONFIG_FILE, signed_toml(config))
@@ -144,7 +135,7 @@ class RunFolder:
         """Flush the log to the disk; upload the files of a run in a store."""
         with run_write_errors(self._metrics_path):
             self._metrics.sync()
-        upload(self.path)
+        run_access.upload(self.path)
 
     def write_profile(self, profile: Profile) -> Path:
         """Write the profile, and return its folder."""
@@ -156,7 +147,7 @@ class RunFolder:
     def finish(self, result: Mapping[str, Any], score: str = "auc") -> None:
         """Draw the curves, with the metric ``score`` beside the loss, and write the result."""
         with run_write_errors(self.curves):
-            draw_curves(read_records(self._metrics_path), self.curves, score)
+            draw_curves(run_access.read_records(self._metrics_path), self.curves, score)
         _write_text(self.path / RESULT_FILE, _json(result))
 
     def close(self) -> None:

@@ -29,7 +29,6 @@ class Profile:
         spans: by role, from :meth:`StepClock.take_spans`.
 
     Attributes:
-        steps: the recorded steps.
         step_seconds: mean duration of a trainer's step.
         spans: of these steps by role, in the order of their starts; an enclosing span comes first.
     """

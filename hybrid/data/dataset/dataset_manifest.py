@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hybrid.config import RunConfig
+from hybrid.config.data_sections import PATH_KEYS
 from hybrid.config.loading import CONFIG_FILE
-from hybrid.config.splits import PATH_KEYS
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import UnknownValues
 from hybrid.data.parse.input_files import InputFile, compute_sampled_checksum

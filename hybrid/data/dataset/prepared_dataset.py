@@ -1,4 +1,4 @@
-"""A prepared data set on disk, and batches of its rows.
+"""A prepared data set on disk: its arrays, and batches of its rows.
 
 A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (feature_encoder.py),
 ``vocabularies.parquet`` (vocabulary.py), and a folder for each split, of plain ``.npy`` files::
@@ -8,7 +8,7 @@ A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (featu
     labels.npy       uint8 (N, T), or float32 unless all tasks are binary
     weights.npy      float32 (N, T), absent if all samples have the same weight
     groups.npy       int64 (N,), absent without groups
-    group_rows.npy   int64 (N,), of training rows with groups: the rows by group (batch_loader.py)
+    group_rows.npy   int64 (N,), of training rows with groups: the rows by group (batches.py)
     group_starts.npy int64 (G + 1,), the start of each group in group_rows
     source_rows.npy  int64 (N,), the input row of each sample
     bag_K_ids.npy, bag_K_offsets.npy     int32 (L,) and int64 (N + 1,), of multi-hot feature K
@@ -17,6 +17,7 @@ A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (featu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,10 +28,10 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.data.dataset.dataset_manifest import FILE_NAME, DataManifest, DatasetReport
-from hybrid.data.dataset.sample_order import positions
+from hybrid.config import TaskSection
+from hybrid.data.dataset.dataset_manifest import FILE_NAME, DataManifest, LabelReport
 from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock
-from hybrid.data.values.model_columns import Targets
+from hybrid.data.values.model_columns import Targets, TargetSpec
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.primitives.grouping import ranking_totals
@@ -43,64 +44,41 @@ _TYPES: dict[str, tuple[npt.DTypeLike, ...]] = {  # of arrays; int64 for those t
 }
 
 
-class StepRows(NamedTuple):
-    """The rows of a step; a trainer's slice is from ``start`` to ``stop``, and has ``padding`` after it."""
-
-    rows: npt.NDArray[np.int64]
-    start: int
-    stop: int
-    padding: tuple[int, int] = (0, 0)
-
-    @property
-    def local(self) -> npt.NDArray[np.int64]:
-        first, last = self.padding
-        local = self.rows[self.start : self.stop]
-        return np.concatenate([local, self.rows[first:last]]) if first < last else local
-
-
 class PreparedDataset:
     """A memory-mapped split of a prepared data set, whose rows can be read in any order.
 
-    Attributes:
+    Args:
         folder: the folder of the data set on this machine.
+        split: "train", "validation" or "test".
+
+    Raises:
+        DataError: the size, or a sample of the content, of an array differs from the manifest.
+
+    Attributes:
         group_rows: int64 (N,), the rows by group, in file order within each; None without this order.
         group_starts: int64 (G + 1,), the start of each group in ``group_rows``.
         source_rows: int64 (N,), the 0-based input row of each sample.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        arrays: Mapping[str, npt.NDArray[Any]],
-        input_spec: InputSpec,
-        report: DatasetReport,
-    ) -> None:
-        self.folder = folder
-        self.input_spec = input_spec
-        self.report = report
-        self._dense, self._ids, self.source_rows = arrays["dense"], arrays["ids"], arrays["source_rows"]
-        self._labels = arrays["labels"]
-        self._weights, self._groups = arrays.get("weights"), arrays.get("groups")
-        self.group_rows, self.group_starts = arrays.get("group_rows"), arrays.get("group_starts")
-        self._bags = {  # of each multi-hot feature, its ids, offsets and weights
-            k: (arrays[f"bag_{k}_ids"], arrays[f"bag_{k}_offsets"], arrays.get(f"bag_{k}_weights"))
-            for k, feature in enumerate(input_spec.sparse_features)
-            if feature.multi_hot
-        }
-
-    @classmethod
-    def open(cls, folder: Path, split: str) -> PreparedDataset:
-        """Open the split "train", "validation" or "test" of a folder that ``prepare`` wrote.
-
-        DataError if the size, or a sample of the content, of an array differs from the manifest.
-        """
+    def __init__(self, folder: Path, split: str) -> None:
         try:
             manifest = DataManifest.read(folder / FILE_NAME)
             manifest.check(folder, split)
             arrays = map_arrays(folder, manifest, split)
         except DataError as error:
             raise DataError(f"{error}; delete {folder} to prepare it again") from error
-        return cls(folder, arrays, manifest.input_spec, manifest.splits[split])
+        self.folder = folder
+        self.input_spec = manifest.input_spec
+        self.report = manifest.splits[split]
+        self._dense, self._ids, self.source_rows = arrays["dense"], arrays["ids"], arrays["source_rows"]
+        self._labels = arrays["labels"]
+        self._weights, self._groups = arrays.get("weights"), arrays.get("groups")
+        self.group_rows, self.group_starts = arrays.get("group_rows"), arrays.get("group_starts")
+        self._bags = {  # of each multi-hot feature, its ids, offsets and weights
+            k: (arrays[f"bag_{k}_ids"], arrays[f"bag_{k}_offsets"], arrays.get(f"bag_{k}_weights"))
+            for k, feature in enumerate(self.input_spec.sparse_features)
+            if feature.multi_hot
+        }
 
     @property
     def num_samples(self) -> int:
@@ -185,6 +163,20 @@ def map_arrays(folder: Path, manifest: DataManifest, split: str) -> dict[str, np
     return arrays
 
 
+def positions(
+    offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the positions of the items of the bags ``rows``, one bag after the other, and their lengths.
+
+    Args:
+        offsets: the start of each bag, and the end of the last.
+    """
+    starts_B = offsets[rows]
+    lengths_B = offsets[rows + 1] - starts_B
+    before_B = np.cumsum(lengths_B) - lengths_B
+    return np.repeat(starts_B - before_B, lengths_B) + np.arange(lengths_B.sum()), lengths_B
+
+
 def _by_task(values_BT: npt.NDArray[Any]) -> Tensor:
     """Return a float32 column for each task; a vector for one task."""
     return torch.from_numpy(values_BT.astype(np.float32, copy=False)).squeeze(1)
@@ -228,3 +220,117 @@ def block_batch(block: EncodedBlock, spec: InputSpec, targets: Targets | None = 
         weights=None if weights_BT is None else _by_task(weights_BT),
         groups=None if groups_B is None else torch.from_numpy(groups_B),
     )
+
+
+class SplitPosition(NamedTuple):
+    """A position in the arrays of a split: numbers of samples and of values per sparse column before it."""
+
+    row: int
+    values_K: npt.NDArray[np.int64]
+
+
+class LabelSums(NamedTuple):
+    """Sums of the labels of T tasks, over the samples of a block that count for each task."""
+
+    counts_T: npt.NDArray[np.int64]
+    sums_T: npt.NDArray[np.float64]
+    lowest_T: npt.NDArray[np.float64]
+    highest_T: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, targets: Targets) -> LabelSums:
+        labels_BT = targets.labels_BT.astype(np.float64)
+        counts_BT = np.ones(labels_BT.shape, np.bool_)
+        if targets.weights_BT is not None:
+            counts_BT = targets.weights_BT > 0
+        return cls(
+            counts_BT.sum(0),
+            np.where(counts_BT, labels_BT, 0).sum(0),
+            np.where(counts_BT, labels_BT, np.inf).min(0, initial=np.inf),
+            np.where(counts_BT, labels_BT, -np.inf).max(0, initial=-np.inf),
+        )
+
+
+def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums]) -> tuple[LabelReport, ...]:
+    """Return the report of the labels of each task, from the sums of all blocks."""
+    counts_T, sums_T, lowest_T, highest_T = LabelSums.of(Targets(np.empty((0, len(tasks)), np.float32)))
+    for block in blocks:
+        counts_T += block.counts_T
+        sums_T += block.sums_T
+        lowest_T = np.minimum(lowest_T, block.lowest_T)
+        highest_T = np.maximum(highest_T, block.highest_T)
+    reports = []
+    for t, (name, task) in enumerate(tasks.items()):
+        count = int(counts_T[t])
+        known = (sums_T[t] / count, lowest_T[t], highest_T[t]) if count else ()
+        reports.append(LabelReport(name, task.kind, count, *map(float, known)))
+    return tuple(reports)
+
+
+def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: SplitPosition) -> None:
+    """Create the arrays of a split, whose last sample is before ``end``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    features = spec.sparse_features
+    multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]
+
+    def create(name: str, num_rows: int, dtype: npt.DTypeLike, *row_shape: int) -> None:
+        path = folder / f"{name}.npy"
+        np.lib.format.open_memmap(path, "w+", dtype, (num_rows, *row_shape))
+        # If the disk is full, this fails; a write to a mapped array would kill the process.
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+
+    create("dense", end.row, np.float32, len(spec.dense_features))
+    create("ids", end.row, np.int32, len(features) - len(multi_hot))
+    create("source_rows", end.row, np.int64)
+    is_binary = all(task.kind == "binary" for task in targets.tasks.values())
+    create("labels", end.row, np.uint8 if is_binary else np.float32, len(targets.tasks))
+    if targets.has_weights:
+        create("weights", end.row, np.float32, len(targets.tasks))
+    if targets.data.group:
+        create("groups", end.row, np.int64)
+    for k in multi_hot:
+        create(f"bag_{k}_offsets", end.row + 1, np.int64)
+        create(f"bag_{k}_ids", int(end.values_K[k]), np.int32)
+        if features[k].weighted:
+            create(f"bag_{k}_weights", int(end.values_K[k]), np.float32)
+
+
+class SplitWriter:
+    """Writes samples into the arrays of a split from ``start`` on; ``label_sums`` has the sums by block."""
+
+    def __init__(self, folder: Path, spec: InputSpec, start: SplitPosition) -> None:
+        self._arrays = {path.stem: np.load(path, mmap_mode="r+") for path in folder.glob("*.npy")}
+        self._row = start.row
+        multi_hot = [k for k, feature in enumerate(spec.sparse_features) if feature.multi_hot]
+        self._bag_ends = {k: int(start.values_K[k]) for k in multi_hot}
+        self.label_sums: list[LabelSums] = []
+
+    def append(self, block: EncodedBlock, targets: Targets, source_rows_B: npt.NDArray[np.int64]) -> None:
+        self._put(self._row, dense=block.dense_BF, ids=block.ids_BK, source_rows=source_rows_B)
+        self._put(self._row, labels=targets.labels_BT, weights=targets.weights_BT, groups=targets.groups_B)
+        for (k, end), bag in zip(self._bag_ends.items(), block.bags, strict=True):
+            self._put(self._row + 1, **{f"bag_{k}_offsets": end + np.cumsum(bag.lengths_B)})
+            self._put(end, **{f"bag_{k}_ids": bag.ids_L, f"bag_{k}_weights": bag.weights_L})
+            self._bag_ends[k] += len(bag.ids_L)
+        self._row += len(source_rows_B)
+        self.label_sums.append(LabelSums.of(targets))
+
+    def _put(self, start: int, **arrays: npt.NDArray[Any] | None) -> None:
+        """Write the next rows of some arrays; None for those that the split lacks."""
+        for name, rows in arrays.items():
+            if rows is not None:
+                self._arrays[name][start : start + len(rows)] = rows
+
+
+def write_group_order(split: Path) -> None:
+    """Write the rows of a complete split by group, if they have groups; takes about 40 bytes per row."""
+    if not (split / "groups.npy").exists():
+        return
+    groups_N = np.load(split / "groups.npy", mmap_mode="r")
+    order_N = groups_N.argsort(kind="stable")
+    sorted_N = groups_N[order_N]
+    starts_G1 = np.append(np.flatnonzero(np.diff(sorted_N, prepend=sorted_N[:1] - 1)), len(sorted_N))
+    rows_N, sizes_G = positions(starts_G1, order_N[starts_G1[:-1]].argsort())
+    np.save(split / "group_rows.npy", order_N[rows_N])
+    np.save(split / "group_starts.npy", np.concatenate([[0], sizes_G.cumsum()]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -156,7 +156,6 @@ class ValueCounts(NamedTuple):
         return bisect_right(self.counts_D, -min_count, key=lambda count: -count)
 
 
-@dataclass
 class FittedStatistics:
     """Statistics of the training rows, besides vocabularies.
 
@@ -166,15 +165,10 @@ class FittedStatistics:
             others.
     """
 
-    moments: Moments
-    several_K: npt.NDArray[np.bool_]
-    quantiles_K: list[Quantiles]
-
-    @classmethod
-    def of(cls, layout: Layout) -> FittedStatistics:
-        """Return statistics before the first row."""
-        moments = Moments.of(np.empty((0, len(layout.dense))), ())
-        return cls(moments, np.zeros(len(layout.sparse), np.bool_), [Quantiles() for _ in layout.sparse])
+    def __init__(self, layout: Layout) -> None:
+        self.moments = Moments.of(np.empty((0, len(layout.dense))), ())
+        self.several_K = np.zeros(len(layout.sparse), np.bool_)
+        self.quantiles_K = [Quantiles() for _ in layout.sparse]
 
 
 def group_by_vocabulary(

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from hybrid.config import DataSection
-from hybrid.config.splits import PATH_KEYS, TRAIN
+from hybrid.config.data_sections import PATH_KEYS, TRAIN
 from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path

@@ -19,18 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hybrid.config import RunConfig
-from hybrid.config.splits import PATH_KEYS, TRAIN
+from hybrid.config.data_sections import PATH_KEYS, TRAIN
 from hybrid.data.parse import delimited_text
 from hybrid.data.parse.column_layout import Layout, TableBlock
-from hybrid.data.parse.delimited_text import (
-    PACKED,
-    PEEK_BYTES,
-    find_record_start,
-    open_text,
-    read_header,
-    read_lines,
-    read_stream,
-)
 from hybrid.data.parse.input_files import convert_read_errors, list_files, path_columns
 from hybrid.data.parse.parquet_blocks import open_parquet, read_parquet
 from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason
@@ -135,11 +126,13 @@ def _split_parquet(path: StoragePath, size: int) -> list[Segment]:
 
 
 def _split_text(path: StoragePath, size: int, layout: Layout) -> list[Segment]:
-    with open_text(path) as file:
-        if isinstance(file, PACKED):
+    with delimited_text.open_text(path) as file:
+        if isinstance(file, delimited_text.PACKED):
             return [Segment(path, size=size)]
     step = SEGMENT_BLOCKS * delimited_text.BLOCK_BYTES
-    starts = storage.map_concurrently(lambda at: find_record_start(path, at, layout), range(step, size, step))
+    starts = storage.map_concurrently(
+        lambda at: delimited_text.find_record_start(path, at, layout), range(step, size, step)
+    )
     cuts = pairwise(sorted({0, *starts, size}))
     return [Segment(path, start, stop, stop - start) for start, stop in cuts] or [Segment(path)]
 
@@ -157,14 +150,14 @@ def read_segment(segment: Segment, layout: Layout) -> Iterator[TableBlock]:
 
     def chunks() -> Iterator[bytes]:
         rest = sys.maxsize if segment.stop is None else segment.stop - segment.start
-        with open_text(segment.path) as file:
+        with delimited_text.open_text(segment.path) as file:
             if segment.start:
                 file.seek(segment.start)
             while chunk := file.read(min(delimited_text.BLOCK_BYTES, rest)):
                 rest -= len(chunk)
                 yield chunk
 
-    yield from read_lines(segment.path, chunks(), layout, is_start=not segment.start)
+    yield from delimited_text.read_lines(segment.path, chunks(), layout, is_start=not segment.start)
 
 
 def read_blocks(
@@ -187,7 +180,7 @@ def read_blocks(
     first_row, progress = 0, Progress(report, "reading rows")
     for path in files:
         whole = read_segment(Segment(path), layout)
-        for table in whole if text is None else read_stream(path, text, layout):
+        for table in whole if text is None else delimited_text.read_stream(path, text, layout):
             block, invalid = parse(path, table, layout, first_row)
             log.add(path, len(block.source_rows_B), invalid)
             first_row += table.num_rows
@@ -219,8 +212,8 @@ def check_columns(config: RunConfig) -> None:
                 names = list(pq.read_schema(source).names)
             layout.require(names, path)
         else:
-            with open_text(path) as file:
-                read_header(path, file.read(PEEK_BYTES), layout)
+            with delimited_text.open_text(path) as file:
+                delimited_text.read_header(path, file.read(delimited_text.PEEK_BYTES), layout)
 
 
 def parse(

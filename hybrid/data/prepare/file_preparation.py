@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.config import RunConfig
-from hybrid.config.splits import PATH_KEYS, TRAIN
+from hybrid.config.data_sections import PATH_KEYS, TRAIN
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
+from hybrid.data.dataset.prepared_dataset import LabelSums, SplitPosition, create_arrays, label_reports
 from hybrid.data.encode.feature_encoder import FeatureEncoder, report_unknown
 from hybrid.data.encode.fitting import FittedStatistics, ValueCounts, fit_encoder, group_by_vocabulary
 from hybrid.data.parse import delimited_text
@@ -25,9 +26,8 @@ from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import SEGMENT_BLOCKS, Segment, split_files
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.spill import SegmentLog
-from hybrid.data.prepare.split_writer import LabelSums, SplitPosition, create_arrays, label_reports
 from hybrid.data.prepare.stages import UNFINISHED, Piece, encode_piece, fit_piece, hold_out, parse_segment
-from hybrid.data.prepare.vocabulary_order import RankJob, rank_values
+from hybrid.data.prepare.vocabulary_order import rank_values
 from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
 from hybrid.errors import ConfigError, DataError
 from hybrid.primitives.available_memory import available_memory_bytes
@@ -195,7 +195,7 @@ class FilesPreparation:
 
     def _fit(self, pieces: Sequence[Piece]) -> tuple[FittedStatistics, dict[str, list[SplitPosition]]]:
         """Return statistics of the training rows; and for each split, the starts of pieces, and the end."""
-        statistics = FittedStatistics.of(self._layout)
+        statistics = FittedStatistics(self._layout)
         nothing = SplitPosition(0, np.zeros(len(self._layout.sparse), np.int64))
         layout = self._layout
         starts = {split: [nothing] for split in layout.data.splits}
@@ -215,22 +215,14 @@ class FilesPreparation:
     ) -> dict[str, ValueCounts]:
         """Order the values of each vocabulary."""
         folders = [piece.folder for piece in pieces]
-        jobs = {
-            name: RankJob(
-                {k: self._layout.sparse[k] for k in group},
-                folders,
-                self._spill / f"vocabulary-{i}",
-                job_bytes,
-            )
-            for i, (name, group) in enumerate(groups.items())
-        }
 
-        def rank(job: RankJob) -> None:
-            rank_values(job, lambda: self._advance(0))
+        def rank(job: tuple[int, Sequence[int]]) -> ValueCounts:
+            columns = {k: self._layout.sparse[k] for k in job[1]}
+            folder = self._spill / f"vocabulary-{job[0]}"
+            return rank_values(columns, folders, folder, job_bytes, lambda: self._advance(0))
 
-        for _ in self._map("ordering values", weight, rank, [*jobs.values()]):
-            pass
-        return {name: spill.read_ranked(job.folder) for name, job in jobs.items()}
+        ranked = self._map("ordering values", weight, rank, [*enumerate(groups.values())])
+        return dict(zip(groups, ranked, strict=True))
 
     def _encode(
         self,

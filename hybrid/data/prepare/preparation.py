@@ -1,4 +1,15 @@
-"""Preparation of a configuration's data set: made once, reused, shared by concurrent runs."""
+"""Preparation of a configuration's data set: made once, reused, shared by concurrent runs.
+
+The data are in a folder that every trainer can read, or in an object store. With a store, the master prepares
+the data in a local folder and sends the files of this folder::
+
+    CACHE/FINGERPRINT/attempt.txt   the name of the complete attempt; written last
+    CACHE/FINGERPRINT/ATTEMPT/...   the files
+
+Another host fetches all files once, into a folder that its trainers share.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import hashlib
@@ -6,35 +17,35 @@ import json
 import math
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from hybrid.config import RunConfig
+from hybrid.config import DataSection, RunConfig
+from hybrid.config.data_sections import TEST, TRAIN, VALIDATION
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
-from hybrid.config.splits import TEST, TRAIN, VALIDATION
-from hybrid.data.dataset import dataset_manifest
-from hybrid.data.dataset.atomic_directory import build_directory, hold_lock
+from hybrid.data.dataset import dataset_manifest, prepared_dataset
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DataManifest, DatasetReport
+from hybrid.data.dataset.prepared_dataset import PreparedDataset, SplitPosition, SplitWriter
+from hybrid.data.encode.feature_encoder import FILE_NAME as FEATURES
 from hybrid.data.parse.input_files import InputFile, check_unchanged, find_input_files, path_columns
 from hybrid.data.prepare import synthetic_log
 from hybrid.data.prepare.file_preparation import FilesPreparation
-from hybrid.data.prepare.split_writer import (
-    SplitPosition,
-    SplitWriter,
-    create_arrays,
-    label_reports,
-    write_group_order,
-)
 from hybrid.errors import DataError, StorageError
 from hybrid.metrics import binary_metrics
 from hybrid.primitives.progress import Progress, ignore_progress
-from hybrid.storage.remote_path import StoragePath, parse_path
+from hybrid.storage import files as storage
+from hybrid.storage.locked_folders import build_directory, hold_lock
+from hybrid.storage.private_files import make_folder
+from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
 LOCAL_CACHE = "runs/.prepared"
+_ATTEMPT = "attempt.txt"
 
 
 def cache_folder(config: RunConfig) -> StoragePath:
@@ -90,7 +101,6 @@ def prepare(
     need the same data at the same time, one prepares them, and the others wait.
 
     Args:
-        cache: folder of prepared data sets.
         report: receives progress, one line at a time.
         check: called several times a second; an exception from it ends the preparation. After a ClusterError,
             the parsed segments are kept for the next call.
@@ -147,16 +157,16 @@ def _write_synthetic(
     reports, truth = {}, []
     for split, num_rows in config.data.synthetic_splits.items():
         progress, nothing = Progress(report, "making the synthetic click log"), np.empty(0, np.int64)
-        create_arrays(folder / split, spec, targets, SplitPosition(num_rows, nothing))
+        prepared_dataset.create_arrays(folder / split, spec, targets, SplitPosition(num_rows, nothing))
         writer = SplitWriter(folder / split, spec, SplitPosition(0, nothing))
         for block in log.blocks(split, num_rows):
             writer.append(block.samples, block.targets(targets), block.rows_B)
             progress.add(len(block.rows_B))
             if split == TEST:
                 truth.append((block.logits_B, block.labels_B))
-        labels = label_reports(targets.tasks, writer.label_sums)
+        labels = prepared_dataset.label_reports(targets.tasks, writer.label_sums)
         reports[split] = DatasetReport(num_rows, labels, NO_INVALID_ROWS)
-    write_group_order(folder / TRAIN)
+    prepared_dataset.write_group_order(folder / TRAIN)
     # No model predicts clicks better than the true probabilities do.
     logits_B, labels_B = (torch.from_numpy(np.concatenate(blocks)) for blocks in zip(*truth, strict=True))
     best = binary_metrics(logits_B, labels_B)
@@ -197,7 +207,126 @@ def _write_files(
                 found += f"; {invalid.total:,} rows are invalid, the first: {invalid.examples[0]}"
             raise DataError(f"{names}: {found}")
     check_unchanged([*chain(*files.values())])
-    write_group_order(folder / TRAIN)
+    prepared_dataset.write_group_order(folder / TRAIN)
     encoder.save(folder)
     DataManifest.write(folder, encoder.input_spec, reports, files)
     return reports
+
+
+def ensure_prepared(
+    config: RunConfig,
+    cache: StoragePath,
+    report: Callable[[str], None] = ignore_progress,
+    check: Callable[[], None] = lambda: None,
+) -> StoragePath:
+    """Make sure that the data of ``config`` are prepared and stored in ``cache``; return their folder.
+
+    Args:
+        report, check: see :func:`prepare`.
+
+    Raises:
+        ConfigError, DataError: as :func:`prepare`.
+        HybridError: the store refuses a request.
+    """
+    if not isinstance(cache, RemotePath):
+        return prepare(config, cache, report, check)
+    target = cache / fingerprint(config)
+    local = _local_cache(config.data)
+    with hold_lock(local / f"{target.name}.sending", check):  # one process of this machine sends the data
+        with suppress(FileNotFoundError):
+            folder = target / storage.read_text(target / _ATTEMPT)
+            manifest = DataManifest.read(folder / dataset_manifest.FILE_NAME)
+            if storage.compute_checksum(folder / FEATURES) != manifest.stored[FEATURES].whole:
+                raise _altered_error(folder / FEATURES)
+            report(f"prepared data found in {target}")
+            return folder
+        prepared = prepare(config, local, report, check)
+        report(f"sending the prepared data to {target}")
+        # Two masters that send at the same time leave two complete folders; the name that is written last is
+        # valid.
+        folder = target / uuid.uuid4().hex
+        try:
+            _send(prepared, folder, report, check)
+            storage.write_bytes(target / _ATTEMPT, folder.name.encode())
+        except BaseException:
+            with suppress(OSError):
+                storage.remove(folder)
+            raise
+    return folder
+
+
+def open_split(source: str | StoragePath, split: str, data: DataSection) -> PreparedDataset:
+    """Open the split "train", "validation" or "test" of prepared data.
+
+    Args:
+        source: the folder that :func:`ensure_prepared` returned, or its absolute path or URL.
+        data: the section with the local folder for data of a store.
+
+    Raises:
+        DataError: the data are incomplete or altered, or the local folder cannot be written.
+        HybridError: the data cannot be read.
+    """
+    path = parse_path(source)
+    if isinstance(path, RemotePath):
+        path = _fetch_dataset(path, _local_cache(data))
+    return PreparedDataset(path, split)
+
+
+def _local_cache(data: DataSection) -> Path:
+    return Path(data.local_cache_folder or LOCAL_CACHE)
+
+
+def _altered_error(path: RemotePath) -> DataError:
+    return DataError(f"{path}: altered since it was prepared; delete its folder")
+
+
+def _send(folder: Path, target: RemotePath, report: Callable[[str], None], check: Callable[[], None]) -> None:
+    """Send a prepared data set to a store; ``check`` is called between blocks."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    total, done = sum(path.stat().st_size for path in paths), 0
+    progress = Progress(report, f"sending {target}")
+    for path in paths:
+        with storage.open_writer(target / str(path.relative_to(folder))) as file:
+            for block in storage.read_blocks(path):
+                check()
+                file.write(block)
+                done += len(block)
+                progress.add(0, done / total)
+
+
+def _fetch_dataset(source: RemotePath, cache: Path) -> Path:
+    """Return the folder of this host with a data set from a store, which is fetched if it is missing.
+
+    If several processes need it at the same time, one fetches it, and the others wait.
+    """
+    target = cache / source.parent.name
+    if target.exists():
+        return target
+    try:
+        with hold_lock(target, lambda: None):
+            if not target.exists():
+                with build_directory(target) as folder:
+                    _fetch(source, folder)
+    except StorageError:
+        raise
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{source}: a file is missing ({error}); delete the folder to prepare again"
+        ) from error
+    except OSError as error:
+        reason = error.strerror or error
+        rule = "free space there, or set data.local_cache_folder to another folder of this host"
+        raise DataError(f"{cache}: cannot hold prepared data: {reason}; {rule}") from error
+    return target
+
+
+def _fetch(source: RemotePath, folder: Path) -> None:
+    """Fetch the files that an interrupted attempt has not fetched into ``folder``."""
+    for name, file in DataManifest.read(source / dataset_manifest.FILE_NAME).stored.items():
+        path = folder / name
+        make_folder(path.parent)
+        if not path.exists() or storage.compute_checksum(path) != file.whole:
+            storage.copy(source / name, path)
+            if storage.compute_checksum(path) != file.whole:
+                raise _altered_error(source / name)
+    storage.copy(source / dataset_manifest.FILE_NAME, folder / dataset_manifest.FILE_NAME)

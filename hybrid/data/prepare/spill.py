@@ -11,9 +11,7 @@ done once for each distinct value::
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybrid.data.encode.fitting import ValueCounts
-from hybrid.data.encode.vocabulary import text_bounds
 from hybrid.data.parse.sources import RawBlock
 from hybrid.data.values.column_values import is_list
 from hybrid.data.values.invalid_rows import InvalidRow, Reason
@@ -32,7 +28,6 @@ from hybrid.data.values.model_columns import Targets
 _ROWS, _VALUES, _SEGMENT = "rows.arrow", "words.arrow", "part.json"
 _ARRAYS = ("row", "dense", "labels", "weights", "groups")  # columns of the rows
 _HELD_OUT_BY = "held_out_by_"  # prefix of columns of the rows
-_RANKED = ("texts.bin", "ends.bin", "counts.bin")
 
 
 class BlockLog(NamedTuple):
@@ -191,42 +186,6 @@ def _to_numpy(column: pa.Array) -> npt.NDArray[Any]:
     if pa.types.is_fixed_size_list(column.type):
         return np.asarray(column.flatten()).reshape(len(column), column.type.list_size)
     return np.asarray(column)
-
-
-def write_ranked(folder: Path, blocks: Iterable[ValueCounts]) -> None:
-    """Write a vocabulary into a new folder, block by block.
-
-    The files have pyarrow's memory layout, so that they can be mapped: the texts end to end, the end of each
-    text, and the count of each value.
-    """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    with ExitStack() as files:
-        texts, ends, counts = (files.enter_context((folder / name).open("wb")) for name in _RANKED)
-        end = 0
-        ends.write(bytes(8))
-        for values, counts_D in blocks:
-            bounds = text_bounds(values)
-            data = values.buffers()[2]
-            if data is not None:
-                texts.write(memoryview(data)[bounds[0] : bounds[-1]])
-            ends.write((bounds[1:] + (end - bounds[0])).tobytes())
-            counts.write(counts_D.tobytes())
-            end += int(bounds[-1] - bounds[0])
-
-
-def read_ranked(folder: Path) -> ValueCounts:
-    """Return the vocabulary that :func:`write_ranked` wrote, mapped into memory."""
-    buffers = []
-    for name in _RANKED:
-        if not (folder / name).stat().st_size:  # an empty file cannot be mapped
-            buffers.append(pa.py_buffer(b""))
-            continue
-        with pa.memory_map(str(folder / name)) as file:
-            buffers.append(file.read_buffer())
-    texts, ends, counts = buffers
-    values = pa.LargeStringArray.from_buffers(len(ends) // 8 - 1, ends, texts)
-    return ValueCounts(values, np.frombuffer(counts, np.int64))
 
 
 def counts_path(folder: Path, k: int) -> Path:

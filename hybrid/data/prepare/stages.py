@@ -14,8 +14,8 @@ The result of a stage depends on the files and the configuration alone, not on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -25,19 +25,65 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hybrid.config import RunConfig
-from hybrid.config.splits import TEST, TRAIN
-from hybrid.data.dataset.atomic_directory import sync_all
+from hybrid.config.data_sections import TEST, TRAIN, Holdout
+from hybrid.data.dataset.prepared_dataset import LabelSums, SplitPosition, SplitWriter
 from hybrid.data.encode.feature_encoder import FeatureEncoder, count_unknown
 from hybrid.data.encode.fitting import Moments, ValueCounts, bucketed_numbers, has_several_values
+from hybrid.data.parse import sources
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.sources import SEGMENT_BLOCKS, SEGMENT_ROWS, RawBlock, Segment, parse, read_segment
+from hybrid.data.parse.sources import RawBlock, Segment, SplitValues
 from hybrid.data.prepare import spill
-from hybrid.data.prepare.holdout import Split
 from hybrid.data.prepare.spill import BlockLog, SegmentLog
-from hybrid.data.prepare.split_writer import LabelSums, SplitPosition, SplitWriter
 from hybrid.data.values.column_values import is_list
+from hybrid.primitives.splitmix64 import next_of
+from hybrid.storage.locked_folders import sync_all
 
 UNFINISHED = "making-"  # prefix of the folder of a segment that is not complete
+MAX_SAMPLED = 1 << 20  # times that are kept in memory to find the last training row
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rule that selects the rows of a split.
+
+    Attributes:
+        held: the split, and its keys in the configuration.
+        seed: the seed of random rows, and of sampled times.
+        latest: with ``held.by = "time"``, the time of the last row that is not held out, estimated from a
+            random sample if there are more than ``MAX_SAMPLED`` rows.
+    """
+
+    held: Holdout
+    seed: int
+    latest: float = 0.0
+
+    def find_latest(self, blocks: Iterable[RawBlock]) -> float:
+        """Return the time of the last row of ``blocks`` that this split does not hold out."""
+        times, hashes, limit = np.empty(0), np.empty(0, np.uint64), 2**64 - 1
+        for block in blocks:
+            times = np.append(times, block.held_out_by[self.held.split])
+            hashes = np.append(hashes, self._hash(block.source_rows_B))
+            keep = hashes <= np.uint64(limit)
+            while keep.sum() > MAX_SAMPLED:
+                limit //= 2
+                keep = hashes <= np.uint64(limit)
+            times, hashes = times[keep], hashes[keep]
+        fraction = 1 - self.held.fraction
+        return float(np.quantile(times, fraction, method="inverted_cdf")) if len(times) else 0.0
+
+    def selects(self, block: RawBlock) -> npt.NDArray[np.bool_]:
+        """Return a mask of the rows of a block that belong to the split."""
+        if self.held.by == "time":
+            is_later: npt.NDArray[np.bool_] = block.held_out_by[self.held.split] > self.latest
+            return is_later
+        is_random = self.held.by == "random"
+        hashed_B = self._hash(block.source_rows_B if is_random else block.held_out_by[self.held.split])
+        is_below: npt.NDArray[np.bool_] = hashed_B < np.uint64(self.held.fraction * 2**64)
+        return is_below
+
+    def _hash(self, values_B: SplitValues) -> npt.NDArray[np.uint64]:
+        key = next_of(np.array([self.seed % 2**64], np.uint64))
+        return next_of(values_B.astype(np.int64).view(np.uint64) ^ key)
 
 
 def parse_segment(
@@ -63,14 +109,14 @@ def parse_segment(
         log.pieces.append(first_row)
         held.clear()
 
-    for table in read_segment(segment, layout):
-        block, invalid = parse(segment.path, table, layout, row)
+    for table in sources.read_segment(segment, layout):
+        block, invalid = sources.parse(segment.path, table, layout, row)
         log.blocks.append(BlockLog(table.num_rows, table.num_lines, len(block.source_rows_B), invalid))
         if len(block.source_rows_B):
             held.append(block)
         row += table.num_rows
-        is_large = layout.data.format != "parquet" and len(held) >= SEGMENT_BLOCKS
-        if is_large or sum(len(each.source_rows_B) for each in held) >= SEGMENT_ROWS:
+        is_large = layout.data.format != "parquet" and len(held) >= sources.SEGMENT_BLOCKS
+        if is_large or sum(len(each.source_rows_B) for each in held) >= sources.SEGMENT_ROWS:
             write_held()
         advance(table.num_rows)
     if held:

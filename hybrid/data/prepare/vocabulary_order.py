@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import shutil
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,25 +32,10 @@ from hybrid.config.data_sections import Column
 from hybrid.data.encode.fitting import ValueCounts, rank
 from hybrid.data.encode.vocabulary import text_bounds
 from hybrid.data.prepare import spill
-from hybrid.data.prepare.spill import read_ranked, write_ranked
 
 # Memory that ordering takes per value of a piece, and per byte of its text, if all values differ.
 _BYTES_PER_VALUE, _BYTES_PER_BYTE = 140, 4
-
-
-class RankJob(NamedTuple):
-    """A vocabulary to order.
-
-    Attributes:
-        columns: the columns that share the vocabulary, by their index in data.sparse.
-        pieces: the folders of all pieces.
-        folder: the folder of the vocabulary.
-    """
-
-    columns: dict[int, Column]
-    pieces: list[Path]
-    folder: Path
-    memory_bytes: int
+_RANKED = ("texts.bin", "ends.bin", "counts.bin")  # files of a vocabulary
 
 
 class _PieceColumn(NamedTuple):
@@ -68,24 +54,34 @@ class _PieceColumn(NamedTuple):
         np.save(spill.rows_path(self.piece, self.column), rows_D)
 
 
-def rank_values(job: RankJob, check: Callable[[], None]) -> None:
+def rank_values(
+    columns: Mapping[int, Column],
+    pieces: Sequence[Path],
+    folder: Path,
+    memory_bytes: int,
+    check: Callable[[], None],
+) -> ValueCounts:
     """Order the values of a vocabulary, and write the table row of each value of each piece.
 
     Args:
-        check: called repeatedly; an exception from it ends the job.
+        columns: the columns that share the vocabulary, by their index in data.sparse.
+        folder: a new folder for the vocabulary.
+        check: called repeatedly; an exception from it ends the work.
+
+    Returns:
+        The vocabulary, mapped into memory.
     """
     pa.default_memory_pool().release_unused()
-    sources = [
-        _PieceColumn(piece, k, column.min_count) for piece in job.pieces for k, column in job.columns.items()
-    ]
+    sources = [_PieceColumn(piece, k, column.min_count) for piece in pieces for k, column in columns.items()]
     need = sum(int(_memory_costs(spill.read_values(each.piece)[each.column])[-1]) for each in sources)
-    if need > job.memory_bytes:
-        _merge(job, sources, check)
+    if need > memory_bytes:
+        _merge(folder, sources, memory_bytes, check)
     else:
         ranked, ranks = rank([source.read() for source in sources])
-        write_ranked(job.folder, [ranked])
+        _write_ranked(folder, [ranked])
         for source, rank_D in zip(sources, ranks, strict=True):
             source.write_rows(rank_D, ranked)
+    return _read_ranked(folder)
 
 
 def _memory_costs(values: pa.Array) -> npt.NDArray[np.int64]:
@@ -97,15 +93,17 @@ def _memory_costs(values: pa.Array) -> npt.NDArray[np.int64]:
     return costs
 
 
-def _merge(job: RankJob, sources: Sequence[_PieceColumn], check: Callable[[], None]) -> None:
+def _merge(
+    folder: Path, sources: Sequence[_PieceColumn], memory_bytes: int, check: Callable[[], None]
+) -> None:
     """Order values that do not fit into memory together."""
-    scratch = job.folder.with_name(f"{job.folder.name}-runs")
+    scratch = folder.with_name(f"{folder.name}-runs")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     paths = [scratch / f"sorted-{i}.arrow" for i in range(len(sources))]
     # Between two cuts are as many samples as sources, and less than a step of each source after its last
     # sample. So a run takes at most ``memory_bytes``.
-    step = max(1, job.memory_bytes // (2 * len(sources)))
+    step = max(1, memory_bytes // (2 * len(sources)))
     samples = []
     for source, path in zip(sources, paths, strict=True):
         check()
@@ -127,10 +125,10 @@ def _merge(job: RankJob, sources: Sequence[_PieceColumn], check: Callable[[], No
             batch = _read_sorted(path).slice(start, stop - start)
             counts.append(ValueCounts(batch["value"], np.asarray(batch["count"])))
         of_run, ranks = rank(counts)
-        write_ranked(run, [of_run])
+        _write_ranked(run, [of_run])
         np.concatenate(ranks).astype(np.int32).tofile(run / "ranks.bin")
-    shifts = _write_levels(job.folder, [read_ranked(run) for run in folders])
-    ranked, sizes_IR = read_ranked(job.folder), np.diff(bounds_IR)
+    shifts = _write_levels(folder, [_read_ranked(run) for run in folders])
+    ranked, sizes_IR = _read_ranked(folder), np.diff(bounds_IR)
     ends_IR = sizes_IR.cumsum(axis=0)
     for source, path, sizes_R, ends_R in zip(sources, paths, sizes_IR, ends_IR, strict=True):
         ranks = []
@@ -178,7 +176,7 @@ def _write_levels(
     count_S = np.concatenate([run.counts_D[f] for f, run in zip(firsts, runs, strict=True)])
     order = np.lexsort((run_S, -count_S))
     segments = zip(*(each[order].tolist() for each in (run_S, first_S, stop_S)), strict=True)
-    write_ranked(
+    _write_ranked(
         folder,
         (
             ValueCounts(runs[r].values[first:stop], runs[r].counts_D[first:stop])
@@ -193,3 +191,39 @@ def _write_levels(
         (np.append(0, first + 1), np.append(0, position - first))
         for first, position in zip(firsts, np.split(position_S, ends), strict=True)
     ]
+
+
+def _write_ranked(folder: Path, blocks: Iterable[ValueCounts]) -> None:
+    """Write a vocabulary into a new folder, block by block.
+
+    The files have pyarrow's memory layout, so that they can be mapped: the texts end to end, the end of each
+    text, and the count of each value.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    with ExitStack() as files:
+        texts, ends, counts = (files.enter_context((folder / name).open("wb")) for name in _RANKED)
+        end = 0
+        ends.write(bytes(8))
+        for values, counts_D in blocks:
+            bounds = text_bounds(values)
+            data = values.buffers()[2]
+            if data is not None:
+                texts.write(memoryview(data)[bounds[0] : bounds[-1]])
+            ends.write((bounds[1:] + (end - bounds[0])).tobytes())
+            counts.write(counts_D.tobytes())
+            end += int(bounds[-1] - bounds[0])
+
+
+def _read_ranked(folder: Path) -> ValueCounts:
+    """Return the vocabulary that :func:`_write_ranked` wrote, mapped into memory."""
+    buffers = []
+    for name in _RANKED:
+        if not (folder / name).stat().st_size:  # an empty file cannot be mapped
+            buffers.append(pa.py_buffer(b""))
+            continue
+        with pa.memory_map(str(folder / name)) as file:
+            buffers.append(file.read_buffer())
+    texts, ends, counts = buffers
+    values = pa.LargeStringArray.from_buffers(len(ends) // 8 - 1, ends, texts)
+    return ValueCounts(values, np.frombuffer(counts, np.int64))

@@ -50,7 +50,6 @@ class InvalidRow(NamedTuple):
 
     Attributes:
         line: the first line of the row, 1-based.
-        reason: why the row is invalid.
         found: a description of the invalid content.
         last: the last line of a row of several lines, else 0.
     """

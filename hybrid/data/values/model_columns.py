@@ -19,30 +19,9 @@ import pyarrow.compute as pc
 from hybrid.config import DataSection, TaskSection
 from hybrid.config.data_sections import Column
 from hybrid.config.sections import tasks_of
+from hybrid.data.values import column_values
 from hybrid.data.values.canonical import hash_texts
-from hybrid.data.values.column_values import (
-    MAX_VALUE_BYTES,
-    Mask,
-    Numbers,
-    Values,
-    decode_texts,
-    find_digit_dates,
-    find_rows,
-    group_items,
-    group_values,
-    is_list,
-    is_text,
-    list_lengths,
-    parse_date_parts,
-    parse_flat_values,
-    parse_labels,
-    parse_numbers,
-    parse_seconds,
-    parse_values,
-    split_texts,
-    take_or_default,
-    truncate_lists,
-)
+from hybrid.data.values.column_values import MAX_VALUE_BYTES, Mask, Numbers, Values, is_list
 from hybrid.data.values.invalid_rows import InvalidRow, Reason, format_cell
 from hybrid.errors import ConfigError
 
@@ -56,7 +35,6 @@ class ColumnReader:
     Args:
         columns: the columns of the block, by name.
         lines_B: the line of each row in the file.
-        missing: texts that mean missing.
 
     Attributes:
         valid_B: whether a row is valid so far.
@@ -94,22 +72,22 @@ class ColumnReader:
 
     def numbers(self, name: str) -> Numbers:
         """Return a column of numbers, NaN if missing."""
-        numbers_B, wrong_B = parse_numbers(self.column(name), self.missing)
+        numbers_B, wrong_B = column_values.parse_numbers(self.column(name), self.missing)
         self.reject(wrong_B, Reason.NUMBER, name, "a finite number")
         return numbers_B
 
     def seconds(self, name: str, key: str) -> Numbers:
         """Return the times of a column, none of which may be missing, in seconds since 1970."""
-        times_B, wrong_B = parse_seconds(self.flat_column(name, key), self.missing)
+        times_B, wrong_B = column_values.parse_seconds(self.flat_column(name, key), self.missing)
         expected = "a number, or a date such as 2024-01-31 09:30:00"
         self.reject(wrong_B | np.isnan(times_B), Reason.SPLIT, name, expected)
         return times_B
 
     def hashes(self, name: str, key: str, reason: Reason, expected: str) -> npt.NDArray[np.int64]:
         """Return a hash of each value of a column, none of which may be missing."""
-        coded, inexact_B, too_long_B = parse_values(self.flat_column(name, key), self.missing)
+        coded, inexact_B, too_long_B = column_values.parse_values(self.flat_column(name, key), self.missing)
         self.reject(np.asarray(coded.is_null()) | inexact_B | too_long_B, reason, name, expected)
-        return take_or_default(hash_texts(coded.dictionary).view(np.int64), coded.indices, 0)
+        return column_values.take_or_default(hash_texts(coded.dictionary).view(np.int64), coded.indices, 0)
 
     def feature(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
         """Compute a column of data.sparse.
@@ -133,13 +111,15 @@ class ColumnReader:
     def reject_digit_dates(self, column: Column) -> None:
         """Reject dates in digits of a column of dates without a format, which would count as seconds."""
         if column.kind in ("hour", "weekday") and not column.date_format:
-            digits_B = find_digit_dates(self.column(column.source), self.missing)
+            digits_B = column_values.find_digit_dates(self.column(column.source), self.missing)
             expected = f'seconds since 1970, or a date format such as "{column.kind}(%Y%m%d)"'
             self.reject(digits_B, Reason.DATE, column.source, expected)
 
     def _date_parts(self, column: Column) -> Numbers:
         values = self.column(column.source)
-        parts_B, wrong_B = parse_date_parts(values, self.missing, column.kind, column.date_format)
+        parts_B, wrong_B = column_values.parse_date_parts(
+            values, self.missing, column.kind, column.date_format
+        )
         expected = f"a date of the form {column.date_format}" if column.date_format else _DATE
         self.reject(wrong_B, Reason.DATE, column.source, expected)
         return parts_B
@@ -148,7 +128,7 @@ class ColumnReader:
         column = self.column(name)
         if is_list(column):
             raise pa.ArrowTypeError(f"column {name} holds {column.type}, which cannot be crossed")
-        values = parse_values(column, self.missing)
+        values = column_values.parse_values(column, self.missing)
         self._reject_values(values, name)
         return values.coded.dictionary_decode()
 
@@ -158,7 +138,7 @@ class ColumnReader:
         if column.kind == "weighted":
             ids, weights = self._weighted_ids(column)
         else:
-            values = parse_values(self.column(column.source), self.missing, column.separator)
+            values = column_values.parse_values(self.column(column.source), self.missing, column.separator)
             self._reject_values(values, column.source)
             ids = values.coded
         if limit and is_list(ids) and column.too_many_ids == "invalid_row":
@@ -166,8 +146,9 @@ class ColumnReader:
             self.reject(is_over_B, Reason.MANY, column.source, f"at most {limit} ids")
         elif limit and is_list(ids):
             from_start = column.too_many_ids == "keep_first"
-            ids = truncate_lists(ids, limit, from_start=from_start)
-            weights = None if weights is None else truncate_lists(weights, limit, from_start=from_start)
+            ids = column_values.truncate_lists(ids, limit, from_start=from_start)
+            if weights is not None:
+                weights = column_values.truncate_lists(weights, limit, from_start=from_start)
         return ids, weights
 
     def _weighted_ids(self, column: Column) -> tuple[pa.ListArray, pa.ListArray]:
@@ -177,22 +158,22 @@ class ColumnReader:
         """
         lists = self.column(column.source)
         if not is_list(lists):
-            texts = decode_texts(lists)
-            if not is_text(texts):
+            texts = column_values.decode_texts(lists)
+            if not column_values.is_text(texts):
                 raise pa.ArrowTypeError(f"expected ids with weights, found {texts.type}")
-            lists = split_texts(texts.cast(pa.string()), column.separator)
-        lengths_B = list_lengths(lists)
+            lists = column_values.split_texts(texts.cast(pa.string()), column.separator)
+        lengths_B = column_values.list_lengths(lists)
         ids, weights = _split_items(pc.list_flatten(lists), self.missing, column.weight_separator)
-        flat = parse_flat_values(ids, self.missing)
-        values = group_values(flat, lengths_B)
+        flat = column_values.parse_flat_values(ids, self.missing)
+        values = column_values.group_values(flat, lengths_B)
         self._reject_values(values, column.source)
-        weights_L, wrong_L = parse_numbers(weights, ())
+        weights_L, wrong_L = column_values.parse_numbers(weights, ())
         present_L = np.asarray(flat.coded.is_valid())
         wrong_L = present_L & (wrong_L | np.isnan(weights_L) | (weights_L < 0))
         expected = "a weight for each id, finite and at least 0"
-        self.reject(find_rows(wrong_L, lengths_B), Reason.ID_WEIGHT, column.source, expected)
+        self.reject(column_values.find_rows(wrong_L, lengths_B), Reason.ID_WEIGHT, column.source, expected)
         weights_L = np.where(wrong_L, 0.0, weights_L).astype(np.float32)
-        return values.coded, group_items(pa.array(weights_L), present_L, lengths_B)
+        return values.coded, column_values.group_items(pa.array(weights_L), present_L, lengths_B)
 
     def _reject_values(self, values: Values, name: str) -> None:
         self.reject(values.inexact_B, Reason.INEXACT, name, "an id that a float holds exactly")
@@ -208,8 +189,8 @@ def _split_items(
             raise pa.ArrowTypeError(f"expected pairs of an id and a weight, found {items.type}")
         (_, ids), (_, weights) = sorted(zip(items.type, items.flatten(), strict=True), key=_weight_likeness)
         return ids, weights
-    items = decode_texts(items)
-    if not is_text(items):
+    items = column_values.decode_texts(items)
+    if not column_values.is_text(items):
         raise pa.ArrowTypeError(f"expected ids with weights, found lists of {items.type}")
     items = pc.utf8_trim_whitespace(items)
     items = pc.if_else(pc.is_in(items, value_set=pa.array(missing, pa.string())), None, items)
@@ -281,7 +262,7 @@ class TargetSpec:
         if self.has_weights:
             samples_B = np.ones(len(labels_BT), np.float32)
             if data.weight:
-                numbers_B, wrong_B = parse_numbers(reader.column(data.weight), data.missing)
+                numbers_B, wrong_B = column_values.parse_numbers(reader.column(data.weight), data.missing)
                 wrong_B |= ~(numbers_B >= 0)
                 reader.reject(wrong_B, Reason.WEIGHT, data.weight, "a weight, a finite number of at least 0")
                 samples_B = np.where(wrong_B, 0, numbers_B).astype(np.float32)
@@ -296,15 +277,15 @@ class TargetSpec:
         label_texts = " or ".join(map(repr, chain(*known)))
         counts_B = np.ones(len(reader.valid_B), np.bool_)
         if task.mask:
-            mask_B, wrong_B = parse_labels(reader.column(task.mask), *known)
+            mask_B, wrong_B = column_values.parse_labels(reader.column(task.mask), *known)
             reader.reject(wrong_B, Reason.LABEL, task.mask, label_texts)
             counts_B = mask_B == 1
         labels_B: npt.NDArray[Any]
         if task.kind == "binary":
-            labels_B, wrong_B = parse_labels(reader.column(task.label), *known)
+            labels_B, wrong_B = column_values.parse_labels(reader.column(task.label), *known)
             reason, expected = Reason.LABEL, label_texts
         else:
-            labels_B, wrong_B = parse_numbers(reader.column(task.label), self.data.missing)
+            labels_B, wrong_B = column_values.parse_numbers(reader.column(task.label), self.data.missing)
             wrong_B |= np.isnan(labels_B)
             reason, expected = Reason.TARGET, "a finite number"
         if task.kind == "classes":

@@ -81,9 +81,6 @@ class Remote(Generic[Owned]):
         """Start a call of a method of the object.
 
         Functions among the arguments are sent by name; see :func:`to_reference`.
-
-        Args:
-            method: a method of the object's class.
         """
         sent = (self.number, method.__name__, tuple(map(to_reference, args)))
         return Pending(self.role, _send(self.role, endpoints.invoke, *sent, timeout_seconds=timeout_seconds))
@@ -150,9 +147,6 @@ def create(
 
 def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Arguments) -> int:
     """Construct a module on ``role`` as a ``RemoteModule``; return its number once it is constructed.
-
-    Args:
-        cls: see :func:`create`.
 
     Raises:
         RemoteError: the constructor raised an exception.

@@ -37,9 +37,6 @@ class Reply:
     Args:
         receive: function that returns once this reply is complete; called by a waiting thread.
         poll: function that receives the bytes that have arrived, without waiting.
-
-    Attributes:
-        is_done: whether the tensors or an error are set.
     """
 
     __slots__ = ("_callbacks", "_error", "_poll", "_receive", "_tensors", "is_done")

@@ -6,7 +6,7 @@ import pytest
 
 from hybrid.errors import ConfigError
 from hybrid.topology import RoleKind, Topology
-from workers.cli.scheduler_rank import index_of, master_host, role_of
+from workers.cli.commands import index_of, master_host, role_of
 
 TOPOLOGY = Topology(2, 2)
 NAMES = ["master", "trainer 0", "trainer 1", "worker 0", "worker 1"]

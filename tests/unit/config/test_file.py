@@ -21,8 +21,15 @@ from hybrid.config import (
     TableSection,
     TrainSection,
 )
-from hybrid.config.loading import apply_settings, describe, load_config, read_toml_text, to_toml, validate
-from hybrid.config.schema import json_schema
+from hybrid.config.loading import (
+    apply_settings,
+    describe,
+    json_schema,
+    load_config,
+    read_toml_text,
+    to_toml,
+    validate,
+)
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError
 

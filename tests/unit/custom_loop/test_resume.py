@@ -20,7 +20,7 @@ import hybrid
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, list_checkpoints, parse_step, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError, ConfigError, DataError
-from hybrid.storage.folder_lock import folder_lock
+from hybrid.storage.locked_folders import folder_lock
 
 pytestmark = pytest.mark.filterwarnings("ignore:the learning rate of the optimizer has changed")
 EPOCHS, STEPS = 3, 4  # steps per epoch

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.data.dataset import atomic_directory
-from hybrid.data.dataset.atomic_directory import build_directory, hold_lock
 from hybrid.errors import ClusterError, DataError, OutageError
+from hybrid.storage import locked_folders
+from hybrid.storage.locked_folders import build_directory, hold_lock
 
 
 def refuse() -> None:
@@ -99,7 +99,7 @@ def test_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.
         synced.append("rename")
         rename(source, target)
 
-    monkeypatch.setattr(atomic_directory, "sync", lambda path: synced.append(path.name))
+    monkeypatch.setattr(locked_folders, "sync", lambda path: synced.append(path.name))
     monkeypatch.setattr(os, "rename", record_rename)
     with build_directory(tmp_path / "x") as folder:
         (folder / "train").mkdir()

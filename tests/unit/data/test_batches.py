@@ -17,9 +17,14 @@ from support.samples import csv_config, prepared, write
 
 from hybrid.batch import Batch, SparseFeatures, slice_bounds
 from hybrid.config import DataSection, RunConfig, TaskSection
-from hybrid.data.batches.batch_loader import BatchLoader, BatchStream, GroupedOrder, check_ranking_losses
+from hybrid.data.batches import (
+    BatchLoader,
+    BatchStream,
+    GroupedOrder,
+    ShuffledOrder,
+    check_ranking_losses,
+)
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
-from hybrid.data.dataset.sample_order import RowOrder, ShuffledOrder
 from hybrid.errors import ConfigError, DataError
 
 NUM_ROWS = 1003
@@ -126,8 +131,8 @@ def test_prefetch_is_bounded() -> None:
 
 
 def test_hanging_reader_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("hybrid.data.batches.batch_loader.READ_TIMEOUT_SECONDS", 0.05)
-    monkeypatch.setattr("hybrid.data.batches.batch_loader.JOIN_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("hybrid.data.batches.READ_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("hybrid.data.batches.JOIN_TIMEOUT_SECONDS", 0.05)
     release = threading.Event()
     stream = stream_of(lambda step: release.wait(10), 1, depth=1)
     with pytest.raises(Exception, match=r"data\.cache_folder"):
@@ -142,12 +147,12 @@ CHUNK_ROWS = 8
 def small_windows(window_chunks: int) -> Iterator[None]:
     """Shuffle chunks of eight rows in windows of ``window_chunks``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hybrid.data.dataset.sample_order.CHUNK_ROWS", CHUNK_ROWS)
-        patch.setattr("hybrid.data.dataset.sample_order.WINDOW_CHUNKS", window_chunks)
+        patch.setattr("hybrid.data.batches.CHUNK_ROWS", CHUNK_ROWS)
+        patch.setattr("hybrid.data.batches.WINDOW_CHUNKS", window_chunks)
         yield
 
 
-def steps_of(order: RowOrder, num_rows: int, batch_size: int) -> list[list[int]]:
+def steps_of(order: ShuffledOrder, num_rows: int, batch_size: int) -> list[list[int]]:
     bounds = itertools.pairwise([*range(0, num_rows, batch_size), num_rows])
     return [order.indices(start, stop).tolist() for start, stop in bounds]
 
@@ -173,7 +178,7 @@ def test_shuffled_order_has_every_row_once(
     assert sorted(itertools.chain(*steps)) == list(range(num_rows))
 
 
-def read_by(order: RowOrder, num_rows: int, batch_size: int, num_slices: int) -> list[set[int]]:
+def read_by(order: ShuffledOrder, num_rows: int, batch_size: int, num_slices: int) -> list[set[int]]:
     """Return the chunks that each slice of an epoch reads."""
     read: list[set[int]] = [set() for _ in range(num_slices)]
     for rows in steps_of(order, num_rows, batch_size):

@@ -24,7 +24,7 @@ def test_example_of_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     Path("clicks.csv").write_text(block("csv"))
     Path("clicks.toml").write_text(block("toml"))
-    dataset = PreparedDataset.open(prepare(load_config(Path("clicks.toml")), tmp_path / "cache"), "train")
+    dataset = PreparedDataset(prepare(load_config(Path("clicks.toml")), tmp_path / "cache"), "train")
     table = PAGE[PAGE.index("| row |") :].partition("\n\n")[0]
     heading, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n"))
     batch = dataset.gather(np.arange(4), 4)

@@ -16,7 +16,7 @@ from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
 from hybrid.data.parse import delimited_text
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import Segment, read_segment, split_files
-from hybrid.data.prepare import file_preparation, stages
+from hybrid.data.prepare import file_preparation
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import HybridError
@@ -132,7 +132,6 @@ def test_row_groups_give_the_bytes_of_the_whole_file(tmp_path: Path, monkeypatch
     config = config.replace(data=dataclasses.replace(config.data, format="parquet"))
     whole = outcome(config, tmp_path / "whole", (tmp_path / "a.parquet",), 16 << 20)
     monkeypatch.setattr("hybrid.data.parse.sources.SEGMENT_ROWS", 1000)
-    monkeypatch.setattr(stages, "SEGMENT_ROWS", 1000)
     in_segments(monkeypatch, 2)
     assert outcome(config, tmp_path / "parts", (tmp_path / "a.parquet",), 16 << 20) == whole
 
@@ -165,7 +164,7 @@ def test_interrupted_preparation_reuses_its_segments(tmp_path: Path, monkeypatch
         parsed.append(segment.start)
         return read_segment(segment, *args)
 
-    monkeypatch.setattr(stages, "read_segment", read)
+    monkeypatch.setattr("hybrid.data.parse.sources.read_segment", read)
     for seed in (config.run.seed + 1, config.run.seed):  # other samples, then these
         parsed.clear()
         with pytest.raises(KeyboardInterrupt):

@@ -14,7 +14,7 @@ from support.samples import csv_config, prepared, write
 
 from hybrid.config.loading import validate
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
-from hybrid.data.prepare import holdout
+from hybrid.data.prepare import stages
 from hybrid.data.prepare.preparation import fingerprint, prepare
 from hybrid.errors import ConfigError
 
@@ -58,7 +58,7 @@ def test_split_by_time_holds_out_the_latest_rows(
     train, test = rows_of(path, split="time(when, fraction = 0.2)")
     assert sorted(order[test]) == list(range(NUM_ROWS * 8 // 10, NUM_ROWS))
     assert sorted(order[train]) == list(range(NUM_ROWS * 8 // 10))
-    monkeypatch.setattr(holdout, "MAX_SAMPLED", 100)  # of very many rows, the border is that of a sample
+    monkeypatch.setattr(stages, "MAX_SAMPLED", 100)  # of very many rows, the border is that of a sample
     _, sampled = rows_of(path, split="time(when, fraction = 0.2)", numeric_scaling="none")
     assert sorted(order[sampled]) == list(range(NUM_ROWS - len(sampled), NUM_ROWS))
     assert 0.1 < len(sampled) / NUM_ROWS < 0.3
@@ -72,7 +72,7 @@ def test_validation_rows_are_held_out_from_training(tmp_path: Path, by: str) -> 
     config = csv_config(path, sparse=("item", "when"), split=split, validation=split)
     validate(config)
     folder = prepare(config, tmp_path / "cache")
-    opened = [PreparedDataset.open(folder, split) for split in ("train", "validation", "test")]
+    opened = [PreparedDataset(folder, split) for split in ("train", "validation", "test")]
     train, validation, test = (dataset.source_rows.tolist() for dataset in opened)
     assert test == rows_of(path, split=split)[1]
     assert sorted(train + validation + test) == list(range(NUM_ROWS))
@@ -92,7 +92,7 @@ def test_validation_files_are_read_as_test_files_are(tmp_path: Path) -> None:
     config = csv_config(path, sparse=("item",), split="time(when)", validation=f"path({other})")
     validate(config)
     folder = prepare(config, tmp_path / "cache")
-    assert PreparedDataset.open(folder, "validation").source_rows.tolist() == [0, 1]
+    assert PreparedDataset(folder, "validation").source_rows.tolist() == [0, 1]
     data = dataclasses.replace(config.data, validation=f'path("{tmp_path}/./b.csv")')
     assert fingerprint(config.replace(data=data)) == folder.name
     with pytest.raises(ConfigError, match=rf"^data\.validation = '{path}': "):

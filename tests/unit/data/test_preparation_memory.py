@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from support.commands import ROOT
 
 from hybrid.config import DataSection
 from hybrid.config.data_sections import Column, columns_of
+from hybrid.data.encode.fitting import ValueCounts
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import RawBlock, Segment
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.file_preparation import limit_memory
-from hybrid.data.prepare.vocabulary_order import RankJob, rank_values
+from hybrid.data.prepare.vocabulary_order import rank_values
 from hybrid.data.values.model_columns import Targets
 from hybrid.errors import ConfigError
 
@@ -67,14 +69,14 @@ def write_pieces(folder: Path, pieces: list[list[Words]]) -> list[Path]:
     return folders
 
 
-def peak_bytes(job: RankJob) -> int:
-    """Return the peak memory of ordering, of Arrow, Python and NumPy."""
+def peak_bytes(order: Callable[[], object]) -> int:
+    """Return the peak memory of Arrow, Python and NumPy."""
     usual = pa.default_memory_pool()
     pool = pa.proxy_memory_pool(usual)
     pa.set_memory_pool(pool)
     tracemalloc.start()
     try:
-        rank_values(job, lambda: None)
+        order()
         return int(pool.max_memory()) + tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -84,16 +86,18 @@ def peak_bytes(job: RankJob) -> int:
 def test_ordering_stays_within_its_memory(tmp_path: Path) -> None:
     """The vocabulary has 100,000 distinct values."""
     folders = write_pieces(tmp_path, [[{f"{5_000 * i + j:x}": 1 for j in range(5_000)}] for i in range(20)])
-    enough, little = (
-        RankJob({0: column(1)}, folders, tmp_path / str(memory_bytes), memory_bytes)
-        for memory_bytes in (1 << 40, 4 << 20)
-    )
     checks: list[int] = []
-    rank_values(little, lambda: checks.append(1))
+
+    def order(memory_bytes: int) -> ValueCounts:
+        folder = tmp_path / str(memory_bytes)
+        return rank_values({0: column(1)}, folders, folder, memory_bytes, lambda: checks.append(1))
+
+    enough, little = 1 << 40, 4 << 20
+    texts = order(little).values
     assert len(checks) > len(folders) + 1, "a check for each piece, and for each run"
-    assert peak_bytes(little) < little.memory_bytes < peak_bytes(enough) / 2
-    assert spill.read_ranked(little.folder).values.equals(spill.read_ranked(enough.folder).values)
-    assert len(spill.read_ranked(little.folder).values) == 100_000
+    assert peak_bytes(lambda: order(little)) < little < peak_bytes(lambda: order(enough)) / 2
+    assert texts.equals(order(enough).values)
+    assert len(texts) == 100_000
 
 
 PREPARING = """

@@ -115,7 +115,7 @@ def test_concurrent_preparations_agree(tmp_path: Path, table: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         folders = list(pool.map(lambda _: prepare(config, tmp_path / "cache", lines.append), range(4)))
     assert sum(line.startswith("preparing") for line in lines) == len(set(folders)) == 1
-    assert PreparedDataset.open(folders[0], "train").num_samples > 0
+    assert PreparedDataset(folders[0], "train").num_samples > 0
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [folders[0].name]
 
 
@@ -132,17 +132,17 @@ def test_empty_files(tmp_path: Path, table: Path, text: str) -> None:
 
 def test_invalid_data_sets_are_refused(tmp_path: Path, table: Path) -> None:
     with pytest.raises(DataError, match=r"manifest\.json: "):
-        PreparedDataset.open(tmp_path, "train")
+        PreparedDataset(tmp_path, "train")
     folder = prepare(config_of(table), tmp_path / "cache")
     with pytest.raises(DataError, match="validation"):
-        PreparedDataset.open(folder, "validation")
+        PreparedDataset(folder, "validation")
     os.truncate(folder / "train" / "dense.npy", 200)
     with pytest.raises(DataError, match=r"dense\.npy: altered"):
-        PreparedDataset.open(folder, "train")
-    PreparedDataset.open(folder, "test")
+        PreparedDataset(folder, "train")
+    PreparedDataset(folder, "test")
     (folder / dataset_manifest.FILE_NAME).write_text('{"format": 0}')
     with pytest.raises(DataError, match="made by another version"):
-        PreparedDataset.open(folder, "train")
+        PreparedDataset(folder, "train")
 
 
 def put_fifo(file: Path) -> None:
@@ -187,7 +187,7 @@ def test_prepared_data_of_another_user_are_data(
     manifest.write_text(json.dumps(content))
     place = manifest if ".." in name else folder / name
     with pytest.raises(DataError, match=rf"^{place}: .*; delete"):
-        PreparedDataset.open(folder, "train")
+        PreparedDataset(folder, "train")
 
 
 def test_progress_names_phase_fraction_speed_and_time_left(

@@ -9,12 +9,10 @@ from support.samples import csv_config, write
 from support.stores import BUCKET, Store
 
 from hybrid.config import RunConfig
-from hybrid.data.batches.batch_loader import BatchLoader
+from hybrid.data.batches import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.prepare import dataset_location
-from hybrid.data.prepare.dataset_location import ensure_prepared, open_split
-from hybrid.data.prepare.preparation import cache_folder, prepare
+from hybrid.data.prepare.preparation import cache_folder, ensure_prepared, open_split, prepare
 from hybrid.errors import DataError
 from hybrid.storage.files import list_entries, read_bytes, remove, write_bytes
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
@@ -56,7 +54,7 @@ def test_data_are_sent_once_and_equal_those_on_disk(
     local = prepare(config, tmp_path / "cache")
     other_host = on_host(config, tmp_path / "other")
     for split in ("train", "test"):
-        expected = PreparedDataset.open(local, split)
+        expected = PreparedDataset(local, split)
         for source in (folder, str(folder)):
             for each in (config, other_host):
                 assert rows_of(open_split(source, split, each.data)) == rows_of(expected)
@@ -116,7 +114,7 @@ def test_interrupted_fetch_continues_after_its_complete_files(
     (killed / "dense.npy").write_bytes(read_bytes(folder / "train/dense.npy"))
     (killed / "labels.npy").write_bytes(b"torn")
     remove(folder / "train/dense.npy")  # it is not needed again
-    expected = PreparedDataset.open(tmp_path / "local" / folder.parent.name, "train")
+    expected = PreparedDataset(tmp_path / "local" / folder.parent.name, "train")
     assert rows_of(open_split(folder, "train", other_host.data)) == rows_of(expected)
 
 
@@ -139,5 +137,5 @@ def test_ended_run_does_not_wait_for_the_lock(
             ensure_prepared(config, bucket, check=check)
         write_bytes(path, content)
 
-    monkeypatch.setattr(dataset_location, "write_bytes", write_last)
+    monkeypatch.setattr("hybrid.storage.files.write_bytes", write_last)
     assert rows_of(open_split(ensure_prepared(config, bucket), "train", config.data))

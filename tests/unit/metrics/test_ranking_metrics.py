@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pytest
 from sklearn.metrics import ndcg_score, roc_auc_score
 
-from hybrid.metrics.ranking_metrics import Ranking
+from hybrid.metrics import Ranking
 
 Floats = npt.NDArray[np.float64]
 

@@ -18,8 +18,14 @@ from sklearn.metrics import (
 
 from hybrid.config import RunConfig, TaskSection
 from hybrid.errors import ConfigError
-from hybrid.metrics import Predictions, binary_metrics, compute_predictions, probabilities, score
-from hybrid.metrics.task_metrics import task_metrics
+from hybrid.metrics import (
+    Predictions,
+    binary_metrics,
+    compute_predictions,
+    probabilities,
+    score,
+    task_metrics,
+)
 
 DRAW = torch.Generator().manual_seed(2)
 NUMBERS, TRUE_NUMBERS = torch.randn(200, generator=DRAW), torch.randn(200, generator=DRAW)

@@ -11,7 +11,7 @@ from support.stores import BUCKET, Proxy, Store
 
 from hybrid.errors import ConfigError, HybridError, StorageError
 from hybrid.storage import files
-from hybrid.storage.folder_lock import folder_lock, lock_until_exit
+from hybrid.storage.locked_folders import folder_lock, lock_until_exit
 from hybrid.storage.remote_path import StoragePath, parse_path
 from workers.run_folder.run_access import RunState, checkpoint_root, hold_run
 from workers.run_folder.run_files import RunFolder

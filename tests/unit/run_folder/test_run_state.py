@@ -14,7 +14,7 @@ import pytest
 from hybrid.config import RunConfig
 from hybrid.config.loading import load_config, to_toml
 from hybrid.errors import ConfigError, HybridError
-from hybrid.storage.folder_lock import LOCK_FILE, folder_lock
+from hybrid.storage.locked_folders import LOCK_FILE, folder_lock
 from hybrid.user_code.run_signature import load_run_config
 from workers.run_folder import run_access
 from workers.run_folder.run_access import (

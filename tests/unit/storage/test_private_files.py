@@ -13,7 +13,7 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
 from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import HybridError
-from hybrid.storage.folder_lock import folder_lock
+from hybrid.storage.locked_folders import folder_lock
 from hybrid.storage.private_files import make_folder, private_user_folder
 from workers.exit_codes import Cause
 from workers.launching.fork_server import enter_network_namespace

@@ -1,25 +1,31 @@
-"""A trainer's batches, read ahead in the background."""
+"""The batches of a trainer: its slice of each step, read ahead in a thread."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hybrid.batch import Batch, padding_bounds, slice_bounds
 from hybrid.config import TaskSection
-from hybrid.data.dataset.prepared_dataset import PreparedDataset, StepRows
-from hybrid.data.dataset.sample_order import RowOrder, ShuffledOrder, positions
+from hybrid.data.dataset.prepared_dataset import PreparedDataset, positions
 from hybrid.errors import ConfigError, DataError
+
+Rows: TypeAlias = npt.NDArray[np.int64]
 
 READ_TIMEOUT_SECONDS = 120.0
 JOIN_TIMEOUT_SECONDS = 5.0
+CHUNK_ROWS = 4096
+WINDOW_CHUNKS = 256
+_CHUNK_STREAM, _WINDOW_STREAM, _LANE_STREAM = range(3)
+_GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are evenly spread
 
 
 def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedDataset, batch_size: int) -> None:
@@ -67,7 +73,7 @@ class BatchLoader:
         batch_size: samples of a step over all trainers.
         trainer_index, num_trainers: the trainer of the slice, and the number of slices.
         shuffle: whether to draw a new order each epoch; otherwise rows come in file order.
-        lanes: the number of lanes of the shuffle (hybrid/data/dataset/sample_order.py); 0 for none.
+        lanes: the number of lanes of the shuffle (:class:`ShuffledOrder`); 0 for none.
         by_group: whether groups stay complete.
         least: number of samples of a slice, with padding; see :class:`LocalBatch`.
 
@@ -108,33 +114,34 @@ class BatchLoader:
         end -= end % size if self.drop_last else 0
         first = max(first_step * size, first_sample)
         ranges = pairwise([first, *range(first - first % size + size, end, size), end] if first < end else [])
+        steps: Iterator[tuple[Rows, Rows | None]]
         if self.by_group:
             assert self.dataset.group_starts is not None, "check_group_sizes comes first"
             num_groups = len(self.dataset.group_starts) - 1
-            groups = GroupedOrder(self.dataset, self._order(num_groups, epoch).indices(0, num_groups))
-            in_groups = (groups.indices(*each) for each in ranges)
-            # A resumed pass may begin after the groups of a range.
-            steps = (self._slice(rows, ends_G) for rows, ends_G in in_groups if len(rows))
+            groups = GroupedOrder(self.dataset, self._order(num_groups, epoch)(0, num_groups))
+            steps = (groups.indices(*each) for each in ranges)
         else:
             order = self._order(self.dataset.num_samples, epoch)
-            steps = (self._slice(order.indices(*each)) for each in ranges)
+            steps = ((order(*each), None) for each in ranges)
         return BatchStream(self._read(steps))
 
-    def _slice(self, rows: npt.NDArray[np.int64], ends_G: npt.NDArray[np.int64] | None = None) -> StepRows:
-        start, stop = slice_bounds(len(rows), self.trainer_index, self.num_trainers, ends_G)
-        return StepRows(rows, start, stop, padding_bounds(len(rows), start, stop, self.least))
+    def _read(self, steps: Iterator[tuple[Rows, Rows | None]]) -> Generator[Batch, None, None]:
+        """Yield this trainer's slices of steps, given as their rows and the ends of their groups, if any."""
+        for rows, ends_G in steps:
+            if not len(rows):  # a resumed pass may begin after the groups of a step
+                continue
+            start, stop = slice_bounds(len(rows), self.trainer_index, self.num_trainers, ends_G)
+            local = rows[start:stop]
+            first, last = padding_bounds(len(rows), start, stop, self.least)
+            if first < last:
+                local = np.concatenate([local, rows[first:last]])
+            total_groups = self.dataset.total_groups(rows) if self.by_group else None
+            batch = self.dataset.gather(local, len(rows), self.dataset.total_weights(rows), total_groups)
+            yield batch._replace(local_size=stop - start)
 
-    def _read(self, steps: Generator[StepRows, None, None]) -> Generator[Batch, None, None]:
-        with closing(steps):
-            for step in steps:
-                total_groups = self.dataset.total_groups(step.rows) if self.by_group else None
-                total_weights = self.dataset.total_weights(step.rows)
-                batch = self.dataset.gather(step.local, len(step.rows), total_weights, total_groups)
-                yield batch._replace(local_size=step.stop - step.start)
-
-    def _order(self, number: int, epoch: int) -> RowOrder:
-        """Return the order of ``number`` rows or groups in an epoch."""
-        return ShuffledOrder(number, self.seed, epoch, self.lanes) if self.shuffle else RowOrder()
+    def _order(self, number: int, epoch: int) -> Callable[[int, int], Rows]:
+        """Return the order of ``number`` rows or groups: a function from the bounds of a step to its rows."""
+        return ShuffledOrder(number, self.seed, epoch, self.lanes).indices if self.shuffle else np.arange
 
 
 class GroupedOrder:
@@ -214,3 +221,81 @@ class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):
                     self._ready.put(next(self._batches))
         except BaseException as error:  # ``next`` raises it; StopIteration marks the end of the batches
             self._ready.put(error)
+
+
+class ShuffledOrder:
+    """An exact shuffle of the rows 0 .. ``num_rows`` - 1 with random access.
+
+    A permutation of billions of rows in every trainer would be wasteful, so the shuffle has two levels::
+
+        chunks of 4096 rows     | c0 | c1 | c2 | c3 | c4 | ...
+        chunks permuted         | c3 | c0 | c4 | c2 | c1 | ...
+        rows permuted           |<- window of 256 ->|<- window
+
+    Every row occurs exactly once per epoch, the order depends only on (seed, epoch), and only the current
+    window is in memory. Up to 2**20 rows are one window, and are shuffled completely.
+
+    A trainer's slice of a step may have any rows of a window, so all trainers read nearly all chunks. With
+    lanes, the rows of a window are divided among a number of lanes, and each lane is shuffled::
+
+        chunks permuted         | c3 | c0 | c4 | c2 | ...
+        lanes                   |  lane 0 |  lane 1 | ...    the same rows for any number of trainers
+        a step                  rows of lane 0, as many of lane 1, ...
+
+    A slice of a step is contiguous, so it has rows of few lanes, and a trainer reads only the chunks of these
+    lanes.
+
+    Lane ``l`` of ``L`` has ``(p + turn[l]) // L`` of the first ``p`` positions of an epoch. The lanes add up
+    to ``p``, and differ by at most one. The turns of adjacent lanes are far apart. So a range of lanes has a
+    proportional number of rows, even if a step has fewer rows than lanes.
+
+    Args:
+        num_lanes: fixed for a run, so that its steps are the same for any number of trainers; 0 for none.
+    """
+
+    def __init__(self, num_rows: int, seed: int, epoch: int, num_lanes: int = 0) -> None:
+        self._num_rows = num_rows
+        self._key = (seed, epoch)
+        self._has_lanes = num_lanes > 0
+        self._turns_L = np.argsort(np.argsort(np.arange(max(1, num_lanes)) * _GOLDEN % 1.0))
+        num_chunks = -(-num_rows // CHUNK_ROWS)
+        self._chunks = np.random.default_rng((*self._key, _CHUNK_STREAM)).permutation(num_chunks)
+        sizes = np.minimum(num_rows - self._chunks * CHUNK_ROWS, CHUNK_ROWS)
+        edges = np.concatenate([[0], np.cumsum(sizes)])
+        self._window_starts = np.append(edges[:-1:WINDOW_CHUNKS], num_rows)
+        self._window = -1, list[npt.NDArray[np.int64]]()  # index and lanes of the last window
+
+    def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Return the rows of a step that begins after ``start`` rows of the epoch and ends after ``stop``.
+
+        The rows of lane 0 come first, then those of lane 1, and so on.
+        """
+        chosen: list[list[npt.NDArray[np.int64]]] = [[np.empty(0, np.int64)] for _ in self._turns_L]
+        while start < stop:
+            window = int(np.searchsorted(self._window_starts, start, side="right")) - 1
+            first, last = self._window_starts[window : window + 2].tolist()
+            end = min(stop, last)
+            if self._window[0] != window:
+                self._window = window, self._shuffled_lanes(window, first, last)
+            before_L, starts_L, stops_L = (self._count_rows_L(each) for each in (first, start, end))
+            bounds = zip((starts_L - before_L).tolist(), (stops_L - before_L).tolist(), strict=True)
+            for of_lane, rows, (lane_start, lane_stop) in zip(chosen, self._window[1], bounds, strict=True):
+                of_lane.append(rows[lane_start:lane_stop])
+            start = end
+        return np.concatenate([rows for of_lane in chosen for rows in of_lane])
+
+    def _shuffled_lanes(self, window: int, first: int, last: int) -> list[npt.NDArray[np.int64]]:
+        """Return the rows of each lane of a window, which has the positions from ``first`` to ``last``."""
+        chunks = self._chunks[window * WINDOW_CHUNKS : (window + 1) * WINDOW_CHUNKS]
+        rows = (chunks[:, None] * CHUNK_ROWS + np.arange(CHUNK_ROWS)).reshape(-1)
+        rows = rows[rows < self._num_rows]
+        ends_L = (self._count_rows_L(last) - self._count_rows_L(first)).cumsum()
+        lanes = np.split(rows, ends_L[:-1])
+        for lane, of_lane in enumerate(lanes):
+            stream = (_LANE_STREAM, window, lane) if self._has_lanes else (_WINDOW_STREAM, window)
+            np.random.default_rng((*self._key, *stream)).shuffle(of_lane)
+        return lanes
+
+    def _count_rows_L(self, position: int) -> npt.NDArray[np.int64]:
+        """Return how many of the first ``position`` rows of the epoch each lane has."""
+        return (position + self._turns_L) // len(self._turns_L)

@@ -1,20 +1,30 @@
-"""Locks between processes, and the lock of a run folder, which one run at a time holds. Without torch."""
+"""Folders that one process at a time may write: run folders, and folders that appear atomically.
+
+A folder that appears atomically is built beside its target, under the name ``.building-TARGET``. Its process
+holds the lock ``TARGET.lock``, which the system releases when the process ends. Without torch.
+"""
+
+from __future__ import annotations
 
 import atexit
 import fcntl
 import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from hybrid.errors import ConfigError, StorageError
-from hybrid.storage.private_files import make_folder, open_file
+from hybrid.errors import ClusterError, ConfigError, OutageError, StorageError
+from hybrid.storage import files
+from hybrid.storage.private_files import make_folder, open_file, sync
 
 LOCK_FILE = ".lock"
 _WAIT_SECONDS = 1.0  # the roles of a killed launch hold the lock for some milliseconds
 _POLL_SECONDS = 0.02
+_UNFINISHED, _LOCK_SUFFIX = ".building-", ".lock"
+_BUILD_POLL_SECONDS = 0.2
 
 
 @contextmanager
@@ -84,3 +94,56 @@ def try_lock(path: Path) -> int | None:
         raise
     os.close(descriptor)
     return None
+
+
+@contextmanager
+def hold_lock(path: Path, check: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock file of a path, then remove it. Call ``check`` while another process holds the lock."""
+    make_folder(path.parent)
+    lock = path.with_name(path.name + _LOCK_SUFFIX)
+    while (descriptor := try_lock(lock)) is None:
+        check()
+        time.sleep(_BUILD_POLL_SECONDS)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+@contextmanager
+def build_directory(target: Path) -> Iterator[Path]:
+    """Yield a folder that becomes ``target`` at the end; the caller holds the lock of ``target``.
+
+    After an interrupt, a kill, or the loss of the cluster or of a store, the folder stays. The next call
+    yields the folder with its files. Other failures would occur again, so the folder is removed.
+    A folder with links is removed first. Folders for other targets whose locks are free are removed.
+    """
+    folder = target.with_name(_UNFINISHED + target.name)
+    for other in target.parent.glob(f"{_UNFINISHED}*"):
+        lock = target.with_name(other.name.removeprefix(_UNFINISHED) + _LOCK_SUFFIX)
+        if (descriptor := try_lock(lock)) is not None:  # never the lock of ``target``, which is held
+            shutil.rmtree(other, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+            os.close(descriptor)
+    if folder.is_symlink() or any(path.is_symlink() for path in folder.rglob("*")):
+        files.remove(folder)  # this program makes no links
+    try:
+        make_folder(folder)
+        yield folder
+        sync_all(folder)
+        os.rename(folder, target)
+        sync(target.parent)
+    except (ClusterError, OutageError):  # the files are valid
+        raise
+    except Exception:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def sync_all(folder: Path) -> None:
+    """Sync everything in a folder to disk, so that a rename of the folder is safe."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(parent, name))
+        sync(Path(parent))

@@ -1,1 +1,0 @@
-"""The batches of a trainer: its slice of each step, read ahead in a thread."""
