@@ -27,45 +27,30 @@ class BinaryMetrics(NamedTuple):
     """Quality of predictions for N samples with labels 0 and 1.
 
     Weights of samples have the meaning of scikit-learn's ``sample_weight``.
-
-    Attributes:
-        auc: area under the ROC curve; NaN if all labels are the same, or if a logit is NaN.
-        log_loss: mean binary cross-entropy, in nats.
-        normalized_entropy: log loss divided by the entropy of the base rate (He et al. 2014): 1 for a
-            constant prediction of the base rate; NaN if all labels are the same.
-        calibration: mean prediction divided by mean label; NaN if no label is 1.
-        accuracy: fraction of samples on the right side of probability 0.5.
-        base_rate: fraction of samples with label 1.
-        num_samples: N, independent of weights.
     """
 
-    auc: float
-    log_loss: float
+    auc: float  # area under the ROC curve; NaN if all labels are the same, or if a logit is NaN
+    log_loss: float  # mean binary cross-entropy, in nats
+    # Log loss divided by the entropy of the base rate (He et al. 2014): 1 for a constant prediction of the
+    # base rate; NaN if all labels are the same.
     normalized_entropy: float
-    calibration: float
-    accuracy: float
-    base_rate: float
-    num_samples: int
+    calibration: float  # mean prediction divided by mean label; NaN if no label is 1
+    accuracy: float  # fraction of samples on the right side of probability 0.5
+    base_rate: float  # fraction of samples with label 1
+    num_samples: int  # N, independent of weights
 
 
 class Predictions(NamedTuple):
-    """Predictions for N samples.
+    """Predictions for N samples."""
 
-    Attributes:
-        outputs: ``outputs_NO`` of the dense net, (N,) for one output.
-        labels: ``labels_NT``, (N,) for one task.
-        rows: ``rows_N``, keys that are equal for samples with the same features
-            (:meth:`hybrid.batch.Batch.row_keys`).
-        weights: float32, with the shape of ``labels``: the weight of each sample for a task; None for equal
-            weights. Metrics exclude samples of weight 0.
-        groups: ``groups_N``; None without groups.
-    """
-
-    outputs: Tensor
-    labels: Tensor
+    outputs: Tensor  # ``outputs_NO`` of the dense net, (N,) for one output
+    labels: Tensor  # ``labels_NT``, (N,) for one task
+    # ``rows_N``, keys that are equal for samples with the same features (hybrid.batch.Batch.row_keys).
     rows: Tensor
+    # float32, with the shape of ``labels``: the weight of each sample for a task; None for equal weights.
+    # Metrics exclude samples of weight 0.
     weights: Tensor | None = None
-    groups: Tensor | None = None
+    groups: Tensor | None = None  # ``groups_N``; None without groups
 
     @classmethod
     def of(cls, batch: Batch, outputs_BO: Tensor, sequences: Sequence[int] = ()) -> Predictions:

@@ -7,17 +7,12 @@ from typing import ClassVar, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class TrainTask:
-    """Train and evaluate a model, and leave a run folder.
-
-    Attributes:
-        resume: whether to continue from the newest checkpoint, or from step 0 if there is none.
-        started_at: ``time.time()`` when the user's command started.
-    """
+    """Train and evaluate a model, and leave a run folder."""
 
     command: ClassVar = "launch"
     folder: Path
-    resume: bool
-    started_at: float
+    resume: bool  # whether to continue from the newest checkpoint, or from step 0 if there is none
+    started_at: float  # ``time.time()`` when the user's command started
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +25,21 @@ class CompareTask:
 
 @dataclass(frozen=True, slots=True)
 class FunctionTask:
-    """Call a function of the user on the master.
-
-    Attributes:
-        function: "module:function".
-    """
+    """Call a function of the user on the master."""
 
     command: ClassVar = "run"
-    function: str
+    function: str  # "module:function"
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptTask:
-    """Run a script of the user on every trainer.
-
-    Attributes:
-        snapshot: where to save the state after ``train.max_steps``, or None.
-        scratch: the launcher's folder, in which the master records what a restart needs, or None.
-    """
+    """Run a script of the user on every trainer."""
 
     command: ClassVar = "run"
     path: str
     arguments: tuple[str, ...]
-    snapshot: Path | None = None
+    snapshot: Path | None = None  # where to save the state after ``train.max_steps``, or None
+    # The launcher's folder, in which the master records what a restart needs, or None.
     scratch: Path | None = None
 
 

@@ -127,15 +127,10 @@ def code_of(cause: Cause, has_stepped: bool) -> ExitCode:
 
 @dataclass(frozen=True, slots=True)
 class StopMessage:
-    """The master's last message to every role.
+    """The master's last message to every role."""
 
-    Attributes:
-        code: exit code of the roles.
-        reason: why the run has failed; empty after a normal end.
-    """
-
-    code: ExitCode = ExitCode.DONE
-    reason: str = ""
+    code: ExitCode = ExitCode.DONE  # exit code of the roles
+    reason: str = ""  # why the run has failed; empty after a normal end
 
     def __str__(self) -> str:
         return f"{self.code:d} {self.reason}"
@@ -173,15 +168,11 @@ class StopRequest:
     Args:
         seconds: how long the run may take to stop.
         forward: called by the signal handler with the exit code.
-
-    Attributes:
-        is_requested: whether the run must stop.
-        code: exit code of the process if the run must stop.
     """
 
     def __init__(self, seconds: float, forward: Callable[[ExitCode], object] = lambda _: None) -> None:
-        self.is_requested = False
-        self.code = ExitCode.DONE
+        self.is_requested = False  # whether the run must stop
+        self.code = ExitCode.DONE  # exit code of the process if the run must stop
         self._has_direct_signal = False  # one of STOP_SIGNALS has come
         self._seconds = seconds
         self._forward = forward

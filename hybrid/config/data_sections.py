@@ -50,21 +50,13 @@ VALIDATION_CALLS = CallSignatures(
 
 
 class Holdout(NamedTuple):
-    """Rows of ``data.path`` that are held out from training.
+    """Rows of ``data.path`` that are held out from training."""
 
-    Attributes:
-        split: the split of these rows, "test" or "validation".
-        key: the key of the configuration that selects them.
-        by: random, column or time.
-        column: the column that decides; empty for random rows.
-        fraction: the fraction of the rows that earlier splits leave.
-    """
-
-    split: str
-    key: str
-    by: str
-    column: str
-    fraction: float
+    split: str  # the split of these rows, "test" or "validation"
+    key: str  # the key of the configuration that selects them
+    by: str  # random, column or time
+    column: str  # the column that decides; empty for random rows
+    fraction: float  # the fraction of the rows that earlier splits leave
 
 
 @dataclass(frozen=True, kw_only=True)

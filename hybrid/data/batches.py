@@ -69,28 +69,21 @@ class BatchLoader:
     step and the slice of the group. The number of steps is the same, and no step is empty. The sizes of steps
     and slices may differ by a group, and a slice may be empty.
 
-    Attributes:
-        batch_size: samples of a step over all trainers.
-        trainer_index, num_trainers: the trainer of the slice, and the number of slices.
-        shuffle: whether to draw a new order each epoch; otherwise rows come in file order.
-        lanes: the number of lanes of the shuffle (:class:`ShuffledOrder`); 0 for none.
-        by_group: whether groups stay complete.
-        least: number of samples of a slice, with padding; see :class:`LocalBatch`.
-
     Raises:
         DataError: groups cannot stay complete.
     """
 
     dataset: PreparedDataset
     _: KW_ONLY
-    batch_size: int
+    batch_size: int  # samples of a step over all trainers
+    # trainer_index, num_trainers: the trainer of the slice, and the number of slices.
     trainer_index: int = 0
     num_trainers: int = 1
     seed: int = 0
-    shuffle: bool = False
-    lanes: int = 0
-    by_group: bool = False
-    least: int = 0
+    shuffle: bool = False  # whether to draw a new order each epoch; otherwise rows come in file order
+    lanes: int = 0  # the number of lanes of the shuffle (ShuffledOrder); 0 for none
+    by_group: bool = False  # whether groups stay complete
+    least: int = 0  # number of samples of a slice, with padding; see LocalBatch
     drop_last: bool = False
 
     def __post_init__(self) -> None:

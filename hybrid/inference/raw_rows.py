@@ -35,17 +35,12 @@ _BLOCK_ROWS = 1 << 16  # rows per block of a prepared data set
 
 
 class RowBlock(NamedTuple):
-    """B rows of the input.
+    """B rows of the input."""
 
-    Attributes:
-        batch: the encoded values; the labels are NaN if they are not read.
-        source_rows_B: int64, the 0-based number of each row over all files, invalid rows included.
-        passthrough: requested columns of the input by name, unchanged.
-    """
-
-    batch: Batch
+    batch: Batch  # the encoded values; the labels are NaN if they are not read
+    # The 0-based number of each row over all files, invalid rows included.
     source_rows_B: npt.NDArray[np.int64]
-    passthrough: Mapping[str, Any] = {}
+    passthrough: Mapping[str, Any] = {}  # requested columns of the input by name, unchanged
 
 
 def table_batch(trained: TrainedRun, columns: Any) -> Batch:
@@ -135,25 +130,22 @@ class PreparedRows:
 class SourceRows:
     """Rows of files in the format of the training files, parsed and encoded.
 
-    Attributes:
-        passthrough: further columns to read: pairs of the option that names the column, and the column.
-        with_labels: whether every row must have its labels.
-        text: blocks of CSV or TSV that replace the content of the only file; None to read the files.
-        selection: int64, ascending, the numbers of the source rows to use; None for all rows.
-        report: the number of rows, invalid rows and unknown values; set after the last block.
-
     Raises:
         ConfigError: the model was trained on Parquet, and ``text`` is given.
     """
 
     trained: TrainedRun
     files: Sequence[StoragePath]
+    # Further columns to read: pairs of the option that names the column, and the column.
     passthrough: Sequence[tuple[str, str]] = ()
     progress: Callable[[str], None] = ignore_progress
-    with_labels: bool = False
+    with_labels: bool = False  # whether every row must have its labels
+    # Blocks of CSV or TSV that replace the content of the only file; None to read the files.
     text: Iterator[bytes] | None = None
+    # Ascending, the numbers of the source rows to use; None for all rows.
     selection: npt.NDArray[np.int64] | None = None
     layout: Layout = field(init=False)
+    # The number of rows, invalid rows and unknown values; set after the last block.
     report: DatasetReport = field(init=False)
 
     def __post_init__(self) -> None:

@@ -87,15 +87,12 @@ def load_parameters(module: nn.Module, stored: Checkpoint) -> dict[str, TableMod
 
 
 class Input(NamedTuple):
-    """A plain tensor of a batch.
-
-    Attributes:
-        shape: the first size is a name, because it differs between batches: :data:`SAMPLES`, :data:`STARTS`
-            (of bags), or the ids of a column.
-    """
+    """A plain tensor of a batch."""
 
     name: str
     dtype: torch.dtype
+    # The first size is a name, because it differs between batches: SAMPLES, STARTS (of bags), or the ids of a
+    # column.
     shape: tuple[Any, ...]
 
 

@@ -41,17 +41,13 @@ Writer: TypeAlias = IO[bytes]  # of which a file of a store has ``write``, ``clo
 
 
 class Entry(NamedTuple):
-    """A file or folder in a listing.
-
-    Attributes:
-        size: in bytes; 0 for a folder, -1 for what is neither a file nor a folder, such as a FIFO, and for a
-            link in a listed folder.
-        mtime_ns: time of the last write; 0 if the store does not report it.
-    """
+    """A file or folder in a listing."""
 
     path: StoragePath
+    # In bytes; 0 for a folder, -1 for what is neither a file nor a folder, such as a FIFO, and for a link in
+    # a listed folder.
     size: int
-    mtime_ns: int
+    mtime_ns: int  # time of the last write; 0 if the store does not report it
     is_folder: bool
 
     @property

@@ -25,17 +25,11 @@ _REMEDY = "set them in the environment, such as AWS_ACCESS_KEY_ID (docs/storage.
 
 @dataclass(frozen=True, slots=True)
 class RemotePath:
-    """The path of a file or folder in a store, with some attributes of ``pathlib.Path``.
+    """The path of a file or folder in a store, with some attributes of ``pathlib.Path``."""
 
-    Attributes:
-        root: the store: ``s3://bucket``.
-        key: the name in the store, without leading and trailing slashes.
-        query: the options of the URL, none of which is secret.
-    """
-
-    root: str
-    key: str
-    query: str = ""
+    root: str  # the store: ``s3://bucket``
+    key: str  # the name in the store, without leading and trailing slashes
+    query: str = ""  # the options of the URL, none of which is secret
 
     def __truediv__(self, name: str) -> RemotePath:
         return RemotePath(self.root, "/".join(filter(None, (self.key, name.strip("/")))), self.query)

@@ -16,21 +16,13 @@ _STDOUT, _STDERR = 1, 2
 
 @dataclass
 class LostOutput:
-    """The output streams of a process that cannot be written any more.
+    """The output streams of a process that cannot be written any more."""
 
-    Attributes:
-        command: name of the command, for messages.
-        run_continues: whether the command does more than print.
-        names: of stdout and stderr, for messages.
-        report_to: descriptor to which messages are written.
-        streams: names of the lost streams.
-    """
-
-    command: str
-    run_continues: bool
-    names: tuple[str, str]
-    report_to: int
-    streams: set[str] = field(default_factory=set)
+    command: str  # name of the command, for messages
+    run_continues: bool  # whether the command does more than print
+    names: tuple[str, str]  # of stdout and stderr, for messages
+    report_to: int  # descriptor to which messages are written
+    streams: set[str] = field(default_factory=set)  # names of the lost streams
 
     def add(self, descriptor: int, error: OSError) -> None:
         """Report once that a stream cannot be written."""

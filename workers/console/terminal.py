@@ -32,26 +32,20 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingProgress:
-    """The state of a run at one log step.
+    """The state of a run at one log step."""
 
-    Attributes:
-        step, total_steps, epoch, epochs: counted from 1.
-        loss, score: over the samples since the last log step; NaN if unknown.
-        score_name: the metric in ``score``.
-        samples_per_second: over all trainers, since the last log step.
-        seconds_left: until the last step; NaN if unknown.
-        phase_seconds: time since the last log step by phase (``hybrid.primitives.step_timings.PHASES``).
-    """
-
+    # step, total_steps, epoch, epochs: counted from 1.
     step: int
     total_steps: int
     epoch: int
     epochs: int
+    # loss, score: over the samples since the last log step; NaN if unknown.
     loss: float
-    score_name: str
+    score_name: str  # the metric in ``score``
     score: float
-    samples_per_second: float
-    seconds_left: float
+    samples_per_second: float  # over all trainers, since the last log step
+    seconds_left: float  # until the last step; NaN if unknown
+    # Time since the last log step by phase (``hybrid.primitives.step_timings.PHASES``).
     phase_seconds: Mapping[str, float]
 
     @property

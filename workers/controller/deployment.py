@@ -82,23 +82,17 @@ def _gib(num_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class HeldCheckpoint:
-    """A checkpoint whose parts the roles hold in memory until it is written.
-
-    Attributes:
-        manifest: without the list of files.
-        texts: text files, by name.
-        reports: reports of trainers since the last log step, in a separate file if there are any.
-        start: starts the calls that make roles write their parts into a folder and release the memory.
-        is_copied: whether roles hold copies, so that training can continue.
-        shared: vocabularies by name. The checkpoints of a run share them; other checkpoints have a copy.
-    """
+    """A checkpoint whose parts the roles hold in memory until it is written."""
 
     folder: StoragePath
-    manifest: Manifest
-    texts: Mapping[str, str]
+    manifest: Manifest  # without the list of files
+    texts: Mapping[str, str]  # text files, by name
+    # Reports of trainers since the last log step, in a separate file if there are any.
     reports: Mapping[str, Tensor]
+    # Starts the calls that make roles write their parts into a folder and release the memory.
     start: Callable[[StoragePath], Sequence[transport.Pending[Files]]]
-    is_copied: bool
+    is_copied: bool  # whether roles hold copies, so that training can continue
+    # Vocabularies by name. The checkpoints of a run share them; other checkpoints have a copy.
     shared: Mapping[str, StoragePath] = field(default_factory=dict)
 
     def write(self) -> Manifest:

@@ -42,21 +42,15 @@ from hybrid.updates.update_rules import UpdateRules
 
 @dataclass(frozen=True, slots=True)
 class TrainerReport:
-    """A trainer's report of some steps.
+    """A trainer's report of some steps."""
 
-    Attributes:
-        losses: this trainer's summand of the loss, one value per step.
-        outputs, labels: of this trainer's samples, for the first task. If a sample has weight 0, its label is
-            NaN.
-        phase_seconds: time by phase.
-        skipped_steps: number of steps without an update.
-    """
-
-    losses: list[float]
+    losses: list[float]  # this trainer's summand of the loss, one value per step
+    # outputs, labels: of this trainer's samples, for the first task. If a sample has weight 0, its label is
+    # NaN.
     outputs: Tensor
     labels: Tensor
-    phase_seconds: dict[str, float]
-    skipped_steps: int
+    phase_seconds: dict[str, float]  # time by phase
+    skipped_steps: int  # number of steps without an update
 
 
 def make_loader(config: RunConfig, dataset: PreparedDataset, trainer: int, is_training: bool) -> BatchLoader:

@@ -74,13 +74,9 @@ class FolderCheck:
 
 @dataclass(frozen=True, slots=True)
 class SharedFolders:
-    """Checks of the folders that all roles share.
+    """Checks of the folders that all roles share."""
 
-    Attributes:
-        remote_roles: roles on other hosts, or with other mounts, than the master.
-    """
-
-    remote_roles: Sequence[Role]
+    remote_roles: Sequence[Role]  # roles on other hosts, or with other mounts, than the master
 
     def check_data(self, folder: StoragePath) -> None:
         """Check that all trainers see the master's prepared data; a store is visible to all.

@@ -60,20 +60,16 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ScriptRequest:
-    """A request of a script to the master; the scripts of all trainers make the same requests.
+    """A request of a script to the master; the scripts of all trainers make the same requests."""
 
-    Attributes:
-        action: "deploy" tables, "prepare" the data of the configuration, "resume" from the checkpoints in a
-            folder after a failure, "save" or "load" a checkpoint, or "end" of the script.
-        folder, manifest: of the checkpoint.
-        number: see :class:`PlacedTables`.
-    """
-
+    # "deploy" tables, "prepare" the data of the configuration, "resume" from the checkpoints in a folder
+    # after a failure, "save" or "load" a checkpoint, or "end" of the script.
     action: str
     tables: tuple[TableSpec, ...] = ()
+    # folder, manifest: of the checkpoint.
     folder: StoragePath = Path()
     manifest: Manifest | None = None
-    number: int = 0
+    number: int = 0  # see PlacedTables
 
 
 _SaveError: TypeAlias = tuple[str, str]  # its kind and its message

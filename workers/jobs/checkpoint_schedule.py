@@ -33,17 +33,13 @@ _WRITE_ERRORS = (CheckpointError, StorageError)  # a store may refuse even a lis
 
 @dataclass
 class Interval:
-    """The steps since the last log step.
-
-    Attributes:
-        seconds: time of the trainers for these steps.
-        phase_seconds: time by phase, mean over the trainers; in a resumed run, since the resume.
-        reports: reports of each trainer, one per call.
-    """
+    """The steps since the last log step."""
 
     num_steps: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # time of the trainers for these steps
+    # Time by phase, mean over the trainers; in a resumed run, since the resume.
     phase_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    # Reports of each trainer, one per call.
     reports: dict[int, list[TrainerReport]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, reports: Sequence[TrainerReport], seconds: float) -> None:
@@ -77,20 +73,14 @@ class Interval:
 
 @dataclass
 class RunCounts:
-    """The counts of a run.
-
-    Attributes:
-        seconds: time of the trainers for these samples.
-        skipped_steps: see :class:`workers.controller.remote_trainer.TrainerReport`.
-        undefined: the steps of evaluations in which the metric of the best checkpoint was undefined.
-        interval: the steps since the last log step.
-    """
+    """The counts of a run."""
 
     samples: int = 0
-    seconds: float = 0.0
-    skipped_steps: int = 0
+    seconds: float = 0.0  # time of the trainers for these samples
+    skipped_steps: int = 0  # see TrainerReport
+    # The steps of evaluations in which the metric of the best checkpoint was undefined.
     undefined: list[int] = field(default_factory=list)
-    interval: Interval = field(default_factory=Interval)
+    interval: Interval = field(default_factory=Interval)  # the steps since the last log step
 
     def add(self, reports: Sequence[TrainerReport], seconds: float) -> None:
         self.samples += sum(len(report.labels) for report in reports)
@@ -142,33 +132,23 @@ class RunCounts:
 
 
 class TrainingState(NamedTuple):
-    """The state of a run after a step.
+    """The state of a run after a step."""
 
-    Attributes:
-        step, epoch: number of completed steps and epochs.
-        metrics: metrics of the last evaluation, if there was one.
-        owes_evaluation: whether an evaluation of this step is due and not done.
-    """
-
+    # step, epoch: number of completed steps and epochs.
     step: int
     epoch: int
-    metrics: Metrics | None
+    metrics: Metrics | None  # metrics of the last evaluation, if there was one
     counts: RunCounts
-    owes_evaluation: bool = False
+    owes_evaluation: bool = False  # whether an evaluation of this step is due and not done
 
 
 class _PendingCheckpoint(NamedTuple):
-    """A checkpoint that is being written.
-
-    Attributes:
-        best: the best evaluation, once this checkpoint is complete.
-        seconds_stopped: how long training has waited for it.
-        written: the writing time in seconds and the number of bytes, once the checkpoint is complete.
-    """
+    """A checkpoint that is being written."""
 
     step: int
-    best: Best | None
-    seconds_stopped: float
+    best: Best | None  # the best evaluation, once this checkpoint is complete
+    seconds_stopped: float  # how long training has waited for it
+    # The writing time in seconds and the number of bytes, once the checkpoint is complete.
     written: Future[tuple[float, int]]
 
 
@@ -183,9 +163,6 @@ class Checkpoints:
         section: configuration: when checkpoints are due, how many are kept, and the metric of the best.
         warn: called with each warning, also by the thread that writes.
         best: the best evaluation of a resumed run, by the same metric.
-
-    Attributes:
-        best: the best evaluation with a checkpoint; None if there is none.
     """
 
     def __init__(
@@ -200,7 +177,7 @@ class Checkpoints:
         self._run = run
         self._section = section
         self._warn = warn
-        self.best = best
+        self.best = best  # the best evaluation with a checkpoint; None if there is none
         self._pending: _PendingCheckpoint | None = None
         self._has_warned_of_wait = False
         self._begun_at = time.monotonic()

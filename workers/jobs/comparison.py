@@ -64,16 +64,11 @@ Snapshot: TypeAlias = dict[TensorName, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference of two tensors that should be equal.
-
-    Attributes:
-        largest: largest absolute difference.
-        ratio: largest difference as a fraction of the tolerance.
-    """
+    """The difference of two tensors that should be equal."""
 
     name: TensorName
-    largest: float
-    ratio: float
+    largest: float  # largest absolute difference
+    ratio: float  # largest difference as a fraction of the tolerance
 
     @classmethod
     def between(cls, name: TensorName, actual: Tensor, expected: Tensor) -> Difference:

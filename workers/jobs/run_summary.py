@@ -23,17 +23,13 @@ PATIENCE = "train.patience"  # this key can end a run before its last step
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run has ended.
-
-    Attributes:
-        tested: the step and the metrics of the model on the test rows; None without test rows.
-        validation: the metrics of the last step on the validation rows, if there are such rows.
-    """
+    """How a run has ended."""
 
     session: DatasetSession
     step: int
+    # The step and the metrics of the model on the test rows; None without test rows.
     tested: tuple[int, Metrics] | None
-    validation: Metrics | None
+    validation: Metrics | None  # the metrics of the last step on the validation rows, if there are such rows
     best: Best | None
     counts: RunCounts
 

@@ -59,16 +59,11 @@ Reply: TypeAlias = dict[str, int] | Exception | None
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """The event that a process has ended.
-
-    Attributes:
-        exit_code: of the process; minus the number of the signal if a signal killed it.
-        report: the report that the process sent, or None.
-    """
+    """The event that a process has ended."""
 
     name: str
-    exit_code: int
-    report: Any = None
+    exit_code: int  # of the process; minus the number of the signal if a signal killed it
+    report: Any = None  # the report that the process sent, or None
 
 
 def end_with_parent(parent: int) -> None:

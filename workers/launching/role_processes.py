@@ -42,15 +42,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RoleFailure:
-    """The failure of a role.
+    """The failure of a role."""
 
-    Attributes:
-        message: one line.
-        at: ``time.monotonic()`` when the launcher or the role noticed the failure.
-    """
-
-    message: str
+    message: str  # one line
     cause: Cause
+    # ``time.monotonic()`` when the launcher or the role noticed the failure.
     at: float = field(default_factory=time.monotonic)
 
     @property
@@ -98,17 +94,13 @@ def count_oom_kills(root: Path = Path("/")) -> int:
 
 @dataclass(slots=True)
 class RoleProcess:
-    """The process of a role under the launcher.
-
-    Attributes:
-        failure: of the role; None while the process runs and after a normal end.
-    """
+    """The process of a role under the launcher."""
 
     role: Role
     log: Path
     pid: int = 0  # 0 before the start
     has_ended: bool = False
-    failure: RoleFailure | None = None
+    failure: RoleFailure | None = None  # of the role; None while the process runs and after a normal end
     _oom_kills_before: int = field(default_factory=count_oom_kills)
     _log_bytes_before: int = field(init=False)
 
@@ -147,9 +139,6 @@ class RoleProcesses:
 
     Args:
         folder: for the logs of the roles.
-
-    Attributes:
-        is_stop_requested: whether the master was asked to stop.
     """
 
     def __init__(self, server: ForkServer, config: RunConfig, folder: Path) -> None:
@@ -158,7 +147,7 @@ class RoleProcesses:
         self._folder = folder
         self._processes: dict[str, RoleProcess] = {}
         self._ended_at: float | None = None  # the time of the first failure, or of the master's end
-        self.is_stop_requested = False
+        self.is_stop_requested = False  # whether the master was asked to stop
 
     def start(self, task: Task, secret: Secret) -> None:
         """Start every role.

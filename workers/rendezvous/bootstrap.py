@@ -75,18 +75,13 @@ _FIRST_INTERVAL = HeartbeatInterval(RunConfig().cluster.heartbeat_timeout_second
 
 @dataclass(frozen=True, slots=True)
 class JoinedCluster:
-    """A running cluster, as one of its roles sees it.
-
-    Attributes:
-        members: every other role; on the master only.
-        rendezvous: the server; on the master only.
-    """
+    """A running cluster, as one of its roles sees it."""
 
     role: Role
     topology: Topology
     store: dist.Store
-    members: dict[Role, Registration]
-    rendezvous: RendezvousServer | None = None
+    members: dict[Role, Registration]  # every other role; on the master only
+    rendezvous: RendezvousServer | None = None  # the server; on the master only
 
 
 class RendezvousStore(dist.Store):

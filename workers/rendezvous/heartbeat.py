@@ -75,24 +75,15 @@ def own_versions() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A role and its host, as the role registers them.
+    """A role and its host, as the role registers them."""
 
-    Attributes:
-        role: name of the role, such as "worker 0".
-        host: name of the host; not unique.
-        versions: see :func:`own_versions`.
-        files: see :func:`filesystem_id`; equal for roles that see the same files.
-        network: see :func:`network_id`; equal for roles that reach each other by loopback.
-        is_local: whether the role is on the master's host; set by the master.
-    """
-
-    role: str
-    host: str
+    role: str  # name of the role, such as "worker 0"
+    host: str  # name of the host; not unique
     pid: int
-    versions: str
-    files: str
-    network: str
-    is_local: bool = False
+    versions: str  # see own_versions
+    files: str  # see filesystem_id; equal for roles that see the same files
+    network: str  # see network_id; equal for roles that reach each other by loopback
+    is_local: bool = False  # whether the role is on the master's host; set by the master
 
     def __str__(self) -> str:
         return f"{self.role} (host {self.host}, pid {self.pid})"

@@ -234,16 +234,11 @@ def upload(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The progress of a run at one time.
+    """The progress of a run at one time."""
 
-    Attributes:
-        logged_step: the last step in metrics.jsonl.
-        checkpoint_step: the step of the newest checkpoint; None if there is none.
-        log, result: size and time of the last write of metrics.jsonl and of result.json; None if missing.
-    """
-
-    logged_step: int
-    checkpoint_step: int | None
+    logged_step: int  # the last step in metrics.jsonl
+    checkpoint_step: int | None  # the step of the newest checkpoint; None if there is none
+    # log, result: size and time of the last write of metrics.jsonl and of result.json; None if missing.
     log: files.Entry | None
     result: files.Entry | None
 

@@ -28,21 +28,16 @@ NO_INVALID_ROWS = InvalidRowReport({}, ())
 
 @dataclass(frozen=True, slots=True)
 class LabelReport:
-    """The labels of one task in a split.
-
-    Attributes:
-        name, kind: of the task.
-        count: number of samples with a weight above 0 for the task.
-        mean, lowest, highest: statistics of their labels; None without samples.
-        best_auc, best_log_loss: metrics of the true probabilities, if they are known.
-    """
+    """The labels of one task in a split."""
 
     name: str
     kind: str
-    count: int
+    count: int  # number of samples with a weight above 0 for the task
+    # mean, lowest, highest: statistics of their labels; None without samples.
     mean: float | None = None
     lowest: float | None = None
     highest: float | None = None
+    # best_auc, best_log_loss: metrics of the true probabilities, if they are known.
     best_auc: float | None = None
     best_log_loss: float | None = None
 
@@ -54,46 +49,31 @@ class LabelReport:
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """The rows of a split.
-
-    Attributes:
-        labels: of each task; empty without labels.
-        bad_rows: invalid rows of the input that were skipped; held-out splits count them in "train".
-        unknown: unknown categorical values by column; empty for synthetic data.
-    """
+    """The rows of a split."""
 
     num_rows: int
-    labels: tuple[LabelReport, ...]
+    labels: tuple[LabelReport, ...]  # of each task; empty without labels
+    # Invalid rows of the input that were skipped; held-out splits count them in "train".
     bad_rows: InvalidRowReport
-    unknown: tuple[UnknownValues, ...] = ()
+    unknown: tuple[UnknownValues, ...] = ()  # unknown categorical values by column; empty for synthetic data
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """The checksums of a file of a prepared data set.
+    """The checksums of a file of a prepared data set."""
 
-    Attributes:
-        sampled: checksum of the size and of some blocks (:func:`compute_sampled_checksum`).
-        whole: SHA-256 of the full content.
-    """
-
-    sampled: str
-    whole: str
+    sampled: str  # checksum of the size and of some blocks (compute_sampled_checksum)
+    whole: str  # SHA-256 of the full content
 
 
 @dataclass(frozen=True)
 class DataManifest:
-    """The file that completes the folder of a data set.
-
-    Attributes:
-        inputs: the input files of each split; a held-out split has none.
-        stored: checksums of every other file, by its path in the folder.
-    """
+    """The file that completes the folder of a data set."""
 
     input_spec: InputSpec
     splits: dict[str, DatasetReport]
-    inputs: dict[str, tuple[InputFile, ...]]
-    stored: dict[str, StoredFile]
+    inputs: dict[str, tuple[InputFile, ...]]  # the input files of each split; a held-out split has none
+    stored: dict[str, StoredFile]  # checksums of every other file, by its path in the folder
 
     @classmethod
     def write(

@@ -41,58 +41,41 @@ _EXCESS, _MIN_UNKNOWN = 0.1, 10
 
 @dataclass(frozen=True)
 class DenseEncoding:
-    """The scaling of a numeric column.
-
-    Attributes:
-        shift, scale: the scaled value of a number x is (transform(x) - shift) / scale.
-        missing: the scaled value of a missing number: the scaled training mean, or 0 without scaling.
-        transform: "none", or "log" for sign(x) * log(1 + |x|).
-    """
+    """The scaling of a numeric column."""
 
     name: str
+    # shift, scale: the scaled value of a number x is (transform(x) - shift) / scale.
     shift: float = 0.0
     scale: float = 1.0
+    # The scaled value of a missing number: the scaled training mean, or 0 without scaling.
     missing: float = 0.0
-    transform: str = "none"
+    transform: str = "none"  # "none", or "log" for sign(x) * log(1 + |x|)
 
 
 class EncodedBags(NamedTuple):
-    """The ids of a multi-hot feature of B samples.
+    """The ids of a multi-hot feature of B samples."""
 
-    Attributes:
-        ids_L: int32, the ids of all samples.
-        lengths_B: int64, the number of ids of each sample.
-        weights_L: float32, if the ids have weights.
-    """
-
-    ids_L: npt.NDArray[np.int32]
-    lengths_B: npt.NDArray[np.int64]
-    weights_L: npt.NDArray[np.float32] | None = None
+    ids_L: npt.NDArray[np.int32]  # the ids of all samples
+    lengths_B: npt.NDArray[np.int64]  # the number of ids of each sample
+    weights_L: npt.NDArray[np.float32] | None = None  # if the ids have weights
 
 
 @dataclass(frozen=True)
 class SparseEncoding:
-    """The encoding of a categorical column.
-
-    Attributes:
-        vocabulary: "build" (row 1 + index in ``values``), "hash", "identity" (values are rows), or "buckets"
-            (row 1 + bucket of a number).
-        num_rows: rows of the table, row 0 included.
-        multi_hot: whether a sample may hold any number of values; otherwise several count as unknown.
-        values: of vocabulary "build", the known values by falling frequency, in canonical texts.
-        expected_unknown: unknown fraction in rows like the training rows; see :class:`UnknownValues`.
-        bounds: the lower bound of each bucket but the lowest.
-        weighted: whether the ids have weights; such a feature is multi-hot.
-    """
+    """The encoding of a categorical column."""
 
     name: str
+    # "build" (row 1 + index in ``values``), "hash", "identity" (values are rows), or "buckets" (row 1 +
+    # bucket of a number).
     vocabulary: str
-    num_rows: int
+    num_rows: int  # rows of the table, row 0 included
+    # Whether a sample may hold any number of values; otherwise several count as unknown.
     multi_hot: bool = False
+    # Of vocabulary "build", the known values by falling frequency, in canonical texts.
     values: Vocabulary | None = None
-    expected_unknown: float = 0.0
-    bounds: tuple[float, ...] = ()
-    weighted: bool = False
+    expected_unknown: float = 0.0  # unknown fraction in rows like the training rows; see UnknownValues
+    bounds: tuple[float, ...] = ()  # the lower bound of each bucket but the lowest
+    weighted: bool = False  # whether the ids have weights; such a feature is multi-hot
 
     def rows(self, values: pa.Array) -> npt.NDArray[np.int32]:
         """Return the table row of each text; 0 for an unknown text or null."""
@@ -138,18 +121,13 @@ class UnknownValues:
     would be unknown if it were counted in the other rows only. A far larger fraction means that the new rows
     are other data, or write values differently. Rows later than all training rows have no expected fraction,
     because new users and items appear with time.
-
-    Attributes:
-        count: number of unknown values; 0 with ``vocabulary = hash``.
-        num_values: number of values, missing ones excluded.
-        expected: the fraction that is unknown in rows like the training rows; None for later rows.
-        several: number of rows with several values, which a column of one value per row counts as unknown.
     """
 
     name: str
-    count: int
-    num_values: int
-    expected: float | None
+    count: int  # number of unknown values; 0 with ``vocabulary = hash``
+    num_values: int  # number of values, missing ones excluded
+    expected: float | None  # the fraction that is unknown in rows like the training rows; None for later rows
+    # Number of rows with several values, which a column of one value per row counts as unknown.
     several: int = 0
 
     @property
@@ -166,27 +144,19 @@ class UnknownValues:
 
 
 class EncodedBlock(NamedTuple):
-    """B samples as numbers.
-
-    Attributes:
-        dense_BF: float32.
-        ids_BK: int32, one column for each feature with one id per sample, in the order of features.
-        bags: one for each multi-hot feature, in the order of features.
-    """
+    """B samples as numbers."""
 
     dense_BF: npt.NDArray[np.float32]
+    # One column for each feature with one id per sample, in the order of features.
     ids_BK: npt.NDArray[np.int32]
-    bags: tuple[EncodedBags, ...] = ()
+    bags: tuple[EncodedBags, ...] = ()  # one for each multi-hot feature, in the order of features
 
 
 @dataclass(frozen=True)
 class FeatureEncoder:
-    """The encoder of parsed rows, the same for training, evaluation and prediction.
+    """The encoder of parsed rows, the same for training, evaluation and prediction."""
 
-    Attributes:
-        dense, sparse: one encoding for each column, in the order of the tensors of a batch.
-    """
-
+    # dense, sparse: one encoding for each column, in the order of the tensors of a batch.
     dense: tuple[DenseEncoding, ...]
     sparse: tuple[SparseEncoding, ...]
 

@@ -30,20 +30,13 @@ MAX_KEPT = 1 << 20
 
 
 class Moments(NamedTuple):
-    """Mean, deviation and range of F transformed columns, without NaN.
+    """Mean, deviation and range of F transformed columns, without NaN."""
 
-    Attributes:
-        num_rows: number of rows, with NaN.
-        count_F: numbers that are not NaN.
-        mean_F: their mean.
-        squares_F: sum of the squared differences from the mean.
-        lowest_F, highest_F: smallest and largest number.
-    """
-
-    num_rows: int
-    count_F: npt.NDArray[np.int64]
-    mean_F: npt.NDArray[np.float64]
-    squares_F: npt.NDArray[np.float64]
+    num_rows: int  # number of rows, with NaN
+    count_F: npt.NDArray[np.int64]  # numbers that are not NaN
+    mean_F: npt.NDArray[np.float64]  # their mean
+    squares_F: npt.NDArray[np.float64]  # sum of the squared differences from the mean
+    # lowest_F, highest_F: smallest and largest number.
     lowest_F: npt.NDArray[np.float64]
     highest_F: npt.NDArray[np.float64]
 

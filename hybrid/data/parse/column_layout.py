@@ -32,45 +32,29 @@ _NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class TableBlock(NamedTuple):
-    """Consecutive rows of one file.
+    """Consecutive rows of one file."""
 
-    Attributes:
-        columns: the required columns by name, n rows each.
-        lines: int64 (n,), 1-based line (Parquet: row) in the file.
-        rows: int64 (n,), 0-based row in the block; invalid rows count, blank lines and the header do not.
-        num_rows: rows of the block, invalid ones included.
-        num_lines: lines of the block in the file.
-        invalid: the invalid rows, which ``columns`` lacks.
-    """
-
-    columns: dict[str, pa.Array]
-    lines: npt.NDArray[np.int64]
+    columns: dict[str, pa.Array]  # the required columns by name, n rows each
+    lines: npt.NDArray[np.int64]  # int64 (n,), 1-based line (Parquet: row) in the file
+    # int64 (n,), 0-based row in the block; invalid rows count, blank lines and the header do not.
     rows: npt.NDArray[np.int64]
-    num_rows: int
-    num_lines: int
-    invalid: list[InvalidRow]
+    num_rows: int  # rows of the block, invalid ones included
+    num_lines: int  # lines of the block in the file
+    invalid: list[InvalidRow]  # the invalid rows, which ``columns`` lacks
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a file and the format of its fields.
+    """The columns of a file and the format of its fields."""
 
-    Attributes:
-        data: the section [data]; if the format defines the columns, with their names.
-        dense, sparse: the columns that the model reads.
-        targets: labels, weights and groups.
-        with_labels: whether the columns of targets are read; if not, the file may lack them.
-        quotes: whether fields may be quoted with ``"``.
-        passthrough: further columns that are read without conversion, as pairs of configuration key and
-            column.
-    """
-
-    data: DataSection
+    data: DataSection  # the section [data]; if the format defines the columns, with their names
+    # dense, sparse: the columns that the model reads.
     dense: tuple[Column, ...]
     sparse: tuple[Column, ...]
-    targets: TargetSpec
-    with_labels: bool
-    quotes: bool
+    targets: TargetSpec  # labels, weights and groups
+    with_labels: bool  # whether the columns of targets are read; if not, the file may lack them
+    quotes: bool  # whether fields may be quoted with ``"``
+    # Further columns that are read without conversion, as pairs of configuration key and column.
     passthrough: tuple[tuple[str, str], ...] = ()
 
     @classmethod

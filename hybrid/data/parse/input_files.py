@@ -62,20 +62,14 @@ def compute_sampled_checksum(
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """The identity of an input file.
+    """The identity of an input file."""
 
-    Attributes:
-        path: as the user names it, or its URL.
-        real_path: the absolute path without links.
-        size, modified_ns: as the system, or the store, reports them.
-        sampled: :func:`compute_sampled_checksum`, or the tag of the content in its store
-            (:func:`hybrid.storage.files.content_tag`).
-    """
-
-    path: str
-    real_path: str
+    path: str  # as the user names it, or its URL
+    real_path: str  # the absolute path without links
+    # size, modified_ns: as the system, or the store, reports them.
     size: int
     modified_ns: int
+    # compute_sampled_checksum, or the tag of the content in its store (hybrid.storage.files.content_tag).
     sampled: str
 
     @classmethod

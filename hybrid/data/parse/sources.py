@@ -36,27 +36,21 @@ SEGMENT_ROWS = 1 << 18  # a segment of Parquet takes row groups until it has thi
 
 
 class RawBlock(NamedTuple):
-    """B valid rows, parsed but not yet encoded.
+    """B valid rows, parsed but not yet encoded."""
 
-    Attributes:
-        dense_BF: float64, NaN if missing.
-        sparse: one array of length B per sparse feature. Elements are strings (a dictionary array, null if
-            missing), lists of strings if a sample may have several ids, or numbers for buckets.
-        targets: labels, weights and groups, or None.
-        source_rows_B: int64, 0-based index over the rows of all files; invalid rows count, blank lines do
-            not.
-        weights: an array of B lists of float32 for each sparse feature whose ids have weights.
-        held_out_by: for each split that is held out by a column, int64 hashes of the column's values, or
-            float64 times in seconds, of length B.
-        passthrough: the columns of ``Layout.passthrough`` by name, not converted.
-    """
-
-    dense_BF: npt.NDArray[np.float64]
+    dense_BF: npt.NDArray[np.float64]  # NaN if missing
+    # One array of length B per sparse feature. Elements are strings (a dictionary array, null if missing),
+    # lists of strings if a sample may have several ids, or numbers for buckets.
     sparse: tuple[pa.Array, ...]
-    targets: Targets | None
+    targets: Targets | None  # labels, weights and groups, or None
+    # 0-based index over the rows of all files; invalid rows count, blank lines do not.
     source_rows_B: npt.NDArray[np.int64]
+    # An array of B lists of float32 for each sparse feature whose ids have weights.
     weights: tuple[pa.Array, ...] = ()
+    # For each split that is held out by a column, int64 hashes of the column's values, or float64 times in
+    # seconds, of length B.
     held_out_by: Mapping[str, SplitValues] = MappingProxyType({})
+    # The columns of ``Layout.passthrough`` by name, not converted.
     passthrough: Mapping[str, pa.Array] = MappingProxyType({})
 
     def select(self, mask_B: npt.NDArray[np.bool_]) -> RawBlock:
@@ -77,19 +71,14 @@ SplitValues: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A segment of an input file, or the whole file.
-
-    Attributes:
-        start, stop: range of bytes (Parquet: of row groups); ``stop`` is None for the end of the file.
-        size: approximate number of bytes.
-        rows: number of rows, for Parquet only.
-    """
+    """A segment of an input file, or the whole file."""
 
     path: StoragePath
+    # start, stop: range of bytes (Parquet: of row groups); ``stop`` is None for the end of the file.
     start: int = 0
     stop: int | None = None
-    size: int = 0
-    rows: int = 0
+    size: int = 0  # approximate number of bytes
+    rows: int = 0  # number of rows, for Parquet only
 
 
 def split_files(files: Sequence[StoragePath], layout: Layout) -> list[Segment]:

@@ -31,18 +31,12 @@ _HELD_OUT_BY = "held_out_by_"  # prefix of columns of the rows
 
 
 class BlockLog(NamedTuple):
-    """The rows of a block.
+    """The rows of a block."""
 
-    Attributes:
-        num_rows: number of rows, invalid ones included.
-        num_lines: lines of these rows in the file.
-        invalid: the invalid rows, with their lines in the segment.
-    """
-
-    num_rows: int
-    num_lines: int
+    num_rows: int  # number of rows, invalid ones included
+    num_lines: int  # lines of these rows in the file
     num_valid: int
-    invalid: list[InvalidRow]
+    invalid: list[InvalidRow]  # the invalid rows, with their lines in the segment
 
 
 @dataclass(frozen=True)

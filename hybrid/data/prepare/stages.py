@@ -44,17 +44,12 @@ MAX_SAMPLED = 1 << 20  # times that are kept in memory to find the last training
 
 @dataclass(frozen=True)
 class Split:
-    """The rule that selects the rows of a split.
+    """The rule that selects the rows of a split."""
 
-    Attributes:
-        held: the split, and its keys in the configuration.
-        seed: the seed of random rows, and of sampled times.
-        latest: with ``held.by = "time"``, the time of the last row that is not held out, estimated from a
-            random sample if there are more than ``MAX_SAMPLED`` rows.
-    """
-
-    held: Holdout
-    seed: int
+    held: Holdout  # the split, and its keys in the configuration
+    seed: int  # the seed of random rows, and of sampled times
+    # With ``held.by = "time"``, the time of the last row that is not held out, estimated from a random sample
+    # if there are more than ``MAX_SAMPLED`` rows.
     latest: float = 0.0
 
     def find_latest(self, blocks: Iterable[RawBlock]) -> float:
@@ -128,17 +123,12 @@ def parse_segment(
 
 
 class Piece(NamedTuple):
-    """Consecutive parsed blocks of a segment.
-
-    Attributes:
-        first_row: index of the first row over all files of the split.
-        held_out: select the rows of other splits.
-    """
+    """Consecutive parsed blocks of a segment."""
 
     folder: Path
-    first_row: int
+    first_row: int  # index of the first row over all files of the split
     split: str
-    held_out: tuple[Split, ...] = ()
+    held_out: tuple[Split, ...] = ()  # select the rows of other splits
 
     def blocks(self, values: Sequence[pa.Array]) -> Iterator[tuple[str, RawBlock]]:
         """Yield the rows of each split, block by block; see :func:`spill.read_piece`."""
@@ -165,19 +155,13 @@ def hold_out(config: RunConfig, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 class PieceStatistics(NamedTuple):
-    """Statistics of a piece, besides the counts of its values.
+    """Statistics of a piece, besides the counts of its values."""
 
-    Attributes:
-        moments: moments of the training rows of each block.
-        numbers: for each block, the numbers of each column of data.sparse whose buckets are bounded by
-            quantiles.
-        several_K: whether a training row of a column has several values.
-        sizes: for each split, the number of rows, and of values of each column of data.sparse.
-    """
-
-    moments: list[Moments]
+    moments: list[Moments]  # moments of the training rows of each block
+    # For each block, the numbers of each column of data.sparse whose buckets are bounded by quantiles.
     numbers: list[list[npt.NDArray[np.float64]]]
-    several_K: npt.NDArray[np.bool_]
+    several_K: npt.NDArray[np.bool_]  # whether a training row of a column has several values
+    # For each split, the number of rows, and of values of each column of data.sparse.
     sizes: dict[str, SplitPosition]
 
 

@@ -52,17 +52,11 @@ _LOCAL_TIME = r"^(?P<time>.{10}(?:[ T][0-9:]{5,8}(?:[.][0-9]{1,6})?)?)"  # a tim
 
 
 class Values(NamedTuple):
-    """A categorical column of B rows.
+    """A categorical column of B rows."""
 
-    Attributes:
-        coded: dictionary array of B strings, null if missing; or array of B lists of such, none null.
-        inexact_B: rows with an inexact value (see :mod:`hybrid.data.values.canonical`).
-        too_long_B: rows with a value of more than ``MAX_VALUE_BYTES``.
-    """
-
-    coded: pa.Array
-    inexact_B: Mask
-    too_long_B: Mask
+    coded: pa.Array  # dictionary array of B strings, null if missing; or array of B lists of such, none null
+    inexact_B: Mask  # rows with an inexact value (see hybrid.data.values.canonical)
+    too_long_B: Mask  # rows with a value of more than ``MAX_VALUE_BYTES``
 
 
 def is_list(column: pa.Array) -> bool:

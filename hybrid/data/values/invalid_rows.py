@@ -46,18 +46,12 @@ class Reason(StrEnum):
 
 
 class InvalidRow(NamedTuple):
-    """An invalid row.
+    """An invalid row."""
 
-    Attributes:
-        line: the first line of the row, 1-based.
-        found: a description of the invalid content.
-        last: the last line of a row of several lines, else 0.
-    """
-
-    line: int
+    line: int  # the first line of the row, 1-based
     reason: Reason
-    found: str
-    last: int = 0
+    found: str  # a description of the invalid content
+    last: int = 0  # the last line of a row of several lines, else 0
 
     def after(self, lines: int) -> InvalidRow:
         """Return the row with ``lines`` added to its line numbers."""

@@ -208,17 +208,12 @@ def _weight_likeness(pair: tuple[pa.Field, pa.Array]) -> tuple[bool, ...]:
 
 
 class Targets(NamedTuple):
-    """The targets of B samples for T tasks.
+    """The targets of B samples for T tasks."""
 
-    Attributes:
-        labels_BT: float32; undefined where a task's mask excludes a sample.
-        weights_BT: float32, 0 where a mask excludes a sample; None if all samples have the same weight.
-        groups_B: int64, a hash of the group; None without groups.
-    """
-
-    labels_BT: npt.NDArray[np.float32]
+    labels_BT: npt.NDArray[np.float32]  # undefined where a task's mask excludes a sample
+    # 0 where a mask excludes a sample; None if all samples have the same weight.
     weights_BT: npt.NDArray[np.float32] | None = None
-    groups_B: npt.NDArray[np.int64] | None = None
+    groups_B: npt.NDArray[np.int64] | None = None  # a hash of the group; None without groups
 
     def select(self, mask_B: npt.NDArray[np.bool_]) -> Targets:
         return Targets(*(None if array is None else array[mask_B] for array in self))  # type: ignore[arg-type]
@@ -226,17 +221,11 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """The targets of a run.
+    """The targets of a run."""
 
-    Attributes:
-        tasks: by name, each with its label column.
-        data: the section that names the columns of weights and groups.
-        is_implied: whether there are no sections [tasks.NAME], so that data.label is the only task.
-    """
-
-    tasks: Mapping[str, TaskSection]
-    data: DataSection
-    is_implied: bool
+    tasks: Mapping[str, TaskSection]  # by name, each with its label column
+    data: DataSection  # the section that names the columns of weights and groups
+    is_implied: bool  # whether there are no sections [tasks.NAME], so that data.label is the only task
 
     @classmethod
     def of(cls, tasks: Mapping[str, TaskSection], data: DataSection) -> TargetSpec:

@@ -29,19 +29,15 @@ from hybrid.user_code.user_modules import PROJECT, from_reference, load_user_obj
 
 @dataclass(slots=True)
 class ClusterState:
-    """The state of the transport in a process, for one cluster.
+    """The state of the transport in a process, for one cluster."""
 
-    Attributes:
-        constructors: by class name, constructors with arguments of this process.
-        objects: the objects that other processes created here, by number; a failure if a constructor failed.
-        clients: on a trainer, the connections to the workers.
-        servers: on a worker, a server for the calls of each trainer.
-    """
-
+    # By class name, constructors with arguments of this process.
     constructors: Mapping[str, partial[Any]] = field(default_factory=dict)
+    # The objects that other processes created here, by number; a failure if a constructor failed.
     objects: dict[int, Any] = field(default_factory=dict)
+    # On a trainer, the connections to the workers.
     clients: dict[Role, SocketClient] = field(default_factory=dict)
-    servers: Sequence[SocketServer] = ()
+    servers: Sequence[SocketServer] = ()  # on a worker, a server for the calls of each trainer
 
 
 # Torch has one RPC agent per process, which calls functions of modules. So there is one state at a time.
@@ -56,20 +52,15 @@ PlainExchange: TypeAlias = tuple[int, PlainTicket, int, PlainTicket | None, Sequ
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """Memory, threads and open files of a process.
-
-    Attributes:
-        free_bytes: see :func:`free_memory`.
-        live_contexts: number of contexts of distributed autograd.
-    """
+    """Memory, threads and open files of a process."""
 
     host: str
     pid: int
-    free_bytes: dict[str, int]
+    free_bytes: dict[str, int]  # see free_memory
     resident_bytes: int
     threads: int
     open_files: int
-    live_contexts: int
+    live_contexts: int  # number of contexts of distributed autograd
 
 
 def echo(tensor: Tensor) -> Tensor:

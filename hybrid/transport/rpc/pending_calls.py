@@ -29,19 +29,13 @@ _PEER_ENDED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception that a call raised on the process that executed it.
-
-    Attributes:
-        kind: name of the exception's class.
-        is_self_contained: whether the message is complete without role and host.
-        is_logged: whether the traceback is in the log of that process.
-    """
+    """An exception that a call raised on the process that executed it."""
 
     message: str
-    kind: str
-    is_self_contained: bool
+    kind: str  # name of the exception's class
+    is_self_contained: bool  # whether the message is complete without role and host
     host: str
-    is_logged: bool
+    is_logged: bool  # whether the traceback is in the log of that process
 
 
 class RemoteError(ClusterError):

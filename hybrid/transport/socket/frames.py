@@ -42,16 +42,11 @@ class FrameKind(IntEnum):
 
 
 class Message(NamedTuple):
-    """A call, or the response to it.
-
-    Attributes:
-        number: number of the call on its connection.
-        value: numbers, text, and tuples and lists of these.
-    """
+    """A call, or the response to it."""
 
     kind: FrameKind
-    number: int
-    value: Any
+    number: int  # number of the call on its connection
+    value: Any  # numbers, text, and tuples and lists of these
     tensors: Sequence[Tensor] = ()
 
 

@@ -66,16 +66,11 @@ def send_bursts_at_once(connection: socket.socket) -> None:
 
 
 class WorkerAddress(NamedTuple):
-    """The addresses on which a worker listens.
+    """The addresses on which a worker listens."""
 
-    Attributes:
-        host: see :func:`host_id`.
-        name: name of its Unix socket, in hexadecimal digits.
-        interface, port: IP address and port for other hosts.
-    """
-
-    host: str
-    name: str
+    host: str  # see host_id
+    name: str  # name of its Unix socket, in hexadecimal digits
+    # interface, port: IP address and port for other hosts.
     interface: str
     port: int
 
@@ -109,18 +104,13 @@ class Connection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A role, and the secret by which it authenticates itself.
-
-    Attributes:
-        run_id: random bytes of the rendezvous, new at each start of the cluster.
-        timeout_seconds: how long to wait for other roles.
-    """
+    """A role, and the secret by which it authenticates itself."""
 
     role: Role
     topology: Topology
     secret: Secret
-    run_id: bytes
-    timeout_seconds: float
+    run_id: bytes  # random bytes of the rendezvous, new at each start of the cluster
+    timeout_seconds: float  # how long to wait for other roles
 
     def directions(self, other: Role, random: bytes) -> tuple[DirectionCipher, DirectionCipher]:
         """Return the ciphers to and from another role for the connection with the given random bytes."""
