@@ -112,7 +112,6 @@ def task_metrics(
 
     Args:
         outputs_N: outputs of the dense net; (N, C) for C classes.
-        groups_N: the group of each sample, for ranking metrics.
         weights_N: weights above 0, not used by ranking metrics and custom metrics; None for equal weights.
 
     Raises:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hybrid import transport
 from hybrid.config import RunConfig
-from hybrid.data.prepare.preparation import cache_folder, ensure_prepared
+from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.topology import Role, Topology
 from workers.controller.session import DatasetSession
 
@@ -21,7 +21,7 @@ _PING_SECONDS = 10.0
 
 def measure(topology: Topology, config: RunConfig) -> None:
     """Train; after each interval evaluate, write a checkpoint and measure every role. Print the growth."""
-    session = DatasetSession(topology, config, ensure_prepared(config, cache_folder(config)))
+    session = DatasetSession(topology, config, ensure_prepared(config))
     roles = [*topology.trainers, *topology.workers]
     statuses: dict[Role, list[transport.ProcessStatus]] = {role: [] for role in roles}
     shutil.rmtree(_FOLDER, ignore_errors=True)

@@ -70,12 +70,7 @@ class Cause(Enum):
 
 
 class Interrupt(KeyboardInterrupt):
-    """A requested stop of this process.
-
-    Args:
-        code: exit code of the process.
-        message: for the user, such as which step is saved.
-    """
+    """A requested stop of this process, with its exit code and a message, such as which step is saved."""
 
     def __init__(self, code: ExitCode, message: str = "") -> None:
         super().__init__(*[message] if message else [])
@@ -221,9 +216,6 @@ def forwarding_signals(forward: Callable[[int], object]) -> Iterator[None]:
 
     The second Ctrl-C ends the role at once. A scheduler may send the other signals to all roles, and more
     than once.
-
-    Args:
-        forward: called with the number of a signal.
     """
     received = list[int]()
 

@@ -14,7 +14,7 @@ from typing import Self
 
 from hybrid import transport
 from hybrid.config import RunConfig
-from hybrid.data.prepare.preparation import cache_folder, ensure_prepared
+from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
 from hybrid.storage.remote_path import StoragePath
@@ -40,11 +40,7 @@ _ABANDON_SECONDS = 1.0
 def report_cause(
     cluster: JoinedCluster, error: ClusterError, when: str, code_of: Callable[[BaseException], ExitCode]
 ) -> ClusterError:
-    """Diagnose a failure, and report its cause to every role; see :func:`diagnose`.
-
-    Args:
-        code_of: returns the exit code of a process that ends with an error.
-    """
+    """Diagnose a failure, and report its cause and exit code to every role; see :func:`diagnose`."""
     try:
         cause = diagnose(cluster, error, when)
         announce_stop(cluster, StopMessage(code_of(cause), str(cause)))
@@ -54,11 +50,7 @@ def report_cause(
 
 
 def diagnose(cluster: JoinedCluster, error: ClusterError, when: str) -> ClusterError:
-    """Return the error to report for ``error``. If a role is lost, its loss is the cause.
-
-    Args:
-        when: what the run was doing, such as "at step 12".
-    """
+    """Return the error to report; a lost role is its cause. ``when`` is text such as "at step 12"."""
     if isinstance(error, LostRoleError):
         error_with_step = copy.copy(error)
         error_with_step.args = (f"{error} {when}; its log may have the cause",)
@@ -174,9 +166,7 @@ class _Preparation:
 
     def _run(self) -> None:
         try:
-            cache = cache_folder(self._config)
-            folder = ensure_prepared(self._config, cache, self._statuses.put, self._check)
-            self._folder.set_result(folder)
+            self._folder.set_result(ensure_prepared(self._config, self._statuses.put, self._check))
         except BaseException as error:  # raised by result
             self._folder.set_exception(error)
 

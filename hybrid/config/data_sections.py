@@ -279,11 +279,7 @@ class Column:
 def columns_of(
     data: DataSection, sections: Mapping[str, ColumnSection]
 ) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
-    """Return the columns of data.dense and the columns of data.sparse.
-
-    Raises:
-        ConfigError: a section names no column, or its keys contradict each other.
-    """
+    """Return the columns of data.dense and of data.sparse; ConfigError if a section does not fit."""
     for name, section in sections.items():
         if name in data.dense and name in data.sparse:
             rule = "is in data.dense and in data.sparse; rename one of the two, and set its source"
@@ -301,11 +297,7 @@ def columns_of(
 
 
 def sequence_length(name: str, section: ColumnSection) -> int:
-    """Return the length of a sequence column; 0 if its bags are pooled.
-
-    Raises:
-        ConfigError: the section has no ``max_ids``.
-    """
+    """Return the length of a sequence column, 0 if its bags are pooled; ConfigError without ``max_ids``."""
     if section.pooling == UNPOOLED and not section.max_ids:
         rule = f"must be the length of the sequence, since columns.{name}.pooling is {UNPOOLED}"
         raise ConfigError(f"columns.{name}.max_ids", rule, section.max_ids)

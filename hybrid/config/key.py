@@ -32,12 +32,7 @@ _NAMED_ARGUMENT = re.compile(r"\s*\w+\s*=")
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the document of a TOML text.
-
-    Raises:
-        ValueError: the text is not valid TOML.
-        RecursionError: the text is nested too deeply.
-    """
+    """Return the document of a TOML text; ValueError if invalid, RecursionError if nested too deeply."""
     if _DEEP_KEY.search(text):
         raise RecursionError
     return tomllib.loads(text)
@@ -277,11 +272,7 @@ class CallSignatures:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019 (signatures are module constants)
     def parse(self, dotted: str, text: str) -> Call:
-        """Return the name and arguments of ``text``, a value of the key ``dotted``.
-
-        Raises:
-            ConfigError: the name is unknown, or an argument breaks its rule.
-        """
+        """Return name and arguments in ``text``, for the key ``dotted``; ConfigError if they break a rule."""
         match = _CALL.fullmatch(text)
         name, inner = match.groups() if match else ("", None)
         if name not in self._keys:

@@ -40,11 +40,7 @@ def check_rules(config: RunConfig) -> None:
 
 
 def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
-    """Return the recorded steps of a run that starts or resumes after ``steps_before`` steps.
-
-    Raises:
-        ConfigError: the run ends before the last recorded step.
-    """
+    """Return the recorded steps of a run from ``steps_before`` on; ConfigError if the run ends earlier."""
     first = steps_before + profile.first_step
     if profile.count and first + profile.count > total_steps:
         rule = f"must be within the {total_steps - steps_before} steps that the run takes"

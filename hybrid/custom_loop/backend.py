@@ -25,7 +25,7 @@ from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.validation import FINITE_SCHEDULES
 from hybrid.data.dataset.dataset_manifest import checkpoint_contents
-from hybrid.data.prepare.preparation import cache_folder, ensure_prepared
+from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.table_source import TableSource
 from hybrid.embedding.table_spec import TableSpec
@@ -156,7 +156,7 @@ class SingleProcess(Backend):
         return PlacedTables(len(self._shards) - 1, placement, rules, {0: shards})
 
     def prepare_data(self) -> str:
-        self._data = ensure_prepared(self.config, cache_folder(self.config), print).absolute()
+        self._data = ensure_prepared(self.config, print).absolute()
         return str(self._data)
 
     def save(self, number: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]) -> None:

@@ -138,7 +138,7 @@ def parallel_apply(
     kwargs_tup: Sequence[dict[str, Any]] | None = None,
     devices: Sequence[Device] | None = None,
 ) -> list[Any]:
-    """Call each module with its inputs, concurrently.
+    """Call each module with its inputs, concurrently; return the output of each.
 
     The threads inherit grad mode, inference mode, autocast and the current CUDA streams of the caller. A
     single module is called in the thread of the caller.
@@ -148,9 +148,6 @@ def parallel_apply(
         kwargs_tup: for each module, its keyword arguments.
         devices: the device of each module. By default it is the device of the first tensor among the inputs,
             or without tensors the current CUDA device, or the CPU.
-
-    Returns:
-        The output of each module.
 
     Raises:
         ValueError: the sequences differ in length.

@@ -167,11 +167,7 @@ class DenseOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def load(self, state: dict[int, dict[str, Tensor]], folder: StoragePath) -> None:
-        """Load the state of every parameter from a checkpoint; options stay as configured.
-
-        Raises:
-            CheckpointError: the state in ``folder`` is of other parameters.
-        """
+        """Load the state of all parameters, not the options; CheckpointError if it is of other parameters."""
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
         for index, values in state.items():
             # State is a scalar, or has the elements, rows or columns of its parameter.

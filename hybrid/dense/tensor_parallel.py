@@ -307,11 +307,7 @@ class SharedStage(nn.Module):
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return the output of the stage for the local rows of ``inputs``.
-
-        Raises:
-            ValueError: inputs or output differ in their number of rows.
-        """
+        """Return the output for the local rows of ``inputs``; ValueError if numbers of rows differ."""
         rows, is_differentiable = _agree(inputs, self._group)
         # Autograd runs the collectives of the stage's graph in the reverse order of the forward pass, so all
         # ranks need the same graph. A slice without samples has no lookup, and its input requires no

@@ -20,7 +20,7 @@ from hybrid.data.encode.feature_encoder import count_unknown, report_unknown
 from hybrid.data.parse.column_layout import Layout, TableBlock, create_file_section
 from hybrid.data.parse.input_files import list_files
 from hybrid.data.parse.sources import parse, read_blocks
-from hybrid.data.prepare.preparation import cache_folder, ensure_prepared, open_split
+from hybrid.data.prepare.preparation import ensure_prepared, open_split
 from hybrid.data.values.column_values import convert_maps, decode_dictionary, is_list
 from hybrid.data.values.invalid_rows import InvalidRowLog
 from hybrid.errors import ConfigError, DataError
@@ -44,15 +44,7 @@ class RowBlock(NamedTuple):
 
 
 def table_batch(trained: TrainedRun, columns: Any) -> Batch:
-    """Encode a table in memory.
-
-    Args:
-        columns: any argument that ``pyarrow.table`` accepts.
-
-    Raises:
-        ConfigError: a column is missing.
-        DataError: a value is invalid.
-    """
+    """Encode a table in memory; ConfigError if a column is missing, DataError if a value is invalid."""
     try:
         table = pa.table(columns)
     except (pa.ArrowException, TypeError, ValueError) as error:
@@ -84,7 +76,7 @@ def held_out_rows(
         raise ConfigError(passthrough[0][0], "needs --input: the synthetic click log has no files")
     rule = "name files with --input"
     trained_on = DataManifest.read(copy, rule)
-    prepared = ensure_prepared(config, cache_folder(config), progress)
+    prepared = ensure_prepared(config, progress)
     trained_on.check_same(DataManifest.read(prepared / dataset_manifest.FILE_NAME), rule)
     dataset = open_split(prepared, "test", config.data)
     if not dataset.num_samples:
@@ -128,11 +120,7 @@ class PreparedRows:
 
 @dataclass
 class SourceRows:
-    """Rows of files in the format of the training files, parsed and encoded.
-
-    Raises:
-        ConfigError: the model was trained on Parquet, and ``text`` is given.
-    """
+    """Rows of files in the format of the training files; ConfigError for ``text`` if that is Parquet."""
 
     trained: TrainedRun
     files: Sequence[StoragePath]

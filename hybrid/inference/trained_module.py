@@ -71,11 +71,7 @@ def load(
 
 
 def load_parameters(module: nn.Module, stored: Checkpoint) -> dict[str, TableModule]:
-    """Load the parameters of a custom loop's module from a checkpoint; return its tables by name.
-
-    Raises:
-        CheckpointError: the checkpoint is of another module.
-    """
+    """Load a module's parameters, and return its tables by name; CheckpointError if of another module."""
     tables = {name: each for name, each in module.named_modules() if isinstance(each, TableModule)}
     if tables.keys() != stored.manifest.tables.keys():
         expected = ", ".join(sorted(tables)) or "no tables"
@@ -150,7 +146,7 @@ class TrainedModule(nn.Module):
                 inputs.append(Input(feature.name + WEIGHTS, torch.float32, ids))
             if feature.multi_hot:
                 inputs.append(Input(feature.name + OFFSETS, torch.int64, (STARTS,)))
-        names = [each.name for each in inputs]
+        self.input_names = names = tuple(each.name for each in inputs)
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError("data.sparse", "makes several inputs of one name; rename a column", repeated)
         self.inputs = tuple(inputs)
@@ -158,10 +154,6 @@ class TrainedModule(nn.Module):
         num_outputs = trained.config.num_outputs
         self._output_shape = (-1,) if num_outputs == 1 else (-1, num_outputs)
         self.autocast: torch.dtype | None = None
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        return tuple(each.name for each in self.inputs)
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         columns = dict(batch)
@@ -260,8 +252,7 @@ class ConfiguredModule(TrainedModule):
 class MappedTable(nn.Module):
     """A table in memory-mapped shards, which may be larger than memory; a batch reads only its rows.
 
-    Args:
-        shards: shard ``i`` of ``n`` holds the rows ``i``, ``i + n``, ``i + 2n``, ...
+    Shard ``i`` of ``n`` holds the rows ``i``, ``i + n``, ``i + 2n``, ...
     """
 
     def __init__(self, shards: Sequence[npt.NDArray[Any]], dtype: torch.dtype) -> None:

@@ -27,11 +27,7 @@ class InterestAttention(nn.Module):
         self.relevance = output_mlp((4 * dim, *hidden))
 
     def forward(self, candidate_BD: Tensor, history_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
-        """Return ``user_BD``; zeros for an empty history.
-
-        Args:
-            is_item_BT: False for padding.
-        """
+        """Return ``user_BD``, zeros for an empty history; ``is_item_BT`` is False for padding."""
         candidate_BTD = candidate_BD.unsqueeze(1).expand_as(history_BTD)
         pairs_BTH = torch.cat(
             [candidate_BTD, history_BTD, candidate_BTD - history_BTD, candidate_BTD * history_BTD], dim=2

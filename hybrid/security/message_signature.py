@@ -64,10 +64,7 @@ class PayloadKind(IntEnum):
 class ReplayWindow:
     """Accepts each message number once, in any order, unless it is far behind the highest one.
 
-    A ring of bits over the numbers around the highest, as in RFC 6479.
-
-    Args:
-        num_bytes: size of the ring; 8 numbers per byte.
+    A ring of ``num_bytes`` bytes has a bit for each number around the highest, as in RFC 6479.
     """
 
     def __init__(self, num_bytes: int = _WINDOW_BYTES) -> None:

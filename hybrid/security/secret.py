@@ -110,12 +110,9 @@ class DirectionCipher:
     """Encryption of one direction of a connection; for one thread at a time.
 
     One end seals (encrypts and authenticates) messages, the other opens them. AES-256-GCM (NIST SP 800-38D)
-    must never use a nonce twice with one key. The key belongs to one direction of one connection. A nonce is
-    the number of the message, which both ends count. So a message is valid once, at its position in the
-    sequence.
-
-    Args:
-        key: 32 bytes.
+    must never use a nonce twice with one key. The key, of 32 bytes, belongs to one direction of one
+    connection. A nonce is the number of the message, which both ends count. So a message is valid once, at
+    its position in the sequence.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -131,11 +128,7 @@ class DirectionCipher:
         self._aead.encrypt_into(self._next_nonce(), plain, None, sealed)
 
     def open(self, sealed: bytes | memoryview) -> bytes:
-        """Decrypt the next message of the other end.
-
-        Raises:
-            RejectedMessage: ``sealed`` is not that message.
-        """
+        """Decrypt the next message of the other end; RejectedMessage if ``sealed`` is not that message."""
         try:
             return self._aead.decrypt(self._next_nonce(), sealed, None)
         except InvalidTag:

@@ -132,11 +132,7 @@ class SignedPickler(internal._InternalRPCPickler):
         self._calls = {qualified_name(function): function for function in functions}
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
-        """Return the payload of a call or a response, and its tensors.
-
-        Raises:
-            ClusterError: ``obj`` is neither, or calls a function that is not allowed.
-        """
+        """Return the payload of a call or a response, and its tensors; ClusterError for other objects."""
         if isinstance(obj, internal.PythonUDF):
             name = qualified_name(obj.func)
             if name not in self._calls:

@@ -55,15 +55,10 @@ def host_id() -> str:
 
 
 class Block(NamedTuple):
-    """A range of the memory.
+    """A range of the memory."""
 
-    Attributes:
-        number: counted by the writer.
-        start: offset of the first byte.
-    """
-
-    number: int
-    start: int
+    number: int  # counted by the writer
+    start: int  # offset of the first byte
 
 
 class BlockWriter:

@@ -34,7 +34,7 @@ def make_folder(path: Path) -> None:
 def open_file(
     path: str | Path, flags: int = os.O_RDONLY, root: Path | None = None, *, follows_links: bool = False
 ) -> int:
-    """Open a regular file; usable as the ``opener`` of Python's :func:`open`.
+    """Open a regular file, and return its descriptor; usable as the ``opener`` of Python's :func:`open`.
 
     A folder that another user has sent may contain links, FIFOs and devices.
 
@@ -42,9 +42,6 @@ def open_file(
         flags: of :func:`os.open`.
         root: the folder that the user has named, below which nothing may be a link; by default the file's.
         follows_links: whether the user has named the file itself, which may then be a link.
-
-    Returns:
-        The descriptor.
 
     Raises:
         StorageError: a path below ``root`` is a link, or the file is not a regular file.

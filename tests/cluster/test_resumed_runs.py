@@ -21,8 +21,8 @@ from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, PROGRESS_FILE, Files, Manifest, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import ColumnSection, RunConfig, TableSection
-from hybrid.data.prepare.preparation import cache_folder
 from hybrid.metrics import Metrics
+from hybrid.storage.remote_path import parse_path
 from workers.controller.remote_trainer import Trainer
 from workers.exit_codes import ExitCode
 from workers.rendezvous.bootstrap import JoinedCluster
@@ -160,8 +160,8 @@ def test_killed_run_with_stored_data_has_the_same_bits(
     whole: Path, clusters: Clusters, store: Store, tmp_path: Path
 ) -> None:
     run, cluster, config = tmp_path / "run", clusters.get(2, 2), in_store(CONFIG, store, tmp_path)
-    cluster.run(train, config, cache_folder(config), run, last_step=15, saved_step=CUT)
-    cluster.run(train, config, cache_folder(config), run, resume=True)
+    cluster.run(train, config, parse_path(config.data.cache_folder), run, last_step=15, saved_step=CUT)
+    cluster.run(train, config, parse_path(config.data.cache_folder), run, resume=True)
     assert_same_run(run, whole)
 
 

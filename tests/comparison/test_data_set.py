@@ -12,7 +12,7 @@ from support.jobs import compare, evaluate, opened
 from support.stores import Proxy, Store, in_store
 
 from hybrid.config import ColumnSection, DenseGroupSection, RunConfig, TableSection, TaskSection
-from hybrid.data.prepare.preparation import cache_folder
+from hybrid.storage.remote_path import parse_path
 from workers.rendezvous.bootstrap import JoinedCluster
 
 STEPS = 30  # more than an epoch of 24, whose last batch has 56 samples
@@ -49,7 +49,7 @@ def test_stored_data_have_the_bits_of_local_data(
     stored = in_store(config, store, tmp_path)
     cluster = clusters.get(3, 2)
     rows, metrics = cluster.run(evaluate, config, cache, STEPS)
-    stored_rows, stored_metrics = cluster.run(evaluate, stored, cache_folder(stored), STEPS)
+    stored_rows, stored_metrics = cluster.run(evaluate, stored, parse_path(stored.data.cache_folder), STEPS)
     assert stored_metrics == metrics
     assert stored_rows.keys() == rows.keys()
     assert all(torch.equal(stored_rows[name], values) for name, values in rows.items())
@@ -66,7 +66,7 @@ def test_store_that_refuses_a_request_is_reported_in_one_line(
         stored = in_store(config, store, tmp_path, proxy.address)
         message = r"^StorageError: s3://open/.*/train/labels\.npy\?.*: cannot be read: .*ACCESS_DENIED"
         with pytest.raises(CaseError, match=message):
-            clusters.get(3, 2).run(evaluate, stored, cache_folder(stored), STEPS)
+            clusters.get(3, 2).run(evaluate, stored, parse_path(stored.data.cache_folder), STEPS)
 
 
 PLAIN_TASKS = {

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -40,10 +40,15 @@ class Trained:
     nets: list[dict[str, Tensor]]
 
 
+def prepared_in(config: RunConfig, cache: StoragePath) -> StoragePath:
+    """Prepare the data of ``config`` in the folder ``cache``; return their folder."""
+    return ensure_prepared(config.replace(data=replace(config.data, cache_folder=str(cache))))
+
+
 @contextmanager
 def opened(cluster: JoinedCluster, config: RunConfig, cache: StoragePath) -> Iterator[DatasetSession]:
     """Open a session on a running cluster."""
-    session = DatasetSession(cluster.topology, config, ensure_prepared(config, cache))
+    session = DatasetSession(cluster.topology, config, prepared_in(config, cache))
     try:
         yield session
     finally:
@@ -81,5 +86,5 @@ def compare(cluster: JoinedCluster, config: RunConfig, cache: StoragePath, num_s
     with open(os.devnull, "w", encoding="utf-8") as null:
         view = TerminalView(Console(file=null))
         Comparison(config, num_steps).run(
-            cluster.topology, lambda: ensure_prepared(config, cache), view, SharedFolders([])
+            cluster.topology, lambda: prepared_in(config, cache), view, SharedFolders([])
         )

@@ -13,12 +13,12 @@ from unittest.mock import patch
 from rich.console import Console
 from support.cluster import CASE_SECONDS
 from support.commands import eventually
+from support.jobs import prepared_in
 from support.shards import PATIENCE_SECONDS
 
 from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
-from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.metrics import Predictions
 from hybrid.storage.remote_path import StoragePath
 from workers.cluster_task import TrainTask
@@ -129,7 +129,7 @@ def _run(
     with view, patch(f"{job}.DatasetSession", make), patch(f"{job}.CALL_SECONDS", seconds):
         try:
             code = training_job.Training(config, task).run(
-                cluster.topology, lambda: ensure_prepared(config, cache), view, SharedFolders([])
+                cluster.topology, lambda: prepared_in(config, cache), view, SharedFolders([])
             )
         except InterruptedRunError:
             sessions[-1].close()

@@ -27,7 +27,7 @@ from werkzeug.wrappers import Response
 from hybrid.config import RunConfig
 from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.storage import files
-from hybrid.storage.remote_path import RemotePath, parse_path
+from hybrid.storage.remote_path import RemotePath
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -202,5 +202,5 @@ def in_store(config: RunConfig, store: Store, folder: Path, address: str = "") -
     data = dataclasses.replace(
         config.data, cache_folder=f"{url}?{query}", local_cache_folder=str(folder / "prepared")
     )
-    ensure_prepared(config.replace(data=data), parse_path(url))
+    ensure_prepared(config.replace(data=dataclasses.replace(data, cache_folder=url)))
     return config.replace(data=dataclasses.replace(data, local_cache_folder=str(folder / "fetched")))

@@ -59,7 +59,7 @@ OPENERS = {
         "hybrid/shared_memory/shared_slots.py",
         "workers/launching/fork_server.py",
         "workers/launching/role_processes.py",
-        "workers/console/output_stream.py",
+        "workers/console/messages.py",
     ],
 }
 OPENING = re.compile(

@@ -14,8 +14,7 @@ from hybrid.storage.private_files import choose_compile_cache
 from hybrid.topology import RoleKind
 from workers.cli import commands
 from workers.cli.arguments import parse
-from workers.console.messages import logging_to_stderr, print_line, visible
-from workers.console.output_stream import tolerate_lost_output
+from workers.console.messages import logging_to_stderr, print_line, tolerate_lost_output, visible
 from workers.exit_codes import HANDLED_SIGNALS, STOP_REQUEST, ExitCode, Interrupt, exit_code, handling
 from workers.module_imports import exclude_working_directory
 
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             except KeyboardInterrupt as interrupt:
                 print_line(f"{_name(options)}: {str(interrupt) or 'interrupted'}", to_stderr=True)
                 sys.exit(exit_code(interrupt))
-        if lost.streams and not is_run:
+        if lost and not is_run:
             sys.exit(ExitCode.FAILED)
     except HybridError as error:
         code = exit_code(error, has_stepped=False)

@@ -124,14 +124,11 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 
 def _requested_run(options: argparse.Namespace) -> tuple[RunConfig, StoragePath, bool, str]:
-    """Return the run that the options name, or a new one.
+    """Return the run that the options name, or a new one; ConfigError if the run cannot be started.
 
     Returns:
         The configuration; the folder; whether the run is resumed; and, if the run has finished already, a
         message that says so, else "".
-
-    Raises:
-        ConfigError: the run cannot be started.
     """
     if options.resume not in (None, AUTO):
         if options.config is not None:
@@ -268,7 +265,6 @@ def plan_command(options: argparse.Namespace) -> None:
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name}", "must be more than 0, and finite", value)
     with importing_torch():
-        from hybrid.data.prepare.preparation import cache_folder
         from workers.cli.planning import Hosts, print_plan
 
     hosts = Hosts(
@@ -276,7 +272,7 @@ def plan_command(options: argparse.Namespace) -> None:
         options.memory * 2**30 if options.memory else psutil.virtual_memory().total,
         options.network * 1e9 / 8,
     )
-    print_plan(config, cache_folder(config), hosts, options.ids)
+    print_plan(config, hosts, options.ids)
 
 
 def evaluate_command(options: argparse.Namespace) -> None:

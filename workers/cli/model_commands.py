@@ -134,11 +134,7 @@ def predict(
 def _standard_input(
     trained: TrainedRun, passthrough: Sequence[tuple[str, str]], *, at_once: bool
 ) -> SourceRows:
-    """Return the rows of standard input.
-
-    Args:
-        at_once: whether each row is used when it arrives, for a client that waits for the response.
-    """
+    """Return the rows of standard input; with ``at_once``, each row is used when it arrives."""
     descriptor = 0
     text = read_descriptor(descriptor, BLOCK_BYTES, at_once=at_once)
     rows = SourceRows(trained, (STDIN,), passthrough, text=text)
@@ -152,12 +148,9 @@ def _standard_input(
 
 @contextmanager
 def prediction_file(output: StoragePath) -> Iterator[WriteBlock]:
-    """Open a CSV or Parquet file that exists only once it is complete.
+    """Open a CSV or Parquet file that exists only once it is complete; HybridError if it cannot be written.
 
     Rows for :data:`STDOUT` are written at once; the process ends if the reader has closed the pipe.
-
-    Raises:
-        HybridError: the file cannot be written.
     """
     try:
         if output == STDOUT:

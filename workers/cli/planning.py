@@ -27,7 +27,6 @@ from hybrid.engine.model_builder import place_tables, samples_of_lookup, wire_by
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.shared_memory.shared_slots import MAX_MEMBERS
-from hybrid.storage.remote_path import StoragePath
 from workers.console.terminal import transient_status
 
 _GRADIENT_BYTES = 4
@@ -69,9 +68,9 @@ class Plan:
     network_seconds: float  # time that the busiest network of a host needs for the bytes of a step
 
 
-def print_plan(config: RunConfig, cache: StoragePath, hosts: Hosts, ids_per_sample: float | None) -> None:
+def print_plan(config: RunConfig, hosts: Hosts, ids_per_sample: float | None) -> None:
     """Print the placement, traffic and memory; :func:`expected_data` describes the arguments."""
-    input_spec, means = expected_data(config, cache, ids_per_sample)
+    input_spec, means = expected_data(config, ids_per_sample)
     plan = make_plan(config, input_spec, means, hosts)
     transfers = _table("transfer", "messages a step", "MiB a step")
     for name, (messages, num_bytes) in plan.transfers.items():
@@ -145,7 +144,7 @@ def _gib(num_bytes: float) -> str:
 
 
 def expected_data(
-    config: RunConfig, cache: StoragePath, ids_per_sample: float | None = None
+    config: RunConfig, ids_per_sample: float | None = None
 ) -> tuple[InputSpec, Mapping[str, float]]:
     """Return the columns of the training samples, and the mean number of ids of each multi-hot feature.
 
@@ -153,7 +152,6 @@ def expected_data(
     other columns are prepared.
 
     Args:
-        cache: folder of prepared data sets.
         ids_per_sample: mean number of ids of every sparse column, if known.
 
     Raises:
@@ -174,7 +172,7 @@ def expected_data(
         means = {} if ids_per_sample is None else dict.fromkeys(columns.sparse, ids_per_sample)
         return InputSpec(columns.dense, features), means
     with transient_status() as report:
-        folder = ensure_prepared(config, cache, report)
+        folder = ensure_prepared(config, report)
     dataset = open_split(folder, "train", data)
     return dataset.input_spec, dataset.ids_per_sample
 

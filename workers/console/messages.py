@@ -1,18 +1,21 @@
-"""Lines of text for the user, warnings about data, and the setup of logging. Free of torch.
+"""Lines of text for the user, warnings about data, logging, and output that may go away. Free of torch.
 
 All other modules print through this one or ``terminal``. Log records go to stderr, which is the log file of a
-role under ``hybrid launch``.
+role under ``hybrid launch``. If a pipe or a terminal is closed, or a disk is full, printing raises no error:
+text that cannot be written is lost, and the command reports the loss once.
 """
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybrid.data.dataset.dataset_manifest import DatasetReport
@@ -26,6 +29,7 @@ _INVISIBLE = re.compile(
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PACKAGES = ("hybrid", "workers")
 _MAX_COLUMNS = 20
+_STDOUT, _STDERR = 1, 2
 
 
 class Verbosity(IntEnum):
@@ -137,3 +141,84 @@ def unknown_fractions(unknown: Sequence[UnknownValues]) -> str:
         rest = columns[_MAX_COLUMNS:]
         shown.append(f"and {len(rest)} more columns, at most {rest[0].fraction:.2%}")
     return ", ".join(shown) or "none"
+
+
+class _TolerantFile(io.FileIO):
+    """A file whose write errors are reported instead of raised."""
+
+    def __init__(self, descriptor: int, report: Callable[[int, OSError], None]) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._report = report
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._report(self.fileno(), error)
+            return memoryview(data).nbytes
+
+
+@contextmanager
+def tolerate_lost_output(
+    command: str,
+    *,
+    run_continues: bool,
+    names: tuple[str, str] = ("stdout", "stderr"),
+    report_to: int = _STDERR,
+) -> Iterator[set[str]]:
+    """Keep this process running in the block although stdout or stderr cannot be written.
+
+    A closed descriptor is replaced by one that refuses writes, so that no other file gets its number.
+
+    Args:
+        command: name of the command, for messages.
+        run_continues: whether the command does more than print.
+        names: of stdout and stderr, for messages.
+        report_to: descriptor to which messages are written.
+
+    Yields:
+        The names of the lost streams.
+    """
+    lost: set[str] = set()
+
+    def report_once(descriptor: int, error: OSError) -> None:
+        name = names[descriptor - _STDOUT]
+        if name in lost:
+            return
+        lost.add(name)
+        # If a reader closes the pipe of a command that only prints, nothing is wrong.
+        should_report = run_continues or not isinstance(error, BrokenPipeError)
+        if report_to != descriptor and should_report:
+            effect = "output is lost, the run continues" if run_continues else "output is lost"
+            with suppress(OSError):
+                os.write(report_to, f"{command}: {name}: {error.strerror}; {effect}\n".encode())
+
+    for descriptor in range(_STDERR + 1):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDONLY)  # gets the lowest free number
+            os.set_inheritable(opened, True)
+    before = sys.stdout, sys.stderr
+    # Tests replace the streams.
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _wrap(sys.stdout, _TolerantFile(_STDOUT, report_once))
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _wrap(sys.stderr, _TolerantFile(_STDERR, report_once))
+    try:
+        yield lost
+    finally:
+        for file, previous in zip((sys.stdout, sys.stderr), before, strict=True):
+            if file is not previous:
+                file.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _wrap(previous: Any, file: io.FileIO) -> io.TextIOWrapper:
+    """Return ``file`` as a text stream with the settings of ``previous``, which is None if it was closed."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(file),
+        encoding=getattr(previous, "encoding", "utf-8"),
+        errors=getattr(previous, "errors", "backslashreplace"),
+        line_buffering=getattr(previous, "line_buffering", False) or file.fileno() == _STDERR,
+    )

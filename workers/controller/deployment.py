@@ -28,11 +28,7 @@ _POLL_SECONDS = 0.02
 def deploy_tables(
     topology: Topology, config: RunConfig, placement: Placement, rules: UpdateRules
 ) -> dict[int, transport.RemoteTables]:
-    """Create the tables of a placement with their initial rows.
-
-    Raises:
-        HybridError: a host has no memory for its tables.
-    """
+    """Create the tables of a placement with their initial rows; HybridError if a host lacks memory."""
     holders = [worker for worker in topology.workers if placement.of_worker(worker.index)]
     shortage = memory_shortage(placement, holders)
     if shortage:
@@ -53,9 +49,6 @@ def memory_shortage(placement: Placement, holders: Sequence[Role], fraction: flo
     """Return a message if tables need more than a fraction of the free memory of their workers, else None.
 
     A host and each control group limit the sum over the workers in it.
-
-    Args:
-        holders: the workers that hold tables.
     """
     pings = [transport.ping(role, _PING_TIMEOUT_SECONDS) for role in holders]
     vitals = dict(zip(holders, transport.gather(pings), strict=True))

@@ -259,11 +259,7 @@ class Trainer:
         return write_tensors(folder, name, held)
 
     def load(self, folder: StoragePath, name: str) -> None:
-        """Load the dense net and its optimizer from a file of a checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint has another net.
-        """
+        """Load the dense net and its optimizer from a file; CheckpointError if it is of another net."""
         self.close()
         stored = unpack_dense(Checkpoint.open(folder).tensors(name))
         net, state = self._placement.convert(self._engine.model.net, *stored, local_shard)

@@ -140,20 +140,13 @@ class Session:
     def train_on(
         self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int
     ) -> list[TrainerReport]:
-        """Train on batches of the caller; see :meth:`Trainer.train_on`.
-
-        Args:
-            make_batches: a function of a module that every trainer can import.
-        """
+        """Train on batches of a function that every trainer can import; see :meth:`Trainer.train_on`."""
         return self._on_trainers(_NO_LIMIT, Trainer.train_on, make_batches, steps_before)
 
     def take_profile(self) -> Profile:
-        """Return the profile of the recorded steps since the last call.
+        """Return the profile of the recorded steps since the last call; ConfigError if none was taken.
 
         ``session.take_profile().write(folder)`` writes a trace and a table.
-
-        Raises:
-            ConfigError: no recorded step was taken.
         """
         self._flush()
         spans: dict[Role, list[Span]] = defaultdict(list)
@@ -178,7 +171,6 @@ class Session:
 
         Args:
             step, epoch: number of completed steps and epochs.
-            metrics: metrics of the last evaluation, if there was one.
         """
         self.begin_save(folder, step, epoch, metrics, in_background=False).write()
         return folder
@@ -338,12 +330,7 @@ class DatasetSession(Session):
             yield self._on_trainers(timeout, Trainer.evaluate, split, first, count, steps_before)
 
     def load(self, stored: Checkpoint) -> None:
-        """Load a checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint is of another model.
-            DataError: the checkpoint was trained on other samples; the message names the changed file.
-        """
+        """Load a checkpoint; CheckpointError if it is of another model, DataError if of other samples."""
         rule = "continue with that version, or start a new run"
         trained_on = DataManifest.read(stored.files_folder / dataset_manifest.COPY_NAME, rule)
         assert self._data_folder is not None

@@ -96,11 +96,7 @@ class FunctionJob:
 
 
 class ScriptJob:
-    """A job that runs a script on all trainers, and handles the requests of the script.
-
-    Args:
-        task: the script, which must be at this path on the hosts of all trainers.
-    """
+    """A job that runs a script, at the same path on the hosts of all trainers, and handles its requests."""
 
     def __init__(self, config: RunConfig, task: ScriptTask) -> None:
         self.doing = "in your script"
@@ -172,11 +168,7 @@ class ScriptJob:
 
 
 def _next_request(scripts: Sequence[transport.Remote[Script]], timeout_seconds: float) -> ScriptRequest:
-    """Wait for the next request, which all scripts must make.
-
-    Raises:
-        HybridError: two scripts make different requests.
-    """
+    """Wait for the next request of all scripts; HybridError if two scripts make different requests."""
     requests: dict[int, ScriptRequest] = {}
     while len(requests) < len(scripts):
         calls = {
@@ -227,11 +219,7 @@ class Script(Backend):
         threading.Thread(target=self._run, name="script", daemon=True).start()
 
     def next_request(self, seconds: float) -> ScriptRequest | None:
-        """Return the next request, or None after the timeout.
-
-        Raises:
-            Exception: an exception of the script.
-        """
+        """Return the next request, or None after the timeout; raise an exception of the script."""
         try:
             request = self._requests.get(timeout=seconds)
         except Empty:

@@ -108,11 +108,7 @@ class RunCounts:
 
     @classmethod
     def unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RunCounts:
-        """Return the counts that :meth:`pack` has stored; new ones without ``values``.
-
-        Raises:
-            CheckpointError: another version has stored the counts.
-        """
+        """Return what :meth:`pack` stored, or new counts; CheckpointError if another version stored it."""
         if not values:
             return cls()
         numbers = cls().pack()[0].keys() - {"undefined"}
@@ -152,36 +148,26 @@ class _PendingCheckpoint(NamedTuple):
     written: Future[tuple[float, int]]
 
 
+@dataclass(eq=False)
 class Checkpoints:
     """The checkpoints of a run, written while it trains; at most one is being written at a time.
 
     If a checkpoint cannot be written, a warning is shown and training continues. Only the last checkpoint of
     a run must succeed.
-
-    Args:
-        run: folder for checkpoints and their log entries.
-        section: configuration: when checkpoints are due, how many are kept, and the metric of the best.
-        warn: called with each warning, also by the thread that writes.
-        best: the best evaluation of a resumed run, by the same metric.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        run: RunFolder,
-        section: CheckpointSection,
-        warn: Callable[[str], object],
-        best: Best | None,
-    ) -> None:
-        self._session = session
-        self._run = run
-        self._section = section
-        self._warn = warn
-        self.best = best  # the best evaluation with a checkpoint; None if there is none
+    session: Session
+    run: RunFolder  # folder for checkpoints and their log entries
+    section: CheckpointSection  # when checkpoints are due, how many are kept, and the metric of the best
+    warn: Callable[[str], object]  # called with each warning, also by the thread that writes
+    # The best evaluation with a checkpoint, if any; at first that of a resumed run, by the same metric.
+    best: Best | None
+
+    def __post_init__(self) -> None:
         self._pending: _PendingCheckpoint | None = None
         self._has_warned_of_wait = False
         self._begun_at = time.monotonic()
-        run.make_room = self.finish
+        self.run.make_room = self.finish
 
     @property
     def expected_best(self) -> Best | None:
@@ -190,7 +176,7 @@ class Checkpoints:
 
     def steps_to_next(self, step: int) -> float:
         """Return the number of steps until a checkpoint is due by ``every_steps``; may be infinite."""
-        every = self._section.every_steps
+        every = self.section.every_steps
         return every - step % every if every else math.inf
 
     def write_if_due(self, now: TrainingState, is_evaluated: bool) -> None:
@@ -201,7 +187,7 @@ class Checkpoints:
         """
         expected = self.expected_best
         is_best = is_evaluated and self._choose_best(now, expected) != expected
-        steps, minutes = self._section.every_steps, self._section.every_minutes
+        steps, minutes = self.section.every_steps, self.section.every_minutes
         is_due = steps and now.step % steps == 0
         is_due = is_due or (minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes)
         if is_best or is_due:
@@ -226,11 +212,7 @@ class Checkpoints:
         return True
 
     def write_last(self, now: TrainingState, is_stopped: bool = False) -> None:
-        """Write the last checkpoint of a run that ends, or was requested to stop, unless it exists.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be written.
-        """
+        """Write the last checkpoint of a run that ends, unless it exists; CheckpointError if that fails."""
         self.finish()
         best = self.best if is_stopped else self._choose_best(now, self.best)
         try:
@@ -244,13 +226,13 @@ class Checkpoints:
         try:
             yield
         except _WRITE_ERRORS as error:
-            self._warn(f"no checkpoint of step {step}: {error}; training continues")
+            self.warn(f"no checkpoint of step {step}: {error}; training continues")
 
     def _add_evaluation(self, folder: StoragePath, now: TrainingState, best: Best | None) -> None:
         """Add the evaluation to the checkpoint of this step, if a stopped run wrote it without evaluation."""
         manifest = Manifest.read(folder / MANIFEST_FILE)
         if manifest.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
-            self._run.sync()
+            self.run.sync()
             metrics = dict(now.metrics or {})
             progress = {**manifest.progress, **now.counts.pack()[0], BEST: best, OWES_EVALUATION: False}
             dataclasses.replace(manifest, metrics=metrics, progress=progress).write(folder)
@@ -259,7 +241,7 @@ class Checkpoints:
 
     def _save(self, now: TrainingState, best: Best | None, start: float, in_background: bool) -> None:
         """Make every role hold its rows and nets, and begin to write; training has waited since ``start``."""
-        root = self._run.checkpoint_root
+        root = self.run.checkpoint_root
         folder = checkpoint_folders.step_folder(root, now.step)
         if folder in checkpoint_folders.list_checkpoints(root):  # was due at this step, or by a stopped run
             self._add_evaluation(folder, now, best)
@@ -267,7 +249,7 @@ class Checkpoints:
         counts, reports = now.counts.pack()
         progress = {**counts, BEST: best, OWES_EVALUATION: now.owes_evaluation}
         state = folder, now.step, now.epoch, now.metrics
-        saving = self._session.begin_save(*state, progress, reports, in_background)
+        saving = self.session.begin_save(*state, progress, reports, in_background)
         written: Future[tuple[float, int]] = Future()
         # A daemon thread does not keep a failed process alive.
         threading.Thread(
@@ -277,13 +259,13 @@ class Checkpoints:
             self._await(written)
             if in_background and not self._has_warned_of_wait:
                 self._has_warned_of_wait = True
-                self._warn("no memory for copies of the tables: training waits while checkpoints are written")
+                self.warn("no memory for copies of the tables: training waits while checkpoints are written")
         self._pending = _PendingCheckpoint(now.step, best, time.perf_counter() - start, written)
 
     def _write(self, saving: HeldCheckpoint, best: Best | None, written: Future[tuple[float, int]]) -> None:
         start = time.perf_counter()
         try:
-            self._run.sync()
+            self.run.sync()
             files = saving.write().files
             seconds = time.perf_counter() - start
             self._prune(best)
@@ -293,9 +275,9 @@ class Checkpoints:
 
     def _prune(self, best: Best | None) -> None:
         try:
-            checkpoint_folders.prune(self._run.checkpoint_root, self._section.keep_last, best and best.step)
+            checkpoint_folders.prune(self.run.checkpoint_root, self.section.keep_last, best and best.step)
         except _WRITE_ERRORS as error:
-            self._warn(f"an old checkpoint could not be removed: {error}")
+            self.warn(f"an old checkpoint could not be removed: {error}")
 
     def _end(self) -> None:
         """Wait for the pending checkpoint, if there is one, and log it; raise its error."""
@@ -304,14 +286,14 @@ class Checkpoints:
             return
         self._pending = None
         self._await(pending.written)
-        self._run.log_checkpoint(pending.step, pending.seconds_stopped, *pending.written.result())
+        self.run.log_checkpoint(pending.step, pending.seconds_stopped, *pending.written.result())
         self.best = pending.best
 
     def _await(self, written: Future[tuple[float, int]]) -> None:
         while not wait([written], _POLL_SECONDS).done:
-            self._session.meanwhile()
+            self.session.meanwhile()
 
     def _choose_best(self, now: TrainingState, best: Best | None) -> Best | None:
         """Return the current evaluation if it is better than ``best``, else ``best``."""
-        metric = self._section.keep_best
+        metric = self.section.keep_best
         return checkpoint_folders.choose_best(best, metric, now.metrics or {}, now.step)

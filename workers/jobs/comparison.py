@@ -144,11 +144,7 @@ def reference_snapshot(reference: Reference) -> Snapshot:
 
 
 def differences(actual: Snapshot, expected: Snapshot) -> list[Difference]:
-    """Return the difference of each tensor, in the order of ``expected``.
-
-    Raises:
-        DifferenceError: one side lacks a tensor.
-    """
+    """Return the differences, in the order of ``expected``; DifferenceError if one side lacks a tensor."""
     if actual.keys() != expected.keys():
         unmatched = min(actual.keys() ^ expected.keys())
         raise DifferenceError(f"{unmatched} exists only on the cluster, or only in one process")
@@ -156,11 +152,7 @@ def differences(actual: Snapshot, expected: Snapshot) -> list[Difference]:
 
 
 class Comparison:
-    """A job that trains the first steps of a run twice: on the cluster, and in one process.
-
-    Args:
-        steps: number of steps, at most those of the run.
-    """
+    """A job that trains the first ``steps`` steps of a run twice: on the cluster, and in one process."""
 
     def __init__(self, config: RunConfig, steps: int) -> None:
         self.doing = "at start"
@@ -171,11 +163,7 @@ class Comparison:
     def run(
         self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView, folders: SharedFolders
     ) -> ExitCode:
-        """Train on the cluster, then in this process, and print the differences.
-
-        Raises:
-            DifferenceError: a difference is larger than rounding.
-        """
+        """Train on both sides, and print the differences; DifferenceError if they exceed rounding."""
         data_folder = data()
         folders.check_data(data_folder)
         view.status("placing tables and building nets")
@@ -233,11 +221,7 @@ class Comparison:
 def judge(
     view: TerminalView, compared: Sequence[Difference], dtype: str, metrics: Sequence[str] = ()
 ) -> None:
-    """Print the differences and the lines of ``metrics``.
-
-    Raises:
-        DifferenceError: a tensor differs by more than rounding in ``dtype``.
-    """
+    """Print the differences and ``metrics``; DifferenceError if one exceeds rounding in ``dtype``."""
     num_same = sum(each.largest == 0 for each in compared)
     failed = [each for each in compared if each.ratio > 1]
     verdict = "the results differ" if failed else "the results are equal up to rounding"

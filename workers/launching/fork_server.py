@@ -242,11 +242,7 @@ class ForkServer:
         return self._process.poll() is None
 
     def isolate(self) -> None:
-        """Move the server into a network namespace without outside connections, before the first start.
-
-        Raises:
-            OSError: the system does not allow it.
-        """
+        """Move the server into a network namespace before the first start; OSError if it is not allowed."""
         if not self.is_isolated:
             self._call("isolate")
             self.is_isolated = True

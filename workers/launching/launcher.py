@@ -164,11 +164,7 @@ def _restore_screen() -> None:
 
 
 class Restarts:
-    """The restarts of one run: their limit, messages and records.
-
-    Args:
-        maximum: number of restarts in a row without a new checkpoint.
-    """
+    """Restarts, at most ``maximum`` in a row without a new checkpoint; their messages and records."""
 
     def __init__(self, folder: Path, maximum: int) -> None:
         self._folder = folder

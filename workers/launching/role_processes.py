@@ -22,8 +22,7 @@ from hybrid.storage.private_files import make_folder, open_file
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.user_code.user_modules import describe_error, log_traceback, needs_traceback
 from workers.cluster_task import ScriptTask, Task, TrainTask
-from workers.console.messages import Verbosity, logging_to_stderr, verbosity
-from workers.console.output_stream import tolerate_lost_output
+from workers.console.messages import Verbosity, logging_to_stderr, tolerate_lost_output, verbosity
 from workers.exit_codes import STOP_REQUEST, Cause, ExitCode, cause_of, exit_code
 from workers.launching.fork_server import ForkServer, ProcessEnd
 from workers.rendezvous.host_setup import MasterAddress
@@ -77,11 +76,7 @@ def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
 
 
 def count_oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes the kernel has killed for memory in this control group, or on this machine.
-
-    Args:
-        root: folder with proc and sys.
-    """
+    """Return how many processes the kernel killed for memory in this control group, or on this machine."""
     counters = [group / name for group in memory_groups(root) for name in _KILL_COUNTERS]
     for path in (*counters, root / "proc/vmstat"):
         with suppress(OSError):
@@ -134,32 +129,26 @@ class RoleProcess:
         return RoleFailure(f"{process} was killed by {number.name}{reason}; see {self.log}", cause)
 
 
+@dataclass(eq=False)
 class RoleProcesses:
-    """All roles of a cluster, as processes of this machine.
+    """All roles of a cluster, as processes of this machine."""
 
-    Args:
-        folder: for the logs of the roles.
-    """
+    server: ForkServer
+    config: RunConfig
+    folder: Path  # for the logs of the roles
 
-    def __init__(self, server: ForkServer, config: RunConfig, folder: Path) -> None:
-        self._server = server
-        self._config = config
-        self._folder = folder
+    def __post_init__(self) -> None:
         self._processes: dict[str, RoleProcess] = {}
         self._ended_at: float | None = None  # the time of the first failure, or of the master's end
         self.is_stop_requested = False  # whether the master was asked to stop
 
     def start(self, task: Task, secret: Secret) -> None:
-        """Start every role.
-
-        Raises:
-            HybridError: the master cannot listen.
-        """
-        section, calls = self._config.cluster, {}
+        """Start every role; HybridError if the master cannot listen."""
+        section, calls = self.config.cluster, {}
         for role in section.topology.roles:
-            self._processes[str(role)] = RoleProcess(role, log_path(self._folder, role))
-            calls[str(role)] = (role, self._config, self._folder, task, secret, verbosity())
-        pids = self._server.start(run_role, calls, *section.master_endpoint)
+            self._processes[str(role)] = RoleProcess(role, log_path(self.folder, role))
+            calls[str(role)] = (role, self.config, self.folder, task, secret, verbosity())
+        pids = self.server.start(run_role, calls, *section.master_endpoint)
         for name, pid in pids.items():
             self._processes[name].pid = pid
             _LOG.info("%s runs as process %d", name, pid)
@@ -170,7 +159,7 @@ class RoleProcesses:
             left = _WAIT_SECONDS
             if self._ended_at is not None:  # the other roles get some time to end by themselves
                 graces = [_GRACE_SECONDS.get(each.cause, _DEFAULT_GRACE_SECONDS) for each in self._failures]
-                grace = min([2 * self._config.cluster.stop_timeout_seconds, *graces])
+                grace = min([2 * self.config.cluster.stop_timeout_seconds, *graces])
                 left = self._ended_at + grace - time.monotonic()
             if left <= 0:
                 break
@@ -186,13 +175,13 @@ class RoleProcesses:
     def request_stop(self, code: ExitCode) -> None:
         """Make the master save a checkpoint and stop; called by a signal handler during :meth:`wait`."""
         self.is_stop_requested = True
-        self._server.signal(str(MASTER), STOP_REQUEST)
+        self.server.signal(str(MASTER), STOP_REQUEST)
 
     def end(self) -> None:
         """Kill every process that still runs."""
         with suppress(ClusterError):  # the server has ended, and all roles with it
             for process in self._running:
-                self._server.signal(str(process.role), signal.SIGKILL)
+                self.server.signal(str(process.role), signal.SIGKILL)
             deadline = time.monotonic() + _END_SECONDS
             while self._running and (left := deadline - time.monotonic()) > 0:
                 self._handle_event(left)
@@ -206,7 +195,7 @@ class RoleProcesses:
         return [process.failure for process in self._processes.values() if process.failure is not None]
 
     def _handle_event(self, timeout_seconds: float) -> None:
-        event = self._server.event(timeout_seconds)
+        event = self.server.event(timeout_seconds)
         if event is not None:
             self._processes[event.name].record_end(event)
             _LOG.info("%s ended with exit code %d", event.name, event.exit_code)
@@ -231,7 +220,6 @@ def run_role(
 
     Args:
         listener: the socket of the rendezvous, for the master.
-        report: called with the failure of the role.
     """
     if not isinstance(task, TrainTask):  # the server ignores it, but this task has nothing to save
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

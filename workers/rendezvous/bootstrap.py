@@ -182,7 +182,6 @@ def lead(
     """Form a cluster as its master, and leave it at the end; see :func:`join`.
 
     Args:
-        listener: a listening socket for the rendezvous server.
         code_of: returns the exit code of roles for an error that ends the cluster.
 
     Raises:

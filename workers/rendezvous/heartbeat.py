@@ -43,12 +43,9 @@ class HeartbeatInterval:
 
     A process is frozen if it is silent for several turns in a row. Each turn is a wait of its own. So the
     local process does not mistake a time in which it was itself stopped for the silence of another process.
-
-    Args:
-        timeout_seconds: silence after which a process is considered frozen.
     """
 
-    timeout_seconds: float
+    timeout_seconds: float  # silence after which a process is considered frozen
 
     @property
     def turns(self) -> int:

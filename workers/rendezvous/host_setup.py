@@ -40,11 +40,7 @@ class MasterAddress:
 
     @classmethod
     def parse(cls, text: str) -> "MasterAddress":
-        """Parse ``HOST``, ``HOST:PORT`` or ``[IPv6]:PORT``.
-
-        Raises:
-            ConfigError: ``text`` has none of these forms.
-        """
+        """Parse ``HOST``, ``HOST:PORT`` or ``[IPv6]:PORT``; ConfigError if the text has another form."""
         match = re.fullmatch(r"\[([^\[\]]+)\](?::(\d+))?|([^:\[\]\s]+)(?::(\d+))?", text)
         if match is not None:
             host, port = match[1] or match[3], int(match[2] or match[4] or DEFAULT_PORT)
@@ -131,11 +127,7 @@ def choose_interface(configured: str, address: str) -> str:
 
 
 def allow_open_files(cluster: ClusterSection) -> None:
-    """Raise the limit of open files of this process and its children to the hard limit.
-
-    Raises:
-        HybridError: the hard limit is less than a role needs.
-    """
+    """Raise the limit of open files of this process to the hard limit; HybridError if a role needs more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
@@ -30,6 +31,7 @@ class EndedRoleError(ReportedError, LostRoleError):
     """A role has ended with an error that the role reported."""
 
 
+@dataclass(eq=False)
 class Interrupter:
     """Raises an error in the main thread; if the main thread does not react, ends the process.
 
@@ -37,19 +39,14 @@ class Interrupter:
     for threads of torch. So after an error, the process ends without this wait when Python exits. If Python
     does not exit within ``seconds``, the process prints the error and ends. Neither happens once another
     interrupter is enabled, for the next cluster of the process.
-
-    Args:
-        name: name of the process in the message.
-        seconds: time from the error to the forced end.
-        code_of: returns the exit code for the error that ends the process.
     """
 
-    def __init__(
-        self, name: str, seconds: float, code_of: Callable[[BaseException], ExitCode] = exit_code
-    ) -> None:
-        self._name = name
-        self._seconds = seconds
-        self._code_of = code_of
+    name: str  # name of the process in the message
+    seconds: float  # time from the error to the forced end
+    # Returns the exit code for the error that ends the process.
+    code_of: Callable[[BaseException], ExitCode] = exit_code
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._timer: threading.Timer | None = None
@@ -69,7 +66,7 @@ class Interrupter:
                     self._is_enabled = False
         except BaseException as error:
             self._end_later(error)
-            atexit.register(end_now, self._code_of(error))
+            atexit.register(end_now, self.code_of(error))
             raise
         if self._timer is not None:
             self._timer.cancel()
@@ -89,7 +86,7 @@ class Interrupter:
     def _end_later(self, error: BaseException) -> None:
         if self._error is None:
             self._error = error
-            self._timer = threading.Timer(self._seconds, self._end)
+            self._timer = threading.Timer(self.seconds, self._end)
             self._timer.daemon = True
             self._timer.start()
 
@@ -98,16 +95,13 @@ class Interrupter:
         if signal.getsignal(_SIGNAL) != self._raise:  # another interrupter is enabled, or was
             return
         try:
-            print_line(f"{self._name}: {describe_final_error(self._error)}", to_stderr=True)
+            print_line(f"{self.name}: {describe_final_error(self._error)}", to_stderr=True)
         finally:  # printing may fail on a full disk
-            end_now(self._code_of(self._error))
+            end_now(self.code_of(self._error))
 
 
 def run_interruptibly(function: Callable[[], None]) -> None:
-    """Run a function in a thread, because it may wait in torch and the main thread must handle interrupts.
-
-    After an interrupt, the thread is abandoned.
-    """
+    """Run a function that may wait in torch in a thread, which an interrupt of the main thread abandons."""
     result: Future[None] = Future()
 
     def run() -> None:

@@ -75,13 +75,10 @@ class FrameCipher:
         return _LENGTH.pack(len(sealed)) + sealed
 
     def open(self, sealed: bytes) -> list[bytes]:
-        """Return the message of a frame.
+        """Return the message of a frame; ChannelError if ``sealed`` is not the next frame of the other side.
 
         Args:
             sealed: the frame without its header.
-
-        Raises:
-            ChannelError: ``sealed`` is not the next frame of the other side.
         """
         try:
             body = self._receiving.open(sealed)
@@ -142,7 +139,8 @@ class Channel:
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._where = f"{address}:{port}"
-            self._is_same_host = self._socket.getsockname()[0] == self._socket.getpeername()[0]
+            self.local_address = str(self._socket.getsockname()[0])
+            self._is_same_host = self.local_address == self._socket.getpeername()[0]
             greeting = self._read(len(GREETING))
             if greeting != GREETING:
                 rule = "check address and port, and install the same version on every host"
@@ -160,10 +158,6 @@ class Channel:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def local_address(self) -> str:
-        return str(self._socket.getsockname()[0])
 
     def send(self, *fields: bytes) -> None:
         """Send a message; for errors, see :meth:`receive`."""

@@ -49,6 +49,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.curves = path / "curves.png"
         self.checkpoint_root = run_access.checkpoint_root(path)
         self._metrics_path = path / METRICS_FILE
         with run_write_errors(self._metrics_path):
@@ -97,10 +98,6 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def curves(self) -> Path:
-        return self.path / "curves.png"
 
     def log_progress(self, progress: TrainingProgress) -> None:
         numbers = {

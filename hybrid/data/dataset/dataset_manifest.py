@@ -115,11 +115,7 @@ class DataManifest:
             raise DataError(f"{path}: cannot be read ({error})") from error
 
     def check(self, folder: Path, split: str) -> None:
-        """Compare the size and some blocks of each file of a split with the manifest.
-
-        Raises:
-            DataError: a file is missing or altered, or there is no such split.
-        """
+        """Raise DataError if the split, or a file of it, is missing, or a sampled checksum differs."""
         if split not in self.splits:
             raise DataError(f"{folder / FILE_NAME}: has no split {split}")
         for name, file in self.stored.items():

@@ -70,9 +70,11 @@ class PreparedDataset:
         self.folder = folder
         self.input_spec = manifest.input_spec
         self.report = manifest.splits[split]
+        self.num_samples = self.report.num_rows
         self._dense, self._ids, self.source_rows = arrays["dense"], arrays["ids"], arrays["source_rows"]
         self._labels = arrays["labels"]
         self._weights, self._groups = arrays.get("weights"), arrays.get("groups")
+        self.has_groups = self._groups is not None
         self.group_rows, self.group_starts = arrays.get("group_rows"), arrays.get("group_starts")
         self._bags = {  # of each multi-hot feature, its ids, offsets and weights
             k: (arrays[f"bag_{k}_ids"], arrays[f"bag_{k}_offsets"], arrays.get(f"bag_{k}_weights"))
@@ -81,19 +83,11 @@ class PreparedDataset:
         }
 
     @property
-    def num_samples(self) -> int:
-        return self.report.num_rows
-
-    @property
     def ids_per_sample(self) -> dict[str, float]:
         """The mean number of ids of each multi-hot feature; the others have exactly one."""
         names = [feature.name for feature in self.input_spec.sparse_features if feature.multi_hot]
         pairs = zip(names, self._bags.values(), strict=True)
         return {name: len(ids_L) / max(1, self.num_samples) for name, (ids_L, *_) in pairs}
-
-    @property
-    def has_groups(self) -> bool:
-        return self._groups is not None
 
     def total_weights(self, rows: npt.NDArray[np.int64]) -> Tensor | None:
         """Return the sums of the weights of ``rows`` by task; None if all samples have the same weight."""

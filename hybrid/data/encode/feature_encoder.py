@@ -304,13 +304,7 @@ def report_unknown(
 
 
 def vocabulary_files(folder: StoragePath) -> dict[str, StoragePath]:
-    """Return the vocabulary file of prepared data or a checkpoint, by its name in a run.
-
-    The dict is empty if no column has a vocabulary.
-
-    Raises:
-        DataError: the file is missing.
-    """
+    """Return the vocabulary file of prepared data or a checkpoint by name, if any; DataError if missing."""
     sha256 = _read_json(folder / FILE_NAME).get("vocabularies")
     return {} if sha256 is None else {f"{sha256}.parquet": _find_vocabularies(folder, sha256)}
 

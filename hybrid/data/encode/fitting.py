@@ -221,14 +221,7 @@ def fit_encoder(
     statistics: FittedStatistics,
     ranked: Mapping[str, ValueCounts],
 ) -> FeatureEncoder:
-    """Return the encoder of fitted statistics.
-
-    Args:
-        ranked: the values of each vocabulary (:func:`group_by_vocabulary`).
-
-    Raises:
-        DataError: there are no rows.
-    """
+    """Return the encoder of fitted statistics and ranked vocabularies; DataError if there are no rows."""
     if not statistics.moments.num_rows:
         raise DataError("no row is left to train on; check data.path, data.split and data.validation")
     of_column = {

@@ -69,10 +69,7 @@ def read_lines(
 
 
 def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
-    """Yield the required columns of plain text in chunks, each row as soon as it is complete.
-
-    ``path`` is the name of the text in messages.
-    """
+    """Yield the required columns of text chunks, each row once it is complete; messages name ``path``."""
     blocks = _cut_to_lines(path, chunks, True, layout)
     head = b""
     for block in blocks:

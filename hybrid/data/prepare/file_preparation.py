@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
 from typing import TypeVar
@@ -80,30 +81,20 @@ def limit_memory(
     return count, (limit_bytes - _SHARED_BYTES) // count - _THREAD_BYTES
 
 
+@dataclass(eq=False)
 class FilesPreparation:
-    """Prepares the samples of files, and writes the arrays of all splits.
+    """Prepares the samples of files, and writes the arrays of all splits."""
 
-    Args:
-        config: defines how files are read, how rows are split, and the memory limit.
-        folder: the folder of the splits. Segments that an earlier preparation has parsed into it are reused.
-        report, check: see :func:`hybrid.data.prepare.preparation.prepare`.
-    """
+    config: RunConfig  # defines how files are read, how rows are split, and the memory limit
+    folder: Path  # of the splits; segments that an earlier preparation has parsed into it are reused
+    report: Callable[[str], None]  # see hybrid.data.prepare.preparation.prepare
+    check: Callable[[], None]  # see hybrid.data.prepare.preparation.prepare
 
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: Path,
-        report: Callable[[str], None],
-        check: Callable[[], None],
-    ) -> None:
-        self._config = config
-        self._layout = Layout.of(config.data, config.columns, config.tasks)
-        self._folder = folder
-        self._spill = folder / "segments"
-        self._report = report
-        self._progress = Progress(report)
+    def __post_init__(self) -> None:
+        self._layout = Layout.of(self.config.data, self.config.columns, self.config.tasks)
+        self._spill = self.folder / "segments"
+        self._progress = Progress(self.report)
         self._fraction = 0.0  # fraction of the work that is done
-        self._check = check
         self._should_stop = threading.Event()
 
     def write(
@@ -122,15 +113,15 @@ class FilesPreparation:
         all_segments = [*chain(*segments.values())]
         size = sum(segment.size for segment in all_segments)
         most = min(len(os.sched_getaffinity(0)), max(1, size // _BYTES_PER_THREAD))
-        limit_bytes = int(self._config.data.prepare_memory_gb * 2**30)
+        limit_bytes = int(self.config.data.prepare_memory_gb * 2**30)
         count, job_bytes = limit_memory(limit_bytes, all_segments, self._layout, most)
         if count < most:
             rule = "data.prepare_memory_gb has no room for more"
-            self._report(f"preparing with {count} thread{'s' * (count != 1)}, not {most}: {rule}")
+            self.report(f"preparing with {count} thread{'s' * (count != 1)}, not {most}: {rule}")
         self._spill.mkdir(parents=True, exist_ok=True)
         for unfinished in self._spill.glob(f"{UNFINISHED}*"):
             shutil.rmtree(unfinished)
-        groups = group_by_vocabulary(self._layout.sparse, self._config.tables)
+        groups = group_by_vocabulary(self._layout.sparse, self.config.tables)
         # The ordering of values takes about as long as the hashing of other columns in the last phase.
         ordering = 0.15 * sum(map(len, groups.values())) / max(1, len(self._layout.sparse))
         # Arrow and numpy release the interpreter's lock while they work, so threads use all cores.
@@ -139,7 +130,7 @@ class FilesPreparation:
             pieces, invalid_rows = self._parse(segments)
             statistics, starts = self._fit(pieces)
             ranked = self._rank(ordering, pieces, groups, job_bytes)
-            encoder = fit_encoder(self._layout, self._config.tables, statistics, ranked)
+            encoder = fit_encoder(self._layout, self.config.tables, statistics, ranked)
             reports = self._encode(0.3 - ordering, pieces, encoder, starts, invalid_rows)
         finally:
             self._should_stop.set()
@@ -162,13 +153,13 @@ class FilesPreparation:
             split, segment, folder = job
             return parse_segment(segment, folder, layouts[split], self._advance)
 
-        reports = dict.fromkeys(self._config.data.splits, NO_INVALID_ROWS)
+        reports = dict.fromkeys(self.config.data.splits, NO_INVALID_ROWS)
         all_pieces: list[Piece] = []
         parsed = zip(jobs, self._map("reading", 0.62, parse, jobs), strict=True)
         for split, of_split in groupby(parsed, lambda each: each[0][0]):
             pieces, reports[split] = self._collect(of_split)
             if split == TRAIN:
-                pieces = hold_out(self._config, pieces)
+                pieces = hold_out(self.config, pieces)
             elif not pieces:
                 names = ", ".join(dict.fromkeys(str(segment.path) for segment in segments[split]))
                 raise DataError(f"{names}: no rows; check {PATH_KEYS[split]}")
@@ -179,7 +170,7 @@ class FilesPreparation:
         self, parsed: Iterator[tuple[tuple[str, Segment, Path], SegmentLog]]
     ) -> tuple[list[Piece], InvalidRowReport]:
         """Return the pieces of the segments of a split, and their invalid rows."""
-        log = InvalidRowLog(self._config.data.max_invalid_fraction)
+        log = InvalidRowLog(self.config.data.max_invalid_fraction)
         pieces = []
         first_row = lines = 0
         for (split, segment, folder), segment_log in parsed:
@@ -234,11 +225,11 @@ class FilesPreparation:
     ) -> dict[str, DatasetReport]:
         targets = self._layout.targets
         for split, (*_, end) in starts.items():
-            create_arrays(self._folder / split, encoder.input_spec, targets, end)
+            create_arrays(self.folder / split, encoder.input_spec, targets, end)
 
         def encode(job: int) -> dict[str, tuple[list[LabelSums], npt.NDArray[np.int64]]]:
             positions = {split: each[job] for split, each in starts.items()}
-            return encode_piece(pieces[job], encoder, positions, self._folder)
+            return encode_piece(pieces[job], encoder, positions, self.folder)
 
         sums: dict[str, list[LabelSums]] = {split: [] for split in starts}
         unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in starts}
@@ -246,7 +237,7 @@ class FilesPreparation:
             for split, (label_sums, counts) in of_splits.items():
                 sums[split] += label_sums
                 unknown[split] += counts
-        by_time = [held.split for held in self._config.data.holdouts if held.by == "time"]
+        by_time = [held.split for held in self.config.data.holdouts if held.by == "time"]
         return {
             split: DatasetReport(
                 end.row,
@@ -271,9 +262,9 @@ class FilesPreparation:
         before = self._fraction
         futures = [self._threads.submit(work, job) for job in jobs]
         for i, future in enumerate(futures):
-            self._check()
+            self.check()
             while wait([future], _CHECK_SECONDS).not_done:
-                self._check()
+                self.check()
             result = future.result()
             self._fraction = min(1.0, before + weight * (i + 1) / len(jobs))
             self._advance(0)

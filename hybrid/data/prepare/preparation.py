@@ -48,11 +48,6 @@ LOCAL_CACHE = "runs/.prepared"
 _ATTEMPT = "attempt.txt"
 
 
-def cache_folder(config: RunConfig) -> StoragePath:
-    """Return the folder of prepared data sets, which ``data.cache_folder`` can set."""
-    return parse_path(config.data.cache_folder or LOCAL_CACHE)
-
-
 def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | None = None) -> str:
     """Return the name of the folder of prepared data: a hash of everything that its content depends on.
 
@@ -215,11 +210,10 @@ def _write_files(
 
 def ensure_prepared(
     config: RunConfig,
-    cache: StoragePath,
     report: Callable[[str], None] = ignore_progress,
     check: Callable[[], None] = lambda: None,
 ) -> StoragePath:
-    """Make sure that the data of ``config`` are prepared and stored in ``cache``; return their folder.
+    """Make sure that the data of ``config`` are prepared, in ``data.cache_folder``; return their folder.
 
     Args:
         report, check: see :func:`prepare`.
@@ -228,10 +222,11 @@ def ensure_prepared(
         ConfigError, DataError: as :func:`prepare`.
         HybridError: the store refuses a request.
     """
+    cache = parse_path(config.data.cache_folder or LOCAL_CACHE)
     if not isinstance(cache, RemotePath):
         return prepare(config, cache, report, check)
     target = cache / fingerprint(config)
-    local = _local_cache(config.data)
+    local = Path(config.data.local_cache_folder or LOCAL_CACHE)
     with hold_lock(local / f"{target.name}.sending", check):  # one process of this machine sends the data
         with suppress(FileNotFoundError):
             folder = target / storage.read_text(target / _ATTEMPT)
@@ -268,12 +263,8 @@ def open_split(source: str | StoragePath, split: str, data: DataSection) -> Prep
     """
     path = parse_path(source)
     if isinstance(path, RemotePath):
-        path = _fetch_dataset(path, _local_cache(data))
+        path = _fetch_dataset(path, Path(data.local_cache_folder or LOCAL_CACHE))
     return PreparedDataset(path, split)
-
-
-def _local_cache(data: DataSection) -> Path:
-    return Path(data.local_cache_folder or LOCAL_CACHE)
 
 
 def _altered_error(path: RemotePath) -> DataError:

@@ -61,15 +61,12 @@ def rank_values(
     memory_bytes: int,
     check: Callable[[], None],
 ) -> ValueCounts:
-    """Order the values of a vocabulary, and write the table row of each value of each piece.
+    """Write the table row of each value of each piece; return the vocabulary, mapped into memory.
 
     Args:
         columns: the columns that share the vocabulary, by their index in data.sparse.
         folder: a new folder for the vocabulary.
         check: called repeatedly; an exception from it ends the work.
-
-    Returns:
-        The vocabulary, mapped into memory.
     """
     pa.default_memory_pool().release_unused()
     sources = [_PieceColumn(piece, k, column.min_count) for piece in pieces for k, column in columns.items()]

@@ -29,32 +29,23 @@ _SEPARATOR = "\x1f"  # the unit separator of ASCII, between the values of a cros
 _DATE = "a date such as 2024-01-31 09:30:00, or seconds since 1970"
 
 
+@dataclass(eq=False)
 class ColumnReader:
-    """Converts columns of a block of B rows; values of rejected rows have no meaning.
+    """Converts columns of a block of B rows; values of rejected rows have no meaning."""
 
-    Args:
-        columns: the columns of the block, by name.
-        lines_B: the line of each row in the file.
+    columns: Mapping[str, pa.Array]  # the columns of the block, by name
+    lines_B: npt.NDArray[np.int64]  # the line of each row in the file
+    missing: tuple[str, ...]  # texts that mean missing
 
-    Attributes:
-        valid_B: whether a row is valid so far.
-        invalid: the rejected rows, each with the first reason.
-        last: the name of the column that was read last: an error of Arrow does not name its column.
-    """
-
-    def __init__(
-        self, columns: Mapping[str, pa.Array], lines_B: npt.NDArray[np.int64], missing: tuple[str, ...]
-    ) -> None:
-        self._columns = columns
-        self._lines_B = lines_B
-        self.missing = missing
-        self.valid_B = np.ones(len(lines_B), np.bool_)
-        self.invalid: list[InvalidRow] = []
+    def __post_init__(self) -> None:
+        self.valid_B = np.ones(len(self.lines_B), np.bool_)  # whether a row is valid so far
+        self.invalid: list[InvalidRow] = []  # the rejected rows, each with the first reason
+        # The name of the column that was read last: an error of Arrow does not name its column.
         self.last = ""
 
     def column(self, name: str) -> pa.Array:
         self.last = name
-        return self._columns[name]
+        return self.columns[name]
 
     def flat_column(self, name: str, key: str) -> pa.Array:
         """Return a column with one value per row; ConfigError for ``key`` if the column holds lists."""
@@ -66,8 +57,8 @@ class ColumnReader:
     def reject(self, mask_B: Mask, reason: Reason, name: str, expected: str) -> None:
         """Reject the rows where ``mask_B`` is true, for their values in the column ``name``."""
         for i in np.flatnonzero(mask_B & self.valid_B).tolist():
-            found = f"{name} is {format_cell(self._columns[name], i)}, expected {expected}"
-            self.invalid.append(InvalidRow(int(self._lines_B[i]), reason, found))
+            found = f"{name} is {format_cell(self.columns[name], i)}, expected {expected}"
+            self.invalid.append(InvalidRow(int(self.lines_B[i]), reason, found))
         self.valid_B[mask_B] = False
 
     def numbers(self, name: str) -> Numbers:
@@ -90,14 +81,11 @@ class ColumnReader:
         return column_values.take_or_default(hash_texts(coded.dictionary).view(np.int64), coded.indices, 0)
 
     def feature(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
-        """Compute a column of data.sparse.
+        """Compute a column of data.sparse; ArrowException if the type of a column of the file does not fit.
 
         Returns:
             The values, as in :class:`hybrid.data.parse.sources.RawBlock`; and the weights of ids as lists of
             float32, or None.
-
-        Raises:
-            ArrowException: the type of a column of the file does not fit.
         """
         if column.kind in ("value", "weighted"):
             return self._ids(column)

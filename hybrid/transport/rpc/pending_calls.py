@@ -143,12 +143,7 @@ class Pending(PendingTensors[Result]):
         return self._done.wait(wait_seconds) or super().done()
 
     def wait(self) -> Result:
-        """Return the converted response.
-
-        Raises:
-            RemoteError: the call raised an exception.
-            RuntimeError, ClusterError: see :func:`raise_call_error`.
-        """
+        """Return the converted response; raise RemoteError, or an error of :func:`raise_call_error`."""
         while not self.done(_DONE_SECONDS):  # every call has a timeout
             pass
         response = super().wait()
@@ -158,13 +153,9 @@ class Pending(PendingTensors[Result]):
 
 
 def gather(calls: Sequence[Pending[Result]], meanwhile: Callable[[], object] = lambda: None) -> list[Result]:
-    """Return the responses of calls, in their order, or raise the first failure.
+    """Return the responses of calls, in order, or raise the first error (:meth:`Pending.wait`).
 
-    Args:
-        meanwhile: called repeatedly while the calls are in progress.
-
-    Raises:
-        RemoteError, RuntimeError, ClusterError: see :meth:`Pending.wait`.
+    ``meanwhile`` is called repeatedly while the calls are in progress.
     """
     waiting = list(calls)
     while waiting:

@@ -80,11 +80,7 @@ class Frames:
         self._memory = None
 
     def seal(self, message: Message) -> memoryview:
-        """Return the encrypted frame of a message, valid until the next call.
-
-        Raises:
-            ClusterError: a tensor is not on the CPU.
-        """
+        """Return the frame of a message, valid until the next call; ClusterError for a tensor on a GPU."""
         tensors = message.tensors
         memory = self._memory
         if not all(each.is_cpu for each in tensors):
@@ -137,11 +133,7 @@ class Frames:
         return True
 
     def next(self) -> Message | None:
-        """Return the next message; None if it is not complete.
-
-        Raises:
-            RejectedMessage: the other end did not send these bytes, or their content is unexpected.
-        """
+        """Return the next message, None if incomplete; RejectedMessage if it is forged or unexpected."""
         if self._end - self._start < _LENGTHS.size:
             return None
         head, length = _LENGTHS.unpack_from(self._received, self._start)

@@ -169,13 +169,10 @@ class _Peer:
 
 
 def connect_to_workers(own: Identity, store: dist.Store) -> dict[Role, Connection]:
-    """Return a trainer's connections to all workers.
+    """Return a trainer's connections to all workers; ClusterError if a worker cannot be reached in time.
 
     Args:
         store: the store in which the workers publish their addresses.
-
-    Raises:
-        ClusterError: a worker cannot be reached in time.
     """
     connections: dict[Role, Connection] = {}
     for worker in own.topology.workers:
@@ -194,12 +191,7 @@ def connect_to_workers(own: Identity, store: dist.Store) -> dict[Role, Connectio
 
 
 def connect_to_worker(own: Identity, worker: Role, address: WorkerAddress) -> Connection:
-    """Return a trainer's connection to a worker.
-
-    Raises:
-        OSError: no process responds there.
-        ClusterError: the process there is not this worker of this run.
-    """
+    """Return the connection to a worker; OSError if no process responds, ClusterError if another one does."""
     memory = None
     with ExitStack() as stack:
         connection = stack.enter_context(address.connect())
@@ -237,16 +229,13 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def accept_trainers(own: Identity, store: dist.Store, interface: str) -> list[Connection]:
-    """Return a worker's connections to all trainers.
+    """Return a worker's connections to all trainers; ClusterError if a trainer does not connect in time.
 
     If there are more than ``MAX_UNAUTHENTICATED`` peers, the oldest is disconnected.
 
     Args:
         store: the store in which the worker publishes its address.
         interface: network interface on which the worker listens for other hosts.
-
-    Raises:
-        ClusterError: a trainer does not connect in time.
     """
     trainers = own.topology.trainers
     connections: dict[Role, Connection] = {}

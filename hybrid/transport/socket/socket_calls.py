@@ -56,11 +56,7 @@ class Reply:
         return self.is_done
 
     def wait(self) -> Sequence[Tensor]:
-        """Return the tensors.
-
-        Raises:
-            RuntimeError: the call has failed; :func:`raise_call_error` interprets the text.
-        """
+        """Return the tensors; RuntimeError if the call has failed, see :func:`raise_call_error`."""
         if not self.is_done:
             self._receive(self)
         if self._error is not None:

@@ -47,13 +47,14 @@ HASHED: dict[str, Any] = {"path": ("no.tsv",), "vocabulary": "hash(77)"}
 
 
 @pytest.fixture
-def printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Printed:
+def printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Printed:
     """Print the plan of the synthetic click log."""
+    monkeypatch.chdir(tmp_path)
 
     def plan(workers: int = 2, hosts: Hosts = HOST, **sections: object) -> str:
         cluster = ClusterSection(workers=workers)
         config = RunConfig(cluster=cluster, train=TrainSection(update="lookahead")).replace(**sections)
-        print_plan(config, tmp_path, hosts, None)
+        print_plan(config, hosts, None)
         assert not list(tmp_path.iterdir()), "no data is made"
         return capsys.readouterr().out
 
@@ -76,14 +77,14 @@ def test_output_has_each_table_and_worker(printed: Printed) -> None:
     assert [line[:17] for line in of_transfers.splitlines()[1:]] == ["trainer -> worker", "worker -> trainer"]
 
 
-def test_output_has_the_side_that_pools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_has_the_side_that_pools(capsys: pytest.CaptureFixture[str]) -> None:
     data = DataSection(format="csv", path=("none",), label="y", sparse=("a", "b"), vocabulary="hash(100)")
     config = RunConfig(
         data=data,
         tables={"b": TableSection(placement='auto(pooled_by = "workers")')},
         dense=DenseSection(net="dcn_v2"),
     )
-    print_plan(config, tmp_path, HOST, 5.0)
+    print_plan(config, HOST, 5.0)
     of_tables = capsys.readouterr().out.split("\n\n")[0].splitlines()[1:]
     assert [line.split()[-1] for line in of_tables] == ["trainers", "workers"]
 
@@ -101,18 +102,18 @@ def configured(**data: Any) -> RunConfig:
     return RunConfig(data=DataSection(**data))
 
 
-def test_hashed_columns_of_one_id_need_no_file(tmp_path: Path) -> None:
-    spec, means = expected_data(configured(**HASHED, format="criteo"), tmp_path)
+def test_hashed_columns_of_one_id_need_no_file() -> None:
+    spec, means = expected_data(configured(**HASHED, format="criteo"))
     assert (len(spec.dense_features), len(spec.sparse_features)) == (13, 26)
     assert {(f.num_rows, f.multi_hot) for f in spec.sparse_features} == {(77, False)}
-    spec, means = expected_data(configured(**HASHED, format="csv", sparse=("a", "b")), tmp_path)
+    spec, means = expected_data(configured(**HASHED, format="csv", sparse=("a", "b")))
     assert ([f.name for f in spec.sparse_features], means) == (["a", "b"], {})
-    spec, means = expected_data(RunConfig(), tmp_path)
+    spec, means = expected_data(RunConfig())
     assert ([f.num_rows for f in spec.sparse_features], means) == (list(TABLE_ROWS), {})
 
 
-def test_given_ids_make_columns_multi_hot(tmp_path: Path) -> None:
-    spec, means = expected_data(configured(**HASHED, format="parquet", sparse=("a", "b")), tmp_path, 2.5)
+def test_given_ids_make_columns_multi_hot() -> None:
+    spec, means = expected_data(configured(**HASHED, format="parquet", sparse=("a", "b")), 2.5)
     assert all(f.multi_hot for f in spec.sparse_features)
     assert means == {"a": 2.5, "b": 2.5}
 
@@ -130,15 +131,15 @@ WITH_COLUMNS = CSV.replace(columns={"a": ColumnSection(kind="hour")})
     ],
     ids=["separator", "vocabulary", "columns"],
 )
-def test_other_columns_need_files(config: RunConfig, tmp_path: Path) -> None:
+def test_other_columns_need_files(config: RunConfig) -> None:
     with pytest.raises(DataError, match=r"^no.tsv: no such file or folder"):
-        expected_data(config, tmp_path)
+        expected_data(config)
 
 
 @pytest.mark.parametrize("config", [RunConfig(), configured(format="criteo", path=("x",)), WITH_COLUMNS])
-def test_ids_need_hashed_columns(config: RunConfig, tmp_path: Path) -> None:
+def test_ids_need_hashed_columns(config: RunConfig) -> None:
     with pytest.raises(ConfigError, match=r"^--ids = 2.0: .*data\.vocabulary"):
-        expected_data(config, tmp_path, 2.0)
+        expected_data(config, 2.0)
 
 
 SPEC = InputSpec(("x", "y"), tuple(FeatureSpec(f"c{k}", 1000) for k in range(4)))

@@ -11,13 +11,13 @@ from support.commands import ROOT
 # Prints a lot, then reports its end in a file.
 RUN = """
 import sys
-from workers.console.output_stream import tolerate_lost_output
+from workers.console.messages import tolerate_lost_output
 with tolerate_lost_output("hybrid launch", run_continues=%r) as lost:
     for number in range(20_000):
         print("step", number)
     sys.stdout.flush()
     print("a word", file=sys.stderr)
-    open("ended", "w").write(str(bool(lost.streams)))
+    open("ended", "w").write(str(bool(lost)))
     assert open("another", "w").fileno() > 2
 """
 

@@ -12,7 +12,7 @@ from hybrid.config import RunConfig
 from hybrid.data.batches import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.prepare.preparation import cache_folder, ensure_prepared, open_split, prepare
+from hybrid.data.prepare.preparation import ensure_prepared, open_split, prepare
 from hybrid.errors import DataError
 from hybrid.storage.files import list_entries, read_bytes, remove, write_bytes
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
@@ -47,9 +47,8 @@ def rows_of(dataset: PreparedDataset) -> list[float]:
 def test_data_are_sent_once_and_equal_those_on_disk(
     tmp_path: Path, bucket: RemotePath, config: RunConfig
 ) -> None:
-    assert cache_folder(config) == bucket
     lines: list[str] = []
-    folder = ensure_prepared(config, bucket, lines.append)
+    folder = ensure_prepared(config, lines.append)
     assert f"sending the prepared data to {folder.parent}" in lines
     local = prepare(config, tmp_path / "cache")
     other_host = on_host(config, tmp_path / "other")
@@ -68,7 +67,7 @@ def test_data_are_sent_once_and_equal_those_on_disk(
     lines.clear()
     before = list_entries(bucket, is_deep=True)
     for each in (config, other_host):
-        assert ensure_prepared(each, bucket, lines.append) == folder
+        assert ensure_prepared(each, lines.append) == folder
     assert lines == [f"prepared data found in {folder.parent}"] * 2
     assert list_entries(bucket, is_deep=True) == before
 
@@ -81,13 +80,13 @@ def test_ended_run_leaves_nothing_in_the_store(bucket: RemotePath, config: RunCo
             raise DataError("the run has ended")
 
     with pytest.raises(DataError, match="the run has ended"):
-        ensure_prepared(config, bucket, lines.append, check)
+        ensure_prepared(config, lines.append, check)
     assert list_entries(bucket, is_deep=True) == []
-    assert rows_of(open_split(ensure_prepared(config, bucket), "train", config.data))
+    assert rows_of(open_split(ensure_prepared(config), "train", config.data))
 
 
 def test_altered_and_removed_data_are_refused(tmp_path: Path, bucket: RemotePath, config: RunConfig) -> None:
-    folder, other_host = ensure_prepared(config, bucket), on_host(config, tmp_path / "other")
+    folder, other_host = ensure_prepared(config), on_host(config, tmp_path / "other")
     before = read_bytes(folder / "train/source_rows.npy")
     write_bytes(folder / "train/source_rows.npy", b"altered")
     with pytest.raises(DataError, match=r"^s3://.*/source_rows\.npy: altered"):
@@ -99,15 +98,15 @@ def test_altered_and_removed_data_are_refused(tmp_path: Path, bucket: RemotePath
     write_bytes(folder / "train/source_rows.npy", before)
     write_bytes(folder / "features.json", b"{}")
     with pytest.raises(DataError, match=r"^s3://.*/features\.json: altered"):
-        ensure_prepared(config, bucket)
+        ensure_prepared(config)
     remove(folder.parent)
-    assert rows_of(open_split(ensure_prepared(config, bucket), "train", config.data))
+    assert rows_of(open_split(ensure_prepared(config), "train", config.data))
 
 
 def test_interrupted_fetch_continues_after_its_complete_files(
     tmp_path: Path, bucket: RemotePath, config: RunConfig
 ) -> None:
-    folder, other_host = ensure_prepared(config, bucket), on_host(config, tmp_path / "other")
+    folder, other_host = ensure_prepared(config), on_host(config, tmp_path / "other")
     assert isinstance(folder, RemotePath)
     killed = tmp_path / "other" / f".building-{folder.parent.name}" / "train"
     killed.mkdir(parents=True)
@@ -119,7 +118,7 @@ def test_interrupted_fetch_continues_after_its_complete_files(
 
 
 def test_unusable_local_folder_is_reported(tmp_path: Path, bucket: RemotePath, config: RunConfig) -> None:
-    folder = ensure_prepared(config, bucket)
+    folder = ensure_prepared(config)
     with pytest.raises(DataError, match=r"train\.csv: .*data\.local_cache_folder"):
         open_split(folder, "train", on_host(config, tmp_path / "train.csv").data)
 
@@ -134,8 +133,8 @@ def test_ended_run_does_not_wait_for_the_lock(
 
     def write_last(path: StoragePath, content: bytes) -> None:
         with pytest.raises(DataError, match="the run has ended"):
-            ensure_prepared(config, bucket, check=check)
+            ensure_prepared(config, check=check)
         write_bytes(path, content)
 
     monkeypatch.setattr("hybrid.storage.files.write_bytes", write_last)
-    assert rows_of(open_split(ensure_prepared(config, bucket), "train", config.data))
+    assert rows_of(open_split(ensure_prepared(config), "train", config.data))
