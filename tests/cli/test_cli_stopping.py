@@ -71,7 +71,10 @@ def check_saved(ended: Ended, folder: Path, command: str, code: int) -> int:
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)],
+    [
+        signal.SIGTERM,
+        *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGINT, signal.SIGHUP)),
+    ],
     ids=lambda number: number.name,
 )
 def test_signal_saves_and_stops_the_run(number: signal.Signals, endless: list[str], tmp_path: Path) -> None:
@@ -93,7 +96,7 @@ def test_signal_saves_and_stops_the_run(number: signal.Signals, endless: list[st
 @pytest.mark.parametrize(
     ("number", "receivers", "code"),
     [
-        (signal.SIGTERM, ["master"], 143),
+        pytest.param(signal.SIGTERM, ["master"], 143, marks=pytest.mark.long),
         (signal.SIGTERM, ["worker 0"], 143),
         (signal.SIGTERM, ["worker 0", "trainer 0", "master"], 143),
         pytest.param(signal.SIGUSR1, ["master", "trainer 0", "worker 0"], 75, marks=pytest.mark.long),

@@ -75,7 +75,7 @@ class Plan:
     phases: tuple[str, ...] = PHASES
 
     def __str__(self) -> str:
-        return " ".join((self.kind, self.how, *(self.phases if len(self.phases) == 1 else ())))
+        return " ".join((self.kind, self.how, *(() if self.phases == PHASES else self.phases)))
 
     @property
     def rows(self) -> list[Row]:
@@ -86,13 +86,14 @@ PLANS = [Plan(kind, how) for kind, how in product(ROLES, HOWS) if how != "SIGSTO
 # Each of these failures takes a heartbeat timeout. A run that fails in a checkpoint needs an earlier one.
 OTHER_PHASES = tuple(phase for phase in PHASES if phase != "step")
 PLANS += [Plan(kind, "SIGSTOP", phases) for kind, phases in product(ROLES, (("step",), OTHER_PHASES))]
-# One plan for each failure and for each kind of role; the others take minutes.
+# Each failure, each kind of role and each phase; the others take minutes.
 SHORT_PLANS = [
-    Plan("trainer", "SIGKILL"),
+    Plan("trainer", "SIGKILL", ("evaluation", "checkpoint")),
     Plan("worker", "SIGSTOP", ("step",)),
-    Plan("worker", "ValueError"),
-    Plan("master", "MemoryError"),
+    Plan("worker", "ValueError", ("start", "step")),
+    Plan("master", "MemoryError", ("evaluation", "shutdown")),
 ]
+PLANS = [*SHORT_PLANS, *(plan for plan in PLANS if plan not in SHORT_PLANS)]
 
 
 @pytest.mark.parametrize(

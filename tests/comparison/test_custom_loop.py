@@ -4,6 +4,7 @@ import runpy
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +130,14 @@ def check(found: dict[str, Any], options: tuple[str, ...] = ()) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at inputs of a graph
 @pytest.mark.filterwarnings("ignore:table .* is called with ids that are not")
-@pytest.mark.parametrize("update", ["sync", "lookahead"])
 @pytest.mark.parametrize(
-    "options",
-    [(), (*ALL, "ranked", "trained weights"), (*MICRO, "computed"), ("compile",), ("compile outside",)],
-    ids=" ".join,
+    ("options", "update"),
+    [
+        *product([(), (*ALL, "ranked", "trained weights"), (*MICRO, "computed")], ["sync", "lookahead"]),
+        (("compile outside",), "lookahead"),
+        pytest.param(("compile",), "lookahead", marks=pytest.mark.long),
+        *(pytest.param((f"compile{how}",), "sync", marks=pytest.mark.long) for how in ("", " outside")),
+    ],
 )
 def test_one_process_equals_plain_torch(
     options: tuple[str, ...], update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +164,7 @@ def test_one_process_equals_plain_torch(
         (3, 2, (*MICRO, "computed"), "sync"),
         (2, 2, ("micro", "computed"), "lookahead"),
         (2, 2, ("compile",), "sync"),
-        (2, 2, ("compile outside",), "lookahead"),
+        pytest.param(2, 2, ("compile outside",), "lookahead", marks=pytest.mark.long),
     ],
 )
 def test_a_cluster_equals_plain_torch(
@@ -171,7 +175,7 @@ def test_a_cluster_equals_plain_torch(
     check(torch.load(output), options)
 
 
-@pytest.mark.parametrize("update", ["sync", "lookahead"])
+@pytest.mark.parametrize("update", [pytest.param("sync", marks=pytest.mark.long), "lookahead"])
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
     update: str, clusters: Clusters, tmp_path: Path
 ) -> None:

@@ -1,17 +1,15 @@
 """Runs on two and three hosts have the bits of a run on one host, and name a host that differs."""
 
-import re
-import shutil
 from pathlib import Path
 
 import pytest
 from chaos_run.run_comparison import differences
-from support.commands import ROOT, output_of, settings
+from support.commands import output_of, settings
 from support.host_roles import placed, started_on
-from support.hosts import HOME, Host
+from support.hosts import Host
 from support.namespaces import needs_hosts
 
-pytestmark = needs_hosts
+pytestmark = [needs_hosts, pytest.mark.long]
 
 
 def trained_on(
@@ -27,15 +25,8 @@ def trained_on(
     assert [host.processes() for host in hosts] == [[] for _ in hosts]
 
 
-@pytest.mark.parametrize(
-    ("update", "num_hosts", "counts"),
-    [
-        ("lookahead", 2, (1, 1)),
-        pytest.param("sync", 2, (1, 1), marks=pytest.mark.long),
-        pytest.param("sync", 3, (2, 2), marks=pytest.mark.long),
-        pytest.param("lookahead", 3, (2, 2), marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("num_hosts", "counts"), [(2, (1, 1)), (3, (2, 2))])
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
 def test_several_hosts_have_the_bits_of_one_host(
     update: str, num_hosts: int, counts: tuple[int, int], hosts: list[Host], tiny: list[str], shared: Path
 ) -> None:
@@ -46,16 +37,3 @@ def test_several_hosts_have_the_bits_of_one_host(
     alone = settings(run={"folder": folder / "one"}, cluster={"trainers": counts[0], "workers": counts[1]})
     output_of(["launch", *job, *alone], folder)
     assert differences(folder / "one", folder / "hosts") == []
-
-
-@pytest.mark.long
-def test_missing_user_module_names_the_host(hosts: list[Host], tiny: list[str], shared: Path) -> None:
-    shutil.copy(ROOT / "tests/support/dropout_net.py", shared / "net.py")
-    hosts[0].run("cp", shared / "net.py", HOME / "custom_net.py")
-    job = [*tiny, *settings(run={"folder": shared / "differs"}, dense={"net": "custom_net:build"})]
-    with started_on(placed(hosts[:2], trainers=2), job) as roles:
-        endings = {name: command.wait() for name, command in roles.items()}
-    for name, ended in endings.items():
-        pattern = rf"hybrid {name}: .*dense\.net = 'custom_net:build': .* on host host-1; .*\n"
-        assert ended.code == 1
-        assert re.fullmatch(pattern, ended.stderr), ended.stderr

@@ -38,7 +38,7 @@ LINES = st.one_of(
 
 
 @settings(
-    max_examples=500,
+    max_examples=250,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

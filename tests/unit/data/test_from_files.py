@@ -98,20 +98,20 @@ def test_segments_give_the_bytes_of_whole_files(
 ) -> None:
     ends = "\r\n" if kind == "column" else "\n"
     monkeypatch.setattr("hybrid.data.values.invalid_rows.MAX_EXAMPLES", 10_000)  # the lines of all
-    paths = tuple(write(tmp_path / f"{i}.csv", text(4000, i, ends)) for i in range(2))
+    paths = tuple(write(tmp_path / f"{i}.csv", text(1500, i, ends)) for i in range(2))
     config = config_of(paths[0], kind, numeric_scaling="min_max")
     whole = outcome(config, tmp_path / "whole", paths, 16 << 20)
     in_segments(monkeypatch, 1)
     # Some records have line breaks, and must not be cut.
     monkeypatch.setattr("hybrid.data.parse.delimited_text.MAX_RECORD_BYTES", 2000)
-    parts = outcome(config, tmp_path / "parts", paths, 9000)
+    parts = outcome(config, tmp_path / "parts", paths, 4000)
     assert not isinstance(whole, str)
     assert parts == whole
 
 
 def test_threads_and_memory_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With little memory, vocabularies are merged from many runs, and fewer threads run."""
-    paths = tuple(write(tmp_path / f"{i}.csv", text(4000, i).replace(b'"', b"")) for i in range(2))
+    paths = tuple(write(tmp_path / f"{i}.csv", text(2000, i).replace(b'"', b"")) for i in range(2))
     config = config_of(paths[0], "bags")
     in_segments(monkeypatch, 1)
     alone = outcome(config, tmp_path / "alone", paths, 20_000)

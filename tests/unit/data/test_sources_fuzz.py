@@ -15,7 +15,7 @@ from hybrid.data.values.invalid_rows import InvalidRowLog
 
 FILES = st.lists(st.one_of(st.sampled_from(TOKENS), st.binary(max_size=4)), max_size=40).map(b"".join)
 MANY = settings(
-    max_examples=150,
+    max_examples=75,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -72,7 +72,7 @@ COLUMNS = {
 }
 
 
-@settings(MANY, max_examples=50)
+@settings(MANY, max_examples=20)
 @given(
     rows=st.lists(st.tuples(FIELDS, FIELDS), max_size=8),
     kinds=st.sets(st.sampled_from([*COLUMNS]), min_size=1),

@@ -86,7 +86,7 @@ def check_export(run: Path, served: Path, new: Path) -> None:
 @pytest.mark.parametrize(
     ("net", "pooling"),
     [
-        ("ple", "sum"),
+        pytest.param("ple", "sum", marks=pytest.mark.long),
         pytest.param("deepfm", "max", marks=pytest.mark.long),
         pytest.param("wide_deep", "mean", marks=pytest.mark.long),
     ],

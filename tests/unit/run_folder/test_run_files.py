@@ -92,7 +92,7 @@ def test_tensorboard_reads_the_same_numbers(folder: RunFolder) -> None:
     assert scalars["test/log_loss"] == [(20, 0.375)]
 
 
-@pytest.mark.parametrize("steps", [0, 1, 40])
+@pytest.mark.parametrize("steps", [0, 40])
 def test_a_finished_run_has_a_result_and_curves(folder: RunFolder, steps: int) -> None:
     for step in range(1, steps + 1):
         folder.log_progress(_progress(step, auc=math.nan))
@@ -120,24 +120,22 @@ def test_a_resumed_run_drops_later_records(tmp_path: Path) -> None:
     assert _scalars(path)["train/loss"] == expected
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *("\0" * 40, '{"kind": "tr', '{"kind": "train"}', "[]", "\ud800", 100_000 * "["),
-        *(f'{{"kind": "train", "step": {step}}}' for step in ("true", "-1", "1.5", 10**400)),
-        *('{"kind": ["train"], "step": 15}', '{"kind": "train", "step": 15, "loss": "x"}'),
-        *(f'{{"kind": "train", "step": 15, "phase_seconds": {value}}}' for value in ("3", '{"data": "x"}')),
-    ],
-    ids=lambda damage: ascii(damage)[:60],
-)
-def test_a_damaged_record_is_skipped(tmp_path: Path, damage: str) -> None:
+DAMAGED = [
+    *("\0" * 40, '{"kind": "tr', '{"kind": "train"}', "[]", "\ud800", 100_000 * "["),
+    *(f'{{"kind": "train", "step": {step}}}' for step in ("true", "-1", "1.5", 10**400)),
+    *('{"kind": ["train"], "step": 15}', '{"kind": "train", "step": 15, "loss": "x"}'),
+    *(f'{{"kind": "train", "step": 15, "phase_seconds": {value}}}' for value in ("3", '{"data": "x"}')),
+    *('{"kind": "train", "step": 18}', '{"kind": "test", "step": 18}'),  # which have no numbers
+]
+
+
+def test_damaged_records_are_skipped(tmp_path: Path) -> None:
     """A power cut leaves zeros in place of bytes that were not written yet."""
     path = tmp_path / "run"
     with RunFolder.create(path, CONFIG) as folder:
         folder.log_progress(_progress(10))
         with (path / "metrics.jsonl").open("ab") as file:
-            file.write(damage.encode(errors="surrogatepass") + b"\n")
-            file.write(b'{"kind": "train", "step": 18}\n{"kind": "test", "step": 18}\n')  # without numbers
+            file.writelines(line.encode(errors="surrogatepass") + b"\n" for line in DAMAGED)
         folder.log_progress(_progress(20))
         folder.finish({})
     assert RunState.of(path).logged_step == 20
