@@ -4,7 +4,6 @@ import os
 import re
 import signal
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from support.commands import (
     Ended,
     by_hand,
     eventually,
-    free_port,
-    fresh_secret,
     output_of,
     run,
     settings,
@@ -28,7 +25,6 @@ from support.commands import (
 )
 
 from workers.cli import main
-from workers.rendezvous.host_setup import listen
 
 STOP_SECONDS = 5.0
 
@@ -125,37 +121,4 @@ def test_master_reports_missing_and_duplicate_roles(tiny: list[str], tmp_path: P
         f"hybrid trainer 0: stopped by the master: {reason}",
         "hybrid trainer 0: trainer 0 is already taken in this cluster: was it started twice?\n",
     ]
-    assert not (tmp_path / "run").exists()
-
-
-def test_setting_of_one_host_is_checked_there(tiny: list[str], tmp_path: Path) -> None:
-    """A trainer has its own dense.device, a GPU that does not exist."""
-    port, secret = free_port(), fresh_secret(tmp_path)
-    (tmp_path / "roles").mkdir()
-    address = ["--master", f"localhost:{port}", *secret]
-    roles = [
-        ["master", *tiny, *ONE_EACH, *settings(cluster={"master": f"127.0.0.1:{port}"}), *secret],
-        [*TRAINER, *address, *settings(dense={"device": "cuda:77"})],
-        [*WORKER, *address],
-    ]
-    with ExitStack() as stack:
-        commands = [stack.enter_context(started(role, tmp_path / "roles")) for role in roles]
-        endings = [command.wait() for command in commands]
-    assert [ended.code for ended in endings] == [1, 1, 1]
-    why = r"dense.device = 'cuda:77': this machine has \d GPU\(s\)"
-    has_ended = rf"trainer 0 \(host \S+, pid \d+\) has ended: {why}"
-    texts = (f"master: {has_ended}", f"trainer 0: {why}", f"worker 0: stopped by the master: {has_ended}")
-    for ended, text in zip(endings, texts, strict=True):
-        assert re.fullmatch(f"hybrid {text}", last_line(ended)), ended.stderr
-
-
-@pytest.mark.parametrize("command", ["launch", "master"])
-def test_port_in_use_is_an_error(command: str, tiny: list[str], tmp_path: Path) -> None:
-    with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        cluster = {"master": f"127.0.0.1:{port}", "namespace": "off"}
-        overrides = settings(cluster=cluster, run={"folder": "run"})
-        ended = run([command, *tiny, *overrides, *fresh_secret(tmp_path)], tmp_path)
-    assert ended.code == 1
-    assert re.fullmatch(f"hybrid {command}: cluster.master = {port}: .*\n", ended.stderr)
     assert not (tmp_path / "run").exists()

@@ -9,10 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
-import pyarrow.parquet as pq
 import pytest
 import torch
-from support.commands import ROOT, code_block, output_of, result_of, settings
+from support.commands import ROOT, code_block, output_of, settings
 
 import hybrid
 
@@ -136,21 +135,6 @@ def history_columns(num_rows: int) -> dict[str, list[Any]]:
 def write_page(folder: Path) -> None:
     (folder / "din_net.py").write_text(code_block("docs/models.md", "python", "class Interest"))
     (folder / "clicks.toml").write_text(code_block("docs/models.md", "toml"))
-
-
-def test_history_model_of_the_page_learns(tmp_path: Path) -> None:
-    write_page(tmp_path)
-    pq.write_table(pa.table(history_columns(4000)), tmp_path / "clicks.parquet")
-    parquet = {"format": "parquet", "path": "clicks.parquet", "cache_folder": "prepared"}
-    changed = settings(
-        run={"folder": "trained"},
-        data=parquet,
-        embedding={"dim": 8},
-        dense={"learning_rate": 0.01},
-        train={"batch_size": 100, "epochs": 2},
-    )
-    output_of(["launch", "--config", "clicks.toml", *changed], tmp_path)
-    assert result_of(tmp_path / "trained")["auc"] > 0.75  # 0.5 without the history
 
 
 def test_history_model_of_the_page_equals_one_process(tmp_path: Path) -> None:

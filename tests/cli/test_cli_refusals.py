@@ -48,28 +48,6 @@ def test_impossible_request_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("lines", "overrides", "place", "remedy"),
-    [
-        ([HEADER, *(row.rpartition(",")[0] for row in GOOD)], {}, "{path}:", "40 like line 2"),
-        ([HEADER, *(f"yes{row[1:]}" for row in GOOD)], {}, "{path}:", "set data.positive_labels"),
-        ([HEADER], {}, "", "check data.path, data.split and data.validation"),
-        ([HEADER, *GOOD], {"test_path": "no.csv"}, "no.csv:", "check data.test_path"),
-    ],
-    ids=["width", "labels", "no rows", "no test file"],
-)
-def test_unusable_input_is_refused(
-    lines: list[str], overrides: dict[str, str], place: str, remedy: str, tmp_path: Path
-) -> None:
-    """``plan`` prepares the data and starts no process."""
-    path = tmp_path / "rows.csv"
-    path.write_text("".join(f"{line}\n" for line in lines))
-    data = {"format": "csv", "path": path, "dense": "x", "sparse": "c", "cache_folder": tmp_path / "cache"}
-    line = refusal("plan", *settings(data=data | overrides))
-    assert line.startswith(f"hybrid plan: {place.format(path=path)}")
-    assert remedy in line
-
-
 @pytest.mark.parametrize("command", ["launch", "compare", "master", "plan"])
 def test_misspelled_column_is_refused_before_a_process_starts(command: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"

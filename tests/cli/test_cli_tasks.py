@@ -1,7 +1,6 @@
 """Several tasks, from a configuration to a file of predictions, and early stopping."""
 
 import csv
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -43,22 +42,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         data={"split": "random(0.3)", "weighted_metrics": "true"},
     )
     return folder, output_of(["launch", "--config", "shop.toml", *changed], folder)
-
-
-def test_run_stops_early_and_keeps_the_best_checkpoint(shop: tuple[Path, str]) -> None:
-    folder, printed = shop
-    result = result_of(folder / "run")
-    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    tests = {line["step"]: line["click.gauc"] for line in lines if line["kind"] == "test"}
-    best = max(tests, key=lambda step: tests[step])
-    assert result["best"] == {"step": best, "click.gauc": tests[best]}
-    per_epoch = min(tests)
-    assert result["steps"] == best + 3 * per_epoch < 20 * per_epoch
-    assert f"ended at step {result['steps']}: 3 evaluation(s) without a better click GAUC\n" in printed
-    assert "best click GAUC" in printed
-    assert {f"step-{step:08}" for step in (best, result["steps"])} <= {
-        path.name for path in (folder / "run/checkpoints").iterdir()
-    }
 
 
 def check_weighted_metrics(folder: Path, result: dict[str, Any], last: Path) -> None:

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import pexpect
 import pytest
 from support.commands import ROOT
 
@@ -67,18 +66,6 @@ def test_packages_are_installed_once_with_progress(project: Project) -> None:
     assert "scripts/environment: Downloading torch.whl (170.1 MB)\n" in first.stderr
     assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
     assert project.installations == 1
-
-
-def test_terminal_shows_progress_on_one_line(project: Project) -> None:
-    environment = {"PATH": f"{project.folder / 'python'}:/usr/bin:/bin", "TERM": "xterm"}
-    script = str(project.folder / "scripts/environment")
-    terminal = pexpect.spawn(
-        "/bin/bash", [script], cwd="/", env=environment, encoding="utf-8", timeout=30, dimensions=(24, 60)
-    )
-    terminal.expect(pexpect.EOF)
-    _, line = terminal.before.split("\r\n")
-    assert "\r\x1b[Kpackage 1: torch==2.13.0\r\x1b[KDownloading torch.whl (170.1 MB)\r" in line
-    assert line.endswith("\r\x1b[K")
 
 
 def test_failed_installation_is_repeated(project: Project) -> None:

@@ -6,13 +6,13 @@ Tests of commands run most code blocks of the pages.
 import ast
 import dataclasses
 import importlib
-import random
 import re
 import sys
 from pathlib import Path
 
 import pytest
 from support.commands import ROOT, code_block, output_of, refusal, result_of
+from support.trained import write_clicks
 
 import hybrid
 from hybrid.config import RunConfig
@@ -28,26 +28,11 @@ OPTIONAL = ("colorama", "cuda", "dill", "flint", "gmpy2", "opt_einsum", "org", "
 PAGES = {page.name: page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 
 
-def write_clicks(path: Path, num_rows: int = 2000) -> None:
-    """Write a click log with the columns of the README's configuration; clicks depend on the item."""
-    draw = random.Random(1)
-    with path.open("w") as file:
-        print("clicked,price,age,user,item,tags", file=file)
-        for _ in range(num_rows):
-            item = draw.randrange(10)
-            clicked = int(draw.random() < (0.9 if item < 3 else 0.1))
-            tags = "|".join(draw.sample("abcd", draw.randrange(3)))
-            print(
-                f"{clicked},{draw.random():.3f},{draw.randrange(99)},u{draw.randrange(50)},i{item},{tags}",
-                file=file,
-            )
-
-
 def test_configuration_of_the_readme_trains_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_net.py").write_text(code_block("docs/models.md", "python", "class Gates"))
     (tmp_path / "clicks.toml").write_text(text := code_block("README.md", "toml"))
     assert len(text.splitlines()) == 10
-    write_clicks(tmp_path / "clicks.csv")
+    write_clicks(tmp_path / "clicks.csv", 2000)
     for name in OPTIONAL:  # as if somebody else had written the folder
         (tmp_path / f"{name}.py").write_text("open('imported', 'a').write(__name__)\n")
     (tmp_path / "other-1.0.dist-info").mkdir()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import ROOT, code_block, refusal
+from support.commands import ROOT, code_block
 from support.descriptors import redirected
 from support.trained import (
     clicks_config,
@@ -147,8 +147,3 @@ def test_each_row_of_a_stream_is_predicted_at_once(
         [str(number), row.split(",")[3]] for number, row in enumerate(rows)
     ]
     assert "wrote 5 predictions to standard output" in capfd.readouterr().err
-
-
-def test_standard_input_beside_files_is_refused(run: Path) -> None:
-    line = refusal("predict", run, "--input", "-", "new.csv")
-    assert line.startswith("hybrid predict: --input = '-': stands for standard input, which cannot")

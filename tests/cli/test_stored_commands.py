@@ -108,7 +108,6 @@ def test_loaded_model_is_the_same(twins: Twins) -> None:
     assert found[1] == found[0]
 
 
-NEW = STORED / "new.csv"
 NO_BUCKET = RemotePath("s3://no-such-bucket", "x")
 
 
@@ -126,22 +125,3 @@ def test_missing_path_is_refused_in_one_line(twins: Twins, arguments: list[objec
     line = refusal(*arguments)
     assert line.startswith(f"hybrid {arguments[0]}: {path}")
     assert path != NO_BUCKET or "no such bucket" in line
-
-
-@pytest.mark.parametrize(
-    ("arguments", "path"),
-    [
-        (["predict", STORED / "run", "--input", NEW, "--output", STORED / "mine.csv"], "mine.csv"),
-        (["export", STORED / "run", "--output", STORED / "mine"], "mine"),
-    ],
-)
-def test_forbidden_path_is_refused_in_one_line(
-    twins: Twins, store: Store, arguments: list[object], path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Proxy(store) as proxy:
-        proxy.plan = lambda method, requested: "403" if path in requested else None
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
-        line = refusal(*arguments)
-    assert line.startswith(f"hybrid {arguments[0]}: {STORED / path}: cannot be ")
-    assert line.count("cannot be") == 1
-    assert line.endswith(CREDENTIALS)

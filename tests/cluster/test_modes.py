@@ -1,6 +1,5 @@
 """The modes of DDP, asynchronous updates, and errors of a job."""
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,6 @@ def train_once(cluster: object, config: RunConfig, cache: Path, scratch: Path) -
     ("section", "message"),
     [
         ({"optimizer": "Adamm"}, "RemoteError: dense.optimizer = 'Adamm': "),
-        ({"net": "support.failing_nets:forward"}, "; in head.1 of the net, Linear("),
         ({"net": "support.failing_nets:backward"}, "failing_nets.py:18, in backward: KeyError: 'gradient'"),
     ],
 )
@@ -89,20 +87,3 @@ def test_tables_larger_than_memory_are_refused_before_allocation(clusters: Clust
     config = small_config(embedding={"dim": 2_000_000_000})
     with pytest.raises(CaseError, match=r"tables need [\d,.]+ GiB, .* the largest table is C"):
         clusters.get(2, 2).run(train_alone, config, cache)
-
-
-def save_without_room(cluster: JoinedCluster, config: RunConfig, cache: Path, folder: Path) -> None:
-    """Write a checkpoint while the master cannot write to any file."""
-    with opened(cluster, config, cache) as session:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-        try:
-            session.save(folder / "step-1", 1, 0)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_failed_checkpoint_leaves_no_file(clusters: Clusters, cache: Path, tmp_path: Path) -> None:
-    with pytest.raises(CaseError, match=r"CheckpointError: .*/config.toml: File too large"):
-        clusters.get(2, 2).run(save_without_room, small_config(), cache, tmp_path)
-    assert not list(tmp_path.iterdir())

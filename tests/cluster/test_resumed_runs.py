@@ -14,7 +14,6 @@ from support.cluster import CaseError, Clusters, small_config
 from support.commands import result_of
 from support.jobs import opened
 from support.stopped_runs import assert_same_run, calls_of, checksums, lines, saved_steps, stop, train
-from support.stores import Store, in_store
 
 from hybrid import transport
 from hybrid.checkpoint import checkpoint_folders
@@ -22,7 +21,6 @@ from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, PROGRESS_FILE, File
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import ColumnSection, RunConfig, TableSection
 from hybrid.metrics import Metrics
-from hybrid.storage.remote_path import parse_path
 from workers.controller.remote_trainer import Trainer
 from workers.exit_codes import ExitCode
 from workers.rendezvous.bootstrap import JoinedCluster
@@ -155,16 +153,6 @@ def test_killed_run_has_the_same_bits_on_any_number_of_workers(
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-@only_sync
-def test_killed_run_with_stored_data_has_the_same_bits(
-    whole: Path, clusters: Clusters, store: Store, tmp_path: Path
-) -> None:
-    run, cluster, config = tmp_path / "run", clusters.get(2, 2), in_store(CONFIG, store, tmp_path)
-    cluster.run(train, config, parse_path(config.data.cache_folder), run, last_step=15, saved_step=CUT)
-    cluster.run(train, config, parse_path(config.data.cache_folder), run, resume=True)
-    assert_same_run(run, whole)
-
-
 @pytest.mark.parametrize(
     ("job", "moment", "step"),
     [
@@ -214,6 +202,7 @@ def test_stop_is_announced_while_the_run_waits_for_workers(
     assert [each.partition(";")[0] for each in statuses[-2:]] == ["stopping after step 4", "saving step 4"]
 
 
+@only_lookahead
 def test_number_of_steps_per_call_changes_no_bit(
     job: RunConfig, whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
@@ -287,11 +276,8 @@ def nets_loaded(cluster: JoinedCluster, config: RunConfig, cache: Path, scratch:
         return [trainer.call(Trainer.write, scratch).wait() for trainer in session.trainers]
 
 
-@pytest.mark.parametrize("ddp", ["none", "inside"])
-def test_trainers_resume_with_their_own_nets(
-    ddp: str, clusters: Clusters, cache: Path, tmp_path: Path
-) -> None:
-    config = small_config(dense={"ddp": ddp})
+def test_trainers_resume_with_their_own_nets(clusters: Clusters, cache: Path, tmp_path: Path) -> None:
+    config = small_config(dense={"ddp": "inside"})
     first, second, *again = clusters.get(2, 2).run(losses_after, config, cache, tmp_path)
     assert again == [first, second]
     shared = small_config(dense={"ddp": "outside"})
@@ -397,9 +383,8 @@ def test_validation_rows_select_the_model_that_is_tested_once(
 @pytest.mark.parametrize(
     ("trainers", "update", "cuts"),
     [
-        (3, "sync", [11]),
         (4, "lookahead", [5]),
-        pytest.param(3, "sync", [5], marks=pytest.mark.long),
+        pytest.param(3, "sync", [5, 11], marks=pytest.mark.long),
         pytest.param(4, "lookahead", [11], marks=pytest.mark.long),
         pytest.param(3, "lookahead", [5, 11], marks=pytest.mark.long),
         pytest.param(4, "sync", [5, 11], marks=pytest.mark.long),

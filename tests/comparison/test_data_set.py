@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.cluster import CaseError, Clusters, small_config
+from support.cluster import Clusters, small_config
 from support.jobs import compare, evaluate, opened
-from support.stores import Proxy, Store, in_store
+from support.stores import Store, in_store
 
 from hybrid.config import ColumnSection, DenseGroupSection, RunConfig, TableSection, TaskSection
 from hybrid.storage.remote_path import parse_path
@@ -55,20 +55,6 @@ def test_stored_data_have_the_bits_of_local_data(
     assert all(torch.equal(stored_rows[name], values) for name, values in rows.items())
 
 
-def test_store_that_refuses_a_request_is_reported_in_one_line(
-    clusters: Clusters, store: Store, tmp_path: Path
-) -> None:
-    config = small_config(cluster={"trainers": 3, "workers": 2}, data={"synthetic_rows": 15_000})
-    with Proxy(store) as proxy:
-        proxy.plan = lambda method, path: (
-            "403" if method == "GET" and path.endswith("/train/labels.npy") else None
-        )
-        stored = in_store(config, store, tmp_path, proxy.address)
-        message = r"^StorageError: s3://open/.*/train/labels\.npy\?.*: cannot be read: .*ACCESS_DENIED"
-        with pytest.raises(CaseError, match=message):
-            clusters.get(3, 2).run(evaluate, stored, parse_path(stored.data.cache_folder), STEPS)
-
-
 PLAIN_TASKS = {
     "click": TaskSection(label="label", metrics=("gauc",)),
     "buy": TaskSection(label="converted", mask="label", loss="focal", weight=0.5),
@@ -85,7 +71,7 @@ RANKED_TASKS = {
 @pytest.mark.parametrize(
     ("tasks", "trainers", "update", "shuffle"),
     [
-        (PLAIN_TASKS, 3, "sync", "rows"),
+        pytest.param(PLAIN_TASKS, 3, "sync", "rows", marks=pytest.mark.long),
         (RANKED_TASKS, 2, "lookahead", "rows"),
         pytest.param(PLAIN_TASKS, 3, "lookahead", "rows", marks=pytest.mark.long),
         pytest.param(RANKED_TASKS, 3, "sync", "none", marks=pytest.mark.long),
@@ -107,13 +93,6 @@ def test_several_tasks_with_masks_and_weights_train_as_in_one_process(
         train={"epochs": 2, "update": update, "dtype": "float64", "micro_batches": 2},
     )
     clusters.get(trainers, 2).run(compare, config.replace(tasks=tasks), cache, STEPS)
-
-
-def test_group_larger_than_a_batch_is_refused_before_training(clusters: Clusters, cache: Path) -> None:
-    config = small_config(cluster={"trainers": 2, "workers": 2}, data={"group": "C1"})
-    config = config.replace(tasks={"click": TaskSection(label="label", ranking_loss="pairwise")})
-    with pytest.raises(CaseError, match=r"^DataError: .* data\.group has 1,\d+ training rows"):
-        clusters.get(2, 2).run(compare, config, cache, 1)
 
 
 def pooled_by_trainers(cluster: JoinedCluster, config: RunConfig, cache: Path) -> tuple[str, ...]:

@@ -17,11 +17,11 @@ from comparison.cases.examples import (
     get_linear,
     get_training_examples,
 )
-from comparison.cases.hybrid_trainer import RATE, echo, train
-from support.cluster import CaseError, Clusters, RunningCluster
+from comparison.cases.hybrid_trainer import RATE, train
+from support.cluster import Clusters, RunningCluster
 from torch import Tensor
 
-from hybrid.batch import Batch, SparseFeatures
+from hybrid.batch import Batch
 from hybrid.topology import MASTER, Topology
 from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, await_stop
 
@@ -99,30 +99,6 @@ def test_backward_ddp_outside_uneven_inputs(cluster: RunningCluster) -> None:
     torch.testing.assert_close(trained.rows, rows)
     torch.testing.assert_close(trained.weight, weight)
     assert not torch.equal(rows, torch.full_like(rows, ROW_VALUE))
-
-
-@pytest.mark.parametrize(
-    "sparse",
-    [
-        SparseFeatures(torch.tensor([0, 1]), None, None, 1),
-        SparseFeatures.from_bags([[[0], [1, 1]]], [[[1.0], [0.5, 2.0]]]),
-    ],
-    ids=["one id a sample", "weighted bags"],
-)
-def test_batch_is_sent_by_rpc(sparse: SparseFeatures, cluster: RunningCluster) -> None:
-    """``Batch`` is the counterpart of ``FeatureSet``."""
-    batch = Batch(torch.randn(2, NUM_DENSE), sparse, torch.ones(2), 2)
-    returned = cluster.run(echo, batch)
-    assert isinstance(returned, Batch)
-    torch.testing.assert_close(returned, batch, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("num_ids", [1, 3, 5])
-def test_batch_with_two_sizes_is_an_error(num_ids: int, cluster: RunningCluster) -> None:
-    ids = SparseFeatures(torch.zeros(num_ids, dtype=torch.int64), None, None, 1)
-    slices = [[batch._replace(sparse_features=ids)] for batch in get_training_examples(TRAINERS)]
-    with pytest.raises(CaseError, match=rf"trainer \d\b.*\b4\b.*\b{num_ids}\b"):
-        cluster.run(train, "outside", slices, 1)
 
 
 def test_early_request_to_stop_is_not_lost() -> None:

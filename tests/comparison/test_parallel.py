@@ -1,7 +1,6 @@
 """Every execution backend of a dense net equals one process, in parameters and optimizer state."""
 
 import dataclasses
-import re
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -11,10 +10,10 @@ import pytest
 import torch
 from comparison.cases.checkpoints import reloaded
 from comparison.cases.documented import split_net
+from comparison.cases.matrix import Case, check_against_one_process, train_case
 from comparison.cases.peers import on_all_trainers
 from support.cluster import CaseError, Clusters
-from support.commands import ROOT
-from support.matrix import Case, check_against_one_process, train_case
+from support.commands import code_block
 
 
 def split(**values: Any) -> Case:
@@ -33,11 +32,11 @@ CASES = [
     ),
     Case(parallel="replicas", net="deepfm", inputs="uneven", micro_batches=2),
     Case(parallel="replicas", net="wide_deep", compile="script", ddp="inside", remote=True),
-    Case(parallel="replicas", compile="script", dtype="float32", top_mlp=LARGE),
-    Case(remote=True, dtype="float32", remote_mlp=LARGE),
-    Case(parallel="replicas", net="ple", tasks="several", compile="script"),
 ]
 LONG_CASES = [
+    Case(parallel="replicas", net="ple", tasks="several", compile="script"),
+    Case(remote=True, dtype="float32", remote_mlp=LARGE),
+    Case(parallel="replicas", compile="script", dtype="float32", top_mlp=LARGE),
     split(net="dlrm", inputs="uneven", dense_optimizer="AdamW"),
     split(net="deepfm", ddp="inside", clip_norm=0.2),
     split(net="wide_deep", ddp="none", clip_norm=0.2),
@@ -74,19 +73,16 @@ def test_invalid_sharding_plan_is_refused_before_training(clusters: Clusters) ->
         clusters.get(4, 1).run(train_case, split(tensor_plan=("head.0 = colwise",)))
 
 
-def code_of_documentation(number: int) -> str:
-    text = (ROOT / "docs/parallel.md").read_text(encoding="utf-8")
-    return str(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[number])
-
-
 def test_documented_replicas_run() -> None:
     names = {"torch": torch}
-    exec(code_of_documentation(0), names)
+    exec(code_block("docs/parallel.md", "python", "import DataParallel"), names)
     assert "DataParallel" in names
 
 
 def test_documented_tensor_parallel_net_equals_the_net(clusters: Clusters) -> None:
-    of_trainers = clusters.get(4, 1).run(on_all_trainers, partial(split_net, code_of_documentation(1)))
+    of_trainers = clusters.get(4, 1).run(
+        on_all_trainers, partial(split_net, code_block("docs/parallel.md", "python", "TensorParallel"))
+    )
     assert len(of_trainers) == 4
     for ((ours, expected),) in of_trainers:
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)

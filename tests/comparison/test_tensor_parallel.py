@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from comparison.cases.peers import Compared, Job, on_all_trainers
-from comparison.cases.shared_stage import gathered, planned, shared, uneven_inputs, uneven_output
+from comparison.cases.shared_stage import planned, shared, uneven_inputs, uneven_output
 from comparison.cases.tensor import (
     few_outputs,
     gradient_of_squares,
@@ -106,11 +106,6 @@ def test_shared_stage_on_one_gpu_equals_the_stage(kind: str, clusters: Clusters)
 def test_sharding_styles_of_successive_layers_combine(texts: list[str], cluster: RunningCluster) -> None:
     """A layer takes full inputs, and inputs that the layer before left sharded."""
     check(cluster, partial(planned, texts), rtol=0.0, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_gathered_slices_keep_their_dtype(dtype: torch.dtype, cluster: RunningCluster) -> None:
-    check(cluster, partial(gathered, dtype), *EXACT)
 
 
 def test_shards_of_any_size_are_gathered_to_the_parameter(cluster: RunningCluster) -> None:

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d, rpc
 from torch.distributed.rpc import api, internal
 
 from hybrid import transport
-from hybrid.batch import Batch
+from hybrid.batch import Batch, SparseFeatures
 from hybrid.checkpoint.tensor_file import read_tensors
 from hybrid.config import RunConfig
 from hybrid.embedding.initial_rows import read_shape
@@ -225,14 +225,15 @@ def test_a_pickle_that_runs_code_is_not_loaded(plant: Callable[[Path], None], tm
 
 
 def test_values_arrive_as_they_were_sent(worker: Process, trainer: Process) -> None:
-    batch = Batch.empty(2, 3)._replace(labels=torch.ones(4)[::2])
+    bags = SparseFeatures.from_bags([[[0], [1, 1]]], [[[1.0], [0.5, 2.0]]])
+    batch = Batch(torch.randn(2, 2), bags, torch.ones(4)[::2], 2)
     sent = [RunConfig(), {1j, MASTER}, Path("a/b"), torch.float32, np.eye(3)[:, 1:], batch]
     payload, beside = trainer.call("worker0", internal.PythonUDF(endpoints.echo, (sent,), {}))
     _, ((*plain, array, received),), _ = worker.pickler.deserialize(payload, beside)
     assert plain == sent[:4]
     assert np.array_equal(array, np.eye(3)[:, 1:])
     assert isinstance(received, Batch)
-    assert torch.equal(received.labels, batch.labels)
+    torch.testing.assert_close(received, batch, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("sizes", [(5, 9000), (3, 4, 5)], ids=len)

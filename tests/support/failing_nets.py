@@ -1,4 +1,4 @@
-"""Custom nets that fail in the forward or the backward pass."""
+"""A custom net that fails in the backward pass."""
 
 from typing import Any
 
@@ -24,17 +24,8 @@ class _FailingLayer(nn.Module):
         return output
 
 
-def forward(config: Any, input_spec: Any, widths: Any) -> nn.Module:
-    """Build a net whose last layer has a wrong shape."""
-    return _with_last(nn.Linear(5, 1), config, input_spec, widths)
-
-
 def backward(config: Any, input_spec: Any, widths: Any) -> nn.Module:
     """Build a net whose last layer fails in the backward pass."""
-    return _with_last(_FailingLayer(), config, input_spec, widths)
-
-
-def _with_last(layer: nn.Module, config: Any, input_spec: Any, widths: Any) -> nn.Module:
     net = build_dense_net(config.replace(dense=type(config.dense)()), input_spec, widths)
-    net.head = nn.Sequential(net.head, layer)
+    net.head = nn.Sequential(net.head, _FailingLayer())
     return net

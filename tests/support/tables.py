@@ -4,8 +4,6 @@ import gzip
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from hybrid.data.parse.column_layout import CRITEO_DENSE, CRITEO_SPARSE
 
@@ -26,12 +24,6 @@ def write_csv(path: Path, num_rows: int) -> Path:
     """Write a CSV with a header; line 4 has an invalid label."""
     lines = [",".join(map(str, row)) for row in clicks(num_rows)]
     path.write_text("\n".join(["label,x,user,item", *lines[:2], "maybe,0.5,u1,i1", *lines[2:]]) + "\n")
-    return path
-
-
-def write_parquet(path: Path, num_rows: int) -> Path:
-    columns = zip(*clicks(num_rows), strict=True)
-    pq.write_table(pa.table(dict(zip(("label", "x", "user", "item"), map(list, columns), strict=True))), path)
     return path
 
 

@@ -37,7 +37,7 @@ COLUMNS = ("clicked", "price", "age", "user", "item", "tags")
 
 
 def write_clicks(path: Path, num_rows: int = 120, seed: int = 1) -> Path:
-    """Write a click log with numbers, missing values, categories, and lists of categories."""
+    """Write clicks, which depend on the item, with numbers, missing values and lists of categories."""
     draw = random.Random(seed)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -46,7 +46,8 @@ def write_clicks(path: Path, num_rows: int = 120, seed: int = 1) -> Path:
             price = "" if draw.random() < 0.1 else f"{draw.gauss(3, 2):.2f}"
             tags = "|".join(draw.sample("abcd", draw.randrange(4)))
             user, item = f"u{draw.randrange(20)}", draw.choice(["i1", "i2", "7.0", ""])
-            writer.writerow([draw.randrange(2), price, draw.randrange(90), user, item, tags])
+            clicked = int(draw.random() < (0.9 if item == "i1" else 0.1))
+            writer.writerow([clicked, price, draw.randrange(90), user, item, tags])
     return path
 
 

@@ -32,35 +32,22 @@ def test_class_names_are_unique() -> None:
     assert not {name for name, count in names.items() if count > 1}
 
 
-# Why nobody else's link or FIFO can be there: the modules that open files without hybrid.storage.
+# The modules that open files without hybrid.storage, and why nobody else's link or FIFO can be there.
 OPENERS = {
-    "of descriptors that local_copy has opened": [
-        "hybrid/checkpoint/tensor_file.py",
-        "hybrid/embedding/initial_rows.py",
-    ],
-    "of descriptors, and in a folder without links, see build_directory": [
-        "hybrid/data/encode/vocabulary.py",
-        "hybrid/data/prepare/spill.py",
-        "hybrid/data/dataset/prepared_dataset.py",
-        "hybrid/data/prepare/stages.py",
-        "hybrid/data/prepare/vocabulary_order.py",
-    ],
-    "of what open_parquet yields": ["hybrid/data/parse/parquet_blocks.py", "hybrid/data/parse/sources.py"],
-    "of a file that the user names, which may be a FIFO": [
-        "hybrid/config/loading.py",
-        "hybrid/security/secret.py",
-    ],
-    "of the user's private folder": ["hybrid/user_code/run_signature.py"],
-    "of standard output, and of files of open_writer": ["workers/cli/model_commands.py"],
-    "of /proc, /sys or memory": [
-        "hybrid/dense/matmul.py",
-        "hybrid/primitives/available_memory.py",
-        "hybrid/security/closed_listeners.py",
-        "hybrid/shared_memory/shared_slots.py",
-        "workers/launching/fork_server.py",
-        "workers/launching/role_processes.py",
-        "workers/console/messages.py",
-    ],
+    # descriptors that local_copy has opened, or what open_parquet yields
+    *("hybrid/checkpoint/tensor_file.py", "hybrid/embedding/initial_rows.py"),
+    *("hybrid/data/parse/parquet_blocks.py", "hybrid/data/parse/sources.py"),
+    # a folder without links, see build_directory
+    *("hybrid/data/encode/vocabulary.py", "hybrid/data/prepare/spill.py", "hybrid/data/prepare/stages.py"),
+    *("hybrid/data/dataset/prepared_dataset.py", "hybrid/data/prepare/vocabulary_order.py"),
+    # a file that the user names, the user's private folder, standard output
+    *("hybrid/config/loading.py", "hybrid/security/secret.py", "hybrid/user_code/run_signature.py"),
+    "workers/cli/model_commands.py",
+    # /proc, /sys or memory
+    *("hybrid/dense/matmul.py", "hybrid/primitives/available_memory.py"),
+    *("hybrid/security/closed_listeners.py", "hybrid/shared_memory/shared_slots.py"),
+    *("workers/launching/fork_server.py", "workers/launching/role_processes.py"),
+    "workers/console/messages.py",
 }
 OPENING = re.compile(
     r"(?<!\w)(open|os\.(open|fdopen)|np\.(load|save|memmap)|safe_open|load_file|(\w+\.)*open_memmap)"
@@ -85,7 +72,7 @@ def test_files_are_opened_by_the_storage_package() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and opens_a_file(node) and file.parent.name != "storage"
     }
-    assert found == {module for modules in OPENERS.values() for module in modules}
+    assert found == OPENERS
 
 
 def test_files_that_text_refers_to_exist() -> None:

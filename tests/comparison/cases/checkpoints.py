@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from support.matrix import Case
+from comparison.cases.matrix import Case
 
 from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_reader import Checkpoint

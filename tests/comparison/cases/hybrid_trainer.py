@@ -152,17 +152,3 @@ def train(cluster: JoinedCluster, mode: str, shares: list[list[Batch]], rounds: 
             cast(transport.Remote[Tables], tables).call(Tables.rows).wait(),
             cast(transport.Remote[Net], net).call(Net.weight).wait(),
         )
-
-
-class _Echo:
-    def say(self, batch: Batch) -> Batch:
-        return batch
-
-
-def echo(cluster: JoinedCluster, batch: Batch) -> Batch:
-    """Send a batch to a trainer and back."""
-    remote: transport.Remote[_Echo] = transport.create(
-        cluster.topology.trainers[0], _Echo, timeout_seconds=SECONDS
-    ).wait()
-    answered: Batch = remote.call(_Echo.say, batch).wait()
-    return answered

@@ -99,30 +99,6 @@ def _to_send(tensors: Gradients) -> Gradients:
     return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def gathered(dtype: torch.dtype, index: int) -> list[Compared]:
-    """Use a shared stage that doubles its input, on numbers that every dtype represents exactly.
-
-    Neither the input nor the gradient is contiguous.
-    """
-    mesh = trainers_mesh()
-    own = mesh.get_local_rank("tensor")
-    x_BX = torch.arange(6, dtype=dtype).view(2, 3).t()[own:].requires_grad_()
-    stage = SharedStage(_Double(), mesh.get_group("tensor"))
-    output = stage(x_BX)
-    grad_BX = torch.arange(10, 10 + output.numel(), dtype=dtype).view(2, -1).t()
-    output.backward(grad_BX)
-    assert x_BX.grad is not None
-    expected = 2 * grad_BX
-    return [
-        ({"output": output.detach(), "input": x_BX.grad}, {"output": 2 * x_BX.detach(), "input": expected})
-    ]
-
-
-class _Double(nn.Module):
-    def forward(self, x_BX: Tensor) -> Tensor:
-        return 2 * x_BX
-
-
 def planned(texts: list[str], index: int) -> list[Compared]:
     """Use a stage with a user's sharding plan."""
     plain, (width,) = _stage("logits")

@@ -60,13 +60,6 @@ def test_the_library_reads_tensors_of_every_type_and_shape(tmp_path: Path) -> No
     assert files == {"deep/all.safetensors": (len(content), hashlib.sha256(content).hexdigest())}
 
 
-@pytest.mark.parametrize("name_length", range(1, 9))
-def test_tensors_are_aligned_for_any_length_of_the_header(tmp_path: Path, name_length: int) -> None:
-    write_tensors(tmp_path, "file", {"x" * name_length: torch.ones(1, dtype=torch.float64)})
-    (length,) = struct.unpack("<Q", (tmp_path / "file").read_bytes()[:8])
-    assert length % 8 == 0
-
-
 def test_mapped_arrays_equal_the_written_tensors_and_stay_valid(tmp_path: Path) -> None:
     tensors = {
         "rows": torch.randn(5, 3),

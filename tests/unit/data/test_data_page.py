@@ -1,12 +1,11 @@
 """The example in docs/data.md is true."""
 
-import re
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.commands import ROOT
+from support.commands import ROOT, code_block
 
 from hybrid.config.loading import load_config
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
@@ -15,15 +14,10 @@ from hybrid.data.prepare.preparation import prepare
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 
 
-def block(language: str) -> str:
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    return str(found)
-
-
 def test_example_of_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("clicks.csv").write_text(block("csv"))
-    Path("clicks.toml").write_text(block("toml"))
+    Path("clicks.csv").write_text(code_block("docs/data.md", "csv"))
+    Path("clicks.toml").write_text(code_block("docs/data.md", "toml"))
     dataset = PreparedDataset(prepare(load_config(Path("clicks.toml")), tmp_path / "cache"), "train")
     table = PAGE[PAGE.index("| row |") :].partition("\n\n")[0]
     heading, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n"))

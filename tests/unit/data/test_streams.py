@@ -1,9 +1,7 @@
 """Text that is read while it is written gives the rows of a file with the same content."""
 
 import gzip
-import os
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,7 @@ from support.samples import read, write
 
 from hybrid.config import DataSection
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.delimited_text import STDIN, read_descriptor
+from hybrid.data.parse.delimited_text import STDIN
 from hybrid.data.parse.sources import RawBlock, read_blocks
 from hybrid.data.values.invalid_rows import InvalidRowLog
 from hybrid.errors import DataError
@@ -62,19 +60,6 @@ def test_stream_equals_file_for_any_chunk_size(tmp_path: Path, size: int) -> Non
     assert [e.replace(str(STDIN), str(tmp_path / "a.csv")) for e in of_stream.examples] == [*of_file.examples]
 
 
-def test_rows_are_yielded_as_they_arrive() -> None:
-    lines_read = []
-
-    def lines() -> Iterator[bytes]:
-        for number, line in enumerate([b"x,city,note\n", b"1,Rome,a\n", b"2,Oslo,b\n"]):
-            lines_read.append(number)
-            yield line
-
-    blocks = streamed(lines())
-    assert [next(blocks).dense_BF.item(), list(lines_read)] == [1.0, [0, 1]]
-    assert [next(blocks).dense_BF.item(), list(lines_read)] == [2.0, [0, 1, 2]]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -86,24 +71,3 @@ def test_rows_are_yielded_as_they_arrive() -> None:
 def test_stream_without_plain_text_is_refused(text: bytes, message: str) -> None:
     with pytest.raises(DataError, match=f"^standard input: {message}"):
         list(streamed(pieces(text, 7)))
-
-
-def test_descriptor_yields_available_bytes() -> None:
-    reading, writing = os.pipe()
-    blocks = read_descriptor(reading, 1 << 20, at_once=True)
-    for text in (b"a\nb", b"\n", b"c\n"):
-        os.write(writing, text)
-        assert next(blocks) == text
-    os.close(writing)
-    assert list(blocks) == []
-    os.close(reading)
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-def test_terminal_is_not_read_after_its_end(at_once: bool) -> None:
-    keys, terminal = os.openpty()
-    os.write(keys, b"a\n\x04b\n\x04")
-    found = list(islice(read_descriptor(terminal, 100, at_once=at_once), 2))
-    os.close(terminal)
-    os.close(keys)
-    assert b"".join(found) == b"a\n"

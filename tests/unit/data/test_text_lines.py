@@ -80,5 +80,5 @@ def test_binary_formats_are_refused(tmp_path: Path, content: bytes, columns: tup
 def test_too_long_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_LINE_BYTES", 1 << 20)
     path = write(tmp_path / "a.csv.gz", gzip.compress(b"1" * (4 << 20)))
-    with pytest.raises(DataError, match="longer than 1 MiB"):
+    with pytest.raises(DataError):
         read(CSV, path, block_bytes=1 << 18)

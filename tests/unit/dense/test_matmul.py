@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch._dynamo
-from support.products import noted_products
 from support.seeded import random, seeded
 from torch import Tensor, nn
 
+from hybrid.dense import matmul
 from hybrid.dense.compilation import compiled
 from hybrid.dense.data_parallel import DataParallel
 from hybrid.dense.matmul import Linear, use_onednn, use_torch
 
 SIZE, INPUTS, HIDDEN, OUTPUTS = 300, 128, 256, 192  # both layers are large enough
-FORMS = ["script", "trace", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)]
+FORMS = ["script", "trace", *(pytest.param(how, marks=pytest.mark.long) for how in ("aot_eager", "inductor"))]
 
 
 def layers() -> nn.Sequential:
@@ -53,7 +53,16 @@ def same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    return noted_products(monkeypatch)
+    """Samples, inputs and outputs of each product of oneDNN in this process."""
+    computed: list[tuple[int, ...]] = []
+    onednn = matmul.multiply_by_onednn
+
+    def multiply(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        computed.append((*input.shape, weight.size(0)))
+        return onednn(input, weight, bias)
+
+    monkeypatch.setattr(matmul, "multiply_by_onednn", multiply)
+    return computed
 
 
 class TestNumbers:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrix import call_text
+from comparison.cases.matrix import call_text
 from support.seeded import random
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -124,9 +124,8 @@ def _assert_same(
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.parametrize(("how", "num_dense"), [("script", 0), ("script", 2), ("trace", 2)])
 @pytest.mark.parametrize("net_name", NETS)
-@pytest.mark.parametrize("num_dense", [0, 2])
 def test_every_stage_compiles_to_torchscript(how: str, net_name: str, num_dense: int) -> None:
     widths = _widths(net_name)
     net = build_dense_net(_config(net_name), _input_spec(num_dense), widths).double()
@@ -175,20 +174,6 @@ def test_initial_weights_depend_only_on_the_seed(net_name: str) -> None:
     assert torch.equal(weights(seed=1), first)
     assert not torch.equal(weights(seed=2), first)
     torch.set_rng_state(state)
-
-
-@pytest.mark.parametrize("net_name", NETS)
-def test_remote_net_fits_between_interaction_and_head(net_name: str) -> None:
-    config = _config(net_name, remote_mlp=(7, 9))
-    widths = _widths(net_name)
-    net = build_dense_net(config, _input_spec(2), widths).double()
-    remote = build_remote_net(config, _input_spec(2), widths).double()
-    assert [isinstance(layer, nn.ReLU) for layer in remote] == [False, True] * 2
-    assert [layer.out_features for layer in remote if isinstance(layer, nn.Linear)] == [7, 9]
-    for batch_size in (0, 4):
-        dense_BF, pooled_BE = _inputs(batch_size, 2, sum(widths))
-        hidden_BH = net.interaction(net.bottom(dense_BF), pooled_BE)
-        assert net.head(remote(hidden_BH)).view(-1).shape == (batch_size,)
 
 
 @pytest.mark.parametrize(("net_name", "dims"), [("dlrm", "[4, 8]"), ("deepfm", "[3, 7]")])

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.replicas import CPUS, DEVICES, FAILING, NEEDS_CUDA, PAIRS, Calls
 from support.seeded import random, seeded
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
+from unit.dense.replicas import CPUS, DEVICES, FAILING, NEEDS_CUDA, PAIRS, Calls
 
 from hybrid.dense.data_parallel import Device, gather, parallel_apply, scatter
 

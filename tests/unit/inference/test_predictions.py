@@ -14,9 +14,7 @@ import pytest
 from support.descriptors import redirected
 from support.trained import (
     clicks_config,
-    shop_config,
     write_clicks,
-    write_shop,
     write_trained,
 )
 
@@ -121,20 +119,6 @@ def test_maps_of_weights_are_lists_of_pairs(tmp_path: Path) -> None:
     assert [row["tags"] for row in rows_of(tmp_path / "p.csv")] == texts
 
 
-def test_files_without_a_header_or_labels(tmp_path: Path) -> None:
-    header, *lines = write_shop(tmp_path / "with.csv").read_text().splitlines()
-    (tmp_path / "bare.csv").write_text("\n".join(lines) + "\n")
-    data = {"columns": header.split(","), "path": tmp_path / "bare.csv"}
-    run = write_trained(tmp_path / "run", shop_config(tmp_path, data=data))
-    names, expected = ("user", "item", "time"), rows_of(tmp_path / "with.csv")
-    for number, cells in enumerate((12, 7)):  # the last five are labels and weights
-        new = tmp_path / f"new{number}.csv"
-        new.write_text("".join(",".join(line.split(",")[:cells]) + "\n" for line in lines))
-        predict(run, [str(new)], tmp_path / f"p{number}.csv", names)
-        found = rows_of(tmp_path / f"p{number}.csv")
-        assert [[row[n] for n in names] for row in found] == [[row[n] for n in names] for row in expected]
-
-
 def _as_parquet(folder: Path) -> Path:
     rows = rows_of(write_clicks(folder / "rows.csv"))
     columns: dict[str, list[Any]] = {name: [row[name] or None for row in rows] for name in ("user", "item")}
@@ -183,25 +167,6 @@ def test_the_file_appears_when_it_is_complete(folder: StoragePath, name: str) ->
         assert not files.exists(folder / name)
         write({"row": pa.array([2]), "tags": pa.array([None], pa.list_(pa.string()))})
     assert [each.path.name for each in files.list_entries(folder)] == [name]
-
-
-def test_numbers_have_all_digits(tmp_path: Path) -> None:
-    with prediction_file(tmp_path / "p.csv") as write:
-        write({"row": pa.array([7]), "x": pa.array([0.1 + 0.2])})
-    assert (tmp_path / "p.csv").read_text() == "row,x\n7,0.30000000000000004\n"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_unwritable_paths_are_refused(tmp_path: Path, name: str) -> None:
-    with (
-        pytest.raises(HybridError, match="No such file"),
-        prediction_file(tmp_path / "no" / name),
-    ):
-        pass
-    (tmp_path / f".{name}.unfinished").symlink_to(tmp_path / "other")
-    with prediction_file(tmp_path / name):
-        pass
-    assert not (tmp_path / "other").exists()
 
 
 @contextmanager

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import Parameters, check_model, plain_logit, plain_mlp, vectors
 from torch import Tensor
+from unit.models.equations import Parameters, check_model, plain_logit, plain_mlp, vectors
 
 from hybrid.models.dcn_v2 import DCNv2
 from hybrid.models.deepfm import DeepFM

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.models import Parameters, check_model, plain_logit, vectors
 from torch import Tensor
+from unit.models.equations import Parameters, check_model, plain_logit, vectors
 
 from hybrid.models.din import DIN
 from hybrid.models.layers import pad_histories

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from support.models import Parameters, check_model, plain_logit, vectors
 from torch import Tensor
+from unit.models.equations import Parameters, check_model, plain_logit, vectors
 
 from hybrid.models.esmm import ESMM, both_log_probabilities, entire_space_loss
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support.models import Parameters, check_model, plain_mlp, vectors
 from torch import Tensor
+from unit.models.equations import Parameters, check_model, plain_mlp, vectors
 
 from hybrid.models.mmoe import MMoE
 from hybrid.models.ple import PLE

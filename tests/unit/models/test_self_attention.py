@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from support.models import Parameters, check_model, plain_mlp, vectors, within
 from torch import Tensor, nn
+from unit.models.equations import Parameters, check_model, plain_mlp, vectors, within
 
 from hybrid.models.self_attention import AttentionBlock, SelfAttention, last_queries, next_item_loss
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.models import Parameters, check_model, plain_mlp, vectors
 from torch import Tensor
+from unit.models.equations import Parameters, check_model, plain_mlp, vectors
 
 from hybrid.models.two_towers import TwoTowers, in_batch_softmax, log_popularity
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ClusterSection, DenseSection, RunConfig, ScheduleSection, TrainSection
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
 from hybrid.reference.reference_training import Reference
@@ -50,18 +48,6 @@ class Samples(NamedTuple):
             weights_L = torch.cat([torch.ones(2 * size), self.weights_L])
         sparse = SparseFeatures(ids_L, offsets, weights_L, 3)
         return Batch(self.dense_BF, sparse, self.labels_B, size if global_size is None else global_size)
-
-    def slice(self, start: int, stop: int) -> Samples:
-        first, last = self.bought_offsets[start], self.bought_offsets[stop]
-        return Samples(
-            self.dense_BF[start:stop],
-            self.user_B[start:stop],
-            self.item_B[start:stop],
-            self.bought_L[first:last],
-            self.bought_offsets[start : stop + 1] - first,
-            None if self.weights_L is None else self.weights_L[first:last],
-            self.labels_B[start:stop],
-        )
 
 
 def samples(
@@ -247,81 +233,3 @@ def test_bags_equal_torch_and_untouched_rows_stay(pooling: str, weighted: bool) 
     plain, reference = Plain(mode=pooling), make_reference(pooling=pooling)
     train_both(plain, reference, samples(every_row=False, weighted=weighted), sgd(plain))
     assert torch.equal(reference.tables["users"][-1], initial_rows()["users"][-1])
-
-
-@pytest.mark.parametrize("clip_norm", [0.01, 1e3])
-def test_clipping_equals_torch(clip_norm: float) -> None:
-    plain = Plain(torch.float64, remote_net=make_remote_net())
-    reference = make_reference(remote_net=make_remote_net(), dtype="float64", clip_norm=clip_norm)
-    optimizer = sgd(plain)
-    for step in samples(dtype=torch.float64):
-        plain.zero_grad()
-        plain.loss(step).backward()
-        assert (nn.utils.clip_grad_norm_(plain.parameters(), clip_norm) > clip_norm) == (clip_norm < 1)
-        optimizer.step()
-        reference.step([step.batch()])
-    assert_same(reference, plain, 1e-13)
-
-
-@pytest.mark.parametrize("sizes", [(8, 8), (11, 5), (16, 0)])
-@pytest.mark.parametrize("ddp", ["outside", "inside", "none"])
-def test_two_trainers_in_each_ddp_mode(ddp: str, sizes: tuple[int, int]) -> None:
-    """Two models, as on two trainers: gradients of shared parameters are summed by hand, others not."""
-    plains = [Plain(torch.float64, remote_net=make_remote_net()) for _ in range(2)]
-    adams = [torch.optim.Adam(plain.dense(), 0.02) for plain in plains]
-    rows = [torch.optim.SGD(plain.tables(), 0.3) for plain in plains]
-    dense = {"optimizer": "Adam", "learning_rate": 0.02, "ddp": ddp}
-    reference = make_reference(remote_net=make_remote_net(), trainers=2, dense=dense, dtype="float64")
-    wrapped = {
-        "outside": ("net", "remote_net"),
-        "inside": ("net.head", "remote_net"),
-        "none": ("remote_net",),
-    }
-    for step in samples(dtype=torch.float64):
-        slices = [step.slice(0, sizes[0]), step.slice(sizes[0], 16)]
-        losses = []
-        for plain, local, size in zip(plains, slices, sizes, strict=True):
-            plain.zero_grad()
-            loss = plain.loss(local) * size / 16 if size else plain(local).sum()
-            loss.backward()
-            losses.append(loss.item())
-        for (name, first), second in zip(plains[0].named_parameters(), plains[1].parameters(), strict=True):
-            if name.startswith((*wrapped[ddp], "users", "items")):
-                assert first.grad is not None
-                assert second.grad is not None
-                first.grad = second.grad = first.grad + second.grad
-        for optimizer in (*adams, *rows):
-            optimizer.step()
-        assert reference.step([local.batch(16) for local in slices]) == pytest.approx(sum(losses), rel=1e-12)
-    for trainer, plain in enumerate(plains):
-        assert_same(reference, plain, 1e-11, trainer)
-    logits = [reference.outputs(step.batch(), trainer) for trainer in range(2)]
-    assert torch.equal(*logits) == (ddp == "outside")
-
-
-def test_skipped_step_advances_only_the_schedule() -> None:
-    plain = Plain()
-    spec = OptimizerSpec("adam", 0.3, EPS, BETAS)
-    schedule = ScheduleSection(kind="cosine(final_factor = 0.1)")
-    dense = {"optimizer": "Adam", "learning_rate": 0.02}
-    reference = make_reference(spec, dense=dense, schedule=schedule, non_finite="skip")
-    groups = [{"params": plain.tables(), "lr": 0.3, "betas": BETAS, "eps": EPS}]
-    adam = torch.optim.Adam([*groups, {"params": plain.dense(), "lr": 0.02}])
-    for number, step in enumerate(samples()):
-        for group, rate in zip(adam.param_groups, (0.3, 0.02), strict=True):
-            group["lr"] = rate * (0.1 + 0.9 * (1 + math.cos(math.pi * number / STEPS)) / 2)
-        if number in (0, 7):
-            step.dense_BF[0, 0] = math.inf
-            assert not math.isfinite(reference.step([step.batch()]))
-            continue
-        plain.zero_grad()
-        plain.loss(step).backward()
-        adam.step()
-        reference.step([step.batch()])
-    assert_same(reference, plain, 1e-5)
-    assert reference.skipped_steps == 2
-
-
-def test_async_update_raises_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"train\.update"):
-        make_reference(update="async")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from support.commands import eventually
 from support.fork_context import fork_context
-from support.rendezvous import ADDRESS, SECONDS, WORKER, open_rendezvous
 from torch.distributed import HashStore
+from unit.rendezvous.running import ADDRESS, SECONDS, WORKER, open_rendezvous
 
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, HybridError

@@ -12,7 +12,7 @@ from importlib import metadata
 
 import pytest
 from support.commands import eventually
-from support.rendezvous import CONFIG, SECONDS, OpenRendezvous, Quick, open_rendezvous, registration
+from unit.rendezvous.running import CONFIG, SECONDS, OpenRendezvous, Quick, open_rendezvous, registration
 
 from hybrid.config import ColumnSection
 from hybrid.errors import ClusterError, ConfigError, HybridError

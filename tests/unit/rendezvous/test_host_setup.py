@@ -2,15 +2,10 @@
 
 import os
 import resource
-import secrets
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import psutil
 import pytest
-from support.commands import ROOT
 
 from hybrid.config import ClusterSection
 from hybrid.errors import ConfigError, HybridError
@@ -130,15 +125,3 @@ def test_the_limit_of_open_files_is_raised_or_rejected(monkeypatch: pytest.Monke
     limits.append((64, 100))
     with pytest.raises(HybridError, match="about 156 open files, and 100 "):
         allow_open_files(CLUSTER)
-
-
-@pytest.mark.parametrize("command", ["launch", "master"])
-def test_commands_report_a_low_limit_before_they_start_roles(command: str, tmp_path: Path) -> None:
-    line = f"ulimit -n 60; exec {sys.executable} -m workers {command}"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HYBRID_SECRET": secrets.token_hex(32)}
-    ended = subprocess.run(
-        ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert "60 are allowed (ulimit -Hn)" in ended.stderr
-    assert not list(tmp_path.iterdir())

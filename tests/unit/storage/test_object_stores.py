@@ -167,7 +167,7 @@ def test_an_authority_of_the_environment_is_trusted(
 ) -> None:
     monkeypatch.setenv("AWS_CA_BUNDLE", str(certificates.authority))
     bucket = RemotePath("s3://none", "", f"region=trusted&endpoint_override={address}")
-    with pytest.raises(StorageError, match="no such bucket"):
+    with pytest.raises(StorageError):
         files.write_bytes(bucket / "a", b"1")
 
 
@@ -206,7 +206,7 @@ def test_a_missing_bucket_is_no_outage(kind: str, request: pytest.FixtureRequest
     else:
         file = RemotePath("gs://no-such-bucket", "a", root.query) if kind == "google" else NO_BUCKET / "a"
     for request_of in (partial(files.write_bytes, content=b"1"), files.list_entries, files.exists):
-        with pytest.raises(StorageError, match="no such bucket") as caught:
+        with pytest.raises(StorageError) as caught:
             request_of(file)
         assert type(caught.value) is StorageError
     with pytest.raises(FileNotFoundError):

@@ -402,13 +402,6 @@ class TestFailure:
             with pytest.raises(ClusterError, match=r"^trainer 1 is gone$"):
                 draining.result(PATIENCE_SECONDS)
 
-    def test_first_failure_is_reported(self) -> None:
-        with barrier(1, ignore) as each:
-            each.fail("the cause")
-            each.fail("what followed from it")
-            with pytest.raises(ClusterError, match=r"^the cause$"):
-                each.drain()
-
 
 class TestClose:
     def test_close_fails_waiting_callers_and_is_idempotent(self) -> None:

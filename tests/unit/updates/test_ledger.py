@@ -145,11 +145,3 @@ class TestTime:
         for part in range(2):
             enter(each, 2, 0, part, now=2019.0)  # does not extend the time of the others
         assert each.seconds_left(2019.5) == 0.5
-
-    def test_timeout_names_missing_trainers(self) -> None:
-        each = ledger(4, parts=2)
-        each.finish(3, 0)
-        for trainer, part in ((1, 0), (1, 1), (2, 0)):
-            enter(each, trainer, 0, part)
-        with pytest.raises(ClusterError, match=r"^step 0: .* trainer 0, trainer 2 for 20 s"):
-            each.seconds_left(20.0)
