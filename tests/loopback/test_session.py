@@ -1,10 +1,12 @@
 """A session whose roles are all this process: what the master sees of work that is still on its way."""
 
 import functools
+import random
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,11 @@ from torch.testing import assert_close
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.custom_loop.embedding_modules import Jagged
+from hybrid.custom_loop.local_batches import features_of
 from hybrid.embedding.worker.table_shards import TableShards
+from hybrid.inference.trained_module import ConfiguredModule, TrainedModule, load
+from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.topology import MASTER, Role, Topology
 from hybrid.transport import Remote, RemoteError
@@ -144,12 +150,50 @@ def test_a_profile_waits_for_late_updates(mode: str, monkeypatch: pytest.MonkeyP
         assert spans.count("apply") == 1
 
 
+BAGS = InputSpec(
+    ("x",),
+    (FeatureSpec("ids", ROWS), FeatureSpec("tags", 4, True, weighted=True), FeatureSpec("seen", 5, True)),
+)
+
+
 def weighted_batches(trainer: int) -> list[Batch]:
-    batches = make_batches(trainer)
-    features = [batch.sparse_features._replace(weights_L=torch.ones(SIZE)) for batch in batches]
-    return [batch._replace(sparse_features=each) for batch, each in zip(batches, features, strict=True)]
+    draw = random.Random(trainer)
+    batches = []
+    for batch in make_batches(trainer):
+        bags = [
+            [[draw.randrange(each.num_rows) for _ in range(1 + each.multi_hot)] for _ in range(SIZE)]
+            for each in BAGS.sparse_features
+        ]
+        weights = [
+            [[draw.random() + 0.2 if each.name == "tags" else 1.0 for _ in bag] for bag in of_feature]
+            for each, of_feature in zip(BAGS.sparse_features, bags, strict=True)
+        ]
+        batches.append(batch._replace(sparse_features=SparseFeatures.from_bags(bags, weights)))
+    return batches
+
+
+def test_a_saved_model_reads_weights_of_ids(tmp_path: Path) -> None:
+    with opened("sync", BAGS, data={"multi_hot_separator": "|"}) as session:
+        session.train_on(weighted_batches, 0)
+        session.save(tmp_path / "saved", STEPS, 0)
+    model = load(tmp_path / "saved")
+    assert isinstance(model, TrainedModule)
+    names = ["dense", "ids", "tags", "tags.weights", "tags.offsets", "seen", "seen.offsets"]
+    assert list(model.input_names) == names
+    batch = weighted_batches(7)[0]
+    given = features_of(batch, model.trained.encoder.input_spec)
+    trained = TrainedRun.read(tmp_path / "saved", print)
+    ours = ConfiguredModule(trained, in_memory=False).predict(batch).outputs.double()
+    found = model(given)["probability"].double()
+    assert_close(found, ours.sigmoid(), rtol=0, atol=1e-6)
+    given["tags.weights"] = Jagged(torch.ones(2 * SIZE), given["tags"].offsets)
+    assert (model(given)["probability"] - found).abs().max() > 1e-3
 
 
 def test_undeclared_weights_of_ids_are_refused() -> None:
-    with opened("sync") as session, pytest.raises(RemoteError, match=r"batch 0: ids .*weighted"):
+    spec = replace(BAGS, sparse_features=tuple(replace(f, weighted=False) for f in BAGS.sparse_features))
+    with (
+        opened("sync", spec) as session,
+        pytest.raises(RemoteError, match=r"batch 0: ids of tags .*weighted"),
+    ):
         session.train_on(weighted_batches, 0)

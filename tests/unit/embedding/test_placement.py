@@ -2,10 +2,14 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from support.shards import shards_of
 
+from hybrid.batch import SparseFeatures
+from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import (
     MIN_SPLIT_BYTES,
     Placement,
@@ -15,6 +19,8 @@ from hybrid.embedding.placement import (
     should_trainers_pool,
 )
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.batch_ids import BatchIds
+from hybrid.embedding.trainer.embeddings import make_routes
 from hybrid.errors import ConfigError
 
 SGD = OptimizerSpec("sgd", 0.1)
@@ -176,6 +182,37 @@ def test_placement_does_not_depend_on_the_order_of_tables() -> None:
 def test_unknown_worker_is_refused(worker: int) -> None:
     with pytest.raises(ConfigError, match=rf"^tables\.t\.placement = {worker}"):
         place([table("t", workers=(0, worker))], 2)
+
+
+def moved_bytes(of: TableSpec, workers: int, samples: int, num_ids: int) -> float:
+    """Bytes of the requests for a batch of equally likely ids, and of its vectors and gradients."""
+    num_bags = len(of.features) * samples
+    ids_L = torch.from_numpy(np.random.default_rng(0).integers(0, of.num_rows, num_bags * num_ids))
+    sparse = SparseFeatures(ids_L, torch.arange(num_bags + 1) * num_ids, None, len(of.features))
+    items: dict[int, list[Item]] = {worker: [] for worker in range(workers)}
+    tables = [of.for_feature(name) for name in of.features]
+    for route in make_routes([], range(len(tables)), tables, place([of], workers)):
+        route.start(BatchIds(sparse), items)
+    requests = [bags for of_worker in items.values() for _, bags in of_worker]
+    request_bytes = sum(b.ids_L.nbytes + (b.offsets.nbytes if b.offsets is not None else 0) for b in requests)
+    return request_bytes + sum(2 * b.num_bags * of.dim * 4 for b in requests)
+
+
+@pytest.mark.parametrize("placement", ["table", "row"])
+@pytest.mark.parametrize("features", [{}, {"poolings": (Pooling.MEAN, Pooling.SUM)}])
+@pytest.mark.parametrize("num_ids", [1, 6, 20])
+@pytest.mark.parametrize("num_rows", [1, 50, 150, 300, 700, 5000])
+def test_trainers_pool_if_that_moves_less_than_half_the_bytes(
+    placement: str, features: dict[str, object], num_ids: int, num_rows: int
+) -> None:
+    of = table("a", num_rows, 8, placement=placement, **{"features": ("a", "b"), **features})
+    shards = len(place([of], 3).shards)
+    by_workers, by_trainers = (
+        moved_bytes(dataclasses.replace(of, pooled_by=side), 3, 300, num_ids)
+        for side in ("workers", "trainers")
+    )
+    expected = by_trainers < 0.5 * by_workers
+    assert should_trainers_pool(of, shards, dict.fromkeys("ab", float(num_ids)), 300) is expected
 
 
 @pytest.mark.parametrize("side", ["workers", "trainers"])
