@@ -19,6 +19,13 @@ VOCABULARY_CALLS = CallSignatures(
     {
         "build": (argument("min_count", int, 1, minimum=1),),
         "hash": (argument("rows", int, DEFAULT_HASH_ROWS, minimum=2, maximum=2_000_000_000),),
+        "grow": (
+            argument("admit_after", int, 1, minimum=1, maximum=1_000_000),
+            argument("max_rows", int, 0, minimum=0),
+            argument("evict_after", int, 0, minimum=0),
+            argument("half_life", int, 10_000, minimum=1),
+            argument("unknown", str, "initial", choices=("initial", "zeros")),
+        ),
     }
 )
 SHUFFLE_CALLS = CallSignatures(
@@ -117,7 +124,9 @@ class DataSection:
     vocabulary: str = model(
         "build",
         "`build` numbers the values of the training rows. Values with fewer than `min_count` occurrences "
-        "share the row of unknown values. `hash` hashes values into `rows` rows.",
+        "share the row of unknown values. `hash` hashes values into `rows` rows. `grow` needs no training rows: "
+        "a value gets a row once `admit_after` steps have read it. It loses the row after `evict_after` steps "
+        "without it, or if the table exceeds `max_rows` and others are read more often.",
         signatures=VOCABULARY_CALLS,
     )
     max_invalid_fraction: float = setting(

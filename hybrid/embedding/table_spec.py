@@ -49,12 +49,31 @@ class OptimizerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GrowthSpec:
+    """How a table with keys instead of row numbers gains and loses rows (see ``growing_group.py``).
+
+    Attributes:
+        admit_after: number of steps that must have read a key before it gets a row.
+        max_rows: the largest number of rows; 0 for no limit.
+        evict_after: steps without a lookup after which a key loses its row; 0 for never.
+        half_life: steps after which the count of the steps that have read a key is halved.
+        unknown: what a key without a row reads in evaluations and predictions: its "initial" row, or "zeros".
+    """
+
+    admit_after: int = 1
+    max_rows: int = 0
+    evict_after: int = 0
+    half_life: int = 10_000
+    unknown: str = "initial"
+
+
+@dataclass(frozen=True, slots=True)
 class TableSpec:
     """An embedding table and the features that look it up.
 
     Attributes:
         name: unique name; initial rows are a function of it and the seed.
-        num_rows, dim: shape of the table.
+        num_rows, dim: shape of the table; a growing table has 0 rows.
         pooling: how the rows of a bag become one vector.
         features: names of the features that read this table.
         optimizer: how rows are updated.
@@ -70,6 +89,7 @@ class TableSpec:
         sequence: maximum length of the feature of a table from :meth:`for_feature`; 0 if it is pooled.
         keys: for pretrained rows by key, folder of the prepared data whose vocabulary has the keys.
         pooled_by: which side pools bags: "workers", "trainers", or "auto" for the placement to decide.
+        growth: of a growing table, whose ids are 64-bit keys; None for a table with a fixed number of rows.
     """
 
     name: str
@@ -89,6 +109,7 @@ class TableSpec:
     sequences: tuple[int, ...] = ()
     sequence: int = 0
     pooled_by: str = "auto"
+    growth: GrowthSpec | None = None
 
     def for_feature(self, feature: str) -> TableSpec:
         """Return a copy whose ``pooling`` and ``sequence`` are those of one feature."""
