@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -160,6 +160,11 @@ class Checkpoint:
                 if len(source) < len(target):
                     raise CheckpointError(f"{self.folder}: table {table} has fewer rows than the model's")
                 target[:] = source[: len(target)]
+
+    def map_shards(self, table: str) -> Iterator[dict[str, npt.NDArray[Any]]]:
+        """Map the arrays of each shard of a table into memory, in order."""
+        num_shards = self._num_shards(table)
+        return (self._map(table, shard, num_shards) for shard in range(num_shards))
 
     def _num_shards(self, table: str) -> int:
         if table not in self.manifest.tables:

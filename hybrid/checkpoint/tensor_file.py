@@ -45,8 +45,8 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# The types of rows and optimizer state.
-_ARRAY_TYPES = {"F64": np.float64, "F32": np.float32}
+# The types of rows, optimizer state and keys.
+_ARRAY_TYPES = {"F64": np.float64, "F32": np.float32, "I64": np.int64}
 # The header of a thousand tensors has 100 kB. safetensors accepts 100 MB, which need gigabytes of memory.
 _MAX_HEADER_BYTES = 8 << 20
 _CHUNK_BYTES = 4 << 20  # fits into the CPU cache, for hashing
@@ -107,7 +107,7 @@ def map_arrays(
     :func:`hybrid.storage.files.local_copy`.
 
     Raises:
-        CheckpointError: the file cannot be read, or a tensor is neither float32 nor float64.
+        CheckpointError: the file cannot be read, or a tensor is neither float32, float64 nor int64.
     """
     with _opened(path, sha256, root) as local:
         text = read_header(local)
@@ -172,6 +172,8 @@ def _reading(path: StoragePath) -> Iterator[None]:
 def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield header
     for tensor in tensors.values():
+        if not tensor.numel():
+            continue  # its stride may be any
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         content = flat.view(torch.uint8).numpy().data
         for start in range(0, len(content), _CHUNK_BYTES):

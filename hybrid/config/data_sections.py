@@ -124,9 +124,9 @@ class DataSection:
     vocabulary: str = model(
         "build",
         "`build` numbers the values of the training rows. Values with fewer than `min_count` occurrences "
-        "share the row of unknown values. `hash` hashes values into `rows` rows. `grow` needs no training rows: "
-        "a value gets a row once `admit_after` steps have read it. It loses the row after `evict_after` steps "
-        "without it, or if the table exceeds `max_rows` and others are read more often.",
+        "share the row of unknown values. `hash` hashes values into `rows` rows. `grow` needs no training "
+        "rows: a value gets a row once `admit_after` steps have read it. It loses the row after "
+        "`evict_after` steps without it, or if the table exceeds `max_rows` and others are read more often.",
         signatures=VOCABULARY_CALLS,
     )
     max_invalid_fraction: float = setting(

@@ -18,15 +18,17 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hybrid.config.table_sections import INITIALIZERS, POOLERS
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.initial_rows import make_absolute, read_shape
-from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import MIN_ROWS, UNKNOWN_ROWS, GrowthSpec, OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import TableRequest
 from hybrid.errors import DataError
+from hybrid.primitives.splitmix64 import next_of
 
 if TYPE_CHECKING:
     from hybrid.custom_loop.training_loop import TrainingLoop
@@ -83,6 +85,32 @@ def AdamW(
 def Ftrl(lr: float, beta: float = 1.0, l1: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:
     """FTRL-proximal."""
     return _spec("ftrl", lr, ftrl_beta=beta, ftrl_l1=l1, weight_decay=weight_decay)
+
+
+def Growth(
+    *,
+    admit_after: int = 1,
+    max_rows: int = 0,
+    evict_after: int = 0,
+    half_life: int = 10_000,
+    unknown: str = "initial",
+) -> GrowthSpec:
+    """The rules by which ids of a growing table gain and lose rows.
+
+    Args:
+        admit_after: number of steps that must have read an id before it gets a row.
+        max_rows: the largest number of rows, at least 8,192; 0 for no limit.
+        evict_after: steps without a lookup after which an id loses its row; 0 for never.
+        half_life: steps after which the count of the steps that have read an id is halved.
+        unknown: what an id without a row reads in evaluations: its "initial" row, or "zeros".
+    """
+    if min(admit_after, half_life) < 1 or evict_after < 0:
+        raise ValueError("admit_after and half_life must be at least 1, and evict_after at least 0")
+    if max_rows and max_rows < MIN_ROWS:
+        raise ValueError(f"max_rows must be 0 or at least {MIN_ROWS:,}, not {max_rows}")
+    if unknown not in UNKNOWN_ROWS:
+        raise ValueError(f"unknown is one of {', '.join(UNKNOWN_ROWS)}, not {unknown!r}")
+    return GrowthSpec(admit_after, max_rows, evict_after, half_life, unknown)
 
 
 def _spec(name: str, lr: float, **settings: Any) -> OptimizerSpec:
@@ -165,11 +193,13 @@ class TableModule(nn.Module):
     """Base of :class:`Embedding` and :class:`EmbeddingBag`.
 
     Args:
-        num_embeddings: number of rows.
+        num_embeddings: number of rows; None for a growing table.
         embedding_dim: width of a row.
+        growing: makes a table that has a row for each id that it has met, any 64-bit integer. True, or a
+            ``hybrid.Growth`` with the rules by which ids gain and lose rows.
         optimizer: updates the rows; by default ``hybrid.Adagrad(lr=0.05)``.
         padding_idx: id of padding, whose vector is zeros; bags skip it.
-        init_scale: scale of the initial rows; by default 1 / sqrt(rows).
+        init_scale: scale of the initial rows; by default 1 / sqrt(rows), and 0.001 for a growing table.
         init: "uniform" in [-init_scale, init_scale], "normal" with standard deviation init_scale, or "zeros".
         initial: file of pretrained rows, read by the workers; see :meth:`from_pretrained`.
         ids: columns of the batch with which the module calls the table, such as ``"user"``. They are looked
@@ -183,9 +213,10 @@ class TableModule(nn.Module):
 
     def __init__(
         self,
-        num_embeddings: int,
+        num_embeddings: int | None,
         embedding_dim: int,
         *,
+        growing: bool | GrowthSpec = False,
         optimizer: OptimizerSpec | None = None,
         padding_idx: int | None = None,
         init_scale: float | None = None,
@@ -194,7 +225,10 @@ class TableModule(nn.Module):
         ids: str | Sequence[str] = (),
     ) -> None:
         super().__init__()
-        if min(num_embeddings, embedding_dim) < 1:
+        self.growth = GrowthSpec() if growing is True else growing or None
+        if (num_embeddings is None) != (self.growth is not None):
+            raise ValueError("a table has a number of rows, or num_embeddings=None and growing=True")
+        if embedding_dim < 1 or (num_embeddings is not None and num_embeddings < 1):
             raise ValueError(f"a table needs rows and columns, not {num_embeddings} x {embedding_dim}")
         if not isinstance(optimizer, OptimizerSpec | None):
             raise TypeError(
@@ -202,13 +236,15 @@ class TableModule(nn.Module):
             )
         if init not in INITIALIZERS.names:
             raise ValueError(f"init is one of {', '.join(INITIALIZERS.names)}, not {init!r}")
-        if padding_idx is not None and not 0 <= padding_idx < num_embeddings:
+        if padding_idx is not None and num_embeddings and not 0 <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx must be at least 0 and below {num_embeddings}, not {padding_idx}")
-        self.num_embeddings = num_embeddings
+        if self.growth is not None and (initial or (optimizer is not None and optimizer.all_rows)):
+            raise ValueError("a growing table has neither a matrix of initial rows nor all_rows=True")
+        self.num_embeddings = num_embeddings or 0
         self.embedding_dim = embedding_dim
         self.optimizer = optimizer or Adagrad(lr=0.05)
         self.padding_idx = padding_idx
-        self.init_scale = num_embeddings**-0.5 if init_scale is None else init_scale
+        self.init_scale = (num_embeddings or 1_000_000) ** -0.5 if init_scale is None else init_scale
         self.init = init
         self.initial = initial
         self.ids = (ids,) if isinstance(ids, str) else tuple(ids)
@@ -252,7 +288,8 @@ class TableModule(nn.Module):
         raise AttributeError(f"table {self.name} has no weight: {rule}", name=name, obj=None)
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, optimizer={self.optimizer.name}"
+        rows = self.num_embeddings if self.growth is None else "growing"
+        return f"{rows}, {self.embedding_dim}, optimizer={self.optimizer.name}"
 
     def spec(self, name: str, bytes_per_value: int) -> TableSpec:
         """Return the specification of the table under its name in the distributed module."""
@@ -268,6 +305,7 @@ class TableModule(nn.Module):
             bytes_per_value=bytes_per_value,
             initial=self.initial,
             pooled_by=self.pooled_by,
+            growth=self.growth,
         )
 
     def bind(self, name: str, loop: TrainingLoop) -> None:
@@ -311,6 +349,12 @@ class TableModule(nn.Module):
             )
         return self._loop.vectors(call)
 
+    def _rows(self, ids_L: Tensor) -> Tensor:
+        """Return row numbers, which are the ids; of a growing table, the keys of the ids."""
+        if self.growth is None:
+            return ids_L
+        return torch.from_numpy(next_of(ids_L.numpy().view(np.uint64)).view(np.int64))
+
     def _is_padding(self, ids: Tensor) -> Tensor | None:
         """Return which ids are padding; None if none is."""
         if self.padding_idx is None:
@@ -342,7 +386,7 @@ class Embedding(TableModule):
     def request(self, call: TableCall) -> TableRequest:
         is_padding = self._is_padding(call.ids)
         ids = call.ids if is_padding is None else call.ids[~is_padding]
-        return self.name, Bags(_as_ids(ids))
+        return self.name, Bags(self._rows(_as_ids(ids)))
 
 
 class EmbeddingBag(TableModule):
@@ -358,10 +402,11 @@ class EmbeddingBag(TableModule):
 
     def __init__(
         self,
-        num_embeddings: int,
+        num_embeddings: int | None,
         embedding_dim: int,
         *,
         mode: str = "mean",
+        growing: bool | GrowthSpec = False,
         optimizer: OptimizerSpec | None = None,
         padding_idx: int | None = None,
         init_scale: float | None = None,
@@ -377,6 +422,7 @@ class EmbeddingBag(TableModule):
         super().__init__(
             num_embeddings,
             embedding_dim,
+            growing=growing,
             optimizer=optimizer,
             padding_idx=padding_idx,
             init_scale=init_scale,
@@ -435,10 +481,10 @@ class EmbeddingBag(TableModule):
 
     def request(self, call: TableCall) -> TableRequest:
         if call.offsets is None and call.ids.dim() == 1:  # of forward, for rows that it pools
-            return self.name, Bags(call.ids)
+            return self.name, Bags(self._rows(call.ids))
         ids_L, offsets, weights_L = self._without_padding(call)
         weights_L = None if weights_L is None else weights_L.detach().cpu()
-        return self.name, Bags(ids_L, offsets, weights_L, self.pooling)
+        return self.name, Bags(self._rows(ids_L), offsets, weights_L, self.pooling)
 
     def _without_padding(self, call: TableCall) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return ids and offsets as in :class:`Bags`, int64, and the weights as given, in one dimension."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -90,10 +90,10 @@ class HostedNet(HostedModule):
         self.optimizer.load(state, folder)
         self.barrier.restart(step)
 
-    def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
+    def _files(self, is_copied: bool) -> dict[str, Callable[[], dict[str, Tensor]]]:
         # Always copies: a dense net is small.
-        state = self.optimizer.optimizer.state_dict()["state"]
-        return {REMOTE_FILE: pack_dense(self.net.state_dict(), state)}
+        tensors = pack_dense(self.net.state_dict(), self.optimizer.optimizer.state_dict()["state"])
+        return {REMOTE_FILE: lambda: tensors}
 
     def _merge(self, step: int, contributions: list[Sequence[Tensor]]) -> NetUpdate:
         merged = [gradient.clone() for gradient in contributions[0]]

@@ -1,8 +1,12 @@
 """Bags of ids: the requests of a lookup, pooling, and the gradients of rows."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -202,6 +206,23 @@ class RowGradients:
             scale=grad.dtype.type(scale),
             rate=grad.dtype.type(rate),
         )
+
+    def select(self, rows_U: Tensor) -> RowGradients:
+        """Return the gradients of the same rows under new numbers, without rows whose number is negative."""
+        selected = copy(self)
+        is_kept_U = rows_U >= 0
+        selected.rows_U = rows_U[is_kept_U]
+        if len(selected.rows_U) == len(rows_U):
+            return selected
+        if self._all_UD is not None:
+            selected._all_UD = self._all_UD[is_kept_U]
+            return selected
+        is_kept, lengths_U = is_kept_U.numpy(), np.diff(self._bags.starts_V)
+        assert self._bags.weights_L is None, "trainers pool the bags of growing tables"
+        selected._bags = copy(self._bags)
+        selected._bags.sources_L = self._bags.sources_L[np.repeat(is_kept, lengths_U)]
+        selected._bags.starts_V = np.concatenate([[0], lengths_U[is_kept].cumsum()]).astype(np.int32)
+        return selected
 
     def sum_all(self) -> Tensor:
         """Return the gradients of all rows; later calls of :meth:`sum_block` return views of them."""

@@ -46,23 +46,32 @@ def fill_random_rows(
     ``scale``, or "zeros". Each value is a hash of seed, table name, row and column (SplitMix64 as a counter;
     Steele et al. 2014). So every placement has the same table, and each worker computes only its rows.
     """
-    if init == "zeros":
-        out_RD.zero_()
-        return
     num_rows, dim = out_RD.shape
-    key = np.uint64((seed * 0x9E3779B97F4A7C15 + zlib.crc32(table.encode()) * 0xD1B54A32D192ED03) % 2**64)
     block = max(1, _BLOCK_VALUES // dim)
-    columns_D = np.arange(dim, dtype=np.uint64)
     for start in range(0, num_rows, block):
         stop = min(start + block, num_rows)
         rows = np.arange(start, stop, dtype=np.uint64) * np.uint64(count) + np.uint64(index)
-        counter_RD = rows[:, None] * np.uint64(dim) + columns_D
-        uniform_RD = (splitmix64(counter_RD + key) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
-        if init == "normal":  # by the inverse distribution function, which needs one random number per value
-            normal_RD = torch.special.ndtri(torch.from_numpy(uniform_RD).double() + 2**-25)
-            out_RD[start:stop] = normal_RD * scale
-        else:
-            out_RD[start:stop] = torch.from_numpy((uniform_RD * 2 - 1) * np.float32(scale))
+        out_RD[start:stop] = random_rows(rows, dim, seed, table, scale, init)
+
+
+def random_rows(
+    rows_U: npt.NDArray[np.uint64], dim: int, seed: int, table: str, scale: float, init: str
+) -> Tensor:
+    """Return the random values of some rows, (U, dim), float32 or float64; see :func:`fill_random_rows`.
+
+    Args:
+        rows_U: numbers of the rows; for a growing table, their keys.
+    """
+    if init == "zeros":
+        return torch.zeros(len(rows_U), dim)
+    key = np.uint64((seed * 0x9E3779B97F4A7C15 + zlib.crc32(table.encode()) * 0xD1B54A32D192ED03) % 2**64)
+    columns_D: npt.NDArray[np.uint64] = np.arange(dim, dtype=np.uint64)
+    counter_UD = rows_U[:, None] * np.uint64(dim) + columns_D
+    uniform_UD = (splitmix64(counter_UD + key) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+    if init == "normal":  # by the inverse distribution function, which needs one random number per value
+        normal_UD: Tensor = torch.special.ndtri(torch.from_numpy(uniform_UD).double() + 2**-25) * scale
+        return normal_UD
+    return torch.from_numpy((uniform_UD * 2 - 1) * np.float32(scale))
 
 
 class StoredTensor(NamedTuple):

@@ -23,26 +23,27 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Ints = npt.NDArray[np.signedinteger[Any]]
 Floats = npt.NDArray[np.floating[Any]]
 
+KEYS_END = 2**63 - 1  # for ``num_rows`` of ids that are any 64 bits; they are sorted as unsigned numbers
 _DIGIT_BITS = 11  # the counters of a digit fit the first-level cache
 _DIGITS = 1 << _DIGIT_BITS
 _CACHE_LINE_BYTES = 64
 _ROWS_AHEAD = 8  # prefetch distance: rows arrive in time, and are not evicted before use
 
 
-def _compiled(*signatures: str) -> Callable[[Function], Function]:
+def compiled(*signatures: str) -> Callable[[Function], Function]:
     """Compile for these signatures when the module is imported, which is before roles are forked.
 
     Multiplications and additions may be fused, as in torch's gradients of weighted bags.
     """
     options: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}}
 
-    def compiled(function: Function) -> Function:
+    def compile_function(function: Function) -> Function:
         try:
             return cast(Function, numba.njit(list(signatures), cache=True, **options)(function))
         except RuntimeError:  # no writable cache folder: compile at each start
             return cast(Function, numba.njit(list(signatures), **options)(function))
 
-    return compiled
+    return compile_function
 
 
 @intrinsic
@@ -77,23 +78,24 @@ def prefetch_row(typing_context: Any, matrix: Any, row: Any) -> tuple[Any, Calla
     return types.void(matrix, row), generate
 
 
-@_compiled("int64(int64[::1], int64[::1], int64[::1])")
+@compiled("int64(int64[::1], int64[::1], int64[::1])")
 def find_invalid_id(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
     """Return the position of the first id that is not a row of its feature's table; -1 if there is none.
 
     Args:
         ends_K: where the ids of each feature end.
+        num_rows_K: 0 for a growing table, in which any id is valid.
     """
     start = 0
     for k in range(len(ends_K)):
         for i in range(start, ends_K[k]):
-            if ids_L[i] < 0 or ids_L[i] >= num_rows_K[k]:
+            if num_rows_K[k] > 0 and (ids_L[i] < 0 or ids_L[i] >= num_rows_K[k]):
                 return i
         start = ends_K[k]
     return -1
 
 
-@_compiled(
+@compiled(
     "void(int64[:,::1], int64[:,::1], int64[::1], int32[:,::1])",
     "void(int64[:,::1], int64[:,::1], int64[::1], int64[:,::1])",
 )
@@ -116,7 +118,7 @@ _BAG_ADDRESSES = (
 _ID_OFFSET_TYPES = (("int32", "int32"), ("int64", "int64"), ("int64", "int32"))
 
 
-@_compiled(*(_BAG_ADDRESSES.format(*types) for types in _ID_OFFSET_TYPES))
+@compiled(*(_BAG_ADDRESSES.format(*types) for types in _ID_OFFSET_TYPES))
 def write_bag_addresses(
     ids_L: Ints,
     offsets: Ints,
@@ -160,7 +162,7 @@ def write_bag_addresses(
     return size
 
 
-@_compiled(
+@compiled(
     "Tuple((int32[::1], int32[::1], int32[::1]))(int32[::1], int64)",
     "Tuple((int64[::1], int32[::1], int32[::1]))(int64[::1], int64)",
 )
@@ -180,7 +182,7 @@ def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
         order[i] = i
     counts = np.empty(_DIGITS, np.int64)
     shift = 0
-    while (num_rows - 1) >> shift > 0:
+    while shift < 64 and (num_rows - 1) >> shift > 0:
         counts[:] = 0
         for i in range(size):
             counts[(keys[i] >> shift) & (_DIGITS - 1)] += 1
@@ -212,7 +214,7 @@ def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
     return rows_U, starts_V, order
 
 
-@_compiled("int32[::1](int32[::1], int32[::1])")
+@compiled("int32[::1](int32[::1], int32[::1])")
 def rank_ids(starts_V: Ints, order_L: Ints) -> Ints:
     """Return for each id its index among the distinct ids."""
     ranks_L = np.empty_like(order_L)
@@ -222,7 +224,7 @@ def rank_ids(starts_V: Ints, order_L: Ints) -> Ints:
     return ranks_L
 
 
-@_compiled("int32[::1](int32[::1], int32[::1])", "int32[::1](int64[::1], int32[::1])")
+@compiled("int32[::1](int32[::1], int32[::1])", "int32[::1](int64[::1], int32[::1])")
 def sort_bags(offsets: Ints, order_L: Ints) -> Ints:
     """Return the bag of each id, in the order of the sorted ids."""
     bag_L = np.empty_like(order_L)
@@ -246,7 +248,7 @@ _SUMS = [
 ]
 
 
-@_compiled(*sorted({each.format(f) for each in _SUMS for f in ("float32", "float64")}))
+@compiled(*sorted({each.format(f) for each in _SUMS for f in ("float32", "float64")}))
 def sum_rows(
     starts_V: Ints,
     sources_L: Ints,
@@ -318,7 +320,7 @@ def sum_rows(
 _PUT = "void({0}[:,::1], {1}[::1], {0}[:,::1])"
 
 
-@_compiled(*(_PUT.format(f, i) for i in ("int32", "int64") for f in ("float32", "float64")))
+@compiled(*(_PUT.format(f, i) for i in ("int32", "int64") for f in ("float32", "float64")))
 def put_rows(table_RD: Floats, rows_U: Ints, part_UD: Floats) -> None:
     """``table_RD[rows_U] = part_UD``."""
     for u in range(len(rows_U)):
@@ -331,7 +333,7 @@ _PLACE = "void({0}[:,:,::1], int64[::1], {0}[:,::1])"
 _PLACES = [_PLACE.format(f) for f in ("float32", "float64")]
 
 
-@_compiled(*_PLACES)
+@compiled(*_PLACES)
 def scatter_columns(vectors_BFD: Floats, columns_F: Ints, out_BE: Floats) -> None:
     """Write the vector of feature f to the columns from ``columns_F[f]`` on."""
     for b in range(len(vectors_BFD)):
@@ -340,7 +342,7 @@ def scatter_columns(vectors_BFD: Floats, columns_F: Ints, out_BE: Floats) -> Non
                 out_BE[b, columns_F[f] + d] = vectors_BFD[b, f, d]
 
 
-@_compiled(*_PLACES)
+@compiled(*_PLACES)
 def gather_columns(out_BFD: Floats, columns_F: Ints, in_BE: Floats) -> None:
     """The inverse of :func:`scatter_columns`."""
     for b in range(len(out_BFD)):

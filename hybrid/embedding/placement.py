@@ -2,7 +2,8 @@
 
 A table is on one worker (table-wise) or split over several (row-wise). A split is cyclic: of S shards, shard
 s holds rows s, s + S, s + 2S, ... Vocabularies number frequent values first, so with contiguous ranges the
-worker with the first range would get most of the traffic.
+worker with the first range would get most of the traffic. The keys of a growing table are hashes, so each of
+its shards holds a range of keys.
 
 A worker that pools receives all ids, sends one vector per sample and feature, and receives as many gradients.
 For a split table, each of its workers does so. A trainer that pools requests each distinct row once, and
@@ -19,12 +20,15 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from hybrid.config.validation import check_workers
-from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import AddressKey, OptimizerSpec, Pooling, TableSpec
 
 BYTES_PER_ID = 4  # an estimate: groups of more than 2^31 rows need 8
 # Trainers pool if they move less than this fraction of the bytes that pooling on workers moves. At half the
 # bytes, both take the same processor time, summed over all roles.
 _MAX_FRACTION_OF_BYTES = 0.5
+NUM_BUCKETS = 1024  # of a growing table
+KEY_BITS = 54  # the highest bits of a key, above these, are the number of its bucket
+_BYTES_PER_KEY = 43  # a slot of 16 bytes in a hash table that is 60 % full, and a record of 16 bytes
 # Splitting a smaller table saves little memory, and costs more requests per step.
 MIN_SPLIT_BYTES = 16 << 20
 
@@ -40,12 +44,20 @@ class Shard:
 
     @property
     def num_rows(self) -> int:
+        """Number of rows at the start; 0 for a growing table."""
         return (self.table.num_rows - self.index + self.count - 1) // self.count
 
     @property
+    def buckets(self) -> range:
+        """The buckets of a growing table whose keys are in this shard; see ``key_maps.py``."""
+        first, last = (-(-index * NUM_BUCKETS // self.count) for index in (self.index, self.index + 1))
+        return range(first, last)
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of the rows and their optimizer state."""
-        return self.num_rows * bytes_per_row(self.table)
+        """Bytes of the rows and their optimizer state; of a growing table, at its ``max_rows``."""
+        num_rows = self.table.expected_rows // self.count if self.table.growth else self.num_rows
+        return num_rows * bytes_per_row(self.table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +113,11 @@ class Placement:
 
     def groups(self, worker: int) -> tuple[ShardGroup, ...]:
         """Return the groups of a worker. Both sides call this, since trainers address rows by group."""
-        keyed: dict[tuple[int, OptimizerSpec], list[Shard]] = {}
+        keyed: dict[tuple[AddressKey, OptimizerSpec], list[Shard]] = {}
         for shard in self.of_worker(worker):
-            keyed.setdefault((shard.table.dim, shard.table.optimizer), []).append(shard)
+            keyed.setdefault((shard.table.address_key, shard.table.optimizer), []).append(shard)
         groups = []
-        for (dim, optimizer), shards in keyed.items():
+        for ((dim, _), optimizer), shards in keyed.items():
             *starts, total = accumulate((shard.num_rows for shard in shards), initial=0)
             groups.append(ShardGroup(dim, optimizer, tuple(shards), tuple(starts), total))
         return tuple(groups)
@@ -135,8 +147,9 @@ def state_values_per_row(table: TableSpec) -> int:
 
 
 def bytes_per_row(table: TableSpec) -> int:
-    """Return the bytes of a row and its optimizer state."""
-    return (table.dim + state_values_per_row(table)) * table.bytes_per_value
+    """Return the bytes of a row and its optimizer state, and of its key in a growing table."""
+    bytes_of_key = _BYTES_PER_KEY if table.growth else 0
+    return (table.dim + state_values_per_row(table)) * table.bytes_per_value + bytes_of_key
 
 
 def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> float:
@@ -188,7 +201,8 @@ def should_trainers_pool(
 
     With ``pooled_by`` "auto", trainers pool if that moves clearly fewer bytes. Max pooling of a split table
     is always on trainers: the gradient goes to the first of equal values in a bag. A worker that holds
-    some of the rows does not know which value is first.
+    some of the rows does not know which value is first. Trainers always pool the bags of growing tables, so
+    that workers receive each key once.
 
     Args:
         num_shards: number of workers that hold the table.
@@ -196,6 +210,8 @@ def should_trainers_pool(
         samples: number of samples of a trainer's lookup; 0 if unknown.
         wire_bytes_per_value: bytes of a value of vectors and gradients; None for the bytes in the rows.
     """
+    if table.growth is not None:
+        return True
     reads = [table.for_feature(name) for name in table.features]
     if num_shards > 1 and any(read.pooling is Pooling.MAX and not read.sequence for read in reads):
         return True
@@ -227,8 +243,8 @@ def place(
 
     The largest tables are placed first (Graham's LPT rule, 1969). Each goes to the worker that minimizes the
     sum of squares of all workers' fractions of bytes and of traffic. With placement "auto", a
-    table is split over all its allowed workers if its bytes exceed the mean of a worker and reach
-    ``MIN_SPLIT_BYTES``.
+    table is split over all its allowed workers if it grows, or if its bytes exceed the mean of a worker and
+    reach ``MIN_SPLIT_BYTES``.
 
     Args:
         ids_per_sample: mean number of ids of each multi-hot feature; 1 if absent.
@@ -237,7 +253,7 @@ def place(
     Raises:
         ConfigError: a table names a worker that does not exist.
     """
-    size_of = {t.name: t.num_rows * bytes_per_row(t) for t in tables}
+    size_of = {t.name: t.expected_rows * bytes_per_row(t) for t in tables}
     traffic_of = {t.name: bytes_per_sample(t, ids_per_sample) for t in tables}
     total_bytes = sum(size_of.values()) or 1
     total_traffic = sum(traffic_of.values()) or 1.0
@@ -253,8 +269,9 @@ def place(
         if table.placement == "auto":
             size = size_of[table.name]
             is_split = size > total_bytes / num_workers and size >= MIN_SPLIT_BYTES
+            is_split = is_split or table.growth is not None
         if is_split and len(allowed) > 1:
-            targets = allowed[: table.num_rows]  # no shard is empty
+            targets = allowed if table.growth else allowed[: table.num_rows]  # no shard is empty
         else:
             targets = [min(allowed, key=lambda w: (held[w] * size_fraction + moved[w] * traffic_fraction, w))]
         shards_of[table.name] = [Shard(table, worker, i, len(targets)) for i, worker in enumerate(targets)]

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TypeAlias
 
 from hybrid.input_spec import InputSpec
+
+MIN_ROWS = 8192  # of the limit of a growing table: eight rows in each of 1,024 buckets
+UNKNOWN_ROWS = ("initial", "zeros")
+
+AddressKey: TypeAlias = tuple[int, str]
 
 
 class Pooling(StrEnum):
@@ -110,6 +116,16 @@ class TableSpec:
     sequence: int = 0
     pooled_by: str = "auto"
     growth: GrowthSpec | None = None
+
+    @property
+    def expected_rows(self) -> int:
+        """Number of rows; of a growing table, its ``max_rows``, which is 0 without a limit."""
+        return self.growth.max_rows if self.growth else self.num_rows
+
+    @property
+    def address_key(self) -> AddressKey:
+        """Tables with the same key share one range of row numbers; a growing table shares with no other."""
+        return self.dim, self.name if self.growth else ""
 
     def for_feature(self, feature: str) -> TableSpec:
         """Return a copy whose ``pooling`` and ``sequence`` are those of one feature."""

@@ -2,11 +2,13 @@
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+_MAP_NORESERVE = 0x4000  # which mmap has from Python 3.13 on
 
 
 def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -15,15 +17,36 @@ def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     Rows are read and written at random. With pages of 4 KiB, nearly every access misses the TLB. Memory is
     allocated when it is first written to.
     """
+    return _zeros(shape, dtype, large_pages)
+
+
+def reserved_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return zeros as :func:`zeros_in_large_pages`, also for more bytes than the system has."""
+    return _zeros(shape, dtype, reserved_pages)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, pages: Callable[[int], mmap.mmap]) -> Tensor:
     size = math.prod(shape)
     if not size:
         return torch.zeros(*shape, dtype=dtype)
-    return torch.frombuffer(large_pages(size * dtype.itemsize), dtype=dtype).view(*shape)
+    return torch.frombuffer(pages(size * dtype.itemsize), dtype=dtype).view(*shape)
 
 
 def large_pages(num_bytes: int) -> mmap.mmap:
     """Return memory full of zeros; see :func:`zeros_in_large_pages`."""
-    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return _pages(num_bytes, 0)
+
+
+def reserved_pages(num_bytes: int) -> mmap.mmap:
+    """Return addresses of memory full of zeros, also for more bytes than the system has.
+
+    Memory is allocated when it is first written to, and counts from then on.
+    """
+    return _pages(num_bytes, _MAP_NORESERVE)
+
+
+def _pages(num_bytes: int, flag: int) -> mmap.mmap:
+    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flag)
     with suppress(OSError):  # a kernel without huge pages
         buffer.madvise(mmap.MADV_HUGEPAGE)
     return buffer

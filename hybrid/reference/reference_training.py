@@ -27,6 +27,7 @@ from hybrid.errors import ConfigError, NonFiniteError
 from hybrid.input_spec import InputSpec
 from hybrid.models.dense_net import DenseNet
 from hybrid.models.layers import pad_histories
+from hybrid.reference.reference_keys import ReferenceKeys
 from hybrid.reference.reference_losses import ReferenceLoss
 from hybrid.reference.reference_rows import initial_state, update_rows
 
@@ -44,9 +45,11 @@ class Reference:
         net: the initial dense net of every trainer; copied.
         remote_net: the net between interaction and head, or None; copied.
         total_steps: steps of the run, on which the schedule may depend.
+        initial_rows: function that returns the initial rows of keys of a growing table, (keys, D).
 
     Attributes:
         tables: rows by table, with all updates.
+        keys: which keys of a growing table have rows, and their numbers.
         table_states: state of the tables' optimizers by table and name, with the names of the workers.
         nets: the dense net of each trainer; stages that trainers share are the same modules.
         remote_net: the trained remote net.
@@ -66,6 +69,7 @@ class Reference:
         net: DenseNet,
         remote_net: nn.Module | None,
         total_steps: int,
+        initial_rows: Callable[[TableSpec, Sequence[int]], Tensor] | None = None,
     ) -> None:
         if config.train.update == "async":
             raise ConfigError("train.update", "must be sync or lookahead to be compared", "async")
@@ -76,6 +80,9 @@ class Reference:
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
 
         self.tables = {table.name: rows[table.name].to(self._dtype, copy=True) for table in tables}
+        self.keys = {table.name: ReferenceKeys(table.growth) for table in tables if table.growth is not None}
+        self._initial_rows = initial_rows
+        self._step = 0
         self.table_states = {t.name: initial_state(t.optimizer, self.tables[t.name]) for t in tables}
 
         self.nets = _nets(net, config.dense, config.cluster.trainers)
@@ -116,6 +123,7 @@ class Reference:
             raise NonFiniteError("the loss or a gradient of the reference is not finite")
         else:
             self.skipped_steps += 1
+        self._step += 1
         return loss.item()
 
     @torch.no_grad()
@@ -140,10 +148,35 @@ class Reference:
             for k, feature in enumerate(self._features):
                 ids[self._table_of[feature.name].name].append(_bags(batch.sparse_features, k)[0])
         rows = {}
-        for name, table_RD in self.tables.items():
-            ids_U = torch.cat(ids[name]).unique()
-            rows[name] = _StepRows(ids_U, table_RD[ids_U])
+        for table in self._specs:
+            ids_U = torch.cat(ids[table.name]).unique()
+            rows[table.name] = _StepRows(ids_U, self._read(table, ids_U))
         return rows
+
+    def _read(self, table: TableSpec, ids_U: Tensor) -> Tensor:
+        """Return the rows of ids; of a growing table, initial rows for ids without one."""
+        if table.name not in self.keys:
+            return self.tables[table.name][ids_U]
+        keys, row_of = [key % 2**64 for key in ids_U.tolist()], self.keys[table.name].row_of
+        assert self._initial_rows is not None
+        rows_UD = self._initial_rows(table, keys).to(self._dtype)
+        for index, key in enumerate(keys):
+            if key in row_of:
+                rows_UD[index] = self.tables[table.name][row_of[key]]
+        return rows_UD
+
+    def _grow(self, table: TableSpec, ids_U: Tensor) -> Tensor:
+        """Give rows to keys that a step has read, and return the row of each, or -1."""
+        reference_keys = self.keys[table.name]
+        keys = [key % 2**64 for key in ids_U.tolist()]
+        admitted = reference_keys.count(keys, self._step)
+        assert self._initial_rows is not None
+        new_RD = self._initial_rows(table, admitted).to(self._dtype)
+        self.tables[table.name] = torch.cat([self.tables[table.name], new_RD])
+        for name, state in initial_state(table.optimizer, new_RD).items():
+            of_table = self.table_states[table.name]
+            of_table[name] = torch.cat([of_table[name], state])
+        return torch.tensor([reference_keys.row_of.get(key, -1) for key in keys], dtype=torch.int64)
 
     def _forward(self, trainer: int, batch: Batch, rows: Mapping[str, _StepRows]) -> Tensor:
         net = self.nets[trainer]
@@ -208,9 +241,15 @@ class Reference:
             if spec.optimizer.name == "frozen":
                 continue
             assert rows_UD.grad is not None, "every table has a feature that reads it"
+            grad_UD = rows_UD.grad
+            if spec.name in self.keys:
+                rows_U = self._grow(spec, ids_U)
+                ids_U, grad_UD = rows_U[rows_U >= 0], grad_UD[rows_U >= 0]
             rate = spec.optimizer.learning_rate * factor
             table_RD, state = self.tables[spec.name], self.table_states[spec.name]
-            update_rows(spec.optimizer, rate, table_RD, state, ids_U, rows_UD.grad)
+            update_rows(spec.optimizer, rate, table_RD, state, ids_U, grad_UD)
+            if spec.name in self.keys:
+                self.keys[spec.name].sweep(self._step)
 
 
 def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -23,7 +23,7 @@ class HostedModule(nn.Module):
         super().__init__()
         self.barrier: UpdateBarrier[Any]
         self.clock = StepClock()
-        self._checkpoint_tensors: Mapping[str, Mapping[str, Tensor]] = {}
+        self._checkpoint_tensors: Mapping[str, Callable[[], Mapping[str, Tensor]]] = {}
 
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
@@ -60,15 +60,15 @@ class HostedModule(nn.Module):
         self._checkpoint_tensors = {}
         files: Files = {}
         for name, tensors in tensors_of_file.items():
-            files |= write_tensors(folder, name, tensors)
+            files |= write_tensors(folder, name, tensors())
         return files
 
     def load(self, folder: StoragePath, step: int) -> None:
         """Load the tensors of a checkpoint, and continue after ``step`` steps."""
         raise NotImplementedError
 
-    def _files(self, is_copied: bool) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the tensors of each file of a checkpoint."""
+    def _files(self, is_copied: bool) -> Mapping[str, Callable[[], Mapping[str, Tensor]]]:
+        """Return a function for each file of a checkpoint, which returns its tensors."""
         raise NotImplementedError
 
     def close(self) -> None:

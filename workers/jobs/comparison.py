@@ -7,9 +7,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from rich.table import Table
 from torch import Tensor, nn
@@ -27,6 +29,8 @@ from hybrid.custom_loop.loop_state import PARAMETERS
 from hybrid.data.batches import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.prepare.preparation import open_split
+from hybrid.embedding.initial_rows import random_rows
+from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import HybridError
 from hybrid.metrics import Predictions
 from hybrid.reference.reference_training import Reference
@@ -72,7 +76,9 @@ class Difference:
 
     @classmethod
     def between(cls, name: TensorName, actual: Tensor, expected: Tensor) -> Difference:
-        """Compare two tensors of one shape; a NaN on either side is an infinite difference."""
+        """Compare two tensors; a NaN on either side, or another shape, is an infinite difference."""
+        if actual.shape != expected.shape:  # a growing table has other keys
+            return cls(name, torch.inf, torch.inf)
         if not expected.numel():
             return cls(name, 0.0, 0.0)
         distance = (actual.double() - expected.double()).abs().nan_to_num(torch.inf)
@@ -106,14 +112,18 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
 
 
 def stored_tables(stored: Checkpoint) -> Snapshot:
-    """Return the full tables of a checkpoint, and their optimizer state."""
+    """Return the full tables of a checkpoint, and their optimizer state; growing tables by key."""
     tensors: Snapshot = {}
     for table, (num_rows, _, count) in stored.manifest.tables.items():
-        for index in range(count):
-            for kind, rows in stored.tensors(shard_file(table, index, count)).items():
-                name = TensorName(f"table {table}", VALUE if kind == "weight" else kind)
-                full = tensors.setdefault(name, rows.new_empty(num_rows, *rows.shape[1:]))
-                full[index::count] = rows
+        shards = [stored.tensors(shard_file(table, index, count)) for index in range(count)]
+        for kind in shards[0]:
+            name = TensorName(f"table {table}", VALUE if kind == "weight" else kind)
+            if "keys" in shards[0]:
+                tensors[name] = torch.cat([shard[kind] for shard in shards])
+                continue
+            full = tensors[name] = shards[0][kind].new_empty(num_rows, *shards[0][kind].shape[1:])
+            for index, shard in enumerate(shards):
+                full[index::count] = shard[kind]
     return tensors
 
 
@@ -135,6 +145,19 @@ def _named(prefix: str, values: Mapping[str, Tensor], states: Mapping[Any, Mappi
 def reference_snapshot(reference: Reference) -> Snapshot:
     """Return the tensors of one process, under the same names as :func:`snapshot`."""
     tensors = _named("table ", reference.tables, reference.table_states)
+    for table, keys in reference.keys.items():
+        of_table = TensorName(f"table {table}")
+        with_rows = sorted(keys.row_of)
+        rows = torch.tensor([keys.row_of[key] for key in with_rows], dtype=torch.int64)
+        for name in [name for name in tensors if name.parameter == of_table.parameter]:
+            tensors[name] = tensors[name][rows]
+        for prefix, of_keys in (("", with_rows), ("pending_", sorted(keys.seen.keys() - keys.row_of.keys()))):
+            signed = [key - (key >> 63 << 64) for key in of_keys]
+            counts, last_steps = (
+                zip(*(keys.seen[key] for key in of_keys), strict=True) if of_keys else ((), ())
+            )
+            for kind, values in (("keys", signed), ("counts", counts), ("last_steps", last_steps)):
+                tensors[of_table._replace(kind=prefix + kind)] = torch.tensor(values, dtype=torch.int64)
     nets: dict[str, nn.Module] = {f"trainer {index}": net for index, net in enumerate(reference.nets)}
     if reference.remote_net is not None:
         nets["remote net"] = reference.remote_net
@@ -181,6 +204,7 @@ class Comparison:
             blueprint.dense_net(),
             blueprint.remote_net(),
             session.total_steps,
+            partial(initial_rows_of_keys, self._config.run.seed),
         )
         steps = min(self._steps, session.total_steps)
         self.doing = "while training on the cluster"
@@ -266,6 +290,12 @@ def comparison_table(compared: Sequence[Difference]) -> Table:
             times = f"{ratio:,.1f} times" if ratio < 1000 else "over 1000 times"
             table.add_row(parameter, *cells, times, style="red")
     return table
+
+
+def initial_rows_of_keys(seed: int, table: TableSpec, keys: Sequence[int]) -> Tensor:
+    """Return the initial rows of keys of a growing table, as numbers from 0 to 2**64 - 1."""
+    keys_U = np.array(keys, np.uint64)
+    return random_rows(keys_U, table.dim, seed, table.name, table.init_scale, table.init)
 
 
 def _slices(config: RunConfig, dataset: PreparedDataset) -> Iterator[tuple[Batch, ...]]:

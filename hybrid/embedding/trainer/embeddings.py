@@ -25,7 +25,7 @@ from hybrid.embedding import kernels
 from hybrid.embedding.bags import MARKS, Bags
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_source import TableSource
-from hybrid.embedding.table_spec import Pooling, TableSpec, tables_of
+from hybrid.embedding.table_spec import AddressKey, Pooling, TableSpec, tables_of
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.lookup import Lookup, Outbox, contiguous_copy
 from hybrid.embedding.trainer.routes import (
@@ -202,8 +202,9 @@ def make_routes(
 ) -> list[Route]:
     """Return the routes of a batch.
 
-    Features of one width share a route. Multi-hot features need the same pooling, too, and all or none have
-    weights. If workers pool, their tables must also be in the same groups.
+    Features of one width share a route; those of a growing table have a route of their own. Multi-hot
+    features need the same pooling, too, and all or none have weights. If workers pool, their tables must also
+    be in the same groups.
 
     Args:
         row_features: features with one id per sample, and sequences.
@@ -212,22 +213,22 @@ def make_routes(
         weighted: multi-hot features whose ids have weights.
     """
     of_table = placement.locations()
-    of_dim: dict[int, list[int]] = defaultdict(list)
+    of_space: dict[AddressKey, list[int]] = defaultdict(list)
     # By whether workers pool, groups or width, pooling, and whether ids have weights.
     bags: dict[tuple[bool, object, Pooling, bool], list[int]] = defaultdict(list)
     for k in row_features:
-        of_dim[tables[k].dim].append(k)
+        of_space[tables[k].address_key].append(k)
     for k in bag_features:
         table = tables[k]
         by_workers = tables[k].name not in placement.pooled_by_trainers
         groups = tuple((at.worker, at.number) for at in of_table[table.name])
-        bags[by_workers, groups if by_workers else table.dim, table.pooling, k in weighted].append(k)
+        bags[by_workers, groups if by_workers else table.address_key, table.pooling, k in weighted].append(k)
 
     def with_locations(features: list[int]) -> tuple[tuple[int, ...], Locations]:
         return tuple(features), [of_table[tables[k].name] for k in features]
 
     routes: list[Route] = []
-    for _, features in sorted(of_dim.items()):
+    for _, features in sorted(of_space.items()):
         if any(tables[k].sequence for k in features):
             sizes_F = [tables[k].num_vectors for k in features]
             routes.append(SequenceRoute(*with_locations(features), sizes_F))
@@ -257,13 +258,15 @@ class ModuleTables:
         self._locations = placement.locations()
         self._pooled_by_trainers = frozenset(placement.pooled_by_trainers)
         self._outbox = Outbox(sources, clock)
-        by_dim: dict[int, list[str]] = defaultdict(list)
+        of_space: dict[AddressKey, list[str]] = defaultdict(list)
         for table in tables:
-            by_dim[table.dim].append(table.name)
+            of_space[table.address_key].append(table.name)
         self._spaces = {
-            dim: AddressSpace([self._locations[name] for name in names]) for dim, names in by_dim.items()
+            key: AddressSpace([self._locations[name] for name in names]) for key, names in of_space.items()
         }
-        self._index_in_space = {name: index for names in by_dim.values() for index, name in enumerate(names)}
+        self._index_in_space = {
+            name: index for names in of_space.values() for index, name in enumerate(names)
+        }
 
     def lookup(self, requests: Sequence[TableRequest], ticket: Ticket, after: Lookup | None = None) -> Lookup:
         """Start a lookup on all workers, and do not wait. Each worker then expects gradients.
@@ -293,10 +296,10 @@ class ModuleTables:
         """Append the requests to the messages of the workers."""
         vectors = [(self._tables[name], bags.num_bags) for name, bags in requests]
         layout = _SeparateCalls(vectors, [], [], {}, [*self._tables.values()], purpose)
-        calls_of_dim: dict[int, list[int]] = defaultdict(list)
+        calls_of_space: dict[AddressKey, list[int]] = defaultdict(list)
         for call, (name, bags) in enumerate(requests):
             if bags.offsets is None:
-                calls_of_dim[self._tables[name].dim].append(call)
+                calls_of_space[self._tables[name].address_key].append(call)
                 continue
             kind: type[BagRoute | PoolRoute] = BagRoute
             if name in self._pooled_by_trainers:
@@ -304,14 +307,14 @@ class ModuleTables:
             route = kind((0,), [self._locations[name]], bags.pooling, bags.weights_L is not None)
             sparse = SparseFeatures(bags.ids_L, bags.offsets, bags.weights_L, 1)
             layout.bags.append((call, route.start(BatchIds(sparse), items)))
-        for dim, calls in sorted(calls_of_dim.items()):
+        for key, calls in sorted(calls_of_space.items()):
             sizes = [vectors[call][1] for call in calls]
-            space = self._spaces[dim]
+            space = self._spaces[key]
             addresses_L = torch.empty(sum(sizes), dtype=space.dtype)
             for call, out_L in zip(calls, addresses_L.split(sizes), strict=True):
                 name, bags = requests[call]
                 space.write(bags.ids_L.view(1, -1), self._index_in_space[name], out_L.view(-1, 1))
-            layout.rows.append((calls, sizes, space.request(addresses_L, (sum(sizes), 1, dim), items)))
+            layout.rows.append((calls, sizes, space.request(addresses_L, (sum(sizes), 1, space.dim), items)))
         for worker in items if purpose is not Purpose.PREDICT else ():
             sizes = [bags.num_bags for _, bags in items[worker]]
             layout.marks[append(items, worker, MARKS)] = sizes

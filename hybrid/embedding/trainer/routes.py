@@ -40,7 +40,7 @@ from torch import Tensor
 from hybrid.embedding import kernels
 from hybrid.embedding.bags import Bags, GroupedBags, Item, RowGradients, ids_dtype, pool_and_record
 from hybrid.embedding.kernels import Ints
-from hybrid.embedding.placement import Location
+from hybrid.embedding.placement import KEY_BITS, Location
 from hybrid.embedding.table_spec import Pooling
 from hybrid.embedding.trainer.batch_ids import BatchIds
 
@@ -60,13 +60,18 @@ class AddressSpace:
     """An integer address for every row of some tables of one width.
 
     Each group with one of these tables has a segment of the address range. So one sort finds the distinct
-    rows of all tables and workers.
+    rows of all tables and workers. A growing table has an address space of its own: the addresses are its
+    keys, and each shard has a segment of them.
 
     Args:
         locations: locations of the shards of each table. A table may occur several times.
     """
 
     def __init__(self, locations: Locations) -> None:
+        self.dim = locations[0][0].group.dim
+        if locations[0][0].shard.table.growth is not None:
+            self._address_keys(locations)
+            return
         groups = {(at.worker, at.number): at.group for shards in locations for at in shards}
         first: dict[tuple[int, int], int] = {}  # first address of each group
         self._segments: list[tuple[int, int, int, torch.dtype]] = []  # worker, group, its first address
@@ -75,16 +80,25 @@ class AddressSpace:
             first[worker, number] = end
             self._segments.append((worker, number, end, ids_dtype(group.num_rows)))
             end += group.num_rows
-        self._num_rows = end
+        self._addresses_end = end
         self.dtype = ids_dtype(end)
-        ends = torch.tensor([start for _, _, start, _ in self._segments[1:]] + [end], dtype=self.dtype)
-        self._ends = ends.numpy()
-        self.dim = locations[0][0].group.dim
+        starts = torch.tensor([start for _, _, start, _ in self._segments], dtype=self.dtype)
+        self._starts = starts.numpy()
         self.counts_K = np.array([len(shards) for shards in locations])
         self.bases_KS = np.zeros((len(locations), self.counts_K.max()), np.int64)
         for k, shards in enumerate(locations):
             for at in shards:
                 self.bases_KS[k, at.shard.index] = first[at.worker, at.number] + at.start
+
+    def _address_keys(self, locations: Locations) -> None:
+        """Use the keys of a growing table as addresses, which ascend as unsigned numbers."""
+        shards = sorted(locations[0], key=lambda at: at.shard.index)
+        self._segments = [(at.worker, at.number, 0, torch.int64) for at in shards]
+        self._addresses_end = kernels.KEYS_END
+        self.dtype = torch.int64
+        self._starts = np.array([at.shard.buckets.start << KEY_BITS for at in shards], np.uint64)
+        self.counts_K = np.ones(len(locations), np.int64)
+        self.bases_KS = np.zeros((len(locations), 1), np.int64)
 
     def write(self, ids_KB: Tensor, first: int, out_BK: Tensor) -> None:
         """Write the addresses of ids; row k of ``ids_KB`` is of the table with index ``first + k``."""
@@ -99,10 +113,10 @@ class AddressSpace:
         Args:
             shape_BFD: shape of the vectors, with one vector per address.
         """
-        ids_U, starts_V, order_L = kernels.group_ids(addresses_L.numpy(), self._num_rows)
-        ends = np.searchsorted(ids_U, self._ends).tolist()
+        ids_U, starts_V, order_L = kernels.group_ids(addresses_L.numpy(), self._addresses_end)
+        starts = np.searchsorted(ids_U.view(self._starts.dtype), self._starts).tolist()
         slots = []
-        for segment, start, end in zip(self._segments, [0, *ends[:-1]], ends, strict=True):
+        for segment, start, end in zip(self._segments, starts, [*starts[1:], len(ids_U)], strict=True):
             worker, group, first, dtype = segment
             rows = torch.from_numpy(ids_U[start:end] - first).to(dtype)
             slots.append((append(items, worker, (group, Bags(rows))), start, end))

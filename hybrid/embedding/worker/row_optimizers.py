@@ -34,8 +34,8 @@ If torch has the optimizer, rows that are updated in every step have the bits of
 """
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ from hybrid.embedding import kernels
 from hybrid.embedding.bags import RowGradients
 from hybrid.embedding.table_spec import OptimizerSpec
 from hybrid.primitives.huge_pages import zeros_in_large_pages
+
+Zeros: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]  # makes a tensor of a shape and a type
 
 
 def _put(full: Tensor, rows_U: Tensor, part: Tensor) -> None:
@@ -64,12 +66,12 @@ class RowOptimizer:
     values_state: ClassVar[tuple[str, ...]] = ()
     row_state: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, spec: OptimizerSpec, weight_RD: Tensor) -> None:
+    def __init__(self, spec: OptimizerSpec, weight_RD: Tensor, zeros: Zeros = zeros_in_large_pages) -> None:
         self.spec = spec
         self.weight_RD = weight_RD
         dtype = weight_RD.dtype
-        self.state = {name: zeros_in_large_pages(weight_RD.shape, dtype) for name in self.values_state}
-        self.state |= {name: zeros_in_large_pages(weight_RD.shape[:1], dtype) for name in self.row_state}
+        self.state = {name: zeros(weight_RD.shape, dtype) for name in self.values_state}
+        self.state |= {name: zeros(weight_RD.shape[:1], dtype) for name in self.row_state}
 
     def apply(self, gradients: RowGradients, first: int, last: int, scale: float, factor: float) -> float:
         """Apply one step to ``gradients.rows_U[first:last]``, with the gradients times ``scale``.
@@ -170,8 +172,8 @@ class Adam(RowOptimizer):
     values_state = ("mean", "square")
     row_state = ("steps",)
 
-    def __init__(self, spec: OptimizerSpec, weight_RD: Tensor) -> None:
-        super().__init__(spec, weight_RD)
+    def __init__(self, spec: OptimizerSpec, weight_RD: Tensor, zeros: Zeros = zeros_in_large_pages) -> None:
+        super().__init__(spec, weight_RD, zeros)
         largest = max(spec.betas)
         # From this step on, both powers are so small that 1 minus them rounds to 1.
         self._last_distinct = 1 + int(-54 * math.log(2) / math.log(largest)) if largest > 0 else 1

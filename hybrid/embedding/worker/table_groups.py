@@ -1,13 +1,16 @@
 """The rows of a worker by group, their copies for checkpoints, and the update of a step."""
 
+from __future__ import annotations
+
 import bisect
 import math
 import mmap
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,13 +18,15 @@ import torch
 from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import shard_file
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding import kernels
 from hybrid.embedding.bags import Bags, GroupedBags, RowGradients, concatenate, ids_dtype, pool_and_record
 from hybrid.embedding.initial_rows import fill_random_rows, read_rows, read_rows_by_key
 from hybrid.embedding.placement import Shard, ShardGroup
-from hybrid.embedding.worker.row_optimizers import OPTIMIZERS
+from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, Zeros
 from hybrid.errors import NonFiniteError
 from hybrid.primitives.huge_pages import large_pages, zeros_in_large_pages
+from hybrid.updates.ticket import Purpose
 
 # Bytes of rows, gradients and state in one block of an update. A block stays in the CPU cache.
 _BLOCK_BYTES = 2 << 20
@@ -76,13 +81,33 @@ class DistinctStepRows(NamedTuple):
 
 
 class TableGroup:
-    """The rows of several shards in one tensor, and their optimizer. The rows are zeros until initialized."""
+    """The rows of several shards in one tensor, and their optimizer. The rows are zeros until initialized.
 
-    def __init__(self, group: ShardGroup, dtype: torch.dtype) -> None:
+    Args:
+        num_rows: number of rows to reserve with ``zeros``.
+
+    Attributes:
+        ids_end: all ids are less than this.
+    """
+
+    def __init__(
+        self, group: ShardGroup, dtype: torch.dtype, num_rows: int, zeros: Zeros = zeros_in_large_pages
+    ) -> None:
         self.group = group
-        self.weight_RD = zeros_in_large_pages((group.num_rows, group.dim), dtype)
-        self.optimizer = OPTIMIZERS[group.optimizer.name](group.optimizer, self.weight_RD)
+        self.ids_end = num_rows
+        self.weight_RD = zeros((num_rows, group.dim), dtype)
+        self.optimizer = OPTIMIZERS[group.optimizer.name](group.optimizer, self.weight_RD, zeros)
         self._buffers = ReusedBuffers()
+
+    @classmethod
+    def of(cls, group: ShardGroup, dtype: torch.dtype) -> TableGroup:
+        """Create the group of fixed tables, or of one growing table."""
+        if group.shards[0].table.growth is None:
+            return cls(group, dtype, group.num_rows)
+        # A late import, since other clusters need not wait until its kernels are compiled.
+        from hybrid.embedding.worker.growing_group import GrowingGroup
+
+        return GrowingGroup(group, dtype)
 
     def initialize(self, seed: int) -> None:
         """Fill the rows with their initial values; see :meth:`TableShards.initialize`."""
@@ -103,24 +128,34 @@ class TableGroup:
         of_group = self._tensors if tensors is None else tensors
         return {name: tensor[start : start + shard.num_rows] for name, tensor in of_group.items()}
 
-    def files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
-        """Return the checkpoint tensors of each shard, by file, as views of the group or of a copy."""
-        tensors = self._tensors
-        if is_copied:
-            tensors = {
-                name: self._buffers.empty(tensor.shape, tensor.dtype).copy_(tensor)
-                for name, tensor in tensors.items()
-            }
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Read the rows of all shards from a checkpoint."""
+        for shard in self.group.shards:
+            checkpoint.load_rows(shard.table.name, shard.index, shard.count, self.shard_tensors(shard))
+
+    def files(self, is_copied: bool) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
+        """Return functions that make the checkpoint tensors of each shard, by file.
+
+        The tensors are views of the group, or of a copy that is made now.
+        """
+        tensors = self._copies(len(self.weight_RD)) if is_copied else self._tensors
         return {
-            shard_file(shard.table.name, shard.index, shard.count): self.shard_tensors(shard, tensors)
+            shard_file(shard.table.name, shard.index, shard.count): partial(
+                self.shard_tensors, shard, tensors
+            )
             for shard in self.group.shards
         }
+
+    def _copies(self, num_rows: int) -> dict[str, Tensor]:
+        """Return copies of the first rows, and of their optimizer state."""
+        rows = {name: tensor[:num_rows] for name, tensor in self._tensors.items()}
+        return {name: self._buffers.empty(t.shape, t.dtype).copy_(t) for name, t in rows.items()}
 
     @property
     def _tensors(self) -> dict[str, Tensor]:
         return {"weight": self.weight_RD, **self.optimizer.state}
 
-    def pool(self, bags: Bags) -> tuple[Tensor, Bags]:
+    def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
         """Return one pooled vector per bag, and the bags with ``winners_BD``; see :func:`pool_and_record`."""
         shape = len(bags.ids_L), self.group.dim
         if bags.offsets is not None or math.prod(shape) * self.weight_RD.itemsize < _MIN_REUSED_BYTES:
@@ -140,7 +175,7 @@ class TableGroup:
         by_kind = []
         for indices in kinds.values():
             of_kind = concatenate([bags[index] for index in indices])
-            ids = kernels.group_ids(of_kind.ids_L.numpy(), self.group.num_rows)
+            ids = kernels.group_ids(of_kind.ids_L.numpy(), self.ids_end)
             by_kind.append((indices, GroupedBags(of_kind, ids, self.weight_RD.dtype)))
         return DistinctStepRows(bags, by_kind)
 
@@ -156,9 +191,16 @@ class TableGroup:
         if len(merged) == 1:
             return merged[0]
         # Add up the sums of all kinds: a row may be read alone and in bags. Or no row was read.
-        empty = torch.empty(0, dtype=ids_dtype(self.group.num_rows))
+        empty = torch.empty(0, dtype=ids_dtype(self.ids_end))
         all_rows = self.find_distinct_rows([Bags(each.rows_U) for each in merged] or [Bags(empty)])
         return self.merge(all_rows, [each.sum_all() for each in merged] or [self.weight_RD[:0]])
+
+    def begin_update(self, gradients: RowGradients, step: int) -> RowGradients:
+        """Return the gradients of the rows to update, as the update of a step begins."""
+        return gradients
+
+    def end_update(self, step: int) -> None:
+        """Complete an update."""
 
     def blocks(self, stop: int, start: int = 0) -> Iterator[tuple[int, int]]:
         """Split rows into blocks that fit the CPU cache with gradients and state; return their bounds."""
@@ -173,11 +215,13 @@ class TableGroup:
         starts = [(each, start) for each, start in self.group.shard_starts if each.table.name not in idle]
         return chain.from_iterable(self.blocks(start + each.num_rows, start) for each, start in starts)
 
-    def table_of(self, row: int) -> tuple[str, int]:
-        """Return the table, and the row within it, of a row of the group."""
+    def describe(self, row: int) -> str:
+        """Return text with the table, and the row within it, of a row of the group."""
         number = bisect.bisect_right(self.group.starts, row) - 1
         shard = self.group.shards[number]
-        return shard.table.name, (row - self.group.starts[number]) * shard.count + shard.index
+        return (
+            f"table {shard.table.name}, row {(row - self.group.starts[number]) * shard.count + shard.index},"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +258,9 @@ class TableUpdate:
             NonFiniteError: a gradient is not finite, and ``check_finite`` is set. Some rows may be updated
                 already, so the tables are inconsistent.
         """
-        for group, gradients in self.gradients:
+        for group, of_ids in self.gradients:
             steps_all = group.group.optimizer.steps_all_rows
+            gradients = group.begin_update(of_ids, self.step)
             rows_U = gradients.rows_U
             blocks = group.blocks_without(self.idle) if steps_all else group.blocks(len(rows_U))
             for first, last in blocks:
@@ -229,6 +274,7 @@ class TableUpdate:
                     end = last
                     total = group.optimizer.apply(gradients, begin, end, scale, self.factor)
                 self._check(group, gradients, begin, end, total)
+            group.end_update(self.step)
 
     def _check(self, group: TableGroup, gradients: RowGradients, first: int, last: int, total: float) -> None:
         if not self.check_finite or math.isfinite(total):
@@ -237,5 +283,5 @@ class TableUpdate:
         grad_UD = gradients.sum_block(first, last)[0]
         wrong_U = ~grad_UD.isfinite().all(1)
         if wrong_U.any():  # else the sum of finite values has overflowed
-            table, row = group.table_of(int(rows_U[wrong_U.nonzero()[0]]))
-            raise NonFiniteError(f"step {self.step}: the gradient of table {table}, row {row}, is not finite")
+            row = group.describe(int(rows_U[wrong_U.nonzero()[0]]))
+            raise NonFiniteError(f"step {self.step}: the gradient of {row} is not finite")

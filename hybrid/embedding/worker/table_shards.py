@@ -1,7 +1,7 @@
 """The tables of a worker: lookups of trainers, gradients of steps, and checkpoints."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import TypeAlias
@@ -52,7 +52,7 @@ class TableShards(HostedModule, TableSource):
         super().__init__()
         self._dtype = dtype
         self._wire_dtype = wire_dtype or dtype
-        self.groups = [TableGroup(group, dtype) for group in placement.groups(worker)]
+        self.groups = [TableGroup.of(group, dtype) for group in placement.groups(worker)]
         self._tables = [*placement.shapes]
         self._rules = rules
         # Autograd records a function only if one of its inputs requires a gradient.
@@ -82,20 +82,20 @@ class TableShards(HostedModule, TableSource):
 
     def _look_up(self, ticket: Ticket, items: Sequence[Item], recorded: list[Item]) -> list[Tensor]:
         if ticket.purpose is Purpose.PREDICT:
-            return [self.groups[group].pool(bags)[0] for group, bags in items]
+            return [self.groups[group].pool(bags, ticket.purpose)[0] for group, bags in items]
         with self.clock.span("pool", ticket.step):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
-            pooled, recorded[:] = self.pool_and_record(items)
+            pooled, recorded[:] = self.pool_and_record(items, ticket.purpose)
             # A prefetch needs no response whose gradient has the shape of the marks.
             return [*pooled, torch.empty(0, dtype=self._wire_dtype)] if has_marks(items) else pooled
 
-    def pool_and_record(self, items: Sequence[Item]) -> tuple[list[Tensor], list[Item]]:
+    def pool_and_record(self, items: Sequence[Item], purpose: Purpose) -> tuple[list[Tensor], list[Item]]:
         """Return pooled vectors, and the items with ``winners_BD`` for their gradients, without marks."""
         pooled = []
         recorded = []
         for group, bags in items[: len(items) - has_marks(items)]:
-            vectors_BD, recorded_bags = self.groups[group].pool(bags)
+            vectors_BD, recorded_bags = self.groups[group].pool(bags, purpose)
             pooled.append(vectors_BD.to(self._wire_dtype))
             recorded.append((group, recorded_bags))
         return pooled, recorded
@@ -166,12 +166,11 @@ class TableShards(HostedModule, TableSource):
         self.barrier.drain()
         checkpoint = Checkpoint.open(folder)
         for group in self.groups:
-            for shard in group.group.shards:
-                checkpoint.load_rows(shard.table.name, shard.index, shard.count, group.shard_tensors(shard))
+            group.load(checkpoint)
         self._prefetched.clear()
         self.barrier.restart(step)
 
-    def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
+    def _files(self, is_copied: bool) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
         return {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
 
     def _find_distinct_rows(self, step: int) -> None:
@@ -220,7 +219,7 @@ class _Lookup(torch.autograd.Function):
         ticket: Ticket,
         items: Sequence[Item],
     ) -> tuple[Tensor, ...]:
-        pooled, recorded = shards.pool_and_record(items)
+        pooled, recorded = shards.pool_and_record(items, ticket.purpose)
         if has_marks(items):
             pooled.append(shards.empty_marks(recorded))
         ctx.arguments = shards, ticket, recorded  # type: ignore[attr-defined]

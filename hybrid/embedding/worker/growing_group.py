@@ -1,0 +1,113 @@
+"""A growing table on a worker: rows for keys that nobody knew before, and updates that add and remove rows.
+
+A key reads its row, or its initial row if it has none. Reads change nothing. The update of a step, in order:
+
+1. Each key that the step has read is counted once, however often and on however many trainers.
+2. Keys that are counted in at least ``admit_after`` steps get rows, while there are fewer than ``max_rows``.
+3. The optimizer updates the keys with rows. Gradients of other keys are dropped.
+4. In a part of the table, keys that are no longer read lose their rows.
+
+``key_maps.py`` has the rules. They depend on step numbers and keys only, bucket by bucket. So the number of
+workers, the time, and the order in which messages arrive change nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from hybrid.checkpoint.checkpoint_folders import shard_file
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.stored_keys import pack_keys, read_keys
+from hybrid.embedding.bags import Bags, RowGradients
+from hybrid.embedding.initial_rows import random_rows
+from hybrid.embedding.kernels import KEYS_END, Ints
+from hybrid.embedding.placement import KEY_BITS, NUM_BUCKETS, ShardGroup, bytes_per_row
+from hybrid.embedding.worker.key_maps import KeyMap
+from hybrid.embedding.worker.table_groups import TableGroup
+from hybrid.primitives.huge_pages import reserved_zeros
+from hybrid.updates.ticket import Purpose
+
+
+class GrowingGroup(TableGroup):
+    """One shard of a growing table, which is a group of its own."""
+
+    def __init__(self, group: ShardGroup, dtype: torch.dtype) -> None:
+        (self._shard,) = group.shards
+        self._table = self._shard.table
+        assert self._table.growth is not None
+        self._growth = self._table.growth
+        self._seed = 0
+        # Lookups of evaluations, and in async mode those of steps, may run during an update.
+        self._lock = threading.Lock()
+        # As many rows as the memory of the host would hold. Addresses are free.
+        self._capacity = psutil.virtual_memory().total // bytes_per_row(self._table)
+        self._keys = KeyMap(self._shard.buckets, self._capacity, self._table.name)
+        super().__init__(group, dtype, self._capacity, reserved_zeros)
+        self.ids_end = KEYS_END
+
+    def initialize(self, seed: int) -> None:
+        self._seed = seed
+
+    def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
+        keys_U = bags.ids_L.numpy()
+        with self._lock:
+            rows_U = torch.from_numpy(self._keys.find(keys_U))
+            vectors_UD, _ = super().pool(Bags(rows_U.clamp(min=0)), purpose)
+        absent = (rows_U < 0).nonzero().squeeze(1)
+        if len(absent):
+            has_zeros = purpose is Purpose.PREDICT and self._growth.unknown == "zeros"
+            vectors_UD[absent] = 0.0 if has_zeros else self._initial_rows(keys_U[absent.numpy()])
+        return vectors_UD, bags
+
+    def begin_update(self, gradients: RowGradients, step: int) -> RowGradients:
+        keys_U = gradients.rows_U.numpy()
+        growth = self._growth
+        with self._lock:
+            rows_U, new = self._keys.count(
+                keys_U, step, growth.half_life, growth.admit_after, growth.max_rows // NUM_BUCKETS
+            )
+            new_rows = torch.from_numpy(rows_U[new])
+            self.weight_RD[new_rows] = self._initial_rows(keys_U[new])
+            for tensor in self.optimizer.state.values():
+                tensor[new_rows] = 0.0  # a removed key may have had the row
+        return gradients.select(torch.from_numpy(rows_U))
+
+    def end_update(self, step: int) -> None:
+        growth = self._growth
+        limit = growth.max_rows // NUM_BUCKETS
+        with self._lock:
+            if limit or growth.evict_after or growth.admit_after > 1:
+                # One row of eight stays free for the keys of the next steps.
+                self._keys.sweep(step, growth.half_life, growth.evict_after, limit - limit // 8)
+            self._keys.grow()
+
+    def describe(self, row: int) -> str:
+        return f"a key of table {self._table.name}"
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        self._keys = KeyMap(self._shard.buckets, self._capacity, self._table.name)
+        tensors = self._tensors
+        for keys in read_keys(checkpoint, self._table.name, self._shard.buckets, KEY_BITS, tensors):
+            rows = slice(self._keys.end, self._keys.end + len(keys.records_R2))
+            self._keys.load(keys.records_R2, keys.pending_P2)
+            for name, tensor in tensors.items():
+                tensor.numpy()[rows] = keys.rows[name]
+
+    def files(self, is_copied: bool) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
+        records_R2, pending_P2 = self._keys.state()
+        tensors = self._copies(len(records_R2)) if is_copied else self._tensors
+        name = shard_file(self._table.name, self._shard.index, self._shard.count)
+        return {name: partial(pack_keys, records_R2, pending_P2, tensors)}
+
+    def _initial_rows(self, keys_U: Ints) -> Tensor:
+        table = self._table
+        return random_rows(
+            keys_U.view(np.uint64), table.dim, self._seed, table.name, table.init_scale, table.init
+        ).to(self.weight_RD.dtype)

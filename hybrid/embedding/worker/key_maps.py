@@ -1,0 +1,410 @@
+"""The map of a growing table from keys to rows: hash tables, and the counts that decide which keys have rows.
+
+A key is a hash already (``hybrid/data/values/canonical.py``), so its bits are used as they are. The highest
+ten bits are its **bucket**, of which a table has 1,024. Each bucket has an open-addressing hash table with
+linear probing, whose slots hold::
+
+    key, value      value = 0          the slot is empty
+                    value = row + 1    the key has a row
+                    value < 0          the key is pending: it is counted, and has no row yet. value = ~record
+
+A **record** counts the steps that have read a key: ``count << 32 | step``, where ``step`` is the last of
+them. The records of keys with rows are in an array by row. Counts are halved at each multiple of the
+half-life: lazily, from the steps of the record and of its use.
+
+If bucket b has 2**c slots, they start at slot ``(1024 + b) << c`` of one reserved address range. So a bucket
+can grow to twice its size without moving another bucket. The system provides memory for written pages only.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.embedding.kernels import Ints, compiled, prefetch_row
+from hybrid.embedding.placement import KEY_BITS, NUM_BUCKETS
+from hybrid.errors import ClusterError
+from hybrid.primitives.huge_pages import reserved_pages
+
+SWEPT_BUCKETS = 16  # per update, so that 64 updates sweep a table
+
+_LOG_SLOTS = 4  # of a new bucket
+_MAX_LOG_SLOTS = 21  # two billion slots in a table
+_GROWN_BUCKETS = 4  # per update, if they are fuller than _SOFT_LOAD: all buckets fill at the same time
+_SOFT_LOAD, _HARD_LOAD = 0.6, 0.8
+_MAX_COUNT = 2**31 - 1
+_BLOCK = 32  # keys whose slots are prefetched together
+_NO_LIMIT = 2**62
+
+
+@numba.njit(inline="always")
+def _bucket(key: int) -> int:
+    return np.int64(np.uint64(key) >> np.uint64(KEY_BITS))  # type: ignore[return-value]
+
+
+@numba.njit(inline="always")
+def _count(record: int, step: int, half_life: int) -> int:
+    """Return the count of a record, as it is at ``step``. In async mode, steps may come in another order."""
+    return (record >> 32) >> max(0, min(31, step // half_life - (record & 0xFFFFFFFF) // half_life))
+
+
+@numba.njit(inline="always")
+def _find_slot(slots_S2: Ints, logs_N: Ints, key: int) -> int:
+    """Return the slot of a key, or the empty slot where it belongs."""
+    bucket = _bucket(key)
+    mask = (np.int64(1) << logs_N[bucket]) - 1
+    first = (NUM_BUCKETS + bucket) << logs_N[bucket]
+    place = key & mask
+    while slots_S2[first + place, 1] != 0 and slots_S2[first + place, 0] != key:
+        place = (place + 1) & mask
+    return first + place  # type: ignore[no-any-return]
+
+
+@compiled("void(int64[:,::1], int64[::1], int64[::1], int64[::1])")
+def _find_rows(slots_S2: Ints, logs_N: Ints, keys_U: Ints, rows_U: Ints) -> None:
+    """Write the row of each key; -1 for a key without a row."""
+    for start in range(0, len(keys_U), _BLOCK):
+        stop = min(start + _BLOCK, len(keys_U))
+        for u in range(start, stop):
+            bucket = _bucket(keys_U[u])
+            mask = (np.int64(1) << logs_N[bucket]) - 1
+            prefetch_row(slots_S2, ((NUM_BUCKETS + bucket) << logs_N[bucket]) + (keys_U[u] & mask))  # type: ignore[call-arg]
+        for u in range(start, stop):
+            rows_U[u] = max(np.int64(0), slots_S2[_find_slot(slots_S2, logs_N, keys_U[u]), 1]) - 1
+
+
+@compiled(
+    "void(int64[:,::1], int64[::1], int64[::1], int64[:,::1], int64[::1], int64, int64, int64[::1], "
+    "int64[::1])"
+)
+def _count_keys(
+    slots_S2: Ints,
+    logs_N: Ints,
+    sizes_N: Ints,
+    records_R2: Ints,
+    keys_U: Ints,
+    step: int,
+    half_life: int,
+    rows_U: Ints,
+    counts_U: Ints,
+) -> None:
+    """Count each key once; a new key becomes pending.
+
+    Args:
+        rows_U: receives the row of each key, or -1.
+        counts_U: receives the counts of pending keys, and 0 for keys with rows.
+    """
+    for u in range(len(keys_U)):
+        slot = _find_slot(slots_S2, logs_N, keys_U[u])
+        value = slots_S2[slot, 1]
+        record: Any = np.int64(0)
+        if value > 0:
+            record = records_R2[value - 1, 1]
+        elif value < 0:
+            record = ~value
+        count = min(_count(record, step, half_life) + 1, _MAX_COUNT)
+        if value > 0:
+            records_R2[value - 1, 1] = count << 32 | step
+            rows_U[u] = value - 1
+            counts_U[u] = 0
+        else:
+            sizes_N[_bucket(keys_U[u])] += value == 0
+            slots_S2[slot, 0] = keys_U[u]
+            slots_S2[slot, 1] = ~(count << 32 | step)
+            rows_U[u] = -1
+            counts_U[u] = count
+
+
+@compiled("void(int64[:,::1], int64[::1], int64[::1], int64[:,::1], int64[::1], int64[::1])")
+def _give_rows(
+    slots_S2: Ints, logs_N: Ints, free_R: Ints, records_R2: Ints, keys_U: Ints, rows_U: Ints
+) -> None:
+    """Give a row to each of these pending keys, and write the rows to ``rows_U``."""
+    for u in range(len(keys_U)):
+        if free_R[0] > 0:
+            row = free_R[1 + free_R[0]]
+            free_R[0] -= 1
+        else:
+            row = free_R[1]
+            free_R[1] += 1
+        slot = _find_slot(slots_S2, logs_N, keys_U[u])
+        records_R2[row, 0] = keys_U[u]
+        records_R2[row, 1] = ~slots_S2[slot, 1]
+        slots_S2[slot, 1] = row + 1
+        rows_U[u] = row
+
+
+@compiled("int64(int64[:,::1], int64[::1], int64[:,::1], int64, int64, int64, int64, int64[::1], int64[::1])")
+def _rank_keys(
+    slots_S2: Ints,
+    logs_N: Ints,
+    records_R2: Ints,
+    bucket: int,
+    step: int,
+    half_life: int,
+    evict_after: int,
+    keys_M: Ints,
+    ranks_M: Ints,
+) -> int:
+    """Write the keys of a bucket that may be removed, with their ranks; return their number.
+
+    The rank is -2 for a pending key whose count has fallen to 0, and -1 for a key without a lookup for more
+    than ``evict_after`` steps. For other keys with rows, it is the record, with the count as it is at
+    ``step``. Keys that are read at ``step`` are left out.
+    """
+    number = 0
+    first = (NUM_BUCKETS + bucket) << logs_N[bucket]
+    for slot in range(first, first + (np.int64(1) << logs_N[bucket])):
+        value = slots_S2[slot, 1]
+        if value == 0:
+            continue
+        record = records_R2[value - 1, 1] if value > 0 else ~value
+        last_step = record & 0xFFFFFFFF
+        count = _count(record, step, half_life)
+        if last_step == step or (value < 0 and count > 0):
+            continue
+        rank = count << 32 | last_step
+        if value < 0:
+            rank = -2
+        elif evict_after > 0 and step - last_step > evict_after:
+            rank = -1
+        keys_M[number] = slots_S2[slot, 0]
+        ranks_M[number] = rank
+        number += 1
+    return number
+
+
+@compiled("void(int64[:,::1], int64[::1], int64[::1], int64[:,::1], int64[::1])")
+def _remove_keys(slots_S2: Ints, logs_N: Ints, free_R: Ints, records_R2: Ints, keys_U: Ints) -> None:
+    """Remove keys and free their rows; move later keys into the gaps, as if the keys had never been there."""
+    for u in range(len(keys_U)):
+        bucket = _bucket(keys_U[u])
+        mask = (np.int64(1) << logs_N[bucket]) - 1
+        first = (NUM_BUCKETS + bucket) << logs_N[bucket]
+        gap = _find_slot(slots_S2, logs_N, keys_U[u]) - first
+        row = slots_S2[first + gap, 1] - 1
+        if row >= 0:
+            free_R[0] += 1
+            free_R[1 + free_R[0]] = row
+            records_R2[row, 1] = -1
+        place = (gap + 1) & mask
+        while slots_S2[first + place, 1] != 0:
+            home = slots_S2[first + place, 0] & mask
+            if ((place - home) & mask) >= ((place - gap) & mask):
+                slots_S2[first + gap, 0] = slots_S2[first + place, 0]
+                slots_S2[first + gap, 1] = slots_S2[first + place, 1]
+                gap = place
+            place = (place + 1) & mask
+        slots_S2[first + gap, 1] = 0
+
+
+@compiled("void(int64[:,::1], int64[::1], int64)")
+def _double(slots_S2: Ints, logs_N: Ints, bucket: int) -> None:
+    """Move the keys of a bucket to twice as many slots; the caller clears the old ones."""
+    size = np.int64(1) << logs_N[bucket]
+    first = (NUM_BUCKETS + bucket) << logs_N[bucket]
+    logs_N[bucket] += 1
+    for slot in range(first, first + size):
+        if slots_S2[slot, 1] != 0:
+            target = _find_slot(slots_S2, logs_N, slots_S2[slot, 0])
+            slots_S2[target, 0] = slots_S2[slot, 0]
+            slots_S2[target, 1] = slots_S2[slot, 1]
+
+
+@compiled("void(int64[:,::1], int64[::1], int64[::1], int64[::1])")
+def _insert(slots_S2: Ints, logs_N: Ints, keys_U: Ints, values_U: Ints) -> None:
+    """Write new keys with their values; the buckets have enough slots."""
+    for u in range(len(keys_U)):
+        slot = _find_slot(slots_S2, logs_N, keys_U[u])
+        slots_S2[slot, 0] = keys_U[u]
+        slots_S2[slot, 1] = values_U[u]
+
+
+@compiled("int64(int64[:,::1], int64[::1], int64, int64[:,::1])")
+def _copy_pending(slots_S2: Ints, logs_N: Ints, bucket: int, out_P2: Ints) -> int:
+    """Write key and record of the pending keys of a bucket, in the order of slots; return their number."""
+    first = (NUM_BUCKETS + bucket) << logs_N[bucket]
+    number = 0
+    for slot in range(first, first + (np.int64(1) << logs_N[bucket])):
+        if slots_S2[slot, 1] < 0:
+            out_P2[number, 0] = slots_S2[slot, 0]
+            out_P2[number, 1] = ~slots_S2[slot, 1]
+            number += 1
+    return number
+
+
+def bucket_of(keys_U: Ints) -> npt.NDArray[np.int64]:
+    return (keys_U.view(np.uint64) >> np.uint64(KEY_BITS)).view(np.int64)
+
+
+class KeyMap:
+    """The keys of a shard of a growing table, their rows, and their records. Not thread-safe.
+
+    Args:
+        buckets: the buckets of the shard.
+        capacity: the largest number of rows.
+        table: name of the table, for messages.
+
+    Attributes:
+        num_rows_N: number of keys with rows, by bucket.
+        end: rows from here on have never been used.
+    """
+
+    def __init__(self, buckets: range, capacity: int, table: str) -> None:
+        self._buckets = buckets
+        self._capacity = capacity
+        self._table = table
+        self._memory = reserved_pages(16 * (2 * NUM_BUCKETS << _MAX_LOG_SLOTS))
+        self._slots_S2 = np.frombuffer(self._memory, np.int64).reshape(-1, 2)
+        self._logs_N = np.full(NUM_BUCKETS, _LOG_SLOTS)
+        self._sizes_N = np.zeros(NUM_BUCKETS, np.int64)  # keys, also pending ones
+        self.num_rows_N = np.zeros(NUM_BUCKETS, np.int64)
+        self._records_R2 = np.frombuffer(reserved_pages(16 * capacity), np.int64).reshape(-1, 2)
+        # Number of free rows, first row that was never used, and the free rows.
+        self._free_R = np.frombuffer(reserved_pages(8 * (capacity + 2)), np.int64)
+
+    @property
+    def end(self) -> int:
+        return int(self._free_R[1])
+
+    def find(self, keys_U: Ints) -> npt.NDArray[np.int64]:
+        """Return the row of each key; -1 for a key without a row."""
+        rows_U = np.empty(len(keys_U), np.int64)
+        _find_rows(self._slots_S2, self._logs_N, keys_U, rows_U)
+        return rows_U
+
+    def count(
+        self, keys_U: Ints, step: int, half_life: int, admit_after: int, limit: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Count the keys of an update once, and give rows to those that are counted often enough.
+
+        If a bucket has too few rows left, keys with higher counts get them; of equal counts, lower keys.
+
+        Args:
+            keys_U: distinct keys, ascending as unsigned numbers.
+            limit: the largest number of rows of a bucket; 0 for no limit.
+
+        Returns:
+            The row of each key, or -1, and the indices of the keys whose rows are new.
+
+        Raises:
+            ClusterError: the memory of this worker has no room for the rows.
+        """
+        added_N = np.bincount(bucket_of(keys_U), minlength=NUM_BUCKETS)
+        self._grow(self._sizes_N + added_N, _HARD_LOAD, NUM_BUCKETS)
+        if self.end - self._free_R[0] + len(keys_U) > self._capacity and not limit:
+            raise ClusterError(f"table {self._table}: its rows exceed the memory of a worker; set max_rows")
+        rows_U, counts_U = np.empty(len(keys_U), np.int64), np.empty(len(keys_U), np.int64)
+        _count_keys(
+            self._slots_S2,
+            self._logs_N,
+            self._sizes_N,
+            self._records_R2,
+            keys_U,
+            step,
+            half_life,
+            rows_U,
+            counts_U,
+        )
+        new = np.flatnonzero(counts_U >= admit_after)
+        if limit:
+            buckets_A = bucket_of(keys_U[new])
+            order = np.lexsort((-counts_U[new], buckets_A))  # stable, so by key among equals
+            firsts_A = np.searchsorted(buckets_A, buckets_A)
+            new = np.sort(new[order][np.arange(len(new)) - firsts_A < limit - self.num_rows_N[buckets_A]])
+        rows_A = np.empty(len(new), np.int64)
+        _give_rows(self._slots_S2, self._logs_N, self._free_R, self._records_R2, keys_U[new], rows_A)
+        rows_U[new] = rows_A
+        self.num_rows_N += np.bincount(bucket_of(keys_U[new]), minlength=NUM_BUCKETS)
+        return rows_U, new
+
+    def sweep(self, step: int, half_life: int, evict_after: int, limit: int) -> int:
+        """Remove keys that are no longer read, from some buckets; return how many of them had rows.
+
+        These are pending keys whose count has fallen to 0, keys without a lookup for more than
+        ``evict_after`` steps, and, above ``limit`` rows of a bucket, the keys with the lowest counts. Of
+        equal counts, keys that were read earlier go first, then lower keys. Keys that are read at ``step``
+        stay.
+
+        Args:
+            evict_after, limit: 0 for none.
+        """
+        num_evicted = 0
+        swept = (step * SWEPT_BUCKETS + np.arange(SWEPT_BUCKETS)) % NUM_BUCKETS
+        for bucket in set(swept.tolist()).intersection(self._buckets):
+            keys_M = np.empty(self._sizes_N[bucket], np.int64)
+            ranks_M = np.empty_like(keys_M)
+            number = _rank_keys(
+                self._slots_S2,
+                self._logs_N,
+                self._records_R2,
+                bucket,
+                step,
+                half_life,
+                evict_after,
+                keys_M,
+                ranks_M,
+            )
+            keys_M, ranks_M = keys_M[:number], ranks_M[:number]
+            num_pending = int((ranks_M == -2).sum())
+            excess = int(self.num_rows_N[bucket]) - limit if limit else 0
+            num_removed = max(int((ranks_M < 0).sum()), min(number, num_pending + excess))
+            if not num_removed:
+                continue
+            bound = np.partition(ranks_M, num_removed - 1)[num_removed - 1]
+            lower, ties = keys_M[ranks_M < bound], keys_M[ranks_M == bound]
+            ties = np.sort(ties.view(np.uint64)).view(np.int64)
+            removed = np.concatenate([lower, ties[: num_removed - len(lower)]])
+            _remove_keys(self._slots_S2, self._logs_N, self._free_R, self._records_R2, removed)
+            self._sizes_N[bucket] -= num_removed
+            self.num_rows_N[bucket] -= num_removed - num_pending
+            num_evicted += num_removed - num_pending
+        return num_evicted
+
+    def grow(self) -> None:
+        """Give the fullest buckets more slots, before their next keys need them."""
+        self._grow(self._sizes_N, _SOFT_LOAD, _GROWN_BUCKETS)
+
+    def _grow(self, sizes_N: Ints, load: float, at_most: int) -> None:
+        loads_N = sizes_N / (1 << self._logs_N)
+        full = np.flatnonzero(loads_N > load)
+        for bucket in full[np.argsort(-loads_N[full], kind="stable")][:at_most].tolist():
+            while sizes_N[bucket] > load * (1 << int(self._logs_N[bucket])):
+                log = int(self._logs_N[bucket])
+                if log == _MAX_LOG_SLOTS:
+                    raise ClusterError(f"table {self._table}: a bucket has more than {1 << log:,} keys")
+                _double(self._slots_S2, self._logs_N, bucket)
+                first, size = (NUM_BUCKETS + bucket) << log, 1 << log
+                if size * 16 < mmap.PAGESIZE:
+                    self._slots_S2[first : first + size] = 0
+                else:
+                    self._memory.madvise(mmap.MADV_DONTNEED, first * 16, size * 16)
+
+    def state(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return copies of the keys and records by row (R, 2), where free rows have the record -1, and those
+        of pending keys (P, 2)."""
+        pending_P2 = np.empty((int((self._sizes_N - self.num_rows_N).sum()), 2), np.int64)
+        number = 0
+        for bucket in self._buckets:
+            if self._sizes_N[bucket] > self.num_rows_N[bucket]:
+                number += _copy_pending(self._slots_S2, self._logs_N, bucket, pending_P2[number:])
+        return self._records_R2[: self.end].copy(), pending_P2
+
+    def load(self, records_R2: Ints, pending_P2: Ints) -> None:
+        """Fill the empty map. Row i has the key and the record ``records_R2[i]``."""
+        for entries_E2, values_E in (
+            (records_R2, 1 + np.arange(self.end, self.end + len(records_R2))),
+            (pending_P2, ~pending_P2[:, 1]),
+        ):
+            sizes_N = np.bincount(bucket_of(entries_E2[:, 0]), minlength=NUM_BUCKETS)
+            self._grow(self._sizes_N + sizes_N, _SOFT_LOAD, NUM_BUCKETS)
+            _insert(self._slots_S2, self._logs_N, np.ascontiguousarray(entries_E2[:, 0]), values_E)
+            self._sizes_N += sizes_N
+            if entries_E2 is records_R2:
+                self.num_rows_N += sizes_N
+        self._records_R2[self.end : self.end + len(records_R2)] = records_R2
+        self._free_R[1] += len(records_R2)

@@ -1,0 +1,84 @@
+"""The keys of a growing table in one process: which of them have rows, as dictionaries.
+
+This module shares no code with ``key_maps.py``. ``growing_group.py`` describes the update of a step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from hybrid.embedding.table_spec import GrowthSpec
+
+_BUCKETS = 1024
+_SWEPT_BUCKETS = 16
+_MAX_COUNT = 2**31 - 1
+
+
+class ReferenceKeys:
+    """The keys of one table, as numbers from 0 to 2**64 - 1.
+
+    Attributes:
+        row_of: the row of each key that has one. A new row has the next number; numbers are not used again.
+        seen: for each known key, the number of steps that have read it, and the last of them.
+    """
+
+    def __init__(self, growth: GrowthSpec) -> None:
+        self.row_of: dict[int, int] = {}
+        self.seen: dict[int, tuple[int, int]] = {}
+        self._growth = growth
+        self._limit = growth.max_rows // _BUCKETS
+        self._next_row = 0
+
+    def count(self, keys: Sequence[int], step: int) -> list[int]:
+        """Count the distinct keys of an update, and return those that get rows."""
+        for key in keys:
+            self.seen[key] = min(self._count(key, step) + 1, _MAX_COUNT), step
+        candidates = defaultdict(list)
+        for key in keys:
+            if key not in self.row_of and self.seen[key][0] >= self._growth.admit_after:
+                candidates[_bucket(key)].append((-self.seen[key][0], key))
+        admitted = []
+        for bucket, of_bucket in candidates.items():
+            chosen = sorted(of_bucket)
+            if self._limit:
+                chosen = chosen[: max(0, self._limit - len(self._rows_of(bucket)))]
+            admitted += [key for _, key in chosen]
+        for key in admitted:
+            self.row_of[key] = self._next_row
+            self._next_row += 1
+        return admitted
+
+    def sweep(self, step: int) -> None:
+        """Remove keys that are no longer read from the buckets of this step."""
+        growth = self._growth
+        if not (self._limit or growth.evict_after or growth.admit_after > 1):
+            return
+        for number in range(_SWEPT_BUCKETS):
+            bucket = (step * _SWEPT_BUCKETS + number) % _BUCKETS
+            for key in [key for key in self.seen if _bucket(key) == bucket]:
+                if key not in self.row_of and not self._count(key, step):
+                    del self.seen[key]
+            rows = self._rows_of(bucket)
+            unread = [key for key in rows if self.seen[key][1] != step]
+            old = {key for key in unread if 0 < growth.evict_after < step - self.seen[key][1]}
+            order = sorted(
+                unread, key=lambda key: (key not in old, self._count(key, step), self.seen[key][1], key)
+            )
+            # Of old keys, the order among them does not matter: all are removed.
+            excess = len(rows) - (self._limit - self._limit // 8) if self._limit else 0
+            for key in order[: max(len(old), excess)]:
+                del self.row_of[key], self.seen[key]
+
+    def _count(self, key: int, step: int) -> int:
+        """Return the count of a key, halved at each multiple of the half-life since it was read."""
+        count, last = self.seen.get(key, (0, step))
+        half_life = self._growth.half_life
+        return count >> (step // half_life - last // half_life)
+
+    def _rows_of(self, bucket: int) -> list[int]:
+        return [key for key in self.row_of if _bucket(key) == bucket]
+
+
+def _bucket(key: int) -> int:
+    return key >> 54

@@ -1,0 +1,193 @@
+"""Growing tables on workers, compared with dictionaries in one process."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.shards import evaluate, train
+from torch import Tensor
+
+from hybrid.checkpoint.checkpoint_folders import Manifest
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.embedding.bags import Bags
+from hybrid.embedding.initial_rows import random_rows
+from hybrid.embedding.placement import place
+from hybrid.embedding.table_spec import GrowthSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.worker.table_shards import TableShards
+from hybrid.reference.reference_keys import ReferenceKeys
+from hybrid.reference.reference_rows import initial_state, update_rows
+from hybrid.updates.update_rules import UpdateRules
+
+SEED, DIM = 7, 3
+# The keys at the ends of the range, of two buckets only so that limits are reached, and any keys.
+EDGES = [0, -1, 1, 2**63 - 1, -(2**63)]
+
+
+def spec(growth: GrowthSpec, optimizer: str = "adam") -> TableSpec:
+    settings = OptimizerSpec(optimizer, 0.1)
+    return TableSpec("t", 0, DIM, Pooling.SUM, ("f",), settings, init_scale=0.5, growth=growth)
+
+
+class Workers:
+    """A growing table on some workers, with the trainers' calls in this process."""
+
+    def __init__(self, table: TableSpec, num_workers: int, num_trainers: int = 1) -> None:
+        self.placement = place([table], num_workers)
+        rules = UpdateRules(num_trainers)
+        self.hosts = [TableShards(self.placement, worker, rules) for worker in range(num_workers)]
+        self.buckets = [shard.buckets for shard in self.placement.shards]
+        for host in self.hosts:
+            host.initialize(SEED)
+
+    def read(self, keys: Sequence[int], step: int) -> Tensor:
+        rows = torch.empty(len(keys), DIM)
+        ids = torch.tensor(keys)
+        for host, own in zip(self.hosts, self._owned(ids), strict=True):
+            (rows[own],) = host.lookup(evaluate(step), [(0, Bags(ids[own]))]).wait()
+        return rows
+
+    def update(self, step: int, trainer: int, keys: Tensor, grad: Tensor) -> None:
+        for host, own in zip(self.hosts, self._owned(keys), strict=True):
+            host.contribute(train(step, trainer), [(0, Bags(keys[own]))], [grad[own]])
+
+    def save(self, folder: Path, step: int) -> None:
+        files = {}
+        for host in self.hosts:
+            host.begin_save(is_copied=True)
+            files |= host.write(folder)
+        Manifest(step, 0, self.placement.shapes, files).write(folder)
+
+    def load(self, folder: Path, step: int) -> None:
+        for host in self.hosts:
+            host.load(folder, step)
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.close()
+
+    def _owned(self, keys: Tensor) -> Iterator[Tensor]:
+        buckets = torch.from_numpy((keys.numpy().view(np.uint64) >> np.uint64(54)).astype(np.int64))
+        for own in self.buckets:
+            yield (buckets >= own.start) & (buckets < own.stop)
+
+
+@contextmanager
+def workers(table: TableSpec, num_workers: int, num_trainers: int = 1) -> Iterator[Workers]:
+    each = Workers(table, num_workers, num_trainers)
+    try:
+        yield each
+    finally:
+        each.close()
+
+
+class Dictionary:
+    """The same table as a dictionary from keys to rows."""
+
+    def __init__(self, table: TableSpec) -> None:
+        assert table.growth is not None
+        self.table = table
+        self.keys = ReferenceKeys(table.growth)
+        self.rows = torch.empty(0, DIM)
+        self.state = initial_state(table.optimizer, self.rows)
+
+    def initial(self, keys: Sequence[int]) -> Tensor:
+        return random_rows(np.array([*keys], np.uint64), DIM, SEED, "t", 0.5, "uniform")
+
+    def read(self, keys: Sequence[int]) -> Tensor:
+        rows = self.initial([key % 2**64 for key in keys])
+        for position, key in enumerate(keys):
+            if (row := self.keys.row_of.get(key % 2**64)) is not None:
+                rows[position] = self.rows[row]
+        return rows
+
+    def update(self, step: int, messages: Sequence[tuple[Tensor, Tensor]]) -> None:
+        sums: dict[int, Tensor] = {}
+        for keys, grad in messages:
+            for key, row in zip(keys.tolist(), grad, strict=True):
+                sums[key % 2**64] = sums[key % 2**64] + row if key % 2**64 in sums else row.clone()
+        admitted = self.keys.count(sorted(sums), step)
+        self.rows = torch.cat([self.rows, self.initial(admitted)])
+        self.state = {
+            name: torch.cat([tensor, tensor.new_zeros(len(admitted), *tensor.shape[1:])])
+            for name, tensor in self.state.items()
+        }
+        updated = [key for key in sums if key in self.keys.row_of]
+        if updated:
+            rows = torch.tensor([self.keys.row_of[key] for key in updated])
+            grads = torch.stack([sums[key] for key in updated])
+            update_rows(self.table.optimizer, 0.1, self.rows, self.state, rows, grads)
+        self.keys.sweep(step)
+
+
+def draw(random: np.random.Generator, step: int) -> Tensor:
+    """Return distinct keys in random order: old ones, later ones at later steps, and many of two buckets."""
+    pool = np.random.default_rng(5).integers(-(2**63), 2**63 - 1, 4000)
+    pool[::2] = (pool[::2] & (2**54 - 1)) | (3 << 54) | (np.arange(2000) % 2 << 60)
+    ranks = (1000 * random.random(int(random.integers(0, 200))) ** 2).astype(int) + 40 * step
+    keys = np.unique(np.concatenate([pool[ranks % len(pool)], random.choice(EDGES, 2)]))
+    return torch.from_numpy(random.permutation(keys))
+
+
+@pytest.mark.parametrize("workers_by_phase", [(1,), (1, 3, 8), (5, 2)], ids=str)
+@pytest.mark.parametrize(
+    "growth",
+    [
+        GrowthSpec(),
+        GrowthSpec(admit_after=2, half_life=7),
+        GrowthSpec(evict_after=9),
+        GrowthSpec(max_rows=8 * 1024, half_life=5),
+        GrowthSpec(admit_after=3, max_rows=12 * 1024, evict_after=20, half_life=11),
+    ],
+    ids=["plain", "admit", "age", "limit", "all"],
+)
+def test_table_equals_a_dictionary(
+    growth: GrowthSpec, workers_by_phase: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Bit for bit, for any number of workers, also over checkpoints that another number of workers loads."""
+    table = spec(growth)
+    expected, random = Dictionary(table), np.random.default_rng(len(workers_by_phase))
+    step, steps = 0, 90 // len(workers_by_phase)
+    for phase, num_workers in enumerate(workers_by_phase):
+        with workers(table, num_workers, num_trainers=3) as actual:
+            if phase:
+                actual.load(tmp_path / str(phase - 1), step)
+            for _ in range(steps):
+                messages = []
+                for _ in range(3):
+                    keys = draw(random, step)
+                    messages.append(
+                        (keys, torch.from_numpy(random.standard_normal((len(keys), DIM))).float())
+                    )
+                    assert torch.equal(actual.read(keys.tolist(), step), expected.read(keys.tolist()))
+                for trainer in (2, 0, 1):
+                    actual.update(step, trainer, *messages[trainer])
+                expected.update(step, messages)
+                step += 1
+            everything = [key - (key >> 63 << 64) for key in expected.keys.seen]
+            assert torch.equal(actual.read(everything, step), expected.read(everything))
+            actual.save(tmp_path / str(phase), step)
+            check_checkpoint(tmp_path / str(phase), expected)
+    if growth.max_rows or growth.evict_after:
+        assert expected.keys._next_row > len(expected.keys.row_of), "rows were removed"
+
+
+def check_checkpoint(folder: Path, expected: Dictionary) -> None:
+    shards = [
+        {name: torch.tensor(array) for name, array in each.items()}
+        for each in Checkpoint.open(folder).map_shards("t")
+    ]
+    stored = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
+    keys = sorted(expected.keys.row_of)
+    rows = [expected.keys.row_of[key] for key in keys]
+    assert [key % 2**64 for key in stored["keys"].tolist()] == keys
+    assert torch.equal(stored["weight"], expected.rows[rows])
+    for name, tensor in expected.state.items():
+        assert torch.equal(stored[name], tensor[rows])
+    pending = sorted(expected.keys.seen.keys() - expected.keys.row_of.keys())
+    assert [key % 2**64 for key in stored["pending_keys"].tolist()] == pending
+    for prefix, of_keys in (("", keys), ("pending_", pending)):
+        records = zip(stored[prefix + "counts"].tolist(), stored[prefix + "last_steps"].tolist(), strict=True)
+        assert [*records] == [expected.keys.seen[key] for key in of_keys]
