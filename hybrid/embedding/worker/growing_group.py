@@ -29,7 +29,7 @@ from hybrid.embedding.bags import Bags, RowGradients
 from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.kernels import KEYS_END, Ints
 from hybrid.embedding.placement import KEY_BITS, NUM_BUCKETS, ShardGroup, bytes_per_row
-from hybrid.embedding.worker.key_maps import KeyMap
+from hybrid.embedding.worker.key_maps import KeyMap, copy_rows
 from hybrid.embedding.worker.table_groups import TableGroup
 from hybrid.primitives.huge_pages import reserved_zeros
 from hybrid.updates.ticket import Purpose
@@ -57,13 +57,14 @@ class GrowingGroup(TableGroup):
 
     def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
         keys_U = bags.ids_L.numpy()
+        vectors_UD = self._buffers.empty((len(keys_U), self.group.dim), self.weight_RD.dtype)
         with self._lock:
-            rows_U = torch.from_numpy(self._keys.find(keys_U))
-            vectors_UD, _ = super().pool(Bags(rows_U.clamp(min=0)), purpose)
-        absent = (rows_U < 0).nonzero().squeeze(1)
-        if len(absent):
+            rows_U = self._keys.find(keys_U)
+            num_absent = copy_rows(self.weight_RD.numpy(), rows_U, vectors_UD.numpy())
+        if num_absent:
+            absent = np.flatnonzero(rows_U < 0)
             has_zeros = purpose is Purpose.PREDICT and self._growth.unknown == "zeros"
-            vectors_UD[absent] = 0.0 if has_zeros else self._initial_rows(keys_U[absent.numpy()])
+            vectors_UD[torch.from_numpy(absent)] = 0.0 if has_zeros else self._initial_rows(keys_U[absent])
         return vectors_UD, bags
 
     def begin_update(self, gradients: RowGradients, step: int) -> RowGradients:

@@ -18,6 +18,7 @@ can grow to twice its size without moving another bucket. The system provides me
 
 from __future__ import annotations
 
+import math
 import mmap
 from typing import Any
 
@@ -25,7 +26,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.embedding.kernels import Ints, compiled, prefetch_row
+from hybrid.embedding.kernels import ROWS_AHEAD, Floats, Ints, compiled, prefetch_row
 from hybrid.embedding.placement import KEY_BITS, NUM_BUCKETS
 from hybrid.errors import ClusterError
 from hybrid.primitives.huge_pages import reserved_pages
@@ -34,7 +35,7 @@ SWEPT_BUCKETS = 16  # per update, so that 64 updates sweep a table
 
 _LOG_SLOTS = 4  # of a new bucket
 _MAX_LOG_SLOTS = 21  # two billion slots in a table
-_GROWN_BUCKETS = 4  # per update, if they are fuller than _SOFT_LOAD: all buckets fill at the same time
+# Buckets grow a few at a time once they are fuller than the first load, and at once beyond the second.
 _SOFT_LOAD, _HARD_LOAD = 0.6, 0.8
 _MAX_COUNT = 2**31 - 1
 _BLOCK = 32  # keys whose slots are prefetched together
@@ -75,6 +76,28 @@ def _find_rows(slots_S2: Ints, logs_N: Ints, keys_U: Ints, rows_U: Ints) -> None
             prefetch_row(slots_S2, ((NUM_BUCKETS + bucket) << logs_N[bucket]) + (keys_U[u] & mask))  # type: ignore[call-arg]
         for u in range(start, stop):
             rows_U[u] = max(np.int64(0), slots_S2[_find_slot(slots_S2, logs_N, keys_U[u]), 1]) - 1
+
+
+_COPY = "int64({0}[:,::1], int64[::1], {0}[:,::1])"
+
+
+@compiled(_COPY.format("float32"), _COPY.format("float64"))
+def copy_rows(weight_RD: Floats, rows_U: Ints, out_UD: Floats) -> int:
+    """Copy rows of a matrix, and skip negative ones; return the number of these.
+
+    Prefetching makes this faster than ``index_select``, for rows in random order.
+    """
+    num_absent = 0
+    for u in range(len(rows_U)):
+        if u + ROWS_AHEAD < len(rows_U):
+            prefetch_row(weight_RD, max(np.int64(0), rows_U[u + ROWS_AHEAD]))  # type: ignore[call-arg]
+        if rows_U[u] < 0:
+            num_absent += 1
+            continue
+        row = np.uint64(rows_U[u])  # an index that cannot be negative
+        for d in range(out_UD.shape[1]):
+            out_UD[np.uint64(u), np.uint64(d)] = weight_RD[row, np.uint64(d)]
+    return num_absent
 
 
 @compiled(
@@ -262,6 +285,7 @@ class KeyMap:
         self._slots_S2 = np.frombuffer(self._memory, np.int64).reshape(-1, 2)
         self._logs_N = np.full(NUM_BUCKETS, _LOG_SLOTS)
         self._sizes_N = np.zeros(NUM_BUCKETS, np.int64)  # keys, also pending ones
+        self._num_added = 0  # keys that the last update has added, at most
         self.num_rows_N = np.zeros(NUM_BUCKETS, np.int64)
         self._records_R2 = np.frombuffer(reserved_pages(16 * capacity), np.int64).reshape(-1, 2)
         # Number of free rows, first row that was never used, and the free rows.
@@ -310,6 +334,7 @@ class KeyMap:
             rows_U,
             counts_U,
         )
+        self._num_added = int((counts_U == 1).sum())
         new = np.flatnonzero(counts_U >= admit_after)
         if limit:
             buckets_A = bucket_of(keys_U[new])
@@ -366,8 +391,13 @@ class KeyMap:
         return num_evicted
 
     def grow(self) -> None:
-        """Give the fullest buckets more slots, before their next keys need them."""
-        self._grow(self._sizes_N, _SOFT_LOAD, _GROWN_BUCKETS)
+        """Give the fullest buckets more slots, before their next keys need them.
+
+        All buckets fill at the same time. If updates add as many keys as the last one, all buckets have grown
+        before the first is too full.
+        """
+        updates = (_HARD_LOAD - _SOFT_LOAD) * int((1 << self._logs_N).sum()) / max(1, self._num_added)
+        self._grow(self._sizes_N, _SOFT_LOAD, math.ceil(NUM_BUCKETS / updates))
 
     def _grow(self, sizes_N: Ints, load: float, at_most: int) -> None:
         loads_N = sizes_N / (1 << self._logs_N)

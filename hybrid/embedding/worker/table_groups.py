@@ -30,7 +30,7 @@ from hybrid.updates.ticket import Purpose
 
 # Bytes of rows, gradients and state in one block of an update. A block stays in the CPU cache.
 _BLOCK_BYTES = 2 << 20
-_MIN_REUSED_BYTES = 8 << 20  # for smaller responses, the allocator reuses memory by itself
+_MIN_REUSED_BYTES = 8 << 20  # for smaller tensors, the allocator reuses memory by itself
 
 
 class ReusedBuffers:
@@ -47,7 +47,7 @@ class ReusedBuffers:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a CPU tensor with undefined values."""
         count = math.prod(shape)
-        if not count:
+        if count * dtype.itemsize < _MIN_REUSED_BYTES:
             return torch.empty(*shape, dtype=dtype)
         # Powers of two, so that tensors of similar sizes use the same buffers. Unused pages take no memory.
         num_bytes = 1 << (count * dtype.itemsize - 1).bit_length()
@@ -157,10 +157,9 @@ class TableGroup:
 
     def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
         """Return one pooled vector per bag, and the bags with ``winners_BD``; see :func:`pool_and_record`."""
-        shape = len(bags.ids_L), self.group.dim
-        if bags.offsets is not None or math.prod(shape) * self.weight_RD.itemsize < _MIN_REUSED_BYTES:
+        if bags.offsets is not None:
             return pool_and_record(self.weight_RD, bags)
-        vectors_BD = self._buffers.empty(shape, self.weight_RD.dtype)
+        vectors_BD = self._buffers.empty((len(bags.ids_L), self.group.dim), self.weight_RD.dtype)
         return torch.index_select(self.weight_RD, 0, bags.ids_L, out=vectors_BD), bags
 
     def find_distinct_rows(self, bags: Sequence[Bags]) -> DistinctStepRows:
