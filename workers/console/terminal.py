@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from rich.columns import Columns
@@ -47,6 +47,7 @@ class TrainingProgress:
     seconds_left: float  # until the last step; NaN if unknown
     # Time since the last log step by phase (``hybrid.primitives.step_timings.PHASES``).
     phase_seconds: Mapping[str, float]
+    tables: Mapping[str, float] = field(default_factory=dict)  # see Session.table_metrics
 
     @property
     def phase_fractions(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Sessions: a job on a cluster, from the master's side, with prepared data or with batches of the caller."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, TypeVarTuple
@@ -22,6 +22,7 @@ from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split
+from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.model_builder import Blueprint, host_remote_net, place_tables
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.input_spec import InputSpec
@@ -101,7 +102,7 @@ class Session:
         self.blueprint = Blueprint(config, input_spec, tables)
         rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
         tables_by_worker = deploy_tables(topology, config, self.placement, rules)
-        self._table_holders = [table.role for table in tables_by_worker.values()]
+        self._table_holders = [*tables_by_worker.values()]
         self.hosted: list[transport.RemoteHosted[HostedModule]] = [*tables_by_worker.values()]
         remote_net = None
         if config.dense.remote_mlp:
@@ -142,6 +143,31 @@ class Session:
     ) -> list[TrainerReport]:
         """Train on batches of a function that every trainer can import; see :meth:`Trainer.train_on`."""
         return self._on_trainers(_NO_LIMIT, Trainer.train_on, make_batches, steps_before)
+
+    def table_metrics(self) -> dict[str, float]:
+        """Return numbers about each growing table, by names such as ``user.rows``.
+
+        ``unknown_fraction``, ``admitted`` and ``evicted`` are since the last call. ``collisions`` is the
+        expected number of pairs of texts with the same key.
+        """
+        growing = {table.name: table.growth for table in self.blueprint.tables if table.growth is not None}
+        totals = {name: Counter[str]() for name in growing}
+        calls = [holder.call(TableShards.take_counts) for holder in self._table_holders if growing]
+        for of_worker in transport.gather(calls, self._meanwhile):
+            for name, counts in of_worker.items():
+                totals[name].update(counts)
+        metrics: dict[str, float] = {}
+        for name, counts in totals.items():
+            rows = counts["rows"]
+            numbers = {
+                **{key: float(counts[key]) for key in ("rows", "pending", "admitted", "evicted")},
+                "unknown_fraction": counts["unknown"] / max(1, counts["lookups"]),
+                "collisions": rows * (rows - 1) / 2**65,
+            }
+            if max_rows := growing[name].max_rows:
+                numbers["free_rows"] = float(max_rows - rows)
+            metrics |= {f"{name}.{key}": value for key, value in numbers.items()}
+        return metrics
 
     def take_profile(self) -> Profile:
         """Return the profile of the recorded steps since the last call; ConfigError if none was taken.
@@ -195,7 +221,7 @@ class Session:
             in_background: whether roles hold copies, if workers have enough memory for copies.
         """
         is_copied = in_background and not memory_shortage(
-            self.placement, self._table_holders, MAX_FRACTION_FOR_COPIES
+            self.placement, [holder.role for holder in self._table_holders], MAX_FRACTION_FOR_COPIES
         )
         self._flush()
         bulk = BULK_TIMEOUT_SECONDS

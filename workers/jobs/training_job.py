@@ -233,6 +233,7 @@ class Training:
                 samples_per_second=interval.num_samples / interval.seconds,
                 seconds_left=(total - self._step) * interval.seconds / interval.num_steps,
                 phase_seconds=interval.phase_seconds,
+                tables=session.table_metrics(),
             )
             self._folder.log_progress(progress)
             view.progress(progress)

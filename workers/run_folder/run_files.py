@@ -104,6 +104,7 @@ class RunFolder:
             "loss": progress.loss,
             progress.score_name: progress.score,
             "samples_per_second": progress.samples_per_second,
+            **progress.tables,
         }
         self._append("train", progress.step, numbers, phase_seconds=dict(progress.phase_seconds))
         self._events.write(progress.step, {f"train/{name}": value for name, value in numbers.items()})

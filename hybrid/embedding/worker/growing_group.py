@@ -14,6 +14,7 @@ workers, the time, and the order in which messages arrive change nothing.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -44,6 +45,7 @@ class GrowingGroup(TableGroup):
         assert self._table.growth is not None
         self._growth = self._table.growth
         self._seed = 0
+        self._events: Counter[str] = Counter()
         # Lookups of evaluations, and in async mode those of steps, may run during an update.
         self._lock = threading.Lock()
         # As many rows as the memory of the host would hold. Addresses are free.
@@ -61,6 +63,7 @@ class GrowingGroup(TableGroup):
         with self._lock:
             rows_U = self._keys.find(keys_U)
             num_absent = copy_rows(self.weight_RD.numpy(), rows_U, vectors_UD.numpy())
+            self._events.update(lookups=len(keys_U), unknown=num_absent)
         if num_absent:
             absent = np.flatnonzero(rows_U < 0)
             has_zeros = purpose is Purpose.PREDICT and self._growth.unknown == "zeros"
@@ -74,6 +77,7 @@ class GrowingGroup(TableGroup):
             rows_U, new = self._keys.count(
                 keys_U, step, growth.half_life, growth.admit_after, growth.max_rows // NUM_BUCKETS
             )
+            self._events.update(admitted=len(new))
             new_rows = torch.from_numpy(rows_U[new])
             self.weight_RD[new_rows] = self._initial_rows(keys_U[new])
             for tensor in self.optimizer.state.values():
@@ -86,8 +90,21 @@ class GrowingGroup(TableGroup):
         with self._lock:
             if limit or growth.evict_after or growth.admit_after > 1:
                 # One row of eight stays free for the keys of the next steps.
-                self._keys.sweep(step, growth.half_life, growth.evict_after, limit - limit // 8)
+                evicted = self._keys.sweep(step, growth.half_life, growth.evict_after, limit - limit // 8)
+                self._events.update(evicted=evicted)
             self._keys.grow()
+
+    def take_counts(self) -> dict[str, dict[str, int]]:
+        """Return the numbers of keys with rows and of pending keys, and those of events since the last call.
+
+        Events are ``lookups`` of a key, those of an ``unknown`` key, which has no row, and the keys that were
+        ``admitted`` and ``evicted``, which have got and lost a row.
+        """
+        with self._lock:
+            rows, pending = self._keys.sizes
+            counts = {"rows": rows, "pending": pending, **self._events}
+            self._events.clear()
+        return {self._table.name: counts}
 
     def describe(self, row: int) -> str:
         return f"a key of table {self._table.name}"

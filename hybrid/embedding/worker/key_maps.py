@@ -295,6 +295,12 @@ class KeyMap:
     def end(self) -> int:
         return int(self._free_R[1])
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of keys with rows, and of pending keys."""
+        num_rows = int(self.num_rows_N.sum())
+        return num_rows, int(self._sizes_N.sum()) - num_rows
+
     def find(self, keys_U: Ints) -> npt.NDArray[np.int64]:
         """Return the row of each key; -1 for a key without a row."""
         rows_U = np.empty(len(keys_U), np.int64)

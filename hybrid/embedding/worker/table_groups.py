@@ -201,6 +201,10 @@ class TableGroup:
     def end_update(self, step: int) -> None:
         """Complete an update."""
 
+    def take_counts(self) -> dict[str, dict[str, int]]:
+        """Return counts of each growing table (``GrowingGroup``); those of events are since the last call."""
+        return {}
+
     def blocks(self, stop: int, start: int = 0) -> Iterator[tuple[int, int]]:
         """Split rows into blocks that fit the CPU cache with gradients and state; return their bounds."""
         tensors = (self.weight_RD, self.weight_RD, *self.optimizer.state.values())

@@ -105,6 +105,10 @@ class TableShards(HostedModule, TableSource):
         size = sum(bags.num_bags for _, bags in items) + len(self._tables)
         return torch.zeros((), dtype=self._wire_dtype).expand(size)
 
+    def take_counts(self) -> dict[str, dict[str, int]]:
+        """Return counts of growing tables; see :meth:`TableGroup.take_counts`."""
+        return {name: counts for group in self.groups for name, counts in group.take_counts().items()}
+
     def send_gradients(
         self, ticket: Ticket, grads: Sequence[Tensor], following: LookupRequest | None = None
     ) -> Future[list[Tensor]]:
