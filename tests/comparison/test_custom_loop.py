@@ -8,16 +8,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from comparison.cases import custom_loop_script
-from comparison.cases.custom_loop_script import DIM, HALF, NUM_ITEMS, NUM_PAIRS, NUM_TAGS, NUM_USERS
+from comparison.cases.custom_loop_script import DIM, HALF, NUM_ITEMS, NUM_PAIRS, NUM_TAGS, NUM_USERS, SCALE
 from support.cluster import CaseError, Clusters, run_script
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding, embedding_bag
 
 from hybrid.config import RunConfig
-from hybrid.embedding.initial_rows import fill_random_rows
+from hybrid.embedding.initial_rows import fill_random_rows, random_rows
+from hybrid.primitives.splitmix64 import next_of
 
 SCRIPT = custom_loop_script.__file__
 SEED = RunConfig().run.seed
@@ -59,12 +61,18 @@ class Plain:
             torch.optim.Adam(self.mlp.parameters(), lr=0.01, eps=1e-4),
             torch.optim.Adagrad([t["user"]], lr=0.1, eps=1e-4),
             torch.optim.SGD([t["item"]], lr=0.3),
-            torch.optim.AdamW([t["tags"], t["seen"]], lr=0.05, eps=1e-3, weight_decay=0.3),
+            torch.optim.AdamW([t["tags"]], lr=0.05, eps=1e-3, weight_decay=0.3),
+            torch.optim.Adagrad([t["seen"]], lr=0.1, eps=1e-4)
+            if "growing" in options
+            else torch.optim.AdamW([t["seen"]], lr=0.05, eps=1e-3, weight_decay=0.3),
             *([torch.optim.SGD([t["pair"]], lr=0.3)] if "pair" in t else []),
         ]
 
     def _table(self, name: str, rows: int, dim: int) -> nn.Parameter:
         weight = torch.empty(rows, dim, dtype=torch.float64)
+        if "growing" in self.options and name in ("user", "item", "seen"):
+            keys = next_of(np.arange(rows, dtype=np.uint64))
+            return nn.Parameter(random_rows(keys, dim, SEED, name, SCALE, "uniform").double())
         fill_random_rows(weight, SEED, name, rows**-0.5)
         return nn.Parameter(weight)
 
@@ -134,6 +142,7 @@ def check(found: dict[str, Any], options: tuple[str, ...] = ()) -> None:
     ("options", "update"),
     [
         *product([(), (*ALL, "ranked", "trained weights"), (*MICRO, "computed")], ["sync", "lookahead"]),
+        (("growing", "weights"), "sync"),
         (("compile outside",), "lookahead"),
         pytest.param(("compile",), "lookahead", marks=pytest.mark.long),
         *(pytest.param((f"compile{how}",), "sync", marks=pytest.mark.long) for how in ("", " outside")),
@@ -163,6 +172,8 @@ def test_one_process_equals_plain_torch(
         (2, 2, ("twice",), "lookahead"),
         (3, 2, (*MICRO, "computed"), "sync"),
         (2, 2, ("micro", "computed"), "lookahead"),
+        (3, 2, ("growing", *MICRO, "computed"), "sync"),
+        (3, 2, ("growing", *ALL, "trained weights"), "lookahead"),
         (2, 2, ("compile",), "sync"),
         pytest.param(2, 2, ("compile outside",), "lookahead", marks=pytest.mark.long),
     ],
@@ -175,14 +186,15 @@ def test_a_cluster_equals_plain_torch(
     check(torch.load(output), options)
 
 
+@pytest.mark.parametrize("kind", [(), ("growing",)], ids=["fixed", "growing"])
 @pytest.mark.parametrize("update", [pytest.param("sync", marks=pytest.mark.long), "lookahead"])
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
-    update: str, clusters: Clusters, tmp_path: Path
+    update: str, kind: tuple[str, ...], clusters: Clusters, tmp_path: Path
 ) -> None:
     """The first run ends one step after its checkpoint."""
     resume = f"resume={tmp_path / 'run'}"
     for name, more in (("expected", ()), ("half", (resume, "half")), ("found", (resume,))):
-        options = (*MICRO, "computed", *more)
+        options = (*MICRO, "computed", *kind, *more)
         keys = train_keys(options, update)
         clusters.get(3, 2).run(run_script, SCRIPT, tmp_path / name, *options, **keys)
     expected, found = (torch.load(tmp_path / name, weights_only=True) for name in ("expected", "found"))

@@ -17,6 +17,7 @@ import hybrid
 
 HALF = 4  # of the steps
 NUM_USERS, NUM_ITEMS, NUM_TAGS, NUM_PAIRS, DIM = 40, 60, 12, 50, 5
+SCALE = 0.2  # of the initial rows of growing tables
 
 
 class Net(nn.Module):
@@ -27,16 +28,20 @@ class Net(nn.Module):
     def __init__(self, options: set[str]) -> None:
         super().__init__()
         self.options = options
-        self.user = hybrid.Embedding(NUM_USERS, DIM, ids="user", optimizer=hybrid.Adagrad(lr=0.1, eps=1e-4))
+        growing = {"growing": True, "init_scale": SCALE} if "growing" in options else {}
+        num_users, num_items = (None, None) if growing else (NUM_USERS, NUM_ITEMS)
+        adagrad, sgd = hybrid.Adagrad(lr=0.1, eps=1e-4), hybrid.SGD(lr=0.3)
+        self.user = hybrid.Embedding(num_users, DIM, ids="user", optimizer=adagrad, **growing)
         columns = ["item", "history"]
-        self.item = hybrid.Embedding(NUM_ITEMS, DIM, ids=columns, optimizer=hybrid.SGD(lr=0.3), padding_idx=0)
+        self.item = hybrid.Embedding(num_items, DIM, ids=columns, optimizer=sgd, padding_idx=0, **growing)
         pooled_by = "trainers" if "pooled" in options else "workers"
         all_rows = hybrid.AdamW(lr=0.05, eps=1e-3, weight_decay=0.3, all_rows=True)
         self.tags = hybrid.EmbeddingBag(
             NUM_TAGS, 3, ids="tags", mode="mean", optimizer=all_rows, pooled_by=pooled_by
         )
-        options_of_seen: dict[str, Any] = {"ids": "seen", "weights": "seen_weights", "optimizer": all_rows}
-        self.seen = hybrid.EmbeddingBag(NUM_ITEMS, DIM, mode="sum", pooled_by=pooled_by, **options_of_seen)
+        options_of_seen: dict[str, Any] = {"ids": "seen", "weights": "seen_weights", **growing}
+        options_of_seen["optimizer"] = adagrad if growing else all_rows
+        self.seen = hybrid.EmbeddingBag(num_items, DIM, mode="sum", pooled_by=pooled_by, **options_of_seen)
         if "computed" in options:
             self.pair = hybrid.Embedding(NUM_PAIRS, 2, optimizer=hybrid.SGD(lr=0.3))
         self.mlp = nn.Sequential(nn.Linear(4 * DIM + 3 + 2 + 1, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -127,10 +132,9 @@ def main(output: str, options: set[str], config: str | None) -> None:
         cluster.save(named["save"], *optimizers)
     with torch.no_grad():
         scores = torch.cat([cluster.gather(model(batch, 1)) for batch in cluster.batches(batches())])
+        sizes = {"user": NUM_USERS, "item": NUM_ITEMS, "tags": NUM_TAGS, "seen": NUM_ITEMS, "pair": NUM_PAIRS}
         tables = {
-            name: table(
-                torch.arange(table.num_embeddings).view(-1, *([1] if name in ("tags", "seen") else []))
-            )
+            name: table(torch.arange(sizes[name]).view(-1, *([1] if name in ("tags", "seen") else [])))
             for name, table in model.module.named_children()
             if name != "mlp"
         }
