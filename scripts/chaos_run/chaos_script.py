@@ -11,7 +11,7 @@ import hybrid
 
 
 class ChaosNet(nn.Module):
-    """A table for each sparse column, and a net with dropout."""
+    """A table for each sparse column, the first of which grows, and a net with dropout."""
 
     def __init__(self, num_rows: dict[str, int], num_dense: int) -> None:
         super().__init__()
@@ -19,6 +19,9 @@ class ChaosNet(nn.Module):
         tables = {
             name: hybrid.Embedding(rows, 8, ids=name, optimizer=adam) for name, rows in num_rows.items()
         }
+        growth = hybrid.Growth(admit_after=2, max_rows=8192, half_life=30)
+        name = next(iter(tables))
+        tables[name] = hybrid.Embedding(None, 8, ids=name, growing=growth, optimizer=adam)
         self.tables = nn.ModuleDict(tables)
         hidden = nn.Linear(8 * len(tables) + num_dense, 16)
         self.mlp = nn.Sequential(hidden, nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
