@@ -1,6 +1,8 @@
 """Growing tables on workers, compared with dictionaries in one process."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,11 +14,13 @@ from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import GrowthSpec, OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.worker.table_shards import TableShards
+from hybrid.errors import CheckpointError
 from hybrid.reference.reference_keys import ReferenceKeys
 from hybrid.reference.reference_rows import initial_state, update_rows
 from hybrid.updates.update_rules import UpdateRules
@@ -191,3 +195,72 @@ def check_checkpoint(folder: Path, expected: Dictionary) -> None:
     for prefix, of_keys in (("", keys), ("pending_", pending)):
         records = zip(stored[prefix + "counts"].tolist(), stored[prefix + "last_steps"].tolist(), strict=True)
         assert [*records] == [expected.keys.seen[key] for key in of_keys]
+
+
+def test_lookups_during_updates_read_the_right_rows() -> None:
+    """Rows move, grow and are removed meanwhile. With a rate of 0, each key always has its initial row."""
+    growth = GrowthSpec(max_rows=16 * 1024, half_life=2)
+    table = dataclasses.replace(spec(growth, "sgd"), optimizer=OptimizerSpec("sgd", 0.0))
+    expected, random = Dictionary(table), np.random.default_rng(3)
+    keys = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, (200, 1000)))
+    rows = expected.initial([key % 2**64 for key in keys.view(-1).tolist()])
+    with workers(table, 1) as actual, ThreadPoolExecutor(1) as thread:
+
+        def train() -> None:
+            for step, each in enumerate(keys):
+                actual.update(step, 0, each, torch.ones(len(each), DIM))
+            actual.read([0], len(keys))  # after all updates
+
+        training = thread.submit(train)
+        reads = 0
+        while not training.done() or not reads:
+            assert torch.equal(actual.read(keys.view(-1)[::7].tolist(), 0), rows[::7])
+            reads += 1
+        training.result()
+        counts = actual.hosts[0].take_counts()["t"]
+    assert counts["rows"] <= growth.max_rows < counts["admitted"]
+    assert counts["admitted"] - counts["evicted"] == counts["rows"]
+
+
+@pytest.mark.parametrize("unknown", ["initial", "zeros"])
+def test_a_key_without_a_row_reads_its_initial_row_in_training(unknown: str) -> None:
+    table = spec(GrowthSpec(admit_after=2, unknown=unknown))
+    initial = Dictionary(table).initial([5])
+    with workers(table, 1) as actual:
+        (row,) = actual.hosts[0].lookup(train(0), [(0, Bags(torch.tensor([5])))]).wait()
+        assert torch.equal(row.detach(), initial)
+        row.sum().backward()  # counts the key once, which is not enough for a row
+        assert torch.equal(actual.read([5], 1), initial if unknown == "initial" else torch.zeros(1, DIM))
+        counts = {"rows": 0, "pending": 1, "lookups": 2, "unknown": 2, "admitted": 0, "evicted": 0}
+        assert actual.hosts[0].take_counts() == {"t": counts}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": torch.tensor([3, 2])}, "invalid keys"),
+        ({"keys": torch.tensor([2, 2])}, "invalid keys"),
+        ({"counts": torch.tensor([1, 0])}, "invalid keys"),
+        ({"last_steps": torch.tensor([0, 1])}, "invalid keys"),
+        ({"weight": torch.ones(3, DIM)}, "invalid keys"),
+        ({"weight": torch.ones(2, DIM + 1)}, "shape or optimizer"),
+        ({"pending_counts": torch.tensor([1])}, "invalid pending_keys"),
+        ({"keys": torch.ones(2)}, "without keys"),
+        ({"sum": torch.ones(2, DIM)}, "shape or optimizer"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_checkpoint_with_other_keys_is_refused(
+    change: dict[str, Tensor], message: str, tmp_path: Path
+) -> None:
+    table = spec(GrowthSpec(), "sgd")
+    with workers(table, 1) as actual:
+        actual.update(0, 0, torch.tensor([2, 3]), torch.ones(2, DIM))
+        actual.save(tmp_path / "right", 1)
+        actual.load(tmp_path / "right", 1)
+        (name,) = Manifest.read(tmp_path / "right" / "manifest.json").files
+        tensors = Checkpoint.open(tmp_path / "right").tensors(name) | change
+        files = write_tensors(tmp_path / "wrong", name, tensors)
+        Manifest(1, 0, actual.placement.shapes, files).write(tmp_path / "wrong")
+        with pytest.raises(CheckpointError, match=f"table t .*{message}"):
+            actual.load(tmp_path / "wrong", 1)
