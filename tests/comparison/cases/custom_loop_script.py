@@ -28,7 +28,7 @@ class Net(nn.Module):
     def __init__(self, options: set[str]) -> None:
         super().__init__()
         self.options = options
-        growing = {"growing": True, "init_scale": SCALE} if "growing" in options else {}
+        growing: dict[str, Any] = {"growing": True, "init_scale": SCALE} if "growing" in options else {}
         num_users, num_items = (None, None) if growing else (NUM_USERS, NUM_ITEMS)
         adagrad, sgd = hybrid.Adagrad(lr=0.1, eps=1e-4), hybrid.SGD(lr=0.3)
         self.user = hybrid.Embedding(num_users, DIM, ids="user", optimizer=adagrad, **growing)
