@@ -41,6 +41,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hybrid.primitives.splitmix64 import next_of
+
 _INTEGER = r"-?(?:0|[1-9][0-9]*)"
 _POINT = re.compile(rf"({_INTEGER})\.0+")
 _EXPONENT = re.compile(r"(-?[1-9])(?:\.([0-9]+)(?:[eE]\+|E)|[eE]\+)([0-9]{1,3})")
@@ -57,6 +59,8 @@ _SUSPECT = (
 )
 _SUSPECT_BYTES = b".+-tTlF"  # every suspect text has one of these bytes; few columns have any
 _MAX_EXACT = 2**53
+_KEY_INTEGER = "^(0|-?[1-9][0-9]{0,18}|1[0-9]{19})$"
+_LOWEST, _HIGHEST = "-9223372036854775808", "18446744073709551615"  # of int64 and uint64, each 20 characters
 
 
 def canonicalize(values: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
@@ -132,3 +136,27 @@ def hash_texts(texts: pa.Array) -> npt.NDArray[np.uint64]:
     contents = pc.fill_null(texts, "").cast(pa.large_binary()).to_numpy(zero_copy_only=False)
     digests = b"".join([blake2b(content, digest_size=8).digest() for content in contents])
     return np.frombuffer(digests, "<u8")
+
+
+def compute_keys(texts: pa.Array) -> npt.NDArray[np.int64]:
+    """Return the key of each canonical text in a growing table: the bits of a 64-bit hash.
+
+    - An integer of int64 or uint64: the SplitMix64 hash of its 64 bits. No two integers of one of these types
+      have the same key. A negative integer has the key of the integer 2**64 above it.
+    - Any other text: :func:`hash_texts`.
+    - Null: 0, which is a key like any other.
+    """
+    integer_D = pc.fill_null(pc.match_substring_regex(texts, _KEY_INTEGER), False)
+    negative_D = pc.fill_null(pc.starts_with(texts, "-"), False)
+    # Texts of 20 characters and one sign are in the order of their digits.
+    is_far_D = pc.greater(texts, pc.if_else(negative_D, _LOWEST, _HIGHEST))
+    is_long_D = pc.equal(pc.binary_length(texts), len(_LOWEST))
+    integer_D = pc.and_not(integer_D, pc.fill_null(pc.and_(is_long_D, is_far_D), False))
+    keys_D = np.zeros(len(texts), np.uint64)
+    for of_sign_D, kind in ((negative_D, pa.int64()), (pc.invert(negative_D), pa.uint64())):
+        of_kind_D = pc.and_(integer_D, of_sign_D)
+        numbers = texts.filter(of_kind_D).cast(kind).to_numpy(zero_copy_only=False)
+        keys_D[np.asarray(of_kind_D)] = next_of(numbers.astype(np.uint64))
+    other_D = pc.and_not(texts.is_valid(), integer_D)
+    keys_D[np.asarray(other_D)] = hash_texts(texts.filter(other_D))
+    return keys_D.view(np.int64)
