@@ -15,11 +15,13 @@ TRANSFORMS = ("none", "log")
 _LOG = argument("log", bool, False)
 SCALING_CALLS = CallSignatures({"standardize": (_LOG,), "min_max": (_LOG,), "none": (_LOG,)})
 DEFAULT_HASH_ROWS = 100_000
+GROW = "grow"
+MIN_GROWING_ROWS = 8192  # the smallest limit of rows: 8 in each of 1,024 buckets
 VOCABULARY_CALLS = CallSignatures(
     {
         "build": (argument("min_count", int, 1, minimum=1),),
         "hash": (argument("rows", int, DEFAULT_HASH_ROWS, minimum=2, maximum=2_000_000_000),),
-        "grow": (
+        GROW: (
             argument("admit_after", int, 1, minimum=1, maximum=1_000_000),
             argument("max_rows", int, 0, minimum=0),
             argument("evict_after", int, 0, minimum=0),
@@ -242,7 +244,9 @@ class ColumnSection:
         None, "Scaling of numeric values (of data.dense).", signatures=SCALING_CALLS
     )
     vocabulary: str | None = model(
-        None, "How values become rows (value, weighted; cross: hash).", signatures=VOCABULARY_CALLS
+        None,
+        "How values become rows (value, weighted; cross: hash or grow).",
+        signatures=VOCABULARY_CALLS,
     )
 
 
@@ -273,6 +277,11 @@ class Column:
     vocabulary: str
     min_count: int
     hash_rows: int
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the values of the training rows are numbered."""
+        return self.kind in ("value", "weighted") and self.vocabulary == "build"
 
     @property
     def source(self) -> str:
@@ -311,6 +320,32 @@ def sequence_length(name: str, section: ColumnSection) -> int:
         rule = f"must be the length of the sequence, since columns.{name}.pooling is {UNPOOLED}"
         raise ConfigError(f"columns.{name}.max_ids", rule, section.max_ids)
     return section.max_ids if section.pooling == UNPOOLED else 0
+
+
+def column_growth(data: DataSection, name: str, section: ColumnSection) -> Call | None:
+    """Return how the table of a column of data.sparse grows; None if it has a fixed number of rows.
+
+    Raises:
+        ConfigError: the limit of rows is too small.
+    """
+    key, text = f"columns.{name}.vocabulary", section.vocabulary
+    if text is None:
+        key, text = "data.vocabulary", data.vocabulary
+    call = VOCABULARY_CALLS.parse(key, text)
+    has_vocabulary = "vocabulary" in _KEYS.get(
+        KIND_CALLS.parse(f"columns.{name}.kind", section.kind).name, ()
+    )
+    if call.name != GROW or not has_vocabulary:
+        return None
+    if 0 < call["max_rows"] < MIN_GROWING_ROWS:
+        raise ConfigError(key, f"max_rows must be 0, for no limit, or at least {MIN_GROWING_ROWS:,}", text)
+    return call
+
+
+def without_growth(vocabulary: str | None) -> str | None:
+    """Return ``vocabulary`` without the arguments of ``grow``, which prepared data do not depend on."""
+    is_growing = vocabulary is not None and VOCABULARY_CALLS.parse("vocabulary", vocabulary).name == GROW
+    return GROW if is_growing else vocabulary
 
 
 def _column(data: DataSection, sections: Mapping[str, ColumnSection], name: str) -> Column:
@@ -354,8 +389,8 @@ def _check(name: str, section: ColumnSection, is_dense: bool) -> None:
             raise ConfigError(f"columns.{name}.{key}", f"does not apply to {column}", value)
     if kind == "cross" and len(section.source) < 2:
         raise ConfigError(f"columns.{name}.source", "must name two columns or more (cross)", section.source)
-    if kind == "cross" and section.vocabulary and not section.vocabulary.startswith("hash"):
-        raise ConfigError(f"columns.{name}.vocabulary", "must be hash (cross)", section.vocabulary)
+    if kind == "cross" and section.vocabulary and not section.vocabulary.startswith(("hash", GROW)):
+        raise ConfigError(f"columns.{name}.vocabulary", "must be hash or grow (cross)", section.vocabulary)
     if kind != "cross" and len(section.source) > 1:
         raise ConfigError(f"columns.{name}.source", f"must be one column, for {column}", section.source)
     if (form := call.arguments.get("format")) and "%" not in form:

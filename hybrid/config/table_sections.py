@@ -92,7 +92,8 @@ class TableSection:
     init: str = model(
         "uniform",
         "The distribution of random initial rows. `scale` is the largest absolute value (uniform) or the "
-        "standard deviation (normal); 0 means 1 / sqrt(rows).",
+        "standard deviation (normal); 0 means 1 / sqrt(rows), where the rows of a growing table are its "
+        "`max_rows`, or 1,000,000 without a limit.",
         signatures=INITIALIZERS,
     )
 

@@ -8,9 +8,18 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from hybrid.config.data_sections import VALIDATION, ColumnSection, DataSection, columns_of, sequence_length
+from hybrid.config.data_sections import (
+    GROW,
+    VALIDATION,
+    ColumnSection,
+    DataSection,
+    column_growth,
+    columns_of,
+    sequence_length,
+)
+from hybrid.config.key import Call
 from hybrid.config.sections import NETS, DenseSection, ProfileSection, RunConfig, ScheduleSection, tasks_of
-from hybrid.config.table_sections import TABLE_OPTIMIZERS, TableSection, table_placement
+from hybrid.config.table_sections import TABLE_OPTIMIZERS, TableSection, table_optimizer, table_placement
 from hybrid.config.task_sections import TaskSection, check_tasks
 from hybrid.errors import ConfigError
 
@@ -33,7 +42,12 @@ def check_rules(config: RunConfig) -> None:
         if table.initial and not table.initial.endswith(".parquet") and table.init != "uniform":
             rule = "has all rows of the table, so init must not be set"
             raise ConfigError(f"tables.{name}.initial", rule, table.initial)
-    table_of_column(config.tables)
+    owner = table_of_column(config.tables)
+    columns_of_table: dict[str, list[str]] = {}
+    for column in dict.fromkeys((*config.data.sparse, *owner)):
+        columns_of_table.setdefault(owner.get(column, column), []).append(column)
+    for name, columns in columns_of_table.items():
+        table_growth(config, name, columns)
     check_schedule(config.schedule, config.schedule.steps or None)
     if config.train.max_steps:
         recorded_steps(config.profile, 0, config.train.max_steps)
@@ -66,6 +80,9 @@ def _check_data(config: RunConfig) -> None:
     if data.format == "synthetic" and (data.paths[VALIDATION] or any(each.column for each in data.holdouts)):
         rule = "must be random or none for the synthetic click log"
         raise ConfigError("data.validation", rule, data.validation)
+    if data.format == "synthetic" and data.vocabulary_call.name == GROW:
+        rule = "must not be grow for the synthetic click log, whose ids are row numbers"
+        raise ConfigError("data.vocabulary", rule, data.vocabulary)
     check_fields(data)
     if data.shuffle_lanes and config.has_ranking_loss:
         rule = "must not have lanes if a task has a ranking loss, since groups are shuffled as a whole"
@@ -176,6 +193,36 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
         if not 0 <= index < num_workers:
             rule = f"must hold worker indices from 0 to {num_workers - 1}"
             raise ConfigError(f"tables.{table}.placement", rule, index)
+
+
+def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call | None:
+    """Return how the table that these columns read grows; None if it has a fixed number of rows.
+
+    Raises:
+        ConfigError: only some of the columns grow, or in different ways; or the table has a key that does not
+            apply to a growing table.
+    """
+    calls = [column_growth(config.data, each, config.columns.get(each, ColumnSection())) for each in columns]
+    growth = calls[0]
+    if any(call != growth for call in calls):
+        rule = "must be columns with the same vocabulary, since the table of one of them grows"
+        raise ConfigError(f"tables.{name}.features", rule, columns)
+    if growth is None:
+        return None
+    section, shared = config.tables.get(name, TableSection()), config.embedding
+    has_all_rows = table_optimizer(shared, section).arguments.get("all_rows")
+    pooled_by = table_placement(shared, section)["pooled_by"]
+    for key, is_refused, rule in (
+        ("initial", section.initial, "must be empty"),
+        ("frozen", section.frozen, "must be false"),
+        ("optimizer", has_all_rows, "must not have all_rows"),
+        ("placement", pooled_by == "workers", "must not be pooled_by workers"),
+    ):
+        if is_refused:
+            own = getattr(section, key)
+            dotted = f"tables.{name}.{key}" if own else f"embedding.{key}"
+            raise ConfigError(dotted, f"{rule}, since table {name} grows", own or getattr(shared, key))
+    return growth
 
 
 def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:

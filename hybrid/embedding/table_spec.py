@@ -11,6 +11,7 @@ from hybrid.input_spec import InputSpec
 
 MIN_ROWS = 8192  # of the limit of a growing table: eight rows in each of 1,024 buckets
 UNKNOWN_ROWS = ("initial", "zeros")
+UNLIMITED_ROWS = 1_000_000  # an estimate for a growing table without a limit
 
 AddressKey: TypeAlias = tuple[int, str]
 

@@ -10,14 +10,21 @@ from torch import nn
 from hybrid.config import ColumnSection, RunConfig, TableSection
 from hybrid.config.data_sections import UNPOOLED, sequence_length
 from hybrid.config.table_sections import table_optimizer, table_placement
-from hybrid.config.validation import table_of_column
+from hybrid.config.validation import table_growth, table_of_column
 from hybrid.dense.compilation import compiled
 from hybrid.dense.dense_optimizer import make_optimizer
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
 from hybrid.embedding.initial_rows import make_absolute, read_shape
 from hybrid.embedding.placement import Placement, place
-from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec, tables_of
+from hybrid.embedding.table_spec import (
+    UNLIMITED_ROWS,
+    GrowthSpec,
+    OptimizerSpec,
+    Pooling,
+    TableSpec,
+    tables_of,
+)
 from hybrid.engine.hybrid_model import HybridModel, RemoteStage
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -33,7 +40,8 @@ def table_specs(config: RunConfig, input_spec: InputSpec) -> tuple[TableSpec, ..
 
     Raises:
         ConfigError: a [tables.NAME] section has no feature, two sections list one feature, a section has the
-            name of a feature that it does not list, or a feature with one id per sample is a sequence.
+            name of a feature that it does not list, or a feature with one id per sample is a sequence; or see
+            :func:`table_growth`.
     """
     features = {f.name: f for f in input_spec.sparse_features}
     owner = table_of_column(config.tables)
@@ -54,7 +62,10 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec]) -> Ta
     section = config.tables.get(name, TableSection())
     shared = config.embedding
     placement = table_placement(shared, section)
+    call = table_growth(config, name, [f.name for f in features])
+    growth = None if call is None else GrowthSpec(**call.arguments)
     num_rows = max(f.num_rows for f in features)
+    scaled_rows = num_rows if growth is None else growth.max_rows or UNLIMITED_ROWS
     pooling = Pooling(shared.pooling)
     poolings = tuple(_pooling(config, feature, pooling) for feature in features)
     sequences = tuple(_sequence(config, feature) for feature in features)
@@ -71,7 +82,7 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec]) -> Ta
         features=tuple(f.name for f in features),
         optimizer=optimizer,
         # The scale of DLRM (Naumov et al. 2019).
-        init_scale=section.initializer.arguments.get("scale") or num_rows**-0.5,
+        init_scale=section.initializer.arguments.get("scale") or scaled_rows**-0.5,
         placement=placement.name,
         pooled_by=placement["pooled_by"],
         workers=placement["workers"],
@@ -80,6 +91,7 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec]) -> Ta
         init=section.initializer.name,
         poolings=poolings if {*poolings} != {pooling} else (),
         sequences=sequences if any(sequences) else (),
+        growth=growth,
     )
 
 

@@ -4,14 +4,15 @@ A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (featu
 ``vocabularies.parquet`` (vocabulary.py), and a folder for each split, of plain ``.npy`` files::
 
     dense.npy        float32 (N, F)
-    ids.npy          int32 (N, K), the features with exactly one id per sample
+    ids.npy          int32 (N, K), the features with exactly one id per sample; int64 if one of them grows
     labels.npy       uint8 (N, T), or float32 unless all tasks are binary
     weights.npy      float32 (N, T), absent if all samples have the same weight
     groups.npy       int64 (N,), absent without groups
     group_rows.npy   int64 (N,), of training rows with groups: the rows by group (batches.py)
     group_starts.npy int64 (G + 1,), the start of each group in group_rows
     source_rows.npy  int64 (N,), the input row of each sample
-    bag_K_ids.npy, bag_K_offsets.npy     int32 (L,) and int64 (N + 1,), of multi-hot feature K
+    bag_K_ids.npy, bag_K_offsets.npy     int32 (L,), or int64 if it grows; and int64 (N + 1,), of multi-hot
+                                         feature K
     bag_K_weights.npy  float32 (L,), if the ids of feature K have weights
 """
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import TaskSection
 from hybrid.data.dataset.dataset_manifest import FILE_NAME, DataManifest, LabelReport
-from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock
+from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock, Ids
 from hybrid.data.values.model_columns import Targets, TargetSpec
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -40,7 +41,7 @@ from hybrid.storage.file_formats import map_array
 _TYPES: dict[str, tuple[npt.DTypeLike, ...]] = {  # of arrays; int64 for those that are not here
     "labels": (np.uint8, np.float32),
     **dict.fromkeys(("dense", "weights"), (np.float32,)),
-    "ids": (np.int32,),
+    "ids": (np.int32, np.int64),
 }
 
 
@@ -177,7 +178,7 @@ def _by_task(values_BT: npt.NDArray[Any]) -> Tensor:
 
 
 def sparse_features(
-    ids_BK: npt.NDArray[np.int32], bags: Sequence[EncodedBags], features: Sequence[FeatureSpec]
+    ids_BK: Ids, bags: Sequence[EncodedBags], features: Sequence[FeatureSpec]
 ) -> SparseFeatures:
     """Return the ids of B samples, feature-major; for ``ids_BK`` and ``bags`` see EncodedBlock."""
     ids_KB = ids_BK.T.astype(np.int64, order="C")
@@ -275,7 +276,9 @@ def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: Split
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
     create("dense", end.row, np.float32, len(spec.dense_features))
-    create("ids", end.row, np.int32, len(features) - len(multi_hot))
+    one_id = [feature for feature in features if not feature.multi_hot]
+    has_keys = any(feature.is_growing for feature in one_id)
+    create("ids", end.row, np.int64 if has_keys else np.int32, len(one_id))
     create("source_rows", end.row, np.int64)
     is_binary = all(task.kind == "binary" for task in targets.tasks.values())
     create("labels", end.row, np.uint8 if is_binary else np.float32, len(targets.tasks))
@@ -285,7 +288,7 @@ def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: Split
         create("groups", end.row, np.int64)
     for k in multi_hot:
         create(f"bag_{k}_offsets", end.row + 1, np.int64)
-        create(f"bag_{k}_ids", int(end.values_K[k]), np.int32)
+        create(f"bag_{k}_ids", int(end.values_K[k]), np.int64 if features[k].is_growing else np.int32)
         if features[k].weighted:
             create(f"bag_{k}_weights", int(end.values_K[k]), np.float32)
 

@@ -15,17 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from hybrid.checkpoint.checkpoint_folders import VOCABULARIES_FILE, vocabulary_path
-from hybrid.config.data_sections import TRANSFORMS
+from hybrid.config.data_sections import GROW, TRANSFORMS
 from hybrid.data.encode.vocabulary import Vocabulary, read_vocabularies, write_vocabularies
 from hybrid.data.parse.sources import RawBlock
-from hybrid.data.values.canonical import hash_texts
+from hybrid.data.values.canonical import compute_keys, hash_texts
 from hybrid.data.values.column_values import MAX_NUMBER, is_list, take_or_default
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -37,6 +37,8 @@ FILE_NAME = "features.json"
 FORMAT_VERSION = 4
 # Unknown values are excessive if they exceed the expected fraction by _EXCESS, and are at least _MIN_UNKNOWN.
 _EXCESS, _MIN_UNKNOWN = 0.1, 10
+
+Ids: TypeAlias = npt.NDArray[np.signedinteger[Any]]  # int32, or int64 if some of them are keys
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class DenseEncoding:
 class EncodedBags(NamedTuple):
     """The ids of a multi-hot feature of B samples."""
 
-    ids_L: npt.NDArray[np.int32]  # the ids of all samples
+    ids_L: Ids  # the ids of all samples; int64 for keys
     lengths_B: npt.NDArray[np.int64]  # the number of ids of each sample
     weights_L: npt.NDArray[np.float32] | None = None  # if the ids have weights
 
@@ -65,10 +67,10 @@ class SparseEncoding:
     """The encoding of a categorical column."""
 
     name: str
-    # "build" (row 1 + index in ``values``), "hash", "identity" (values are rows), or "buckets" (row 1 +
-    # bucket of a number).
+    # "build" (row 1 + index in ``values``), "hash", "identity" (values are rows), "buckets" (row 1 + bucket
+    # of a number), or "grow" (keys instead of rows; see compute_keys).
     vocabulary: str
-    num_rows: int  # rows of the table, row 0 included
+    num_rows: int  # rows of the table, row 0 included; 0 for a growing table
     # Whether a sample may hold any number of values; otherwise several count as unknown.
     multi_hot: bool = False
     # Of vocabulary "build", the known values by falling frequency, in canonical texts.
@@ -77,8 +79,14 @@ class SparseEncoding:
     bounds: tuple[float, ...] = ()  # the lower bound of each bucket but the lowest
     weighted: bool = False  # whether the ids have weights; such a feature is multi-hot
 
-    def rows(self, values: pa.Array) -> npt.NDArray[np.int32]:
-        """Return the table row of each text; 0 for an unknown text or null."""
+    @property
+    def is_growing(self) -> bool:
+        return self.vocabulary == GROW
+
+    def rows(self, values: pa.Array) -> Ids:
+        """Return the table row, or the key, of each text; 0 for an unknown text or null."""
+        if self.is_growing:
+            return compute_keys(values)
         if self.values is not None:
             return (1 + self.values.indices(values)).astype(np.int32)
         last = self.num_rows - 1
@@ -88,8 +96,8 @@ class SparseEncoding:
         texts = values.to_pylist()
         return np.array([int(v) if v and v.isdecimal() and int(v) <= last else 0 for v in texts], np.int32)
 
-    def encode(self, column: pa.Array) -> npt.NDArray[np.int32] | EncodedBags:
-        """Return the table rows of a column of a ``RawBlock``; integers in it are table rows already."""
+    def encode(self, column: pa.Array) -> Ids | EncodedBags:
+        """Return the table rows, or keys, of a column of a ``RawBlock``; integers in it are rows already."""
         if self.vocabulary == "buckets":
             numbers_B = column.to_numpy(zero_copy_only=False)
             rows_B = 1 + np.searchsorted(np.array(self.bounds), numbers_B, side="right")
@@ -103,14 +111,15 @@ class SparseEncoding:
         lengths_B = np.diff(np.asarray(column.offsets)).astype(np.int64)
         if self.multi_hot:
             return EncodedBags(ids_L, lengths_B)
-        ids_B = np.zeros(len(lengths_B), np.int32)
+        ids_B = np.zeros(len(lengths_B), ids_L.dtype)
         ids_B[lengths_B == 1] = ids_L[np.repeat(lengths_B == 1, lengths_B)]
         return ids_B
 
-    def _encode_flat(self, coded: pa.DictionaryArray) -> npt.NDArray[np.int32]:
+    def _encode_flat(self, coded: pa.DictionaryArray) -> Ids:
         values = coded.dictionary
         rows_D = values if pa.types.is_integer(values.type) else self.rows(values)
-        return take_or_default(np.asarray(rows_D, np.int32), coded.indices, 0)
+        dtype = np.int64 if self.is_growing else np.int32
+        return take_or_default(np.asarray(rows_D, dtype), coded.indices, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +156,8 @@ class EncodedBlock(NamedTuple):
     """B samples as numbers."""
 
     dense_BF: npt.NDArray[np.float32]
-    # One column for each feature with one id per sample, in the order of features.
-    ids_BK: npt.NDArray[np.int32]
+    # One column for each feature with one id per sample, in the order of features; int64 if one has keys.
+    ids_BK: Ids
     bags: tuple[EncodedBags, ...] = ()  # one for each multi-hot feature, in the order of features
 
 
@@ -179,7 +188,7 @@ class FeatureEncoder:
     def encode(self, block: RawBlock) -> EncodedBlock:
         dense_BF = _scale(block.dense_BF, self.dense)
         weights = iter(block.weights)
-        one_id: list[npt.NDArray[np.int32]] = []
+        one_id: list[Ids] = []
         bags: list[EncodedBags] = []
         for each, column in zip(self.sparse, block.sparse, strict=True):
             ids = each.encode(column)
@@ -188,7 +197,7 @@ class FeatureEncoder:
                 bags.append(ids._replace(weights_L=weights_L))
             else:
                 one_id.append(ids)
-        ids_BK = np.stack(one_id, axis=1) if one_id else np.empty((len(dense_BF), 0), np.int32)
+        ids_BK: Ids = np.stack(one_id, axis=1) if one_id else np.empty((len(dense_BF), 0), np.int32)
         return EncodedBlock(dense_BF, ids_BK, tuple(bags))
 
     @property
@@ -284,7 +293,8 @@ def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBloc
         if not encoding.multi_hot:
             lengths_B = np.diff(column.offsets) if is_list(column) else np.asarray(column.is_valid())
             absent, several = (lengths_B == 0).sum(), (lengths_B > 1).sum()
-        counts[:, k] = (ids == 0).sum() - absent, len(ids) - absent, several  # a missing value has row 0
+        unknown = several if encoding.is_growing else (ids == 0).sum() - absent  # a missing value has row 0
+        counts[:, k] = unknown, len(ids) - absent, several
     return counts
 
 
@@ -346,11 +356,12 @@ def _is_valid_dense(encoding: DenseEncoding) -> bool:
 
 def _is_valid_sparse(encoding: SparseEncoding) -> bool:
     """Return whether values that come from a file make an encoding."""
-    minima = {"hash": 2, "identity": 1, "buckets": 2 + len(encoding.bounds)}
+    minima = {"hash": 2, "identity": 1, "buckets": 2 + len(encoding.bounds), GROW: 0}
     if encoding.values is not None:
         minima = {"build": 1 + len(encoding.values)}
     return (
         minima.get(encoding.vocabulary, 1 << 31) <= encoding.num_rows <= np.iinfo(np.int32).max
+        and encoding.is_growing == (encoding.num_rows == 0)
         and all(map(math.isfinite, encoding.bounds))
         and all(low < high for low, high in pairwise(encoding.bounds))
         and (encoding.multi_hot or not encoding.weighted)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybrid.config import TableSection
-from hybrid.config.data_sections import Column
+from hybrid.config.data_sections import GROW, Column
 from hybrid.config.validation import table_of_column
 from hybrid.data.encode.feature_encoder import (
     DenseEncoding,
@@ -174,7 +174,7 @@ def group_by_vocabulary(
     table_of = table_of_column(tables)
     groups: dict[str, list[int]] = {}
     for k, column in enumerate(columns):
-        if column.kind in ("value", "weighted") and column.vocabulary == "build":
+        if column.has_vocabulary:
             groups.setdefault(table_of.get(column.name, column.name), []).append(k)
     return groups
 
@@ -247,6 +247,7 @@ def fit_encoder(
                 bounds = statistics.quantiles_K[k].bounds(column.quantiles)
             encoding = SparseEncoding(column.name, "buckets", 2 + len(bounds), bounds=bounds)
         else:
-            encoding = SparseEncoding(column.name, "hash", column.hash_rows, is_bag, weighted=has_weights)
+            name, num_rows = (GROW, 0) if column.vocabulary == GROW else ("hash", column.hash_rows)
+            encoding = SparseEncoding(column.name, name, num_rows, is_bag, weighted=has_weights)
         sparse.append(encoding)
     return FeatureEncoder(statistics.moments.encodings(layout.dense), tuple(sparse))

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from hybrid.config import DataSection, RunConfig
-from hybrid.config.data_sections import TEST, TRAIN, VALIDATION
+from hybrid.config.data_sections import TEST, TRAIN, VALIDATION, without_growth
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.data.dataset import dataset_manifest, prepared_dataset
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DataManifest, DatasetReport
@@ -67,6 +67,8 @@ def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | No
     }
     if config.data.paths[VALIDATION]:
         keys["validation"] = "path"
+    if not is_synthetic:
+        keys["vocabulary"] = without_growth(config.data.vocabulary)
     stamps = [
         [{**dataclasses.asdict(file), "path": path_columns(parse_path(file.path))} for file in group]
         for group in files.values()
@@ -78,6 +80,8 @@ def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | No
         name: {key: getattr(section, key) for key, each in NAMED_KEYS["columns"].items() if each.prepares}
         for name, section in config.columns.items()
     }
+    for section in columns.values():
+        section["vocabulary"] = without_growth(section["vocabulary"])
     content: list[object] = [dataset_manifest.FORMAT_VERSION, seed, keys, tasks, columns, stamps]
     if shared := sorted(sorted(each.features) for each in config.tables.values() if len(each.features) > 1):
         content.append(shared)
@@ -125,7 +129,7 @@ def prepare(
     except OSError as error:
         raise DataError(f"{target.parent}: cannot be written ({error}); set data.cache_folder") from error
     except MemoryError as error:
-        rule = "lower data.prepare_memory_gb, or set data.vocabulary = hash, which keeps no values in memory"
+        rule = "lower data.prepare_memory_gb, or set data.vocabulary = hash or grow, which keep no values"
         raise DataError(f"out of memory while preparing the data; add memory, {rule}") from error
     train, *others = (f"{reports[split].num_rows:,} {split}" for split in config.data.splits)
     seconds = time.monotonic() - started

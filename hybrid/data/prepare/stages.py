@@ -170,7 +170,10 @@ def fit_piece(piece: Piece, layout: Layout) -> PieceStatistics:
     lengths = [len(values) for values in spill.read_values(piece.folder)]
     nothing = SplitPosition(0, np.zeros(len(lengths), np.int64))
     sizes = dict.fromkeys(layout.data.splits, nothing)
-    counts: list[npt.NDArray[np.int64]] = [np.zeros(length, np.int64) for length in lengths]
+    counts: list[npt.NDArray[np.int64]] = [
+        np.zeros(length * column.has_vocabulary, np.int64)
+        for column, length in zip(layout.sparse, lengths, strict=True)
+    ]
     statistics = PieceStatistics([], [], np.zeros(len(lengths), np.bool_), sizes)
     for split, rows in piece.blocks([pa.array(np.arange(length, dtype=np.int32)) for length in lengths]):
         num_rows, values_K = statistics.sizes[split]
@@ -185,7 +188,7 @@ def fit_piece(piece: Piece, layout: Layout) -> PieceStatistics:
         statistics.numbers.append([bucketed_numbers(column, values) for column, values in pairs])
         for k, column in enumerate(rows.sparse):
             statistics.several_K[k] |= has_several_values(column)
-            if lengths[k]:
+            if counts[k].size:
                 counts[k] += ValueCounts.of(column).counts_D
     for k, counts_D in enumerate(counts):
         np.save(spill.counts_path(piece.folder, k), counts_D)

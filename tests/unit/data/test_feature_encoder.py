@@ -79,7 +79,7 @@ def test_lists_of_one_value_are_one_id_and_several_are_unknown() -> None:
     assert encoded.ids_BK.tolist() == [[0], [1], [0]]
 
 
-@pytest.mark.parametrize("vocabulary", ["build", "hash"])
+@pytest.mark.parametrize("vocabulary", ["build", "hash", "grow"])
 def test_loaded_encoder_equals_saved_encoder(tmp_path: Path, vocabulary: str) -> None:
     scaling = "standardize(log = true)"
     data = DataSection(dense=("x",), sparse=("city",), numeric_scaling=scaling, vocabulary=vocabulary)
@@ -108,6 +108,7 @@ WRONG: list[dict[str, Any]] = [
         for changes in (
             {"num_rows": 5.0},
             {"num_rows": 2**40},
+            {"vocabulary": "grow"},
             {"vocabulary": "other"},
             {"vocabulary": ["build"]},
             {"values": [7]},
