@@ -122,7 +122,7 @@ def map_arrays(
     for name, entry in header.items():
         if (dtype := entry["dtype"]) not in _ARRAY_TYPES:
             types = " or ".join(_ARRAY_TYPES)
-            raise CheckpointError(f"{path}: {name!r} is of type {dtype}; rows are {types}")
+            raise CheckpointError(f"{path}: {name!r} is of type {dtype}, not {types}")
         first, last = entry["data_offsets"]
         with _reading(path):
             arrays[name] = content[first:last].view(_ARRAY_TYPES[dtype]).reshape(entry["shape"])

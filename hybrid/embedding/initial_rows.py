@@ -64,7 +64,7 @@ def random_rows(
     """
     if init == "zeros":
         return torch.zeros(len(rows_U), dim)
-    key = np.uint64((seed * 0x9E3779B97F4A7C15 + zlib.crc32(table.encode()) * 0xD1B54A32D192ED03) % 2**64)
+    key = np.uint64(random_salt(seed, table))
     columns_D: npt.NDArray[np.uint64] = np.arange(dim, dtype=np.uint64)
     counter_UD = rows_U[:, None] * np.uint64(dim) + columns_D
     uniform_UD = (splitmix64(counter_UD + key) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
@@ -72,6 +72,11 @@ def random_rows(
         normal_UD: Tensor = torch.special.ndtri(torch.from_numpy(uniform_UD).double() + 2**-25) * scale
         return normal_UD
     return torch.from_numpy((uniform_UD * 2 - 1) * np.float32(scale))
+
+
+def random_salt(seed: int, table: str) -> int:
+    """Return the number that :func:`random_rows` adds to the counter of each value."""
+    return (seed * 0x9E3779B97F4A7C15 + zlib.crc32(table.encode()) * 0xD1B54A32D192ED03) % 2**64
 
 
 class StoredTensor(NamedTuple):

@@ -59,8 +59,8 @@ class CustomModule(TrainedModule):
         finally:
             BACKEND.reset(token)
         tables = load_parameters(module, trained.stored)
-        shapes = {name: (each.num_embeddings, each.embedding_dim) for name, each in tables.items()}
-        super().__init__(trained, shapes, range(len(num_rows)), in_memory)  # the order of any ids may count
+        specs = [each.spec(name, 4) for name, each in tables.items()]
+        super().__init__(trained, specs, range(len(num_rows)), in_memory)  # the order of any ids may count
         pairs = zip(tables.values(), self.tables, strict=True)
         stored = {id(table): StoredTable(table, rows, self.dtype) for table, rows in pairs}
         self.module: nn.Module = copy.deepcopy(module, stored)  # has these tables instead of its own

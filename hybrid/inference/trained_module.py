@@ -22,6 +22,7 @@ from hybrid.custom_loop.local_batches import DENSE, features_of
 from hybrid.dense.matmul import use_torch
 from hybrid.embedding.table_spec import Pooling, TableSpec, tables_of
 from hybrid.errors import CheckpointError, ConfigError
+from hybrid.inference.growing_tables import GrowingTable, MappedGrowingTable
 from hybrid.inference.raw_rows import table_batch
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec
@@ -104,7 +105,7 @@ class TrainedModule(nn.Module):
     regression. With several tasks, names start with the task, as in ``click.probability``.
 
     Args:
-        shapes: number of rows and width of each table, by name.
+        tables: the tables, with names as in the checkpoint.
         sequences: indices of the features whose order of ids counts.
         in_memory: whether tables are parameters in memory. Otherwise the rows are read from the files.
 
@@ -113,14 +114,15 @@ class TrainedModule(nn.Module):
 
     Attributes:
         inputs: the plain tensors of a batch, in order.
-        tables: one module per table, which returns vectors for ids.
+        tables: one module per table, which returns vectors for ids. The ids of a growing table are keys.
+        growing_tables: the names of the tables whose ids are keys.
         autocast: lower precision for operations of the nets where it is safe, or None.
     """
 
     def __init__(
         self,
         trained: TrainedRun,
-        shapes: Mapping[str, tuple[int, int]],
+        tables: Sequence[TableSpec],
         sequences: Sequence[int],
         in_memory: bool = True,
     ) -> None:
@@ -128,13 +130,19 @@ class TrainedModule(nn.Module):
         self.trained = trained
         self.dtype: torch.dtype = getattr(torch, trained.config.train.dtype)
         self.tables = nn.ModuleList()
-        for name, shape in shapes.items():
-            if in_memory:
+        for table in tables:
+            name, shape = table.name, (table.num_rows, table.dim)
+            if table.growth is not None:
+                keyed_rows = trained.stored.map_keyed_rows(name, table.dim)
+                kind = GrowingTable if in_memory else MappedGrowingTable
+                self.tables.append(kind(table, trained.config.run.seed, keyed_rows, self.dtype))
+            elif in_memory:
                 rows_RD = trained.stored.read_rows(name, shape).to(self.dtype)
                 self.tables.append(nn.Embedding.from_pretrained(rows_RD, freeze=False))
             else:
                 self.tables.append(MappedTable(trained.stored.map_rows(name, *shape), self.dtype))
-        self.table_names = tuple(shapes)
+        self.table_names = tuple(table.name for table in tables)
+        self.growing_tables = tuple(table.name for table in tables if table.growth is not None)
         self._sequences = sequences
         spec = trained.encoder.input_spec
         self.num_dense = len(spec.dense_features)
@@ -171,8 +179,16 @@ class TrainedModule(nn.Module):
     def rows(self, table: str) -> Tensor:
         """Return all rows of a table, of shape (rows, D)."""
         module = self.tables[self.table_names.index(table)]
+        if isinstance(module, GrowingTable):
+            return module.weight[:-1]
         assert isinstance(module, nn.Embedding)
         return module.weight
+
+    def keys(self, table: str) -> Tensor:
+        """Return the keys of all rows of a growing table, int64, ascending as unsigned numbers."""
+        module = self.tables[self.table_names.index(table)]
+        assert isinstance(module, GrowingTable)
+        return module.keys
 
     def encode(self, columns: Any) -> dict[str, Tensor]:
         """Make a batch of raw values, as they are in files.
@@ -209,8 +225,7 @@ class ConfiguredModule(TrainedModule):
 
     def __init__(self, trained: TrainedRun, *, in_memory: bool = True) -> None:
         nets, blueprint = trained.nets(), trained.blueprint
-        shapes = {table.name: (table.num_rows, table.dim) for table in blueprint.tables}
-        super().__init__(trained, shapes, blueprint.sequences, in_memory)
+        super().__init__(trained, blueprint.tables, blueprint.sequences, in_memory)
         self.net, self.remote_net = nets
         for net in (self.net, self.remote_net):
             if net is not None:

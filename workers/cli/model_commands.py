@@ -242,13 +242,17 @@ def export_run(
         program_export.check_onnx()
     # Measuring the loss of precision reads the data of the run.
     model = _read_model(folder, trust_code, module, uses_data=dtype is not None, in_memory=True)
+    if "onnx" in formats and model.growing_tables:
+        rule = f"table {model.growing_tables[0]} grows, and ONNX cannot search for keys; use --format program"
+        raise HybridError(f"--format onnx: {rule}")
     lines = [f"{'checkpoint':<{_LABEL_WIDTH}}{model.trained.origin}"]
     if dtype is not None and getattr(torch, dtype).itemsize < model.dtype.itemsize:
         lines += _narrow(model, dtype)
     with _new_folder(output) as partial, transient_status() as report_progress:
         files = program_export.write_preprocessing(model, partial)
         if "tables" in formats:
-            tensors = {table: model.rows(table).detach() for table in model.table_names}
+            tensors = {f"{table}.keys": model.keys(table) for table in model.growing_tables}
+            tensors |= {table: model.rows(table).detach() for table in model.table_names}
             meaning = model.trained.encoder.row_checksums(table_of_column(model.trained.config.tables))
             files += write_tensors(partial, program_export.TABLES_FILE, tensors, meaning)
         if {"program", "onnx"} & {*formats}:

@@ -66,6 +66,7 @@ def test_mapped_arrays_equal_the_written_tensors_and_stay_valid(tmp_path: Path) 
         "steps": torch.randn(5),
         "nothing": torch.empty(0, 7),
         "double": torch.randn(2, 3, dtype=torch.float64),
+        "keys": torch.tensor([-(2**63), 2**63 - 1]),
     }
     write_tensors(tmp_path, "rows.safetensors", tensors)
     mapped = map_arrays(tmp_path / "rows.safetensors")

@@ -1,0 +1,108 @@
+"""Growing tables of a checkpoint, read by key: in memory, or in memory-mapped files.
+
+A key without a row reads its initial row, or zeros, as ``TableSpec.growth`` defines.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hybrid.checkpoint.checkpoint_reader import KeyedRows, shard_of_keys
+from hybrid.embedding.initial_rows import random_salt
+from hybrid.embedding.table_spec import TableSpec
+
+_SIGN = -(2**63)  # without it, signed keys are in the order of unsigned keys
+
+
+class GrowingTable(nn.Module):
+    """A growing table in memory, of N rows.
+
+    Attributes:
+        ordered_keys: int64 (N + 1,), the keys of the rows without ``_SIGN``, ascending; then a 0.
+        weight: the rows, and a row of zeros, (N + 1, D).
+    """
+
+    ordered_keys: Tensor
+
+    def __init__(self, table: TableSpec, seed: int, shards: Sequence[KeyedRows], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._table, self._seed = table, seed
+        keys_N = torch.from_numpy(np.concatenate([shard.keys_N for shard in shards]).view(np.int64))
+        self.register_buffer("ordered_keys", torch.cat([keys_N ^ _SIGN, keys_N.new_zeros(1)]))
+        self.weight = nn.Parameter(torch.zeros(len(keys_N) + 1, table.dim, dtype=dtype))
+        np.concatenate([shard.rows_ND for shard in shards], out=self.weight.detach()[:-1].numpy())
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys of the rows, int64, ascending as unsigned numbers."""
+        return self.ordered_keys[:-1] ^ _SIGN
+
+    def forward(self, keys_L: Tensor) -> Tensor:
+        """Return vectors (keys, D); operators that torch can export."""
+        num_rows, ordered_L = self.ordered_keys.shape[0] - 1, keys_L ^ _SIGN
+        row_L = torch.searchsorted(self.ordered_keys[:num_rows], ordered_L)
+        is_known_L = (self.ordered_keys[row_L] == ordered_L) & (row_L < num_rows)
+        vectors_LD = self.weight[torch.where(is_known_L, row_L, num_rows)]
+        if _has_zeros(self._table):
+            return vectors_LD
+        unknown_U = (~is_known_L).nonzero().squeeze(1)
+        initial_UD = initial_rows(keys_L[unknown_U], self._table, self._seed)
+        return vectors_LD.index_copy(0, unknown_U, initial_UD.to(vectors_LD.dtype))
+
+
+class MappedGrowingTable(nn.Module):
+    """A growing table in memory-mapped shards; a batch reads only its rows."""
+
+    def __init__(self, table: TableSpec, seed: int, shards: Sequence[KeyedRows], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._table, self._seed, self._shards, self._dtype = table, seed, shards, dtype
+
+    def forward(self, keys_L: Tensor) -> Tensor:
+        """Return vectors (keys, D)."""
+        keys_U, inverse_L = keys_L.unique(return_inverse=True)
+        vectors_UD = torch.zeros(len(keys_U), self._table.dim, dtype=self._dtype)
+        if not _has_zeros(self._table):
+            vectors_UD.copy_(initial_rows(keys_U, self._table, self._seed))
+        unsigned_U = keys_U.numpy().view(np.uint64)
+        shard_U = shard_of_keys(unsigned_U, len(self._shards))
+        for index, (keys_N, rows_ND) in enumerate(self._shards):
+            of_shard = np.flatnonzero(shard_U == index)
+            row_of_shard = np.searchsorted(keys_N, unsigned_U[of_shard])
+            inside = row_of_shard < len(keys_N)
+            of_shard, row_of_shard = of_shard[inside], row_of_shard[inside]
+            is_known = keys_N[row_of_shard] == unsigned_U[of_shard]
+            vectors_UD.numpy()[of_shard[is_known]] = rows_ND[row_of_shard[is_known]]
+        return vectors_UD[inverse_L]
+
+
+def _has_zeros(table: TableSpec) -> bool:
+    """Return whether a key without a row reads zeros."""
+    return table.init == "zeros" or (table.growth is not None and table.growth.unknown == "zeros")
+
+
+def initial_rows(keys_U: Tensor, table: TableSpec, seed: int) -> Tensor:
+    """Return what :func:`random_rows` returns for int64 keys, by operators that torch can export."""
+    step = _signed(0x9E3779B97F4A7C15)
+    x_UD = keys_U.unsqueeze(1) * table.dim + torch.arange(table.dim) + _signed(random_salt(seed, table.name))
+    x_UD = x_UD * step + step
+    x_UD = (x_UD ^ _shift(x_UD, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x_UD = (x_UD ^ _shift(x_UD, 27)) * _signed(0x94D049BB133111EB)
+    values_UD = _shift(x_UD ^ _shift(x_UD, 31), 40).to(torch.float32) * 2**-24
+    if table.init == "normal":
+        values_UD = torch.special.ndtri(values_UD.double() + 2**-25)
+    else:
+        values_UD = values_UD * 2 - 1
+    return values_UD * table.init_scale
+
+
+def _signed(number: int) -> int:
+    """Return the int64 with the bits of a uint64."""
+    return (number ^ 2**63) - 2**63
+
+
+def _shift(x_UD: Tensor, bits: int) -> Tensor:
+    """Shift the bits of int64 numbers to the right, with zeros from the left."""
+    shifted_UD: Tensor = (x_UD >> bits) & (2 ** (64 - bits) - 1)
+    return shifted_UD

@@ -1,0 +1,204 @@
+"""Growing tables of a checkpoint: loaded, mapped and exported, they read what a dictionary holds."""
+
+import re
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.trained import clicks_config, largest_difference, predicted_columns, texts_of, write_clicks
+from torch import Tensor, nn
+
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Manifest, shard_file, write_text
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.tensor_file import pack_dense, write_tensors
+from hybrid.config import RunConfig
+from hybrid.data.dataset import dataset_manifest
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.prepare.preparation import prepare
+from hybrid.data.values.canonical import compute_keys
+from hybrid.embedding.initial_rows import random_rows
+from hybrid.embedding.table_spec import GrowthSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.engine.model_builder import Blueprint, table_specs
+from hybrid.errors import CheckpointError, HybridError
+from hybrid.inference.growing_tables import MappedGrowingTable, initial_rows
+from hybrid.inference.trained_module import ConfiguredModule, load
+from hybrid.inference.trained_run import TrainedRun
+from hybrid.user_code.run_signature import signed_toml
+from workers.cli.model_commands import export_run
+
+NUM_SHARDS = 3
+M = 2**64
+KNOWN = [*(f"u{i}" for i in range(10)), "7", "i1", "a", "b"]  # of the values of write_clicks
+EXTREME = [0, 1, M - 1, 2**63 - 1, 2**63, *(round(M / 3) * i + d for i in (1, 2) for d in (-1, 0, 1))]
+
+
+def draw_rows(dim: int, dtype: torch.dtype) -> dict[int, Tensor]:
+    """Return rows by their keys, as uint64: of known values, and at the ends of shards."""
+    draw = torch.Generator().manual_seed(len(EXTREME))
+    keys = {*compute_keys(pa.array(KNOWN)).view(np.uint64).tolist(), *EXTREME}
+    return {key: torch.randn(dim, generator=draw, dtype=dtype) for key in sorted(keys)}
+
+
+def shard_tensors(rows: Mapping[int, Tensor], index: int, count: int) -> dict[str, Tensor]:
+    """Return the tensors of a shard: its rows, and what training needs."""
+    keys = [key for key in sorted(rows) if index * 1024 <= (key >> 54) * count < (index + 1) * 1024]
+    dim = len(next(iter(rows.values())))
+    weight_ND = torch.stack([rows[key] for key in keys]) if keys else torch.empty(0, dim)
+    keys_N = torch.from_numpy(np.array(keys, np.uint64).view(np.int64))
+    pending = {
+        f"pending_{name}": torch.zeros(2, dtype=torch.int64) for name in ("keys", "counts", "last_steps")
+    }
+    of_rows = {name: torch.ones_like(keys_N) for name in ("counts", "last_steps")}
+    return {"keys": keys_N, "weight": weight_ND, "sum": weight_ND.abs(), **of_rows, **pending}
+
+
+def write_grown(folder: Path, config: RunConfig) -> dict[str, dict[int, Tensor]]:
+    """Write a run whose tables all grow; return their rows by key."""
+    prepared = prepare(config, Path(config.data.cache_folder))
+    blueprint = Blueprint(config, spec := FeatureEncoder.load(prepared).input_spec, table_specs(config, spec))
+    partial = checkpoint_folders.begin(checkpoint_folders.step_folder(folder, 1))
+    files: checkpoint_folders.Files = {}
+    for name, text in dataset_manifest.checkpoint_contents(config, prepared)[0].items():
+        files |= write_text(partial, name, text)
+    for name, source in dataset_manifest.checkpoint_contents(config, prepared)[1].items():
+        files |= checkpoint_folders.write_vocabulary(partial, name, source)
+    files |= write_tensors(partial, DENSE_FILE, pack_dense(blueprint.dense_net().state_dict(), {}))
+    grown = {table.name: draw_rows(table.dim, blueprint.dtype) for table in blueprint.tables}
+    for (name, rows), index in product(grown.items(), range(NUM_SHARDS)):
+        tensors = shard_tensors(rows, index, NUM_SHARDS)
+        files |= write_tensors(partial, shard_file(name, index, NUM_SHARDS), tensors)
+    shapes = {table.name: (0, table.dim, NUM_SHARDS) for table in blueprint.tables}
+    checkpoint_folders.commit(partial, Manifest(1, 0, shapes, files))
+    (folder / "config.toml").write_text(signed_toml(config))
+    return grown
+
+
+class Dictionary(nn.Module):
+    """A table as a dictionary of rows by key."""
+
+    def __init__(self, table: TableSpec, rows: Mapping[int, Tensor], seed: int) -> None:
+        super().__init__()
+        self.table, self.rows, self.seed = table, rows, seed
+
+    def forward(self, keys_L: Tensor) -> Tensor:
+        keys = keys_L.numpy().view(np.uint64)
+        table = self.table
+        initial = random_rows(keys, table.dim, self.seed, table.name, table.init_scale, table.init)
+        if table.growth is not None and table.growth.unknown == "zeros":
+            initial = torch.zeros_like(initial)
+        dtype = next(iter(self.rows.values())).dtype
+        found = [self.rows.get(key, row.to(dtype)) for key, row in zip(keys.tolist(), initial, strict=True)]
+        return torch.stack(found) if found else initial.to(dtype)
+
+
+def with_dictionaries(run: Path, grown: Mapping[str, Mapping[int, Tensor]]) -> ConfiguredModule:
+    """Return the model of a run with dictionaries instead of its tables."""
+    trained = TrainedRun.read(run, print)
+    model = ConfiguredModule(trained)
+    for index, table in enumerate(trained.blueprint.tables):
+        model.tables[index] = Dictionary(table, grown[table.name], trained.config.run.seed)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "init", "dtype"),
+    [
+        ("grow", "uniform", "float32"),
+        ("grow(2, max_rows = 9000)", "normal", "float64"),
+        ('grow(unknown = "zeros")', "uniform", "float32"),
+        ("grow", "zeros", "float32"),
+    ],
+)
+def test_known_and_unknown_keys_read_what_a_dictionary_holds(
+    tmp_path: Path, vocabulary: str, init: str, dtype: str
+) -> None:
+    inits = {f"tables.{name}": {"init": init} for name in ("user", "item", "tags")}
+    sections: dict[str, dict[str, object]] = {"data": {"vocabulary": vocabulary}, "train": {"dtype": dtype}}
+    run = tmp_path / "run"
+    grown = write_grown(run, clicks_config(tmp_path, **sections, **inits))
+    new = write_clicks(tmp_path / "new.csv", 70, seed=2)
+    model, expected = load(run), with_dictionaries(run, grown)
+    mapped = ConfiguredModule(TrainedRun.read(run, print), in_memory=False)
+    assert [type(table) for table in mapped.tables] == 3 * [MappedGrowingTable]
+    draw = torch.Generator().manual_seed(1)
+    keys = torch.randint(-(2**63), 2**63 - 1, (50,), generator=draw)
+    keys = torch.cat([keys, torch.tensor([(key ^ 2**63) - 2**63 for key in grown["user"]]), keys[:3]])
+    for table, of_file, dictionary in zip(model.tables, mapped.tables, expected.tables, strict=True):
+        for some in (keys, keys[:1], keys[:0]):
+            assert table(some).equal(dictionary(some))
+            assert of_file(some).equal(dictionary(some))
+    with torch.no_grad():
+        batch = model.encode(texts_of(new))
+        found, right = model(batch), expected(batch)
+    assert right["probability"].std() > 1e-3
+    assert found["probability"].equal(right["probability"])
+    assert largest_difference(found, predicted_columns(run, new)) < 1e-6
+    assert model.rows("user").shape == (len(grown["user"]), 4)
+    assert model.keys("user").numpy().view(np.uint64).tolist() == [*grown["user"]]
+
+
+@pytest.mark.parametrize("unknown", ["initial", "zeros"])
+def test_an_exported_program_has_keys_as_inputs(tmp_path: Path, unknown: str) -> None:
+    run, served = tmp_path / "run", tmp_path / "served"
+    grown = write_grown(run, clicks_config(tmp_path, data={"vocabulary": f'grow(unknown = "{unknown}")'}))
+    export_run(run, served, ["program", "tables"], None)
+    model, program = load(run), torch.export.load(served / "program.pt2").module()
+    columns = texts_of(write_clicks(tmp_path / "new.csv", 70, seed=2))
+    for size in (0, 1, 2, 70):
+        batch = model.encode({name: values[:size] for name, values in columns.items()})
+        found = program(*(batch[name] for name in model.input_names))
+        torch.testing.assert_close(found["probability"], model(batch)["probability"], rtol=0, atol=1e-6)
+    tables = load_file(served / "tables.safetensors")
+    assert sorted(tables) == ["item", "item.keys", "tags", "tags.keys", "user", "user.keys"]
+    assert tables["user.keys"].numpy().view(np.uint64).tolist() == [*grown["user"]]
+    assert tables["user"].equal(torch.stack([*grown["user"].values()]))
+    with pytest.raises(HybridError, match=r"^--format onnx: [^\n]* user [^\n]*$"):
+        export_run(run, tmp_path / "onnx", ["onnx"], None)
+    assert not (tmp_path / "onnx").exists()
+
+
+@pytest.mark.parametrize("init", ["uniform", "normal"])
+@pytest.mark.parametrize(("dim", "scale"), [(1, 0.001), (7, 1 / 3), (16, 1.0)])
+def test_initial_rows_have_the_bits_of_training(init: str, dim: int, scale: float) -> None:
+    spec = TableSpec(
+        *("t", 0, dim, Pooling.SUM, ("t",), OptimizerSpec("sgd", 0.1), scale), init=init, growth=GrowthSpec()
+    )
+    keys = np.random.default_rng(0).integers(0, M, 5000, np.uint64)
+    keys[: len(EXTREME)] = EXTREME
+    rows = initial_rows(torch.from_numpy(keys.view(np.int64)), spec, 2**40 + 3)
+    assert rows.equal(random_rows(keys, dim, 2**40 + 3, "t", scale, init))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"keys": torch.tensor([2, 1])},
+        {"keys": torch.tensor([1, 1])},
+        {"keys": torch.tensor([1, -(2**63)])},  # of shard 1
+        {"keys": torch.tensor([1])},
+        {"keys": torch.tensor([1.0, 2.0])},
+        {"keys": torch.tensor([[1, 2]])},
+        {"weight": torch.zeros(2, 3)},
+        {"weight": torch.ones(2, 4, dtype=torch.int64)},
+        {"keys": None},
+        {"weight": None},
+    ],
+)
+def test_shards_in_another_form_are_refused(tmp_path: Path, changes: dict[str, Tensor | None]) -> None:
+    valid = {"keys": torch.tensor([1, 2]), "weight": torch.zeros(2, 4)}
+    stored = Checkpoint(tmp_path, Manifest(1, 1, {"t": (0, 4, 2)}, {}, {}, {}))
+    empty = {"keys": torch.empty(0, dtype=torch.int64), "weight": torch.empty(0, 4)}
+    write_tensors(tmp_path, shard_file("t", 1, 2), empty)
+    for tensors in ({**valid, **changes}, valid):
+        left = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        write_tensors(tmp_path, shard_file("t", 0, 2), left)
+        if tensors is not valid:
+            with pytest.raises(CheckpointError, match=rf"{re.escape(str(tmp_path))}[^\n]*$"):
+                stored.map_keyed_rows("t", 4)
+    assert [len(shard.keys_N) for shard in stored.map_keyed_rows("t", 4)] == [2, 0]
