@@ -1,8 +1,8 @@
 """``hybrid plan``: placement of tables, messages and bytes of a step, and memory.
 
 Ids are assumed to be skewed as in the built-in click log: id = floor(rows * u**3) for a uniform u. In tables
-of many millions of rows nearly all ids of a step are then distinct. Roles are assigned to hosts in turn,
-trainers first.
+of many millions of rows nearly all ids of a step are then distinct. Growing tables are assumed to have
+``max_rows``, or a million rows without a limit. Roles are assigned to hosts in turn, trainers first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid.config import RunConfig
+from hybrid.config.data_sections import GROW
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.prepare.preparation import ensure_prepared, open_split
 from hybrid.data.prepare.synthetic_log import ClickLog
 from hybrid.dense.net_builder import build_dense_net
-from hybrid.embedding.placement import BYTES_PER_ID, Placement, bag_ids, bytes_per_row, unpooled_ids
-from hybrid.embedding.table_spec import TableSpec, tables_of
+from hybrid.embedding.placement import BYTES_PER_ID, Placement, Shard, bag_ids, bytes_per_row, unpooled_ids
+from hybrid.embedding.table_spec import UNLIMITED_ROWS, TableSpec, tables_of
 from hybrid.engine.model_builder import place_tables, samples_of_lookup, wire_bytes_per_value
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -82,6 +83,9 @@ def print_plan(config: RunConfig, hosts: Hosts, ids_per_sample: float | None) ->
         f"            {verdict}: a host needs {_gib(plan.host_bytes)} of its {_gib(hosts.memory_bytes)}",
         f"network     a step takes at least {plan.network_seconds * 1e3:,.1f} ms between hosts",
     ]
+    if not all(shard.table.expected_rows for shard in plan.placement.shards):
+        rule = f"tables without max_rows are assumed to have {UNLIMITED_ROWS:,} rows each"
+        lines.append(f"growing     {rule}")
     console = Console()
     for part in (_shards(plan, means), "", _workers(config, plan), "", transfers, "", *lines):
         console.print(part, soft_wrap=True, highlight=False, markup=False)  # the terminal wraps long lines
@@ -105,10 +109,10 @@ def _shards(plan: Plan, ids_per_sample: Mapping[str, float]) -> Table:
             location += f", pooled by {'trainers' if is_pooled_by_trainers else 'workers'}"
         shards.add_row(
             table.name,
-            f"{table.num_rows:,}",
+            f"{_rows_of(table):,}" + (" (grows)" if table.growth is not None else ""),
             str(table.dim),
             table.optimizer.name + (", all rows" if table.optimizer.all_rows else ""),
-            _mib(table.num_rows * bytes_per_row(table)),
+            _mib(_rows_of(table) * bytes_per_row(table)),
             location,
         )
     return shards
@@ -128,11 +132,23 @@ def _workers(config: RunConfig, plan: Plan) -> Table:
     cells = []
     for worker, moved in enumerate(moved_W.tolist()):
         held = plan.placement.of_worker(worker)
-        num_rows, num_bytes = sum(s.num_rows for s in held), sum(s.num_bytes for s in held)
+        num_rows, num_bytes = sum(map(_rows_of_shard, held)), sum(map(_bytes_of_shard, held))
         cells.append((str(len(held)), f"{num_rows:,}", _mib(num_bytes), _mib(moved)))
     for equal, run in groupby(range(len(cells)), lambda w: cells[w]):
         table.add_row(_ranges(list(run)), *equal)
     return table
+
+
+def _rows_of(table: TableSpec) -> int:
+    return table.expected_rows or UNLIMITED_ROWS
+
+
+def _rows_of_shard(shard: Shard) -> int:
+    return shard.num_rows or _rows_of(shard.table) // shard.count
+
+
+def _bytes_of_shard(shard: Shard) -> int:
+    return _rows_of_shard(shard) * bytes_per_row(shard.table)
 
 
 def _mib(num_bytes: float) -> str:
@@ -148,26 +164,26 @@ def expected_data(
 ) -> tuple[InputSpec, Mapping[str, float]]:
     """Return the columns of the training samples, and the mean number of ids of each multi-hot feature.
 
-    The synthetic click log, and hashed columns with one id or ``ids_per_sample`` ids, need no files. Data of
-    other columns are prepared.
+    The synthetic click log, and hashed or growing columns with one id or ``ids_per_sample`` ids, need no
+    files. Data of other columns are prepared.
 
     Args:
         ids_per_sample: mean number of ids of every sparse column, if known.
 
     Raises:
-        ConfigError: ``ids_per_sample`` is given without hashing, or a key does not fit the files.
+        ConfigError: ``ids_per_sample`` is given for other columns, or a key does not fit the files.
         DataError: the files are invalid.
     """
-    data, is_given = config.data, ids_per_sample is not None
-    is_hashed = data.vocabulary_call.name == "hash" and data.format != "synthetic" and not config.columns
+    data, is_given, vocabulary = config.data, ids_per_sample is not None, config.data.vocabulary_call
+    is_hashed = vocabulary.name in ("hash", GROW) and data.format != "synthetic" and not config.columns
     if is_given and not is_hashed:
-        rule = 'needs input files, data.vocabulary = "hash", and no sections [columns.NAME]'
+        rule = 'needs input files, data.vocabulary = "hash" or "grow", and no sections [columns.NAME]'
         raise ConfigError("--ids", rule, ids_per_sample)
     if data.format == "synthetic":
         return ClickLog(config.run.seed).encoder.input_spec, {}
     has_one_id = data.format == "criteo" or (data.format == "csv" and not data.multi_hot_separator)
     if is_hashed and (is_given or has_one_id):
-        columns, num_rows = Layout.of(data, with_labels=False).data, data.vocabulary_call["rows"]
+        columns, num_rows = Layout.of(data, with_labels=False).data, vocabulary.arguments.get("rows", 0)
         features = tuple(FeatureSpec(name, num_rows, is_given) for name in columns.sparse)
         means = {} if ids_per_sample is None else dict.fromkeys(columns.sparse, ids_per_sample)
         return InputSpec(columns.dense, features), means
@@ -216,7 +232,7 @@ def make_plan(
     trainer_bytes += 4 * _GRADIENT_BYTES * parameters
     memory_W = _WORKER_BYTES + _BYTES_PER_MESSAGE_BYTE * trainers * (up_W + down_W)
     for shard in placement.shards:
-        memory_W[shard.worker] += 2 * shard.num_bytes  # with the copy
+        memory_W[shard.worker] += 2 * _bytes_of_shard(shard)  # with the copy
     return Plan(
         placement=placement,
         traffic=moved,
@@ -253,9 +269,9 @@ def traffic(
         ids_by_pooling = [samples * sum(means) for means in bags.values()]
         bag_total = sum(ids_by_pooling)
         unpooled, positions = (samples * each for each in unpooled_ids(table, ids_per_sample))
-        rows = distinct_rows(table.num_rows, unpooled)
+        rows = distinct_rows(_rows_of(table), unpooled)
         if table.name in placement.pooled_by_trainers:
-            rows += sum(distinct_rows(table.num_rows, draws) for draws in ids_by_pooling)
+            rows += sum(distinct_rows(_rows_of(table), draws) for draws in ids_by_pooling)
             bag_rows = vectors = 0.0
             values += (positions + bag_total) * table.dim
         else:

@@ -77,6 +77,23 @@ def test_output_has_each_table_and_worker(printed: Printed) -> None:
     assert [line[:17] for line in of_transfers.splitlines()[1:]] == ["trainer -> worker", "worker -> trainer"]
 
 
+@pytest.mark.parametrize(
+    ("vocabulary", "rows", "is_assumed"),
+    [("grow", 1_000_000, True), ("grow(max_rows = 3000000)", 3_000_000, False)],
+)
+def test_growing_tables_have_expected_rows(
+    printed: Printed, vocabulary: str, rows: int, is_assumed: bool
+) -> None:
+    data = DataSection(format="csv", path=("no.csv",), sparse=("a", "b"), vocabulary=vocabulary)
+    text = printed(1, data=data)
+    bytes_per_row = 2 * 16 * 4  # with the state of adagrad
+    for name in ("a", "b"):
+        (found,) = re.findall(rf"(?m)^{name} +([\d,]+) \(grows\) +16 +adagrad +([\d,.]+) ", text)
+        assert int(found[0].replace(",", "")) == rows
+        assert float(found[1].replace(",", "")) * 2**20 > rows * bytes_per_row
+    assert ("growing " in text) == is_assumed
+
+
 def test_output_has_the_side_that_pools(capsys: pytest.CaptureFixture[str]) -> None:
     data = DataSection(format="csv", path=("none",), label="y", sparse=("a", "b"), vocabulary="hash(100)")
     config = RunConfig(

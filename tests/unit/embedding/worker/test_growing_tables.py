@@ -12,7 +12,7 @@ import torch
 from support.shards import evaluate, train
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_folders import Manifest
+from hybrid.checkpoint.checkpoint_folders import Files, Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.embedding.bags import Bags
@@ -58,7 +58,7 @@ class Workers:
             host.contribute(train(step, trainer), [(0, Bags(keys[own]))], [grad[own]])
 
     def save(self, folder: Path, step: int) -> None:
-        files = {}
+        files: Files = {}
         for host in self.hosts:
             host.begin_save(is_copied=True)
             files |= host.write(folder)
