@@ -172,10 +172,9 @@ def _reading(path: StoragePath) -> Iterator[None]:
 def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield header
     for tensor in tensors.values():
-        if not tensor.numel():
-            continue  # its stride may be any
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        content = flat.view(torch.uint8).numpy().data
+        # The last stride of a contiguous tensor of at most one element may be any; a new dimension has 1.
+        column = tensor.detach().cpu().contiguous().reshape(-1).unsqueeze(1)
+        content = column.view(torch.uint8).reshape(-1).numpy().data
         for start in range(0, len(content), _CHUNK_BYTES):
             yield content[start : start + _CHUNK_BYTES]
 

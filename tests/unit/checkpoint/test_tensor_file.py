@@ -75,6 +75,13 @@ def test_mapped_arrays_equal_the_written_tensors_and_stay_valid(tmp_path: Path) 
         mapped["rows"][0] = 0.0
 
 
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_tensors_may_have_any_stride(tmp_path: Path, size: int) -> None:
+    column = torch.arange(6).view(3, 2)[:size, 1]
+    write_tensors(tmp_path, "t", {"column": column})
+    assert read_tensors(tmp_path / "t")["column"].equal(column)
+
+
 def test_an_unmappable_file_is_an_error_of_one_line(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     write_tensors(tmp_path, path.name, {"weight": torch.ones(3, dtype=torch.bfloat16)})
