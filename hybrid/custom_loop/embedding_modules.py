@@ -516,13 +516,20 @@ def _as_ids(ids: Tensor) -> Tensor:
     return ids.detach().reshape(-1).to("cpu", torch.int64).contiguous()
 
 
-def plain_copy(net: nn.Module, rows_of: Callable[[TableModule], Tensor]) -> nn.Module:
-    """Copy a module to the CPU with each table as a module of ``torch.nn``."""
+def plain_copy(net: nn.Module, rows_of: Callable[[TableModule], Tensor | nn.Module]) -> nn.Module:
+    """Copy a module to the CPU with each table as a module of ``torch.nn``.
+
+    Args:
+        rows_of: returns the rows of a table, or the module that replaces the table.
+    """
     copies: dict[int, nn.Module] = {}
     for table in net.modules():
         if not isinstance(table, TableModule):
             continue
         rows_RD = rows_of(table)
+        if isinstance(rows_RD, nn.Module):
+            copies[id(table)] = rows_RD
+            continue
         if table.padding_idx is not None:
             rows_RD[table.padding_idx] = 0.0
         options: dict[str, Any] = {"freeze": False, "padding_idx": table.padding_idx}

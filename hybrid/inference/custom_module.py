@@ -14,6 +14,7 @@ from hybrid.custom_loop.embedding_modules import EmbeddingBag, Jagged, TableModu
 from hybrid.custom_loop.local_batches import DENSE
 from hybrid.embedding.table_spec import Pooling
 from hybrid.errors import ConfigError, HybridError
+from hybrid.inference.growing_tables import hash_ids
 from hybrid.inference.trained_module import TrainedModule, load_parameters, pool_bags
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.user_code.user_modules import load_function
@@ -83,7 +84,7 @@ class StoredTable(nn.Module):
     def __init__(self, table: TableModule, rows: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.rows, self.dtype = rows, dtype
-        self.padding_idx = -1 if table.padding_idx is None else table.padding_idx
+        self.padding_idx, self.is_growing = table.padding_idx, table.growth is not None
         self.pooling = table.pooling if isinstance(table, EmbeddingBag) else None
         self.has_end = isinstance(table, EmbeddingBag) and table.include_last_offset
 
@@ -91,8 +92,11 @@ class StoredTable(nn.Module):
         has_end = self.has_end or isinstance(ids, Jagged)
         ids, offsets = ids if isinstance(ids, Jagged) else (ids, offsets)
         ids_L = ids.reshape(-1).long()
-        is_id_L1 = (ids_L != self.padding_idx).unsqueeze(1)
-        rows_LD: Tensor = self.rows(ids_L).to(self.dtype)
+        is_id_L = torch.ones_like(ids_L, dtype=torch.bool)
+        if self.padding_idx is not None:
+            is_id_L = ids_L != self.padding_idx
+        is_id_L1 = is_id_L.unsqueeze(1)
+        rows_LD: Tensor = self.rows(hash_ids(ids_L) if self.is_growing else ids_L).to(self.dtype)
         weights = per_sample_weights
         if weights is not None:
             weights = weights.values if isinstance(weights, Jagged) else weights

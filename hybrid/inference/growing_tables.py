@@ -13,7 +13,14 @@ from hybrid.checkpoint.checkpoint_reader import KeyedRows, shard_of_keys
 from hybrid.embedding.initial_rows import random_salt
 from hybrid.embedding.table_spec import TableSpec
 
+
+def _signed(number: int) -> int:
+    """Return the int64 with the bits of a uint64."""
+    return (number ^ 2**63) - 2**63
+
+
 _SIGN = -(2**63)  # without it, signed keys are in the order of unsigned keys
+_STEP = _signed(0x9E3779B97F4A7C15)  # the constants of SplitMix64
 
 
 class GrowingTable(nn.Module):
@@ -84,12 +91,9 @@ def _has_zeros(table: TableSpec) -> bool:
 
 def initial_rows(keys_U: Tensor, table: TableSpec, seed: int) -> Tensor:
     """Return what :func:`random_rows` returns for int64 keys, by operators that torch can export."""
-    step = _signed(0x9E3779B97F4A7C15)
-    x_UD = keys_U.unsqueeze(1) * table.dim + torch.arange(table.dim) + _signed(random_salt(seed, table.name))
-    x_UD = x_UD * step + step
-    x_UD = (x_UD ^ _shift(x_UD, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x_UD = (x_UD ^ _shift(x_UD, 27)) * _signed(0x94D049BB133111EB)
-    values_UD = _shift(x_UD ^ _shift(x_UD, 31), 40).to(torch.float32) * 2**-24
+    counter_UD = keys_U.unsqueeze(1) * table.dim + torch.arange(table.dim)
+    hashes_UD = hash_ids((counter_UD + _signed(random_salt(seed, table.name))) * _STEP)
+    values_UD = _shift(hashes_UD, 40).to(torch.float32) * 2**-24
     if table.init == "normal":
         values_UD = torch.special.ndtri(values_UD.double() + 2**-25)
     else:
@@ -97,12 +101,15 @@ def initial_rows(keys_U: Tensor, table: TableSpec, seed: int) -> Tensor:
     return values_UD * table.init_scale
 
 
-def _signed(number: int) -> int:
-    """Return the int64 with the bits of a uint64."""
-    return (number ^ 2**63) - 2**63
+def hash_ids(ids: Tensor) -> Tensor:
+    """Return the key of each int64 id, as :func:`hybrid.primitives.splitmix64.next_of` does."""
+    x = ids + _STEP
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift(x, 31)
 
 
-def _shift(x_UD: Tensor, bits: int) -> Tensor:
+def _shift(x: Tensor, bits: int) -> Tensor:
     """Shift the bits of int64 numbers to the right, with zeros from the left."""
-    shifted_UD: Tensor = (x_UD >> bits) & (2 ** (64 - bits) - 1)
-    return shifted_UD
+    shifted: Tensor = (x >> bits) & (2 ** (64 - bits) - 1)
+    return shifted

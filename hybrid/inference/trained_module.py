@@ -16,6 +16,7 @@ from hybrid.checkpoint.checkpoint_folders import DENSE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, unpack_dense
 from hybrid.config import TaskSection
+from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.task_sections import metric_name
 from hybrid.custom_loop.embedding_modules import Jagged, TableModule, plain_copy
 from hybrid.custom_loop.local_batches import DENSE, features_of
@@ -28,6 +29,7 @@ from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec
 from hybrid.metrics import Predictions, compute_predictions
 from hybrid.storage.remote_path import StoragePath, parse_path
+from hybrid.user_code.run_signature import load_run_config
 
 OFFSETS, WEIGHTS = ".offsets", ".weights"  # suffixes of the names of tensors
 SAMPLES, STARTS = "samples", "samples + 1"  # dynamic sizes
@@ -49,7 +51,8 @@ def load(
     Args:
         folder: a run, of which the best checkpoint is used, or a checkpoint.
         module: for a checkpoint of a custom training loop: the module, built as in the loop. The parameters
-            are loaded into it. The result is a copy with ``nn.Embedding`` and ``nn.EmbeddingBag``.
+            are loaded into it. The result is a copy with ``nn.Embedding`` and ``nn.EmbeddingBag``, and for a
+            growing table with a module that is called in the same way.
         trust_code: whether user code of a configured run (a net, loss or metric) may be executed if you have
             not signed it.
 
@@ -65,8 +68,16 @@ def load(
     stored = Checkpoint.best_valid(parse_path(folder), warnings.warn)
     names = {table: name for name, table in load_parameters(module, stored).items()}
 
-    def rows_of(table: TableModule) -> Tensor:
-        return stored.read_rows(names[table], (table.num_embeddings, table.embedding_dim))
+    def rows_of(table: TableModule) -> Tensor | nn.Module:
+        if table.growth is None:
+            return stored.read_rows(names[table], (table.num_embeddings, table.embedding_dim))
+        from hybrid.inference.custom_module import StoredTable  # which imports this module
+
+        seed = load_run_config(stored.files_folder / CONFIG_FILE, trust_code=trust_code).run.seed
+        keyed_rows = stored.map_keyed_rows(names[table], table.embedding_dim)
+        dtype: torch.dtype = getattr(torch, keyed_rows[0].rows_ND.dtype.name)
+        rows = GrowingTable(table.spec(names[table], dtype.itemsize), seed, keyed_rows, dtype)
+        return StoredTable(table, rows, dtype)
 
     return plain_copy(module, rows_of).eval()
 

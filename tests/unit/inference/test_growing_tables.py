@@ -1,6 +1,7 @@
 """Growing tables of a checkpoint: loaded, mapped and exported, they read what a dictionary holds."""
 
 import re
+import runpy
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -13,11 +14,14 @@ from safetensors.torch import load_file
 from support.trained import clicks_config, largest_difference, predicted_columns, texts_of, write_clicks
 from torch import Tensor, nn
 
+import hybrid
+from hybrid import Jagged
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Manifest, shard_file, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import pack_dense, write_tensors
 from hybrid.config import RunConfig
+from hybrid.config.loading import to_toml
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import prepare
@@ -26,10 +30,12 @@ from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.table_spec import GrowthSpec, OptimizerSpec, Pooling, TableSpec
 from hybrid.engine.model_builder import Blueprint, table_specs
 from hybrid.errors import CheckpointError, HybridError
+from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.growing_tables import MappedGrowingTable, initial_rows
 from hybrid.inference.trained_module import ConfiguredModule, load
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.user_code.run_signature import signed_toml
+from workers.cli.command_line import main
 from workers.cli.model_commands import export_run
 
 NUM_SHARDS = 3
@@ -161,6 +167,65 @@ def test_an_exported_program_has_keys_as_inputs(tmp_path: Path, unknown: str) ->
     with pytest.raises(HybridError, match=r"^--format onnx: [^\n]* user [^\n]*$"):
         export_run(run, tmp_path / "onnx", ["onnx"], None)
     assert not (tmp_path / "onnx").exists()
+
+
+SCRIPT = """
+import torch
+from torch import nn
+import hybrid
+
+class Net(nn.Module):
+    def __init__(self, data=None):
+        super().__init__()
+        growth = hybrid.Growth(admit_after=20)
+        self.user = hybrid.Embedding(None, 3, growing=growth, ids="user")
+        self.tags = hybrid.EmbeddingBag(None, 3, growing=growth, mode="max", ids="tags", padding_idx=PADDING)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, batch):
+        return self.head(torch.cat([self.user(batch["user"]), self.tags(batch["tags"])], dim=1))
+
+if __name__ == "__main__":
+    cluster = hybrid.connect("clicks.toml")
+    train, test = cluster.prepare()
+    model = cluster.distribute(Net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for epoch in range(12):
+        for batch in cluster.batches(train):
+            cluster.backward(nn.functional.softplus(model(batch) * (1 - 2 * batch["label"].unsqueeze(1))))
+            optimizer.step()
+    cluster.save("saved", optimizer)
+    with torch.no_grad():
+        outputs = [model(batch).squeeze(1) for batch in cluster.batches(test)]
+    torch.save(torch.cat(outputs), "expected.pt")
+"""
+
+
+def test_tables_of_a_custom_loop_are_read_by_the_keys_of_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clicks.toml").write_text(to_toml(clicks_config(tmp_path, data={"vocabulary": "grow"})))
+    padding = int(compute_keys(pa.array(["a"]))[0])
+    (tmp_path / "grown_net.py").write_text(SCRIPT.replace("PADDING", str(padding)))
+    net = runpy.run_path("grown_net.py", run_name="__main__")["Net"]
+    expected = torch.load("expected.pt")
+    assert expected.std() > 1e-3
+    arguments = ("saved", "--module", "grown_net.py:Net")
+    main(["predict", *arguments, "--output", "p.csv"])
+    lines = (tmp_path / "p.csv").read_text().splitlines()[1:]
+    found = torch.tensor([float(line.split(",")[1]) for line in lines])
+    assert torch.allclose(found, expected.sigmoid(), atol=1e-6)
+    model = CustomModule(TrainedRun.read(tmp_path / "saved", print), "grown_net.py:Net", in_memory=True)
+    assert 0 < len(model.keys("user")) < 20, "some users have no row"
+    batch = model.encode(texts_of(write_clicks(tmp_path / "new.csv", 70, seed=2)))
+    tags = Jagged(batch["tags"], batch["tags.offsets"])
+    loaded = hybrid.load("saved", net())({"user": batch["user"], "tags": tags})
+    assert torch.allclose(loaded.squeeze(1).sigmoid(), model(batch)["probability"], atol=1e-6)
+    main(["export", *arguments, "--output=served"])
+    program = torch.export.load("served/program.pt2").module()
+    exported = program(*(batch[name] for name in model.input_names))
+    assert torch.allclose(exported["probability"], model(batch)["probability"], atol=1e-6)
 
 
 @pytest.mark.parametrize("init", ["uniform", "normal"])
