@@ -18,7 +18,7 @@ import hybrid
 from hybrid import Jagged
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Manifest, shard_file, write_text
-from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.checkpoint_reader import Checkpoint, KeyedRows
 from hybrid.checkpoint.tensor_file import pack_dense, write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.loading import to_toml
@@ -31,7 +31,7 @@ from hybrid.embedding.table_spec import GrowthSpec, OptimizerSpec, Pooling, Tabl
 from hybrid.engine.model_builder import Blueprint, table_specs
 from hybrid.errors import CheckpointError, HybridError
 from hybrid.inference.custom_module import CustomModule
-from hybrid.inference.growing_tables import MappedGrowingTable, initial_rows
+from hybrid.inference.growing_tables import GrowingTable, MappedGrowingTable, initial_rows
 from hybrid.inference.trained_module import ConfiguredModule, load
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.user_code.run_signature import signed_toml
@@ -238,6 +238,15 @@ def test_initial_rows_have_the_bits_of_training(init: str, dim: int, scale: floa
     keys[: len(EXTREME)] = EXTREME
     rows = initial_rows(torch.from_numpy(keys.view(np.int64)), spec, 2**40 + 3)
     assert rows.equal(random_rows(keys, dim, 2**40 + 3, "t", scale, init))
+
+
+def test_a_table_without_rows_reads_initial_rows_of_any_key() -> None:
+    spec = TableSpec(*("t", 0, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 0.1), 1.0), growth=GrowthSpec())
+    empty = KeyedRows(np.empty(0, np.uint64), np.empty((0, 2), np.float32))
+    keys = np.array(EXTREME, np.uint64)
+    for kind in (GrowingTable, MappedGrowingTable):
+        rows = kind(spec, 3, [empty], torch.float32)(torch.from_numpy(keys.view(np.int64)))
+        assert rows.equal(random_rows(keys, 2, 3, "t", 1.0, "uniform"))
 
 
 @pytest.mark.parametrize(
