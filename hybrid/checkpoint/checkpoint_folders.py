@@ -53,6 +53,8 @@ VOCABULARIES_FILE = "vocabularies.parquet"
 DENSE_FILE = "dense.safetensors"
 REMOTE_FILE = "remote.safetensors"
 PROGRESS_FILE = "progress.safetensors"
+TABLES_FILE = "tables.safetensors"  # of an exported folder
+KEYS_SUFFIX = ".keys"  # in this file, after the name of a growing table
 _MAX_NAME_BYTES = 255  # the limit of file systems
 _PREFIX_BYTES = 100  # of a longer name
 

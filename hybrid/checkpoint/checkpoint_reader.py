@@ -136,12 +136,27 @@ class Checkpoint:
         Raises:
             CheckpointError: the table is missing, or its shape differs.
         """
-        shards = range(self._num_shards(table))
-        weights = [self._map(table, shard, len(shards))["weight"] for shard in shards]
-        rows_of_each = [len(range(shard, num_rows, len(shards))) for shard in shards]
-        if [w.shape for w in weights] != [(rows, dim) for rows in rows_of_each]:
-            raise CheckpointError(f"{self.folder}: table {table} has another shape than the model's")
-        return weights
+        return [shard["weight"] for shard in self._map_shards(table, num_rows, dim)]
+
+    def row_reader(self, table: str) -> Callable[[npt.NDArray[np.int64]], dict[str, npt.NDArray[Any]]]:
+        """Return a function that reads rows ("weight") of a table and their optimizer state by row numbers.
+
+        Raises:
+            CheckpointError: the table is missing, or its shape differs from the manifest.
+        """
+        self._num_shards(table)
+        shards = self._map_shards(table, *self.manifest.tables[table][:2])
+
+        def read(rows_N: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+            shard_N, index_N = rows_N % len(shards), rows_N // len(shards)
+            tensors = {name: np.empty((len(rows_N), *a.shape[1:]), a.dtype) for name, a in shards[0].items()}
+            for number, shard in enumerate(shards):
+                own_N = shard_N == number
+                for name, array in tensors.items():
+                    array[own_N] = shard[name][index_N[own_N]]
+            return tensors
+
+        return read
 
     def read_rows(self, table: str, shape: tuple[int, int]) -> Tensor:
         """Read all rows of a table of a given shape; see :meth:`map_rows`."""
@@ -202,6 +217,15 @@ class Checkpoint:
         """Map the arrays of each shard of a table into memory, in order."""
         num_shards = self._num_shards(table)
         return (self._map(table, shard, num_shards) for shard in range(num_shards))
+
+    def _map_shards(self, table: str, num_rows: int, dim: int) -> list[dict[str, npt.NDArray[Any]]]:
+        count = self._num_shards(table)
+        shards = [self._map(table, index, count) for index in range(count)]
+        for index, shard in enumerate(shards):
+            lengths = {len(array) for array in shard.values()}
+            if lengths != {len(range(index, num_rows, count))} or shard["weight"].shape[1:] != (dim,):
+                raise CheckpointError(f"{self.folder}: table {table} has another shape than the model's")
+        return shards
 
     def _num_shards(self, table: str) -> int:
         if table not in self.manifest.tables:

@@ -18,7 +18,9 @@ from torch import Tensor
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError
 
-_KEYS, _COUNTS, _LAST_STEPS, _PENDING = "keys", "counts", "last_steps", "pending_"
+KINDS_OF_KEYS = "keys", "counts", "last_steps"
+PENDING = "pending_"
+_KEYS, _COUNTS, _LAST_STEPS = KINDS_OF_KEYS
 _MAX_COUNT = 2**31 - 1
 
 
@@ -47,7 +49,7 @@ def pack_keys(
     """
     used = np.flatnonzero(records_R2[:, 1] >= 0)
     rows = used[_order(records_R2[used])]
-    packed = _split("", records_R2[rows]) | _split(_PENDING, pending_P2[_order(pending_P2)])
+    packed = _split("", records_R2[rows]) | _split(PENDING, pending_P2[_order(pending_P2)])
     index_R = torch.from_numpy(rows)
     return packed | {name: tensors.pop(name).index_select(0, index_R) for name in [*tensors]}
 
@@ -65,12 +67,17 @@ def read_keys(
         CheckpointError: the table is missing, or its shape or optimizer differs, or a file is invalid.
     """
     for arrays in checkpoint.map_shards(table):
-        problem = _find_problem(arrays, tensors, checkpoint.manifest.step)
-        if problem:
-            raise CheckpointError(f"{checkpoint.folder}: table {table} {problem}")
+        _check(checkpoint, table, arrays, {name: tensor.shape[1:] for name, tensor in tensors.items()})
         records, rows = _join("", arrays, buckets, key_bits)
-        pending, _ = _join(_PENDING, arrays, buckets, key_bits)
+        pending, _ = _join(PENDING, arrays, buckets, key_bits)
         yield StoredKeys(records, {name: arrays[name][rows] for name in tensors}, pending)
+
+
+def map_keys(checkpoint: Checkpoint, table: str, dim: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Map the arrays of each file of a growing table into memory; CheckpointError if one is invalid."""
+    for arrays in checkpoint.map_shards(table):
+        _check(checkpoint, table, arrays, {"weight": (dim,)})
+        yield arrays
 
 
 def _order(records_R2: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -97,18 +104,34 @@ def _join(
     return np.stack([keys[part], records], axis=1), part
 
 
+def _check(
+    checkpoint: Checkpoint,
+    table: str,
+    arrays: Mapping[str, npt.NDArray[Any]],
+    widths: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Raise CheckpointError if the arrays of a file are invalid.
+
+    Args:
+        widths: the shapes of the rows and the optimizer state of a key; without state, any state is valid.
+    """
+    problem = _find_problem(arrays, widths, checkpoint.manifest.step)
+    if problem:
+        raise CheckpointError(f"{checkpoint.folder}: table {table} {problem}")
+
+
 def _find_problem(
-    arrays: Mapping[str, npt.NDArray[Any]], tensors: Mapping[str, Tensor], step: int
+    arrays: Mapping[str, npt.NDArray[Any]], widths: Mapping[str, tuple[int, ...]], step: int
 ) -> str | None:
     """Return what is wrong with the arrays of a file, or None."""
-    kinds = {name: np.dtype(np.int64) for name in (_KEYS, _COUNTS, _LAST_STEPS)}
-    of_records = {prefix + name: kind for prefix in ("", _PENDING) for name, kind in kinds.items()}
+    kinds = {name: np.dtype(np.int64) for name in KINDS_OF_KEYS}
+    of_records = {prefix + name: kind for prefix in ("", PENDING) for name, kind in kinds.items()}
     if not arrays.keys() >= of_records.keys() or any(arrays[n].dtype != np.int64 for n in of_records):
         return "has rows without keys: it does not grow in the checkpoint"
-    widths = {name: array.shape[1:] for name, array in arrays.items() if name not in of_records}
-    if widths != {name: tensor.shape[1:] for name, tensor in tensors.items()}:
+    of_rows = {name: array.shape[1:] for name, array in arrays.items() if name not in of_records}
+    if of_rows != widths and (len(widths) > 1 or of_rows.get("weight") != widths["weight"]):
         return "has another shape or optimizer"
-    for prefix, names in (("", tensors.keys()), (_PENDING, ())):
+    for prefix, names in (("", of_rows), (PENDING, ())):
         keys, counts, last_steps = (arrays[prefix + name] for name in kinds)
         lengths = {len(each) for each in (keys, counts, last_steps, *(arrays[name] for name in names))}
         unsigned = keys.view(np.uint64)
@@ -118,7 +141,7 @@ def _find_problem(
                 counts.min() - 1,
                 _MAX_COUNT - counts.max(),
                 last_steps.min(),
-                step - 1 - last_steps.max(),
+                step - last_steps.max(),
             )
             is_valid = min(bounds) >= 0
         if not is_valid:

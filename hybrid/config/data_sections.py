@@ -16,6 +16,7 @@ _LOG = argument("log", bool, False)
 SCALING_CALLS = CallSignatures({"standardize": (_LOG,), "min_max": (_LOG,), "none": (_LOG,)})
 DEFAULT_HASH_ROWS = 100_000
 GROW = "grow"
+UNKNOWN_ROWS = ("initial", "zeros")  # what a key without a row reads
 MIN_GROWING_ROWS = 8192  # the smallest limit of rows: 8 in each of 1,024 buckets
 VOCABULARY_CALLS = CallSignatures(
     {
@@ -26,7 +27,7 @@ VOCABULARY_CALLS = CallSignatures(
             argument("max_rows", int, 0, minimum=0),
             argument("evict_after", int, 0, minimum=0),
             argument("half_life", int, 10_000, minimum=1),
-            argument("unknown", str, "initial", choices=("initial", "zeros")),
+            argument("unknown", str, "initial", choices=UNKNOWN_ROWS),
         ),
     }
 )

@@ -292,6 +292,12 @@ class TrainSection:
         choices=("stop", "skip"),
     )
     dtype: str = setting("float32", "Type of rows, dense parameters and optimizer state.", choices=DTYPES)
+    initial: str = fixed(
+        "",
+        "Run, for its best checkpoint, or checkpoint whose model is the initial model: dense nets, rows of "
+        "tables by value, and optimizer state; a path or URL that all hosts can read. tables.NAME.initial "
+        "overrides it for a table.",
+    )
     log_every_steps: int = setting(10, "Number of steps between two progress lines.", minimum=1)
     eval_every_steps: int = setting(
         0, "Number of steps between two evaluations; 0 for one per epoch.", minimum=0

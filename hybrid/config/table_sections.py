@@ -30,6 +30,11 @@ TABLE_OPTIMIZERS = CallSignatures(
 )
 _SCALE = argument("scale", float, 0.0, minimum=0)
 INITIALIZERS = CallSignatures({"uniform": (_SCALE,), "normal": (_SCALE,), "zeros": ()})
+INITIAL_CALLS = CallSignatures(
+    {"random": (), "positions": (argument("file", str, None),)},
+    others=r"(?s:.*)",
+    others_rule="a path or URL",
+)
 POOLERS = ("workers", "trainers")
 _PLACEMENT = (
     argument("workers", int, (), is_list=True, minimum=0),
@@ -84,9 +89,11 @@ class TableSection:
     )
     initial: str = fixed(
         "",
-        "File or URL of the initial rows, which all workers can read; empty for random rows. A Parquet file "
-        "has a column of values and a column of vectors. A .npy or safetensors file has the rows in order; "
-        "path#name selects one of several tensors.",
+        "The initial rows, by value: a run, a checkpoint or an exported folder, from which optimizer state "
+        "comes, too, with #NAME for a table of another name; or a Parquet file with a column of values and a "
+        "column of vectors. `positions(FILE)` reads the rows of a .npy or safetensors file in order; "
+        "FILE#NAME selects one of several tensors. `random` ignores train.initial. All workers read the path "
+        "or URL.",
     )
     frozen: bool = model(False, "Whether the rows keep their initial values.")
     init: str = model(
@@ -96,6 +103,17 @@ class TableSection:
         "`max_rows`, or 1,000,000 without a limit.",
         signatures=INITIALIZERS,
     )
+
+    @property
+    def initial_call(self) -> Call:
+        """Of `initial`: "random", "positions" with its file, or a path or URL; "" for the default."""
+        return INITIAL_CALLS.parse("initial", self.initial)
+
+    @property
+    def initial_path(self) -> str:
+        """The path or URL in `initial`; empty if it has none."""
+        call = self.initial_call
+        return "" if call.name == "random" else str(call.arguments.get("file", call.name))
 
     @property
     def initializer(self) -> Call:

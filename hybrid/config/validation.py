@@ -19,7 +19,13 @@ from hybrid.config.data_sections import (
 )
 from hybrid.config.key import Call
 from hybrid.config.sections import NETS, DenseSection, ProfileSection, RunConfig, ScheduleSection, tasks_of
-from hybrid.config.table_sections import TABLE_OPTIMIZERS, TableSection, table_optimizer, table_placement
+from hybrid.config.table_sections import (
+    INITIAL_CALLS,
+    TABLE_OPTIMIZERS,
+    TableSection,
+    table_optimizer,
+    table_placement,
+)
 from hybrid.config.task_sections import TaskSection, check_tasks
 from hybrid.errors import ConfigError
 
@@ -39,9 +45,7 @@ def check_rules(config: RunConfig) -> None:
         for key in ("optimizer", "learning_rate"):
             if table.frozen and (value := getattr(table, key)) is not None:
                 raise ConfigError(f"tables.{name}.{key}", "must not be set for a frozen table", value)
-        if table.initial and not table.initial.endswith(".parquet") and table.init != "uniform":
-            rule = "has all rows of the table, so init must not be set"
-            raise ConfigError(f"tables.{name}.initial", rule, table.initial)
+        _check_initial(f"tables.{name}.initial", table)
     owner = table_of_column(config.tables)
     columns_of_table: dict[str, list[str]] = {}
     for column in dict.fromkeys((*config.data.sparse, *owner)):
@@ -51,6 +55,19 @@ def check_rules(config: RunConfig) -> None:
     check_schedule(config.schedule, config.schedule.steps or None)
     if config.train.max_steps:
         recorded_steps(config.profile, 0, config.train.max_steps)
+
+
+def _check_initial(key: str, table: TableSection) -> None:
+    """Raise ConfigError if a file of rows without values is not named as such."""
+    call = INITIAL_CALLS.parse(key, table.initial)
+    if call.name == "positions" and table.init != "uniform":
+        raise ConfigError(key, "has all rows of the table, so init must not be set", table.initial)
+    if re.search(r"\.(npy|safetensors)(#|$)", call.name):
+        rule = (
+            "has rows without values; name the run, or the exported folder, which has both, or write "
+            f"positions({table.initial}) if the file has the rows of this table in order"
+        )
+        raise ConfigError(key, rule, table.initial)
 
 
 def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:

@@ -21,6 +21,7 @@ from hybrid.custom_loop.local_batches import GROUP, PreparedData
 from hybrid.custom_loop.loop_state import LoopProgress, Stateful, describe_start, load_progress, pack_state
 from hybrid.custom_loop.step_states import RESUME
 from hybrid.custom_loop.training_loop import TrainingLoop
+from hybrid.data.encode.feature_encoder import FILE_NAME, vocabulary_files
 from hybrid.data.prepare.preparation import open_split
 from hybrid.engine.hybrid_model import evaluating
 from hybrid.errors import CheckpointError, ConfigError, DataError, StorageError
@@ -67,6 +68,7 @@ class Cluster:
         self._root: StoragePath | None = None
         self._objects: Sequence[Stateful] = ()
         self._every_steps = 0
+        self._data_source = ""  # of :meth:`prepare`
         self._saved_step = 0  # of the newest checkpoint; 0 if there is none
         # The best evaluation, and the best one of which there is a checkpoint.
         self._best: Best | None = None
@@ -87,6 +89,7 @@ class Cluster:
             ConfigError, DataError: the data cannot be prepared. On a cluster, the run ends instead.
         """
         source, config = self._backend.prepare_data(), self._backend.config
+        self._data_source = source
         for split in splits:
             if split not in config.data.splits:
                 rule = f"leaves the splits {', '.join(config.data.splits)}; there is no split {split!r}"
@@ -401,6 +404,11 @@ class Cluster:
                 f"{stored.folder}: the checkpoint is of another model, with the tables "
                 f"{', '.join(sorted(tables))}, not {', '.join(sorted(shapes))}"
             )
+        if self._data_source and storage.exists(stored.files_folder / FILE_NAME):
+            files = map(vocabulary_files, (stored.files_folder, parse_path(self._data_source)))
+            if len({tuple(each) for each in files}) > 1:
+                rule = "the prepared data have other values, or in another order, than the rows of the tables"
+                raise CheckpointError(f"{stored.folder}: {rule}; prepare the data of that script")
         loop.flush()
         progress = load_progress(loop.model.net, objects, stored)
         self._backend.load(loop.placed.number, stored)

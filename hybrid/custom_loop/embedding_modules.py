@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hybrid.config.data_sections import MIN_GROWING_ROWS, UNKNOWN_ROWS
 from hybrid.config.table_sections import INITIALIZERS, POOLERS
 from hybrid.embedding.bags import Bags
-from hybrid.embedding.initial_rows import make_absolute, read_shape
-from hybrid.embedding.table_spec import MIN_ROWS, UNKNOWN_ROWS, GrowthSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.stored_matrix import make_absolute, read_shape
+from hybrid.embedding.table_spec import UNLIMITED_ROWS, GrowthSpec, OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import TableRequest
 from hybrid.errors import DataError
 from hybrid.primitives.splitmix64 import next_of
@@ -106,8 +107,8 @@ def Growth(
     """
     if min(admit_after, half_life) < 1 or evict_after < 0:
         raise ValueError("admit_after and half_life must be at least 1, and evict_after at least 0")
-    if max_rows and max_rows < MIN_ROWS:
-        raise ValueError(f"max_rows must be 0 or at least {MIN_ROWS:,}, not {max_rows}")
+    if max_rows and max_rows < MIN_GROWING_ROWS:
+        raise ValueError(f"max_rows must be 0 or at least {MIN_GROWING_ROWS:,}, not {max_rows}")
     if unknown not in UNKNOWN_ROWS:
         raise ValueError(f"unknown is one of {', '.join(UNKNOWN_ROWS)}, not {unknown!r}")
     return GrowthSpec(admit_after, max_rows, evict_after, half_life, unknown)
@@ -199,7 +200,8 @@ class TableModule(nn.Module):
             ``hybrid.Growth`` with the rules by which ids gain and lose rows.
         optimizer: updates the rows; by default ``hybrid.Adagrad(lr=0.05)``.
         padding_idx: id of padding, whose vector is zeros; bags skip it.
-        init_scale: scale of the initial rows; by default 1 / sqrt(rows), and 0.001 for a growing table.
+        init_scale: scale of the initial rows; by default 1 / sqrt(rows); a growing table counts as one of
+            ``max_rows`` rows, or of a million.
         init: "uniform" in [-init_scale, init_scale], "normal" with standard deviation init_scale, or "zeros".
         initial: file of pretrained rows, read by the workers; see :meth:`from_pretrained`.
         ids: columns of the batch with which the module calls the table, such as ``"user"``. They are looked
@@ -244,7 +246,8 @@ class TableModule(nn.Module):
         self.embedding_dim = embedding_dim
         self.optimizer = optimizer or Adagrad(lr=0.05)
         self.padding_idx = padding_idx
-        self.init_scale = (num_embeddings or 1_000_000) ** -0.5 if init_scale is None else init_scale
+        num_rows = num_embeddings or (self.growth and self.growth.max_rows) or UNLIMITED_ROWS
+        self.init_scale = num_rows**-0.5 if init_scale is None else init_scale
         self.init = init
         self.initial = initial
         self.ids = (ids,) if isinstance(ids, str) else tuple(ids)
@@ -276,7 +279,7 @@ class TableModule(nn.Module):
         if freeze and optimizer is not None:
             raise ValueError("frozen rows have no optimizer; give freeze=False to train them")
         initial = make_absolute(source)
-        (num_rows, dim), _ = read_shape(initial)
+        num_rows, dim = read_shape(initial)
         chosen = OptimizerSpec("frozen", 0.0) if freeze else optimizer
         return cls(num_rows, dim, optimizer=chosen, initial=initial, **options)
 

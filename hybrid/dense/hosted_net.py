@@ -82,12 +82,17 @@ class HostedNet(HostedModule):
                     for each in (self.net, self._module):
                         setattr(_submodule(each, path), name, new)
 
-    def load(self, folder: StoragePath, step: int) -> None:
-        """Load the net and its optimizer from a checkpoint, and continue after ``step`` steps."""
+    def load(self, folder: StoragePath, step: int, has_state: bool = True) -> None:
+        """Load the net and its optimizer from a checkpoint, and continue after ``step`` steps.
+
+        Args:
+            has_state: whether the checkpoint has the state of the same optimizer.
+        """
         self.barrier.drain()
         net, state = unpack_dense(Checkpoint.open(folder).tensors(REMOTE_FILE))
         load_state(self.net, net, folder)
-        self.optimizer.load(state, folder)
+        if has_state:
+            self.optimizer.load(state, folder)
         self.barrier.restart(step)
 
     def _files(self, is_copied: bool) -> dict[str, Callable[[], dict[str, Tensor]]]:

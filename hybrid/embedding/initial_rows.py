@@ -1,40 +1,32 @@
-"""The initial rows of tables: random or pretrained.
+"""The initial rows of tables: random, or from files (``stored_matrix``, ``saved_tables``).
 
-Pretrained rows by position are a matrix in a safetensors file or in a NumPy file (``.npy``). A source is a
-path or URL; ``path#name`` selects one of several tensors of a safetensors file. Files are read in blocks. A
-worker with some rows of a table reads all rows, and keeps those. A file in an object store is fetched first.
-
-Pretrained rows by key are a Parquet file with two columns: values, as in the data, and vectors, as lists of
-numbers. The vocabulary of the prepared data maps values to rows of the table. Rows without a value in the
-file keep their random values. If a value occurs several times, its last vector is used.
+A worker reads all blocks of the files, and keeps the rows of its shard. Rows are found by position, or by
+value: the vocabulary of the prepared data maps values to rows of the table. Rows without a value in the files
+keep their random values. If a value occurs several times, its last row is used.
 """
 
 from __future__ import annotations
 
-import os
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hybrid.checkpoint.tensor_file import read_header
+from hybrid.embedding.stored_matrix import SavedRows, matrix_blocks
 from hybrid.embedding.table_spec import TableSpec
-from hybrid.errors import DataError, StorageError, first_line
+from hybrid.errors import CheckpointError
 from hybrid.primitives.splitmix64 import splitmix64
-from hybrid.storage.file_formats import map_array
-from hybrid.storage.files import local_copy
-from hybrid.storage.remote_path import is_url, parse_path
+from hybrid.storage.remote_path import parse_path
+
+if TYPE_CHECKING:
+    from hybrid.data.encode.feature_encoder import SparseEncoding
+    from hybrid.embedding.saved_tables import SavedTable
 
 _BLOCK_VALUES = 1 << 20
-_BLOCK_BYTES = 16 << 20
-_BLOCK_ROWS = 16_384
 
 
 def fill_random_rows(
@@ -79,160 +71,127 @@ def random_salt(seed: int, table: str) -> int:
     return (seed * 0x9E3779B97F4A7C15 + zlib.crc32(table.encode()) * 0xD1B54A32D192ED03) % 2**64
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in a file, read by rows.
+def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: int, count: int) -> int:
+    """Fill the rows ``index``, ``index + count``, ... of a table that its source has.
 
-    Attributes:
-        rows: function that returns the rows from a first index to an end index.
-        checksum: of the meaning of the rows (``FeatureEncoder.row_checksums``); empty if unknown.
-    """
+    Args:
+        tensors: "weight" and the optimizer state of these rows. The state is filled if
+            ``table.has_initial_state``.
 
-    shape: tuple[int, ...]
-    rows: Callable[[int, int], Tensor]
-    checksum: str = ""
-
-
-def make_absolute(source: str | Path) -> str:
-    """Return a source as an absolute path; a URL is unchanged."""
-    return str(source) if is_url(str(source)) else os.path.abspath(source)
-
-
-def read_shape(source: str) -> tuple[tuple[int, ...], str]:
-    """Return the numbers of rows and columns of a source, and the ``checksum`` of :class:`StoredTensor`.
+    Returns:
+        The number of filled rows, without the row of missing and unknown values.
 
     Raises:
-        DataError: the source is not a matrix of floating-point values.
-        StorageError: the file cannot be fetched.
+        DataError, CheckpointError: the source cannot be read, or does not fit the table.
+        StorageError: a file cannot be fetched.
     """
-    with _opened(source) as matrix:
-        return matrix.shape, matrix.checksum
+    find = _row_finder(table, index, count)
+    is_filled_R = np.zeros(len(tensors["weight"]), np.bool_)
+    names = [*tensors] if table.has_initial_state else ["weight"]
+    for block in initial_blocks(table):
+        rows_B = find(block.keys)
+        own = np.flatnonzero(rows_B >= 0)
+        if not len(own):
+            continue
+        rows_N, stored = rows_B[own], block.read(own)
+        if any(name not in stored or stored[name].shape[1:] != tensors[name].shape[1:] for name in names):
+            rule = f"table {table.initial_table} has another shape or optimizer than table {table.name}"
+            raise CheckpointError(f"{table.initial}: {rule}")
+        for name in names:
+            # numpy assigns the last row of a repeated value; torch does not specify which.
+            tensors[name].numpy()[rows_N] = stored[name]
+        is_filled_R[rows_N] = True
+    return int(is_filled_R[index == 0 :].sum())
 
 
-def read_rows(source: str, out_RD: Tensor, index: int, count: int) -> None:
-    """Fill ``out_RD`` with the rows ``index``, ``index + count``, ... of a source.
+def initial_blocks(table: TableSpec) -> Iterator[SavedRows]:
+    """Yield the rows in the source of a table."""
+    if table.is_initial_by_position:
+        return matrix_blocks(table.initial, (table.num_rows, table.dim))
+    from hybrid.embedding import saved_tables  # with pyarrow, which other tables do not need
 
-    Raises:
-        DataError: see :func:`read_shape`; or the matrix does not have the size of the table.
-    """
-    with _opened(source) as matrix:
-        num_rows, dim = matrix.shape
-        if (len(range(index, num_rows, count)), dim) != tuple(out_RD.shape):
-            raise DataError(
-                f"{source}: has {num_rows} x {dim} values now, which is not the size of the table"
-            )
-        # A multiple of the number of shards, so that each block starts with a row of shard 0.
-        step = max(1, _BLOCK_BYTES // (8 * dim)) * count
-        for start in range(0, num_rows, step):
-            own_RD = matrix.rows(start, min(start + step, num_rows))[index::count]
-            out_RD[start // count : start // count + len(own_RD)] = own_RD
+    if not table.initial_table:
+        return saved_tables.parquet_blocks(table.initial, table.name, table.dim)
+    return saved_table(table).blocks(_encoding(table).bounds if table.keys else None)
 
 
-@contextmanager
-def _opened(source: str) -> Iterator[StoredTensor]:
-    """Open the matrix of a source."""
-    path, _, name = source.partition("#")
-    try:
-        if path.endswith(".parquet"):
-            raise LookupError("Parquet files have rows by key, which only tables of prepared data have")
-        with ExitStack() as stack:
-            if path.endswith(".npy"):
-                array = map_array(parse_path(path), follows_links=True)
-                matrix = StoredTensor(array.shape, lambda i, j: torch.from_numpy(np.array(array[i:j])))
-            else:
-                local_path = stack.enter_context(local_copy(parse_path(path), follows_links=True))
-                read_header(local_path)  # checks its length
-                file = stack.enter_context(safe_open(local_path, framework="pt"))
-                names = list(file.keys())
-                known = ", ".join(f"#{each}" if each.isprintable() else repr(each) for each in sorted(names))
-                name = names[0] if not name and len(names) == 1 else name
-                if name not in names:
-                    raise LookupError(f"it has no tensor {name!r}; add one of {known}")
-                tensor = file.get_slice(name)
-                checksum = (file.metadata() or {}).get(name, "")
-                matrix = StoredTensor(tuple(tensor.get_shape()), lambda i, j: tensor[i:j], checksum)
-            if len(matrix.shape) != 2 or 0 in matrix.shape:
-                raise DataError(f"{source}: has shape {list(matrix.shape)}, but must have rows and columns")
-            if not matrix.rows(0, 1).is_floating_point():
-                raise DataError(f"{source}: holds {matrix.rows(0, 1).dtype}, not floating-point values")
-            yield matrix
-    except StorageError:
-        raise
-    except (OSError, SafetensorError, ValueError, LookupError, RuntimeError) as error:
-        # RuntimeError: torch cannot map the file, which may be larger than it looks.
-        raise DataError(f"{source}: cannot be read as rows of a table: {first_line(error):.300}") from error
+def saved_table(table: TableSpec) -> SavedTable:
+    """Return the table of another run, or of an exported folder, that is the source of a table."""
+    from hybrid.embedding import saved_tables
+
+    return saved_tables.open_tables(parse_path(table.initial))[table.initial_table]
 
 
-def read_rows_by_key(table: TableSpec, out_RD: Tensor, index: int, count: int) -> None:
-    """Fill the rows ``index``, ``index + count``, ... of a table for which ``table.initial`` has a vector.
+def keys_of(keys: Any) -> npt.NDArray[np.int64]:
+    """Return the keys of a growing table for the keys of :class:`SavedRows`."""
+    from hybrid.data.values.canonical import compute_keys
 
-    Raises:
-        DataError: the file has the wrong form, a vector has the wrong width or is not finite, or no value of
-            the file has a row.
-        StorageError: the file cannot be fetched.
-    """
-    # Late imports: tables without pretrained rows by key do not need these packages.
+    if isinstance(keys, np.ndarray):
+        return keys
+    if hasattr(keys, "dictionary"):
+        keys = keys.dictionary_decode()
+    return compute_keys(keys)
+
+
+def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt.NDArray[np.int64]]:
+    """Return a function from the keys of a block to rows of shard ``index`` of ``count``; -1 if not in it."""
+
+    def of_shard(rows_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        is_own_B = (rows_B >= 0) & (rows_B < table.num_rows) & (rows_B % count == index)
+        return np.where(is_own_B, rows_B // count, -1)
+
+    if not table.keys:
+        return of_shard
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
+    from hybrid.data.encode.feature_encoder import open_values
+    from hybrid.data.encode.vocabulary import Vocabulary
+    from hybrid.data.values.column_values import take_or_default
+
+    encoding = _encoding(table)
+    own_values = None
+    if encoding.vocabulary == "build":  # only the values of this shard, to save memory
+        parts, row = [pa.array([], pa.large_string())], 1
+        with open_values(parse_path(table.keys), encoding.name) as blocks:
+            for texts in blocks:
+                parts.append(texts.take(pa.array(np.arange((index - row) % count, len(texts), count))))
+                row += len(texts)
+        own_values = Vocabulary(pa.concat_arrays(parts))
+
+    def find(keys: Any) -> npt.NDArray[np.int64]:
+        if isinstance(keys, np.ndarray):
+            return of_shard(keys) if own_values is None else _rows_of_keys(own_values.texts, keys, index)
+        if isinstance(keys, pa.DictionaryArray):
+            return take_or_default(find(keys.dictionary), keys.indices, 0 if index == 0 else -1)
+        is_null_B = np.asarray(keys.is_null())
+        if own_values is None:
+            rows_B = encoding.rows(keys).astype(np.int64)
+            return of_shard(np.where((rows_B == 0) & ~is_null_B, -1, rows_B))
+        rows_B = own_values.indices(keys)
+        if index == 0:  # row 0 is of no value
+            rows_B[rows_B >= 0] += 1
+            rows_B[is_null_B] = 0
+        return rows_B
+
+    return find
+
+
+def _rows_of_keys(texts: Any, keys_B: npt.NDArray[np.int64], index: int) -> npt.NDArray[np.int64]:
+    """Return the row in shard ``index`` of each key of a growing table, given the values of the shard."""
+    own_R = keys_of(texts)
+    if index == 0:
+        own_R = np.concatenate([np.zeros(1, np.int64), own_R])  # row 0 is for missing values, whose key is 0
+    if not len(own_R):
+        return np.full(len(keys_B), -1)
+    order_R = own_R.argsort()
+    places_B = np.minimum(np.searchsorted(own_R, keys_B, sorter=order_R), len(own_R) - 1)
+    rows_B = order_R[places_B]
+    return np.where(own_R[rows_B] == keys_B, rows_B, -1)
+
+
+def _encoding(table: TableSpec) -> SparseEncoding:
+    """Return the encoding of the columns of a table, without values."""
     from hybrid.data.encode.feature_encoder import FeatureEncoder
-    from hybrid.data.parse.parquet_blocks import open_parquet
-    from hybrid.data.values.column_values import parse_values
 
-    (feature,) = table.features
-    encoder = FeatureEncoder.load(parse_path(table.keys))
-    encoding = next(each for each in encoder.sparse if each.name == feature)
-    if encoding.vocabulary == "buckets":
-        raise DataError(f"{table.initial}: column {feature} has buckets of numbers, which have no keys")
-    num_values = 0
-    num_known = 0
-    try:
-        with open_parquet(parse_path(table.initial)) as source, pq.ParquetFile(source) as file:
-            width = len(file.schema_arrow.names)
-            if width != 2:
-                raise DataError(
-                    f"{table.initial}: has {width} columns, but must have one of values and one of vectors"
-                )
-            for batch in file.iter_batches(_BLOCK_ROWS, use_threads=False):
-                coded = parse_values(batch.column(0), ()).coded
-                rows_D = np.append(encoding.rows(coded.dictionary), 0).astype(np.int64)
-                rows_B = rows_D.take(np.asarray(coded.indices.fill_null(len(rows_D) - 1)))
-                vectors_BD = _vectors(table, num_values + 1, batch.column(1))
-                num_values += len(rows_B)
-                num_known += int((rows_B > 0).sum())
-                own_B = (rows_B > 0) & (rows_B % count == index)  # row 0 is for unknown values
-                # numpy assigns the last vector of a repeated row; torch does not specify which.
-                out_RD.numpy()[rows_B[own_B] // count] = vectors_BD[own_B]
-    except StorageError:
-        raise
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{table.initial}: cannot be read as rows of a table: {first_line(error)}") from error
-    if not num_known:
-        raise DataError(
-            f"{table.initial}: none of its {num_values:,} values is in the training data of column {feature}"
-        )
-
-
-def _vectors(table: TableSpec, first: int, vectors: Any) -> npt.NDArray[np.float64]:
-    """Return the vectors as (B, D); DataError, which counts rows from ``first``, if their form is wrong."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    from hybrid.data.values.column_values import is_list
-
-    kind = vectors.type.value_type if is_list(vectors) else vectors.type
-    if not is_list(vectors) or not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
-        raise DataError(f"{table.initial}: its second column holds {vectors.type}, not lists of numbers")
-    lengths_B = np.asarray(pc.fill_null(pc.list_value_length(vectors), 0))
-    wrong_B = lengths_B != table.dim
-    if wrong_B.any():
-        row = int(wrong_B.argmax())
-        raise DataError(
-            f"{table.initial}: the vector of row {first + row} has {lengths_B[row]} numbers, but "
-            f"table {table.name} has {table.dim} columns"
-        )
-    vectors_BD = vectors.flatten().cast(pa.float64()).to_numpy(zero_copy_only=False).reshape(-1, table.dim)
-    not_finite_B = ~np.isfinite(vectors_BD).all(axis=1)
-    if not_finite_B.any():
-        row = int(not_finite_B.argmax())
-        raise DataError(f"{table.initial}: the vector of row {first + row} is not finite")
-    return np.asarray(vectors_BD)
+    encoder = FeatureEncoder.load(parse_path(table.keys), with_values=False)
+    return next(each for each in encoder.sparse if each.name == table.features[0])

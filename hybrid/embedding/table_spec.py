@@ -9,8 +9,6 @@ from typing import TypeAlias
 
 from hybrid.input_spec import InputSpec
 
-MIN_ROWS = 8192  # of the limit of a growing table: eight rows in each of 1,024 buckets
-UNKNOWN_ROWS = ("initial", "zeros")
 UNLIMITED_ROWS = 1_000_000  # an estimate for a growing table without a limit
 
 AddressKey: TypeAlias = tuple[int, str]
@@ -88,13 +86,15 @@ class TableSpec:
         placement: "auto", "table" (whole on one worker) or "row" (split over workers).
         workers: indices of the allowed workers; empty for any.
         bytes_per_value: bytes of a value of the rows and their optimizer state.
-        initial: source of pretrained rows (see ``initial_rows.py``); empty for random ones.
+        initial: file or folder of initial rows (see ``initial_rows.py``); empty for random ones.
+        initial_table: if ``initial`` is the folder of a checkpoint or of exported tables, the table in it.
+        has_initial_state: whether ``initial`` has the state of the same optimizer.
         init: "uniform" in [-init_scale, init_scale], "normal" with this standard deviation, or "zeros".
         poolings: pooling of each feature, if not all are ``pooling``.
         sequences: maximum length of each feature that is a sequence, and 0 for a pooled feature; empty if all
             are pooled.
         sequence: maximum length of the feature of a table from :meth:`for_feature`; 0 if it is pooled.
-        keys: for pretrained rows by key, folder of the prepared data whose vocabulary has the keys.
+        keys: for initial rows by value, folder of the prepared data whose encoder maps values to rows.
         pooled_by: which side pools bags: "workers", "trainers", or "auto" for the placement to decide.
         growth: of a growing table, whose ids are 64-bit keys; None for a table with a fixed number of rows.
     """
@@ -110,6 +110,8 @@ class TableSpec:
     workers: tuple[int, ...] = ()
     bytes_per_value: int = 4
     initial: str = ""
+    initial_table: str = ""
+    has_initial_state: bool = False
     init: str = "uniform"
     poolings: tuple[Pooling, ...] = ()
     keys: str = ""
@@ -138,6 +140,11 @@ class TableSpec:
             pooling=self.poolings[index] if self.poolings else self.pooling,
             sequence=self.sequences[index] if self.sequences else 0,
         )
+
+    @property
+    def is_initial_by_position(self) -> bool:
+        """Whether ``initial`` is a matrix with all rows of the table, in order."""
+        return bool(self.initial) and not (self.keys or self.initial_table)
 
     @property
     def num_vectors(self) -> int:

@@ -1,8 +1,7 @@
 """Tables, their placement, and nets from a configuration, for all roles and for predictions."""
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from hybrid.dense.compilation import compiled
 from hybrid.dense.dense_optimizer import make_optimizer
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
-from hybrid.embedding.initial_rows import make_absolute, read_shape
 from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.table_spec import (
     UNLIMITED_ROWS,
@@ -29,7 +27,6 @@ from hybrid.engine.hybrid_model import HybridModel, RemoteStage
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
-from hybrid.storage.remote_path import is_url, parse_path
 from hybrid.updates.update_rules import UpdateRules
 
 _SPEC_FIELDS = {"beta": "ftrl_beta", "l1": "ftrl_l1"}  # arguments whose field has another name
@@ -87,7 +84,6 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec]) -> Ta
         pooled_by=placement["pooled_by"],
         workers=placement["workers"],
         bytes_per_value=8 if config.train.dtype == "float64" else 4,
-        initial=make_absolute(section.initial) if section.initial else "",
         init=section.initializer.name,
         poolings=poolings if {*poolings} != {pooling} else (),
         sequences=sequences if any(sequences) else (),
@@ -118,54 +114,16 @@ def _sequence(config: RunConfig, feature: FeatureSpec) -> int:
     return length
 
 
-def _with_pretrained_rows(table: TableSpec, data_source: str | None) -> TableSpec:
-    """Return ``table`` with what its pretrained rows need; raise ConfigError if they do not fit."""
-    if not table.initial:
-        return table
-    key = f"tables.{table.name}.initial"
-    path = table.initial if is_url(table.initial) else os.path.relpath(table.initial)
-    if table.initial.endswith(".parquet"):
-        if len(table.features) > 1:
-            rule = "must not be Parquet, whose rows are found by value, for a table of several columns"
-            raise ConfigError(key, rule, path)
-        return replace(table, keys=data_source or "")
-    shape, checksum = read_shape(table.initial)
-    if shape != (table.num_rows, table.dim):
-        rule = (
-            f"must have {table.num_rows} rows of {table.dim}, as the table has, not {shape[0]} of {shape[1]}"
-        )
-        raise ConfigError(key, rule, path)
-    if data_source and checksum:
-        from hybrid.data.encode.feature_encoder import FeatureEncoder  # with pyarrow
-
-        table_of = dict.fromkeys(table.features, table.name)
-        if FeatureEncoder.load(parse_path(data_source)).row_checksums(table_of)[table.name] != checksum:
-            rule = (
-                "has rows of other values than the training data; give a Parquet file of values and vectors"
-            )
-            raise ConfigError(key, rule, path)
-    return table
-
-
 def place_tables(
-    config: RunConfig,
-    input_spec: InputSpec,
-    ids_per_sample: Mapping[str, float],
-    data_source: str | None = None,
-) -> tuple[tuple[TableSpec, ...], Placement]:
-    """Return the tables of a run and their placement on workers.
+    config: RunConfig, tables: Sequence[TableSpec], ids_per_sample: Mapping[str, float]
+) -> Placement:
+    """Return the placement of the tables of a run on workers.
 
     Args:
         ids_per_sample: mean number of ids of the multi-hot features, which their traffic depends on.
-        data_source: the location of the prepared data, if there is any.
-
-    Raises:
-        ConfigError: see :func:`table_specs`, or pretrained rows do not fit their table.
-        DataError: pretrained rows cannot be read.
     """
-    tables = tuple(_with_pretrained_rows(table, data_source) for table in table_specs(config, input_spec))
     load = ids_per_sample, samples_of_lookup(config), wire_bytes_per_value(config)
-    return tables, place(tables, config.cluster.workers, *load)
+    return place(tables, config.cluster.workers, *load)
 
 
 def samples_of_lookup(config: RunConfig) -> float:

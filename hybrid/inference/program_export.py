@@ -25,7 +25,6 @@ from hybrid.user_code.user_modules import describe_error
 PREPROCESSING_FILE = "preprocessing.json"
 PROGRAM_FILE = "program.pt2"
 ONNX_FILE = "model.onnx"
-TABLES_FILE = "tables.safetensors"
 _FORMAT = 1
 _ONNX_PACKAGES = ("onnx", "onnxscript")
 # Sizes of the example inputs. torch specializes on 0 and 1, and on equal sizes.

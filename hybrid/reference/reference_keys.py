@@ -30,6 +30,15 @@ class ReferenceKeys:
         self._limit = growth.max_rows // _BUCKETS
         self._next_row = 0
 
+    def load(
+        self, keys: Sequence[int], counts: Sequence[int], last_steps: Sequence[int], has_rows: bool
+    ) -> None:
+        """Add known keys; those with rows are numbered in order."""
+        self.seen |= dict(zip(keys, zip(counts, last_steps, strict=True), strict=True))
+        if has_rows:
+            self.row_of |= {key: row for row, key in enumerate(keys, self._next_row)}
+            self._next_row += len(keys)
+
     def count(self, keys: Sequence[int], step: int) -> list[int]:
         """Count the distinct keys of an update, and return those that get rows."""
         for key in keys:

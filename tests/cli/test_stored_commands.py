@@ -82,7 +82,8 @@ def test_exports_are_the_same(twins: Twins, capsys: pytest.CaptureFixture[str]) 
     for folder in twins.both():
         main(["export", str(folder / "run"), "--output", str(folder / "served"), "--format", "tables"])
         found.append((printed(capsys, folder), content_of(folder / "served")))
-    assert found[0][1].keys() == {"preprocessing.json", "tables.safetensors"}
+    values = {"features.json", "vocabularies.parquet"}
+    assert found[0][1].keys() == {"preprocessing.json", "tables.safetensors", *values}
     assert found[1] == found[0]
 
 
@@ -96,7 +97,7 @@ def test_refused_export_leaves_no_file(twins: Twins, store: Store, monkeypatch: 
         assert not files.exists(STORED / "no")
     assert line.startswith(f"hybrid export: {STORED / 'no'}: cannot be written: ")
     assert line.endswith(CREDENTIALS)
-    assert ["preprocessing" in path for path in sent_files] == [False, True]
+    assert ["preprocessing" in path for path in sent_files] == [False, False, False, True]
 
 
 def test_loaded_model_is_the_same(twins: Twins) -> None:

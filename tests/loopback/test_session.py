@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cluster import small_config
+from support.cluster import LocalTopology, small_config
 from torch import Tensor
 from torch.futures import Future
 from torch.testing import assert_close
@@ -26,7 +26,6 @@ from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.inference.trained_module import ConfiguredModule, TrainedModule, load
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.topology import MASTER, Role, Topology
 from hybrid.transport import Remote, RemoteError
 from hybrid.updates.ticket import Ticket
 from workers.cluster_task import ScriptTask
@@ -42,18 +41,6 @@ pytestmark = pytest.mark.usefixtures("loopback")
 STEPS, SIZE, ROWS = 4, 5, 6
 INPUT = InputSpec(("x",), (FeatureSpec("ids", ROWS),))
 DELAY_SECONDS = 0.2
-
-
-class LocalTopology(Topology):
-    """A trainer and a worker in the master's process."""
-
-    @property
-    def trainers(self) -> tuple[Role, ...]:
-        return (MASTER,)
-
-    @property
-    def workers(self) -> tuple[Role, ...]:
-        return (MASTER,)
 
 
 def make_batches(trainer: int) -> list[Batch]:

@@ -27,7 +27,7 @@ from hybrid import transport
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.checkpoint.tensor_file import read_tensors
 from hybrid.config import RunConfig
-from hybrid.embedding.initial_rows import read_shape
+from hybrid.embedding.stored_matrix import read_shape
 from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.security.message_signature import PayloadKind, Signatures

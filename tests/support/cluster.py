@@ -22,7 +22,7 @@ from support.fork_context import fork_context
 
 from hybrid.config import RunConfig
 from hybrid.security.secret import Secret
-from hybrid.topology import MASTER, Role
+from hybrid.topology import MASTER, Role, Topology
 from workers.cluster_task import ScriptTask
 from workers.console.terminal import TerminalView
 from workers.controller.shared_folders import SharedFolders
@@ -48,6 +48,18 @@ def small_config(**sections: dict[str, Any]) -> RunConfig:
     return SMALL.replace(
         **{name: dataclasses.replace(getattr(SMALL, name), **keys) for name, keys in sections.items()}
     )
+
+
+class LocalTopology(Topology):
+    """A trainer and a worker in the master's process."""
+
+    @property
+    def trainers(self) -> tuple[Role, ...]:
+        return (MASTER,)
+
+    @property
+    def workers(self) -> tuple[Role, ...]:
+        return (MASTER,)
 
 
 def run_script(cluster: JoinedCluster, /, script: str, *arguments: object, **train: Any) -> None:

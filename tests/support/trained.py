@@ -36,12 +36,16 @@ _WORKERS = 2
 COLUMNS = ("clicked", "price", "age", "user", "item", "tags")
 
 
-def write_clicks(path: Path, num_rows: int = 120, seed: int = 1) -> Path:
-    """Write clicks, which depend on the item, with numbers, missing values and lists of categories."""
+def write_clicks(path: Path, num_rows: int = 120, seed: int = 1, item: str = "item") -> Path:
+    """Write clicks, which depend on the item, with numbers, missing values and lists of categories.
+
+    Args:
+        item: the name of column "item".
+    """
     draw = random.Random(seed)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(COLUMNS)
+        writer.writerow([item if name == "item" else name for name in COLUMNS])
         for _ in range(num_rows):
             price = "" if draw.random() < 0.1 else f"{draw.gauss(3, 2):.2f}"
             tags = "|".join(draw.sample("abcd", draw.randrange(4)))
@@ -225,6 +229,8 @@ def write_trained(folder: Path, config: RunConfig) -> Path:
         shards.initialize(3)
         for group in shards.groups:
             group.weight_RD.mul_(4.0)
+            for state in group.optimizer.state.values():  # a function of the row
+                state.copy_(group.weight_RD.abs() if state.dim() == 2 else group.weight_RD.abs().sum(1))
         shards.begin_save(is_copied=False)
         files |= shards.write(partial)
         shards.close()

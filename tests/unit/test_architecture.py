@@ -35,8 +35,9 @@ def test_class_names_are_unique() -> None:
 # The modules that open files without hybrid.storage, and why nobody else's link or FIFO can be there.
 OPENERS = {
     # descriptors that local_copy has opened, or what open_parquet yields
-    *("hybrid/checkpoint/tensor_file.py", "hybrid/embedding/initial_rows.py"),
+    *("hybrid/checkpoint/tensor_file.py", "hybrid/embedding/stored_matrix.py"),
     *("hybrid/data/parse/parquet_blocks.py", "hybrid/data/parse/sources.py"),
+    "hybrid/embedding/saved_tables.py",
     # a folder without links, see build_directory
     *("hybrid/data/encode/vocabulary.py", "hybrid/data/prepare/spill.py", "hybrid/data/prepare/stages.py"),
     *("hybrid/data/dataset/prepared_dataset.py", "hybrid/data/prepare/vocabulary_order.py"),

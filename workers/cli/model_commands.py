@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from hybrid.checkpoint.checkpoint_folders import KEYS_SUFFIX, TABLES_FILE, VOCABULARIES_FILE
 from hybrid.checkpoint.tensor_file import write_tensors
-from hybrid.config.validation import table_of_column
 from hybrid.data.dataset.dataset_manifest import DatasetReport
+from hybrid.data.encode import feature_encoder
 from hybrid.data.parse.delimited_text import BLOCK_BYTES, STDIN, read_descriptor
 from hybrid.data.parse.input_files import list_files
 from hybrid.data.values.column_values import is_list
@@ -251,10 +252,13 @@ def export_run(
     with _new_folder(output) as partial, transient_status() as report_progress:
         files = program_export.write_preprocessing(model, partial)
         if "tables" in formats:
-            tensors = {f"{table}.keys": model.keys(table) for table in model.growing_tables}
+            tensors = {table + KEYS_SUFFIX: model.keys(table) for table in model.growing_tables}
             tensors |= {table: model.rows(table).detach() for table in model.table_names}
-            meaning = model.trained.encoder.row_checksums(table_of_column(model.trained.config.tables))
-            files += write_tensors(partial, program_export.TABLES_FILE, tensors, meaning)
+            specs = () if module else model.trained.blueprint.tables
+            column_of = {table.name: table.features[0] for table in specs}
+            files += write_tensors(partial, TABLES_FILE, tensors, column_of)
+            model.trained.encoder.save(partial)  # the values of the rows
+            files += [feature_encoder.FILE_NAME, VOCABULARIES_FILE]
         if {"program", "onnx"} & {*formats}:
             report_progress("exporting the program")
             program = program_export.export_program(model)

@@ -1,5 +1,6 @@
 """What sessions and scripts have in common: the deployment of tables, and checkpoints of all roles."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,8 +28,16 @@ _POLL_SECONDS = 0.02
 
 def deploy_tables(
     topology: Topology, config: RunConfig, placement: Placement, rules: UpdateRules
-) -> dict[int, transport.RemoteTables]:
-    """Create the tables of a placement with their initial rows; HybridError if a host lacks memory."""
+) -> tuple[dict[int, transport.RemoteTables], Mapping[str, int]]:
+    """Create the tables of a placement with their initial rows.
+
+    Returns:
+        A stub of each worker's tables, and the number of rows that come from the source of each table; see
+        :func:`read_initial_rows`.
+
+    Raises:
+        HybridError: a host has no memory for its tables.
+    """
     holders = [worker for worker in topology.workers if placement.of_worker(worker.index)]
     shortage = memory_shortage(placement, holders)
     if shortage:
@@ -41,8 +50,11 @@ def deploy_tables(
         tables[role.index] = transport.RemoteTables(role, module)
     seed = config.run.seed
     bulk = BULK_TIMEOUT_SECONDS
-    transport.gather([t.call(TableShards.initialize, seed, timeout_seconds=bulk) for t in tables.values()])
-    return tables
+    calls = [t.call(TableShards.initialize, seed, timeout_seconds=bulk) for t in tables.values()]
+    matches: Counter[str] = Counter()
+    for of_worker in transport.gather(calls):
+        matches.update(of_worker)
+    return tables, matches
 
 
 def memory_shortage(placement: Placement, holders: Sequence[Role], fraction: float = 1.0) -> str | None:

@@ -258,13 +258,22 @@ class Trainer:
         self._held = DENSE_FILE, {}
         return write_tensors(folder, name, held)
 
-    def load(self, folder: StoragePath, name: str) -> None:
-        """Load the dense net and its optimizer from a file; CheckpointError if it is of another net."""
+    def load(self, folder: StoragePath, name: str, has_state: bool = True) -> None:
+        """Load the dense net and its optimizer from a file of a checkpoint.
+
+        Args:
+            has_state: whether the checkpoint has the state of the same optimizer.
+
+        Raises:
+            CheckpointError: the checkpoint has another net.
+        """
         self.close()
-        stored = unpack_dense(Checkpoint.open(folder).tensors(name))
-        net, state = self._placement.convert(self._engine.model.net, *stored, local_shard)
-        load_state(self._engine.model.net, net, folder)
-        self._optimizer.load(state, folder)
+        net, state = unpack_dense(Checkpoint.open(folder).tensors(name))
+        of_placement = self._placement.convert(
+            self._engine.model.net, net, state if has_state else {}, local_shard
+        )
+        load_state(self._engine.model.net, of_placement[0], folder)
+        self._optimizer.load(of_placement[1], folder)
 
     def record(self, steps: range) -> None:
         self._clock.record(steps)

@@ -22,14 +22,16 @@ from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split
+from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.engine.model_builder import Blueprint, host_remote_net, place_tables
-from hybrid.errors import ClusterError, ConfigError
+from hybrid.engine.initial_model import InitialModel, describe_other_net
+from hybrid.engine.model_builder import Blueprint, host_remote_net, place_tables, table_specs
+from hybrid.errors import CheckpointError, ClusterError, ConfigError
 from hybrid.input_spec import InputSpec
 from hybrid.metrics import Metrics, Predictions, check_custom_metrics
 from hybrid.primitives.step_timings import Span
 from hybrid.storage.remote_path import StoragePath
-from hybrid.topology import Role, RoleKind, Topology
+from hybrid.topology import Role, Topology
 from hybrid.updates.barrier import UpdateBarrier
 from hybrid.updates.hosted_module import HostedModule
 from hybrid.updates.update_rules import Schedule, UpdateRules
@@ -69,12 +71,16 @@ class Session:
         total_steps: number of steps of the run; learning rates may depend on it.
         ids_per_sample: mean number of ids of multi-hot features, for the placement of tables.
         data_folder: a prepared data set; None if the caller gives batches.
+        is_new: whether to read the initial model; False if a checkpoint will be loaded.
+        warn: receives a line for each part of the initial model that is not found.
 
     Raises:
         HybridError: a worker's host has no memory for its tables.
+        ConfigError: the initial model cannot be used.
 
     Attributes:
         warning: a warning to show before training; None if there is none.
+        initial: the initial model; None if it is not read.
         placement: the worker of each row.
         trainers: stubs of the trainers, by index.
         hosted: stubs of the objects that workers update: tables, and the remote net if there is one.
@@ -91,6 +97,8 @@ class Session:
         *,
         ids_per_sample: Mapping[str, float] = MappingProxyType({}),
         data_folder: StoragePath | None = None,
+        is_new: bool = True,
+        warn: Callable[[str], object] = print,
     ) -> None:
         self.meanwhile: Callable[[], object] = lambda: None
         self.config = config
@@ -98,15 +106,17 @@ class Session:
         self._total_steps = total_steps
         self.recorded = recorded_steps(config.profile, 0, total_steps)
         source = None if data_folder is None else str(data_folder.absolute())
-        tables, self.placement = place_tables(config, input_spec, ids_per_sample, source)
+        self.initial = InitialModel(config, input_spec, source, warn) if is_new else None
+        tables = table_specs(config, input_spec) if self.initial is None else self.initial.tables
+        self.placement = place_tables(config, tables, ids_per_sample)
         self.blueprint = Blueprint(config, input_spec, tables)
         rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
-        tables_by_worker = deploy_tables(topology, config, self.placement, rules)
+        tables_by_worker, matches = deploy_tables(topology, config, self.placement, rules)
         self._table_holders = [*tables_by_worker.values()]
         self.hosted: list[transport.RemoteHosted[HostedModule]] = [*tables_by_worker.values()]
-        remote_net = None
+        remote_net: transport.RemoteNet | None = None
         if config.dense.remote_mlp:
-            role = Role(RoleKind.WORKER, 0)
+            role = topology.workers[0]
             module = transport.create_module(role, host_remote_net, self.blueprint, rules)
             remote_net = transport.RemoteNet(role, module)
             self.hosted.append(remote_net)
@@ -119,6 +129,9 @@ class Session:
         self.trainers: list[transport.Remote[Trainer]] = transport.gather(created)
         self._objects: list[transport.Remote[JobObject]] = [*self.trainers, *self.hosted]
         self._num_parameters, self.warning = self.trainers[0].call(Trainer.describe).wait()
+        if self.initial is not None:
+            self.initial.notes += self.initial.describe_matches(matches)
+            self._load_initial_nets(self.initial, remote_net)
         self._start_recording()
 
     def describe_model(self) -> tuple[str, str]:
@@ -256,19 +269,39 @@ class Session:
 
     def restore(self, stored: Checkpoint) -> None:
         """Load a checkpoint, to evaluate it; CheckpointError if it is of another model."""
-        bulk = BULK_TIMEOUT_SECONDS
         path = stored.folder.absolute()  # other roles have other working directories
+        source = path, stored.manifest.step
         calls = [
-            each.call(HostedModule.load, path, stored.manifest.step, timeout_seconds=bulk)
+            each.call(HostedModule.load, *source, timeout_seconds=BULK_TIMEOUT_SECONDS)
             for each in self.hosted
         ]
-        dense = load_config(stored.files_folder / CONFIG_FILE, is_stored=True).dense
+        transport.gather([*calls, *self._load_nets(stored, has_state=True)])
+
+    def _load_initial_nets(self, initial: InitialModel, remote_net: transport.RemoteNet | None) -> None:
+        """Load the dense nets of the initial model, if it has any; ConfigError if they do not fit."""
+        if (stored := initial.dense) is None:
+            return
+        calls = self._load_nets(stored, initial.has_dense_state)
+        if remote_net is not None:
+            source = stored.folder.absolute(), 0, initial.has_dense_state
+            calls.append(remote_net.call(HostedNet.load, *source))
+        try:
+            transport.gather(calls)
+        except transport.RemoteError as error:
+            if error.failure.kind == CheckpointError.__name__:
+                raise describe_other_net(self.config.train.initial, str(error)) from error
+            raise
+
+    def _load_nets(self, stored: Checkpoint, has_state: bool) -> list[transport.Pending[None]]:
+        """Start to load the dense nets of trainers from a checkpoint."""
+        dense, calls = load_config(stored.files_folder / CONFIG_FILE, is_stored=True).dense, []
+        path, bulk = stored.folder.absolute(), BULK_TIMEOUT_SECONDS
         for index, trainer in enumerate(self.trainers):
             name = dense_file(index - index % self.config.dense.trainers_per_net)
             if dense.ddp != self.config.dense.ddp or name not in stored.manifest.files:
                 name = dense_file(0)
-            calls.append(trainer.call(Trainer.load, path, name, timeout_seconds=bulk))
-        transport.gather(calls)
+            calls.append(trainer.call(Trainer.load, path, name, has_state, timeout_seconds=bulk))
+        return calls
 
     def close(self) -> None:
         """End the background threads of the other roles."""
@@ -305,7 +338,15 @@ class DatasetSession(Session):
         limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
     """
 
-    def __init__(self, topology: Topology, config: RunConfig, data_folder: StoragePath) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        config: RunConfig,
+        data_folder: StoragePath,
+        *,
+        is_new: bool = True,
+        warn: Callable[[str], object] = print,
+    ) -> None:
         check_custom_metrics(config.all_tasks)
         datasets = {split: open_split(data_folder, split, config.data) for split in config.data.splits}
         train = datasets[TRAIN]
@@ -329,6 +370,8 @@ class DatasetSession(Session):
             self.total_steps,
             ids_per_sample=train.ids_per_sample,
             data_folder=data_folder,
+            is_new=is_new,
+            warn=warn,
         )
 
     def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[TrainerReport]:

@@ -125,7 +125,7 @@ class ScriptJob:
             if request.action == "deploy":
                 placement = place(request.tables, topology.num_workers)
                 rules = update_rules(self._config, topology.num_trainers)
-                workers = deploy_tables(topology, self._config, placement, rules)
+                workers, _ = deploy_tables(topology, self._config, placement, rules)
                 response = PlacedTables(len(self._tables), placement, rules, workers)
                 self._tables.append([*workers.values()])
             elif request.action == "prepare":

@@ -20,6 +20,7 @@ from hybrid import transport
 from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.stored_keys import KINDS_OF_KEYS, PENDING
 from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.config import RunConfig
 from hybrid.config.data_sections import TRAIN
@@ -151,19 +152,34 @@ def reference_snapshot(reference: Reference) -> Snapshot:
         rows = torch.tensor([keys.row_of[key] for key in with_rows], dtype=torch.int64)
         for name in [name for name in tensors if name.parameter == of_table.parameter]:
             tensors[name] = tensors[name][rows]
-        for prefix, of_keys in (("", with_rows), ("pending_", sorted(keys.seen.keys() - keys.row_of.keys()))):
+        for prefix, of_keys in (("", with_rows), (PENDING, sorted(keys.seen.keys() - keys.row_of.keys()))):
             signed = [key - (key >> 63 << 64) for key in of_keys]
             counts, last_steps = (
                 zip(*(keys.seen[key] for key in of_keys), strict=True) if of_keys else ((), ())
             )
-            for kind, values in (("keys", signed), ("counts", counts), ("last_steps", last_steps)):
+            for kind, values in zip(KINDS_OF_KEYS, (signed, counts, last_steps), strict=True):
                 tensors[of_table._replace(kind=prefix + kind)] = torch.tensor(values, dtype=torch.int64)
-    nets: dict[str, nn.Module] = {f"trainer {index}": net for index, net in enumerate(reference.nets)}
-    if reference.remote_net is not None:
-        nets["remote net"] = reference.remote_net
-    for owner, net in nets.items():
+    for owner, net in _named_nets(reference).items():
         tensors |= _named(f"{owner}: ", net.state_dict(), reference.dense_state(net))
     return tensors
+
+
+def _restore(reference: Reference, start: Snapshot) -> None:
+    """Give one process the nets and the optimizer state that the cluster starts with."""
+    for table, state in reference.table_states.items():
+        for kind, tensor in state.items():
+            tensor.copy_(start[TensorName(f"table {table}", kind)])
+    for prefix, net in _named_nets(reference).items():
+        net.load_state_dict({name: start[TensorName(f"{prefix}: {name}")] for name in net.state_dict()})
+        for name, parameter in net.named_parameters():
+            own = {key.kind: start[key] for key in start if key.parameter == f"{prefix}: {name}"}
+            own.pop(VALUE)
+            reference.optimizer.state[parameter].update(own)
+
+
+def _named_nets(reference: Reference) -> dict[str, nn.Module]:
+    nets: dict[str, nn.Module] = {f"trainer {index}": net for index, net in enumerate(reference.nets)}
+    return nets if reference.remote_net is None else {**nets, "remote net": reference.remote_net}
 
 
 def differences(actual: Snapshot, expected: Snapshot) -> list[Difference]:
@@ -190,7 +206,7 @@ class Comparison:
         data_folder = data()
         folders.check_data(data_folder)
         view.status("placing tables and building nets")
-        session = DatasetSession(topology, self._config, data_folder)
+        session = DatasetSession(topology, self._config, data_folder, warn=view.warn)
         if session.warning:
             view.warn(session.warning)
         blueprint = session.blueprint
@@ -206,6 +222,14 @@ class Comparison:
             session.total_steps,
             partial(initial_rows_of_keys, self._config.run.seed),
         )
+        for table, keys in reference.keys.items():
+            for prefix in ("", PENDING):
+                kinds = (TensorName(f"table {table}", prefix + kind) for kind in KINDS_OF_KEYS)
+                of_keys, *records = (start[kind].tolist() for kind in kinds)
+                keys.load([key % 2**64 for key in of_keys], *records, has_rows=not prefix)
+        initial = session.initial
+        if initial is not None and (initial.dense or any(t.has_initial_state for t in initial.tables)):
+            _restore(reference, snapshot(session, *reference.parameter_names))
         steps = min(self._steps, session.total_steps)
         self.doing = "while training on the cluster"
         view.status(f"training {steps} steps on the cluster")

@@ -93,10 +93,11 @@ class Training:
         folders.check_data(data_folder)
         folders.check_run(self._run)
         view.status("placing tables and building nets")
-        session = DatasetSession(topology, self._config, data_folder)
+        is_new = not (self._task.resume and checkpoint_folders.list_checkpoints(self._run))
+        session = DatasetSession(topology, self._config, data_folder, is_new=is_new, warn=view.warn)
         if session.warning:
             view.warn(session.warning)
-        for line in session.describe_model():
+        for line in [*session.describe_model(), *(session.initial.notes if session.initial else ())]:
             view.note(line)
         view.note(f"run folder {self._run}; Ctrl-C saves a checkpoint and stops{_SECOND_CTRL_C}")
         for report in session.reports.values():

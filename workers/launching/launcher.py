@@ -115,8 +115,8 @@ def uses_namespace(config: RunConfig, folder: StoragePath) -> bool:
         folder: the root of checkpoints, which may differ from the configuration.
     """
     section, data = config.cluster, config.data
-    first_rows = (table.initial for table in config.tables.values())
-    if any(map(is_url, (str(folder), data.cache_folder, *chain(*data.paths.values()), *first_rows))):
+    initial = config.train.initial, *(table.initial_path for table in config.tables.values())
+    if any(map(is_url, (str(folder), data.cache_folder, *chain(*data.paths.values()), *initial))):
         return False  # a store needs the network
     is_loopback_interface = section.interface in (AUTO, LOOPBACK)
     return section.namespace == "auto" and is_loopback_interface and is_loopback(section.master_endpoint[0])

@@ -7,11 +7,11 @@ the numbers below ``bounds[0]``. Bucket i holds the numbers from ``bounds[i - 1]
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,12 @@ import pyarrow as pa
 
 from hybrid.checkpoint.checkpoint_folders import VOCABULARIES_FILE, vocabulary_path
 from hybrid.config.data_sections import GROW, TRANSFORMS
-from hybrid.data.encode.vocabulary import Vocabulary, read_vocabularies, write_vocabularies
+from hybrid.data.encode.vocabulary import (
+    Vocabulary,
+    VocabularyFile,
+    open_vocabularies,
+    write_vocabularies,
+)
 from hybrid.data.parse.sources import RawBlock
 from hybrid.data.values.canonical import compute_keys, hash_texts
 from hybrid.data.values.column_values import MAX_NUMBER, is_list, take_or_default
@@ -209,19 +214,6 @@ class FeatureEncoder:
                 distinct.append(each.values)
         return distinct
 
-    def row_checksums(self, table_of: Mapping[str, str]) -> dict[str, str]:
-        """Return a checksum of the meaning of the rows of each table.
-
-        Args:
-            table_of: the tables of the columns whose tables have other names.
-        """
-        checksums = {}
-        for each in sorted(self.sparse, key=lambda each: each.num_rows):  # the longest vocabulary of a table
-            digest = hashlib.sha256(json.dumps([each.vocabulary, each.num_rows, each.bounds]).encode())
-            digest.update(b"" if each.values is None else hash_texts(each.values.texts).tobytes())
-            checksums[table_of.get(each.name, each.name)] = digest.hexdigest()
-        return checksums
-
     def save(self, folder: Path) -> None:
         """Write ``features.json`` into ``folder``, and the vocabularies beside it."""
         write_vocabularies(folder / VOCABULARIES_FILE, self.vocabularies)
@@ -240,25 +232,41 @@ class FeatureEncoder:
         return json.dumps(content, ensure_ascii=False)
 
     @classmethod
-    def load(cls, folder: StoragePath) -> FeatureEncoder:
-        """Load the encoder that ``save`` wrote; DataError if it is missing, invalid or of another version."""
+    def load(cls, folder: StoragePath, *, with_values: bool = True) -> FeatureEncoder:
+        """Load the encoder that ``save`` wrote; DataError if it is missing, invalid or of another version.
+
+        Args:
+            with_values: whether to read the vocabularies; :func:`open_values` reads one of them in blocks.
+        """
         path = folder / FILE_NAME
         content = _read_json(path)
         if content.get("format") != FORMAT_VERSION:
             raise DataError(f"{path}: format {content.get('format')!r}, this version reads {FORMAT_VERSION}")
         try:
             sha256, known = content.get("vocabularies"), list[Vocabulary]()
-            if sha256 is not None:
-                file = _find_vocabularies(folder, sha256)
-                is_of_run = file.name != VOCABULARIES_FILE
-                known = read_vocabularies(file, sha256, file.parent.parent if is_of_run else None)
+            if with_values and sha256 is not None:
+                with _open_vocabularies(folder, sha256) as file:
+                    known = file.read_all()
             dense = tuple(parse_fields(DenseEncoding, d) for d in content["dense"])
-            sparse = tuple(_sparse_encoding(s, known) for s in content["sparse"])
+            sparse = tuple(_sparse_encoding(s, known if with_values else None) for s in content["sparse"])
             if not all(map(_is_valid_dense, dense)) or not all(map(_is_valid_sparse, sparse)):
                 raise TypeError("a value is invalid")
         except (TypeError, AttributeError, KeyError, IndexError) as error:
             raise DataError(f"{path}: does not define the encoding of columns ({error!r})") from error
         return cls(dense, sparse)
+
+
+@contextmanager
+def open_values(folder: StoragePath, column: str) -> Iterator[Iterator[pa.LargeStringArray]]:
+    """Open the values of a column of vocabulary "build", in blocks; value i (from 0) has row i + 1.
+
+    Args:
+        folder: the folder of an encoder, which ``FeatureEncoder.load`` accepts.
+    """
+    content = _read_json(folder / FILE_NAME)
+    index = next(each["values"] for each in content["sparse"] if each["name"] == column)
+    with _open_vocabularies(folder, content["vocabularies"]) as file:
+        yield file.blocks(index)
 
 
 def _scale(dense_BF: npt.NDArray[np.float64], encodings: Sequence[DenseEncoding]) -> npt.NDArray[np.float32]:
@@ -340,12 +348,23 @@ def _find_vocabularies(folder: StoragePath, sha256: Any) -> StoragePath:
     raise DataError(f"{beside}: the vocabularies are neither here nor in {of_run.parent}; {rule}")
 
 
-def _sparse_encoding(content: Any, known: Sequence[Vocabulary]) -> SparseEncoding:
+@contextmanager
+def _open_vocabularies(folder: StoragePath, sha256: Any) -> Iterator[VocabularyFile]:
+    file = _find_vocabularies(folder, sha256)
+    is_of_run = file.name != VOCABULARIES_FILE
+    with open_vocabularies(file, sha256, file.parent.parent if is_of_run else None) as opened:
+        yield opened
+
+
+def _sparse_encoding(content: Any, known: Sequence[Vocabulary] | None) -> SparseEncoding:
     """Return an encoding from JSON, which has the index of one of the ``known`` vocabularies, or null."""
     index = content.pop("values")
     if index is not None and (type(index) is not int or index < 0):
         raise TypeError("values must be the index of a vocabulary")
-    return replace(parse_fields(SparseEncoding, content), values=None if index is None else known[index])
+    encoding: SparseEncoding = parse_fields(SparseEncoding, content)
+    if (index is None) == (encoding.vocabulary == "build"):
+        raise TypeError("vocabulary build has values, and no other has")
+    return encoding if index is None or known is None else replace(encoding, values=known[index])
 
 
 def _is_valid_dense(encoding: DenseEncoding) -> bool:
@@ -356,9 +375,8 @@ def _is_valid_dense(encoding: DenseEncoding) -> bool:
 
 def _is_valid_sparse(encoding: SparseEncoding) -> bool:
     """Return whether values that come from a file make an encoding."""
-    minima = {"hash": 2, "identity": 1, "buckets": 2 + len(encoding.bounds), GROW: 0}
-    if encoding.values is not None:
-        minima = {"build": 1 + len(encoding.values)}
+    num_values = len(encoding.values or ())
+    minima = {"build": 1 + num_values, "hash": 2, "identity": 1, "buckets": 2 + len(encoding.bounds), GROW: 0}
     return (
         minima.get(encoding.vocabulary, 1 << 31) <= encoding.num_rows <= np.iinfo(np.int32).max
         and encoding.is_growing == (encoding.num_rows == 0)

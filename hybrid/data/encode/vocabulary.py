@@ -7,7 +7,9 @@ its index. After a match of hashes, the texts are compared.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -29,6 +31,7 @@ _COLUMN, _SIZES = "value", b"sizes"
 _GROUP_ROWS = 1 << 20
 # Pages of other encodings can repeat values, so a small file could hold gigabytes.
 _ENCODINGS = {"DELTA_LENGTH_BYTE_ARRAY", "PLAIN", "RLE", "BIT_PACKED"}
+_EMPTY = pa.array([], pa.large_string())
 _HASHED_AT_ONCE = 1 << 20
 _FACTORS = splitmix64(np.arange(4096, dtype=np.uint64)) | np.uint64(1)
 
@@ -122,8 +125,46 @@ def write_vocabularies(path: Path, vocabularies: Sequence[Vocabulary]) -> None:
             writer.write_table(pa.table([each.texts], schema), _GROUP_ROWS)
 
 
-def read_vocabularies(path: StoragePath, sha256: str, root: StoragePath | None = None) -> list[Vocabulary]:
-    """Return the vocabularies that ``write_vocabularies`` wrote.
+class VocabularyFile:
+    """An open file of :func:`write_vocabularies`, read in blocks.
+
+    Attributes:
+        sizes: the number of values of each vocabulary.
+    """
+
+    def __init__(self, path: StoragePath, file: pq.ParquetFile, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+        self._path = path
+        self._file = file
+        groups = (file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+        self._starts = [0, *accumulate(groups)]
+
+    def read_all(self) -> list[Vocabulary]:
+        parts = (pa.concat_arrays([_EMPTY, *self.blocks(index)]) for index in range(len(self.sizes)))
+        return [Vocabulary(texts) for texts in parts]
+
+    def blocks(self, index: int) -> Iterator[pa.LargeStringArray]:
+        """Yield the values of a vocabulary, in order; DataError if it cannot be read."""
+        if index >= len(self.sizes):
+            raise DataError(f"{self._path}: has {len(self.sizes)} vocabularies, not {index + 1}")
+        start = sum(self.sizes[:index])
+        stop = start + self.sizes[index]
+        group = bisect_right(self._starts, start) - 1
+        while start < stop:
+            with _reading(self._path):
+                values = self._file.read_row_group(group).column(_COLUMN).combine_chunks()
+                if values.null_count:
+                    raise ValueError("a value is missing")
+            yield values.slice(start - self._starts[group], stop - start)
+            group += 1
+            start = self._starts[group]
+
+
+@contextmanager
+def open_vocabularies(
+    path: StoragePath, sha256: str, root: StoragePath | None = None
+) -> Iterator[VocabularyFile]:
+    """Open the file that ``write_vocabularies`` wrote.
 
     Args:
         sha256: the expected checksum of the file.
@@ -132,23 +173,30 @@ def read_vocabularies(path: StoragePath, sha256: str, root: StoragePath | None =
     Raises:
         DataError: the file is missing, has another checksum, or claims more values than it can hold.
     """
-    try:
-        with local_copy(path, sha256, root=root) as local:
+    with ExitStack() as stack:
+        with _reading(path):
+            local = stack.enter_context(local_copy(path, sha256, root=root))
             if compute_checksum(path, root) != sha256:
                 raise DataError(f"{path}: altered since it was written")
-            with pq.ParquetFile(local) as file:
-                metadata = file.metadata
-                check_claimed_sizes(local, file, [0])
-                columns = [metadata.row_group(group).column(0) for group in range(metadata.num_row_groups)]
-                if any(not _ENCODINGS.issuperset(column.encodings) for column in columns):
-                    raise ValueError("its values are not encoded as this program writes them")
-                if metadata.num_rows > max(_GROUP_ROWS, local.stat().st_size * MAX_VALUES_PER_BYTE):
-                    raise ValueError(f"it claims {metadata.num_rows:,} values")
-                sizes: list[int] = parse_json((file.schema_arrow.metadata or {})[_SIZES])
-                values = file.read().column(_COLUMN).combine_chunks()
-        if values.null_count or sum(sizes) != len(values) or any(size < 0 for size in sizes):
-            raise ValueError("the number of its values differs from its metadata")
+            file = stack.enter_context(pq.ParquetFile(local))
+            metadata = file.metadata
+            check_claimed_sizes(local, file, [0])
+            columns = [metadata.row_group(group).column(0) for group in range(metadata.num_row_groups)]
+            if any(not _ENCODINGS.issuperset(column.encodings) for column in columns):
+                raise ValueError("its values are not encoded as this program writes them")
+            if metadata.num_rows > max(_GROUP_ROWS, local.stat().st_size * MAX_VALUES_PER_BYTE):
+                raise ValueError(f"it claims {metadata.num_rows:,} values")
+            sizes: list[int] = parse_json((file.schema_arrow.metadata or {})[_SIZES])
+            if sum(sizes) != metadata.num_rows or any(size < 0 for size in sizes):
+                raise ValueError("the number of its values differs from its metadata")
+            opened = VocabularyFile(path, file, sizes)
+        yield opened
+
+
+@contextmanager
+def _reading(path: StoragePath) -> Iterator[None]:
+    """Convert the exceptions for an invalid file to a DataError."""
+    try:
+        yield
     except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-    starts = [0, *accumulate(sizes)]
-    return [Vocabulary(values.slice(start, size)) for start, size in zip(starts, sizes, strict=False)]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import psutil
 import torch
 from torch import Tensor
@@ -27,13 +28,17 @@ from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.stored_keys import pack_keys, read_keys
 from hybrid.embedding.bags import Bags, RowGradients
-from hybrid.embedding.initial_rows import random_rows
+from hybrid.embedding.initial_rows import initial_blocks, keys_of, random_rows, saved_table
 from hybrid.embedding.kernels import KEYS_END, Ints
 from hybrid.embedding.placement import KEY_BITS, NUM_BUCKETS, ShardGroup, bytes_per_row
-from hybrid.embedding.worker.key_maps import KeyMap, copy_rows
+from hybrid.embedding.stored_matrix import SavedRows
+from hybrid.embedding.worker.key_maps import KeyMap, bucket_of, copy_rows, make_records
 from hybrid.embedding.worker.table_groups import TableGroup
+from hybrid.errors import CheckpointError
 from hybrid.primitives.huge_pages import reserved_zeros
 from hybrid.updates.ticket import Purpose
+
+_NO_RECORDS = np.empty((0, 2), np.int64)
 
 
 class GrowingGroup(TableGroup):
@@ -54,8 +59,40 @@ class GrowingGroup(TableGroup):
         super().__init__(group, dtype, self._capacity, reserved_zeros)
         self.ids_end = KEYS_END
 
-    def initialize(self, seed: int) -> None:
+    def initialize(self, seed: int) -> dict[str, int]:
         self._seed = seed
+        if not self._table.initial:
+            return {}
+        matches = sum(map(self._add_rows, initial_blocks(self._table)))
+        if self._table.initial_table:
+            for keys_P, counts_P in saved_table(self._table).pending_keys():
+                own_P = self._is_own(keys_P) & (self._keys.find(keys_P) < 0)
+                self._keys.load(_NO_RECORDS, make_records(keys_P[own_P], counts_P[own_P]))
+        return {self._table.name: matches}
+
+    def _add_rows(self, block: SavedRows) -> int:
+        """Add those of some stored rows whose keys are of this shard; return their number."""
+        keys_B = keys_of(block.keys)
+        own = np.flatnonzero(self._is_own(keys_B))
+        _, backwards = np.unique(keys_B[own][::-1], return_index=True)
+        own = own[len(own) - 1 - backwards]  # the last row of each key
+        keys_U, stored = keys_B[own], block.read(own)
+        is_new_U = self._keys.find(keys_U) < 0
+        counts_U = np.full(len(own), self._growth.admit_after) if block.counts is None else block.counts[own]
+        self._keys.load(make_records(keys_U[is_new_U], counts_U[is_new_U]), _NO_RECORDS)
+        rows_U = self._keys.find(keys_U)
+        names = [*self._tensors] if self._table.has_initial_state else ["weight"]
+        for name in names:
+            tensor = self._tensors[name]
+            if name not in stored or stored[name].shape[1:] != tensor.shape[1:]:
+                rule = f"table {self._table.initial_table} has another shape or optimizer"
+                raise CheckpointError(f"{self._table.initial}: {rule} than table {self._table.name}")
+            tensor.numpy()[rows_U] = stored[name]
+        return int(is_new_U.sum())
+
+    def _is_own(self, keys_B: Ints) -> npt.NDArray[np.bool_]:
+        buckets_B = bucket_of(keys_B)
+        return (buckets_B >= self._shard.buckets.start) & (buckets_B < self._shard.buckets.stop)
 
     def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
         keys_U = bags.ids_L.numpy()

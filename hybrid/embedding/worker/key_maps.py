@@ -264,6 +264,11 @@ def bucket_of(keys_U: Ints) -> npt.NDArray[np.int64]:
     return (keys_U.view(np.uint64) >> np.uint64(KEY_BITS)).view(np.int64)
 
 
+def make_records(keys_U: Ints, counts_U: Ints, last_steps_U: Ints | int = 0) -> npt.NDArray[np.int64]:
+    """Return keys and records, (U, 2)."""
+    return np.stack([keys_U, counts_U << 32 | last_steps_U], axis=1)
+
+
 class KeyMap:
     """The keys of a shard of a growing table, their rows, and their records. Not thread-safe.
 

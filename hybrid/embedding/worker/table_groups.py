@@ -21,7 +21,7 @@ from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding import kernels
 from hybrid.embedding.bags import Bags, GroupedBags, RowGradients, concatenate, ids_dtype, pool_and_record
-from hybrid.embedding.initial_rows import fill_random_rows, read_rows, read_rows_by_key
+from hybrid.embedding.initial_rows import fill_random_rows, read_initial_rows
 from hybrid.embedding.placement import Shard, ShardGroup
 from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, Zeros
 from hybrid.errors import NonFiniteError
@@ -109,18 +109,18 @@ class TableGroup:
 
         return GrowingGroup(group, dtype)
 
-    def initialize(self, seed: int) -> None:
+    def initialize(self, seed: int) -> dict[str, int]:
         """Fill the rows with their initial values; see :meth:`TableShards.initialize`."""
+        matches = {}
         for shard in self.group.shards:
-            table = shard.table
-            rows_RD = self.shard_tensors(shard)["weight"]
-            if table.initial and not table.keys:
-                read_rows(table.initial, rows_RD, shard.index, shard.count)
-                continue
-            scale = table.init_scale
-            fill_random_rows(rows_RD, seed, table.name, scale, shard.index, shard.count, table.init)
+            table, index, count = shard.table, shard.index, shard.count
+            tensors = self.shard_tensors(shard)
+            if not table.is_initial_by_position:
+                scale = table.init_scale
+                fill_random_rows(tensors["weight"], seed, table.name, scale, index, count, table.init)
             if table.initial:
-                read_rows_by_key(table, rows_RD, shard.index, shard.count)
+                matches[table.name] = read_initial_rows(table, tensors, index, count)
+        return matches
 
     def shard_tensors(self, shard: Shard, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the rows of a shard ("weight") and their optimizer state, as views of the group."""

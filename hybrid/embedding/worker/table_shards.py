@@ -66,10 +66,16 @@ class TableShards(HostedModule, TableSource):
             rules, self._merge, self.clock, self._find_distinct_rows if is_ahead else None
         )
 
-    def initialize(self, seed: int) -> None:
-        """Fill every table with its initial rows, a function of ``seed`` and the table's name."""
-        for group in self.groups:
-            group.initialize(seed)
+    def initialize(self, seed: int) -> dict[str, int]:
+        """Fill every table with its initial rows: those of ``table.initial``, and random ones.
+
+        Random rows are a function of ``seed`` and the table's name.
+
+        Returns:
+            For each table with ``initial``, the number of its rows here that come from there; see
+            :func:`read_initial_rows`.
+        """
+        return {name: number for group in self.groups for name, number in group.initialize(seed).items()}
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
         is_large = sum(bags.ids_L.numel() for _, bags in items) > _LARGE_LOOKUP_IDS

@@ -43,9 +43,10 @@ PLACEMENT = place([TABLE], 1)
 class Tables(TableShards):
     """The only table; all values start equal."""
 
-    def initialize(self, seed: int) -> None:
+    def initialize(self, seed: int) -> dict[str, int]:
         for group in self.groups:
             group.weight_RD.fill_(ROW_VALUE)
+        return {}
 
     def rows(self) -> Tensor:
         """Return all rows after all updates."""

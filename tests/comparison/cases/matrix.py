@@ -18,7 +18,7 @@ from hybrid.config.sections import NET_CALLS, SCHEDULE_CALLS
 from hybrid.config.table_sections import PLACEMENT_CALLS, TABLE_OPTIMIZERS
 from hybrid.dense.net_builder import build_dense_net, build_remote_net
 from hybrid.embedding.table_spec import tables_of
-from hybrid.engine.model_builder import place_tables
+from hybrid.engine.model_builder import table_specs
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
 from hybrid.reference.reference_training import Reference
@@ -234,7 +234,7 @@ class Case:
     def nets(self) -> tuple[DenseNet, nn.Module | None]:
         """Return the initial dense net and the remote net."""
         config, spec = self.config, self.input_spec
-        tables, _ = place_tables(config, spec, {})
+        tables = table_specs(config, spec)
         widths = [table.width for table in tables_of(spec, tables)]
         remote_net = build_remote_net(config, spec, widths) if self.remote else None
         return build_dense_net(config, spec, widths), remote_net
@@ -242,7 +242,7 @@ class Case:
     def reference(self, start: Snapshot) -> Reference:
         """Return one process with the rows of ``start``."""
         config, spec = self.config, self.input_spec
-        tables, _ = place_tables(config, spec, {})
+        tables = table_specs(config, spec)
         rows = {part.parameter.removeprefix("table "): rows_RD for part, rows_RD in start.items()}
         return Reference(config, spec, tables, rows, *self.nets(), STEPS)
 

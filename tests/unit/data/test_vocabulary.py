@@ -12,7 +12,7 @@ import pytest
 from hybrid.checkpoint.checkpoint_folders import VOCABULARIES_FILE, write_vocabulary
 from hybrid.data.encode import vocabulary
 from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding, vocabulary_files
-from hybrid.data.encode.vocabulary import Vocabulary, read_vocabularies, write_vocabularies
+from hybrid.data.encode.vocabulary import Vocabulary, open_vocabularies, write_vocabularies
 from hybrid.errors import DataError
 from hybrid.storage.files import compute_checksum
 
@@ -40,6 +40,11 @@ def test_indices_equal_those_of_a_dict(bits: int, monkeypatch: pytest.MonkeyPatc
     assert found.indices(texts.slice(7, 400)).tolist() == expected[7:407]
     shorter = Vocabulary(found.texts[100:])
     assert shorter.indices(texts).tolist() == [max(index - 100, -1) for index in expected]
+
+
+def read_vocabularies(path: Path, sha256: str) -> list[Vocabulary]:
+    with open_vocabularies(path, sha256) as file:
+        return file.read_all()
 
 
 def test_read_vocabularies_equal_written_ones(tmp_path: Path) -> None:

@@ -17,13 +17,8 @@ from torch import Tensor
 
 from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding
 from hybrid.data.encode.vocabulary import Vocabulary
-from hybrid.embedding.initial_rows import (
-    fill_random_rows,
-    make_absolute,
-    read_rows,
-    read_rows_by_key,
-    read_shape,
-)
+from hybrid.embedding.initial_rows import fill_random_rows, read_initial_rows
+from hybrid.embedding.stored_matrix import make_absolute, read_shape
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import DataError, StorageError
 from hybrid.storage.remote_path import RemotePath
@@ -77,6 +72,12 @@ def test_initial_rows_do_not_change_between_versions() -> None:
 
 
 ROWS_RD = torch.arange(21.0).view(7, 3)
+SGD = OptimizerSpec("sgd", 0.1)
+
+
+def read_rows(source: str, out_RD: Tensor, index: int = 0, count: int = 1, num_rows: int = 7) -> None:
+    table = TableSpec("t", num_rows, out_RD.shape[1], Pooling.SUM, ("t",), SGD, 1.0, initial=source)
+    read_initial_rows(table, {"weight": out_RD}, index, count)
 
 
 def write_rows(folder: Path, kind: str) -> str:
@@ -98,7 +99,7 @@ def test_a_worker_reads_the_rows_of_its_shard(kind: str, index: int, count: int,
     source, expected = write_rows(tmp_path, kind), ROWS_RD[index::count]
     out_RD = torch.full(expected.shape, torch.nan)
     read_rows(source, out_RD, index, count)
-    assert read_shape(source)[0] == (7, 3)
+    assert read_shape(source) == (7, 3)
     assert torch.equal(out_RD, expected)
 
 
@@ -106,7 +107,7 @@ def test_a_file_of_several_blocks_is_read_whole(tmp_path: Path) -> None:
     rows_RD = np.arange(3 * 2**20, dtype=np.float16).reshape(-1, 1)
     np.save(tmp_path / "rows.npy", rows_RD)
     out_RD = torch.empty(len(rows_RD), 1, dtype=torch.float16)
-    read_rows(str(tmp_path / "rows.npy"), out_RD, 0, 1)
+    read_rows(str(tmp_path / "rows.npy"), out_RD, num_rows=len(rows_RD))
     assert np.array_equal(out_RD.numpy(), rows_RD, equal_nan=True)
 
 
@@ -117,7 +118,7 @@ def test_file_in_an_object_store_is_fetched(store: Store, kind: str, tmp_path: P
     sent(tmp_path, folder_url)
     out_RD = torch.empty(3, 3)
     read_rows(source, out_RD, 1, 2)
-    assert (read_shape(source)[0], out_RD.tolist()) == ((7, 3), ROWS_RD[1::2].tolist())
+    assert (read_shape(source), out_RD.tolist()) == ((7, 3), ROWS_RD[1::2].tolist())
     with pytest.raises(StorageError, match=r"^s3://no-such-bucket/a\.npy: "):
         read_shape("s3://no-such-bucket/a.npy")
     with pytest.raises(DataError, match=rf"^{folder_url}/none\.npy: "):
@@ -134,7 +135,7 @@ def wrong(folder: Path, tensors: dict[str, Tensor]) -> str:
     [
         ({"a": torch.zeros(3)}, "", r"has shape \[3\], but"),
         ({"a": torch.zeros(0, 3)}, "", r"has shape \[0, 3\], but"),
-        ({"a": torch.zeros(2, 3, dtype=torch.int64)}, "", "holds torch.int64"),
+        ({"a": torch.zeros(2, 3, dtype=torch.int64)}, "", "holds int64"),
         ({"a": torch.zeros(2, 3), "b": torch.zeros(2)}, "", "no tensor ''; add one of #a, #b"),
         ({"a": torch.zeros(2, 3)}, "#c", "no tensor 'c'; add one of #a"),
     ],
@@ -170,7 +171,7 @@ def test_missing_or_unreadable_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
 def test_a_file_may_be_a_link_but_no_fifo(kind: str, tmp_path: Path) -> None:
     (tmp_path / f"link.{kind}").symlink_to(write_rows(tmp_path, kind))
-    assert read_shape(str(tmp_path / f"link.{kind}"))[0] == (7, 3)
+    assert read_shape(str(tmp_path / f"link.{kind}")) == (7, 3)
     os.mkfifo(tmp_path / f"fifo.{kind}")
     with pytest.raises(StorageError, match=rf"^{tmp_path}/fifo\.{kind}: "):
         read_shape(str(tmp_path / f"fifo.{kind}"))
@@ -178,7 +179,7 @@ def test_a_file_may_be_a_link_but_no_fifo(kind: str, tmp_path: Path) -> None:
 
 def test_a_file_that_has_changed_its_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="7 x 3 values"):
-        read_rows(write_rows(tmp_path, "npy"), torch.zeros(8, 3), 0, 1)
+        read_rows(write_rows(tmp_path, "npy"), torch.zeros(8, 3), num_rows=8)
 
 
 VALUES = ("7", "b", "c", "d")
@@ -189,13 +190,12 @@ def table_of(folder: Path, keys: pa.Array, vectors: pa.Array) -> TableSpec:
     FeatureEncoder((), (SparseEncoding("item", "build", 5, values=Vocabulary.of(VALUES)),)).save(folder)
     path = folder / "rows.parquet"
     pq.write_table(pa.table({"key": keys, "vector": vectors}), path)
-    sgd = OptimizerSpec("sgd", 0.1)
-    return TableSpec("items", 5, 2, Pooling.SUM, ("item",), sgd, 1.0, initial=str(path), keys=str(folder))
+    return TableSpec("items", 5, 2, Pooling.SUM, ("item",), SGD, 1.0, initial=str(path), keys=str(folder))
 
 
 def rows_by_key(table: TableSpec, index: int = 0, count: int = 1) -> Tensor:
     out_RD = torch.full((len(range(index, table.num_rows, count)), table.dim), -1.0)
-    read_rows_by_key(table, out_RD, index, count)
+    read_initial_rows(table, {"weight": out_RD}, index, count)
     return out_RD
 
 
@@ -220,9 +220,9 @@ def test_parquet_file_in_an_object_store_is_read(store: Store, tmp_path: Path) -
         rows_by_key(dataclasses.replace(table, initial=f"{folder_url}/none"))
 
 
-def test_keys_may_be_numbers_and_the_last_vector_counts(tmp_path: Path) -> None:
+def test_keys_may_be_numbers_or_null_and_the_last_vector_counts(tmp_path: Path) -> None:
     table = table_of(tmp_path, pa.array([7, 8, 7, None]), pa.array([[1.0, 1], [2, 2], [3, 3], [4, 4]]))
-    assert rows_by_key(table).tolist() == [[-1, -1], [3, 3], [-1, -1], [-1, -1], [-1, -1]]
+    assert rows_by_key(table).tolist() == [[4, 4], [3, 3], [-1, -1], [-1, -1], [-1, -1]]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,6 @@ def test_keys_may_be_numbers_and_the_last_vector_counts(tmp_path: Path) -> None:
         (["b", "c"], [[1.0, 2], None], "the vector of row 2 has 0 numbers"),
         (["b"], [[1.0, float("nan")]], "the vector of row 1 is not finite"),
         (["b"], [[1.0, None]], "the vector of row 1 is not finite"),
-        (["x", "y"], [[1.0, 2], [3, 4]], ".* column item"),
         (["b"], ["text"], "its second column"),
         (["b"], [["1", "x"]], "its second column"),
     ],

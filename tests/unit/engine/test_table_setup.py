@@ -20,7 +20,8 @@ from hybrid.config import (
     TableSection,
     TrainSection,
 )
-from hybrid.embedding.table_spec import OptimizerSpec, Pooling, tables_of
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec, tables_of
+from hybrid.engine.initial_model import InitialModel
 from hybrid.engine.model_builder import place_tables, table_specs
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -123,7 +124,9 @@ def test_invalid_table_section_raises_an_error(tables: dict[str, TableSection], 
 @pytest.mark.parametrize(("net", "dim"), [("dlrm", 16), ("wide_deep", 17)])
 def test_nets_with_first_order_weights_widen_every_table(net: str, dim: int) -> None:
     cluster = ClusterSection(workers=3)
-    tables, placement = place_tables(RunConfig(cluster=cluster, dense=DenseSection(net=net)), COLUMNS, {})
+    config = RunConfig(cluster=cluster, dense=DenseSection(net=net))
+    tables = table_specs(config, COLUMNS)
+    placement = place_tables(config, tables, {})
     assert [t.dim for t in tables] == [dim] * 3
     assert placement.num_workers == 3
 
@@ -137,7 +140,7 @@ def test_pooling_side_depends_on_the_traffic() -> None:
     def by_trainers(**sections: object) -> tuple[str, ...]:
         train = TrainSection(batch_size=128)
         config = RunConfig(cluster=ClusterSection(trainers=2), train=train).replace(**sections)
-        return place_tables(config, tags, means)[1].pooled_by_trainers
+        return place_tables(config, table_specs(config, tags), means).pooled_by_trainers
 
     assert by_trainers() == ("tags",)
     assert by_trainers(train=TrainSection(batch_size=128, micro_batches=8)) == ()
@@ -148,31 +151,31 @@ def test_pooling_side_depends_on_the_traffic() -> None:
 
 
 def test_initializers_and_frozen_tables() -> None:
-    sections = {
-        "user": TableSection(init="normal(0.01)"),
-        "item": TableSection(frozen=True, initial="rows.parquet", init="zeros"),
-    }
-    (user, item, friend), _ = place_tables(config(**sections), COLUMNS, {}, "prepared")
-    assert (user.init, user.init_scale, user.initial, user.keys) == ("normal", 0.01, "", "")
-    assert (item.optimizer.name, item.init, item.keys) == ("frozen", "zeros", "prepared")
-    assert item.initial == str(Path("rows.parquet").absolute())
+    sections = {"user": TableSection(init="normal(0.01)"), "item": TableSection(frozen=True, init="zeros")}
+    user, item, friend = table_specs(config(**sections), COLUMNS)
+    assert (user.init, user.init_scale) == ("normal", 0.01)
+    assert (item.optimizer.name, item.init) == ("frozen", "zeros")
     assert (friend.init, friend.init_scale, friend.optimizer.name) == ("uniform", 1 / 20, "adagrad")
+
+
+def initial_tables(**tables: TableSection) -> tuple[TableSpec, ...]:
+    return InitialModel(config(**tables), COLUMNS, None, print).tables
 
 
 def test_shape_of_pretrained_rows_is_checked(tmp_path: Path) -> None:
     file = tmp_path / "rows.npy"
     np.save(file, np.zeros((25, 16), np.float32))
-    tables, _ = place_tables(config(item=TableSection(initial=str(file))), COLUMNS, {})
-    assert (tables[1].initial, tables[1].keys) == (str(file), "")
+    positions = f"positions({file})"
+    _, item, _ = initial_tables(item=TableSection(initial=positions))
+    assert (item.initial, item.is_initial_by_position) == (str(file), True)
     for section, message in (
-        (TableSection(initial=str(file), dim=8), "must have 25 rows of 8"),
-        (TableSection(initial=str(file), features=("item", "user")), "must have 100 rows of 16"),
-        (TableSection(initial="a.parquet", features=("item", "user")), ".* Parquet"),
+        (TableSection(initial=positions, dim=8), "must have 25 rows of 8"),
+        (TableSection(initial=positions, features=("item", "user")), "must have 100 rows of 16"),
     ):
-        with pytest.raises(ConfigError, match=rf"^tables\.item\.initial = '.*': {message}"):
-            place_tables(config(item=section), COLUMNS, {})
+        with pytest.raises(ConfigError, match=rf"^tables\.item\.initial = .*: {message}"):
+            initial_tables(item=section)
     with pytest.raises(DataError, match=r"nowhere\.npy: "):
-        place_tables(config(item=TableSection(initial="nowhere.npy")), COLUMNS, {})
+        initial_tables(item=TableSection(initial="positions(nowhere.npy)"))
 
 
 def test_column_overrides_the_pooling_of_its_table() -> None:

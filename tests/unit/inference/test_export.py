@@ -25,10 +25,7 @@ from support.trained import (
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hybrid.config.loading import to_toml
-from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.prepare.preparation import prepare
-from hybrid.engine.model_builder import place_tables
-from hybrid.errors import ConfigError, HybridError
+from hybrid.errors import HybridError
 from hybrid.inference import program_export
 from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.trained_module import load
@@ -198,22 +195,6 @@ def test_narrow_tables_are_in_every_format(
         assert 1e-6 < (exact - found["probability"]).abs().max() < 0.05
     tables = load_file(tmp_path / "served/tables.safetensors")
     assert all(torch.equal(tables[name], rows_RD.to(torch.bfloat16)) for name, rows_RD in full.items())
-
-
-def test_exported_rows_of_other_values_are_refused(run: Path, tmp_path: Path) -> None:
-    export_run(run, tmp_path / "served", ["tables"], None)
-    rows = {"initial": tmp_path / "served/tables.safetensors#item"}
-    config = clicks_config(tmp_path, **{"tables.item": rows})
-
-    def place() -> None:
-        folder = prepare(config, tmp_path / "cache")
-        place_tables(config, FeatureEncoder.load(folder).input_spec, {}, str(folder))
-
-    place()
-    clicks = tmp_path / "clicks.csv"
-    clicks.write_text(clicks.read_text().replace("i1", "j1"))
-    with pytest.raises(ConfigError, match=r"^tables\.item\.initial = "):
-        place()
 
 
 CUSTOM_NET = """

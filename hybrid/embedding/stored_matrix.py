@@ -1,0 +1,136 @@
+"""Blocks of stored rows, and matrices in files, whose rows have no values.
+
+A matrix is a tensor in a safetensors file or in a NumPy file (``.npy``). A source is a path or URL;
+``path#name`` selects one of several tensors of a safetensors file. A file in an object store is fetched.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hybrid.checkpoint.tensor_file import read_header
+from hybrid.errors import DataError, StorageError, first_line
+from hybrid.storage.file_formats import map_array
+from hybrid.storage.files import local_copy
+from hybrid.storage.remote_path import is_url, parse_path
+
+_BLOCK_BYTES = 16 << 20
+
+# Returns "weight" (n, D) and the optimizer state of n rows, which are given by ascending indices.
+ReadRows: TypeAlias = Callable[[npt.NDArray[np.int64]], Mapping[str, npt.NDArray[Any]]]
+
+
+class SavedRows(NamedTuple):
+    """Some stored rows.
+
+    Attributes:
+        keys: what the rows belong to. Either values, as an Arrow array of texts, perhaps with a dictionary,
+            and null for the row of missing and unknown values; or the numbers of the rows, as a NumPy array;
+            of a growing table, their keys.
+        read: function that returns "weight" (n, D) and the optimizer state of n of these rows, from their
+            indices in ``keys``.
+        counts: of a growing table in a checkpoint, numbers of steps that have read each key.
+    """
+
+    keys: Any
+    read: ReadRows
+    counts: npt.NDArray[np.int64] | None = None
+
+
+class Matrix(NamedTuple):
+    """A matrix in a file.
+
+    Attributes:
+        rows: function that returns the rows from a first index to an end index.
+    """
+
+    shape: tuple[int, ...]
+    rows: Callable[[int, int], npt.NDArray[Any]]
+
+
+def make_absolute(source: str | Path) -> str:
+    """Return a source as an absolute path; a URL is unchanged."""
+    return str(source) if is_url(str(source)) else os.path.abspath(source)
+
+
+def read_shape(source: str) -> tuple[int, ...]:
+    """Return the numbers of rows and columns of a matrix; see :func:`open_matrix`."""
+    with open_matrix(source) as matrix:
+        return matrix.shape
+
+
+def matrix_blocks(source: str, shape: tuple[int, int]) -> Iterator[SavedRows]:
+    """Yield the rows of a matrix of floating-point values.
+
+    Raises:
+        DataError: see :func:`open_matrix`; or the matrix does not have the shape.
+    """
+    with open_matrix(source) as matrix:
+        num_rows, dim = matrix.shape
+        if matrix.shape != shape:
+            raise DataError(
+                f"{source}: has {num_rows} x {dim} values now, which is not the size of the table"
+            )
+        step = max(1, _BLOCK_BYTES // (8 * dim))
+        for start in range(0, num_rows, step):
+            rows_RD = matrix.rows(start, min(start + step, num_rows))
+            yield SavedRows(np.arange(start, start + len(rows_RD)), rows_of(rows_RD))
+
+
+def rows_of(rows_BD: npt.NDArray[Any]) -> ReadRows:
+    """Return the function of a :class:`SavedRows` whose rows are in memory, without optimizer state."""
+    return lambda index: {"weight": rows_BD[index]}
+
+
+@contextmanager
+def open_matrix(source: str) -> Iterator[Matrix]:
+    """Open the matrix of a source.
+
+    Raises:
+        DataError: the source is not a matrix of floating-point values.
+        StorageError: the file cannot be fetched.
+    """
+    path, _, name = source.partition("#")
+    try:
+        if path.endswith(".parquet"):
+            raise LookupError("Parquet files have rows by key, which only tables of prepared data have")
+        with ExitStack() as stack:
+            if path.endswith(".npy"):
+                array = map_array(parse_path(path), follows_links=True)
+                matrix = Matrix(array.shape, lambda i, j: array[i:j])
+            else:
+                local_path = stack.enter_context(local_copy(parse_path(path), follows_links=True))
+                read_header(local_path)  # checks its length
+                file = stack.enter_context(safe_open(local_path, framework="pt"))
+                names = list(file.keys())
+                known = ", ".join(f"#{each}" if each.isprintable() else repr(each) for each in sorted(names))
+                name = names[0] if not name and len(names) == 1 else name
+                if name not in names:
+                    raise LookupError(f"it has no tensor {name!r}; add one of {known}")
+                tensor = file.get_slice(name)
+                matrix = Matrix(tuple(tensor.get_shape()), lambda i, j: _to_array(tensor[i:j]))
+            if len(matrix.shape) != 2 or 0 in matrix.shape:
+                raise DataError(f"{source}: has shape {list(matrix.shape)}, but must have rows and columns")
+            if matrix.rows(0, 1).dtype.kind != "f":
+                raise DataError(f"{source}: holds {matrix.rows(0, 1).dtype}, not floating-point values")
+            yield matrix
+    except StorageError:
+        raise
+    except (OSError, SafetensorError, ValueError, LookupError, RuntimeError) as error:
+        # RuntimeError: torch cannot map the file, which may be larger than it looks.
+        raise DataError(f"{source}: cannot be read as rows of a table: {first_line(error):.300}") from error
+
+
+def _to_array(rows_BD: Tensor) -> npt.NDArray[Any]:
+    """Return rows as an array; NumPy has no bfloat16."""
+    return (rows_BD.float() if rows_BD.dtype == torch.bfloat16 else rows_BD).numpy()
