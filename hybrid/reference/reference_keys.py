@@ -31,7 +31,7 @@ class ReferenceKeys:
         self._next_row = 0
 
     def load(
-        self, keys: Sequence[int], counts: Sequence[int], last_steps: Sequence[int], has_rows: bool
+        self, keys: Sequence[int], counts: Sequence[int], last_steps: Sequence[int], *, has_rows: bool
     ) -> None:
         """Add known keys; those with rows are numbered in order."""
         self.seen |= dict(zip(keys, zip(counts, last_steps, strict=True), strict=True))

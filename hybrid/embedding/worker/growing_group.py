@@ -66,8 +66,8 @@ class GrowingGroup(TableGroup):
         matches = sum(map(self._add_rows, initial_blocks(self._table)))
         if self._table.initial_table:
             for keys_P, counts_P in saved_table(self._table).pending_keys():
-                own_P = self._is_own(keys_P) & (self._keys.find(keys_P) < 0)
-                self._keys.load(_NO_RECORDS, make_records(keys_P[own_P], counts_P[own_P]))
+                is_own_P = self._is_own(keys_P)
+                self._keys.load(_NO_RECORDS, make_records(keys_P[is_own_P], counts_P[is_own_P]))
         return {self._table.name: matches}
 
     def _add_rows(self, block: SavedRows) -> int:
