@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,23 +26,6 @@ from hybrid.checkpoint.tensor_file import map_arrays, read_tensors
 from hybrid.errors import CheckpointError
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
-
-
-class KeyedRows(NamedTuple):
-    """The rows of a shard of a growing table.
-
-    Attributes:
-        keys_N: uint64, ascending.
-        rows_ND: the row of each key.
-    """
-
-    keys_N: npt.NDArray[np.uint64]
-    rows_ND: npt.NDArray[Any]
-
-
-def shard_of_keys(keys_N: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.int64]:
-    """Return which of ``count`` shards of a growing table holds each key, by the key's bucket of 1,024."""
-    return (keys_N >> np.uint64(54)).astype(np.int64) * count >> 10
 
 
 @dataclass(eq=False, slots=True)
@@ -165,26 +148,6 @@ class Checkpoint:
         for index, shard in enumerate(shards):
             rows_RD[index :: len(shards)] = shard
         return torch.from_numpy(rows_RD)
-
-    def map_keyed_rows(self, table: str, dim: int) -> list[KeyedRows]:
-        """Map the rows of every shard of a growing table into memory; see :func:`map_arrays`.
-
-        Raises:
-            CheckpointError: the table is missing or does not grow, its shape differs, or its keys are not in
-                their order.
-        """
-        count = self._num_shards(table)
-        shards = []
-        for index, arrays in enumerate(self.map_shards(table)):
-            keys, rows = arrays.get("keys"), arrays["weight"]
-            if keys is None or keys.dtype != np.int64 or rows.shape != (*keys.shape, dim):
-                raise CheckpointError(f"{self.folder}: table {table} has another shape than the model's")
-            shards.append(KeyedRows(keys.view(np.uint64), rows))
-            keys_N = shards[-1].keys_N
-            ends = np.append(keys_N[:1], keys_N[-1:])
-            if (keys_N[1:] <= keys_N[:-1]).any() or (shard_of_keys(ends, count) != index).any():
-                raise CheckpointError(f"{self.folder}: the keys of table {table} are not in their order")
-        return shards
 
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
         """Fill the tensors of one shard from the stored shards. The stored number of shards may differ.

@@ -8,7 +8,7 @@ the same of pending keys, as ``pending_keys``, ``pending_counts`` and ``pending_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,25 +17,22 @@ from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError
+from hybrid.primitives.key_buckets import KEY_BITS, bucket_of, buckets_of_shard
 
 KINDS_OF_KEYS = "keys", "counts", "last_steps"
 PENDING = "pending_"
-_KEYS, _COUNTS, _LAST_STEPS = KINDS_OF_KEYS
 _MAX_COUNT = 2**31 - 1
+
+Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]  # of a file, by name
+Widths: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of the row ("weight") and the state of a key
 
 
 class StoredKeys(NamedTuple):
-    """Keys of one file.
+    """Keys of one file."""
 
-    Attributes:
-        records_R2: key and record of each row.
-        rows: the rows ("weight") and their optimizer state, (R, ...).
-        pending_P2: key and record of each pending key.
-    """
-
-    records_R2: npt.NDArray[np.int64]
-    rows: Mapping[str, npt.NDArray[Any]]
-    pending_P2: npt.NDArray[np.int64]
+    records_R2: npt.NDArray[np.int64]  # key and record of each row
+    rows: Arrays  # the rows ("weight") and their optimizer state
+    pending_P2: npt.NDArray[np.int64]  # key and record of each pending key
 
 
 def pack_keys(
@@ -54,30 +51,35 @@ def pack_keys(
     return packed | {name: tensors.pop(name).index_select(0, index_R) for name in [*tensors]}
 
 
-def read_keys(
-    checkpoint: Checkpoint, table: str, buckets: range, key_bits: int, tensors: Mapping[str, Tensor]
-) -> Iterator[StoredKeys]:
-    """Yield the keys of some buckets of a growing table, file by file.
+def map_keys(checkpoint: Checkpoint, table: str, widths: Widths) -> Iterator[Arrays]:
+    """Map the arrays of each file of a growing table into memory, in the order of keys.
 
     Args:
-        key_bits: number of the bits of a key below the number of its bucket.
-        tensors: the rows ("weight") and the optimizer state of the model, of any number of rows.
+        widths: without optimizer state, any state is valid.
 
     Raises:
         CheckpointError: the table is missing, or its shape or optimizer differs, or a file is invalid.
     """
-    for arrays in checkpoint.map_shards(table):
-        _check(checkpoint, table, arrays, {name: tensor.shape[1:] for name, tensor in tensors.items()})
-        records, rows = _join("", arrays, buckets, key_bits)
-        pending, _ = _join(PENDING, arrays, buckets, key_bits)
-        yield StoredKeys(records, {name: arrays[name][rows] for name in tensors}, pending)
-
-
-def map_keys(checkpoint: Checkpoint, table: str, dim: int) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """Map the arrays of each file of a growing table into memory; CheckpointError if one is invalid."""
-    for arrays in checkpoint.map_shards(table):
-        _check(checkpoint, table, arrays, {"weight": (dim,)})
+    shards = [*checkpoint.map_shards(table)]
+    for index, arrays in enumerate(shards):
+        buckets = buckets_of_shard(index, len(shards))
+        if problem := _find_problem(arrays, widths, checkpoint.manifest.step, buckets):
+            raise CheckpointError(f"{checkpoint.folder}: table {table} {problem}")
         yield arrays
+
+
+def read_keys(
+    checkpoint: Checkpoint, table: str, buckets: range, tensors: Mapping[str, Tensor]
+) -> Iterator[StoredKeys]:
+    """Yield the keys of some buckets of a growing table, file by file; see :func:`map_keys`.
+
+    Args:
+        tensors: the rows ("weight") and the optimizer state of the model, of any number of rows.
+    """
+    for arrays in map_keys(checkpoint, table, {name: tensor.shape[1:] for name, tensor in tensors.items()}):
+        records, rows = _join("", arrays, buckets)
+        pending, _ = _join(PENDING, arrays, buckets)
+        yield StoredKeys(records, {name: arrays[name][rows] for name in tensors}, pending)
 
 
 def _order(records_R2: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -85,65 +87,40 @@ def _order(records_R2: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _split(prefix: str, records_R2: npt.NDArray[np.int64]) -> dict[str, Tensor]:
-    counts, last_steps = records_R2[:, 1] >> 32, records_R2[:, 1] & 0xFFFFFFFF
-    columns = {_KEYS: records_R2[:, 0], _COUNTS: counts, _LAST_STEPS: last_steps}
-    return {prefix + name: torch.tensor(column) for name, column in columns.items()}
+    columns = records_R2[:, 0], records_R2[:, 1] >> 32, records_R2[:, 1] & 0xFFFFFFFF
+    return {prefix + kind: torch.tensor(column) for kind, column in zip(KINDS_OF_KEYS, columns, strict=True)}
 
 
-def _join(
-    prefix: str, arrays: Mapping[str, npt.NDArray[Any]], buckets: range, key_bits: int
-) -> tuple[npt.NDArray[np.int64], slice]:
+def _join(prefix: str, arrays: Arrays, buckets: range) -> tuple[npt.NDArray[np.int64], slice]:
     """Return the keys of some buckets with their records, and their positions."""
-    keys = arrays[prefix + _KEYS]
-    ends = [each << key_bits for each in (buckets.start, buckets.stop)]
-    first, last = (
-        len(keys) if end >> 64 else keys.view(np.uint64).searchsorted(np.uint64(end)) for end in ends
-    )
+    keys, counts, last_steps = (arrays[prefix + kind] for kind in KINDS_OF_KEYS)
+    unsigned = keys.view(np.uint64)
+    first = unsigned.searchsorted(np.uint64(buckets.start << KEY_BITS))
+    last = unsigned.searchsorted(np.uint64((buckets.stop << KEY_BITS) - 1), side="right")
     part = slice(first, last)
-    records = arrays[prefix + _COUNTS][part] << 32 | arrays[prefix + _LAST_STEPS][part]
-    return np.stack([keys[part], records], axis=1), part
+    return np.stack([keys[part], counts[part] << 32 | last_steps[part]], axis=1), part
 
 
-def _check(
-    checkpoint: Checkpoint,
-    table: str,
-    arrays: Mapping[str, npt.NDArray[Any]],
-    widths: Mapping[str, tuple[int, ...]],
-) -> None:
-    """Raise CheckpointError if the arrays of a file are invalid.
-
-    Args:
-        widths: the shapes of the rows and the optimizer state of a key; without state, any state is valid.
-    """
-    problem = _find_problem(arrays, widths, checkpoint.manifest.step)
-    if problem:
-        raise CheckpointError(f"{checkpoint.folder}: table {table} {problem}")
-
-
-def _find_problem(
-    arrays: Mapping[str, npt.NDArray[Any]], widths: Mapping[str, tuple[int, ...]], step: int
-) -> str | None:
+def _find_problem(arrays: Arrays, widths: Widths, step: int, buckets: range) -> str | None:
     """Return what is wrong with the arrays of a file, or None."""
-    kinds = {name: np.dtype(np.int64) for name in KINDS_OF_KEYS}
-    of_records = {prefix + name: kind for prefix in ("", PENDING) for name, kind in kinds.items()}
-    if not arrays.keys() >= of_records.keys() or any(arrays[n].dtype != np.int64 for n in of_records):
+    of_keys = [prefix + kind for prefix in ("", PENDING) for kind in KINDS_OF_KEYS]
+    if not arrays.keys() >= {*of_keys} or any(arrays[name].dtype != np.int64 for name in of_keys):
         return "has rows without keys: it does not grow in the checkpoint"
-    of_rows = {name: array.shape[1:] for name, array in arrays.items() if name not in of_records}
+    of_rows = {name: array.shape[1:] for name, array in arrays.items() if name not in of_keys}
     if of_rows != widths and (len(widths) > 1 or of_rows.get("weight") != widths["weight"]):
         return "has another shape or optimizer"
     for prefix, names in (("", of_rows), (PENDING, ())):
-        keys, counts, last_steps = (arrays[prefix + name] for name in kinds)
+        keys, counts, last_steps = (arrays[prefix + kind] for kind in KINDS_OF_KEYS)
         lengths = {len(each) for each in (keys, counts, last_steps, *(arrays[name] for name in names))}
-        unsigned = keys.view(np.uint64)
-        is_valid = len(lengths) == 1 and keys.ndim == 1 and bool((unsigned[1:] > unsigned[:-1]).all())
+        is_valid = len(lengths) == 1 and keys.ndim == 1
         if is_valid and len(keys):
-            bounds = (
-                counts.min() - 1,
-                _MAX_COUNT - counts.max(),
-                last_steps.min(),
-                step - last_steps.max(),
+            unsigned, of_key = keys.view(np.uint64), bucket_of(keys[[0, -1]])
+            is_valid = (
+                bool((unsigned[1:] > unsigned[:-1]).all())
+                and {*of_key.tolist()} <= {*buckets}
+                and 1 <= counts.min() <= counts.max() <= _MAX_COUNT
+                and 0 <= last_steps.min() <= last_steps.max() <= step
             )
-            is_valid = min(bounds) >= 0
         if not is_valid:
-            return f"has invalid {prefix}{_KEYS}"
+            return f"has invalid {prefix}keys"
     return None

@@ -21,13 +21,12 @@ from typing import NamedTuple
 
 from hybrid.config.validation import check_workers
 from hybrid.embedding.table_spec import AddressKey, OptimizerSpec, Pooling, TableSpec
+from hybrid.primitives.key_buckets import buckets_of_shard
 
 BYTES_PER_ID = 4  # an estimate: groups of more than 2^31 rows need 8
 # Trainers pool if they move less than this fraction of the bytes that pooling on workers moves. At half the
 # bytes, both take the same processor time, summed over all roles.
 _MAX_FRACTION_OF_BYTES = 0.5
-NUM_BUCKETS = 1024  # of a growing table
-KEY_BITS = 54  # the highest bits of a key, above these, are the number of its bucket
 _BYTES_PER_KEY = 43  # a slot of 16 bytes in a hash table that is 60 % full, and a record of 16 bytes
 # Splitting a smaller table saves little memory, and costs more requests per step.
 MIN_SPLIT_BYTES = 16 << 20
@@ -49,9 +48,8 @@ class Shard:
 
     @property
     def buckets(self) -> range:
-        """The buckets of a growing table whose keys are in this shard; see ``key_maps.py``."""
-        first, last = (-(-index * NUM_BUCKETS // self.count) for index in (self.index, self.index + 1))
-        return range(first, last)
+        """The buckets of a growing table whose keys are in this shard; see ``key_buckets.py``."""
+        return buckets_of_shard(self.index, self.count)
 
     @property
     def num_bytes(self) -> int:

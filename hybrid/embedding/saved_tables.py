@@ -101,7 +101,7 @@ class SavedTable:
     def pending_keys(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
         """Yield the pending keys of a growing table, and their counts; only a checkpoint has them."""
         if self.checkpoint is not None and self.encodings[0].is_growing:
-            for arrays in map_keys(self.checkpoint, self.name, self.dim):
+            for arrays in map_keys(self.checkpoint, self.name, {"weight": (self.dim,)}):
                 yield arrays["pending_keys"], arrays["pending_counts"]
 
     def _keyed_blocks(self) -> Iterator[SavedRows]:
@@ -113,7 +113,7 @@ class SavedTable:
                 raise DataError(f"{self.folder}: table {self.name} has no key for each row")
             yield SavedRows(keys, lambda index: {"weight": weight[index]})
             return
-        for arrays in map_keys(self.checkpoint, self.name, self.dim):
+        for arrays in map_keys(self.checkpoint, self.name, {"weight": (self.dim,)}):
             yield SavedRows(arrays["keys"], partial(_take, arrays), arrays["counts"])
 
     @contextmanager

@@ -3,15 +3,19 @@
 A key without a row reads its initial row, or zeros, as ``TableSpec.growth`` defines.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hybrid.checkpoint.checkpoint_reader import KeyedRows, shard_of_keys
 from hybrid.embedding.initial_rows import random_salt
 from hybrid.embedding.table_spec import TableSpec
+
+# The arrays of each file of a table; see :func:`hybrid.checkpoint.stored_keys.map_keys`.
+Shards: TypeAlias = Sequence[Mapping[str, npt.NDArray[Any]]]
 
 
 def _signed(number: int) -> int:
@@ -33,13 +37,13 @@ class GrowingTable(nn.Module):
 
     ordered_keys: Tensor
 
-    def __init__(self, table: TableSpec, seed: int, shards: Sequence[KeyedRows], dtype: torch.dtype) -> None:
+    def __init__(self, table: TableSpec, seed: int, shards: Shards, dtype: torch.dtype) -> None:
         super().__init__()
         self._table, self._seed = table, seed
-        keys_N = torch.from_numpy(np.concatenate([shard.keys_N for shard in shards]).view(np.int64))
+        keys_N = torch.from_numpy(np.concatenate([shard["keys"] for shard in shards]))
         self.register_buffer("ordered_keys", torch.cat([keys_N ^ _SIGN, keys_N.new_zeros(1)]))
         self.weight = nn.Parameter(torch.zeros(len(keys_N) + 1, table.dim, dtype=dtype))
-        np.concatenate([shard.rows_ND for shard in shards], out=self.weight.detach()[:-1].numpy())
+        np.concatenate([shard["weight"] for shard in shards], out=self.weight.detach()[:-1].numpy())
 
     @property
     def keys(self) -> Tensor:
@@ -62,7 +66,7 @@ class GrowingTable(nn.Module):
 class MappedGrowingTable(nn.Module):
     """A growing table in memory-mapped shards; a batch reads only its rows."""
 
-    def __init__(self, table: TableSpec, seed: int, shards: Sequence[KeyedRows], dtype: torch.dtype) -> None:
+    def __init__(self, table: TableSpec, seed: int, shards: Shards, dtype: torch.dtype) -> None:
         super().__init__()
         self._table, self._seed, self._shards, self._dtype = table, seed, shards, dtype
 
@@ -73,14 +77,13 @@ class MappedGrowingTable(nn.Module):
         if not _has_zeros(self._table):
             vectors_UD.copy_(initial_rows(keys_U, self._table, self._seed))
         unsigned_U = keys_U.numpy().view(np.uint64)
-        shard_U = shard_of_keys(unsigned_U, len(self._shards))
-        for index, (keys_N, rows_ND) in enumerate(self._shards):
-            of_shard = np.flatnonzero(shard_U == index)
-            row_of_shard = np.searchsorted(keys_N, unsigned_U[of_shard])
-            inside = row_of_shard < len(keys_N)
-            of_shard, row_of_shard = of_shard[inside], row_of_shard[inside]
-            is_known = keys_N[row_of_shard] == unsigned_U[of_shard]
-            vectors_UD.numpy()[of_shard[is_known]] = rows_ND[row_of_shard[is_known]]
+        for shard in self._shards:
+            keys_N = shard["keys"].view(np.uint64)
+            if not len(keys_N):
+                continue
+            rows_U = np.minimum(np.searchsorted(keys_N, unsigned_U), len(keys_N) - 1)
+            is_known_U = keys_N[rows_U] == unsigned_U
+            vectors_UD.numpy()[is_known_U] = shard["weight"][rows_U[is_known_U]]
         return vectors_UD[inverse_L]
 
 

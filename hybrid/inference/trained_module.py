@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, split_outputs
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.stored_keys import map_keys
 from hybrid.checkpoint.tensor_file import load_state, unpack_dense
 from hybrid.config import TaskSection
 from hybrid.config.loading import CONFIG_FILE
@@ -74,9 +75,9 @@ def load(
         from hybrid.inference.custom_module import StoredTable  # which imports this module
 
         seed = load_run_config(stored.files_folder / CONFIG_FILE, trust_code=trust_code).run.seed
-        keyed_rows = stored.map_keyed_rows(names[table], table.embedding_dim)
-        dtype: torch.dtype = getattr(torch, keyed_rows[0].rows_ND.dtype.name)
-        rows = GrowingTable(table.spec(names[table], dtype.itemsize), seed, keyed_rows, dtype)
+        shards = [*map_keys(stored, names[table], {"weight": (table.embedding_dim,)})]
+        dtype: torch.dtype = getattr(torch, shards[0]["weight"].dtype.name)
+        rows = GrowingTable(table.spec(names[table], dtype.itemsize), seed, shards, dtype)
         return StoredTable(table, rows, dtype)
 
     return plain_copy(module, rows_of).eval()
@@ -144,9 +145,9 @@ class TrainedModule(nn.Module):
         for table in tables:
             name, shape = table.name, (table.num_rows, table.dim)
             if table.growth is not None:
-                keyed_rows = trained.stored.map_keyed_rows(name, table.dim)
+                shards = [*map_keys(trained.stored, name, {"weight": (table.dim,)})]
                 kind = GrowingTable if in_memory else MappedGrowingTable
-                self.tables.append(kind(table, trained.config.run.seed, keyed_rows, self.dtype))
+                self.tables.append(kind(table, trained.config.run.seed, shards, self.dtype))
             elif in_memory:
                 rows_RD = trained.stored.read_rows(name, shape).to(self.dtype)
                 self.tables.append(nn.Embedding.from_pretrained(rows_RD, freeze=False))

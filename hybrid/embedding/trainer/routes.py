@@ -40,9 +40,10 @@ from torch import Tensor
 from hybrid.embedding import kernels
 from hybrid.embedding.bags import Bags, GroupedBags, Item, RowGradients, ids_dtype, pool_and_record
 from hybrid.embedding.kernels import Ints
-from hybrid.embedding.placement import KEY_BITS, Location
+from hybrid.embedding.placement import Location
 from hybrid.embedding.table_spec import Pooling
 from hybrid.embedding.trainer.batch_ids import BatchIds
+from hybrid.primitives.key_buckets import KEY_BITS
 
 Items: TypeAlias = Mapping[int, list[Item]]
 Responses: TypeAlias = Mapping[int, Sequence[Tensor]]

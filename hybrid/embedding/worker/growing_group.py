@@ -30,12 +30,13 @@ from hybrid.checkpoint.stored_keys import pack_keys, read_keys
 from hybrid.embedding.bags import Bags, RowGradients
 from hybrid.embedding.initial_rows import initial_blocks, keys_of, random_rows, saved_table
 from hybrid.embedding.kernels import KEYS_END, Ints
-from hybrid.embedding.placement import KEY_BITS, NUM_BUCKETS, ShardGroup, bytes_per_row
+from hybrid.embedding.placement import ShardGroup, bytes_per_row
 from hybrid.embedding.stored_matrix import SavedRows
-from hybrid.embedding.worker.key_maps import KeyMap, bucket_of, copy_rows, make_records
+from hybrid.embedding.worker.key_maps import KeyMap, copy_rows, make_records
 from hybrid.embedding.worker.table_groups import TableGroup
 from hybrid.errors import CheckpointError
 from hybrid.primitives.huge_pages import reserved_zeros
+from hybrid.primitives.key_buckets import NUM_BUCKETS, bucket_of
 from hybrid.updates.ticket import Purpose
 
 _NO_RECORDS = np.empty((0, 2), np.int64)
@@ -149,7 +150,7 @@ class GrowingGroup(TableGroup):
     def load(self, checkpoint: Checkpoint) -> None:
         self._keys = KeyMap(self._shard.buckets, self._capacity, self._table.name)
         tensors = self._tensors
-        for keys in read_keys(checkpoint, self._table.name, self._shard.buckets, KEY_BITS, tensors):
+        for keys in read_keys(checkpoint, self._table.name, self._shard.buckets, tensors):
             rows = slice(self._keys.end, self._keys.end + len(keys.records_R2))
             self._keys.load(keys.records_R2, keys.pending_P2)
             for name, tensor in tensors.items():

@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.embedding.kernels import ROWS_AHEAD, Floats, Ints, compiled, prefetch_row
-from hybrid.embedding.placement import KEY_BITS, NUM_BUCKETS
 from hybrid.errors import ClusterError
 from hybrid.primitives.huge_pages import reserved_pages
+from hybrid.primitives.key_buckets import KEY_BITS, NUM_BUCKETS, bucket_of
 
 SWEPT_BUCKETS = 16  # per update, so that 64 updates sweep a table
 
@@ -260,10 +260,6 @@ def _copy_pending(slots_S2: Ints, logs_N: Ints, bucket: int, out_P2: Ints) -> in
     return number
 
 
-def bucket_of(keys_U: Ints) -> npt.NDArray[np.int64]:
-    return (keys_U.view(np.uint64) >> np.uint64(KEY_BITS)).view(np.int64)
-
-
 def make_records(keys_U: Ints, counts_U: Ints, last_steps_U: Ints | int = 0) -> npt.NDArray[np.int64]:
     """Return keys and records, (U, 2)."""
     return np.stack([keys_U, counts_U << 32 | last_steps_U], axis=1)
@@ -289,6 +285,7 @@ class KeyMap:
         self._memory = reserved_pages(16 * (2 * NUM_BUCKETS << _MAX_LOG_SLOTS))
         self._slots_S2 = np.frombuffer(self._memory, np.int64).reshape(-1, 2)
         self._logs_N = np.full(NUM_BUCKETS, _LOG_SLOTS)
+        self._map = self._slots_S2, self._logs_N
         self._sizes_N = np.zeros(NUM_BUCKETS, np.int64)  # keys, also pending ones
         self._num_added = 0  # keys that the last update has added, at most
         self.num_rows_N = np.zeros(NUM_BUCKETS, np.int64)
@@ -309,7 +306,7 @@ class KeyMap:
     def find(self, keys_U: Ints) -> npt.NDArray[np.int64]:
         """Return the row of each key; -1 for a key without a row."""
         rows_U = np.empty(len(keys_U), np.int64)
-        _find_rows(self._slots_S2, self._logs_N, keys_U, rows_U)
+        _find_rows(*self._map, keys_U, rows_U)
         return rows_U
 
     def count(
@@ -335,8 +332,7 @@ class KeyMap:
             raise ClusterError(f"table {self._table}: its rows exceed the memory of a worker; set max_rows")
         rows_U, counts_U = np.empty(len(keys_U), np.int64), np.empty(len(keys_U), np.int64)
         _count_keys(
-            self._slots_S2,
-            self._logs_N,
+            *self._map,
             self._sizes_N,
             self._records_R2,
             keys_U,
@@ -353,7 +349,7 @@ class KeyMap:
             firsts_A = np.searchsorted(buckets_A, buckets_A)
             new = np.sort(new[order][np.arange(len(new)) - firsts_A < limit - self.num_rows_N[buckets_A]])
         rows_A = np.empty(len(new), np.int64)
-        _give_rows(self._slots_S2, self._logs_N, self._free_R, self._records_R2, keys_U[new], rows_A)
+        _give_rows(*self._map, self._free_R, self._records_R2, keys_U[new], rows_A)
         rows_U[new] = rows_A
         self.num_rows_N += np.bincount(bucket_of(keys_U[new]), minlength=NUM_BUCKETS)
         return rows_U, new
@@ -375,8 +371,7 @@ class KeyMap:
             keys_M = np.empty(self._sizes_N[bucket], np.int64)
             ranks_M = np.empty_like(keys_M)
             number = _rank_keys(
-                self._slots_S2,
-                self._logs_N,
+                *self._map,
                 self._records_R2,
                 bucket,
                 step,
@@ -395,7 +390,7 @@ class KeyMap:
             lower, ties = keys_M[ranks_M < bound], keys_M[ranks_M == bound]
             ties = np.sort(ties.view(np.uint64)).view(np.int64)
             removed = np.concatenate([lower, ties[: num_removed - len(lower)]])
-            _remove_keys(self._slots_S2, self._logs_N, self._free_R, self._records_R2, removed)
+            _remove_keys(*self._map, self._free_R, self._records_R2, removed)
             self._sizes_N[bucket] -= num_removed
             self.num_rows_N[bucket] -= num_removed - num_pending
             num_evicted += num_removed - num_pending
@@ -418,7 +413,7 @@ class KeyMap:
                 log = int(self._logs_N[bucket])
                 if log == _MAX_LOG_SLOTS:
                     raise ClusterError(f"table {self._table}: a bucket has more than {1 << log:,} keys")
-                _double(self._slots_S2, self._logs_N, bucket)
+                _double(*self._map, bucket)
                 first, size = (NUM_BUCKETS + bucket) << log, 1 << log
                 if size * 16 < mmap.PAGESIZE:
                     self._slots_S2[first : first + size] = 0
@@ -432,7 +427,7 @@ class KeyMap:
         number = 0
         for bucket in self._buckets:
             if self._sizes_N[bucket] > self.num_rows_N[bucket]:
-                number += _copy_pending(self._slots_S2, self._logs_N, bucket, pending_P2[number:])
+                number += _copy_pending(*self._map, bucket, pending_P2[number:])
         return self._records_R2[: self.end].copy(), pending_P2
 
     def load(self, records_R2: Ints, pending_P2: Ints) -> None:
@@ -443,7 +438,7 @@ class KeyMap:
         ):
             sizes_N = np.bincount(bucket_of(entries_E2[:, 0]), minlength=NUM_BUCKETS)
             self._grow(self._sizes_N + sizes_N, _SOFT_LOAD, NUM_BUCKETS)
-            _insert(self._slots_S2, self._logs_N, np.ascontiguousarray(entries_E2[:, 0]), values_E)
+            _insert(*self._map, np.ascontiguousarray(entries_E2[:, 0]), values_E)
             self._sizes_N += sizes_N
             if entries_E2 is records_R2:
                 self.num_rows_N += sizes_N

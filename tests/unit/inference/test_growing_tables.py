@@ -18,7 +18,8 @@ import hybrid
 from hybrid import Jagged
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Manifest, shard_file, write_text
-from hybrid.checkpoint.checkpoint_reader import Checkpoint, KeyedRows
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.stored_keys import KINDS_OF_KEYS, Arrays, map_keys
 from hybrid.checkpoint.tensor_file import pack_dense, write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.loading import to_toml
@@ -58,7 +59,7 @@ def shard_tensors(rows: Mapping[int, Tensor], index: int, count: int) -> dict[st
     weight_ND = torch.stack([rows[key] for key in keys]) if keys else torch.empty(0, dim)
     keys_N = torch.from_numpy(np.array(keys, np.uint64).view(np.int64))
     pending = {
-        f"pending_{name}": torch.zeros(2, dtype=torch.int64) for name in ("keys", "counts", "last_steps")
+        f"pending_{name}": torch.zeros(0, dtype=torch.int64) for name in ("keys", "counts", "last_steps")
     }
     of_rows = {name: torch.ones_like(keys_N) for name in ("counts", "last_steps")}
     return {"keys": keys_N, "weight": weight_ND, "sum": weight_ND.abs(), **of_rows, **pending}
@@ -242,7 +243,7 @@ def test_initial_rows_have_the_bits_of_training(init: str, dim: int, scale: floa
 
 def test_a_table_without_rows_reads_initial_rows_of_any_key() -> None:
     spec = TableSpec(*("t", 0, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 0.1), 1.0), growth=GrowthSpec())
-    empty = KeyedRows(np.empty(0, np.uint64), np.empty((0, 2), np.float32))
+    empty: Arrays = {"keys": np.empty(0, np.int64), "weight": np.empty((0, 2), np.float32)}
     keys = np.array(EXTREME, np.uint64)
     for kind in (GrowingTable, MappedGrowingTable):
         rows = kind(spec, 3, [empty], torch.float32)(torch.from_numpy(keys.view(np.int64)))
@@ -265,14 +266,16 @@ def test_a_table_without_rows_reads_initial_rows_of_any_key() -> None:
     ],
 )
 def test_shards_in_another_form_are_refused(tmp_path: Path, changes: dict[str, Tensor | None]) -> None:
-    valid = {"keys": torch.tensor([1, 2]), "weight": torch.zeros(2, 4)}
-    stored = Checkpoint(tmp_path, Manifest(1, 1, {"t": (0, 4, 2)}, {}, {}, {}))
-    empty = {"keys": torch.empty(0, dtype=torch.int64), "weight": torch.empty(0, 4)}
+    none = torch.empty(0, dtype=torch.int64)
+    pending = {f"pending_{kind}": none for kind in KINDS_OF_KEYS}
+    valid = {kind: torch.tensor([1, 2]) for kind in KINDS_OF_KEYS} | pending | {"weight": torch.zeros(2, 4)}
+    stored = Checkpoint(tmp_path, Manifest(2, 1, {"t": (0, 4, 2)}, {}, {}, {}))
+    empty = dict.fromkeys(KINDS_OF_KEYS, none) | pending | {"weight": torch.empty(0, 4)}
     write_tensors(tmp_path, shard_file("t", 1, 2), empty)
     for tensors in ({**valid, **changes}, valid):
         left = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         write_tensors(tmp_path, shard_file("t", 0, 2), left)
         if tensors is not valid:
             with pytest.raises(CheckpointError, match=rf"{re.escape(str(tmp_path))}[^\n]*$"):
-                stored.map_keyed_rows("t", 4)
-    assert [len(shard.keys_N) for shard in stored.map_keyed_rows("t", 4)] == [2, 0]
+                list(map_keys(stored, "t", {"weight": (4,)}))
+    assert [len(arrays["keys"]) for arrays in map_keys(stored, "t", {"weight": (4,)})] == [2, 0]

@@ -241,7 +241,7 @@ def test_a_key_without_a_row_reads_its_initial_row_in_training(unknown: str) -> 
         ({"keys": torch.tensor([3, 2])}, "invalid keys"),
         ({"keys": torch.tensor([2, 2])}, "invalid keys"),
         ({"counts": torch.tensor([1, 0])}, "invalid keys"),
-        ({"last_steps": torch.tensor([0, 1])}, "invalid keys"),
+        ({"last_steps": torch.tensor([0, 2])}, "invalid keys"),
         ({"weight": torch.ones(3, DIM)}, "invalid keys"),
         ({"weight": torch.ones(2, DIM + 1)}, "shape or optimizer"),
         ({"pending_counts": torch.tensor([1])}, "invalid pending_keys"),

@@ -1,0 +1,17 @@
+"""The buckets of the keys of a growing table: 1,024 ranges of 64-bit keys, each of which one worker holds."""
+
+import numpy as np
+import numpy.typing as npt
+
+NUM_BUCKETS = 1024
+KEY_BITS = 54  # the highest bits of a key, above these, are the number of its bucket
+
+
+def bucket_of(keys_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the bucket of each key; keys are compared as unsigned numbers."""
+    return (keys_U.view(np.uint64) >> np.uint64(KEY_BITS)).view(np.int64)
+
+
+def buckets_of_shard(index: int, count: int) -> range:
+    """Return the buckets of shard ``index`` of ``count``."""
+    return range(-(-index * NUM_BUCKETS // count), -(-(index + 1) * NUM_BUCKETS // count))
