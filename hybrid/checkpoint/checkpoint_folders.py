@@ -86,25 +86,16 @@ def choose_best(best: Best | None, metric: str, metrics: Mapping[str, float], st
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The content of a checkpoint.
+    """The content of a checkpoint."""
 
-    Attributes:
-        step: optimizer steps taken.
-        epoch: epochs finished.
-        tables: table name to [number of rows, dim, number of shards].
-        files: every other file of the folder.
-        metrics: results of the last evaluation; empty if there was none.
-        progress: counters of the run; empty outside a run.
-        parts: name of the folder with the files; empty if they are beside the manifest.
-    """
-
-    step: int
-    epoch: int
-    tables: dict[str, tuple[int, int, int]]
-    files: Files = field(default_factory=dict)
+    step: int  # optimizer steps taken
+    epoch: int  # epochs finished
+    tables: dict[str, tuple[int, int, int]]  # table name to [number of rows, dim, number of shards]
+    files: Files = field(default_factory=dict)  # every other file of the folder
+    # Results of the last evaluation; empty if there was none.
     metrics: dict[str, float] = field(default_factory=dict)
-    progress: dict[str, Any] = field(default_factory=dict)
-    parts: str = ""
+    progress: dict[str, Any] = field(default_factory=dict)  # counters of the run; empty outside a run
+    parts: str = ""  # name of the folder with the files; empty if they are beside the manifest
 
     @classmethod
     def read(cls, path: StoragePath) -> Manifest:

@@ -30,15 +30,12 @@ from hybrid.storage.remote_path import StoragePath
 
 @dataclass(eq=False, slots=True)
 class Checkpoint:
-    """A checkpoint whose files are read on demand.
-
-    Attributes:
-        rank_text: phrase with the rank among the checkpoints of the run, such as "the best (auc 0.8361) and
-            the last"; set by :meth:`best_valid`.
-    """
+    """A checkpoint whose files are read on demand."""
 
     folder: StoragePath
     manifest: Manifest
+    # Phrase with the rank among the checkpoints of the run, such as "the best (auc 0.8361) and the last"; set
+    # by best_valid.
     rank_text: str = ""
 
     @classmethod

@@ -42,18 +42,12 @@ class WorkerTables(TableSource, GuardedModule, Protocol):
 
 @dataclass(frozen=True)
 class PlacedTables:
-    """The tables of a module, on their workers.
+    """The tables of a module, on their workers."""
 
-    Attributes:
-        number: index among the modules that the script has distributed.
-        placement: the worker of each row.
-        workers: the tables of each worker that holds rows.
-    """
-
-    number: int
-    placement: Placement
+    number: int  # index among the modules that the script has distributed
+    placement: Placement  # the worker of each row
     rules: UpdateRules
-    workers: Mapping[int, WorkerTables]
+    workers: Mapping[int, WorkerTables]  # the tables of each worker that holds rows
 
 
 @dataclass(eq=False)

@@ -446,13 +446,9 @@ class Cluster:
 
 
 class Distributed(nn.Module):
-    """A distributed module, with the attributes of the script's module.
+    """A distributed module, with the attributes of the script's module."""
 
-    Attributes:
-        module: the script's module.
-    """
-
-    module: Any
+    module: Any  # the script's module
 
     def __init__(self, loop: TrainingLoop) -> None:
         super().__init__()

@@ -419,14 +419,11 @@ class PreparedData:
     ``TASK.weights`` weights of the samples for a task, (samples,), if the data have weights
     ``group``        group of each sample, (samples,), if the data have groups
     ================ ===================================================================================
-
-    Attributes:
-        is_shuffled: whether each pass has another order.
     """
 
     dataset: PreparedDataset
     config: RunConfig
-    is_shuffled: bool
+    is_shuffled: bool  # whether each pass has another order
 
     def __post_init__(self) -> None:
         tasks = self.config.all_tasks

@@ -39,24 +39,17 @@ class Stateful(Protocol):
 
 @dataclass
 class LoopProgress:
-    """The progress of a script.
+    """The progress of a script."""
 
-    Attributes:
-        epoch: index of the epoch, see :meth:`Cluster.epochs`.
-        first_pass: index of the epoch's first pass over training batches.
-        pass_index: index of the current pass.
-        samples: number of samples of this pass, of all trainers, whose steps are done.
-        lengths: length of the data of each training pass of the epoch; -1 if unknown.
-        evaluations: results of the evaluations between the passes of the epoch.
-        start: what is expected to be equal when a script resumes; see :func:`describe_start`.
-    """
-
-    epoch: int = 0
-    first_pass: int = 0
-    pass_index: int = 0
-    samples: int = 0
+    epoch: int = 0  # index of the epoch, see Cluster.epochs
+    first_pass: int = 0  # index of the epoch's first pass over training batches
+    pass_index: int = 0  # index of the current pass
+    samples: int = 0  # number of samples of this pass, of all trainers, whose steps are done
+    # Length of the data of each training pass of the epoch; -1 if unknown.
     lengths: list[int] = field(default_factory=list)
+    # Results of the evaluations between the passes of the epoch.
     evaluations: list[Metrics] = field(default_factory=list)
+    # What is expected to be equal when a script resumes; see describe_start.
     start: Mapping[str, str] = field(default_factory=dict)
 
     def is_valid(self, num_steps: int) -> bool:

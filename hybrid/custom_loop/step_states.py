@@ -31,17 +31,11 @@ class StepState(StrEnum):
 
 
 class StepCall(NamedTuple):
-    """A call that depends on the state: of the script, of autograd, or of the loop itself.
+    """A call that depends on the state: of the script, of autograd, or of the loop itself."""
 
-    Attributes:
-        transitions: the state after the call, for each state that permits it.
-        error: the error in other states.
-        errors: the errors of states that have their own.
-    """
-
-    transitions: Mapping[StepState, StepState]
-    error: str = "a loop does not make this call"
-    errors: Mapping[StepState, str] = {}
+    transitions: Mapping[StepState, StepState]  # the state after the call, for each state that permits it
+    error: str = "a loop does not make this call"  # the error in other states
+    errors: Mapping[StepState, str] = {}  # the errors of states that have their own
 
     def state_after(self, state: StepState, step: int) -> StepState:
         """Return the state after the call.

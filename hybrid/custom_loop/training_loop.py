@@ -86,29 +86,23 @@ def _call_before_steps() -> None:
 
 @dataclass
 class ForwardPass:
-    """A forward pass that is running.
-
-    Attributes:
-        batch: the batch of the pass; empty for a call without a batch.
-        prefetched: the lookup that was sent before the pass; None after its vectors are used.
-        is_last: whether it trains the last micro-batch of a step.
-        num_lookups: lookups with gradients in the step; those of this pass count from its backward pass on.
-        returned: key of each call whose vectors the module has, and their version when it got them.
-        zeros: the zero output of each lookup whose vectors were used; see :meth:`ModuleTables.lookup`.
-        scale: factor of the step's gradients, once decided; None to skip the step.
-        optimizers: ids of the optimizers that have taken the step.
-    """
+    """A forward pass that is running."""
 
     ticket: Ticket
+    # The batch of the pass; empty for a call without a batch.
     batch: LocalBatch = field(default_factory=lambda: LocalBatch({}, 0, 0, ()))
+    # The lookup that was sent before the pass; None after its vectors are used.
     prefetched: Lookup | None = None
-    is_last: bool = False
+    is_last: bool = False  # whether it trains the last micro-batch of a step
+    # Lookups with gradients in the step; those of this pass count from its backward pass on.
     num_lookups: int = 0
     vectors: dict[object, tuple[TableCall, Tensor]] = field(default_factory=dict)
+    # Key of each call whose vectors the module has, and their version when it got them.
     returned: dict[object, int] = field(default_factory=dict)
+    # The zero output of each lookup whose vectors were used; see ModuleTables.lookup.
     zeros: list[Tensor] = field(default_factory=list)
-    scale: float | None = None
-    optimizers: set[int] = field(default_factory=set)
+    scale: float | None = None  # factor of the step's gradients, once decided; None to skip the step
+    optimizers: set[int] = field(default_factory=set)  # ids of the optimizers that have taken the step
 
 
 class TrainingLoop:

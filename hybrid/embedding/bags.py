@@ -18,21 +18,15 @@ _MODES = {Pooling.SUM: 0, Pooling.MEAN: 1, Pooling.MAX: 2}
 
 
 class Bags(NamedTuple):
-    """Ids to look up in one weight matrix.
+    """Ids to look up in one weight matrix."""
 
-    Attributes:
-        ids_L: rows of the matrix, int32 or int64.
-        offsets: where each bag starts, of shape (bags + 1) and the type of the ids; None for one id per bag.
-        weights_L: weight of each id within its bag, or None for ones; for sum pooling only.
-        pooling: how the rows of a bag become one vector.
-        winners_BD: for max pooling, the row of each maximum; set by :func:`pool_and_record`.
-    """
-
-    ids_L: Tensor
+    ids_L: Tensor  # rows of the matrix, int32 or int64
+    # Where each bag starts, of shape (bags + 1) and the type of the ids; None for one id per bag.
     offsets: Tensor | None = None
+    # Weight of each id within its bag, or None for ones; for sum pooling only.
     weights_L: Tensor | None = None
-    pooling: Pooling = Pooling.SUM
-    winners_BD: Tensor | None = None
+    pooling: Pooling = Pooling.SUM  # how the rows of a bag become one vector
+    winners_BD: Tensor | None = None  # for max pooling, the row of each maximum; set by pool_and_record
 
     @property
     def num_bags(self) -> int:

@@ -89,16 +89,11 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """All shards of all tables; the same in each process of a run.
+    """All shards of all tables; the same in each process of a run."""
 
-    Attributes:
-        shards: the shards, table by table, and within a table by index.
-        pooled_by_trainers: names of the tables whose bags trainers pool, from distinct rows. Workers pool the
-            bags of other tables.
-    """
-
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard, ...]  # the shards, table by table, and within a table by index
     num_workers: int
+    # Names of the tables whose bags trainers pool, from distinct rows. Workers pool the bags of other tables.
     pooled_by_trainers: tuple[str, ...] = ()
 
     def of_worker(self, worker: int) -> tuple[Shard, ...]:

@@ -41,23 +41,17 @@ _BLOCK_ROWS = 16_384
 
 @dataclass(frozen=True)
 class SavedTable:
-    """A table of a checkpoint or of an exported folder.
-
-    Attributes:
-        folder: of its files and its encoder.
-        checkpoint: None for an exported folder.
-        num_rows, dim: its shape.
-        optimizer: name of the optimizer whose state is stored; empty if none is.
-        encodings: how its columns become rows, without vocabularies; empty if rows have no known values.
-            Columns that share a table and have vocabulary "build" share the vocabulary.
-    """
+    """A table of a checkpoint or of an exported folder."""
 
     name: str
-    folder: StoragePath
-    checkpoint: Checkpoint | None
+    folder: StoragePath  # of its files and its encoder
+    checkpoint: Checkpoint | None  # None for an exported folder
+    # num_rows, dim: its shape.
     num_rows: int
     dim: int
-    optimizer: str
+    optimizer: str  # name of the optimizer whose state is stored; empty if none is
+    # How its columns become rows, without vocabularies; empty if rows have no known values. Columns that
+    # share a table and have vocabulary "build" share the vocabulary.
     encodings: tuple[SparseEncoding, ...]
 
     def blocks(self, bounds: tuple[float, ...] | None = None) -> Iterator[SavedRows]:

@@ -31,30 +31,24 @@ ReadRows: TypeAlias = Callable[[npt.NDArray[np.int64]], Mapping[str, npt.NDArray
 
 
 class SavedRows(NamedTuple):
-    """Some stored rows.
+    """Some stored rows."""
 
-    Attributes:
-        keys: what the rows belong to. Either values, as an Arrow array of texts, perhaps with a dictionary,
-            and null for the row of missing and unknown values; or the numbers of the rows, as a NumPy array;
-            of a growing table, their keys.
-        read: function that returns "weight" (n, D) and the optimizer state of n of these rows, from their
-            indices in ``keys``.
-        counts: of a growing table in a checkpoint, numbers of steps that have read each key.
-    """
-
+    # What the rows belong to. Either values, as an Arrow array of texts, perhaps with a dictionary, and null
+    # for the row of missing and unknown values; or the numbers of the rows, as a NumPy array; of a growing
+    # table, their keys.
     keys: Any
+    # Function that returns "weight" (n, D) and the optimizer state of n of these rows, from their indices in
+    # ``keys``.
     read: ReadRows
+    # Of a growing table in a checkpoint, numbers of steps that have read each key.
     counts: npt.NDArray[np.int64] | None = None
 
 
 class Matrix(NamedTuple):
-    """A matrix in a file.
-
-    Attributes:
-        rows: function that returns the rows from a first index to an end index.
-    """
+    """A matrix in a file."""
 
     shape: tuple[int, ...]
+    # Function that returns the rows from a first index to an end index.
     rows: Callable[[int, int], npt.NDArray[Any]]
 
 

@@ -27,9 +27,6 @@ class OptimizerSpec:
     """Name and settings of an optimizer of rows (see ``row_optimizers.py``).
 
     Settings that the named optimizer does not have are ignored.
-
-    Attributes:
-        all_rows: whether each step updates every row, with a gradient of zero for the others.
     """
 
     name: str
@@ -40,7 +37,7 @@ class OptimizerSpec:
     weight_decay: float = 0.0
     ftrl_beta: float = 1.0
     ftrl_l1: float = 0.0
-    all_rows: bool = False
+    all_rows: bool = False  # whether each step updates every row, with a gradient of zero for the others
 
     @property
     def has_momentum(self) -> bool:
@@ -55,69 +52,45 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class GrowthSpec:
-    """How a table with keys instead of row numbers gains and loses rows (see ``growing_group.py``).
+    """How a table with keys instead of row numbers gains and loses rows (see ``growing_group.py``)."""
 
-    Attributes:
-        admit_after: number of steps that must have read a key before it gets a row.
-        max_rows: the largest number of rows; 0 for no limit.
-        evict_after: steps without a lookup after which a key loses its row; 0 for never.
-        half_life: steps after which the count of the steps that have read a key is halved.
-        unknown: what a key without a row reads in evaluations and predictions: its "initial" row, or "zeros".
-    """
-
-    admit_after: int = 1
-    max_rows: int = 0
-    evict_after: int = 0
-    half_life: int = 10_000
+    admit_after: int = 1  # number of steps that must have read a key before it gets a row
+    max_rows: int = 0  # the largest number of rows; 0 for no limit
+    evict_after: int = 0  # steps without a lookup after which a key loses its row; 0 for never
+    half_life: int = 10_000  # steps after which the count of the steps that have read a key is halved
+    # What a key without a row reads in evaluations and predictions: its "initial" row, or "zeros".
     unknown: str = "initial"
 
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """An embedding table and the features that look it up.
+    """An embedding table and the features that look it up."""
 
-    Attributes:
-        name: unique name; initial rows are a function of it and the seed.
-        num_rows, dim: shape of the table; a growing table has 0 rows.
-        pooling: how the rows of a bag become one vector.
-        features: names of the features that read this table.
-        optimizer: how rows are updated.
-        init_scale: scale of the initial rows; see ``init``.
-        placement: "auto", "table" (whole on one worker) or "row" (split over workers).
-        workers: indices of the allowed workers; empty for any.
-        bytes_per_value: bytes of a value of the rows and their optimizer state.
-        initial: file or folder of initial rows (see ``initial_rows.py``); empty for random ones.
-        initial_table: if ``initial`` is the folder of a checkpoint or of exported tables, the table in it.
-        has_initial_state: whether ``initial`` has the state of the same optimizer.
-        init: "uniform" in [-init_scale, init_scale], "normal" with this standard deviation, or "zeros".
-        poolings: pooling of each feature, if not all are ``pooling``.
-        sequences: maximum length of each feature that is a sequence, and 0 for a pooled feature; empty if all
-            are pooled.
-        sequence: maximum length of the feature of a table from :meth:`for_feature`; 0 if it is pooled.
-        keys: for initial rows by value, folder of the prepared data whose encoder maps values to rows.
-        pooled_by: which side pools bags: "workers", "trainers", or "auto" for the placement to decide.
-        growth: of a growing table, whose ids are 64-bit keys; None for a table with a fixed number of rows.
-    """
-
-    name: str
+    name: str  # unique name; initial rows are a function of it and the seed
+    # num_rows, dim: shape of the table; a growing table has 0 rows.
     num_rows: int
     dim: int
-    pooling: Pooling
-    features: tuple[str, ...]
-    optimizer: OptimizerSpec
-    init_scale: float
-    placement: str = "auto"
-    workers: tuple[int, ...] = ()
-    bytes_per_value: int = 4
-    initial: str = ""
+    pooling: Pooling  # how the rows of a bag become one vector
+    features: tuple[str, ...]  # names of the features that read this table
+    optimizer: OptimizerSpec  # how rows are updated
+    init_scale: float  # scale of the initial rows; see ``init``
+    placement: str = "auto"  # "auto", "table" (whole on one worker) or "row" (split over workers)
+    workers: tuple[int, ...] = ()  # indices of the allowed workers; empty for any
+    bytes_per_value: int = 4  # bytes of a value of the rows and their optimizer state
+    initial: str = ""  # file or folder of initial rows (see ``initial_rows.py``); empty for random ones
+    # If ``initial`` is the folder of a checkpoint or of exported tables, the table in it.
     initial_table: str = ""
-    has_initial_state: bool = False
+    has_initial_state: bool = False  # whether ``initial`` has the state of the same optimizer
+    # "uniform" in [-init_scale, init_scale], "normal" with this standard deviation, or "zeros".
     init: str = "uniform"
-    poolings: tuple[Pooling, ...] = ()
-    keys: str = ""
+    poolings: tuple[Pooling, ...] = ()  # pooling of each feature, if not all are ``pooling``
+    keys: str = ""  # for initial rows by value, folder of the prepared data whose encoder maps values to rows
+    # Maximum length of each feature that is a sequence, and 0 for a pooled feature; empty if all are pooled.
     sequences: tuple[int, ...] = ()
-    sequence: int = 0
+    sequence: int = 0  # maximum length of the feature of a table from for_feature; 0 if it is pooled
+    # Which side pools bags: "workers", "trainers", or "auto" for the placement to decide.
     pooled_by: str = "auto"
+    # Of a growing table, whose ids are 64-bit keys; None for a table with a fixed number of rows.
     growth: GrowthSpec | None = None
 
     @property

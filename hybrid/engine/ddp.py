@@ -49,16 +49,11 @@ class DdpMode(StrEnum):
 
 @dataclass(frozen=True)
 class DensePlacement:
-    """Which trainers hold which parameters.
+    """Which trainers hold which parameters."""
 
-    Attributes:
-        group: the trainers that hold the same parameters as this one; DDP reduces among them.
-        tensor_size: how many trainers hold one net together; each of them is in a different ``group``.
-        layouts: the layouts of the parameters of which this trainer holds a shard; all others are full.
-    """
-
-    group: dist.ProcessGroup
-    tensor_size: int = 1
+    group: dist.ProcessGroup  # the trainers that hold the same parameters as this one; DDP reduces among them
+    tensor_size: int = 1  # how many trainers hold one net together; each of them is in a different ``group``
+    # The layouts of the parameters of which this trainer holds a shard; all others are full.
     layouts: Mapping[Tensor, Layout] = field(default_factory=dict)
 
     def convert(

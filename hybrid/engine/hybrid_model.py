@@ -21,18 +21,12 @@ AnyBatch = TypeVar("AnyBatch")
 
 
 class MicroBatch(NamedTuple, Generic[AnyBatch]):
-    """Samples of one step, and their lookup.
-
-    Attributes:
-        ticket: identifies the calls for these samples.
-        lookup: None until it is sent, see :meth:`Feed.start`.
-        is_last: whether it is the last micro-batch of its step.
-    """
+    """Samples of one step, and their lookup."""
 
     batch: AnyBatch
-    ticket: Ticket
-    lookup: "Lookup | None"
-    is_last: bool
+    ticket: Ticket  # identifies the calls for these samples
+    lookup: "Lookup | None"  # None until it is sent, see Feed.start
+    is_last: bool  # whether it is the last micro-batch of its step
 
 
 # A remote dense net: a stub of hybrid.dense.hosted_net.HostedNet, or a local substitute.

@@ -90,21 +90,13 @@ RANKING = {"pairwise": pairwise_loss, "listwise": listwise_loss}
 
 
 class _OrderedSamples(NamedTuple):
-    """The N of B samples that count, sorted by group.
+    """The N of B samples that count, sorted by group."""
 
-    Attributes:
-        scores_B: the scores of the batch, whose device and type the results have.
-        sample_weights_B: the weight of each sample of the batch in the loss.
-        samples_N: their indices in the batch.
-        index_N: the index of the group of each.
-        sizes_G: samples in each group.
-    """
-
-    scores_B: Tensor
-    sample_weights_B: Tensor
-    samples_N: Tensor
-    index_N: Tensor
-    sizes_G: Tensor
+    scores_B: Tensor  # the scores of the batch, whose device and type the results have
+    sample_weights_B: Tensor  # the weight of each sample of the batch in the loss
+    samples_N: Tensor  # their indices in the batch
+    index_N: Tensor  # the index of the group of each
+    sizes_G: Tensor  # samples in each group
     scores_N: Tensor
     labels_N: Tensor
     weights_N: Tensor

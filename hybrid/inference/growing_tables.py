@@ -31,11 +31,10 @@ class GrowingTable(nn.Module):
     """A growing table in memory, of N rows.
 
     Attributes:
-        ordered_keys: int64 (N + 1,), the keys of the rows without ``_SIGN``, ascending; then a 0.
         weight: the rows, and a row of zeros, (N + 1, D).
     """
 
-    ordered_keys: Tensor
+    ordered_keys: Tensor  # int64 (N + 1,), the keys of the rows without ``_SIGN``, ascending; then a 0
 
     def __init__(self, table: TableSpec, seed: int, shards: Shards, dtype: torch.dtype) -> None:
         super().__init__()

@@ -22,23 +22,18 @@ class Purpose(StrEnum):
 
 
 class Ticket(NamedTuple):
-    """The identity of a lookup, and the updates that it must see.
-
-    Attributes:
-        step: the step that uses the rows; its update applies the gradients.
-        version: number of updates that must precede the lookup: those of all steps before its own. In async
-            mode, the number of steps of this trainer whose gradients must be applied.
-        part: index among the lookups of this trainer and step. A configured run has one lookup per
-            micro-batch; a custom loop may have several per batch.
-        purpose: whether gradients follow, and how they are sent.
-        checksum: of tensors of the step's global batch, equal on all trainers; 0 if they read only slices.
-    """
+    """The identity of a lookup, and the updates that it must see."""
 
     trainer: int
-    step: int
+    step: int  # the step that uses the rows; its update applies the gradients
+    # Number of updates that must precede the lookup: those of all steps before its own. In async mode, the
+    # number of steps of this trainer whose gradients must be applied.
     version: int
+    # Index among the lookups of this trainer and step. A configured run has one lookup per micro-batch; a
+    # custom loop may have several per batch.
     part: int = 0
-    purpose: Purpose = Purpose.TRAIN
+    purpose: Purpose = Purpose.TRAIN  # whether gradients follow, and how they are sent
+    # Of tensors of the step's global batch, equal on all trainers; 0 if they read only slices.
     checksum: int = 0
 
     @property

@@ -36,14 +36,10 @@ class Schedule:
     one_cycle  half a cosine from initial_factor to 1, then      OneCycleLR, two phases, cos,
                another from 1 to f                               cycle_momentum=False
     ========== ================================================= ==================================
-
-    Attributes:
-        section: the kind and its settings.
-        end: number of steps of the schedule, warm-up included; ignored by constant and step.
     """
 
-    section: ScheduleSection = ScheduleSection()
-    end: int = 0
+    section: ScheduleSection = ScheduleSection()  # the kind and its settings
+    end: int = 0  # number of steps of the schedule, warm-up included; ignored by constant and step
 
     @classmethod
     def of(cls, section: ScheduleSection, run_steps: int) -> Schedule:
@@ -91,23 +87,17 @@ def _half_cosine(start: float, stop: float, fraction: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRules:
-    """How gradients become updates, equal on every worker of a run.
-
-    Attributes:
-        parts: number of contributions of each trainer to a step, one per micro-batch.
-        clip_norm: the largest norm of all gradients of a step; None for no limit.
-        check_finite: whether a non-finite loss or gradient is an error; otherwise its step is skipped.
-        timeout_seconds: how long to wait for the last trainer of a step, or for the decision to apply a step.
-        schedule: how learning rates change from step to step.
-    """
+    """How gradients become updates, equal on every worker of a run."""
 
     num_trainers: int
     mode: UpdateMode = UpdateMode.SYNC
-    parts: int = 1
-    clip_norm: float | None = None
+    parts: int = 1  # number of contributions of each trainer to a step, one per micro-batch
+    clip_norm: float | None = None  # the largest norm of all gradients of a step; None for no limit
+    # Whether a non-finite loss or gradient is an error; otherwise its step is skipped.
     check_finite: bool = True
+    # How long to wait for the last trainer of a step, or for the decision to apply a step.
     timeout_seconds: float = 60.0
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: Schedule = field(default_factory=Schedule)  # how learning rates change from step to step
 
     @classmethod
     def of(cls, config: RunConfig, schedule: Schedule, num_trainers: int | None = None) -> UpdateRules:

@@ -155,17 +155,13 @@ class Embeddings:
 
 
 class ConcatenatedFeatures(NamedTuple):
-    """A single output ``pooled_BE`` with the concatenated vectors of all features.
+    """A single output ``pooled_BE`` with the concatenated vectors of all features."""
 
-    Attributes:
-        routes: the assembler of each route, and ``columns_F``: the first output column of each vector, or
-            None if the route has all features, in order. Empty if there are no samples.
-        width: E, number of output columns.
-        lengths: output column of the lengths of each sequence, and the lengths.
-    """
-
+    # The assembler of each route, and ``columns_F``: the first output column of each vector, or None if the
+    # route has all features, in order. Empty if there are no samples.
     routes: Sequence[tuple[Assembler, Tensor | None]]
-    width: int
+    width: int  # E, number of output columns
+    # Output column of the lengths of each sequence, and the lengths.
     lengths: Sequence[tuple[int, Tensor]] = ()
 
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
@@ -330,18 +326,13 @@ class ModuleTables:
 
 
 class _SeparateCalls(NamedTuple):
-    """The output tensors of the calls of a custom module, and a scalar zero.
+    """The output tensors of the calls of a custom module, and a scalar zero."""
 
-    Attributes:
-        calls: table and number of vectors of each call.
-        rows: for each width, the calls that do not pool: indices of the calls, numbers of ids, the rows.
-        bags: calls that pool: index of the call, and its assembler.
-        marks: slot of the marks of each worker, and the numbers of bags of its other requests.
-    """
-
-    calls: list[tuple[TableSpec, int]]
+    calls: list[tuple[TableSpec, int]]  # table and number of vectors of each call
+    # For each width, the calls that do not pool: indices of the calls, numbers of ids, the rows.
     rows: list[tuple[list[int], list[int], DistinctRows]]
-    bags: list[tuple[int, Assembler]]
+    bags: list[tuple[int, Assembler]]  # calls that pool: index of the call, and its assembler
+    # Slot of the marks of each worker, and the numbers of bags of its other requests.
     marks: dict[Slot, list[int]]
     tables: list[TableSpec]
     purpose: Purpose

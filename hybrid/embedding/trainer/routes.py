@@ -125,14 +125,11 @@ class AddressSpace:
 
 
 class DistinctRows(NamedTuple):
-    """Assembles by copying each requested row to all ids that are equal to it.
+    """Assembles by copying each requested row to all ids that are equal to it."""
 
-    Attributes:
-        slots: response slots, each with the range of its rows among all distinct rows: start and end.
-        starts_V, order_L: positions of each distinct id; see :func:`kernels.group_ids`.
-    """
-
+    # Response slots, each with the range of its rows among all distinct rows: start and end.
     slots: list[tuple[Slot, int, int]]
+    # starts_V, order_L: positions of each distinct id; see kernels.group_ids.
     starts_V: Ints
     order_L: Ints
     shape_BFD: tuple[int, int, int]
@@ -205,16 +202,11 @@ class SequenceRoute:
 
 
 class _Sequences(NamedTuple):
-    """Assembles by copying the row of each id to its position.
-
-    Attributes:
-        positions_L: position of each id among all positions of all samples.
-        weights_L: weight of each id, or None for ones.
-    """
+    """Assembles by copying the row of each id to its position."""
 
     rows: DistinctRows
-    positions_L: Tensor
-    weights_L: Tensor | None
+    positions_L: Tensor  # position of each id among all positions of all samples
+    weights_L: Tensor | None  # weight of each id, or None for ones
 
     @property
     def shape_BFD(self) -> tuple[int, int, int]:
@@ -318,17 +310,11 @@ class PoolRoute:
 
 @dataclass(eq=False, slots=True)
 class _PooledRows:
-    """Assembles by pooling the distinct rows, as a worker pools the rows of a table.
+    """Assembles by pooling the distinct rows, as a worker pools the rows of a table."""
 
-    Attributes:
-        rows: the distinct rows, and the positions of their ids, which are sorted by bag.
-        offsets: int32, where each bag starts, (B * F + 1).
-        weights_L: weight of each id, or None.
-    """
-
-    rows: DistinctRows
-    offsets: Tensor
-    weights_L: Tensor | None
+    rows: DistinctRows  # the distinct rows, and the positions of their ids, which are sorted by bag
+    offsets: Tensor  # int32, where each bag starts, (B * F + 1)
+    weights_L: Tensor | None  # weight of each id, or None
     pooling: Pooling
     bags: Bags = field(init=False)  # their ids are indices of distinct rows; set by vectors()
 

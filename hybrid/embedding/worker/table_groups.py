@@ -66,13 +66,10 @@ class ReusedBuffers:
 
 
 class DistinctStepRows(NamedTuple):
-    """The distinct rows that the lookups of a step read from one group of tables.
-
-    Attributes:
-        by_kind: for each pooling, with offsets or without: indices into ``bags``, and their distinct rows.
-    """
+    """The distinct rows that the lookups of a step read from one group of tables."""
 
     bags: Sequence[Bags]
+    # For each pooling, with offsets or without: indices into ``bags``, and their distinct rows.
     by_kind: Sequence[tuple[list[int], GroupedBags]]
 
     def is_of(self, bags: Sequence[Bags]) -> bool:
@@ -229,17 +226,13 @@ class TableGroup:
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """The merged gradients of a step for all tables of a worker.
+    """The merged gradients of a step for all tables of a worker."""
 
-    Attributes:
-        gradients: each updated group, and the gradients of its rows.
-        idle: names of tables that do not change, although other updates change all of their rows.
-    """
-
-    gradients: Sequence[tuple[TableGroup, RowGradients]]
+    gradients: Sequence[tuple[TableGroup, RowGradients]]  # each updated group, and the gradients of its rows
     step: int
     factor: float
     check_finite: bool
+    # Names of tables that do not change, although other updates change all of their rows.
     idle: frozenset[str] = frozenset()
 
     def squared_norm(self) -> float:
