@@ -3,7 +3,9 @@
 # No postponed annotations here: TorchScript reads the annotations of script methods.
 
 import io
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from unit.dense.replicas import (
     NEEDS_CUDA,
     PAIRS,
     Calls,
+    ConvNet,
     ScaleAndShift,
     Weighted,
     count_cycles,
@@ -32,6 +35,7 @@ from hybrid.dense.parameter_substitution import shadow
 
 # The largest differences of sums in another order, by type.
 TOLERANCES = {torch.float: 1e-5, torch.double: 1e-5, torch.half: 1e-2, torch.bfloat16: 1e-1}
+CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 GPU = [pytest.mark.gpu, NEEDS_CUDA]
 TWO_GPUS = [
     pytest.mark.gpu,
@@ -63,6 +67,68 @@ class TestOutputs:
         assert_close(net(x), module(x))
         assert_close(data_parallel(module, x), module(x))
 
+    @pytest.mark.parametrize("devices", DEVICES)
+    @pytest.mark.parametrize("with_third", [False, True])
+    @pytest.mark.parametrize("by_keyword", [False, True])
+    @pytest.mark.parametrize("call", CALLS)
+    def test_several_inputs(
+        self, devices: list[str], with_third: bool, by_keyword: bool, call: Callable[..., Any]
+    ) -> None:
+        module = Calls(lambda a, b, scale, c=None: scale * (a * b if c is None else a * b + c))
+        a, b = (random(5, 5, seed=seed).to(devices[0]).requires_grad_() for seed in (0, 1))
+        c = random(5, 5, seed=2).to(devices[0]) if with_third else None
+        expected = module(a, b, 3.14, c)
+        args, kwargs = ((a, b, 3.14), {"c": c}) if by_keyword else ((a, b, 3.14, c), {})
+        output = call(module, args, devices, kwargs)
+        assert_close(output, expected)
+        assert_close(torch.autograd.grad(output.sum(), (a, b)), torch.autograd.grad(expected.sum(), (a, b)))
+
+    @pytest.mark.parametrize("devices", PAIRS)
+    @pytest.mark.parametrize("call", CALLS)
+    def test_nested_outputs(self, devices: list[str], call: Callable[..., Any]) -> None:
+        def nested(t: Tensor) -> list[Any]:
+            return [t, (t.sin(), t.cos(), [t + 1]), t, OrderedDict(a=t, b=[t.sin()])]
+
+        x = random(2, 2).to(devices[0])
+        output, expected = call(Calls(nested), (x,), devices), nested(x)
+        assert [type(part) for part in output] == [type(part) for part in expected]
+        assert type(output[1][2]) is list
+        assert list(output[3]) == ["a", "b"]
+        assert output[0].device == output[1][2][0].device == torch.device(devices[0])
+        assert_close(output, expected)
+
+    @pytest.mark.parametrize("devices", PAIRS)
+    @pytest.mark.parametrize("call", CALLS)
+    def test_nested_inputs(self, devices: list[str], call: Callable[..., Any]) -> None:
+        x = random(20, 3).to(devices[0])
+        inputs = (x.cos(), (x.sin(), x), x.sin())
+        output = call(Calls(lambda *inputs: inputs[1][0]), inputs, devices)
+        assert_close(output, x.sin())
+
+    @pytest.mark.parametrize("devices", DEVICES)
+    def test_recurrent_net_takes_the_same_step(self, devices: list[str]) -> None:
+        x = torch.ones(4, 4, 30, dtype=torch.double, device=devices[0])
+
+        def run(rnn: nn.LSTM, x: Tensor) -> Any:
+            rnn.flatten_parameters()
+            return rnn(x)
+
+        def recurrent() -> nn.Module:
+            return Calls(run, nn.LSTM(30, 16, batch_first=True, bidirectional=True))
+
+        def step(model: nn.Module) -> list[Tensor]:
+            optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+            output, _ = model(x)
+            nn.functional.mse_loss(output, torch.zeros_like(output)).backward()
+            optimizer.step()
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+        plain, inner = (seeded(recurrent).to(devices[0], torch.double) for _ in range(2))
+        net, before = DataParallel(inner, devices), [p.detach().clone() for p in inner.parameters()]
+        after = step(net)
+        assert_close(after, step(plain), rtol=1e-5, atol=1e-8)
+        assert not any(torch.equal(now, then) for now, then in zip(after, before, strict=True))
+
     @pytest.mark.parametrize("dtype", [torch.float, torch.double, torch.half, torch.bfloat16])
     @pytest.mark.parametrize("devices", DEVICES)
     @pytest.mark.parametrize("keywords", [None, {}, {"unused": []}, {"unused": {}}, {"unused": ()}])
@@ -77,6 +143,17 @@ class TestOutputs:
             output = DataParallel(module, devices)(input={"data": x, **keywords})
         assert output.device == torch.device(devices[0])
         assert_close(output, layer(x), rtol=0.0, atol=TOLERANCES[dtype])
+
+    @pytest.mark.parametrize(
+        ("device", "dtype"), [("cpu", torch.bfloat16), pytest.param("cuda:0", torch.half, marks=GPU)]
+    )
+    def test_autocast_within_the_module(self, device: str, dtype: torch.dtype) -> None:
+        def run(layer: nn.Linear, x: Tensor) -> Any:
+            with torch.autocast(torch.device(device).type, dtype):
+                return layer(x)
+
+        net = DataParallel(Calls(run, linear(device)), [device, device])
+        assert net(torch.ones(4, 10)).dtype == dtype
 
 
 class TestBatches:
@@ -189,6 +266,18 @@ class TestDevices:
 
 
 class TestReplicate:
+    @pytest.mark.parametrize("devices", DEVICES)
+    @pytest.mark.parametrize("form", [list, tuple])
+    def test_each_replica_computes_the_same_on_its_device(
+        self, devices: list[str], form: Callable[[list[str]], Any]
+    ) -> None:
+        module = seeded(lambda: nn.Linear(10, 5)).to(devices[0])
+        x = random(2, 10)
+        expected = module(x.to(devices[0]))
+        for replica, device in zip(replicate(module, form(devices)), devices, strict=True):
+            assert {replica.weight.device, replica.bias.device} == {torch.device(device)}
+            assert_close(replica(x.to(device)), expected, check_device=False)
+
     @pytest.mark.parametrize("devices", PAIRS)
     def test_first_replica_shares_buffers_with_the_module(self, devices: list[str]) -> None:
         module = nn.BatchNorm2d(10).to(devices[0])
@@ -327,13 +416,40 @@ class TestGradients:
         assert_close(module.weight.grad, 2 * (x * x.conj()).sum(0, keepdim=True) * module.weight.detach())
 
     @pytest.mark.parametrize("devices", PAIRS)
-    @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+    @pytest.mark.parametrize(
+        ("formats", "dtypes"),
+        list(
+            product(
+                ([CONTIGUOUS] * 4, [CHANNELS_LAST] * 2 + [CONTIGUOUS] * 2, [CHANNELS_LAST] * 4),
+                ([torch.float] * 4, [torch.float] * 2 + [torch.half] * 2, [torch.half] * 4),
+            )
+        ),
+    )
     def test_gradients_keep_the_memory_format(
-        self, devices: list[str], memory_format: torch.memory_format
+        self,
+        formats: list[torch.memory_format],
+        dtypes: list[torch.dtype],
+        devices: list[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        module: nn.Module = nn.Conv2d(8, 16, 2).to(devices[0], memory_format=memory_format)  # type: ignore[call-overload]
-        data_parallel(module, random(4, 8, 3, 3).to(devices[0]), devices).sum().backward()
-        assert gradients(module)[0].is_contiguous(memory_format=memory_format)
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # has too few digits for this
+        plain, inner = (seeded(lambda: ConvNet(formats, dtypes)).to(devices[0]) for _ in range(2))
+        net = DataParallel(inner, devices)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, net)]
+        x = random(8 * len(devices), 8, 8, 8).to(devices[0])
+        target = random(8 * len(devices), 8, 4, 4, seed=1).to(devices[0], dtypes[-1])
+        tolerance = 3e-3 if torch.half in dtypes else 1e-5
+        for _ in range(2):
+            for each, optimizer in zip((plain, net), optimizers, strict=True):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(each(x), target).backward()
+            for ours, theirs, memory_format in zip(inner.layers, plain.layers, formats, strict=True):
+                of_weight, expected = gradients(ours)[0], gradients(theirs)[0]
+                assert of_weight.is_contiguous(memory_format=memory_format)
+                assert expected.is_contiguous(memory_format=memory_format)
+                assert_close(gradients(ours), gradients(theirs), rtol=tolerance, atol=tolerance)
+            for optimizer in optimizers:
+                optimizer.step()
 
     def test_parameter_may_change_before_the_backward_pass(self) -> None:
         module = nn.Linear(2, 2)
@@ -482,6 +598,11 @@ def check_replicas(module: nn.Module, replicas: list[Any], devices: list[str]) -
 
 class TestScriptModules:
     @pytest.mark.parametrize("devices", PAIRS)
+    def test_script_module_within_a_python_module(self, devices: list[str]) -> None:
+        module = nn.Sequential(seeded(script_net)).to(devices[0])
+        check_replicas(module, replicate(module, devices), devices)
+
+    @pytest.mark.parametrize("devices", PAIRS)
     def test_shared_script_module_is_replicated_once(self, devices: list[str]) -> None:
         shared = seeded(script_net)
         module = nn.Sequential(shared, ScriptBlock(shared)).to(devices[0])
@@ -496,6 +617,14 @@ class TestScriptModules:
         net = seeded(lambda: nn.Sequential(nn.Sequential(layers()), layers())).to(devices[0]).eval()
         traced = torch.jit.trace(net, torch.ones(3, 2, device=devices[0]))
         check_replicas(traced, replicate(traced, devices), devices)
+
+    @pytest.mark.parametrize("devices", PAIRS)
+    def test_only_the_first_replica_shares_memory(self, devices: list[str]) -> None:
+        module = nn.Sequential(ScriptBlock(seeded(script_net)), nn.Linear(2, 2)).to(devices[0])
+        own = {name: tensor.data_ptr() for name, tensor in tensors_of(module).items()}
+        first, second = (tensors_of(replica) for replica in replicate(module, devices))
+        assert {name: tensor.data_ptr() for name, tensor in first.items()} == own
+        assert not {tensor.data_ptr() for tensor in second.values()} & set(own.values())
 
     @pytest.mark.parametrize("devices", PAIRS)
     def test_only_the_first_replica_sees_updates_in_place(self, devices: list[str]) -> None:
