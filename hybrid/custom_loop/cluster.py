@@ -16,7 +16,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config.data_sections import TEST, TRAIN
 from hybrid.config.loading import load_config
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
-from hybrid.custom_loop.embedding_modules import plain_copy
+from hybrid.custom_loop.embedding_modules import TableModule, plain_copy
 from hybrid.custom_loop.local_batches import GROUP, PreparedData
 from hybrid.custom_loop.loop_state import LoopProgress, Stateful, describe_start, load_progress, pack_state
 from hybrid.custom_loop.step_states import RESUME
@@ -420,8 +420,15 @@ class Cluster:
 
         The copy needs memory for all rows, but neither a cluster nor this package. You can save, export or
         serve it.
+
+        Raises:
+            RuntimeError: a table grows, whose keys only a checkpoint has.
         """
         loop = self._require_loop()
+        for table in loop.model.net.modules():
+            if isinstance(table, TableModule) and table.growth is not None:
+                rule = "call cluster.save(folder), and hybrid.load(folder, module)"
+                raise RuntimeError(f"table {table.name} grows, which plain_module() does not copy: {rule}")
         return plain_copy(loop.model.net, loop.rows)
 
     @property

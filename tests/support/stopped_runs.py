@@ -118,8 +118,8 @@ def _run(
     """Run a task; return its code, None if it is interrupted, and the steps of each call of the trainers."""
     sessions: list[StoppedSession] = []
 
-    def make(*args: Any) -> StoppedSession:
-        sessions.append(StoppedSession(*args))
+    def make(*args: Any, **keywords: Any) -> StoppedSession:
+        sessions.append(StoppedSession(*args, **keywords))
         sessions[-1].moment, sessions[-1].calls = moment, []
         return sessions[-1]
 

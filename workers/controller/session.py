@@ -140,6 +140,8 @@ class Session:
         tables = self.blueprint.tables
         remote = " and a remote net on worker 0" if dense.remote_mlp else ""
         rows = sum(table.num_rows for table in tables)
+        growing = sum(table.growth is not None for table in tables)
+        count = f"{len(tables) - growing} embedding table(s){f' and {growing} growing' if growing else ''}"
         num_bytes = sum(shard.num_bytes for shard in self.placement.shards)
         optimizers = {
             f"{t.optimizer.name} with learning rate {t.optimizer.learning_rate:g}": None for t in tables
@@ -147,8 +149,8 @@ class Session:
         return (
             f"dense net {dense.net}: {self._num_parameters:,} parameters{remote}, {dense.optimizer_call[0]} "
             f"with learning rate {dense.learning_rate:g}",
-            f"{len(tables)} embedding table(s): {rows:,} rows, {num_bytes / 2**20:,.1f} MiB with optimizer "
-            f"state, {', '.join(optimizers)}",
+            f"{count}: {rows:,} rows, {num_bytes / 2**20:,.1f} MiB with optimizer state, "
+            f"{', '.join(optimizers)}",
         )
 
     def train_on(

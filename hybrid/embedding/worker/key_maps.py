@@ -31,7 +31,7 @@ from hybrid.errors import ClusterError
 from hybrid.primitives.huge_pages import reserved_pages
 from hybrid.primitives.key_buckets import KEY_BITS, NUM_BUCKETS, bucket_of
 
-SWEPT_BUCKETS = 16  # per update, so that 64 updates sweep a table
+_SWEPT_BUCKETS = 16  # per update, so that 64 updates sweep a table
 
 _LOG_SLOTS = 4  # of a new bucket
 _MAX_LOG_SLOTS = 21  # two billion slots in a table
@@ -39,7 +39,6 @@ _MAX_LOG_SLOTS = 21  # two billion slots in a table
 _SOFT_LOAD, _HARD_LOAD = 0.6, 0.8
 _MAX_COUNT = 2**31 - 1
 _BLOCK = 32  # keys whose slots are prefetched together
-_NO_LIMIT = 2**62
 
 
 @numba.njit(inline="always")
@@ -366,7 +365,7 @@ class KeyMap:
             evict_after, limit: 0 for none.
         """
         num_evicted = 0
-        swept = (step * SWEPT_BUCKETS + np.arange(SWEPT_BUCKETS)) % NUM_BUCKETS
+        swept = (step * _SWEPT_BUCKETS + np.arange(_SWEPT_BUCKETS)) % NUM_BUCKETS
         for bucket in set(swept.tolist()).intersection(self._buckets):
             keys_M = np.empty(self._sizes_N[bucket], np.int64)
             ranks_M = np.empty_like(keys_M)
@@ -421,8 +420,7 @@ class KeyMap:
                     self._memory.madvise(mmap.MADV_DONTNEED, first * 16, size * 16)
 
     def state(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return copies of the keys and records by row (R, 2), where free rows have the record -1, and those
-        of pending keys (P, 2)."""
+        """Return keys and records by row (R, 2), those of free rows are -1; and of pending keys (P, 2)."""
         pending_P2 = np.empty((int((self._sizes_N - self.num_rows_N).sum()), 2), np.int64)
         number = 0
         for bucket in self._buckets:
