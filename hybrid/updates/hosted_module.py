@@ -1,6 +1,8 @@
 """The base class of the modules on a worker: tables, and dense nets that trainers use by RPC."""
 
+import ctypes
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar, TypeVarTuple
 
 from torch import Tensor, nn
@@ -56,11 +58,16 @@ class HostedModule(nn.Module):
 
     def write(self, folder: StoragePath) -> Files:
         """Write the tensors from :meth:`begin_save` into a checkpoint folder, and free them."""
-        tensors_of_file = self._checkpoint_tensors
+        tensors_of_file = dict(self._checkpoint_tensors)
         self._checkpoint_tensors = {}
         files: Files = {}
-        for name, tensors in tensors_of_file.items():
+        while tensors_of_file:
+            name, tensors = tensors_of_file.popitem()
             files |= write_tensors(folder, name, tensors())
+            del tensors
+        with suppress(AttributeError):  # the C library is not glibc
+            # Each thread that has written a checkpoint would keep the free memory of its copies.
+            ctypes.CDLL(None).malloc_trim(0)
         return files
 
     def load(self, folder: StoragePath, step: int) -> None:
