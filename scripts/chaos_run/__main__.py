@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from chaos_run.report import save, show
+from chaos_run.report import save, show, show_memory
 from chaos_run.run_comparison import differences
 from chaos_run.running import Kill, Plan, Run
 from hybrid.errors import HybridError
@@ -84,7 +84,12 @@ def _parser() -> argparse.ArgumentParser:
         "fraction that is unplugged first; needs root",
     )
     parser.add_argument(
-        "--script", action="store_true", help="train a custom loop by hybrid run, not a configured run"
+        "--script",
+        nargs="?",
+        const="script",
+        choices=("script", "keys"),
+        default="",
+        help="train a custom loop by hybrid run, not a configured run; keys: a table that grows to its limit",
     )
     parser.add_argument("--launcher", action="store_true", help="kill the launcher too, and start it again")
     parser.add_argument("--pause", type=float, default=3.0, help="maximum seconds before a kill (default: 3)")
@@ -103,6 +108,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     arguments = _launch_arguments(options)
     with Run(folder / "undisturbed", arguments, options.script) as undisturbed:
         undisturbed.await_end()
+    show_memory(console, undisturbed.memory)
     plan = Plan(options.freeze, options.launcher, _EARLY, options.pause)
     chance = random.Random(seed)
     kills: list[Kill] = []
@@ -124,7 +130,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 def _run_class(options: argparse.Namespace) -> Callable[[Path, Sequence[str]], Run | HostsRun]:
     """Return the class of the runs that are disturbed."""
     if not options.hosts:
-        return partial(Run, is_script=options.script)
+        return partial(Run, script=options.script)
     from support.namespaces import hosts_refused
 
     from chaos_run.on_hosts import HostsRun

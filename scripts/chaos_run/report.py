@@ -4,7 +4,7 @@ import dataclasses
 import json
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -34,6 +34,14 @@ def show(console: Console, kills: Sequence[Kill]) -> None:
                 f"at most {max(seconds):.1f} s",
                 highlight=False,
             )
+
+
+def show_memory(console: Console, memory: Mapping[str, Sequence[int]]) -> None:
+    """Print the largest resident memory of each worker in each quarter of a run."""
+    for name, mib in memory.items():
+        quarters = [mib[len(mib) * i // 4 : len(mib) * (i + 1) // 4] for i in range(4)]
+        largest = ", ".join(f"{max(each, default=0):,}" for each in quarters)
+        console.print(f"{name}: {largest} MiB in the quarters of the undisturbed run", highlight=False)
 
 
 def save(path: Path, seed: int, kills: Sequence[Kill], restarts: int, runs: dict[str, list[str]]) -> None:

@@ -92,18 +92,22 @@ class Run(DisturbedRun):
 
     Args:
         arguments: arguments of ``hybrid launch``, or of ``hybrid run``.
-        is_script: whether to run a custom loop, whose logs are then in the folder, too.
+        script: name of a custom loop of this package, whose logs are then in the folder, too; or empty.
+
+    Attributes:
+        memory: resident MiB of each worker, every second while the end of the run is awaited.
     """
 
-    def __init__(self, folder: Path, arguments: Sequence[str], is_script: bool = False) -> None:
+    def __init__(self, folder: Path, arguments: Sequence[str], script: str = "") -> None:
         self.folder = folder
         self._command = [sys.executable, "-P", "-m", "workers"]
-        self._environment, self._is_script = dict(os.environ), is_script
-        if is_script:
+        self._environment, self._is_script = dict(os.environ), bool(script)
+        self.memory: dict[str, list[int]] = {}
+        if script:
             folder.mkdir()
             self._environment["TMPDIR"] = str(folder)
-            script = str(Path(__file__).with_name("chaos_script.py"))
-            self._command += ["run", *arguments, script, "--", str(folder)]
+            path = str(Path(__file__).with_name(f"chaos_{script}.py"))
+            self._command += ["run", *arguments, path, "--", str(folder)]
         else:
             self._command += ["launch", "--resume", "auto", *arguments, "--set", f"run.folder={folder}"]
         self._out, self._err = (folder.with_name(f"{folder.name}.{kind}") for kind in ("out", "err"))
@@ -132,8 +136,11 @@ class Run(DisturbedRun):
 
     def await_end(self) -> None:
         """Wait for the end of the run; raise HybridError if it fails or makes no progress."""
-        while not self._has_ended():
-            time.sleep(_POLL_SECONDS)
+        while self._pass_time(1.0, []):
+            for name, role in running_roles(psutil.Process(self._process.pid), self.folder).items():
+                with suppress(psutil.NoSuchProcess):
+                    if name.startswith("worker"):
+                        self.memory.setdefault(name, []).append(role.memory_info().rss >> 20)
 
     def _await_step(self, kills: list[Kill]) -> bool:
         """Wait for a step after the last kill; return False if the run has ended."""
