@@ -21,6 +21,7 @@ from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import GrowthSpec, OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import CheckpointError
+from hybrid.primitives.splitmix64 import next_of
 from hybrid.reference.reference_keys import ReferenceKeys
 from hybrid.reference.reference_rows import initial_state, update_rows
 from hybrid.updates.update_rules import UpdateRules
@@ -264,3 +265,32 @@ def test_a_checkpoint_with_other_keys_is_refused(
         Manifest(1, 0, actual.placement.shapes, files).write(tmp_path / "wrong")
         with pytest.raises(CheckpointError, match=f"table t .*{message}"):
             actual.load(tmp_path / "wrong", 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_worker_holds_a_hundred_million_keys() -> None:
+    """Each key is updated once, and the rows of early and late keys are right."""
+    per_step, num_steps = 1_000_000, 100
+    table = dataclasses.replace(spec(GrowthSpec(), "sgd"), dim=4)
+    host = TableShards(place([table], 1), 0, UpdateRules(1))
+    try:
+        host.initialize(SEED)
+        for step in range(num_steps):
+            keys = torch.from_numpy(keys_of_step(step, per_step).view(np.int64))
+            host.contribute(train(step), [(0, Bags(keys))], [torch.ones(per_step, 4)])
+            host.lookup(evaluate(step + 1), [(0, Bags(keys[:1]))]).wait()
+        for step in (0, 50, 99):
+            keys_U = keys_of_step(step, 10_000)
+            (rows,) = host.lookup(
+                evaluate(num_steps), [(0, Bags(torch.from_numpy(keys_U.view(np.int64))))]
+            ).wait()
+            assert torch.equal(rows, random_rows(keys_U, 4, SEED, "t", 0.5, "uniform") - 0.1)
+        assert host.take_counts()["t"]["rows"] == per_step * num_steps
+    finally:
+        host.close()
+
+
+def keys_of_step(step: int, number: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """Return the first keys that a step updates; no other step updates them."""
+    return next_of(np.arange(number, dtype=np.uint64) + np.uint64(step * 1_000_000))
