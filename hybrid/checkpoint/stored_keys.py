@@ -2,7 +2,8 @@
 
 A shard's file has, in the order of keys as unsigned numbers, ``keys``, ``weight`` and the optimizer state of
 the keys with rows; ``counts`` and ``last_steps``, the records of ``hybrid/embedding/worker/key_maps.py``; and
-the same of pending keys, as ``pending_keys``, ``pending_counts`` and ``pending_last_steps``.
+the same of pending keys, as ``pending_keys``, ``pending_counts`` and ``pending_last_steps``. Records also
+count the steps of earlier runs, whose keys the run continues; ``steps_before`` has their number.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from hybrid.primitives.key_buckets import KEY_BITS, bucket_of, buckets_of_shard
 
 KINDS_OF_KEYS = "keys", "counts", "last_steps"
 PENDING = "pending_"
-_MAX_COUNT = 2**31 - 1
+STEPS_BEFORE = "steps_before"
+_MAX_COUNT, _MAX_STEP = 2**31 - 1, 2**32 - 1
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]  # of a file, by name
 Widths: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of the row ("weight") and the state of a key
@@ -33,10 +35,14 @@ class StoredKeys(NamedTuple):
     records_R2: npt.NDArray[np.int64]  # key and record of each row
     rows: Arrays  # the rows ("weight") and their optimizer state
     pending_P2: npt.NDArray[np.int64]  # key and record of each pending key
+    steps_before: int
 
 
 def pack_keys(
-    records_R2: npt.NDArray[np.int64], pending_P2: npt.NDArray[np.int64], tensors: dict[str, Tensor]
+    records_R2: npt.NDArray[np.int64],
+    pending_P2: npt.NDArray[np.int64],
+    steps_before: int,
+    tensors: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return the tensors of a shard's file, in the order of keys.
 
@@ -47,15 +53,18 @@ def pack_keys(
     used = np.flatnonzero(records_R2[:, 1] >= 0)
     rows = used[_order(records_R2[used])]
     packed = _split("", records_R2[rows]) | _split(PENDING, pending_P2[_order(pending_P2)])
+    packed[STEPS_BEFORE] = torch.tensor([steps_before])
     index_R = torch.from_numpy(rows)
     return packed | {name: tensors.pop(name).index_select(0, index_R) for name in [*tensors]}
 
 
-def map_keys(checkpoint: Checkpoint, table: str, widths: Widths) -> Iterator[Arrays]:
+def map_keys(
+    checkpoint: Checkpoint, table: str, widths: Widths, *, has_any_state: bool = False
+) -> Iterator[Arrays]:
     """Map the arrays of each file of a growing table into memory, in the order of keys.
 
     Args:
-        widths: without optimizer state, any state is valid.
+        has_any_state: whether other optimizer state than that of ``widths`` is valid, too.
 
     Raises:
         CheckpointError: the table is missing, or its shape or optimizer differs, or a file is invalid.
@@ -63,7 +72,7 @@ def map_keys(checkpoint: Checkpoint, table: str, widths: Widths) -> Iterator[Arr
     shards = [*checkpoint.map_shards(table)]
     for index, arrays in enumerate(shards):
         buckets = buckets_of_shard(index, len(shards))
-        if problem := _find_problem(arrays, widths, checkpoint.manifest.step, buckets):
+        if problem := _find_problem(arrays, widths, buckets, checkpoint.manifest.step, has_any_state):
             raise CheckpointError(f"{checkpoint.folder}: table {table} {problem}")
         yield arrays
 
@@ -79,7 +88,14 @@ def read_keys(
     for arrays in map_keys(checkpoint, table, {name: tensor.shape[1:] for name, tensor in tensors.items()}):
         records, rows = _join("", arrays, buckets)
         pending, _ = _join(PENDING, arrays, buckets)
-        yield StoredKeys(records, {name: arrays[name][rows] for name in tensors}, pending)
+        rows_of_buckets = {name: arrays[name][rows] for name in tensors}
+        yield StoredKeys(records, rows_of_buckets, pending, int(arrays[STEPS_BEFORE][0]))
+
+
+def records_of(arrays: Arrays, prefix: str = "") -> npt.NDArray[np.int64]:
+    """Return the records of the keys of a file, or with the prefix :data:`PENDING` those of pending keys."""
+    _, counts, last_steps = (arrays[prefix + kind] for kind in KINDS_OF_KEYS)
+    return np.asarray(counts << 32 | last_steps)
 
 
 def _order(records_R2: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -101,14 +117,18 @@ def _join(prefix: str, arrays: Arrays, buckets: range) -> tuple[npt.NDArray[np.i
     return np.stack([keys[part], counts[part] << 32 | last_steps[part]], axis=1), part
 
 
-def _find_problem(arrays: Arrays, widths: Widths, step: int, buckets: range) -> str | None:
+def _find_problem(
+    arrays: Arrays, widths: Widths, buckets: range, step: int, has_any_state: bool
+) -> str | None:
     """Return what is wrong with the arrays of a file, or None."""
-    of_keys = [prefix + kind for prefix in ("", PENDING) for kind in KINDS_OF_KEYS]
+    of_keys = [STEPS_BEFORE, *(prefix + kind for prefix in ("", PENDING) for kind in KINDS_OF_KEYS)]
     if not arrays.keys() >= {*of_keys} or any(arrays[name].dtype != np.int64 for name in of_keys):
         return "has rows without keys: it does not grow in the checkpoint"
     of_rows = {name: array.shape[1:] for name, array in arrays.items() if name not in of_keys}
-    if of_rows != widths and (len(widths) > 1 or of_rows.get("weight") != widths["weight"]):
+    if not of_rows.items() >= widths.items() or (of_rows != widths and not has_any_state):
         return "has another shape or optimizer"
+    if arrays[STEPS_BEFORE].shape != (1,) or not 0 <= (step := step + arrays[STEPS_BEFORE][0]) <= _MAX_STEP:
+        return f"has invalid {STEPS_BEFORE}"
     for prefix, names in (("", of_rows), (PENDING, ())):
         keys, counts, last_steps = (arrays[prefix + kind] for kind in KINDS_OF_KEYS)
         lengths = {len(each) for each in (keys, counts, last_steps, *(arrays[name] for name in names))}

@@ -230,7 +230,7 @@ def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call |
     has_all_rows = table_optimizer(shared, section).arguments.get("all_rows")
     pooled_by = table_placement(shared, section)["pooled_by"]
     for key, is_refused, rule in (
-        ("initial", section.initial, "must be empty"),
+        ("initial", section.initial_call.name == "positions", "must not be positions"),
         ("frozen", section.frozen, "must be false"),
         ("optimizer", has_all_rows, "must not have all_rows"),
         ("placement", pooled_by == "workers", "must not be pooled_by workers"),

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, KEYS_SUFFIX, TABLES_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.stored_keys import PENDING, map_keys
+from hybrid.checkpoint.stored_keys import PENDING, STEPS_BEFORE, Arrays, map_keys, records_of
 from hybrid.checkpoint.tensor_file import map_arrays, read_header
 from hybrid.config import TableSection
 from hybrid.config.loading import CONFIG_FILE, load_config
@@ -93,10 +93,21 @@ class SavedTable:
                     yield SavedRows(numbers, _offset_reader(read, start))
 
     def pending_keys(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Yield the pending keys of a growing table, and their counts; only a checkpoint has them."""
+        """Yield the pending keys of a growing table, and their records; only a checkpoint has them."""
         if self.checkpoint is not None and self.encodings[0].is_growing:
-            for arrays in map_keys(self.checkpoint, self.name, {"weight": (self.dim,)}):
-                yield arrays["pending_keys"], arrays["pending_counts"]
+            for arrays in self._map_keys(self.checkpoint):
+                yield arrays["pending_keys"], records_of(arrays, PENDING)
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that the records of a growing table count; 0 without records."""
+        if self.checkpoint is None or not self.encodings[0].is_growing:
+            return 0
+        arrays = next(self._map_keys(self.checkpoint))
+        return self.checkpoint.manifest.step + int(arrays[STEPS_BEFORE][0])
+
+    def _map_keys(self, checkpoint: Checkpoint) -> Iterator[Arrays]:
+        return map_keys(checkpoint, self.name, {"weight": (self.dim,)}, has_any_state=True)
 
     def _keyed_blocks(self) -> Iterator[SavedRows]:
         """Yield the rows of a growing table, file by file."""
@@ -107,8 +118,8 @@ class SavedTable:
                 raise DataError(f"{self.folder}: table {self.name} has no key for each row")
             yield SavedRows(keys, lambda index: {"weight": weight[index]})
             return
-        for arrays in map_keys(self.checkpoint, self.name, {"weight": (self.dim,)}):
-            yield SavedRows(arrays["keys"], partial(_take, arrays), arrays["counts"])
+        for arrays in self._map_keys(self.checkpoint):
+            yield SavedRows(arrays["keys"], partial(_take, arrays), records_of(arrays))
 
     @contextmanager
     def _opened(self) -> Iterator[ReadRows]:
@@ -123,7 +134,9 @@ class SavedTable:
 def _take(
     arrays: Mapping[str, npt.NDArray[Any]], index: npt.NDArray[np.int64]
 ) -> dict[str, npt.NDArray[Any]]:
-    return {name: array[index] for name, array in arrays.items() if not name.startswith(PENDING)}
+    return {
+        name: array[index] for name, array in arrays.items() if not name.startswith((PENDING, STEPS_BEFORE))
+    }
 
 
 def _offset_reader(read: ReadRows, first: int) -> ReadRows:

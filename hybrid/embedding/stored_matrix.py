@@ -40,8 +40,8 @@ class SavedRows(NamedTuple):
     # Function that returns "weight" (n, D) and the optimizer state of n of these rows, from their indices in
     # ``keys``.
     read: ReadRows
-    # Of a growing table in a checkpoint, numbers of steps that have read each key.
-    counts: npt.NDArray[np.int64] | None = None
+    # Records of the keys of a growing table in a checkpoint (``key_maps.py``).
+    records: npt.NDArray[np.int64] | None = None
 
 
 class Matrix(NamedTuple):

@@ -75,7 +75,7 @@ def load(
         from hybrid.inference.custom_module import StoredTable  # which imports this module
 
         seed = load_run_config(stored.files_folder / CONFIG_FILE, trust_code=trust_code).run.seed
-        shards = [*map_keys(stored, names[table], {"weight": (table.embedding_dim,)})]
+        shards = [*map_keys(stored, names[table], {"weight": (table.embedding_dim,)}, has_any_state=True)]
         dtype: torch.dtype = getattr(torch, shards[0]["weight"].dtype.name)
         rows = GrowingTable(table.spec(names[table], dtype.itemsize), seed, shards, dtype)
         return StoredTable(table, rows, dtype)
@@ -145,7 +145,7 @@ class TrainedModule(nn.Module):
         for table in tables:
             name, shape = table.name, (table.num_rows, table.dim)
             if table.growth is not None:
-                shards = [*map_keys(trained.stored, name, {"weight": (table.dim,)})]
+                shards = [*map_keys(trained.stored, name, {"weight": (table.dim,)}, has_any_state=True)]
                 kind = GrowingTable if in_memory else MappedGrowingTable
                 self.tables.append(kind(table, trained.config.run.seed, shards, self.dtype))
             elif in_memory:

@@ -28,6 +28,7 @@ class ReferenceKeys:
         self.seen: dict[int, tuple[int, int]] = {}
         self._growth = growth
         self._limit = growth.max_rows // _BUCKETS
+        self.steps_before = 0  # steps of earlier runs, which ``seen`` counts
         self._next_row = 0
 
     def load(

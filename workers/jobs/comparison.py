@@ -20,7 +20,7 @@ from hybrid import transport
 from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.stored_keys import KINDS_OF_KEYS, PENDING
+from hybrid.checkpoint.stored_keys import KINDS_OF_KEYS, PENDING, STEPS_BEFORE
 from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.config import RunConfig
 from hybrid.config.data_sections import TRAIN
@@ -120,7 +120,8 @@ def stored_tables(stored: Checkpoint) -> Snapshot:
         for kind in shards[0]:
             name = TensorName(f"table {table}", VALUE if kind == "weight" else kind)
             if "keys" in shards[0]:
-                tensors[name] = torch.cat([shard[kind] for shard in shards])
+                of_shards = [shard[kind] for shard in shards]
+                tensors[name] = of_shards[0] if kind == STEPS_BEFORE else torch.cat(of_shards)
                 continue
             full = tensors[name] = shards[0][kind].new_empty(num_rows, *shards[0][kind].shape[1:])
             for index, shard in enumerate(shards):
@@ -152,6 +153,7 @@ def reference_snapshot(reference: Reference) -> Snapshot:
         rows = torch.tensor([keys.row_of[key] for key in with_rows], dtype=torch.int64)
         for name in [name for name in tensors if name.parameter == of_table.parameter]:
             tensors[name] = tensors[name][rows]
+        tensors[of_table._replace(kind=STEPS_BEFORE)] = torch.tensor([keys.steps_before])
         for prefix, of_keys in (("", with_rows), (PENDING, sorted(keys.seen.keys() - keys.row_of.keys()))):
             signed = [key - (key >> 63 << 64) for key in of_keys]
             counts, last_steps = (
@@ -223,6 +225,7 @@ class Comparison:
             partial(initial_rows_of_keys, self._config.run.seed),
         )
         for table, keys in reference.keys.items():
+            keys.steps_before = int(start[TensorName(f"table {table}", STEPS_BEFORE)])
             for prefix in ("", PENDING):
                 kinds = (TensorName(f"table {table}", prefix + kind) for kind in KINDS_OF_KEYS)
                 of_keys, *records = (start[kind].tolist() for kind in kinds)

@@ -32,7 +32,7 @@ from hybrid.embedding.initial_rows import initial_blocks, keys_of, random_rows, 
 from hybrid.embedding.kernels import KEYS_END, Ints
 from hybrid.embedding.placement import ShardGroup, bytes_per_row
 from hybrid.embedding.stored_matrix import SavedRows
-from hybrid.embedding.worker.key_maps import KeyMap, copy_rows, make_records
+from hybrid.embedding.worker.key_maps import KeyMap, copy_rows
 from hybrid.embedding.worker.table_groups import TableGroup
 from hybrid.errors import CheckpointError
 from hybrid.primitives.huge_pages import reserved_zeros
@@ -51,6 +51,7 @@ class GrowingGroup(TableGroup):
         assert self._table.growth is not None
         self._growth = self._table.growth
         self._seed = 0
+        self._steps_before = 0  # steps of earlier runs, which records count
         self._events: Counter[str] = Counter()
         # Lookups of evaluations, and in async mode those of steps, may run during an update.
         self._lock = threading.Lock()
@@ -66,9 +67,11 @@ class GrowingGroup(TableGroup):
             return {}
         matches = sum(map(self._add_rows, initial_blocks(self._table)))
         if self._table.initial_table:
-            for keys_P, counts_P in saved_table(self._table).pending_keys():
+            saved = saved_table(self._table)
+            self._steps_before = saved.num_steps
+            for keys_P, records_P in saved.pending_keys():
                 is_own_P = self._is_own(keys_P)
-                self._keys.load(_NO_RECORDS, make_records(keys_P[is_own_P], counts_P[is_own_P]))
+                self._keys.load(_NO_RECORDS, np.stack([keys_P[is_own_P], records_P[is_own_P]], axis=1))
         return {self._table.name: matches}
 
     def _add_rows(self, block: SavedRows) -> int:
@@ -79,8 +82,9 @@ class GrowingGroup(TableGroup):
         own = own[len(own) - 1 - backwards]  # the last row of each key
         keys_U, stored = keys_B[own], block.read(own)
         is_new_U = self._keys.find(keys_U) < 0
-        counts_U = np.full(len(own), self._growth.admit_after) if block.counts is None else block.counts[own]
-        self._keys.load(make_records(keys_U[is_new_U], counts_U[is_new_U]), _NO_RECORDS)
+        new_record = self._growth.admit_after << 32
+        records_U = np.full(len(own), new_record) if block.records is None else block.records[own]
+        self._keys.load(np.stack([keys_U[is_new_U], records_U[is_new_U]], axis=1), _NO_RECORDS)
         rows_U = self._keys.find(keys_U)
         names = [*self._tensors] if self._table.has_initial_state else ["weight"]
         for name in names:
@@ -109,7 +113,7 @@ class GrowingGroup(TableGroup):
         return vectors_UD, bags
 
     def begin_update(self, gradients: RowGradients, step: int) -> RowGradients:
-        keys_U = gradients.rows_U.numpy()
+        keys_U, step = gradients.rows_U.numpy(), self._steps_before + step
         growth = self._growth
         with self._lock:
             rows_U, new = self._keys.count(
@@ -123,7 +127,7 @@ class GrowingGroup(TableGroup):
         return gradients.select(torch.from_numpy(rows_U))
 
     def end_update(self, step: int) -> None:
-        growth = self._growth
+        growth, step = self._growth, self._steps_before + step
         limit = growth.max_rows // NUM_BUCKETS
         with self._lock:
             if limit or growth.evict_after or growth.admit_after > 1:
@@ -153,6 +157,7 @@ class GrowingGroup(TableGroup):
         for keys in read_keys(checkpoint, self._table.name, self._shard.buckets, tensors):
             rows = slice(self._keys.end, self._keys.end + len(keys.records_R2))
             self._keys.load(keys.records_R2, keys.pending_P2)
+            self._steps_before = keys.steps_before
             for name, tensor in tensors.items():
                 tensor.numpy()[rows] = keys.rows[name]
 
@@ -160,7 +165,7 @@ class GrowingGroup(TableGroup):
         records_R2, pending_P2 = self._keys.state()
         tensors = self._copies(len(records_R2)) if is_copied else self._tensors
         name = shard_file(self._table.name, self._shard.index, self._shard.count)
-        return {name: partial(pack_keys, records_R2, pending_P2, tensors)}
+        return {name: partial(pack_keys, records_R2, pending_P2, self._steps_before, tensors)}
 
     def _initial_rows(self, keys_U: Ints) -> Tensor:
         table = self._table

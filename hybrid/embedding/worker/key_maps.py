@@ -259,11 +259,6 @@ def _copy_pending(slots_S2: Ints, logs_N: Ints, bucket: int, out_P2: Ints) -> in
     return number
 
 
-def make_records(keys_U: Ints, counts_U: Ints, last_steps_U: Ints | int = 0) -> npt.NDArray[np.int64]:
-    """Return keys and records, (U, 2)."""
-    return np.stack([keys_U, counts_U << 32 | last_steps_U], axis=1)
-
-
 class KeyMap:
     """The keys of a shard of a growing table, their rows, and their records. Not thread-safe.
 

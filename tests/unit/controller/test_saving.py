@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +158,7 @@ def test_roles_load_from_an_absolute_path(tmp_path: Path, monkeypatch: pytest.Mo
     (folder / CONFIG_FILE).write_text("")
     stored = Checkpoint(folder, Manifest.read(folder / MANIFEST_FILE))
     tables, trainer = RecordingStub(), RecordingStub()
-    session = SimpleNamespace(hosted=[tables], trainers=[trainer], config=RunConfig())
-    Session.restore(cast(Any, session), stored)
+    session: Any = Session.__new__(Session)
+    session.hosted, session.trainers, session.config = [tables], [trainer], RunConfig()
+    session.restore(stored)
     assert tables.paths == trainer.paths == [tmp_path / "run/step-1"]

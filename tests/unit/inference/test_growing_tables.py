@@ -62,6 +62,7 @@ def shard_tensors(rows: Mapping[int, Tensor], index: int, count: int) -> dict[st
         f"pending_{name}": torch.zeros(0, dtype=torch.int64) for name in ("keys", "counts", "last_steps")
     }
     of_rows = {name: torch.ones_like(keys_N) for name in ("counts", "last_steps")}
+    pending["steps_before"] = torch.zeros(1, dtype=torch.int64)
     return {"keys": keys_N, "weight": weight_ND, "sum": weight_ND.abs(), **of_rows, **pending}
 
 
@@ -268,6 +269,7 @@ def test_a_table_without_rows_reads_initial_rows_of_any_key() -> None:
 def test_shards_in_another_form_are_refused(tmp_path: Path, changes: dict[str, Tensor | None]) -> None:
     none = torch.empty(0, dtype=torch.int64)
     pending = {f"pending_{kind}": none for kind in KINDS_OF_KEYS}
+    pending["steps_before"] = torch.zeros(1, dtype=torch.int64)
     valid = {kind: torch.tensor([1, 2]) for kind in KINDS_OF_KEYS} | pending | {"weight": torch.zeros(2, 4)}
     stored = Checkpoint(tmp_path, Manifest(2, 1, {"t": (0, 4, 2)}, {}, {}, {}))
     empty = dict.fromkeys(KINDS_OF_KEYS, none) | pending | {"weight": torch.empty(0, 4)}

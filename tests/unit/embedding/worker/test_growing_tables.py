@@ -185,6 +185,7 @@ def check_checkpoint(folder: Path, expected: Dictionary) -> None:
         for each in Checkpoint.open(folder).map_shards("t")
     ]
     stored = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
+    assert not stored["steps_before"].any()
     keys = sorted(expected.keys.row_of)
     rows = [expected.keys.row_of[key] for key in keys]
     assert [key % 2**64 for key in stored["keys"].tolist()] == keys
