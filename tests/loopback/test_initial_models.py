@@ -33,11 +33,17 @@ pytestmark = pytest.mark.usefixtures("loopback")
 TOPOLOGY = LocalTopology(1, 1)
 
 
-def day(folder: Path, seed: int, initial: Path | None = None, **sections: Mapping[str, object]) -> RunConfig:
+def day(
+    folder: Path,
+    seed: int,
+    initial: Path | None = None,
+    vocabulary: str = "build",
+    **sections: Mapping[str, object],
+) -> RunConfig:
     """Return the configuration of a run on the log of one day, and with the initial model of a run."""
     clicks = write_clicks(folder / f"day-{seed}.csv", 300, seed)
     # Numbers are not scaled: each day has another scale, so that predictions could not be compared.
-    data = {"path": clicks, "numeric_scaling": "none", "validation": "random(0.2)"}
+    data = {"path": clicks, "numeric_scaling": "none", "validation": "random(0.2)", "vocabulary": vocabulary}
     defaults: dict[str, Mapping[str, object]] = {
         "cluster": {"trainers": 1, "workers": 1},
         "embedding": {"dim": 4, "optimizer": "adam"},
@@ -91,16 +97,21 @@ def test_first_step_equals_the_step_of_a_resumed_run(update: str, tmp_path: Path
     assert any(not torch.equal(actual[name], start[name]) for name in start)
 
 
-def test_predictions_of_known_values_are_the_same(tmp_path: Path) -> None:
-    stored = trained(tmp_path / "saved", day(tmp_path, 1))
-    with opened(day(tmp_path, 2, stored)) as session:
+@pytest.mark.parametrize("vocabulary", ["build", "grow"])
+@pytest.mark.parametrize("vocabulary_before", ["build", "grow"])
+def test_predictions_of_known_values_are_the_same(
+    vocabulary_before: str, vocabulary: str, tmp_path: Path
+) -> None:
+    stored = trained(tmp_path / "saved", day(tmp_path, 1, vocabulary=vocabulary_before), 20)
+    with opened(day(tmp_path, 2, stored, vocabulary)) as session:
         session.save(tmp_path / "start", 0, 0)
     vocabularies = [
         [*next(e.values or () for e in TrainedRun.read(run, print).encoder.sparse if e.name == "user")]
         for run in (stored, tmp_path / "start")
     ]
-    assert vocabularies[0] != vocabularies[1]
-    assert {*vocabularies[0]} == {*vocabularies[1]}
+    if vocabulary == vocabulary_before == "build":
+        assert vocabularies[0] != vocabularies[1]
+        assert {*vocabularies[0]} == {*vocabularies[1]}
     inputs = write_clicks(tmp_path / "new.csv", 50, seed=3)
     before, now = predicted_columns(stored, inputs), predicted_columns(tmp_path / "start", inputs)
     assert np.array_equal(before["probability"], now["probability"])
