@@ -27,7 +27,7 @@ KEYS_END = 2**63 - 1  # for ``num_rows`` of ids that are any 64 bits; they are s
 _DIGIT_BITS = 11  # the counters of a digit fit the first-level cache
 _DIGITS = 1 << _DIGIT_BITS
 _CACHE_LINE_BYTES = 64
-ROWS_AHEAD = 8  # prefetch distance: rows arrive in time, and are not evicted before use
+_ROWS_AHEAD = 8  # prefetch distance: rows arrive in time, and are not evicted before use
 
 
 def compiled(*signatures: str) -> Callable[[Function], Function]:
@@ -280,14 +280,14 @@ def sum_rows(
     sum_D, total_D = np.empty(dim, grad_BD.dtype), np.zeros(dim, grad_BD.dtype)
     for u in range(len(starts_V) - 1):
         first = starts_V[u]
-        if table_RD is not None and rows_U is not None and u + ROWS_AHEAD < len(rows_U):
-            prefetch_row(table_RD, rows_U[u + ROWS_AHEAD])  # type: ignore[call-arg]  # numba adds the first
+        if table_RD is not None and rows_U is not None and u + _ROWS_AHEAD < len(rows_U):
+            prefetch_row(table_RD, rows_U[u + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba adds the first
         if weights_L is not None or winners_BD is not None:
             for d in range(dim):
                 sum_D[d] = 0
         for i in range(first, starts_V[u + 1]):
-            if i + ROWS_AHEAD < len(sources_L):
-                prefetch_row(grad_BD, sources_L[i + ROWS_AHEAD])  # type: ignore[call-arg]
+            if i + _ROWS_AHEAD < len(sources_L):
+                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]
             source = sources_L[i]
             if winners_BD is not None and rows_U is not None:
                 if i > first and source == sources_L[i - 1]:

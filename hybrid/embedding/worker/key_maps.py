@@ -26,7 +26,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.embedding.kernels import ROWS_AHEAD, Floats, Ints, compiled, prefetch_row
+from hybrid.embedding.kernels import Floats, Ints, compiled, prefetch_row
 from hybrid.errors import ClusterError
 from hybrid.primitives.huge_pages import reserved_pages
 from hybrid.primitives.key_buckets import KEY_BITS, NUM_BUCKETS, bucket_of
@@ -38,6 +38,7 @@ _MAX_LOG_SLOTS = 21  # two billion slots in a table
 # Buckets grow a few at a time once they are fuller than the first load, and at once beyond the second.
 _SOFT_LOAD, _HARD_LOAD = 0.6, 0.8
 _MAX_COUNT = 2**31 - 1
+_ROWS_AHEAD = 32  # prefetch distance: more than for sorted rows, which hardware partly prefetches
 _BLOCK = 32  # keys whose slots are prefetched together
 
 
@@ -88,8 +89,8 @@ def copy_rows(weight_RD: Floats, rows_U: Ints, out_UD: Floats) -> int:
     """
     num_absent = 0
     for u in range(len(rows_U)):
-        if u + ROWS_AHEAD < len(rows_U):
-            prefetch_row(weight_RD, max(np.int64(0), rows_U[u + ROWS_AHEAD]))  # type: ignore[call-arg]
+        if u + _ROWS_AHEAD < len(rows_U):
+            prefetch_row(weight_RD, max(np.int64(0), rows_U[u + _ROWS_AHEAD]))  # type: ignore[call-arg]
         if rows_U[u] < 0:
             num_absent += 1
             continue
