@@ -70,7 +70,7 @@ class Cause(Enum):
 
 
 class Interrupt(KeyboardInterrupt):
-    """A requested stop of this process, with its exit code and a message, such as which step is saved."""
+    """A requested stop of this process, with an exit code and a message, such as the step that is saved."""
 
     def __init__(self, code: ExitCode, message: str = "") -> None:
         super().__init__(*[message] if message else [])

@@ -90,7 +90,7 @@ def _path(text: str) -> StoragePath:
 
 
 def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
-    """Return the parser of the program, and that of each command."""
+    """Return the parser of the program, and the parser of each command."""
     common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     levels = common.add_mutually_exclusive_group()
     for flag, level, text in (

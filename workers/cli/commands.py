@@ -118,7 +118,7 @@ def _read_config(options: argparse.Namespace) -> RunConfig:
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
-    """Return the overrides of ``--set``, and of the options that stand for a key."""
+    """Return the overrides from ``--set``, and from other options that set a key."""
     counts = {name: getattr(options, name, None) for name in ("trainers", "workers")}
     return [*options.set, *(f"cluster.{name}={n}" for name, n in counts.items() if n is not None)]
 
@@ -128,7 +128,7 @@ def _requested_run(options: argparse.Namespace) -> tuple[RunConfig, StoragePath,
 
     Returns:
         The configuration; the folder; whether the run is resumed; and, if the run has finished already, a
-        message that says so, else "".
+        message about this, else "".
     """
     if options.resume not in (None, AUTO):
         if options.config is not None:
@@ -157,7 +157,7 @@ def _requested_run(options: argparse.Namespace) -> tuple[RunConfig, StoragePath,
 
 @contextmanager
 def _report_saved_state(folder: Path, command: str) -> Iterator[None]:
-    """Add to an interrupt in this block what the run has saved, and how to resume it."""
+    """If this block is interrupted, add to the error what the run has saved and how to resume it."""
     try:
         yield
     except KeyboardInterrupt as interrupt:

@@ -192,7 +192,7 @@ def _csv_writer(
 
 
 def _fields(column: Any) -> list[Any]:
-    """Return the fields of a column; the items of a list, and an id and its weight, are joined."""
+    """Return the CSV fields of a column; join the items of a list, and each id with its weight."""
     if not is_list(column):
         return list(column.to_pylist())
 
@@ -231,8 +231,8 @@ def export_run(
     Args:
         folder: a run, of which the best checkpoint is used, or a checkpoint.
         formats: of "program", "onnx" and "tables".
-        dtype: data type of the tables, None for that of the run. If it is narrower, the loss of precision is
-            measured and printed.
+        dtype: data type of the tables; None for the data type of the run. For a narrower type,
+            the loss of precision is measured and printed.
         module: see :func:`predict`.
 
     Raises:

@@ -1,8 +1,8 @@
 """``hybrid plan``: placement of tables, messages and bytes of a step, and memory.
 
 Ids are assumed to be skewed as in the built-in click log: id = floor(rows * u**3) for a uniform u. In tables
-of many millions of rows nearly all ids of a step are then distinct. Growing tables are assumed to have
-``max_rows``, or a million rows without a limit. Roles are assigned to hosts in turn, trainers first.
+of many millions of rows nearly all ids of a step are then distinct. A growing table is assumed to have
+``max_rows`` rows, or a million if there is no limit. Roles are assigned to hosts in turn, trainers first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ from hybrid.shared_memory.shared_slots import MAX_MEMBERS
 from workers.console.terminal import transient_status
 
 _GRADIENT_BYTES = 4
-# Measured memory beside tables and nets: of a process, and per value of a vector or per byte of a message.
+# Measured memory besides tables and nets: per process, per value of a vector, and per byte of a message.
 _TRAINER_BYTES, _BYTES_PER_VALUE = 52.67e6, 99.87
 _WORKER_BYTES, _BYTES_PER_MESSAGE_BYTE = 41.05e6, 10.28
 _BLOCKS = 3_000  # of a table; the rows of a block have nearly the same frequency
@@ -130,7 +130,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _workers(config: RunConfig, plan: Plan) -> Table:
-    """Return the table of the workers; equal neighbors share a line."""
+    """Return the table of the workers; neighbors with equal values share a line."""
     table = _table("worker", "tables", "rows", "MiB", "MiB moved a step")
     times = config.cluster.trainers * config.train.micro_batches
     moved_W = times * (plan.traffic.up_bytes_W + plan.traffic.down_bytes_W)
@@ -265,7 +265,7 @@ def traffic(
 
     Args:
         ids_per_sample: mean number of ids of each multi-hot feature; other features have one.
-        wire_bytes: bytes of a value in a message; None for the bytes of a value of the rows.
+        wire_bytes: bytes of a value in a message; None for the same size as in the table.
     """
     by_worker_2W, values = np.zeros((2, placement.num_workers)), 0.0
     for table in tables:

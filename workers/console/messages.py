@@ -215,7 +215,7 @@ def tolerate_lost_output(
 
 
 def _wrap(previous: Any, file: io.FileIO) -> io.TextIOWrapper:
-    """Return ``file`` as a text stream with the settings of ``previous``, which is None if it was closed."""
+    """Return ``file`` as a text stream with the settings of ``previous``, or defaults if it is None."""
     return io.TextIOWrapper(
         io.BufferedWriter(file),
         encoding=getattr(previous, "encoding", "utf-8"),

@@ -70,7 +70,7 @@ def _phases(progress: TrainingProgress) -> list[tuple[str, str]]:
 
 
 def _live_lines(progress: TrainingProgress) -> list[RenderableType]:
-    """Return the bar, the numbers and the time by phase; a narrow terminal takes more lines for each."""
+    """Return the bar, then numbers and times by phase, which wrap on a narrow terminal."""
     bar = Table.grid(padding=(0, 1), expand=True)
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)

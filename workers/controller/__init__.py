@@ -1,4 +1,4 @@
-"""A job on a cluster, from the master's side: its objects on other roles, and the calls to them.
+"""The master's side of a job: the objects of the job on other roles, and calls to these objects.
 
 Begin with ``session``. ``deployment`` creates tables and writes checkpoints, also for scripts.
 ``remote_trainer`` is the object on each trainer. ``user_code_jobs`` has the jobs of scripts and functions.

@@ -1,4 +1,4 @@
-"""What sessions and scripts have in common: the deployment of tables, and checkpoints of all roles."""
+"""Deployment of tables and checkpoints of all roles, for sessions and scripts."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Sessions: a job on a cluster, from the master's side, with prepared data or with batches of the caller."""
+"""The master's view of a job on a cluster, with prepared data or with the caller's batches."""
 
 import math
 from collections import Counter, defaultdict
@@ -335,8 +335,8 @@ class DatasetSession(Session):
     Attributes:
         steps_per_epoch: number of steps of a pass over all training samples.
         reports: reports of the samples of each split.
-        best_auc: the best reachable AUC of the first task on the test samples; None if it is unknown or
-            metrics are weighted.
+        best_auc: the best reachable AUC of the first task on the test samples; None if it is unknown, or
+            if metrics are weighted.
         limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
     """
 

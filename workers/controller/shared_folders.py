@@ -35,7 +35,7 @@ _SECONDS = 60.0  # a network file system may be slow
 
 
 def filesystem_id() -> str:
-    """Return an id that processes share if they see the same files: the boot and the mount namespace."""
+    """Return an id of the boot and the mount namespace; processes with the same id see the same files."""
     return f"{boot_id()} {os.readlink('/proc/self/ns/mnt')}"
 
 

@@ -233,7 +233,7 @@ class Script(Backend):
         self._responses.put(response)
 
     def write(self, folder: StoragePath) -> Files:
-        """Write the module into a checkpoint folder, as of the step that the script saves."""
+        """Write the module into a checkpoint folder, in its state at the step that the script saves."""
         return write_tensors(folder, DENSE_FILE, self._dense)
 
     def _run(self) -> None:

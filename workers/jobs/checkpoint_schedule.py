@@ -171,7 +171,7 @@ class Checkpoints:
 
     @property
     def expected_best(self) -> Best | None:
-        """The value of ``best`` after the pending checkpoint is written."""
+        """The value that ``best`` has once the pending checkpoint is written."""
         return self._pending.best if self._pending else self.best
 
     def steps_to_next(self, step: int) -> float:

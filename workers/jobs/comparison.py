@@ -1,4 +1,4 @@
-"""A job or a script on the cluster and in one process of plain torch, and the difference of their results."""
+"""Comparison of a job or a script on a cluster with the same in one process of plain torch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Difference:
 
     name: TensorName
     largest: float  # largest absolute difference
-    ratio: float  # largest difference as a fraction of the tolerance
+    ratio: float  # largest difference divided by the tolerance
 
     @classmethod
     def between(cls, name: TensorName, actual: Tensor, expected: Tensor) -> Difference:

@@ -1,4 +1,4 @@
-"""The outcome of a finished run: its result, the lines of its summary, and the commands to go on with."""
+"""The outcome of a finished run: its result, its summary, and the commands that continue from it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def is_patience_over(
     """Whether a run ends after ``step``, because its last evaluations did not improve on the best one.
 
     The count of evaluations follows from the step, so a resumed run ends at the same step. If no evaluation
-    is the best, those after ``start`` count. Those at the steps ``undefined`` do not count.
+    is the best, evaluations after ``start`` count. Evaluations at the steps ``undefined`` do not count.
     """
     every = train.eval_every_steps or steps_per_epoch
     best_step = start if best is None or math.isnan(best.value) else best.step

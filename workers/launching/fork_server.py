@@ -85,7 +85,7 @@ def name_process(name: str) -> None:
 
 
 def serve(descriptor: int, launcher: int) -> None:
-    """Run the server until the launcher ends; ``descriptor`` is of the connection to it."""
+    """Run the server until the launcher ends; ``descriptor`` is the connection to the launcher."""
     end_with_parent(launcher)
     name_process("fork server")
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # with them, all trainers would use the same GPU

@@ -164,7 +164,7 @@ def _restore_screen() -> None:
 
 
 class Restarts:
-    """Restarts, at most ``maximum`` in a row without a new checkpoint; their messages and records."""
+    """Decides on restarts, at most ``maximum`` in a row without a new checkpoint, and records them."""
 
     def __init__(self, folder: Path, maximum: int) -> None:
         self._folder = folder

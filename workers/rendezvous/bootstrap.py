@@ -129,7 +129,7 @@ class RendezvousStore(dist.Store):
         return self._request("compare_set", key, expected, desired)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; whether it existed."""
+        """Remove a key; return whether it existed."""
         return self._request("delete_key", key) == b"1"
 
     deleteKey = delete_key  # the name that C++ calls

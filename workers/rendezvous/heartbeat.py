@@ -41,8 +41,8 @@ ALIVE, SIGNALED, LEAVING = b"alive", b"signaled", b"leaving"
 class HeartbeatInterval:
     """The interval of heartbeats (a turn), and the number of heartbeats that may be missing.
 
-    A process is frozen if it is silent for several turns in a row. Each turn is a wait of its own. So the
-    local process does not mistake a time in which it was itself stopped for the silence of another process.
+    A process is frozen if it is silent for several turns in a row. Each turn is a wait of its own. So a
+    process that was itself stopped for some time does not consider the other process frozen.
     """
 
     timeout_seconds: float  # silence after which a process is considered frozen

@@ -193,7 +193,7 @@ class RendezvousServer:
                 writer.close()
 
     async def _authenticate(self, connection: socket.socket, address: str) -> FrameCipher | None:
-        """Return the cipher of a peer that has the secret; None for another peer.
+        """Return the cipher of a peer that has the secret; None if the peer does not have the secret.
 
         The number of unauthenticated peers, their time and their memory are limited.
         """

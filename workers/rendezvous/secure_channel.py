@@ -11,9 +11,9 @@
 
 Both sides generate a key pair for each connection, and exchange the public keys (X25519, RFC 7748). A proof
 is derived from the secret and both public keys, so a man in the middle cannot replace a key. The keys of
-frames are derived from the secret and the result of the exchange. So a recorded connection cannot be
-decrypted later, even with the secret. Each direction has its own key (``hybrid/security/secret.py``). An
-eavesdropper learns lengths only. This module does not import torch.
+frames are derived from the secret and the result of the exchange. So nobody can decrypt a
+recorded connection later, even with the secret. Each direction has its own key
+(``hybrid/security/secret.py``). An eavesdropper learns lengths only. This module does not import torch.
 """
 
 import asyncio

@@ -295,7 +295,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _is_record(value: Any) -> bool:
-    """Return whether a value is a kind, a step, the seconds of phases, and other numbers."""
+    """Return whether ``value`` is a valid log record: kind, step, phase seconds, numbers."""
     if not isinstance(value, dict) or not isinstance(seconds := value.get("phase_seconds", {}), dict):
         return False
     others = [each for name, each in value.items() if name not in _NO_NUMBERS and each is not None]
