@@ -53,10 +53,10 @@ VOCABULARIES_FILE = "vocabularies.parquet"
 DENSE_FILE = "dense.safetensors"
 REMOTE_FILE = "remote.safetensors"
 PROGRESS_FILE = "progress.safetensors"
-TABLES_FILE = "tables.safetensors"  # of an exported folder
-KEYS_SUFFIX = ".keys"  # in this file, after the name of a growing table
+TABLES_FILE = "tables.safetensors"  # file of an exported folder
+KEYS_SUFFIX = ".keys"  # suffix in this file after the name of a growing table
 _MAX_NAME_BYTES = 255  # the limit of file systems
-_PREFIX_BYTES = 100  # of a longer name
+_PREFIX_BYTES = 100  # kept prefix of a longer name
 
 # The path of each file relative to the checkpoint, with its size in bytes and its SHA-256.
 Files: TypeAlias = dict[str, tuple[int, str]]
@@ -73,7 +73,7 @@ class Best(NamedTuple):
 def choose_best(best: Best | None, metric: str, metrics: Mapping[str, float], step: int) -> Best | None:
     """Return the evaluation of ``step`` if it has ``metric`` and is better than ``best``, else ``best``.
 
-    Any number is better than NaN, and than the value of another metric.
+    Any number is better than NaN, and better than a ``best`` of another metric.
     """
     if (value := metrics.get(metric)) is None:  # "none" is no metric
         return best
@@ -184,7 +184,7 @@ def _text_checksum(text: str) -> str:
 
 
 def _parse_fields(fields: Any) -> Manifest:
-    """Return a manifest from JSON, which may come from another user; all files must be in its folder.
+    """Create a manifest from untrusted JSON; every file must be in the folder of the manifest.
 
     Raises:
         TypeError, ValueError: a field is invalid; the message names it.
@@ -228,7 +228,7 @@ def shard_file(table: str, index: int, count: int) -> str:
 
 
 def dense_file(trainer: int) -> str:
-    """Return the file name of a trainer's dense net; if all nets are equal, only trainer 0 writes a file."""
+    """Return the file name of a trainer's dense net; if all nets are equal, only trainer 0 writes it."""
     return f"dense.{trainer}.safetensors" if trainer else DENSE_FILE
 
 
@@ -287,7 +287,7 @@ def list_checkpoints(run: StoragePathT) -> list[StoragePathT]:
 
 
 def parse_step(folder: StoragePath) -> int:
-    """Return the number of steps before a checkpoint of a run, from the name of its folder."""
+    """Parse the step of a checkpoint from the name of its folder."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -304,7 +304,7 @@ def write_vocabulary(folder: StoragePath, name: str, source: StoragePath) -> Fil
         folder: folder with the files of the checkpoint.
 
     Returns:
-        The copy if it is a file of the checkpoint, else nothing.
+        The copied file if it is in the checkpoint's folder, else nothing.
     """
     checkpoint = folder.parent if isinstance(folder, RemotePath) else folder
     if checkpoint.parent.name != _FOLDER:

@@ -34,8 +34,7 @@ class Checkpoint:
 
     folder: StoragePath
     manifest: Manifest
-    # Phrase with the rank among the checkpoints of the run, such as "the best (auc 0.8361) and the last"; set
-    # by best_valid.
+    # Description for messages, such as "the best (auc 0.8361) and the last"; set by best_valid.
     rank_text: str = ""
 
     @classmethod
@@ -60,7 +59,7 @@ class Checkpoint:
 
     @classmethod
     def newest_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
-        """Open the newest checkpoint of a run whose files have their checksums (:meth:`Manifest.verify`).
+        """Open the newest checkpoint of a run with valid checksums (:meth:`Manifest.verify`).
 
         Args:
             folder: a run folder, or a checkpoint, which must then be valid.
@@ -119,7 +118,7 @@ class Checkpoint:
         return [shard["weight"] for shard in self._map_shards(table, num_rows, dim)]
 
     def row_reader(self, table: str) -> Callable[[npt.NDArray[np.int64]], dict[str, npt.NDArray[Any]]]:
-        """Return a function that reads rows ("weight") of a table and their optimizer state by row numbers.
+        """Return a function from row numbers to the rows ("weight") of a table and their optimizer state.
 
         Raises:
             CheckpointError: the table is missing, or its shape differs from the manifest.
@@ -147,7 +146,7 @@ class Checkpoint:
         return torch.from_numpy(rows_RD)
 
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of one shard from the stored shards. The stored number of shards may differ.
+        """Fill the tensors of one shard from a checkpoint with any number of shards.
 
         Args:
             into: "weight" and optimizer state of shard ``index`` of ``count``, as views.
@@ -201,11 +200,11 @@ class Checkpoint:
         return arrays
 
     def _source(self, name: str) -> tuple[StoragePath, str | None, StoragePath]:
-        """Return the path of a file, its checksum, and the folder in which links are not followed."""
+        """Return path and checksum of a file, and the folder below which links are not followed."""
         _, sha256 = self.manifest.files.get(name, (0, None))
         return self.files_folder / name, sha256, self.files_folder
 
 
 def _candidates(folder: StoragePath) -> list[StoragePath]:
-    """Return a checkpoint itself, or all checkpoints of a run, newest first."""
+    """If ``folder`` is a checkpoint, return it, else return all checkpoints of the run, newest first."""
     return [folder] if storage.exists(folder / MANIFEST_FILE) else list_checkpoints(folder)

@@ -1,9 +1,9 @@
 """The keys of growing tables in checkpoints: packing, and reading by any number of workers.
 
-A shard's file has, in the order of keys as unsigned numbers, ``keys``, ``weight`` and the optimizer state of
-the keys with rows; ``counts`` and ``last_steps``, the records of ``hybrid/embedding/worker/key_maps.py``; and
-the same of pending keys, as ``pending_keys``, ``pending_counts`` and ``pending_last_steps``. Records also
-count the steps of earlier runs, whose keys the run continues; ``steps_before`` has their number.
+A shard's file sorts keys as unsigned numbers. For keys with rows, it has ``keys``, ``weight``, the optimizer
+state, and the records of ``hybrid/embedding/worker/key_maps.py`` as ``counts`` and ``last_steps``. For
+pending keys, it has ``pending_keys``, ``pending_counts`` and ``pending_last_steps``. Records also count the
+steps of earlier runs, whose keys the run continues; ``steps_before`` has their number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PENDING = "pending_"
 STEPS_BEFORE = "steps_before"
 _MAX_COUNT, _MAX_STEP = 2**31 - 1, 2**32 - 1
 
-Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]  # of a file, by name
+Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]  # arrays of a file by name
 Widths: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of the row ("weight") and the state of a key
 
 
@@ -80,10 +80,10 @@ def map_keys(
 def read_keys(
     checkpoint: Checkpoint, table: str, buckets: range, tensors: Mapping[str, Tensor]
 ) -> Iterator[StoredKeys]:
-    """Yield the keys of some buckets of a growing table, file by file; see :func:`map_keys`.
+    """Yield the keys of a growing table in ``buckets``, file by file; see :func:`map_keys`.
 
     Args:
-        tensors: the rows ("weight") and the optimizer state of the model, of any number of rows.
+        tensors: rows ("weight") and optimizer state of the model, with any number of rows.
     """
     for arrays in map_keys(checkpoint, table, {name: tensor.shape[1:] for name, tensor in tensors.items()}):
         records, rows = _join("", arrays, buckets)
@@ -108,7 +108,7 @@ def _split(prefix: str, records_R2: npt.NDArray[np.int64]) -> dict[str, Tensor]:
 
 
 def _join(prefix: str, arrays: Arrays, buckets: range) -> tuple[npt.NDArray[np.int64], slice]:
-    """Return the keys of some buckets with their records, and their positions."""
+    """Return the keys in ``buckets`` with their records, and the positions of these keys."""
     keys, counts, last_steps = (arrays[prefix + kind] for kind in KINDS_OF_KEYS)
     unsigned = keys.view(np.uint64)
     first = unsigned.searchsorted(np.uint64(buckets.start << KEY_BITS))
@@ -120,7 +120,7 @@ def _join(prefix: str, arrays: Arrays, buckets: range) -> tuple[npt.NDArray[np.i
 def _find_problem(
     arrays: Arrays, widths: Widths, buckets: range, step: int, has_any_state: bool
 ) -> str | None:
-    """Return what is wrong with the arrays of a file, or None."""
+    """Return a description of the first problem of a file's arrays, or None."""
     of_keys = [STEPS_BEFORE, *(prefix + kind for prefix in ("", PENDING) for kind in KINDS_OF_KEYS)]
     if not arrays.keys() >= {*of_keys} or any(arrays[name].dtype != np.int64 for name in of_keys):
         return "has rows without keys: it does not grow in the checkpoint"

@@ -103,7 +103,7 @@ def map_arrays(
 ) -> dict[str, npt.NDArray[Any]]:
     """Map the named tensors of a file into memory, read-only; pages are read on access.
 
-    If safetensors mapped the file, the system would reserve memory for all of it. For the arguments, see
+    This does not use safetensors, whose mapping reserves memory for the whole file. For the arguments, see
     :func:`hybrid.storage.files.local_copy`.
 
     Raises:
@@ -139,7 +139,7 @@ def read_tensors(
 
 
 def read_header(local: Path) -> bytes:
-    """Return the header of a local file; ValueError if the header is too long, or the file too short."""
+    """Return the header of a local file; ValueError if the header is too long or the file too short."""
     with open(local, "rb") as file:
         start = file.read(_LENGTH_BYTES)
         if len(start) < _LENGTH_BYTES:
@@ -172,7 +172,7 @@ def _reading(path: StoragePath) -> Iterator[None]:
 def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield header
     for tensor in tensors.values():
-        # The last stride of a contiguous tensor of at most one element may be any; a new dimension has 1.
+        # A contiguous tensor of at most one element may have any last stride; a new dimension has stride 1.
         column = tensor.detach().cpu().contiguous().reshape(-1).unsqueeze(1)
         content = column.view(torch.uint8).reshape(-1).numpy().data
         for start in range(0, len(content), _CHUNK_BYTES):

@@ -16,7 +16,7 @@ _LOG = argument("log", bool, False)
 SCALING_CALLS = CallSignatures({"standardize": (_LOG,), "min_max": (_LOG,), "none": (_LOG,)})
 DEFAULT_HASH_ROWS = 100_000
 GROW = "grow"
-UNKNOWN_ROWS = ("initial", "zeros")  # what a key without a row reads
+UNKNOWN_ROWS = ("initial", "zeros")  # choices for the vector of a key without a row
 MIN_GROWING_ROWS = 8192  # the smallest limit of rows: 8 in each of 1,024 buckets
 VOCABULARY_CALLS = CallSignatures(
     {
@@ -66,7 +66,7 @@ class Holdout(NamedTuple):
     key: str  # the key of the configuration that selects them
     by: str  # random, column or time
     column: str  # the column that decides; empty for random rows
-    fraction: float  # the fraction of the rows that earlier splits leave
+    fraction: float  # fraction of the rows that are left by earlier splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ class DataSection:
 
     @property
     def synthetic_splits(self) -> dict[str, int]:
-        """The number of rows of each split of the synthetic click log; no split takes rows from another."""
+        """The number of rows of each split of the synthetic click log. Splits have no common rows."""
         rows = self.synthetic_rows
         test = max(1, min(50_000, rows // 6))
         held_out = {each.split: max(1, int(rows * each.fraction)) for each in self.holdouts}
@@ -171,7 +171,7 @@ class DataSection:
 
     @property
     def holdouts(self) -> tuple[Holdout, ...]:
-        """The splits that are held out from the rows of ``path``, in the order in which they take rows."""
+        """The splits that are held out from ``path``. An earlier split selects its rows first."""
         split = "none" if self.test_path else self.split
         return tuple(
             Holdout(name, key, call.name, call.arguments.get("column", ""), call["fraction"])
@@ -193,7 +193,7 @@ class DataSection:
 
     @property
     def paths(self) -> dict[str, tuple[str, ...]]:
-        """The files, folders and URLs of each split; none for a split that is held out."""
+        """The files, folders and URLs of each split; a held-out split has none."""
         validation = VALIDATION_CALLS.parse(PATH_KEYS[VALIDATION], self.validation)
         paths = validation.arguments.get("paths", ())
         return {TRAIN: self.path, VALIDATION: paths, TEST: self.test_path}
@@ -270,7 +270,7 @@ class Column:
     weight_separator: str
     date_format: str
     separator: str
-    has_several: bool  # whether its section allows several ids in a row
+    has_several: bool  # whether a row may have several ids
     max_ids: int
     too_many_ids: str
     transform: str
@@ -281,17 +281,17 @@ class Column:
 
     @property
     def has_vocabulary(self) -> bool:
-        """Whether the values of the training rows are numbered."""
+        """Whether the column has a vocabulary of the values in training rows."""
         return self.kind in ("value", "weighted") and self.vocabulary == "build"
 
     @property
     def source(self) -> str:
-        """The column of the files, if there is only one."""
+        """The column of the files that this column is computed from, if it is only one."""
         (source,) = self.sources
         return source
 
     def key(self, list_name: str) -> str:
-        """Return the key that names the sources: ``source`` of a section, or ``list_name`` of [data]."""
+        """Return the key that lists the sources: ``source`` of a section, or ``list_name`` of [data]."""
         return f"data.{list_name}" if self.sources == (self.name,) else f"columns.{self.name}.source"
 
 
@@ -324,7 +324,7 @@ def sequence_length(name: str, section: ColumnSection) -> int:
 
 
 def column_growth(data: DataSection, name: str, section: ColumnSection) -> Call | None:
-    """Return how the table of a column of data.sparse grows; None if it has a fixed number of rows.
+    """Return the growth of a column's table; None if the table has a fixed number of rows.
 
     Raises:
         ConfigError: the limit of rows is too small.
@@ -344,7 +344,7 @@ def column_growth(data: DataSection, name: str, section: ColumnSection) -> Call 
 
 
 def without_growth(vocabulary: str | None) -> str | None:
-    """Return ``vocabulary`` without the arguments of ``grow``, which prepared data do not depend on."""
+    """Return ``vocabulary`` without the arguments of ``grow``: prepared data do not depend on them."""
     is_growing = vocabulary is not None and VOCABULARY_CALLS.parse("vocabulary", vocabulary).name == GROW
     return GROW if is_growing else vocabulary
 

@@ -16,12 +16,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from hybrid.errors import ConfigError
 
-# A dotted key of many segments. The memory of tomllib grows with the square of their number.
+# A dotted key of many segments: tomllib needs memory in proportion to the square of their number.
 _DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
 USER_FUNCTION = r"\w+(\.\w+)*:\w+"  # user code, as module:function
 BUILT_IN = "[^:]*"  # any other value of a key that also takes a USER_FUNCTION
 _KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
-MAX_LAYERS = 1000  # of a net: a file with far more would take minutes before the net is refused
+MAX_LAYERS = 1000  # limit for a net; the construction of a far larger net takes minutes before it fails
 _LISTS: dict[Any, str] = {
     int: f"a list of at most {MAX_LAYERS} integers",
     float: "a list of finite numbers",
@@ -79,10 +79,10 @@ def option(default: Any, meaning: str, **more: Any) -> Any:
 
 fixed = partial(option, is_fixed=True)
 by_host = partial(option, is_by_host=True)
-# Keys of the model, its columns, and the arithmetic of training. They need no signature.
+# Declares keys of the model, its columns, and the arithmetic of training, which need no signature.
 setting = partial(option, unsigned=r"(?s:.*)")
 model = partial(fixed, unsigned=r"(?s:.*)")
-in_files = partial(model, takes_numbers=True)  # names and values in files
+in_files = partial(model, takes_numbers=True)  # for names and values in files
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ class Key:
     size: int | None = None  # the length of a list, if it is fixed
     signatures: CallSignatures | None = None  # the names that a value may have, with their arguments
     takes_numbers: bool = False  # a text may be written as a number, true or false
-    is_fixed: bool = False  # a resumed run keeps its value, on which tensors or the data position depend
-    is_name_fixed: bool = False  # a resumed run keeps the name in its value, and may change the arguments
+    is_fixed: bool = False  # a resumed run keeps its value, because tensors or the data position depend on it
+    is_name_fixed: bool = False  # a resumed run keeps the name in its value, but may change the arguments
     unsigned: str = ""  # pattern of the values that need no signature; see hybrid.user_code.run_signature
-    is_by_host: bool = False  # a role may have a different value; the master decides all other keys
+    is_by_host: bool = False  # roles may have different values; otherwise, the master's value applies
     prepares: bool = True  # prepared data depend on it; for [data], [tasks.NAME] and [columns.NAME]
-    absent: str = ""  # meaning of the default None, if not the value of the section that this one overrides
+    absent: str = ""  # meaning of the default None; if empty, None means the value of the overridden section
 
     @classmethod
     def of(cls, declared: dataclasses.Field[Any], hint: Any) -> Key:
@@ -133,9 +133,10 @@ class Key:
         return ", ".join([kind, *bounds])
 
     def read(self, value: Any) -> Any:
-        """Convert a TOML value to the type of this key, where that is possible; :meth:`check` comes later.
+        """Convert a TOML value to the type of this key if possible; :meth:`check` rejects other values.
 
-        Lists become tuples, single values of a list key tuples of one, and integers of a float key floats.
+        Lists become tuples. For a list key, a single value becomes a tuple; for a float key, an integer
+        becomes a float.
         """
         if self.signatures is not None and isinstance(value, str):
             with contextlib.suppress(ConfigError):  # check() raises it, with the name of the key
@@ -153,7 +154,7 @@ class Key:
         return float(value) if is_whole else value
 
     def parse(self, text: str) -> Any:
-        """Return the value of a ``--set``: parsed as TOML if that is valid for this key, else the text."""
+        """Parse the value of a ``--set`` as TOML; if the result is invalid for this key, return the text."""
         try:
             document = parse_toml(f"value = {text}")
         except (ValueError, RecursionError):
@@ -163,7 +164,7 @@ class Key:
         return value if is_toml else text
 
     def read_unnamed(self, text: str) -> Any:
-        """Return the value of an argument without its name; a list needs no brackets, and text no quotes."""
+        """Parse the value of a positional argument; lists need no brackets, and text no quotes."""
         text = text.strip()
         value = self.parse(f"[{text}]" if self.is_list and text[:1] != "[" else text)
         return self.read(value if isinstance(value, list) or not self.is_list else text)
@@ -212,7 +213,7 @@ def argument(name: str, kind: Any, default: Any, *, is_list: bool = False, **rul
 
 
 def split_call(dotted: str, text: str) -> tuple[str, tuple[str, ...]]:
-    """Return the name, and the arguments as lines of TOML, in ``text``, the value of the key ``dotted``."""
+    """Split ``text``, the value of the key ``dotted``, into name and arguments (as lines of TOML)."""
     match = _CALL.fullmatch(text)
     try:
         if match is None:
@@ -297,7 +298,7 @@ class CallSignatures:
         keys = self._keys.get(call.name, {})
         given = {name: value for name, value in call.arguments.items() if value != keys[name].default}
         arguments = [f"{name} = {toml_value(value)}" for name, value in given.items()]
-        # The only argument of a call has no name, unless a bare true or false would be unclear.
+        # A single argument is written without its name, unless a bare true or false would be unclear.
         if given and [key.kind is bool for key in keys.values()] == [False]:
             arguments = [toml_value(*given.values()).strip("[]")]
         return f"{call.name}({', '.join(arguments)})" if given else call.name

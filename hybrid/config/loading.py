@@ -17,7 +17,7 @@ from hybrid.storage.remote_path import StoragePath
 CONFIG_FILE = "config.toml"  # in the folder of a run, and in each of its checkpoints
 _ANY_NAME = {f"{kind}.NAME": keys for kind, keys in NAMED_KEYS.items()}
 _HINT = "hybrid config --describe lists all keys"
-# What the reference page shows as the default of a key whose default is None.
+# Defaults on the reference page for keys whose default is None.
 _ABSENT = {"tables.NAME": "as [embedding]", "columns.NAME": "as [data]", "dense_groups.NAME": "as [dense]"}
 _JSON_TYPES: dict[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string"}
 _JSON_LIMITS = {"minimum": "minimum", "maximum": "maximum", "above": "exclusiveMinimum"}
@@ -32,7 +32,8 @@ def load_config(
         path: TOML file; None for all defaults. Relative paths in the file are relative to the current folder.
         overrides: ``section.key=value``; a section may be ``tables.NAME``. The last override of a key wins. A
             value is TOML. Text needs no quotes, and a list of one value no brackets.
-        is_stored: whether a run or checkpoint has the file. An unknown key is then a key of another version.
+        is_stored: whether the file belongs to a run or checkpoint. If so, an unknown key must come from
+            another version.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value breaks a rule. The message names the file, and
@@ -51,7 +52,7 @@ def load_config(
 
 
 def read_toml_text(text: str) -> RunConfig:
-    """Return the configuration that :func:`to_toml` wrote as ``text``."""
+    """Parse the TOML text that :func:`to_toml` wrote."""
     return _checked(_by_section(parse_toml(text)))
 
 
@@ -86,7 +87,7 @@ def _override(text: str) -> tuple[str, str, str]:
 
 
 def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
-    """Return the configuration of these sections, after every rule is checked."""
+    """Create a configuration from ``sections``, and check every rule."""
     built: dict[str, Any] = {
         name: _build(cls, name, sections.pop(name, {})) for name, cls in SECTION_TYPES.items()
     }
@@ -100,7 +101,7 @@ def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
 
 
 def _located(path: StoragePath, text: str, error: ConfigError) -> ConfigError:
-    """Return the error with the file ``path``, whose content is ``text``, and the line of its key."""
+    """Add the file ``path`` and the line of the key in ``text`` to ``error``."""
     lines, key = key_lines(text), error.key.strip("[]")
     line = lines.get(key, lines.get(key.rpartition(".")[0]))
     place = path if line is None else f"{path}:{line}"
@@ -173,7 +174,7 @@ def _keys_of(section: str) -> dict[str, Key]:
 
 
 def _unknown(section: str, name: str) -> ConfigError:
-    """Return the error about an unknown key; about an unknown section if ``name`` is empty."""
+    """Return the error for an unknown key ``name``, or for an unknown section if ``name`` is empty."""
     if not name and section not in SECTION_KEYS:
         near = most_similar(section, (*SECTION_KEYS, *_ANY_NAME))
         hint = f"did you mean [{near}]?" if near else _HINT

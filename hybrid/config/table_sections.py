@@ -106,7 +106,7 @@ class TableSection:
 
     @property
     def initial_call(self) -> Call:
-        """Of `initial`: "random", "positions" with its file, or a path or URL; "" for the default."""
+        """The parsed `initial`: "random", "positions" with its file, or a path or URL; "" for the default."""
         return INITIAL_CALLS.parse("initial", self.initial)
 
     @property

@@ -113,7 +113,7 @@ class TaskSection:
 
     @property
     def ranking_call(self) -> Call:
-        """The name of the ranking loss and its arguments; only of a task with a ranking loss."""
+        """Name and arguments of the ranking loss; the task must have such a loss."""
         return RANKING_CALLS.parse("ranking_loss", self.ranking_loss)
 
     @property
@@ -123,7 +123,7 @@ class TaskSection:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """All metrics of the task; a custom metric has the name of its function, without the module."""
+        """All metrics of the task; the name of a custom metric is its function's name without the module."""
         return (*METRICS[self.kind], *(metric.rpartition(":")[2] for metric in self.metrics))
 
     @property

@@ -58,7 +58,7 @@ def check_rules(config: RunConfig) -> None:
 
 
 def _check_initial(key: str, table: TableSection) -> None:
-    """Raise ConfigError if a file of rows without values is not named as such."""
+    """Raise ConfigError if a tensor file lacks ``positions(FILE)``, or if ``positions`` has an ``init``."""
     call = INITIAL_CALLS.parse(key, table.initial)
     if call.name == "positions" and table.init != "uniform":
         raise ConfigError(key, "has all rows of the table, so init must not be set", table.initial)
@@ -131,7 +131,7 @@ def check_columns(
 
 
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
-    """Raise ConfigError if the delimiter is invalid, or a label, as ``value_of`` reads it, means 1 and 0."""
+    """Raise ConfigError if the delimiter is invalid, or ``value_of`` reads a label as both 1 and 0."""
     if not data.delimiter or {*data.delimiter} & {*'"\r\n'}:
         raise ConfigError("data.delimiter", "must be text without quotes and line breaks", data.delimiter)
     positive = {value_of(label) for label in data.positive_labels}
@@ -213,11 +213,11 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
 
 
 def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call | None:
-    """Return how the table that these columns read grows; None if it has a fixed number of rows.
+    """Return the growth of the table of these columns; None if it has a fixed number of rows.
 
     Raises:
-        ConfigError: only some of the columns grow, or in different ways; or the table has a key that does not
-            apply to a growing table.
+        ConfigError: only some columns grow, or columns grow by different rules, or the table has a key that
+            does not apply to a growing table.
     """
     calls = [column_growth(config.data, each, config.columns.get(each, ColumnSection())) for each in columns]
     growth = calls[0]
@@ -243,7 +243,7 @@ def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call |
 
 
 def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
-    """Return the table of each column of a section [tables.NAME]; ConfigError if two tables share one."""
+    """Map each column of a section [tables.NAME] to its table; ConfigError if two tables share one."""
     owner: dict[str, str] = {}
     for name, table in tables.items():
         for column in table.features or (name,):
@@ -255,7 +255,7 @@ def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
 
 
 def check_schedule(section: ScheduleSection, end: int | None) -> None:
-    """Raise ConfigError if the warm-up takes the whole schedule, which ends at step ``end`` if known."""
+    """Raise ConfigError if the warm-up takes the whole schedule; ``end`` is its last step, if known."""
     if end is None or section.call.name not in FINITE_SCHEDULES:
         return
     if section.warmup_steps and section.warmup_steps >= end:

@@ -84,7 +84,7 @@ class Backend:
         raise NotImplementedError
 
     def enable_restart(self, folder: StoragePath) -> None:
-        """Let the launcher, if there is one, restart a failed script from the checkpoints in this folder."""
+        """Let the launcher, if any, restart a failed script from the checkpoints in ``folder``."""
 
     def save(self, number: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]) -> None:
         """Write a checkpoint of a module and its tables.
@@ -103,7 +103,7 @@ class Backend:
         """Load the rows of a checkpoint into the tables of module ``number``.
 
         Raises:
-            CheckpointError: the checkpoint has other tables.
+            CheckpointError: the tables of the checkpoint differ.
         """
         raise NotImplementedError
 

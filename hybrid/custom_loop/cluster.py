@@ -35,7 +35,7 @@ from hybrid.storage.remote_path import StoragePath, parse_path
 def connect(config: str | Path | None = None) -> Cluster:
     """Return the cluster of this trainer; without ``hybrid run``, a cluster of one process.
 
-    The call seeds torch with ``run.seed``. So all trainers build the same module, and so does one process.
+    The call seeds torch with ``run.seed``, so all trainers, and a single process, build the same module.
 
     Args:
         config: TOML file for a single process; a cluster uses the configuration that it was started with. If
@@ -68,9 +68,9 @@ class Cluster:
         self._root: StoragePath | None = None
         self._objects: Sequence[Stateful] = ()
         self._every_steps = 0
-        self._data_source = ""  # of :meth:`prepare`
+        self._data_source = ""  # location of the data of :meth:`prepare`
         self._saved_step = 0  # of the newest checkpoint; 0 if there is none
-        # The best evaluation, and the best one of which there is a checkpoint.
+        # The best evaluation, and the best evaluation that has a checkpoint.
         self._best: Best | None = None
         self._saved_best: Best | None = None
         self.rank = backend.trainer
@@ -83,7 +83,7 @@ class Cluster:
         its slice of the arrays.
 
         Args:
-            splits: of "train", "validation" (``data.validation``) and "test"; by default, train and test.
+            splits: any of "train", "validation" (``data.validation``) and "test"; by default train and test.
 
         Raises:
             ConfigError, DataError: the data cannot be prepared. On a cluster, the run ends instead.
@@ -254,9 +254,9 @@ class Cluster:
 
         Call it before the first step. A checkpoint follows every ``every_steps`` steps, after the best
         evaluation, and at the end of :meth:`epochs`, unless ``break`` leaves it. A checkpoint that cannot be
-        written causes a warning, except at the end. ``checkpoint.keep_last`` of
-        them are kept. :meth:`batches` skips the batches before the checkpoint. So a script that is started
-        again ends with the bits of an undisturbed run. ``hybrid run`` starts it again if a role is lost.
+        written causes a warning, except at the end. The last ``checkpoint.keep_last`` checkpoints are kept.
+        :meth:`batches` skips the batches before the checkpoint, so the result of a restarted script is
+        bit-identical to that of an undisturbed run. ``hybrid run`` starts it again if a role is lost.
 
         Args:
             folder: on storage that all hosts share.
@@ -293,7 +293,7 @@ class Cluster:
         self.print(f"resuming from step {step}: {stored.folder}")
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the indices of the epochs, from that of the checkpoint of :meth:`resume` on.
+        """Yield the indices of the epochs; after :meth:`resume`, start with the epoch of the checkpoint.
 
         Raises:
             CheckpointError: the last checkpoint cannot be written.
@@ -331,7 +331,7 @@ class Cluster:
             return
         try:
             self._save(checkpoint_folders.step_folder(self._root, step), self._objects, self._best)
-        except CheckpointError as error:  # of all trainers
+        except CheckpointError as error:  # raised on all trainers
             failure = f"no checkpoint of step {step}: {error}"
             if is_last:
                 raise CheckpointError(
@@ -365,7 +365,7 @@ class Cluster:
         self._save(parse_path(folder), objects)
 
     def _save(self, folder: StoragePath, objects: Sequence[Stateful], best: Best | None = None) -> None:
-        """Write a checkpoint, with the best evaluation so far; see :meth:`save`."""
+        """Write a checkpoint that records the best evaluation so far; see :meth:`save`."""
         loop, manifest_path = self._require_loop(), folder / MANIFEST_FILE
         loop.flush()
         is_resumed = loop.history.before != LoopProgress()
@@ -386,7 +386,7 @@ class Cluster:
         A pass over training batches ends: the script must leave it.
 
         Args:
-            objects: those of :meth:`save`, in the same order, or none.
+            objects: the same objects as for :meth:`save`, in the same order, or none.
 
         Raises:
             CheckpointError: the checkpoint is of another model or of other objects, or damaged.
@@ -422,7 +422,7 @@ class Cluster:
         serve it.
 
         Raises:
-            RuntimeError: a table grows, whose keys only a checkpoint has.
+            RuntimeError: a table grows; only checkpoints have its keys.
         """
         loop = self._require_loop()
         for table in loop.model.net.modules():

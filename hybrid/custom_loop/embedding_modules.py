@@ -55,7 +55,7 @@ def Adagrad(
 
 
 def RowwiseAdagrad(lr: float, eps: float = 1e-10, weight_decay: float = 0.0) -> OptimizerSpec:
-    """Adagrad with one accumulator per row: the sum of the mean square of the row's gradient."""
+    """Adagrad with one accumulator per row, which sums the mean squares of the row's gradients."""
     return _spec("rowwise_adagrad", lr, eps=eps, weight_decay=weight_decay)
 
 
@@ -96,14 +96,14 @@ def Growth(
     half_life: int = 10_000,
     unknown: str = "initial",
 ) -> GrowthSpec:
-    """The rules by which ids of a growing table gain and lose rows.
+    """The rules for adding and evicting rows of a growing table.
 
     Args:
-        admit_after: number of steps that must have read an id before it gets a row.
+        admit_after: number of steps that read an id before it gets a row.
         max_rows: the largest number of rows, at least 8,192; 0 for no limit.
-        evict_after: steps without a lookup after which an id loses its row; 0 for never.
-        half_life: steps after which the count of the steps that have read an id is halved.
-        unknown: what an id without a row reads in evaluations: its "initial" row, or "zeros".
+        evict_after: number of steps without a lookup after which an id loses its row; 0 for never.
+        half_life: interval in steps at which the counts for ``admit_after`` are halved.
+        unknown: the vector of an id without a row in evaluations: its "initial" row, or "zeros".
     """
     if min(admit_after, half_life) < 1 or evict_after < 0:
         raise ValueError("admit_after and half_life must be at least 1, and evict_after at least 0")
@@ -166,8 +166,8 @@ class TableCall:
         ids: of any shape; for bags (bags, ids per bag), or flat.
         offsets: where each bag starts, if the ids of bags are flat.
         has_end: whether the offsets include the end of the last bag.
-        key: equal for calls of a table with the same memory, and the same content in it. While a call exists,
-            no other tensor can be at the addresses of its tensors.
+        key: identifies memory and content of the ids; equal keys mean equal ids. While a call exists, no
+            other tensor can be at the addresses of its tensors.
     """
 
     module: TableModule
@@ -182,7 +182,7 @@ class TableCall:
 
 
 def _identify(tensor: Tensor | None) -> tuple[object, ...] | None:
-    """Return the memory of a tensor, and a number that changes with its content."""
+    """Return the address and layout of a tensor, and a number that changes with its content."""
     if tensor is None:
         return None
     # Inference tensors have no version counter.
@@ -196,18 +196,18 @@ class TableModule(nn.Module):
     Args:
         num_embeddings: number of rows; None for a growing table.
         embedding_dim: width of a row.
-        growing: makes a table that has a row for each id that it has met, any 64-bit integer. True, or a
-            ``hybrid.Growth`` with the rules by which ids gain and lose rows.
+        growing: if set, the table adds a row for each new id; an id is any 64-bit integer. True, or a
+            ``hybrid.Growth`` with rules for adding and evicting rows.
         optimizer: updates the rows; by default ``hybrid.Adagrad(lr=0.05)``.
         padding_idx: id of padding, whose vector is zeros; bags skip it.
-        init_scale: scale of the initial rows; by default 1 / sqrt(rows); a growing table counts as one of
-            ``max_rows`` rows, or of a million.
+        init_scale: scale of the initial rows; by default 1 / sqrt(rows). A growing table takes ``max_rows``
+            as the number of rows, or a million if there is no limit.
         init: "uniform" in [-init_scale, init_scale], "normal" with standard deviation init_scale, or "zeros".
         initial: file of pretrained rows, read by the workers; see :meth:`from_pretrained`.
         ids: columns of the batch with which the module calls the table, such as ``"user"``. They are looked
-            up before the module runs. A nested column is named as in ``"features['user']"``, a column of a
-            tuple by its index, such as ``"0"``, a batch that is one tensor by ``""``. Other ids are looked up
-            when the module calls the table.
+            up before the module runs; other ids are looked up when the module calls the table. The name of a
+            nested column is as in ``"features['user']"``. The name of a column of a tuple is its index, such
+            as ``"0"``. If the batch is one tensor, its name is ``""``.
 
     Attributes:
         name: path of the table in the distributed module; empty before the module is distributed.
@@ -286,7 +286,7 @@ class TableModule(nn.Module):
     def __getattr__(self, name: str) -> Any:
         if name != "weight":
             return super().__getattr__(name)
-        # With another object than the table, Python suggests no attribute of a similar name.
+        # For an error whose object is not the table, Python suggests no attribute of a similar name.
         rule = "the workers hold the rows. Call the table, with torch.arange(num_embeddings) for all rows"
         raise AttributeError(f"table {self.name} has no weight: {rule}", name=name, obj=None)
 
@@ -312,7 +312,7 @@ class TableModule(nn.Module):
         )
 
     def bind(self, name: str, loop: TrainingLoop) -> None:
-        """Set the table's name, and the loop that looks up its vectors.
+        """Set the table's name, and the training loop that looks up its vectors.
 
         Raises:
             RuntimeError: the table has a loop.
@@ -325,7 +325,7 @@ class TableModule(nn.Module):
         self.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
 
     def calls(self, columns: Mapping[str, Column]) -> list[TableCall]:
-        """Return the calls with the columns that ``ids`` and ``weights`` name.
+        """Return one call per column in ``ids``, with the weights from the column in ``weights``.
 
         Raises:
             DataError: the batch has no such column.
@@ -353,13 +353,13 @@ class TableModule(nn.Module):
         return self._loop.vectors(call)
 
     def _rows(self, ids_L: Tensor) -> Tensor:
-        """Return row numbers, which are the ids; of a growing table, the keys of the ids."""
+        """Return the ids as row numbers; for a growing table, return the keys of the ids."""
         if self.growth is None:
             return ids_L
         return torch.from_numpy(next_of(ids_L.numpy().view(np.uint64)).view(np.int64))
 
     def _is_padding(self, ids: Tensor) -> Tensor | None:
-        """Return which ids are padding; None if none is."""
+        """Return a mask of the ids that are padding; None if the table has no padding."""
         if self.padding_idx is None:
             return None
         is_padding = ids == self.padding_idx
@@ -397,7 +397,7 @@ class EmbeddingBag(TableModule):
 
     Args:
         mode: how the rows of a bag become a vector: "sum", "mean" or "max".
-        weights: the columns of ``per_sample_weights``, one for each of ``ids``; by default none.
+        weights: columns with ``per_sample_weights``, one for each column in ``ids``; by default none.
         include_last_offset: whether offsets include the end of the last bag.
         pooled_by: the roles that pool bags: the "workers" that hold the rows, or the "trainers", which fetch
             each distinct row of a call once. Trainers need fewer bytes if rows occur in many bags.
@@ -483,14 +483,14 @@ class EmbeddingBag(TableModule):
         return TableCall(self, ids, offsets, weights, self.include_last_offset)
 
     def request(self, call: TableCall) -> TableRequest:
-        if call.offsets is None and call.ids.dim() == 1:  # of forward, for rows that it pools
+        if call.offsets is None and call.ids.dim() == 1:  # from a forward call that pools the rows itself
             return self.name, Bags(self._rows(call.ids))
         ids_L, offsets, weights_L = self._without_padding(call)
         weights_L = None if weights_L is None else weights_L.detach().cpu()
         return self.name, Bags(self._rows(ids_L), offsets, weights_L, self.pooling)
 
     def _without_padding(self, call: TableCall) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return ids and offsets as in :class:`Bags`, int64, and the weights as given, in one dimension."""
+        """Return flat ids, offsets (int64, as in :class:`Bags`) and weights of a call, without padding."""
         ids, offsets, weights = call.ids.cpu(), call.offsets, call.weights
         if offsets is None:
             offsets = torch.arange(len(ids) + 1) * ids.shape[1]

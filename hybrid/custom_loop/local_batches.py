@@ -2,10 +2,10 @@
 
 A batch is a structure of dicts, lists and tuples whose tensors have samples as their first dimension; a
 :class:`Jagged` has any number of values per sample. Numbers, texts and None belong to the whole batch. All
-trainers read the same global batches. Each trainer takes a contiguous slice. If it is too short for the
-module, other samples of the batch pad it, which count for nothing. Their rows of tables are rows of the
-batch, so they change no further rows. If groups must not be split, the last sample of a group selects the
-batch and the slice (``hybrid/primitives/grouping.py``).
+trainers read the same global batches. Each trainer takes a contiguous slice. If the slice is too short for
+the module, it is padded with other samples of the batch. Padding has no effect on the loss, and looks up only
+rows that the batch reads anyway. If groups must not be split, the last sample of a group selects the batch
+and the slice (``hybrid/primitives/grouping.py``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LONG_BYTES = 1 << 12  # of a tensor; a checksum of all bytes would take a measu
 
 @dataclass
 class PassSizes:
-    """The sizes of the slices that a pass has handed out, without and with padding."""
+    """The sizes, without and with padding, of the slices that a pass has yielded."""
 
     sizes: list[tuple[int, int]] = field(default_factory=list)
     is_padded: bool = False
@@ -51,7 +51,7 @@ class PassSizes:
         self.is_padded |= batch.size < batch.padded_size
 
     def without_padding(self, values: Tensor) -> Tensor:
-        """Leave out the padding from values per sample of the last slice, or of all slices of the pass."""
+        """Remove the padding from per-sample values of the last slice, or of all slices of the pass."""
         for slices in (self.sizes[-1:], self.sizes) if self.is_padded and values.dim() else ():
             sizes, padded_sizes = zip(*slices, strict=True)
             if len(values) == sum(padded_sizes):
@@ -69,7 +69,7 @@ class LocalBatch:
         global_size: number of samples of all trainers.
         whole: column whose groups are not split between micro-batches, or None.
         checksum: see :func:`checksum`; 0 if this trainer reads only its slice.
-        least: number of samples that ``values`` has at least, if the global batch has as many.
+        least: minimum number of samples in ``values``, if the global batch has so many samples.
         device: on which the script gets the tensors.
     """
 
@@ -86,7 +86,7 @@ class LocalBatch:
 
     @cached_property
     def handed_out(self) -> Any:
-        """The values, moved to the device. Ids for lookups are also kept on the CPU, in ``values``."""
+        """The values on the device. ``values`` keeps the ids for lookups on the CPU, too."""
         if self.device.type == "cpu":
             return self.values
 
@@ -104,7 +104,7 @@ class LocalBatch:
 
     @cached_property
     def calls(self) -> list[TableCall]:
-        """The calls whose id columns the tables name. Their rows are looked up before the module runs."""
+        """The table calls with the columns in ``ids`` of each table; looked up before the module runs."""
         return self._calls(self.handed_out)
 
     def _calls(self, values: Any) -> list[TableCall]:
@@ -118,7 +118,7 @@ class LocalBatch:
         return [call.module.request(call) for call in calls]
 
     def split(self, parts: int) -> list[LocalBatch]:
-        """Return ``parts`` micro-batches, which may consist of padding."""
+        """Split into ``parts`` micro-batches; a micro-batch may consist of padding only."""
         if parts == 1:
             return [self]
         ends_G = None
@@ -192,8 +192,8 @@ def global_batches(
 def _rebatch(chunks: Iterable[Any], size: int, whole: str | None, drop_last: bool) -> Iterator[Any]:
     """Yield batches of ``size`` samples.
 
-    Batch s has samples s * size to (s + 1) * size. With ``whole``, it has the groups whose last sample is in
-    that range.
+    Batch s has the samples s * size to (s + 1) * size. With ``whole``, a group belongs to the batch s in
+    whose range its last sample is.
     """
     held: list[Any] = []
     # Positions among all samples: start and end of the held samples, and end of the batch's range.
@@ -267,7 +267,7 @@ def cut(batch: Any, start: int, stop: int) -> Any:
 
 
 def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
-    """Leave out the first ``count`` samples; a batch in which they end is cut."""
+    """Skip the first ``count`` samples; cut the batch in which the skipped samples end."""
     remaining = iter(batches)
     while count and (batch := next(remaining, None)) is not None:
         if (size := size_of(batch)) > count:
@@ -277,14 +277,14 @@ def skip_samples(batches: Iterable[Any], count: int) -> Iterator[Any]:
 
 
 def length_of(data: Any) -> int:
-    """Return the number of samples of the data of a pass, or of batches in a sequence; -1 if unknown."""
+    """Return the number of samples in ``data``, or of batches if it is a sequence; -1 if unknown."""
     if isinstance(data, Mapping | Jagged | Tensor):
         return size_of(data)
     return length_hint(data.dataset if isinstance(data, DataLoader) else data, -1)
 
 
 def division(data: Any, size: int | None, drop_last: bool) -> tuple[int, int]:
-    """Return the number of batches of one size, and the size of a smaller last batch; zeros if unknown."""
+    """Return the number of full batches, and the size of a smaller last batch; zeros if unknown."""
     if isinstance(data, DataLoader) and size is None:
         size, drop_last = data.batch_size, data.drop_last
     elif isinstance(data, PreparedData):
@@ -301,7 +301,7 @@ def end_small(batches: Iterable[Any], num_steps: int | None, size: int) -> Itera
 
 
 def _cut_padded(batch: Any, size: int, start: int, stop: int, least: int) -> Any:
-    """Return the samples from ``start`` to ``stop`` of ``size``, and others to have at least ``least``."""
+    """Return the samples from ``start`` to ``stop``, padded with other samples to at least ``least``."""
     first, last = padding_bounds(size, start, stop, least)
     values = cut(batch, start, stop)
     return _concatenate([values, cut(batch, first, last)]) if first < last else values
@@ -319,8 +319,8 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 def checksum(batch: Any, number: int) -> int:
     """Return a checksum of tensors of batch ``number`` of a pass.
 
-    For speed, it covers all tensors of the first batch, and one tensor of each later batch, in turn. All
-    values of a tensor are covered, but the order of a long tensor's values at some positions only.
+    For speed, the checksum covers all tensors of the first batch, and one tensor in turn of each later batch.
+    It covers all values of a tensor; in a long tensor, it covers the order of values at some positions only.
     """
     tensors, total = [*tensors_of(batch)], 0
     for tensor in [tensors[number % len(tensors)]] if number else tensors:
@@ -337,7 +337,7 @@ def checksum(batch: Any, number: int) -> int:
 
 
 def _concatenate(batches: Sequence[Any]) -> Any:
-    """Return the samples of several batches of one structure as one batch."""
+    """Concatenate batches of the same structure."""
     if len(batches) == 1:
         return batches[0]
     columns = [[column for _, column in _columns(batch)] for batch in batches]
@@ -369,7 +369,7 @@ def _concatenate_column(chunks: Sequence[Any]) -> Any:
 
 
 def _columns(batch: Any) -> list[tuple[str, Any]]:
-    """Return the columns of a batch, each with its path of keys."""
+    """Return the columns of a batch, by path."""
     columns: list[tuple[str, Any]] = []
     _map_columns(batch, lambda column, path: columns.append((path, column)))
     return columns
@@ -383,8 +383,8 @@ def _map_columns(
 ) -> Any:
     """Call ``function`` with each column and its path of keys; return the results in the batch's structure.
 
-    A column is a tensor, a :class:`Jagged`, or a list or tuple of other values, such as texts. Other values
-    stay, and ``constant`` is called with their path.
+    A column is a tensor, a :class:`Jagged`, or a list or tuple, such as of texts. Scalars stay, and
+    ``constant`` is called with the path and value of each.
     """
     if isinstance(batch, Jagged) or (isinstance(batch, Tensor) and batch.dim()):
         return function(batch, path)
@@ -460,7 +460,7 @@ class PreparedData:
         least: int = 1,
         drop_last: bool = False,
     ) -> Iterator[LocalBatch]:
-        """Yield a trainer's slice of each batch of a pass, from a sample on.
+        """Yield a trainer's slice of each batch of a pass, starting at ``first_sample``.
 
         Args:
             whole: ``group`` if groups are not split, or None.

@@ -1,4 +1,4 @@
-"""What a checkpoint of a custom loop holds beside the tables: module, optimizers, schedulers, progress."""
+"""The state in a checkpoint of a custom loop, besides tables: module, optimizers, schedulers, progress."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class LoopProgress:
     epoch: int = 0  # index of the epoch, see Cluster.epochs
     first_pass: int = 0  # index of the epoch's first pass over training batches
     pass_index: int = 0  # index of the current pass
-    samples: int = 0  # number of samples of this pass, of all trainers, whose steps are done
+    samples: int = 0  # number of samples in the completed steps of this pass, over all trainers
     # Length of the data of each training pass of the epoch; -1 if unknown.
     lengths: list[int] = field(default_factory=list)
     # Results of the evaluations between the passes of the epoch.
     evaluations: list[Metrics] = field(default_factory=list)
-    # What is expected to be equal when a script resumes; see describe_start.
+    # Values that should be equal when the script resumes; see describe_start.
     start: Mapping[str, str] = field(default_factory=dict)
 
     def is_valid(self, num_steps: int) -> bool:
-        """Whether the types are right, and a loop can have this progress after ``num_steps`` steps."""
+        """Whether the types are valid, and a loop can have this progress after ``num_steps`` steps."""
         passes = self.epoch, self.first_pass, self.pass_index
         numbers = [value for metrics in self.evaluations for value in metrics.values()]
         return (
@@ -68,11 +68,11 @@ class LoopProgress:
 
 
 class PassHistory:
-    """The training passes and evaluations of a script, now and before the checkpoint that it resumes.
+    """The training passes and evaluations of a script, in this process and before the resumed checkpoint.
 
     Attributes:
         now: the progress so far.
-        before: the progress of the checkpoint; that of a new script if there is none.
+        before: the progress in the checkpoint; without a checkpoint, the progress of a new script.
         is_recorded: whether lengths and evaluations are recorded, as after ``cluster.resume``.
     """
 
@@ -80,16 +80,16 @@ class PassHistory:
         self.now, self.before = LoopProgress(), LoopProgress()
         self.is_recorded = False
         self._warnings = warnings
-        self._is_in_pass = False  # a pass has begun, and is not counted as done
+        self._is_in_pass = False  # a pass has begun and is not yet counted
 
     def begin_epoch(self, epoch: int) -> None:
-        """End the current pass, and count further passes as those of an epoch."""
+        """End the current pass; further passes belong to ``epoch``."""
         self.end_pass()
         first = max(self.now.pass_index, self.before.first_pass)
         self.now = LoopProgress(epoch, first, first, start=self.now.start)
 
     def begin_pass(self, data: Any) -> bool:
-        """Begin a pass at its first sample after the checkpoint; return False if its steps precede it."""
+        """Begin a pass after the samples that precede the checkpoint; return False if all of them do."""
         self.end_pass()
         now, before = self.now, self.before
         if self.is_recorded:
@@ -115,7 +115,7 @@ class PassHistory:
         return known[index] if is_before and index < len(known) else None
 
     def _record_length(self, data: Any) -> None:
-        """Record the length of a pass; warn if it was another one before the checkpoint."""
+        """Record the length of a pass; warn if the length differs from the length before the checkpoint."""
         length = length_of(data)
         done, known = self.now.lengths, self.before.lengths
         is_before = self.now.pass_index <= self.before.pass_index
@@ -127,7 +127,7 @@ class PassHistory:
         done.append(length)
 
     def resume(self, before: LoopProgress, source: str) -> None:
-        """Continue from a progress; warn if the script starts otherwise than the one that wrote it."""
+        """Continue from the progress ``before``; warn if this script starts differently than its writer."""
         self.before = before
         names = sorted(before.start.keys() | self.now.start.keys())
         pairs = [(name, before.start.get(name), self.now.start.get(name)) for name in names]
@@ -141,7 +141,7 @@ class PassHistory:
 
 
 def describe_start(net: nn.Module, objects: Sequence[Stateful], num_trainers: int) -> dict[str, str]:
-    """Return what is expected to be equal when a script resumes, before its first step."""
+    """Return the values that should be equal when a script resumes, before its first step."""
     start: dict[str, str] = {}
     for number, each in enumerate(objects):
         state: dict[str, Any] = each.state_dict()
@@ -251,10 +251,10 @@ def _parse_progress(stored: Checkpoint) -> tuple[list[tuple[str, Any]], LoopProg
 
 
 def _fits(value: Any, current: Any, *, has_more: bool = True) -> bool:
-    """Return whether a stored value may replace a current one of an object of torch.
+    """Return whether the stored ``value`` may replace ``current`` in an object of torch.
 
     Args:
-        has_more: whether a stored dict may have further names, with numbers.
+        has_more: whether a stored dict may have names that ``current`` lacks, if their values are numbers.
     """
     if isinstance(current, dict):
         return isinstance(value, dict) and all(
@@ -273,7 +273,7 @@ def _num_parameters(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _encode(value: Any, owner: str) -> Any:
-    """Return a value for JSON that :func:`_decode` turns back."""
+    """Convert a value to JSON types; :func:`_decode` does the reverse."""
     if isinstance(value, dict):
         return {_PAIRS: [[_encode(k, owner), _encode(v, owner)] for k, v in value.items()]}
     if isinstance(value, list | tuple):

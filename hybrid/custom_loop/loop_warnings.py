@@ -14,7 +14,7 @@ class LoopWarnings:
     """Gives each warning once, on trainer 0.
 
     Args:
-        has_momentum: whether an optimizer of tables has a momentum.
+        has_momentum: whether the optimizer of a table has momentum.
     """
 
     def __init__(self, backend: Backend, has_momentum: bool) -> None:
@@ -26,7 +26,7 @@ class LoopWarnings:
         self._first = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[float], list[object]]]()
 
     def note_gradients(self, gradients: Iterable[Tensor]) -> None:
-        """Record the versions of the gradients that ``cluster.backward`` has computed."""
+        """Record the version counters of the gradients from ``cluster.backward``."""
         self._gradients = _versions(gradients)
 
     def check_gradients(self, gradients: Iterable[Tensor | None]) -> None:
@@ -39,10 +39,10 @@ class LoopWarnings:
             )
 
     def check_settings(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if the learning rate of an optimizer is not that of its first step.
+        """Warn if the learning rate of an optimizer has changed since its first step.
 
         Raises:
-            RuntimeError: the momentum or the betas have changed, but not those of the tables.
+            RuntimeError: the momentum or the betas have changed; those of the tables cannot change.
         """
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         momenta = [group.get("betas", group.get("momentum")) for group in optimizer.param_groups]

@@ -35,7 +35,7 @@ class StepCall(NamedTuple):
 
     transitions: Mapping[StepState, StepState]  # the state after the call, for each state that permits it
     error: str = "a loop does not make this call"  # the error in other states
-    errors: Mapping[StepState, str] = {}  # the errors of states that have their own
+    errors: Mapping[StepState, str] = {}  # errors for some states, instead of ``error``
 
     def state_after(self, state: StepState, step: int) -> StepState:
         """Return the state after the call.

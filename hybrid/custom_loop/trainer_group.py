@@ -32,8 +32,8 @@ class TrainerGroup:
     def gather(self, values: Tensor) -> Tensor:
         """Concatenate all trainers' tensors, in the order of their ranks.
 
-        A tensor that requires gradients stays on its device. Its gradient is the sum of the gradients that
-        all trainers have for it, so each must use the result in its loss. Other tensors are moved to the CPU.
+        A tensor that requires gradients stays on its device. Its gradient is the sum over the gradients on
+        all trainers, so every trainer must use the result in its loss. Other tensors are moved to the CPU.
 
         Args:
             values: (n, ...); n may differ between trainers, and may be 0.
@@ -63,8 +63,8 @@ class TrainerGroup:
 class _GatherWithGradients(torch.autograd.Function):
     """Concatenates the tensors of all trainers, with gradients.
 
-    All trainers run the same graph in the same order. So on every trainer, the all-reduce of the backward
-    pass comes between the same two all-reduces of DDP.
+    All trainers run the same graph in the same order. So the all-reduce of this backward pass has the same
+    position among the all-reduces of DDP on every trainer.
     """
 
     @staticmethod

@@ -64,9 +64,9 @@ from hybrid.updates.ticket import Purpose, Ticket
 from hybrid.updates.update_rules import UpdateMode
 
 _ROWS_PER_LOOKUP = 1 << 16
-# Seeds the random numbers that all trainers draw alike; no trainer has this rank.
+# A rank that no trainer has: seeds random numbers that must be equal on all trainers.
 _ALL_TRAINERS = 1 << 32
-_MANY_PARTS = 1 << 30  # more parts than a step has, until its last micro-batch is known
+_MANY_PARTS = 1 << 30  # a placeholder until the number of micro-batches of the step is known
 _LOOPS = weakref.WeakSet["TrainingLoop"]()
 
 
@@ -94,12 +94,12 @@ class ForwardPass:
     # The lookup that was sent before the pass; None after its vectors are used.
     prefetched: Lookup | None = None
     is_last: bool = False  # whether it trains the last micro-batch of a step
-    # Lookups with gradients in the step; those of this pass count from its backward pass on.
+    # Number of lookups with gradients in the step. The backward pass adds the lookups of this pass.
     num_lookups: int = 0
     vectors: dict[object, tuple[TableCall, Tensor]] = field(default_factory=dict)
-    # Key of each call whose vectors the module has, and their version when it got them.
+    # For each call of a table: its key, and the version of the vectors that the module received.
     returned: dict[object, int] = field(default_factory=dict)
-    # The zero output of each lookup whose vectors were used; see ModuleTables.lookup.
+    # For each used lookup, its zero output; see ModuleTables.lookup.
     zeros: list[Tensor] = field(default_factory=list)
     scale: float | None = None  # factor of the step's gradients, once decided; None to skip the step
     optimizers: set[int] = field(default_factory=set)  # ids of the optimizers that have taken the step
@@ -114,7 +114,7 @@ class TrainingLoop:
         history: the passes over training batches.
         warnings: warnings about the script.
         optimizers: the optimizers of the module's parameters, in the order of first use.
-        handed_out: the slices of the pass that was iterated last.
+        handed_out: the sizes of the slices of the latest pass.
         is_saving: whether a checkpoint is reading the state dict of the module.
     """
 
@@ -143,7 +143,7 @@ class TrainingLoop:
         self._modules = list(modules.values())
         # As the reference of hybrid compare, one process looks up all ids when they are used.
         is_reference = backend.is_single_process and backend.snapshot is not None
-        self._ahead = [] if is_reference else self._modules  # whose named columns are looked up ahead
+        self._ahead = [] if is_reference else self._modules  # modules with columns to look up ahead
         for name, module in modules.items():
             module.bind(name, self)
         net.to(self.device)
@@ -167,13 +167,13 @@ class TrainingLoop:
         self.trainers = TrainerGroup(backend.group, self._engine.device)
         self.history = PassHistory(self.warnings)
         self._state = StepState.NEW
-        # The running pass of each kind.
+        # The running training pass and the running evaluation pass.
         self._training: ForwardPass | None = None
         self._evaluation: ForwardPass | None = None
         self.optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
         self.handed_out = PassSizes()
         self.is_saving = False
-        self._last_size = 0  # of a smaller last batch, with whose slice the module is not yet tried
+        self._last_size = 0  # size of a smaller last batch, until the module is tried with a slice of it
         self._is_trying = False
         loop = weakref.ref(self)  # hooks of parameters must not keep it alive
 
@@ -214,7 +214,7 @@ class TrainingLoop:
         return self._training
 
     def evaluation_batches(self, slices: Iterator[LocalBatch]) -> Iterator[Any]:
-        """Look up the ids of each slice, and yield it for evaluation."""
+        """Yield each slice for an evaluation, after its ids are looked up."""
         outer, checksum = self._evaluation, 0
         self.handed_out = PassSizes()
         try:
@@ -232,7 +232,7 @@ class TrainingLoop:
     def local_batches(
         self, data: Any, size: int | None, whole: str | None, drop_last: bool, index: int, first_sample: int
     ) -> Iterator[LocalBatch]:
-        """Yield the slices of pass number ``index``, from a sample on; see :meth:`Cluster.batches`."""
+        """Yield the slices of pass ``index`` from ``first_sample`` on; see :meth:`Cluster.batches`."""
         trainer, num_trainers = self._backend.trainer, self._backend.group.size()
         modules, needs_pairs = self.model.net.modules(), torch.is_grad_enabled()
         least = 1 + (needs_pairs and any(isinstance(each, BATCH_NORMS) and each.training for each in modules))
@@ -254,7 +254,7 @@ class TrainingLoop:
         return (replace(each, device=self.device) for each in slices)
 
     def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
-        """Yield batches whose random numbers depend on their position only, and are alike on all trainers."""
+        """Yield batches; seed torch for each batch by its position, with the same seed on all trainers."""
         for number in count():
             seed_step(self._config.run.seed, _ALL_TRAINERS + index, number, ())
             if (batch := next(batches, None)) is None:
@@ -292,7 +292,7 @@ class TrainingLoop:
                     self.advance(step_states.END_BATCH)
                     num_lookups = current.num_lookups
                 self.history.now.samples += batch.global_size
-            self.flush()  # raises what went wrong in the last step
+            self.flush()  # raises the errors of the last step
             if self.remaining_steps != 0:
                 self.history.end_pass()
         finally:
@@ -335,7 +335,7 @@ class TrainingLoop:
         version = current.returned.get(call.key)
         if is_new or (version is not None and version != current.vectors[call.key][1]._version):
             ticket = current.ticket
-            if current is self._training:  # the parts below are those of prefetched lookups
+            if current is self._training:  # lower part numbers belong to prefetched lookups
                 part = self._rules.parts + current.num_lookups + len(current.zeros)
                 ticket = ticket._replace(part=part)
             self._use(current, self._tables.lookup([call.module.request(call)], ticket), [call])
@@ -374,7 +374,7 @@ class TrainingLoop:
         return module
 
     def _try(self, batch: Any, size: int) -> Exception | None:
-        """Return the error of a copy of the module for the first samples, with zeros as vectors; or None."""
+        """Call a copy of the module with ``size`` samples and zero vectors; return its error or None."""
         shared = {id(each): each for each in (*self.model.net.parameters(), *self._modules)}
         states = random.getstate(), np.random.get_state()
         self._is_trying = True
@@ -467,7 +467,7 @@ class TrainingLoop:
         self.advance(step_states.ADD_GRADIENT)
 
     def _local_loss(self, terms: Sequence[tuple[Tensor, Tensor | None]], batch: LocalBatch) -> Tensor:
-        """Return this trainer's summand of the sum of means over the global batch.
+        """Return this trainer's term of the sum of the means over the global batch.
 
         Raises:
             DataError: there is not one value, or weight, per sample; or a weight is negative or not finite.
@@ -494,7 +494,7 @@ class TrainingLoop:
                 total = self.trainers.sum(weights_B.sum().double()).item()
                 summands.append(weighted_summand(values_B, weights_B, total))
             elif batch.size:
-                # A mean, not a sum over a size: with one trainer it has the bits of torch's mean.
+                # A mean, not a sum divided by a size, to be bit-identical to torch's mean with one trainer.
                 summands.append(values_B.mean() * (batch.size / batch.global_size))
             else:
                 summands.append(values_B.sum())

@@ -29,7 +29,7 @@ _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are evenly spread
 
 
 def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedDataset, batch_size: int) -> None:
-    """Check that the training rows fit the ranking losses of ``tasks``, if there are any.
+    """Check that the training rows are valid for the ranking losses of ``tasks``, if any.
 
     Raises:
         ConfigError: a label is negative, which the loss does not allow.
@@ -66,8 +66,8 @@ class BatchLoader:
     at most one row. The last batch may be smaller, with empty slices.
 
     With ``by_group``, ``order`` is an order of complete groups. The last sample of a group determines the
-    step and the slice of the group. The number of steps is the same, and no step is empty. The sizes of steps
-    and slices may differ by a group, and a slice may be empty.
+    step and the slice of the group. The number of steps is the same as without groups, and no step is empty.
+    The sizes of steps and slices may differ by a group, and a slice may be empty.
 
     Raises:
         DataError: groups cannot stay complete.
@@ -76,7 +76,7 @@ class BatchLoader:
     dataset: PreparedDataset
     _: KW_ONLY
     batch_size: int  # samples of a step over all trainers
-    # trainer_index, num_trainers: the trainer of the slice, and the number of slices.
+    # trainer_index, num_trainers: index of this trainer, and number of slices.
     trainer_index: int = 0
     num_trainers: int = 1
     seed: int = 0
@@ -94,14 +94,15 @@ class BatchLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps that pass over every sample once."""
+        """The number of steps that read every sample once."""
         return -(-self.dataset.num_samples // self.batch_size)
 
     def batches(self, epoch: int, first_step: int = 0, first_sample: int = 0) -> BatchStream:
         """Return the batches of an epoch from ``first_step`` on; the caller closes the stream.
 
         Args:
-            first_sample: position from which the first batch has samples, if it is after the step's start.
+            first_sample: position of the first sample to read; samples of the first batch before it are left
+                out.
         """
         size, end = self.batch_size, self.dataset.num_samples
         end -= end % size if self.drop_last else 0
@@ -119,7 +120,7 @@ class BatchLoader:
         return BatchStream(self._read(steps))
 
     def _read(self, steps: Iterator[tuple[Rows, Rows | None]]) -> Generator[Batch, None, None]:
-        """Yield this trainer's slices of steps, given as their rows and the ends of their groups, if any."""
+        """Yield this trainer's slice of each step; a step is its rows, and the ends of its groups or None."""
         for rows, ends_G in steps:
             if not len(rows):  # a resumed pass may begin after the groups of a step
                 continue
@@ -133,7 +134,7 @@ class BatchLoader:
             yield batch._replace(local_size=stop - start)
 
     def _order(self, number: int, epoch: int) -> Callable[[int, int], Rows]:
-        """Return the order of ``number`` rows or groups: a function from the bounds of a step to its rows."""
+        """Return the order of ``number`` rows or groups, which returns the rows between two positions."""
         return ShuffledOrder(number, self.seed, epoch, self.lanes).indices if self.shuffle else np.arange
 
 
@@ -159,7 +160,7 @@ class GroupedOrder:
         self._ends_G = np.diff(self._starts_G1)[groups_G].cumsum()
 
     def indices(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the rows of the groups whose last row is at ``start`` .. ``stop`` - 1, and their ends."""
+        """Return the rows, and the ends, of the groups whose last row is in ``start`` .. ``stop`` - 1."""
         first, last = np.searchsorted(self._ends_G, [start, stop], side="right")
         positions_B, sizes = positions(self._starts_G1, self._groups_G[first:last])
         return self._rows_N[positions_B], sizes.cumsum()
@@ -235,15 +236,16 @@ class ShuffledOrder:
         lanes                   |  lane 0 |  lane 1 | ...    the same rows for any number of trainers
         a step                  rows of lane 0, as many of lane 1, ...
 
-    A slice of a step is contiguous, so it has rows of few lanes, and a trainer reads only the chunks of these
+    A slice of a step is contiguous, so it has rows of few lanes. A trainer reads only the chunks of these
     lanes.
 
-    Lane ``l`` of ``L`` has ``(p + turn[l]) // L`` of the first ``p`` positions of an epoch. The lanes add up
-    to ``p``, and differ by at most one. The turns of adjacent lanes are far apart. So a range of lanes has a
-    proportional number of rows, even if a step has fewer rows than lanes.
+    Lane ``l`` of ``L`` has ``(p + turn[l]) // L`` of the first ``p`` positions of an epoch. These numbers add
+    up to ``p``, and differ by at most one. The turns of adjacent lanes are far apart. So the number of rows
+    in a range of lanes is proportional to its length, even if a step has fewer rows than lanes.
 
     Args:
-        num_lanes: fixed for a run, so that its steps are the same for any number of trainers; 0 for none.
+        num_lanes: number of lanes; 0 for none. It is fixed for a run, so that steps do not depend on the
+            number of trainers.
     """
 
     def __init__(self, num_rows: int, seed: int, epoch: int, num_lanes: int = 0) -> None:
@@ -259,7 +261,7 @@ class ShuffledOrder:
         self._window = -1, list[npt.NDArray[np.int64]]()  # index and lanes of the last window
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return the rows of a step that begins after ``start`` rows of the epoch and ends after ``stop``.
+        """Return the rows of a step, which has the positions ``start`` .. ``stop`` - 1 of the epoch.
 
         The rows of lane 0 come first, then those of lane 1, and so on.
         """
@@ -278,7 +280,7 @@ class ShuffledOrder:
         return np.concatenate([rows for of_lane in chosen for rows in of_lane])
 
     def _shuffled_lanes(self, window: int, first: int, last: int) -> list[npt.NDArray[np.int64]]:
-        """Return the rows of each lane of a window, which has the positions from ``first`` to ``last``."""
+        """Return the rows of each lane of a window; the window has the positions ``first`` to ``last``."""
         chunks = self._chunks[window * WINDOW_CHUNKS : (window + 1) * WINDOW_CHUNKS]
         rows = (chunks[:, None] * CHUNK_ROWS + np.arange(CHUNK_ROWS)).reshape(-1)
         rows = rows[rows < self._num_rows]
@@ -290,5 +292,5 @@ class ShuffledOrder:
         return lanes
 
     def _count_rows_L(self, position: int) -> npt.NDArray[np.int64]:
-        """Return how many of the first ``position`` rows of the epoch each lane has."""
+        """Return the number of rows in each lane among the first ``position`` rows of the epoch."""
         return (position + self._turns_L) // len(self._turns_L)

@@ -1,7 +1,7 @@
-"""Layout of the columns' vectors in the sparse input of a net.
+"""The layout of embedding vectors in the sparse input of a net.
 
-Most columns have one vector. A sequence (``columns.NAME.pooling = "none"``) has as many vectors as its
-largest length, zeros after its last id, and then its length::
+Most columns have one vector. A sequence (``columns.NAME.pooling = "none"``) has ``max_ids`` vectors, padded
+with zeros, then its number of ids::
 
     pooled_BE    [ user, 2 values | history, up to 3 of 2 values:  x x | x x | 0 0 | 2.0 | item, 2 values ]
 """

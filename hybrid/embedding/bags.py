@@ -33,12 +33,12 @@ class Bags(NamedTuple):
         return len(self.ids_L) if self.offsets is None else len(self.offsets) - 1
 
 
-# A request to one group of a worker's tables: index of the group, and the rows within it.
+# A request to one group of a worker's tables: index of the group, and rows within the group.
 Item: TypeAlias = tuple[int, Bags]
 
-# The last request of a lookup for training, if the loss may not use all of its vectors. The gradient of its
-# response has a mark for each bag of the other requests, then for each table: 1, or 0 for what the loss does
-# not use, which is not updated. A gradient without values is all ones.
+# The last request of a lookup for training, if the loss may leave out some vectors. The gradient of its
+# response has a mark for each bag of the other requests, then for each table. The mark is 1, or 0 if the loss
+# does not use the bag or table, which is then not updated. A gradient without values is all ones.
 MARKS: Item = (-1, Bags(torch.empty(0, dtype=torch.int32)))
 
 
@@ -47,7 +47,7 @@ def has_marks(items: Sequence[Item]) -> bool:
     return bool(items) and items[-1][0] == MARKS[0]
 
 
-# An item without its tensors: group, pooling, and whether there are offsets and weights.
+# An item without tensors: group, pooling, whether it has offsets, and whether it has weights.
 PackedItem: TypeAlias = tuple[int, str, bool, bool]
 
 
@@ -74,12 +74,12 @@ def unpack_items(packed: Sequence[PackedItem], tensors: Iterable[Tensor]) -> lis
 
 
 def ids_dtype(num_rows: int) -> torch.dtype:
-    """Return the smaller of int32 and int64 that holds all ids below ``num_rows``."""
+    """Return int32 if it holds all ids below ``num_rows``, else int64."""
     return torch.int32 if num_rows <= torch.iinfo(torch.int32).max else torch.int64
 
 
 def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
-    """Return one pooled vector per bag, (bags, D), zeros for an empty bag; and the bags with ``winners_BD``.
+    """Return one vector per bag, (bags, D), zeros for an empty bag; and the bags with ``winners_BD``.
 
     The rows may change before the backward pass, which needs the winners of max pooling.
     """
@@ -95,7 +95,7 @@ def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
 
 
 def concatenate(parts: list[Bags]) -> Bags:
-    """Concatenate bags of one pooling and one type of ids, all with offsets or all without."""
+    """Concatenate bags with equal pooling and id type; all have offsets, or none has."""
     if len(parts) == 1:
         return parts[0]
     ids_L = torch.cat([p.ids_L for p in parts])
@@ -113,7 +113,7 @@ def concatenate(parts: list[Bags]) -> Bags:
 
 
 class GroupedBags:
-    """Bags and their distinct rows: what sums of gradients need besides the gradients.
+    """Bags and their distinct rows: the input for sums of gradients, without the gradients.
 
     Args:
         grouped: the result of :func:`kernels.group_ids` for the ids of ``bags``.
@@ -161,8 +161,8 @@ class RowGradients:
     def sum_block(self, first: int, last: int, scale: float = 1.0) -> tuple[Tensor, float]:
         """Return the gradients of ``rows_U[first:last]``, times ``scale``, and the sum of all their values.
 
-        The sum is that of the gradients before scaling. It is finite if all values are finite, unless it
-        overflows. Scale a block only once: after :meth:`sum_all`, it is scaled in place.
+        The second result is the sum before scaling. It is finite if all values are finite, unless it
+        overflows. Scale a block only once: after :meth:`sum_all`, the block is scaled in place.
         """
         if self._all_UD is None:
             block_UD = self._grad_BD.new_empty(last - first, self._grad_BD.shape[1])
@@ -202,7 +202,7 @@ class RowGradients:
         )
 
     def select(self, rows_U: Tensor) -> RowGradients:
-        """Return the gradients of the same rows under new numbers, without rows whose number is negative."""
+        """Return the gradients under the new row numbers ``rows_U``; drop rows with a negative number."""
         selected = copy(self)
         is_kept_U = rows_U >= 0
         selected.rows_U = rows_U[is_kept_U]

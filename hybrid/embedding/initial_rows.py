@@ -1,8 +1,8 @@
 """The initial rows of tables: random, or from files (``stored_matrix``, ``saved_tables``).
 
 A worker reads all blocks of the files, and keeps the rows of its shard. Rows are found by position, or by
-value: the vocabulary of the prepared data maps values to rows of the table. Rows without a value in the files
-keep their random values. If a value occurs several times, its last row is used.
+value: the vocabulary of the prepared data maps values to rows of the table. A row whose value is not in the
+files keeps its random numbers. If a value occurs several times, its last row is used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def fill_random_rows(
 def random_rows(
     rows_U: npt.NDArray[np.uint64], dim: int, seed: int, table: str, scale: float, init: str
 ) -> Tensor:
-    """Return the random values of some rows, (U, dim), float32 or float64; see :func:`fill_random_rows`.
+    """Return random values for ``rows_U``, (U, dim), float32 or float64; see :func:`fill_random_rows`.
 
     Args:
         rows_U: numbers of the rows; for a growing table, their keys.
@@ -72,14 +72,14 @@ def random_salt(seed: int, table: str) -> int:
 
 
 def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: int, count: int) -> int:
-    """Fill the rows ``index``, ``index + count``, ... of a table that its source has.
+    """Fill the rows ``index``, ``index + count``, ... of a table, if the source of the table has them.
 
     Args:
         tensors: "weight" and the optimizer state of these rows. The state is filled if
             ``table.has_initial_state``.
 
     Returns:
-        The number of filled rows, without the row of missing and unknown values.
+        The number of filled rows, not counting the row for missing and unknown values.
 
     Raises:
         DataError, CheckpointError: the source cannot be read, or does not fit the table.
@@ -108,7 +108,7 @@ def initial_blocks(table: TableSpec) -> Iterator[SavedRows]:
     """Yield the rows in the source of a table."""
     if table.is_initial_by_position:
         return matrix_blocks(table.initial, (table.num_rows, table.dim))
-    from hybrid.embedding import saved_tables  # with pyarrow, which other tables do not need
+    from hybrid.embedding import saved_tables  # imports pyarrow, which other tables do not need
 
     if not table.initial_table:
         return saved_tables.parquet_blocks(table.initial, table.name, table.dim)
@@ -116,14 +116,14 @@ def initial_blocks(table: TableSpec) -> Iterator[SavedRows]:
 
 
 def saved_table(table: TableSpec) -> SavedTable:
-    """Return the table of another run, or of an exported folder, that is the source of a table."""
+    """Return the source of ``table``: a table of another run, or of an exported folder."""
     from hybrid.embedding import saved_tables
 
     return saved_tables.open_tables(parse_path(table.initial))[table.initial_table]
 
 
 def keys_of(keys: Any) -> npt.NDArray[np.int64]:
-    """Return the keys of a growing table for the keys of :class:`SavedRows`."""
+    """Convert the keys of :class:`SavedRows` to keys of a growing table."""
     from hybrid.data.values.canonical import compute_keys
 
     if isinstance(keys, np.ndarray):
@@ -134,7 +134,7 @@ def keys_of(keys: Any) -> npt.NDArray[np.int64]:
 
 
 def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt.NDArray[np.int64]]:
-    """Return a function from the keys of a block to rows of shard ``index`` of ``count``; -1 if not in it."""
+    """Return a function from the keys of a block to rows of the shard ``index``; -1 for other shards."""
 
     def of_shard(rows_B: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         is_own_B = (rows_B >= 0) & (rows_B < table.num_rows) & (rows_B % count == index)
@@ -168,7 +168,7 @@ def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt
             rows_B = encoding.rows(keys).astype(np.int64)
             return of_shard(np.where((rows_B == 0) & ~is_null_B, -1, rows_B))
         rows_B = own_values.indices(keys)
-        if index == 0:  # row 0 is of no value
+        if index == 0:  # row 0 has no value
             rows_B[rows_B >= 0] += 1
             rows_B[is_null_B] = 0
         return rows_B
@@ -177,7 +177,7 @@ def _row_finder(table: TableSpec, index: int, count: int) -> Callable[[Any], npt
 
 
 def _rows_of_keys(texts: Any, keys_B: npt.NDArray[np.int64], index: int) -> npt.NDArray[np.int64]:
-    """Return the row in shard ``index`` of each key of a growing table, given the values of the shard."""
+    """Map keys of a growing table to rows of shard ``index``; ``texts`` are the values of the shard."""
     own_R = keys_of(texts)
     if index == 0:
         own_R = np.concatenate([np.zeros(1, np.int64), own_R])  # row 0 is for missing values, whose key is 0

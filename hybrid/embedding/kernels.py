@@ -1,8 +1,8 @@
 """Numba kernels over ids and rows, for operations that torch lacks, without the GIL.
 
 Kernels copy values and add weighted values; torch does all other arithmetic of optimizers. Additions have a
-fixed order, so the same input gives the same bits. Bounds are not checked. Machine code is cached beside the
-source, or in ``NUMBA_CACHE_DIR``, so that only the first import compiles.
+fixed order, so results for the same input are bit-identical. Bounds are not checked. Machine code is cached
+beside the source, or in ``NUMBA_CACHE_DIR``, so that only the first import compiles.
 
 The permutation ``order_L`` sorts the ids of a lookup stably: ``ids_L[order_L]`` ascends. For U distinct ids,
 ``starts_V`` (U + 1) has the bounds of the runs of equal ids in the sorted ids.
@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Ints = npt.NDArray[np.signedinteger[Any]]
 Floats = npt.NDArray[np.floating[Any]]
 
-KEYS_END = 2**63 - 1  # for ``num_rows`` of ids that are any 64 bits; they are sorted as unsigned numbers
+KEYS_END = 2**63 - 1  # ``num_rows`` for ids of any 64 bits; such ids are sorted as unsigned numbers
 _DIGIT_BITS = 11  # the counters of a digit fit the first-level cache
 _DIGITS = 1 << _DIGIT_BITS
 _CACHE_LINE_BYTES = 64
@@ -31,7 +31,7 @@ _ROWS_AHEAD = 8  # prefetch distance: rows arrive in time, and are not evicted b
 
 
 def compiled(*signatures: str) -> Callable[[Function], Function]:
-    """Compile for these signatures when the module is imported, which is before roles are forked.
+    """Compile for these signatures during import, before roles are forked.
 
     Multiplications and additions may be fused, as in torch's gradients of weighted bags.
     """
@@ -48,7 +48,7 @@ def compiled(*signatures: str) -> Callable[[Function], Function]:
 
 @intrinsic
 def prefetch_row(typing_context: Any, matrix: Any, row: Any) -> tuple[Any, Callable[..., Any]]:
-    """Prefetch the cache lines of a row of a contiguous matrix.
+    """Prefetch the cache lines of a row in a contiguous matrix.
 
     Hardware prefetching follows streams, not lists of rows. A row beyond the matrix does no harm, since a
     prefetch does not read. Kernels must call this intrinsic directly. A function around it, even if inlined,
@@ -80,7 +80,7 @@ def prefetch_row(typing_context: Any, matrix: Any, row: Any) -> tuple[Any, Calla
 
 @compiled("int64(int64[::1], int64[::1], int64[::1])")
 def find_invalid_id(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
-    """Return the position of the first id that is not a row of its feature's table; -1 if there is none.
+    """Return the position of the first id that is no row of its feature's table; -1 if all are valid.
 
     Args:
         ends_K: where the ids of each feature end.
@@ -100,7 +100,7 @@ def find_invalid_id(ids_L: Ints, ends_K: Ints, num_rows_K: Ints) -> int:
     "void(int64[:,::1], int64[:,::1], int64[::1], int64[:,::1])",
 )
 def write_addresses(ids_KB: Ints, bases_KS: Ints, counts_K: Ints, out_BK: Ints) -> None:
-    """Write the address of each id, which is row ``id // count`` of shard ``id % count``."""
+    """Write the address of each id; an id is row ``id // count`` of shard ``id % count``."""
     for k in range(len(ids_KB)):
         count = counts_K[k]
         for b in range(ids_KB.shape[1]):
@@ -134,8 +134,8 @@ def write_bag_addresses(
 
     Args:
         offsets: where each bag starts, feature by feature (features * B + 1).
-        bases_FS: first address of each shard; negative for a shard whose ids are left out.
-        out_L: receives the addresses; has room for all ids of these features.
+        bases_FS: first address of each shard; negative to leave out the ids of a shard.
+        out_L: receives the addresses; must be large enough for all ids of these features.
         out_offsets: receives where each bag of ``out_L`` starts (B * F + 1).
         out_positions: receives the position of each id in ``ids_L``; not written if empty.
 
@@ -172,7 +172,7 @@ def group_ids(ids_L: Ints, num_rows: int) -> tuple[Ints, Ints, Ints]:
     The sort is a stable radix sort, which is linear in the number of ids.
 
     Args:
-        num_rows: all ids are less than this.
+        num_rows: upper bound of the ids; every id is less.
     """
     size = len(ids_L)
     keys, other_keys = ids_L, np.empty_like(ids_L)
@@ -261,7 +261,7 @@ def sum_rows(
     scale: float,
     rate: float,
 ) -> float:
-    """Sum the gradients of the bags of each distinct id, in order; write the sums, or add them to a table.
+    """Sum the gradients of all bags with a distinct id, in order; write the sums, or add them to a table.
 
     Args:
         starts_V: bounds of the runs of equal ids in ``sources_L``, for a block of the distinct ids.
@@ -269,8 +269,8 @@ def sum_rows(
         out_UD: receives the sums; not used with a table.
         weights_L: factor of the gradient of each id, in the order of the sorted ids; None for ones.
         rows_U: the distinct ids; needed for a table, and for max pooling.
-        winners_BD: for max pooling, the row of each maximum. A row gets only the columns of a gradient in
-            which it is the maximum. None for other pooling.
+        winners_BD: for max pooling, the row of each maximum. A row gets only those columns of a gradient in
+            which the row has the maximum. None for other pooling.
         table_RD: ``table_RD[rows_U] += rate * (scale * sums)``, in the same pass; or None.
 
     Returns:
@@ -291,7 +291,7 @@ def sum_rows(
             source = sources_L[i]
             if winners_BD is not None and rows_U is not None:
                 if i > first and source == sources_L[i - 1]:
-                    continue  # the gradient counts once for a row that a bag has twice
+                    continue  # a row that occurs twice in a bag gets the gradient once
                 for d in range(dim):
                     if winners_BD[source, d] == rows_U[u]:
                         sum_D[d] += grad_BD[source, d]
@@ -335,7 +335,7 @@ _PLACES = [_PLACE.format(f) for f in ("float32", "float64")]
 
 @compiled(*_PLACES)
 def scatter_columns(vectors_BFD: Floats, columns_F: Ints, out_BE: Floats) -> None:
-    """Write the vector of feature f to the columns from ``columns_F[f]`` on."""
+    """Write the vector of feature f to ``out_BE``, starting at column ``columns_F[f]``."""
     for b in range(len(vectors_BFD)):
         for f in range(len(columns_F)):
             for d in range(vectors_BFD.shape[2]):

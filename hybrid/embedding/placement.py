@@ -1,4 +1,4 @@
-"""Which worker holds which rows, and which side pools bags.
+"""The placement of rows on workers, and of pooling on workers or trainers.
 
 A table is on one worker (table-wise) or split over several (row-wise). A split is cyclic: of S shards, shard
 s holds rows s, s + S, s + 2S, ... Vocabularies number frequent values first, so with contiguous ranges the
@@ -6,9 +6,10 @@ worker with the first range would get most of the traffic. The keys of a growing
 its shards holds a range of keys.
 
 A worker that pools receives all ids, sends one vector per sample and feature, and receives as many gradients.
-For a split table, each of its workers does so. A trainer that pools requests each distinct row once, and
-sends the sum of its gradients. Which side moves fewer bytes depends on how often samples repeat rows. Equally
-likely ids have the most distinct rows, so they give an upper bound of the bytes that trainers move.
+For a split table, this applies to each of its workers. A trainer that pools requests each distinct row once,
+and sends the sum of the row's gradients. Which side moves fewer bytes depends on how often samples repeat
+rows. Equally likely ids have the most distinct rows, so they give an upper bound of the bytes that trainers
+move.
 """
 
 import math
@@ -24,8 +25,8 @@ from hybrid.embedding.table_spec import AddressKey, OptimizerSpec, Pooling, Tabl
 from hybrid.primitives.key_buckets import buckets_of_shard
 
 BYTES_PER_ID = 4  # an estimate: groups of more than 2^31 rows need 8
-# Trainers pool if they move less than this fraction of the bytes that pooling on workers moves. At half the
-# bytes, both take the same processor time, summed over all roles.
+# Trainers pool if this moves less than this fraction of the bytes of pooling on workers. At half the bytes,
+# both ways take the same processor time, summed over all roles.
 _MAX_FRACTION_OF_BYTES = 0.5
 _BYTES_PER_KEY = 43  # a slot of 16 bytes in a hash table that is 60 % full, and a record of 16 bytes
 # Splitting a smaller table saves little memory, and costs more requests per step.
@@ -48,12 +49,12 @@ class Shard:
 
     @property
     def buckets(self) -> range:
-        """The buckets of a growing table whose keys are in this shard; see ``key_buckets.py``."""
+        """The buckets of a growing table that belong to this shard; see ``key_buckets.py``."""
         return buckets_of_shard(self.index, self.count)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows and their optimizer state; of a growing table, at its ``max_rows``."""
+        """Bytes of the rows and their optimizer state; for a growing table, with ``max_rows`` rows."""
         num_rows = self.table.expected_rows // self.count if self.table.growth else self.num_rows
         return num_rows * bytes_per_row(self.table)
 
@@ -73,12 +74,12 @@ class ShardGroup:
 
     @property
     def shard_starts(self) -> list[tuple[Shard, int]]:
-        """Each shard, and its first row in the group."""
+        """Pairs of a shard and its first row in the group."""
         return list(zip(self.shards, self.starts, strict=True))
 
 
 class Location(NamedTuple):
-    """Location of a shard: it starts at row ``start`` of a group, whose index on its worker is ``number``."""
+    """Location of a shard: it starts at row ``start`` of group ``number`` on a worker."""
 
     worker: int
     number: int
@@ -93,7 +94,8 @@ class Placement:
 
     shards: tuple[Shard, ...]  # the shards, table by table, and within a table by index
     num_workers: int
-    # Names of the tables whose bags trainers pool, from distinct rows. Workers pool the bags of other tables.
+    # Names of the tables that are pooled by trainers, from distinct rows. Workers pool the bags of other
+    # tables.
     pooled_by_trainers: tuple[str, ...] = ()
 
     def of_worker(self, worker: int) -> tuple[Shard, ...]:
@@ -105,7 +107,7 @@ class Placement:
         return {s.table.name: (s.table.num_rows, s.table.dim, s.count) for s in self.shards}
 
     def groups(self, worker: int) -> tuple[ShardGroup, ...]:
-        """Return the groups of a worker. Both sides call this, since trainers address rows by group."""
+        """Return the groups of a worker. Trainers also call this, since they address rows by group."""
         keyed: dict[tuple[AddressKey, OptimizerSpec], list[Shard]] = {}
         for shard in self.of_worker(worker):
             keyed.setdefault((shard.table.address_key, shard.table.optimizer), []).append(shard)
@@ -140,7 +142,7 @@ def state_values_per_row(table: TableSpec) -> int:
 
 
 def bytes_per_row(table: TableSpec) -> int:
-    """Return the bytes of a row and its optimizer state, and of its key in a growing table."""
+    """Return the bytes of a row, its optimizer state, and, in a growing table, its key."""
     bytes_of_key = _BYTES_PER_KEY if table.growth else 0
     return (table.dim + state_values_per_row(table)) * table.bytes_per_value + bytes_of_key
 
@@ -156,7 +158,7 @@ def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> f
 
 
 def bag_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooling, list[float]]:
-    """Return the mean numbers of ids of the bags of a table, by pooling.
+    """Return the mean number of ids in a table's bags, by kind of pooling.
 
     A trainer that pools requests the rows of each kind of pooling separately.
 
@@ -172,7 +174,7 @@ def bag_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> dict[Pooli
 
 
 def unpooled_ids(table: TableSpec, ids_per_sample: Mapping[str, float]) -> tuple[float, int]:
-    """Return the mean number of ids, and of vectors, per sample of features that are not pooled."""
+    """Return the mean numbers of ids and of vectors per sample for features without pooling."""
     ids = 0.0
     vectors = 0
     for name in table.features:
@@ -192,16 +194,16 @@ def should_trainers_pool(
 ) -> bool:
     """Return whether trainers pool the bags of a table.
 
-    With ``pooled_by`` "auto", trainers pool if that moves clearly fewer bytes. Max pooling of a split table
-    is always on trainers: the gradient goes to the first of equal values in a bag. A worker that holds
-    some of the rows does not know which value is first. Trainers always pool the bags of growing tables, so
-    that workers receive each key once.
+    With ``pooled_by`` "auto", trainers pool if that moves clearly fewer bytes. Trainers always do max pooling
+    for a split table: the gradient goes to the first of equal values in a bag, and a worker with some of the
+    rows cannot tell which value is first. Trainers always pool the bags of growing tables, so that workers
+    receive each key once.
 
     Args:
         num_shards: number of workers that hold the table.
-        ids_per_sample: see :func:`bag_ids`. If it has no feature of the table, workers pool.
+        ids_per_sample: see :func:`bag_ids`. If the table has no feature in it, workers pool.
         samples: number of samples of a trainer's lookup; 0 if unknown.
-        wire_bytes_per_value: bytes of a value of vectors and gradients; None for the bytes in the rows.
+        wire_bytes_per_value: bytes of each sent value; None for the bytes of a value in the rows.
     """
     if table.growth is not None:
         return True
@@ -234,10 +236,10 @@ def place(
 ) -> Placement:
     """Place tables on workers, balancing bytes and traffic, and decide which side pools bags.
 
-    The largest tables are placed first (Graham's LPT rule, 1969). Each goes to the worker that minimizes the
-    sum of squares of all workers' fractions of bytes and of traffic. With placement "auto", a
-    table is split over all its allowed workers if it grows, or if its bytes exceed the mean of a worker and
-    reach ``MIN_SPLIT_BYTES``.
+    The largest tables are placed first (Graham's LPT rule, 1969). Each table goes to the worker that
+    minimizes the sum, over workers, of the squared fractions of bytes and of traffic. With placement "auto",
+    a table is split over all allowed workers in two cases: it grows, or its bytes exceed the mean bytes per
+    worker and are at least ``MIN_SPLIT_BYTES``.
 
     Args:
         ids_per_sample: mean number of ids of each multi-hot feature; 1 if absent.

@@ -1,8 +1,8 @@
-"""Stored rows that have values: tables of checkpoints, of exported folders, and of Parquet files, in blocks.
+"""Stored rows with values, in blocks: tables of checkpoints, exported folders and Parquet files.
 
-The values of a checkpoint or an exported folder are those of its encoder. Files are mapped into memory, and
-values are read in blocks, so a table may be larger than the memory. A Parquet file has a column of values, as
-in the data, and a column of vectors, as lists of numbers.
+The values for a checkpoint or an exported folder come from its encoder. Files are mapped into memory, and
+values are read in blocks, so a table may be larger than the memory. A Parquet file has a column of values as
+in the data, and a column of vectors (lists of numbers).
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ class SavedTable:
     """A table of a checkpoint or of an exported folder."""
 
     name: str
-    folder: StoragePath  # of its files and its encoder
+    folder: StoragePath  # folder of its files and its encoder
     checkpoint: Checkpoint | None  # None for an exported folder
-    # num_rows, dim: its shape.
+    # num_rows, dim: the shape of the table.
     num_rows: int
     dim: int
     optimizer: str  # name of the optimizer whose state is stored; empty if none is
-    # How its columns become rows, without vocabularies; empty if rows have no known values. Columns that
-    # share a table and have vocabulary "build" share the vocabulary.
+    # The encodings of the table's columns, without vocabularies; empty if the values of rows are unknown.
+    # Columns with vocabulary "build" that share a table share the vocabulary.
     encodings: tuple[SparseEncoding, ...]
 
     def blocks(self, bounds: tuple[float, ...] | None = None) -> Iterator[SavedRows]:
         """Yield all rows and their optimizer state, in the order of their numbers.
 
         Args:
-            bounds: of other buckets; then the rows are those of these buckets. Each has the row of the stored
-                bucket that holds its middle.
+            bounds: if given, yield one row per bucket of these bounds, instead of the stored buckets. A
+                bucket gets the row of the stored bucket that holds its middle.
 
         Raises:
-            CheckpointError, DataError: a file cannot be read, or has other rows than it should have.
+            CheckpointError, DataError: a file cannot be read, or its rows differ from the expected ones.
         """
         encoding = self.encodings[0]
         if encoding.num_rows > self.num_rows:
@@ -93,7 +93,7 @@ class SavedTable:
                     yield SavedRows(numbers, _offset_reader(read, start))
 
     def pending_keys(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Yield the pending keys of a growing table, and their records; only a checkpoint has them."""
+        """Yield the pending keys of a growing table and their records; only checkpoints have pending keys."""
         if self.checkpoint is not None and self.encodings[0].is_growing:
             for arrays in self._map_keys(self.checkpoint):
                 yield arrays["pending_keys"], records_of(arrays, PENDING)
@@ -144,13 +144,13 @@ def _offset_reader(read: ReadRows, first: int) -> ReadRows:
 
 
 def _matching_buckets(stored: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return the stored row of each row of a column of buckets, from the bounds of both."""
+    """Map each row of a column of buckets to a stored row, by the bounds ``stored`` and ``wanted``."""
     middles = np.concatenate([[-np.inf], (wanted[:-1] + wanted[1:]) / 2, [np.inf]])[: 1 + len(wanted)]
     return np.concatenate([[0], 1 + np.searchsorted(stored, middles, side="right")])
 
 
 def open_tables(folder: StoragePath) -> dict[str, SavedTable]:
-    """Return the tables of a checkpoint or of an exported folder, by name; nothing else of it is used.
+    """Return the tables of a checkpoint or exported folder, by name; read no other content.
 
     Raises:
         CheckpointError, DataError, ConfigError: the folder is neither, or one of its files cannot be read.
@@ -221,7 +221,7 @@ def parquet_blocks(source: str, table: str, dim: int) -> Iterator[SavedRows]:
 
 
 def _vectors(source: str, table: str, dim: int, first: int, vectors: Any) -> npt.NDArray[np.float64]:
-    """Return the vectors as (B, D); DataError, which counts rows from ``first``, if their form is wrong."""
+    """Return the vectors as (B, D); DataError if their form is wrong. ``first`` is the first row's number."""
     kind = vectors.type.value_type if is_list(vectors) else vectors.type
     if not is_list(vectors) or not (pa.types.is_floating(kind) or pa.types.is_integer(kind)):
         raise DataError(f"{source}: its second column holds {vectors.type}, not lists of numbers")

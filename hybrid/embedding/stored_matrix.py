@@ -1,4 +1,4 @@
-"""Blocks of stored rows, and matrices in files, whose rows have no values.
+"""Blocks of stored rows, and matrices in files; the rows of a matrix have no values.
 
 A matrix is a tensor in a safetensors file or in a NumPy file (``.npy``). A source is a path or URL;
 ``path#name`` selects one of several tensors of a safetensors file. A file in an object store is fetched.
@@ -26,19 +26,17 @@ from hybrid.storage.remote_path import is_url, parse_path
 
 _BLOCK_BYTES = 16 << 20
 
-# Returns "weight" (n, D) and the optimizer state of n rows, which are given by ascending indices.
+# Returns "weight" (n, D) and the optimizer state of the rows at n ascending indices.
 ReadRows: TypeAlias = Callable[[npt.NDArray[np.int64]], Mapping[str, npt.NDArray[Any]]]
 
 
 class SavedRows(NamedTuple):
     """Some stored rows."""
 
-    # What the rows belong to. Either values, as an Arrow array of texts, perhaps with a dictionary, and null
-    # for the row of missing and unknown values; or the numbers of the rows, as a NumPy array; of a growing
-    # table, their keys.
+    # The identities of the rows. Either values: an Arrow array of texts, perhaps with a dictionary, with null
+    # for the row of missing and unknown values. Or row numbers (for a growing table, keys): a NumPy array.
     keys: Any
-    # Function that returns "weight" (n, D) and the optimizer state of n of these rows, from their indices in
-    # ``keys``.
+    # Function from n indices into ``keys`` to "weight" (n, D) and the optimizer state of these rows.
     read: ReadRows
     # Records of the keys of a growing table in a checkpoint (``key_maps.py``).
     records: npt.NDArray[np.int64] | None = None
@@ -67,7 +65,7 @@ def matrix_blocks(source: str, shape: tuple[int, int]) -> Iterator[SavedRows]:
     """Yield the rows of a matrix of floating-point values.
 
     Raises:
-        DataError: see :func:`open_matrix`; or the matrix does not have the shape.
+        DataError: see :func:`open_matrix`; or the matrix has another shape.
     """
     with open_matrix(source) as matrix:
         num_rows, dim = matrix.shape
@@ -82,7 +80,7 @@ def matrix_blocks(source: str, shape: tuple[int, int]) -> Iterator[SavedRows]:
 
 
 def rows_of(rows_BD: npt.NDArray[Any]) -> ReadRows:
-    """Return the function of a :class:`SavedRows` whose rows are in memory, without optimizer state."""
+    """Return the read function for a :class:`SavedRows` of rows in memory, without optimizer state."""
     return lambda index: {"weight": rows_BD[index]}
 
 

@@ -11,7 +11,7 @@ from hybrid.updates.ticket import Ticket
 
 
 class LookupRequest(NamedTuple):
-    """The arguments of :meth:`TableSource.lookup`, for a message that also has gradients."""
+    """The arguments of :meth:`TableSource.lookup`, for a message that also carries gradients."""
 
     ticket: Ticket
     items: Sequence[Item]
@@ -34,6 +34,6 @@ class TableSource(Protocol):
         """Send the gradients of a prefetched lookup, one per item, in the order of the items.
 
         Args:
-            following: a lookup in the same message; the result has its tensors. Gradients that complete an
-                update are then applied in this call; see :meth:`UpdateBarrier.contribute`.
+            following: a lookup in the same message; its vectors are the result. With it, gradients that
+                complete an update are applied in this call; see :meth:`UpdateBarrier.contribute`.
         """

@@ -41,7 +41,7 @@ class OptimizerSpec:
 
     @property
     def has_momentum(self) -> bool:
-        """Whether a step depends on the gradients of earlier steps by a momentum."""
+        """Whether a step depends on the gradients of earlier steps through momentum."""
         return self.name in ("momentum", "adam", "adamw")
 
     @property
@@ -52,13 +52,13 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True)
 class GrowthSpec:
-    """How a table with keys instead of row numbers gains and loses rows (see ``growing_group.py``)."""
+    """The rules for adding and evicting rows of a table with keys (see ``growing_group.py``)."""
 
-    admit_after: int = 1  # number of steps that must have read a key before it gets a row
+    admit_after: int = 1  # number of steps that read a key before it gets a row
     max_rows: int = 0  # the largest number of rows; 0 for no limit
-    evict_after: int = 0  # steps without a lookup after which a key loses its row; 0 for never
-    half_life: int = 10_000  # steps after which the count of the steps that have read a key is halved
-    # What a key without a row reads in evaluations and predictions: its "initial" row, or "zeros".
+    evict_after: int = 0  # number of steps without a lookup after which a key loses its row; 0 for never
+    half_life: int = 10_000  # interval in steps at which the counts for ``admit_after`` are halved
+    # The vector of a key without a row in evaluations and predictions: its "initial" row, or "zeros".
     unknown: str = "initial"
 
 
@@ -78,33 +78,33 @@ class TableSpec:
     workers: tuple[int, ...] = ()  # indices of the allowed workers; empty for any
     bytes_per_value: int = 4  # bytes of a value of the rows and their optimizer state
     initial: str = ""  # file or folder of initial rows (see ``initial_rows.py``); empty for random ones
-    # If ``initial`` is the folder of a checkpoint or of exported tables, the table in it.
+    # If ``initial`` is the folder of a checkpoint or of exported tables, the name of the table there.
     initial_table: str = ""
     has_initial_state: bool = False  # whether ``initial`` has the state of the same optimizer
     # "uniform" in [-init_scale, init_scale], "normal" with this standard deviation, or "zeros".
     init: str = "uniform"
     poolings: tuple[Pooling, ...] = ()  # pooling of each feature, if not all are ``pooling``
-    keys: str = ""  # for initial rows by value, folder of the prepared data whose encoder maps values to rows
-    # Maximum length of each feature that is a sequence, and 0 for a pooled feature; empty if all are pooled.
+    keys: str = ""  # for initial rows by value: folder of prepared data with the encoder from values to rows
+    # For each feature, the maximum length of a sequence, or 0 if it is pooled; empty if all are pooled.
     sequences: tuple[int, ...] = ()
-    sequence: int = 0  # maximum length of the feature of a table from for_feature; 0 if it is pooled
-    # Which side pools bags: "workers", "trainers", or "auto" for the placement to decide.
+    sequence: int = 0  # for a table from for_feature: maximum length of the sequence; 0 if pooled
+    # The side that pools bags: "workers", "trainers", or "auto" if the placement decides.
     pooled_by: str = "auto"
-    # Of a growing table, whose ids are 64-bit keys; None for a table with a fixed number of rows.
+    # The rules of a growing table, whose ids are 64-bit keys; None for a fixed number of rows.
     growth: GrowthSpec | None = None
 
     @property
     def expected_rows(self) -> int:
-        """Number of rows; of a growing table, its ``max_rows``, which is 0 without a limit."""
+        """Number of rows; for a growing table ``max_rows``, which is 0 without a limit."""
         return self.growth.max_rows if self.growth else self.num_rows
 
     @property
     def address_key(self) -> AddressKey:
-        """Tables with the same key share one range of row numbers; a growing table shares with no other."""
+        """Tables with equal keys share one range of row numbers; a growing table has a unique key."""
         return self.dim, self.name if self.growth else ""
 
     def for_feature(self, feature: str) -> TableSpec:
-        """Return a copy whose ``pooling`` and ``sequence`` are those of one feature."""
+        """Return a copy with the ``pooling`` and ``sequence`` of one feature."""
         if not (self.poolings or self.sequences):
             return self
         index = self.features.index(feature)
@@ -126,7 +126,7 @@ class TableSpec:
 
     @property
     def width(self) -> int:
-        """Number of values per sample: of a vector, or of the vectors of a sequence and its length."""
+        """Number of values per sample: in a vector, or in the vectors of a sequence plus its length."""
         return self.num_vectors * self.dim + bool(self.sequence)
 
 

@@ -33,7 +33,7 @@ class LabelReport:
     name: str
     kind: str
     count: int  # number of samples with a weight above 0 for the task
-    # mean, lowest, highest: statistics of their labels; None without samples.
+    # mean, lowest, highest: statistics of the labels of these samples; None without samples.
     mean: float | None = None
     lowest: float | None = None
     highest: float | None = None
@@ -43,7 +43,7 @@ class LabelReport:
 
     @property
     def only(self) -> float | None:
-        """The label that all samples of a classification task have; None if labels differ."""
+        """The only label in a classification task; None if labels differ."""
         return self.lowest if self.kind != "regression" and self.lowest == self.highest else None
 
 
@@ -53,7 +53,7 @@ class DatasetReport:
 
     num_rows: int
     labels: tuple[LabelReport, ...]  # of each task; empty without labels
-    # Invalid rows of the input that were skipped; held-out splits count them in "train".
+    # Skipped invalid rows of the input. For held-out splits, the report of "train" has them.
     bad_rows: InvalidRowReport
     unknown: tuple[UnknownValues, ...] = ()  # unknown categorical values by column; empty for synthetic data
 
@@ -72,7 +72,7 @@ class DataManifest:
 
     input_spec: InputSpec
     splits: dict[str, DatasetReport]
-    inputs: dict[str, tuple[InputFile, ...]]  # the input files of each split; a held-out split has none
+    inputs: dict[str, tuple[InputFile, ...]]  # input files of each split; none for a held-out split
     stored: dict[str, StoredFile]  # checksums of every other file, by its path in the folder
 
     @classmethod
@@ -83,7 +83,7 @@ class DataManifest:
         splits: dict[str, DatasetReport],
         inputs: dict[str, tuple[InputFile, ...]] | None = None,
     ) -> None:
-        """Write the manifest of ``folder``, which has all other files already."""
+        """Write the manifest of ``folder``; all other files must be in the folder."""
         stored = {
             str(path.relative_to(folder)): StoredFile(compute_sampled_checksum(path), compute_checksum(path))
             for path in sorted(folder.rglob("*"))
@@ -115,7 +115,7 @@ class DataManifest:
             raise DataError(f"{path}: cannot be read ({error})") from error
 
     def check(self, folder: Path, split: str) -> None:
-        """Raise DataError if the split, or a file of it, is missing, or a sampled checksum differs."""
+        """Raise DataError if the split or one of its files is missing, or a sampled checksum differs."""
         if split not in self.splits:
             raise DataError(f"{folder / FILE_NAME}: has no split {split}")
         for name, file in self.stored.items():
@@ -151,7 +151,7 @@ class DataManifest:
 def checkpoint_contents(
     config: RunConfig, data: StoragePath | None
 ) -> tuple[dict[str, str], dict[str, StoragePath]]:
-    """Return the texts and vocabularies of a checkpoint by name; ``data`` has the prepared data, if any."""
+    """Return texts and vocabularies for a checkpoint, by name; ``data`` is the prepared data's folder."""
     texts = {CONFIG_FILE: signed_toml(config)}
     if data is None:
         return texts, {}

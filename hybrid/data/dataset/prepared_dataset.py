@@ -38,7 +38,7 @@ from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.primitives.grouping import ranking_totals
 from hybrid.storage.file_formats import map_array
 
-_TYPES: dict[str, tuple[npt.DTypeLike, ...]] = {  # of arrays; int64 for those that are not here
+_TYPES: dict[str, tuple[npt.DTypeLike, ...]] = {  # types of arrays; other arrays are int64
     "labels": (np.uint8, np.float32),
     **dict.fromkeys(("dense", "weights"), (np.float32,)),
     "ids": (np.int32, np.int64),
@@ -77,7 +77,7 @@ class PreparedDataset:
         self._weights, self._groups = arrays.get("weights"), arrays.get("groups")
         self.has_groups = self._groups is not None
         self.group_rows, self.group_starts = arrays.get("group_rows"), arrays.get("group_starts")
-        self._bags = {  # of each multi-hot feature, its ids, offsets and weights
+        self._bags = {  # ids, offsets and weights of each multi-hot feature
             k: (arrays[f"bag_{k}_ids"], arrays[f"bag_{k}_offsets"], arrays.get(f"bag_{k}_weights"))
             for k, feature in enumerate(self.input_spec.sparse_features)
             if feature.multi_hot
@@ -85,7 +85,7 @@ class PreparedDataset:
 
     @property
     def ids_per_sample(self) -> dict[str, float]:
-        """The mean number of ids of each multi-hot feature; the others have exactly one."""
+        """The mean number of ids of each multi-hot feature; other features have exactly one id."""
         names = [feature.name for feature in self.input_spec.sparse_features if feature.multi_hot]
         pairs = zip(names, self._bags.values(), strict=True)
         return {name: len(ids_L) / max(1, self.num_samples) for name, (ids_L, *_) in pairs}
@@ -110,7 +110,7 @@ class PreparedDataset:
         total_weights: Tensor | None = None,
         total_groups: Tensor | None = None,
     ) -> Batch:
-        """Return the samples ``rows`` (B,), in that order, as a slice of a step of ``global_size`` samples.
+        """Return the samples ``rows`` (B,), in this order, as a slice of a step with ``global_size`` samples.
 
         Args:
             total_weights: :meth:`total_weights` of all samples of the step.
@@ -133,7 +133,7 @@ def map_arrays(folder: Path, manifest: DataManifest, split: str) -> dict[str, np
     """Map all arrays of a split into memory, by their names.
 
     Raises:
-        DataError: an array is missing, cannot be read, or has another type or length than a prepared one.
+        DataError: an array is missing, cannot be read, or has a wrong type or length.
     """
     arrays, num_rows = {}, manifest.splits[split].num_rows
     features = enumerate(manifest.input_spec.sparse_features)
@@ -161,7 +161,7 @@ def map_arrays(folder: Path, manifest: DataManifest, split: str) -> dict[str, np
 def positions(
     offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the positions of the items of the bags ``rows``, one bag after the other, and their lengths.
+    """Return the positions of all items in the bags ``rows``, bag by bag, and the lengths of the bags.
 
     Args:
         offsets: the start of each bag, and the end of the last.
@@ -218,14 +218,14 @@ def block_batch(block: EncodedBlock, spec: InputSpec, targets: Targets | None = 
 
 
 class SplitPosition(NamedTuple):
-    """A position in the arrays of a split: numbers of samples and of values per sparse column before it."""
+    """A position in the arrays of a split: the numbers of preceding samples, and of values by column."""
 
     row: int
     values_K: npt.NDArray[np.int64]
 
 
 class LabelSums(NamedTuple):
-    """Sums of the labels of T tasks, over the samples of a block that count for each task."""
+    """Sums of the labels of T tasks; each sum is over the samples of a block with a weight for the task."""
 
     counts_T: npt.NDArray[np.int64]
     sums_T: npt.NDArray[np.float64]
@@ -263,7 +263,7 @@ def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums])
 
 
 def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: SplitPosition) -> None:
-    """Create the arrays of a split, whose last sample is before ``end``."""
+    """Create the arrays of a split with the sizes in ``end``."""
     folder.mkdir(parents=True, exist_ok=True)
     features = spec.sparse_features
     multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]
@@ -294,7 +294,7 @@ def create_arrays(folder: Path, spec: InputSpec, targets: TargetSpec, end: Split
 
 
 class SplitWriter:
-    """Writes samples into the arrays of a split from ``start`` on; ``label_sums`` has the sums by block."""
+    """Writes samples into the arrays of a split, from ``start`` on; sums labels by block."""
 
     def __init__(self, folder: Path, spec: InputSpec, start: SplitPosition) -> None:
         self._arrays = {path.stem: np.load(path, mmap_mode="r+") for path in folder.glob("*.npy")}
@@ -314,7 +314,7 @@ class SplitWriter:
         self.label_sums.append(LabelSums.of(targets))
 
     def _put(self, start: int, **arrays: npt.NDArray[Any] | None) -> None:
-        """Write the next rows of some arrays; None for those that the split lacks."""
+        """Write the next rows of some arrays; None for an array that the split lacks."""
         for name, rows in arrays.items():
             if rows is not None:
                 self._arrays[name][start : start + len(rows)] = rows

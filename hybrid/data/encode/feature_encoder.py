@@ -43,7 +43,7 @@ FORMAT_VERSION = 4
 # Unknown values are excessive if they exceed the expected fraction by _EXCESS, and are at least _MIN_UNKNOWN.
 _EXCESS, _MIN_UNKNOWN = 0.1, 10
 
-Ids: TypeAlias = npt.NDArray[np.signedinteger[Any]]  # int32, or int64 if some of them are keys
+Ids: TypeAlias = npt.NDArray[np.signedinteger[Any]]  # int32, or int64 if some ids are keys
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class SparseEncoding:
     # of a number), or "grow" (keys instead of rows; see compute_keys).
     vocabulary: str
     num_rows: int  # rows of the table, row 0 included; 0 for a growing table
-    # Whether a sample may hold any number of values; otherwise several count as unknown.
+    # Whether a sample may hold any number of values; otherwise, several values count as an unknown value.
     multi_hot: bool = False
-    # Of vocabulary "build", the known values by falling frequency, in canonical texts.
+    # For vocabulary "build", the canonical texts of the known values, by falling frequency.
     values: Vocabulary | None = None
     expected_unknown: float = 0.0  # unknown fraction in rows like the training rows; see UnknownValues
-    bounds: tuple[float, ...] = ()  # the lower bound of each bucket but the lowest
+    bounds: tuple[float, ...] = ()  # the lower bound of each bucket except the lowest
     weighted: bool = False  # whether the ids have weights; such a feature is multi-hot
 
     @property
@@ -102,7 +102,7 @@ class SparseEncoding:
         return np.array([int(v) if v and v.isdecimal() and int(v) <= last else 0 for v in texts], np.int32)
 
     def encode(self, column: pa.Array) -> Ids | EncodedBags:
-        """Return the table rows, or keys, of a column of a ``RawBlock``; integers in it are rows already."""
+        """Return the table rows, or keys, of a column of a ``RawBlock``; integers are already rows."""
         if self.vocabulary == "buckets":
             numbers_B = column.to_numpy(zero_copy_only=False)
             rows_B = 1 + np.searchsorted(np.array(self.bounds), numbers_B, side="right")
@@ -129,19 +129,19 @@ class SparseEncoding:
 
 @dataclass(frozen=True, slots=True)
 class UnknownValues:
-    """The values of one categorical column of a split that the training rows do not have.
+    """The unknown values of a categorical column in a split: the training rows do not have them.
 
     The expected fraction is a leave-one-out estimate (Good, 1953): the fraction of training rows whose value
-    would be unknown if it were counted in the other rows only. A far larger fraction means that the new rows
-    are other data, or write values differently. Rows later than all training rows have no expected fraction,
-    because new users and items appear with time.
+    would be unknown if the vocabulary came from all other rows. A far larger fraction means that the new rows
+    are from different data, or spell values differently. Rows later than all training rows have no expected
+    fraction, because new users and items appear with time.
     """
 
     name: str
     count: int  # number of unknown values; 0 with ``vocabulary = hash``
     num_values: int  # number of values, missing ones excluded
-    expected: float | None  # the fraction that is unknown in rows like the training rows; None for later rows
-    # Number of rows with several values, which a column of one value per row counts as unknown.
+    expected: float | None  # expected unknown fraction in rows like the training rows; None for later rows
+    # Number of rows with several values in a column of one value per row; they count as unknown.
     several: int = 0
 
     @property
@@ -168,7 +168,7 @@ class EncodedBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureEncoder:
-    """The encoder of parsed rows, the same for training, evaluation and prediction."""
+    """The encoder of parsed rows, for training, evaluation and prediction."""
 
     # dense, sparse: one encoding for each column, in the order of the tensors of a batch.
     dense: tuple[DenseEncoding, ...]
@@ -176,7 +176,7 @@ class FeatureEncoder:
 
     @classmethod
     def of_rows(cls, spec: InputSpec) -> FeatureEncoder:
-        """Return the encoder of a model trained on batches, which changes neither numbers nor ids."""
+        """Return the identity encoder of a model trained on batches: numbers and ids stay unchanged."""
         dense = tuple(map(DenseEncoding, spec.dense_features))
         sparse = [
             SparseEncoding(f.name, "identity", f.num_rows, f.multi_hot or f.weighted, weighted=f.weighted)
@@ -236,7 +236,8 @@ class FeatureEncoder:
         """Load the encoder that ``save`` wrote; DataError if it is missing, invalid or of another version.
 
         Args:
-            with_values: whether to read the vocabularies; :func:`open_values` reads one of them in blocks.
+            with_values: whether to read the vocabularies; :func:`open_values` reads a single vocabulary in
+                blocks.
         """
         path = folder / FILE_NAME
         content = _read_json(path)
@@ -291,7 +292,8 @@ def transform_columns(
 def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBlock) -> npt.NDArray[np.int64]:
     """Return counts of K categorical columns of a block, (3, K), as in :class:`UnknownValues`.
 
-    These are the unknown values, all values, and the rows with several values in a column of one per row.
+    The three counts are unknown values, all values, and rows with several values in a column of one value per
+    row.
     """
     counts: npt.NDArray[np.int64] = np.zeros((3, len(encoder.sparse)), np.int64)
     one_id, bags = iter(encoded.ids_BK.T), iter(encoded.bags)
@@ -322,13 +324,13 @@ def report_unknown(
 
 
 def vocabulary_files(folder: StoragePath) -> dict[str, StoragePath]:
-    """Return the vocabulary file of prepared data or a checkpoint by name, if any; DataError if missing."""
+    """Map the name of the vocabulary file to its path, if the encoder has one; DataError if it is missing."""
     sha256 = _read_json(folder / FILE_NAME).get("vocabularies")
     return {} if sha256 is None else {f"{sha256}.parquet": _find_vocabularies(folder, sha256)}
 
 
 def _read_json(path: StoragePath) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if the file has another JSON value."""
+    """Return the JSON object in a file; an empty object for any other JSON value."""
     try:
         content = parse_json(read_text(path))
     except (OSError, ValueError) as error:
@@ -357,7 +359,7 @@ def _open_vocabularies(folder: StoragePath, sha256: Any) -> Iterator[VocabularyF
 
 
 def _sparse_encoding(content: Any, known: Sequence[Vocabulary] | None) -> SparseEncoding:
-    """Return an encoding from JSON, which has the index of one of the ``known`` vocabularies, or null."""
+    """Create an encoding from JSON, in which a vocabulary is an index into ``known``, or null."""
     index = content.pop("values")
     if index is not None and (type(index) is not int or index < 0):
         raise TypeError("values must be the index of a vocabulary")

@@ -30,11 +30,11 @@ MAX_KEPT = 1 << 20
 
 
 class Moments(NamedTuple):
-    """Mean, deviation and range of F transformed columns, without NaN."""
+    """Mean, deviation and range of F transformed columns; NaN is ignored."""
 
-    num_rows: int  # number of rows, with NaN
+    num_rows: int  # number of rows, including NaN
     count_F: npt.NDArray[np.int64]  # numbers that are not NaN
-    mean_F: npt.NDArray[np.float64]  # their mean
+    mean_F: npt.NDArray[np.float64]  # mean of these numbers
     squares_F: npt.NDArray[np.float64]  # sum of the squared differences from the mean
     # lowest_F, highest_F: smallest and largest number.
     lowest_F: npt.NDArray[np.float64]
@@ -42,7 +42,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, dense_BF: npt.NDArray[np.float64], transforms: Sequence[str]) -> Moments:
-        """Compute the moments of B rows of numbers as the files hold them."""
+        """Transform B rows of numbers from files, and compute their moments."""
         dense_BF = transform_columns(dense_BF, transforms)
         given_BF = ~np.isnan(dense_BF)
         count_F = given_BF.sum(0)
@@ -53,7 +53,7 @@ class Moments(NamedTuple):
         return cls(len(dense_BF), count_F, mean_F, squares_F, lowest_F, highest_F)
 
     def plus(self, block: Moments) -> Moments:
-        """Return the moments of the rows of both (Chan et al., 1979)."""
+        """Return the moments of the rows of both blocks (Chan et al., 1979)."""
         total_F = np.maximum(self.count_F + block.count_F, 1)
         delta_F = block.mean_F - self.mean_F
         return Moments(
@@ -91,8 +91,8 @@ class Quantiles:
 
     Quantiles of up to ``MAX_KEPT`` numbers are exact. More numbers are replaced by ``MAX_KEPT / 2`` of them,
     at evenly spaced ranks and with equal weights. A replacement shifts a rank by at most half of that
-    spacing. After N numbers, all shifts of a rank add up to at most N / (4 * (MAX_KEPT / 2) ** 2) of N: a
-    thousandth for a billion numbers.
+    spacing. After N numbers, the total shift of a rank is at most N * (N / MAX_KEPT ** 2), or 0.1 % of N for
+    a billion numbers.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Quantiles:
                 self._weights = np.full(half, step)
 
     def bounds(self, buckets: int) -> tuple[float, ...]:
-        """Return the lower bounds of equally full buckets except the lowest; fewer if numbers are equal."""
+        """Return the inner bounds of equally full buckets, without duplicates or the lowest number."""
         if not len(self._values):
             return ()
         values, ends = self._sort()
@@ -154,8 +154,7 @@ class FittedStatistics:
 
     Attributes:
         several_K: whether a row of a column of data.sparse has several values.
-        quantiles_K: quantiles of the columns whose buckets are bounded by quantiles; without numbers for
-            others.
+        quantiles_K: quantiles of the columns with quantile buckets; empty for other columns.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -167,7 +166,7 @@ class FittedStatistics:
 def group_by_vocabulary(
     columns: Sequence[Column], tables: Mapping[str, TableSection]
 ) -> dict[str, list[int]]:
-    """Return the indices of the columns of each vocabulary.
+    """Group the indices of the columns by their vocabulary.
 
     Columns that share a table share its vocabulary, so a value has the same row for each of them.
     """
@@ -180,7 +179,7 @@ def group_by_vocabulary(
 
 
 def bucketed_numbers(column: Column, values: pa.Array) -> npt.NDArray[np.float64]:
-    """Return the numbers of a column whose buckets are bounded by quantiles; empty for other columns."""
+    """Return the numbers of a column with quantile buckets; return none for other columns."""
     return np.asarray(values.drop_null()) if column.quantiles else np.empty(0)
 
 
@@ -190,11 +189,11 @@ def has_several_values(column: pa.Array) -> bool:
 
 
 def rank(counts: Sequence[ValueCounts]) -> tuple[ValueCounts, list[npt.NDArray[np.int64]]]:
-    """Add up counts of several blocks or columns, and rank the values.
+    """Add up the counts of several blocks or columns, and rank the values.
 
     Returns:
-        The ranked values; and for each of ``counts`` the ranks of its values, from 1, or 0 for values of
-        total count 0.
+        The ranked values; and for each element of ``counts``, the ranks of its values. Ranks start at 1; a
+        value with a total count of 0 has rank 0.
     """
     if not counts:
         return ValueCounts(pa.array([], pa.large_string()), np.empty(0, np.int64)), []

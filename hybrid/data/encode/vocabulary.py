@@ -1,7 +1,7 @@
-"""Vocabularies: the known values of categorical columns, and the Parquet file that holds them.
+"""Vocabularies, which are the known values of categorical columns, and their Parquet file.
 
-In memory, a value takes the bytes of its text and 20 more: 8 for its offset, and 12 for its 64-bit hash and
-its index. After a match of hashes, the texts are compared.
+In memory, a value takes the bytes of its text and 20 more: 8 for the offset of the text, and 12 for its
+64-bit hash and the index. If hashes are equal, texts are compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybrid.storage.remote_path import StoragePath
 
 _COLUMN, _SIZES = "value", b"sizes"
 _GROUP_ROWS = 1 << 20
-# Pages of other encodings can repeat values, so a small file could hold gigabytes.
+# Pages with other encodings can repeat values, so a small file could expand to gigabytes.
 _ENCODINGS = {"DELTA_LENGTH_BYTE_ARRAY", "PLAIN", "RLE", "BIT_PACKED"}
 _EMPTY = pa.array([], pa.large_string())
 _HASHED_AT_ONCE = 1 << 20
@@ -95,7 +95,7 @@ def text_bounds(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
 
 
 def _hash(texts: pa.LargeStringArray) -> npt.NDArray[np.uint64]:
-    """Return a 64-bit hash of each text: the sum of its bytes times factors of their positions, mixed."""
+    """Return a 64-bit hash of each text: the mixed sum of its bytes, each times a factor of its position."""
     hashes = [np.empty(0, np.uint64)]
     for start in range(0, len(texts), _HASHED_AT_ONCE):
         block = texts.slice(start, _HASHED_AT_ONCE)
@@ -110,7 +110,7 @@ def _hash(texts: pa.LargeStringArray) -> npt.NDArray[np.uint64]:
 
 
 def write_vocabularies(path: Path, vocabularies: Sequence[Vocabulary]) -> None:
-    """Write vocabularies one after the other; the metadata of the file hold their sizes."""
+    """Write vocabularies one after the other, and their sizes into the metadata of the file."""
     sizes = json.dumps([len(each) for each in vocabularies])
     schema = pa.schema([pa.field(_COLUMN, pa.large_string(), False)], {_SIZES: sizes.encode()})
     with pq.ParquetWriter(

@@ -1,4 +1,4 @@
-"""The columns of a file, and those that are required."""
+"""The columns of a file, and the required columns."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class TableBlock(NamedTuple):
 class Layout:
     """The columns of a file and the format of its fields."""
 
-    data: DataSection  # the section [data]; if the format defines the columns, with their names
+    data: DataSection  # the section [data], with the names of columns that the format defines
     # dense, sparse: the columns that the model reads.
     dense: tuple[Column, ...]
     sparse: tuple[Column, ...]
     targets: TargetSpec  # labels, weights and groups
-    with_labels: bool  # whether the columns of targets are read; if not, the file may lack them
+    with_labels: bool  # whether the columns of targets are read; if not, a file may lack them
     quotes: bool  # whether fields may be quoted with ``"``
-    # Further columns that are read without conversion, as pairs of configuration key and column.
+    # Pairs of a configuration key and a further column, which is read without conversion.
     passthrough: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -100,12 +100,12 @@ class Layout:
 
     @property
     def delimiter(self) -> str:
-        """One character that stands for ``data.delimiter``, which may be longer, in lines."""
+        """The character in lines that replaces ``data.delimiter``, which may be longer."""
         return self.data.delimiter if len(self.data.delimiter) == 1 else "\x1f"
 
     @property
     def without_holdouts(self) -> Layout:
-        """The layout of files whose rows are all of one split."""
+        """The layout for files whose rows all belong to one split."""
         data = dataclasses.replace(self.data, split="none", validation="none")
         return dataclasses.replace(self, data=data)
 
@@ -117,7 +117,7 @@ class Layout:
         """Check that a file has every required column exactly once.
 
         Args:
-            names: the columns of the file. Its path may have others (:func:`path_columns`).
+            names: the columns of the file. Its path may have further columns (:func:`path_columns`).
 
         Raises:
             ConfigError: a required column is missing.
@@ -146,7 +146,7 @@ class Layout:
 
 
 def create_file_section(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec) -> DataSection:
-    """Return the section [data] for new files of a trained model: its file format, with the model's columns.
+    """Return the section [data] for new files of a trained model, with the format of the files.
 
     Raises:
         ConfigError: a multi-hot feature in CSV files has no separator.

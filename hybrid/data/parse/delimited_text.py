@@ -1,8 +1,8 @@
 """Delimited text, plain or compressed, in blocks of columns with exact line numbers.
 
 pyarrow parses a block of complete lines in one thread, every field as a string. A row is one line. A quoted
-field cannot hold a line break; if one does, its lines are one invalid row. A stray quote invalidates its own
-line, and not the lines after it.
+field cannot hold a line break; if it does, its lines are one invalid row. A stray quote invalidates its line,
+but not the following lines.
 """
 
 import csv
@@ -33,7 +33,7 @@ STDIN = Path("standard input")  # the name in messages
 BLOCK_BYTES = 16 << 20
 PEEK_BYTES, PEEK_LINES = 1 << 20, 100
 MAX_LINE_BYTES = 16 << 20
-MAX_RECORD_BYTES = 64 << 10  # bytes within which an open quote must be closed
+MAX_RECORD_BYTES = 64 << 10  # maximum number of bytes from an open quote to its end
 # Every line takes memory, even if it is invalid or blank, and 16 MiB may hold 16 million empty lines.
 _MAX_BLOCK_LINES = 1 << 18
 _MAX_BLOCK_BYTES = 1 << 30
@@ -42,14 +42,14 @@ _PACKED_BYTES = 4 << 20  # compressed bytes of one read
 _READ_BYTES = 1 << 20  # bytes of one read of a file descriptor
 _OPEN_QUOTE = "a quote is not closed"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# How compressed files begin, and what opens them.
+# The first bytes of compressed files, and the functions that open the files.
 _UNPACKERS: dict[bytes, Callable[[IO[bytes]], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": partial(pa.CompressedInputStream, compression="bz2"),
     b"\x28\xb5\x2f\xfd": partial(pa.CompressedInputStream, compression="zstd"),
 }
 PACKED = (gzip.GzipFile, pa.NativeFile)  # the types of compressed files that open_text yields
-# How zip, xz, 7z and Parquet files and UTF-16 text begin.
+# The first bytes of zip, xz, 7z and Parquet files and UTF-16 text.
 _NOT_TEXT = (b"PK\x03\x04", b"\xfd7zXZ", b"7z\xbc\xaf", b"PAR1", b"\xff\xfe")
 
 
@@ -59,9 +59,9 @@ def read_lines(
     """Yield the required columns of a segment of a text file; its lines are numbered from 1.
 
     Args:
-        chunks: the bytes of the segment, which starts and ends at a :func:`find_record_start` or an end of
-            the file.
-        is_start: whether the file begins with the segment.
+        chunks: the bytes of the segment. It starts and ends at results of :func:`find_record_start`, or at an
+            end of the file.
+        is_start: whether the segment is at the start of the file.
     """
     with open_text(path) as file:
         head = file.read(PEEK_BYTES)
@@ -69,7 +69,7 @@ def read_lines(
 
 
 def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
-    """Yield the required columns of text chunks, each row once it is complete; messages name ``path``."""
+    """Yield the required columns of text chunks; yield a row once it is complete. Messages name ``path``."""
     blocks = _cut_to_lines(path, chunks, True, layout)
     head = b""
     for block in blocks:
@@ -84,7 +84,7 @@ def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> I
 
 
 def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
-    """Return the start of the first row that is not complete before byte ``at`` of a plain text file."""
+    """Return the start of the first row in a plain text file that ends after byte ``at``."""
     with open_text(path) as file:
         names, _ = read_header(path, file.read(PEEK_BYTES), layout)
         for size in (2 * MAX_RECORD_BYTES, MAX_LINE_BYTES + 2 * MAX_RECORD_BYTES):
@@ -105,7 +105,7 @@ def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
 def _parse_blocks(
     path: StoragePath, head: bytes, blocks: Iterator[bytes], layout: Layout, is_start: bool
 ) -> Iterator[TableBlock]:
-    """Yield the required columns of ``blocks``, lines of a file that starts with ``head``."""
+    """Yield the required columns of ``blocks``: the lines of a file that starts with ``head``."""
     names, header_lines = read_header(path, head, layout)
     parser = _Parser(names, layout)
     line = 1
@@ -116,7 +116,7 @@ def _parse_blocks(
 
 
 class _Lines:
-    """The lines of a block, and which of them are kept as rows.
+    """The lines of a block, and a mask of the lines that are rows.
 
     Args:
         block: complete lines, each with a line feed.
@@ -147,9 +147,9 @@ class _Parser:
         self._width = len(names)
         self._quotes = layout.quotes
         self._long_delimiter, self._delimiter = layout.data.delimiter, layout.delimiter
-        # pyarrow gets positions as names, since a header may hold the same name twice.
+        # Positions serve as names for pyarrow, since a header may hold the same name twice.
         keys = [str(i) for i in range(self._width)]
-        # The path of the file has the other required columns. At least one column tells the number of rows.
+        # The path of the file has the other required columns. One column is always read, to count rows.
         found = [name for name in layout.required if name in names] or names[:1]
         self._required = {name: keys[names.index(name)] for name in found}
         self._read = pacsv.ReadOptions(column_names=keys, use_threads=False, block_size=_MAX_BLOCK_BYTES)
@@ -161,7 +161,7 @@ class _Parser:
         )
 
     def whole_records(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
-        """Yield the same lines, in blocks that do not end within a row."""
+        """Regroup ``blocks``, so that no block ends within a row."""
         rest = b""
         for block in blocks:
             block = rest + block
@@ -173,7 +173,7 @@ class _Parser:
             yield rest
 
     def count_complete(self, block: bytes) -> int:
-        """Return how many bytes precede the first line whose open quote a later block may close."""
+        """Return the number of bytes before the first line with a quote that a later block may close."""
         if not self._quotes or b'"' not in block[-MAX_RECORD_BYTES:]:
             return len(block)
         lines = _Lines(block, 1, 0)
@@ -213,8 +213,8 @@ class _Parser:
     def _drop_blank(self, lines: _Lines) -> None:
         lengths = lines.ends - lines.starts
         lines.keep &= lengths > 0
-        # A row of n columns has at least n - 1 delimiters, and a longer blank line starts with a blank that
-        # is no delimiter. No other line is examined.
+        # A row of n columns has at least n - 1 delimiters. A longer blank line starts with a blank that is no
+        # delimiter. So only shorter lines, and lines with such a start, are examined.
         suspect = lengths < max(self._width - 1, 1)
         for blank in {" ", "\t"} - {self._delimiter}:
             suspect |= lines.bytes[lines.starts] == ord(blank)
@@ -224,7 +224,7 @@ class _Parser:
     def _drop_invalid(self, lines: _Lines) -> list[InvalidRow]:
         """Drop the lines that cannot be split into fields; return them as invalid rows.
 
-        If an open quote joins a line to those after it, all of them are one invalid row.
+        If an open quote joins several lines, these lines are one invalid row.
         """
         invalid = []
         last = -1
@@ -242,7 +242,7 @@ class _Parser:
         return invalid
 
     def _find_record_end(self, lines: _Lines, i: int) -> int | None:
-        """Return the line that closes the open quote of line ``i``, if the lines up to it are one row."""
+        """Return the line that closes the quote of line ``i``, if the lines in between are one row."""
         start, at = int(lines.starts[i]), int(lines.ends[i])
         while (at := lines.block.find(b'"', at, start + MAX_RECORD_BYTES)) >= 0:
             end = int(np.searchsorted(lines.ends, at))
@@ -262,7 +262,7 @@ class _Parser:
 
         if not block:
             return {name: pa.array([], pa.string()) for name in self._required}, uneven
-        if block.startswith(_BYTE_ORDER_MARK):  # a value that starts with the mark; pyarrow would drop it
+        if block.startswith(_BYTE_ORDER_MARK):  # a value starts with the mark, which pyarrow would drop
             block = _BYTE_ORDER_MARK + block
         options = pacsv.ParseOptions(
             delimiter=self._delimiter,
@@ -280,7 +280,7 @@ class _Parser:
         return columns, uneven
 
     def _fault(self, line: bytes) -> str:
-        """Return why ``line`` cannot be split into fields; empty if it can."""
+        """Return the reason why ``line`` cannot be split into fields; empty if it can."""
         if not _is_utf8(line):
             return "not UTF-8 text"
         if b"\r" in line:
@@ -323,7 +323,7 @@ def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequenc
         if layout.quotes:
             try:
                 fields = next(csv.reader([line], delimiter=layout.delimiter), [])
-            except csv.Error:  # a field beyond the limit of the csv module is no header and no row
+            except csv.Error:  # a field is longer than the csv module allows, so this is no header and no row
                 fields = [line]
         peeked.append((number, fields))
     names, header_lines = layout.data.columns, 0
@@ -363,7 +363,8 @@ def _cut_to_lines(
     """Yield the text of ``chunks`` in normalized blocks of complete lines.
 
     Args:
-        chunks: cut anywhere. The lines that end in a chunk are yielded before the next chunk is read.
+        chunks: text that is cut anywhere. The lines that end in a chunk are yielded before the next chunk is
+            read.
         is_start: whether the chunks start the file, so that a byte order mark is removed.
 
     Raises:
@@ -386,7 +387,7 @@ def _cut_to_lines(
 
 
 def _normalize(block: bytes, layout: Layout) -> bytes:
-    """Return ``block`` without carriage returns before line feeds, with delimiters of one character."""
+    """Remove carriage returns before line feeds; replace delimiters of several characters by one."""
     if layout.delimiter != layout.data.delimiter:
         block = block.replace(layout.data.delimiter.encode(), layout.delimiter.encode())
     if b"\r" in block:  # a search for one byte takes a fiftieth of the time
@@ -411,7 +412,7 @@ def _limit_lines(block: bytes) -> Iterator[bytes]:
 def open_text(path: StoragePath) -> Iterator[IO[bytes]]:
     """Open a text file; a compressed file is decompressed, and not seekable.
 
-    A read of a file in a store requests only the bytes of that read.
+    For a file in a store, each read requests only its own bytes.
 
     Raises:
         DataError: the file cannot be read.

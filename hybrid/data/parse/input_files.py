@@ -29,7 +29,7 @@ SAMPLED_BLOCK_BYTES = 32 << 10
 
 @contextmanager
 def convert_read_errors(path: StoragePath) -> Iterator[None]:
-    """Convert errors of reading a file to DataError; a StorageError stays."""
+    """Convert errors while reading a file to DataError; a StorageError is not converted."""
     try:
         yield
     except (MemoryError, StorageError):
@@ -66,7 +66,7 @@ class InputFile:
 
     path: str  # as the user names it, or its URL
     real_path: str  # the absolute path without links
-    # size, modified_ns: as the system, or the store, reports them.
+    # size, modified_ns: as reported by the system or the store.
     size: int
     modified_ns: int
     # compute_sampled_checksum, or the tag of the content in its store (hybrid.storage.files.content_tag).
@@ -85,7 +85,7 @@ class InputFile:
 
 
 def path_columns(path: StoragePath) -> dict[str, str | None]:
-    """Return the values of the folders ``NAME=VALUE`` of a path, as Hive names them; None if missing."""
+    """Parse the folders ``NAME=VALUE`` of a path, as Hive names them; the value None is missing."""
     pairs = [part.split("=", 1) for part in _parts(path)[:-1] if _is_partition(part)]
     return {unquote(name): None if value == _NULL else unquote(value) for name, value in pairs}
 
@@ -102,7 +102,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
     """Return the files of ``paths``; a folder stands for its files, sorted by name, without hidden files.
 
     Args:
-        paths: local paths or URLs, also patterns such as ``day=*/part-?.csv``. In a folder, the subfolders
+        paths: local paths, URLs, or patterns such as ``day=*/part-?.csv``. In a folder, the subfolders
             ``NAME=VALUE`` are read, too.
         key: the configuration key of the paths, for messages.
 
@@ -129,7 +129,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 
 
 def _expand(text: str) -> list[StoragePath]:
-    """Return the files and folders that match a pattern; a path without a match, or that exists, itself."""
+    """Return the files and folders that match a pattern; a path that exists, or has no match, is returned."""
     path = parse_path(text)
     parts = _parts(path)
     first = next((i for i, part in enumerate(parts) if re.search(r"[*?[]", part)), len(parts))
@@ -154,7 +154,7 @@ def _is_visible(name: str) -> bool:
 
 
 def _list_folder(folder: StoragePath, key: str) -> list[StoragePath]:
-    """Return the files of a folder and of its partitions, sorted by the names on their paths."""
+    """Return the files of a folder and of its partitions, sorted by path."""
 
     def list_visible(folder: StoragePath) -> list[tuple[StoragePath, bool]]:
         with convert_read_errors(folder):

@@ -24,9 +24,9 @@ from hybrid.storage import files
 from hybrid.storage.remote_path import RemotePath, StoragePath
 
 BLOCK_ROWS = 65_536
-MAX_DECODED_BYTES = 64 << 20  # of the texts of one column of a block
-MAX_FIXED_BYTES = 4096  # of a value of fixed length
-# Limits for a column of a row group: a fixed one, and one per compressed byte. The larger of the two applies.
+MAX_DECODED_BYTES = 64 << 20  # limit for the texts in one column of a block
+MAX_FIXED_BYTES = 4096  # limit for a value of fixed length
+# Limits for a column of a row group: a fixed limit, and a limit per compressed byte. The larger one applies.
 MAX_VALUES, MAX_VALUES_PER_BYTE = 16 << 20, 64
 MAX_UNPACKED_BYTES, MAX_UNPACKED_PER_BYTE = 256 << 20, 200
 
@@ -41,12 +41,12 @@ def read_parquet(
         with open_parquet(path) as source, pq.ParquetFile(source) as file:
             layout.require(file.schema_arrow.names, path)
             names = [name for name in layout.required if name in file.schema_arrow.names]
-            # The columns of a list or a map have longer paths.
+            # The columns within a list or a map have longer paths.
             paths = {i: file.schema.column(i).path for i in range(len(file.schema))}
             columns = [i for i, each in paths.items() if each in names or each.partition(".")[0] in names]
             check_claimed_sizes(path, file, columns)
             texts = [paths[i] for i in columns if _has_dictionary(file, i)]
-        # A dictionary of texts takes no more memory than in the file.
+        # In memory, a dictionary of texts is not larger than in the file.
         with open_parquet(path) as source, pq.ParquetFile(source, read_dictionary=texts) as file:
             first = 0
             options = {"columns": names, "use_threads": False}
@@ -67,7 +67,7 @@ def read_parquet(
 
 
 def _has_dictionary(file: pq.ParquetFile, i: int) -> bool:
-    """Return whether a column of a file holds texts, and a row group has a dictionary of them."""
+    """Return whether a column holds texts, and a row group of the file has a dictionary for it."""
     column, metadata = file.schema.column(i), file.metadata
     if column.physical_type != "BYTE_ARRAY" or column.logical_type.type == "DECIMAL":
         return False
@@ -87,7 +87,7 @@ def open_parquet(path: StoragePath) -> Iterator[Path | IO[bytes]]:
 
 
 def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows: int) -> int:
-    """Return how many of the first rows have texts of at most ``MAX_DECODED_BYTES`` in each column.
+    """Return the number of first rows whose texts take at most ``MAX_DECODED_BYTES`` in each column.
 
     Raises:
         DataError: the first row alone has more.
@@ -116,10 +116,10 @@ def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows:
 
 
 def check_claimed_sizes(path: StoragePath, file: pq.ParquetFile, columns: Collection[int]) -> None:
-    """Check the sizes that the metadata of a file claim for the columns at some indices.
+    """Check the sizes of the columns with the indices ``columns`` in the metadata of a file.
 
     Raises:
-        DataError: a column claims more than its compressed bytes can hold.
+        DataError: the size of a column is more than its compressed bytes can hold.
     """
     rule = "if the file is correct, write it again in row groups of fewer rows"
     for i in columns:

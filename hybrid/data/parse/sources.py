@@ -43,12 +43,12 @@ class RawBlock(NamedTuple):
     # lists of strings if a sample may have several ids, or numbers for buckets.
     sparse: tuple[pa.Array, ...]
     targets: Targets | None  # labels, weights and groups, or None
-    # 0-based index over the rows of all files; invalid rows count, blank lines do not.
+    # 0-based index over the rows of all files. It counts invalid rows, but not blank lines.
     source_rows_B: npt.NDArray[np.int64]
     # An array of B lists of float32 for each sparse feature whose ids have weights.
     weights: tuple[pa.Array, ...] = ()
-    # For each split that is held out by a column, int64 hashes of the column's values, or float64 times in
-    # seconds, of length B.
+    # For each split that is held out by a column: int64 hashes of the values, or float64 times in seconds, of
+    # length B.
     held_out_by: Mapping[str, SplitValues] = MappingProxyType({})
     # The columns of ``Layout.passthrough`` by name, not converted.
     passthrough: Mapping[str, pa.Array] = MappingProxyType({})
@@ -82,7 +82,7 @@ class Segment:
 
 
 def split_files(files: Sequence[StoragePath], layout: Layout) -> list[Segment]:
-    """Return the segments of ``files`` in row order; errors of a file are raised when its segment is read."""
+    """Return the segments of ``files`` in row order; an unreadable file fails when its segment is read."""
 
     def split(path: StoragePath) -> list[Segment]:
         try:
@@ -91,7 +91,7 @@ def split_files(files: Sequence[StoragePath], layout: Layout) -> list[Segment]:
                 return _split_parquet(path, size)
             return _split_text(path, size, layout)
         except (OSError, pa.ArrowException, HybridError):
-            # Reading the file raises the same error, after the errors of the segments before.
+            # The same error is raised when the file is read, after the errors of earlier segments.
             return [Segment(path)]
 
     return [*chain.from_iterable(storage.map_concurrently(split, files))]
@@ -131,7 +131,8 @@ def read_segment(segment: Segment, layout: Layout) -> Iterator[TableBlock]:
 
     Raises:
         ConfigError: the file lacks a column.
-        DataError: the file cannot be read, holds a line of more than 16 MiB, or claims more than it can hold.
+        DataError: the file cannot be read, has a line of more than 16 MiB, or has impossible sizes in its
+            metadata.
     """
     if layout.data.format == "parquet":
         yield from read_parquet(segment.path, layout, segment.start, segment.stop)
@@ -160,7 +161,7 @@ def read_blocks(
     """Yield the valid rows of ``files`` in blocks, and add the invalid rows to ``log``.
 
     Args:
-        text: bytes to read instead of the only file, whose path is then only a name in messages.
+        text: bytes to read instead of the only file; its path is then a name in messages.
 
     Raises:
         ConfigError: a key of the data section does not fit the files.
@@ -208,7 +209,7 @@ def check_columns(config: RunConfig) -> None:
 def parse(
     path: StoragePath, table: TableBlock, layout: Layout, first_row: int = 0
 ) -> tuple[RawBlock, list[InvalidRow]]:
-    """Return the valid rows of ``table``, and its invalid rows, each with the first reason.
+    """Return the valid rows of ``table``, and its invalid rows with the first reason for each.
 
     Args:
         first_row: index of the first row of ``table`` over the rows of all files.

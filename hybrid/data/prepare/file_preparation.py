@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 _BYTES_PER_THREAD = 32 << 20  # a smaller input gets fewer threads
 _CHECK_SECONDS = 0.5
 _SHARED_BYTES = 64 << 20  # logs and statistics of all segments
-_THREAD_BYTES = 128 << 20  # memory of a thread besides the rows that it parses
+_THREAD_BYTES = 128 << 20  # memory of a thread, besides the rows in it
 # Measured upper limits of the memory for parsing: per byte of text with single values and with several values
 # in a field; per value of Parquet, and per byte of a Parquet file.
 _PER_BYTE, _PER_BYTE_OF_BAGS = 8, 20
@@ -51,11 +51,11 @@ _PER_VALUE, _PER_PACKED_BYTE = 48, 20
 def limit_memory(
     limit_bytes: int, segments: Sequence[Segment], layout: Layout, max_threads: int
 ) -> tuple[int, int]:
-    """Return how many threads fit into a memory limit, and the bytes that a job of each may take.
+    """Return the number of threads that fit into a memory limit, and the bytes for a job of a thread.
 
     Args:
-        limit_bytes: the limit, without the memory that the process has already. If it is 0, the limit is half
-            of the free memory, but at least the memory of one thread.
+        limit_bytes: the limit, in addition to the current memory of the process. 0 means half of the free
+            memory, but at least the memory of one thread.
 
     Raises:
         ConfigError: the largest segment does not fit.
@@ -85,8 +85,8 @@ def limit_memory(
 class FilesPreparation:
     """Prepares the samples of files, and writes the arrays of all splits."""
 
-    config: RunConfig  # defines how files are read, how rows are split, and the memory limit
-    folder: Path  # of the splits; segments that an earlier preparation has parsed into it are reused
+    config: RunConfig  # the file format, the rules for splits, and the memory limit
+    folder: Path  # folder of the splits; reuses segments that an earlier preparation has parsed into it
     report: Callable[[str], None]  # see hybrid.data.prepare.preparation.prepare
     check: Callable[[], None]  # see hybrid.data.prepare.preparation.prepare
 
@@ -94,7 +94,7 @@ class FilesPreparation:
         self._layout = Layout.of(self.config.data, self.config.columns, self.config.tasks)
         self._spill = self.folder / "segments"
         self._progress = Progress(self.report)
-        self._fraction = 0.0  # fraction of the work that is done
+        self._fraction = 0.0  # completed fraction of the work
         self._should_stop = threading.Event()
 
     def write(
@@ -122,7 +122,7 @@ class FilesPreparation:
         for unfinished in self._spill.glob(f"{UNFINISHED}*"):
             shutil.rmtree(unfinished)
         groups = group_by_vocabulary(self._layout.sparse, self.config.tables)
-        # The ordering of values takes about as long as the hashing of other columns in the last phase.
+        # Ordering values takes about as long as hashing other columns does in the last phase.
         ordering = 0.15 * sum(map(len, groups.values())) / max(1, len(self._layout.sparse))
         # Arrow and numpy release the interpreter's lock while they work, so threads use all cores.
         self._threads = ThreadPoolExecutor(count, "prepare")
@@ -253,10 +253,10 @@ class FilesPreparation:
     ) -> Iterator[Result]:
         """Yield the result of ``work`` for each job, in the order of the jobs.
 
-        An exception of a job is raised in its turn, as if the jobs ran one after the other.
+        If a job fails, its exception is raised in place of its result.
 
         Args:
-            weight: the fraction of the total time that the phase takes for rows like Criteo's.
+            weight: the phase's fraction of the total time, measured for rows like Criteo's.
         """
         self._progress.start(phase)
         before = self._fraction
@@ -271,7 +271,7 @@ class FilesPreparation:
             yield result
 
     def _advance(self, rows: int) -> None:
-        """Count rows; end the job of this thread if the preparation has ended."""
+        """Count processed rows; end the job of this thread if the preparation has ended."""
         if self._should_stop.is_set():
             raise _StoppedError
         self._progress.add(rows, self._fraction or None)

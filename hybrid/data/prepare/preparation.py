@@ -49,7 +49,7 @@ _ATTEMPT = "attempt.txt"
 
 
 def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | None = None) -> str:
-    """Return the name of the folder of prepared data: a hash of everything that its content depends on.
+    """Return the folder name of prepared data: a hash of everything that determines the data.
 
     The spelling of paths does not change the fingerprint.
 
@@ -241,8 +241,7 @@ def ensure_prepared(
             return folder
         prepared = prepare(config, local, report, check)
         report(f"sending the prepared data to {target}")
-        # Two masters that send at the same time leave two complete folders; the name that is written last is
-        # valid.
+        # If two masters send at the same time, both folders are complete, and the name written last is valid.
         folder = target / uuid.uuid4().hex
         try:
             _send(prepared, folder, report, check)
@@ -258,8 +257,8 @@ def open_split(source: str | StoragePath, split: str, data: DataSection) -> Prep
     """Open the split "train", "validation" or "test" of prepared data.
 
     Args:
-        source: the folder that :func:`ensure_prepared` returned, or its absolute path or URL.
-        data: the section with the local folder for data of a store.
+        source: the result of :func:`ensure_prepared`, or its absolute path or URL.
+        data: the section with the local folder for data from a store.
 
     Raises:
         DataError: the data are incomplete or altered, or the local folder cannot be written.
@@ -290,9 +289,9 @@ def _send(folder: Path, target: RemotePath, report: Callable[[str], None], check
 
 
 def _fetch_dataset(source: RemotePath, cache: Path) -> Path:
-    """Return the folder of this host with a data set from a store, which is fetched if it is missing.
+    """Return the local folder of a data set from a store; fetch the data set if it is missing.
 
-    If several processes need it at the same time, one fetches it, and the others wait.
+    If several processes need the data set at the same time, one process fetches it, and the others wait.
     """
     target = cache / source.parent.name
     if target.exists():
@@ -316,7 +315,7 @@ def _fetch_dataset(source: RemotePath, cache: Path) -> Path:
 
 
 def _fetch(source: RemotePath, folder: Path) -> None:
-    """Fetch the files that an interrupted attempt has not fetched into ``folder``."""
+    """Fetch the files that ``folder`` lacks; an interrupted attempt may have fetched some."""
     for name, file in DataManifest.read(source / dataset_manifest.FILE_NAME).stored.items():
         path = folder / name
         make_folder(path.parent)

@@ -1,7 +1,7 @@
 """Intermediate files of parsed rows: a folder for each segment, with pieces of a few blocks.
 
-A piece holds its categorical columns as codes into the piece's distinct values, so that work on a value is
-done once for each distinct value::
+A piece stores categorical columns as codes into the distinct values of the piece, so each distinct value is
+processed once::
 
     train-3/piece-0/rows.arrow     numbers, codes, targets: a record batch for each block
     train-3/piece-0/words.arrow    the distinct values of each categorical column, as texts
@@ -41,7 +41,7 @@ class BlockLog(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentLog:
-    """The blocks of a parsed segment, and the first row of each of its pieces."""
+    """The blocks of a parsed segment, and the first row of each piece."""
 
     blocks: list[BlockLog]
     pieces: list[int]
@@ -66,7 +66,7 @@ def piece_folder(segment: Path, piece: int) -> Path:
 
 
 def write_piece(folder: Path, blocks: Sequence[RawBlock], first_row: int) -> None:
-    """Write consecutive blocks as a piece; ``first_row`` is the first of their ``source_rows_B``."""
+    """Write consecutive blocks as a piece; ``first_row`` is the first of the ``source_rows_B``."""
     folder.mkdir()
     columns = [_encode_column(column) for column in zip(*(block.sparse for block in blocks), strict=True)]
     is_float32 = all(
@@ -113,7 +113,7 @@ def _to_arrow(matrix: npt.NDArray[Any]) -> pa.Array:
 
 
 def _encode_column(column: Sequence[pa.Array]) -> tuple[list[pa.Array], pa.Array]:
-    """Return a column of some blocks as codes, integers or lists of these, and the values of the codes.
+    """Return a column as codes (integers or lists of integers), and the values of the codes.
 
     A column of numbers is returned unchanged, without values.
     """
@@ -124,7 +124,7 @@ def _encode_column(column: Sequence[pa.Array]) -> tuple[list[pa.Array], pa.Array
     together = pa.concat_arrays(dictionaries).dictionary_encode()
     code_D = np.asarray(together.indices.fill_null(0))
     starts = np.cumsum([0, *map(len, dictionaries)])
-    # The narrowest type that has room for all codes and for null: most columns take a byte or two a row.
+    # The narrowest type for all codes and null: most columns take one or two bytes per row.
     dtype = next(d for d in (np.int8, np.int16, np.int32) if len(together.dictionary) <= np.iinfo(d).max)
     code_D = code_D.astype(dtype)
     encoded = []
@@ -138,7 +138,7 @@ def _encode_column(column: Sequence[pa.Array]) -> tuple[list[pa.Array], pa.Array
 
 
 def read_values(folder: Path) -> list[pa.Array]:
-    """Return the distinct values of each column of data.sparse in a piece; none for columns of numbers."""
+    """Return a piece's distinct values of each column of data.sparse; none for columns of numbers."""
     (batch,) = read_batches(folder / _VALUES)
     return [column.flatten() for column in batch.columns]
 
@@ -148,7 +148,7 @@ def read_piece(folder: Path, first_row: int, values: Sequence[pa.Array]) -> Iter
 
     Args:
         first_row: the first row of the piece among all rows.
-        values: for each column of data.sparse, the values that replace its codes; empty for no such column.
+        values: for each column of data.sparse, the values that replace its codes; none to skip these columns.
     """
     for batch in read_batches(folder / _ROWS):
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
@@ -168,7 +168,7 @@ def read_piece(folder: Path, first_row: int, values: Sequence[pa.Array]) -> Iter
 
 
 def _decode(column: pa.Array, values: pa.Array) -> pa.Array:
-    """Return codes as a dictionary array, or lists of these; numbers as they are."""
+    """Convert codes to a dictionary array, or to lists of such; return numbers unchanged."""
     if is_list(column):
         return pa.ListArray.from_arrays(column.offsets, _decode(column.flatten(), values))
     if pa.types.is_floating(column.type):
@@ -183,10 +183,10 @@ def _to_numpy(column: pa.Array) -> npt.NDArray[Any]:
 
 
 def counts_path(folder: Path, k: int) -> Path:
-    """Return the file of the counts in training rows of each value of a column of a piece: int64."""
+    """Return the file with the count (int64) of each value of a piece's column in training rows."""
     return folder / f"counts_{k}.npy"
 
 
 def rows_path(folder: Path, k: int) -> Path:
-    """Return the file of the table row of each value of a column of a piece: int32."""
+    """Return the file with the table row (int32) of each value of a piece's column."""
     return folder / f"rows_{k}.npy"

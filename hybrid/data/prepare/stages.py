@@ -1,4 +1,4 @@
-"""The stages of a preparation, each for a segment of the input or for a piece: some blocks of a segment.
+"""The stages of a preparation. A stage processes a segment, or a piece (some blocks of a segment).
 
 ::
 
@@ -39,7 +39,7 @@ from hybrid.primitives.splitmix64 import next_of
 from hybrid.storage.locked_folders import sync_all
 
 UNFINISHED = "making-"  # prefix of the folder of a segment that is not complete
-MAX_SAMPLED = 1 << 20  # times that are kept in memory to find the last training row
+MAX_SAMPLED = 1 << 20  # number of times in memory, to find the last training row
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Split:
 
     held: Holdout  # the split, and its keys in the configuration
     seed: int  # the seed of random rows, and of sampled times
-    # With ``held.by = "time"``, the time of the last row that is not held out, estimated from a random sample
-    # if there are more than ``MAX_SAMPLED`` rows.
+    # For ``held.by = "time"``, the time of the last row that is not held out. If there are more than
+    # ``MAX_SAMPLED`` rows, this is an estimate from a random sample.
     latest: float = 0.0
 
     def find_latest(self, blocks: Iterable[RawBlock]) -> float:
-        """Return the time of the last row of ``blocks`` that this split does not hold out."""
+        """Return the time of the last row in ``blocks`` that is not held out by this split."""
         times, hashes, limit = np.empty(0), np.empty(0, np.uint64), 2**64 - 1
         for block in blocks:
             times = np.append(times, block.held_out_by[self.held.split])
@@ -117,7 +117,7 @@ def parse_segment(
     if held:
         write_held()
     log.write(folder)
-    sync_all(folder)  # after a power cut, a folder that has its final name is complete
+    sync_all(folder)  # a folder with its final name is complete, even after a power cut
     folder.rename(target)
     return log
 
@@ -128,7 +128,7 @@ class Piece(NamedTuple):
     folder: Path
     first_row: int  # index of the first row over all files of the split
     split: str
-    held_out: tuple[Split, ...] = ()  # select the rows of other splits
+    held_out: tuple[Split, ...] = ()  # the rules that select the rows of other splits
 
     def blocks(self, values: Sequence[pa.Array]) -> Iterator[tuple[str, RawBlock]]:
         """Yield the rows of each split, block by block; see :func:`spill.read_piece`."""
@@ -158,15 +158,15 @@ class PieceStatistics(NamedTuple):
     """Statistics of a piece, besides the counts of its values."""
 
     moments: list[Moments]  # moments of the training rows of each block
-    # For each block, the numbers of each column of data.sparse whose buckets are bounded by quantiles.
+    # For each block, the numbers of each column of data.sparse with quantile buckets.
     numbers: list[list[npt.NDArray[np.float64]]]
     several_K: npt.NDArray[np.bool_]  # whether a training row of a column has several values
-    # For each split, the number of rows, and of values of each column of data.sparse.
+    # For each split, the number of rows, and the number of values in each column of data.sparse.
     sizes: dict[str, SplitPosition]
 
 
 def fit_piece(piece: Piece, layout: Layout) -> PieceStatistics:
-    """Compute the statistics of the training rows of a piece, and write the counts of values into it."""
+    """Compute the statistics of a piece's training rows, and write the counts of values into the piece."""
     lengths = [len(values) for values in spill.read_values(piece.folder)]
     nothing = SplitPosition(0, np.zeros(len(lengths), np.int64))
     sizes = dict.fromkeys(layout.data.splits, nothing)

@@ -1,4 +1,4 @@
-"""The synthetic click log: Criteo's columns, labels of a known model, and so a known best score.
+"""The synthetic click log: Criteo's columns, and labels from a known model, so the best score is known.
 
 The label of a sample is drawn with probability sigmoid(logit), where::
 
@@ -48,7 +48,7 @@ _SAMPLE_STREAMS = {"train": 1, "test": 2, "validation": 3}
 
 
 class SyntheticBlock(NamedTuple):
-    """B samples, their rows (int64), clicks (uint8), true logits (float32), and more columns."""
+    """B samples, with rows (int64), clicks (uint8), true logits (float32) and more columns."""
 
     samples: EncodedBlock
     rows_B: npt.NDArray[np.int64]
@@ -72,7 +72,7 @@ class SyntheticBlock(NamedTuple):
 
 
 def targets(config: RunConfig) -> TargetSpec:
-    """Return the targets of a run; ConfigError if the click log has no such column, or of another kind."""
+    """Return the targets of a run; ConfigError if the click log lacks a column, or its kind is wrong."""
     spec = TargetSpec.of(config.tasks, dataclasses.replace(config.data, label=CLICKED))
     for name, task in spec.tasks.items():
         _check_column(f"tasks.{name}.label", task.label, _LABELS[task.kind])
@@ -146,7 +146,7 @@ def sigmoid(logits_B: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _draw_effects(rng: np.random.Generator, scale: float, rows: int) -> npt.NDArray[np.float32]:
-    """Return a value for each id, of mean 0 and deviation ``scale`` over skewed ids, for any seed."""
+    """Draw one value per id; over skewed ids, the mean is 0 and the deviation ``scale`` for any seed."""
     fraction = np.diff(np.cbrt(np.arange(rows + 1) / rows))
     values = rng.standard_normal(rows)
     values -= fraction @ values

@@ -33,7 +33,7 @@ from hybrid.data.encode.fitting import ValueCounts, rank
 from hybrid.data.encode.vocabulary import text_bounds
 from hybrid.data.prepare import spill
 
-# Memory that ordering takes per value of a piece, and per byte of its text, if all values differ.
+# Bytes of memory for ordering, per value of a piece and per byte of text, if all values differ.
 _BYTES_PER_VALUE, _BYTES_PER_BYTE = 140, 4
 _RANKED = ("texts.bin", "ends.bin", "counts.bin")  # files of a vocabulary
 
@@ -48,7 +48,7 @@ class _PieceColumn(NamedTuple):
         return ValueCounts(values, np.load(spill.counts_path(self.piece, self.column)))
 
     def write_rows(self, rank_D: npt.NDArray[np.int64], ranked: ValueCounts) -> None:
-        """Write the table row of each value, from its rank in the vocabulary."""
+        """Write the table row of each value; ``rank_D`` has the ranks of the values in the vocabulary."""
         known = ranked.count_known(self.min_count)
         rows_D = np.where(rank_D <= known, rank_D, 0).astype(np.int32)
         np.save(spill.rows_path(self.piece, self.column), rows_D)
@@ -82,7 +82,7 @@ def rank_values(
 
 
 def _memory_costs(values: pa.Array) -> npt.NDArray[np.int64]:
-    """Return the memory in bytes to order the first 0, 1, ..., N of N values."""
+    """Return the memory, in bytes, for ordering the first 0, 1, ..., N of N values."""
     bounds = text_bounds(values)
     costs: npt.NDArray[np.int64] = _BYTES_PER_VALUE * np.arange(len(bounds)) + _BYTES_PER_BYTE * (
         bounds - bounds[0]
@@ -98,8 +98,8 @@ def _merge(
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     paths = [scratch / f"sorted-{i}.arrow" for i in range(len(sources))]
-    # Between two cuts are as many samples as sources, and less than a step of each source after its last
-    # sample. So a run takes at most ``memory_bytes``.
+    # Between two cuts, there are as many samples as sources; after its last sample, a source has less than
+    # one step. So a run takes at most ``memory_bytes``.
     step = max(1, memory_bytes // (2 * len(sources)))
     samples = []
     for source, path in zip(sources, paths, strict=True):
@@ -107,7 +107,7 @@ def _merge(
         samples.append(_sort(source.read(), path, step))
     together = pa.concat_arrays(samples)
     cuts = together.take(pc.sort_indices(together))[len(sources) - 1 :: len(sources)].unique().to_pylist()
-    # For each source, the bounds of the runs in it. A run has the values below its upper cut.
+    # The bounds of the runs in each source. A run has the values below its upper cut.
     bounds = []
     for path in paths:
         values = _read_sorted(path)["value"]
@@ -141,7 +141,7 @@ def _merge(
 
 
 def _sort(counts: ValueCounts, path: Path, step: int) -> pa.Array:
-    """Write values sorted by text; return a sample, one wherever the memory cost has grown by ``step``."""
+    """Write values sorted by text; return a sample of one value per ``step`` bytes of memory cost."""
     index = pc.sort_indices(counts.values)
     values = counts.values.take(index)
     batch = pa.record_batch({"value": values, "count": pa.array(counts.counts_D).take(index), "index": index})
@@ -160,11 +160,12 @@ def _read_sorted(path: Path) -> pa.RecordBatch:
 def _write_levels(
     folder: Path, runs: Sequence[ValueCounts]
 ) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Write the vocabulary of some runs, which follow each other by text.
+    """Write the vocabulary of ``runs``, which are in the order of their texts.
 
     Returns:
-        For each run, two arrays: the first rank of each level, in ascending order; and the rank of the level
-        in the vocabulary minus its rank in the run. Both begin with 0, for values that never occur.
+        Two arrays for each run. The first has the ascending start ranks of the levels in the run. The second
+        has the difference between a level's rank in the vocabulary and in the run. Both begin with 0, for
+        values that never occur.
     """
     firsts = [np.flatnonzero(np.diff(run.counts_D, prepend=0)) for run in runs]
     first_S = np.concatenate(firsts)

@@ -1,4 +1,4 @@
-"""The canonical text of a categorical value, for every format and every program that wrote it.
+"""The canonical text of a categorical value, independent of the file format and its writer.
 
 pandas writes a column of integers with a missing value as ``5.0``, R writes ``5e+05``, and other programs
 write ``TRUE``, ``true`` or ``1``. Each of these has one text:
@@ -29,8 +29,8 @@ Texts that may have another meaning stay as they are:
 - An exponent without a sign: ``5e0`` may be hexadecimal, like about one in seventy of Criteo's hashes.
 - The text ``nan``, unless ``data.missing`` has it.
 
-Floats hold integers exactly up to 2**53 (float32: 2**24). If a file has larger integers as floats, several
-ids may have become one. Such values are *inexact*, and their rows are invalid.
+Floats hold integers exactly up to 2**53 (float32: 2**24). If a file stores larger integers as floats,
+different ids may have the same float. Such values are *inexact*, and their rows are invalid.
 """
 
 import re
@@ -52,12 +52,12 @@ _TIME = re.compile(
 )
 _WORDS = {"-0": "0", **dict.fromkeys(("True", "true", "TRUE"), "1")}
 _WORDS |= dict.fromkeys(("False", "false", "FALSE"), "0")
-# Matches every text that a rule changes, and few other texts. Most columns have no match.
+# Matches every text that a rule changes, and few others. Most columns have no match.
 _SUSPECT = (
     r"^-?[0-9]+\.0+$|^-?[1-9](\.[0-9]+([eE]\+|E)|[eE]\+)[0-9]{1,3}$|^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T]|"
     r"^(-0|[Tt]rue|TRUE|[Ff]alse|FALSE)$"
 )
-_SUSPECT_BYTES = b".+-tTlF"  # every suspect text has one of these bytes; few columns have any
+_SUSPECT_BYTES = b".+-tTlF"  # every suspect text has one of these bytes; few columns have these bytes
 _MAX_EXACT = 2**53
 _KEY_INTEGER = "^(0|-?[1-9][0-9]{0,18}|1[0-9]{19})$"
 _LOWEST, _HIGHEST = "-9223372036854775808", "18446744073709551615"  # of int64 and uint64, each 20 characters
@@ -92,7 +92,7 @@ def canonicalize(values: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
 
 
 def trim_blanks(texts: pa.Array) -> pa.Array:
-    """Return an array of texts without surrounding blanks; the same array if it holds no blank."""
+    """Remove surrounding blanks from texts; return the same array if it holds no blank."""
     content = _content(texts)
     if not len(content) or (content.min() > ord(" ") and content.max() < 128):
         return texts

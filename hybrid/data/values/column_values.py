@@ -15,7 +15,7 @@ numbers                                 seconds since 1970, UTC
 dates and timestamps of Parquet         that time; for a timestamp with a zone, the local time of the zone
 ======================================= =========================================================
 
-So hours and weekdays are in the zone of the file, not in UTC. Times count to the microsecond.
+So hours and weekdays are in the zone of the file, not in UTC. The resolution is a microsecond.
 """
 
 import re
@@ -43,10 +43,10 @@ _TIME = (
     rf"([ T]([01][0-9]|2[0-3])(:[0-5][0-9]){{1,2}}([.][0-9]+)?{_ZONE}?)?$"
 )
 _LIST = r"^[\[({][^\[\](){}]*[\])}]$"
-# Year, month, day, and perhaps hour and minute. As a number, it could also be seconds.
+# Year, month, day, and perhaps hour and minute. Such a number could also mean seconds.
 _MONTH_DAY, _HOUR = "(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])", "([01][0-9]|2[0-3])"
 _DIGITS = f"^((19[7-9]|20[0-9])[0-9]{_MONTH_DAY}({_HOUR}([0-5][0-9])?)?|[0-9]{{2}}{_MONTH_DAY}{_HOUR}?)$"
-_MAX_SECONDS = 253_402_300_800  # the year 10000; larger numbers count something else, such as milliseconds
+_MAX_SECONDS = 253_402_300_800  # the year 10000; larger numbers have another unit, such as milliseconds
 _DAY = 86_400
 _LOCAL_TIME = r"^(?P<time>.{10}(?:[ T][0-9:]{5,8}(?:[.][0-9]{1,6})?)?)"  # a time without its zone
 
@@ -76,7 +76,7 @@ def parse_values(column: pa.Array, missing: tuple[str, ...], separator: str = ""
     """Return a categorical column in canonical texts (:mod:`hybrid.data.values.canonical`).
 
     Args:
-        missing: texts that mean missing; such values are null, and are dropped from lists.
+        missing: texts that mean a missing value. Missing values are null, and are dropped from lists.
         separator: splits the texts of a flat column into lists, unless empty.
     """
     if separator and not is_list(column):
@@ -90,7 +90,7 @@ def split_texts(texts: pa.Array, separator: str) -> pa.Array:
     """Split texts into lists of items; without a separator, a text is one item.
 
     If the separator is a comma or a blank, a text may be a list as pandas or PostgreSQL writes it, such as
-    ``['a', 'b']`` or ``{a,b}``, whose brackets and quotes belong to no item.
+    ``['a', 'b']`` or ``{a,b}``. Its brackets and quotes are removed.
     """
     texts = trim_blanks(pc.fill_null(texts, ""))
     if not separator:
@@ -124,14 +124,14 @@ def group_items(items: pa.Array, kept_L: Mask, lengths_B: npt.NDArray[np.int64])
 
 
 def find_rows(mask_L: Mask, lengths_B: npt.NDArray[np.int64]) -> Mask:
-    """Return a mask of the rows of ``lengths_B`` items each that have an item where ``mask_L`` is true."""
+    """Return a mask of the rows with an item where ``mask_L`` is true; row b has ``lengths_B[b]`` items."""
     rows_B = np.zeros(len(lengths_B), np.bool_)
     rows_B[np.repeat(np.arange(len(lengths_B)), lengths_B)[mask_L]] = True
     return rows_B
 
 
 def group_values(items: Values, lengths_B: npt.NDArray[np.int64]) -> Values:
-    """Group flat values into B lists, without the null ones; ``lengths_B`` counts all items of each row."""
+    """Group flat values into B lists, without nulls; ``lengths_B`` counts all items of each row."""
     lists = group_items(items.coded, np.asarray(items.coded.is_valid()), lengths_B)
     return Values(lists, find_rows(items.inexact_B, lengths_B), find_rows(items.too_long_B, lengths_B))
 
@@ -146,7 +146,7 @@ def truncate_lists(lists: pa.ListArray, limit: int, *, from_start: bool) -> pa.L
 
 
 def parse_flat_values(column: pa.Array, missing: tuple[str, ...]) -> Values:
-    """Return a flat column as :func:`parse_values` does; each distinct value is processed once."""
+    """Parse a flat column like :func:`parse_values`; process each distinct value once."""
     indices, distinct = _distinct(column)
     texts, inexact_D = canonicalize(distinct)
     too_long_D = np.asarray(pc.fill_null(pc.greater(pc.binary_length(texts), MAX_VALUE_BYTES), False))
@@ -190,7 +190,7 @@ def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, 
 
 
 def parse_seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
-    """Return seconds since 1970, NaN if missing, and a mask of values that are neither times nor numbers."""
+    """Return seconds since 1970, NaN if missing, and a mask of values that are no times or numbers."""
     column = decode_texts(column)
     if is_text(column):
         return _seconds_of_texts(pc.utf8_trim_whitespace(column), missing)
@@ -237,7 +237,7 @@ def parse_date_parts(
     """Return the hour (0-23) or weekday (Monday is 0), NaN if missing, and a mask of invalid values.
 
     Args:
-        date_format: the format of the values, as of ``strptime``; by default as in :func:`parse_seconds`.
+        date_format: a ``strptime`` format; by default, the formats of :func:`parse_seconds`.
     """
     if date_format:
         coded = parse_flat_values(column, missing).coded
@@ -253,7 +253,7 @@ def parse_date_parts(
 
 
 def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
-    """Return a mask of the values that are not missing, if all are dates in digits, such as 20240131."""
+    """If all values are dates in digits, such as 20240131, return a mask of those not missing."""
     texts = pc.utf8_trim_whitespace(decode_texts(column).cast(pa.string()))
     given_B = np.asarray(texts.is_valid()) & ~np.asarray(pc.is_in(texts, value_set=pa.array(missing)))
     is_date_B = np.asarray(pc.fill_null(pc.match_substring_regex(texts, _DIGITS), False))
@@ -263,7 +263,7 @@ def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
 def parse_labels(
     column: pa.Array, positive: tuple[str, ...], negative: tuple[str, ...]
 ) -> tuple[npt.NDArray[np.uint8], Mask]:
-    """Return labels as 0 and 1, by their canonical texts, and a mask of unknown labels."""
+    """Map the canonical texts of labels to 0 and 1; also return a mask of unknown labels."""
     indices, distinct = _distinct(column)
     known = pa.array([canonical_text(text)[0] for text in (*positive, *negative)], pa.string())
     position_D = np.asarray(pc.fill_null(pc.index_in(canonicalize(distinct)[0], value_set=known), -1))
@@ -272,11 +272,11 @@ def parse_labels(
 
 
 def _distinct(column: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Return the distinct values of a flat column, after the index of each row in them, null for null."""
+    """Return an index per row (null for null), and the distinct values that the indices refer to."""
     coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
     if len(coded.dictionary) <= len(coded):
         return coded.indices, coded.dictionary
-    used = coded.indices.dictionary_encode()  # the dictionary may have values of other rows
+    used = coded.indices.dictionary_encode()  # the dictionary may have values that no row uses
     return used.indices, coded.dictionary.take(used.dictionary)
 
 
@@ -286,7 +286,7 @@ def is_text(column: pa.Array) -> bool:
 
 
 def decode_texts(column: pa.Array) -> pa.Array:
-    """Return a column without its dictionary, and bytes and views as texts."""
+    """Decode the dictionary of a column, if any; convert bytes and views to texts."""
     column = decode_dictionary(column)
     kind = column.type
     is_other = pa.types.is_string_view(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
@@ -294,5 +294,5 @@ def decode_texts(column: pa.Array) -> pa.Array:
 
 
 def decode_dictionary(column: pa.Array) -> pa.Array:
-    """Return a column without its dictionary, if it has one."""
+    """Decode the dictionary of a column, if any."""
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column

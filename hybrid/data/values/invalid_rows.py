@@ -1,4 +1,4 @@
-"""Invalid rows: counted and reported, or fatal, as the configuration says."""
+"""Invalid rows. The configuration defines whether they are counted and reported, or are errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Reason(StrEnum):
     advice: str
 
     def __new__(cls, key: str, advice: str = "") -> Self:
-        """Make a member that is equal to ``key``."""
+        """Create a member that equals the text ``key``."""
         reason = str.__new__(cls, key)
         reason._value_ = key
         reason.advice = advice
@@ -64,13 +64,13 @@ class InvalidRow(NamedTuple):
 
 
 def format_value(value: object) -> str:
-    """Return a value of a file for a message: on one line, at most ``MAX_SHOWN`` characters of it."""
+    """Return a value for a message: on one line, cut to ``MAX_SHOWN`` characters."""
     text = str(value).strip()
     return repr(text) if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]!r}... ({len(text):,} characters)"
 
 
 def format_cell(column: pa.Array, i: int) -> str:
-    """Return the value of a row of a column for a message."""
+    """Return the value in row ``i`` of a column for a message."""
     try:
         return format_value(column[i].as_py())
     except (OverflowError, ValueError):  # a time that Python cannot represent
@@ -79,7 +79,7 @@ def format_cell(column: pa.Array, i: int) -> str:
 
 @dataclass(frozen=True)
 class InvalidRowReport:
-    """The number of skipped rows by reason, and the first of them as ``FILE:LINE: what is wrong``."""
+    """The number of skipped rows by reason, and the first skipped rows as ``FILE:LINE: what is wrong``."""
 
     counts: dict[str, int]
     examples: tuple[str, ...]
@@ -102,13 +102,13 @@ class InvalidRowLog:
         self._counts: Counter[Reason] = Counter()
         self._examples: list[str] = []
         self._valid = 0
-        # Of the current file.
+        # Counters of the current file.
         self._path: StoragePath | None = None
         self._file_valid = 0
         self._file_invalid: list[InvalidRow] = []  # before the first valid row of the file
 
     def add(self, path: StoragePath, num_valid: int, invalid: Sequence[InvalidRow]) -> None:
-        """Record the next block of ``path``, after all blocks of the files before.
+        """Record the next block of ``path``. Blocks come in the order of files.
 
         Raises:
             DataError: an invalid row is an error, or all rows of a file are invalid.
@@ -131,7 +131,7 @@ class InvalidRowLog:
             self.check_file()
 
     def check_file(self) -> None:
-        """Raise DataError if all rows of the current file are invalid; the configuration is wrong then."""
+        """Raise DataError if all rows of the current file are invalid: then the configuration is wrong."""
         rows = self._file_invalid
         if not rows:
             return

@@ -55,7 +55,7 @@ class ColumnReader:
         return self.column(name)
 
     def reject(self, mask_B: Mask, reason: Reason, name: str, expected: str) -> None:
-        """Reject the rows where ``mask_B`` is true, for their values in the column ``name``."""
+        """Reject the rows where ``mask_B`` is true; the column ``name`` has the invalid values."""
         for i in np.flatnonzero(mask_B & self.valid_B).tolist():
             found = f"{name} is {format_cell(self.columns[name], i)}, expected {expected}"
             self.invalid.append(InvalidRow(int(self.lines_B[i]), reason, found))
@@ -68,20 +68,20 @@ class ColumnReader:
         return numbers_B
 
     def seconds(self, name: str, key: str) -> Numbers:
-        """Return the times of a column, none of which may be missing, in seconds since 1970."""
+        """Return the times of a column, in seconds since 1970; reject rows without a time."""
         times_B, wrong_B = column_values.parse_seconds(self.flat_column(name, key), self.missing)
         expected = "a number, or a date such as 2024-01-31 09:30:00"
         self.reject(wrong_B | np.isnan(times_B), Reason.SPLIT, name, expected)
         return times_B
 
     def hashes(self, name: str, key: str, reason: Reason, expected: str) -> npt.NDArray[np.int64]:
-        """Return a hash of each value of a column, none of which may be missing."""
+        """Return a hash of each value of a column; reject rows without a value."""
         coded, inexact_B, too_long_B = column_values.parse_values(self.flat_column(name, key), self.missing)
         self.reject(np.asarray(coded.is_null()) | inexact_B | too_long_B, reason, name, expected)
         return column_values.take_or_default(hash_texts(coded.dictionary).view(np.int64), coded.indices, 0)
 
     def feature(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
-        """Compute a column of data.sparse; ArrowException if the type of a column of the file does not fit.
+        """Compute a column of data.sparse; ArrowException if a file column has an unsupported type.
 
         Returns:
             The values, as in :class:`hybrid.data.parse.sources.RawBlock`; and the weights of ids as lists of
@@ -91,13 +91,13 @@ class ColumnReader:
             return self._ids(column)
         if column.kind == "cross":
             values = [self._crossed(name) for name in column.sources]
-            # Null where one of the values is null.
+            # The result is null where one of the values is null.
             return pc.binary_join_element_wise(*values, _SEPARATOR).dictionary_encode(), None
         numbers_B = self.numbers(column.source) if column.kind == "buckets" else self._date_parts(column)
         return pa.array(numbers_B, mask=np.isnan(numbers_B)), None
 
     def reject_digit_dates(self, column: Column) -> None:
-        """Reject dates in digits of a column of dates without a format, which would count as seconds."""
+        """Reject dates in digits if the column has no date format: they would be read as seconds."""
         if column.kind in ("hour", "weekday") and not column.date_format:
             digits_B = column_values.find_digit_dates(self.column(column.source), self.missing)
             expected = f'seconds since 1970, or a date format such as "{column.kind}(%Y%m%d)"'
@@ -121,7 +121,7 @@ class ColumnReader:
         return values.coded.dictionary_decode()
 
     def _ids(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
-        """Return a categorical column, and the weights of its ids, with at most ``max_ids`` ids per row."""
+        """Return a categorical column and the weights of its ids, both cut to ``max_ids`` ids per row."""
         limit, weights = column.max_ids, None
         if column.kind == "weighted":
             ids, weights = self._weighted_ids(column)
@@ -171,7 +171,7 @@ class ColumnReader:
 def _split_items(
     items: pa.Array, missing: tuple[str, ...], weight_separator: str
 ) -> tuple[pa.Array, pa.Array]:
-    """Return the ids of items, null if missing, and their weights, null if missing."""
+    """Return the ids and the weights of items; both are null if missing."""
     if pa.types.is_struct(items.type):
         if items.type.num_fields != 2:
             raise pa.ArrowTypeError(f"expected pairs of an id and a weight, found {items.type}")
@@ -189,7 +189,7 @@ def _split_items(
 
 
 def _weight_likeness(pair: tuple[pa.Field, pa.Array]) -> tuple[bool, ...]:
-    """Return a sort key by which the id of a struct precedes its weight; equal fields keep their order."""
+    """Return a sort key that puts the id of a struct before its weight; ties keep their order."""
     name, kind = pair[0].name.lower(), pair[0].type
     is_id = name in ("key", "id")  # the key of a map, too
     return not is_id, name == "weight", pa.types.is_floating(kind), pa.types.is_integer(kind)
@@ -198,7 +198,7 @@ def _weight_likeness(pair: tuple[pa.Field, pa.Array]) -> tuple[bool, ...]:
 class Targets(NamedTuple):
     """The targets of B samples for T tasks."""
 
-    labels_BT: npt.NDArray[np.float32]  # undefined where a task's mask excludes a sample
+    labels_BT: npt.NDArray[np.float32]  # undefined for a sample that is excluded by the task's mask
     # 0 where a mask excludes a sample; None if all samples have the same weight.
     weights_BT: npt.NDArray[np.float32] | None = None
     groups_B: npt.NDArray[np.int64] | None = None  # a hash of the group; None without groups
@@ -211,7 +211,7 @@ class Targets(NamedTuple):
 class TargetSpec:
     """The targets of a run."""
 
-    tasks: Mapping[str, TaskSection]  # by name, each with its label column
+    tasks: Mapping[str, TaskSection]  # tasks by name, each with its label column
     data: DataSection  # the section that names the columns of weights and groups
     is_implied: bool  # whether there are no sections [tasks.NAME], so that data.label is the only task
 
@@ -249,7 +249,7 @@ class TargetSpec:
         return Targets(labels_BT, weights_BT, groups_B)
 
     def _task(self, task: TaskSection, reader: ColumnReader) -> tuple[npt.NDArray[Any], Mask]:
-        """Return the labels of a task, and a mask of the samples that count for it."""
+        """Return the labels of a task, and a mask of the samples that it uses."""
         known = (self.data.positive_labels, self.data.negative_labels)
         label_texts = " or ".join(map(repr, chain(*known)))
         counts_B = np.ones(len(reader.valid_B), np.bool_)

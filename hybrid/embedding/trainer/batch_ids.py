@@ -50,13 +50,13 @@ class BatchIds:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Where each bag starts, feature by feature, int64 (K * B + 1)."""
+        """The start of each bag, feature by feature, int64 (K * B + 1)."""
         given = self._offsets
         return torch.arange(len(self.ids_L) + 1) if given is None else given.to(torch.int64).contiguous()
 
     @cached_property
     def weighted_features(self) -> frozenset[int]:
-        """Indices of the features with an id whose weight is not 1."""
+        """Indices of the features that have an id with a weight other than 1."""
         if self.weights_L is None:
             return frozenset()
         positions = (self.weights_L != 1).nonzero().view(-1)
@@ -64,7 +64,7 @@ class BatchIds:
 
     @cached_property
     def mean_weights_L(self) -> Tensor:
-        """Weight 1/n for each id of a bag with n ids, so that the weighted sum of the rows is their mean."""
+        """Weight 1/n for each id in a bag of n ids: the weighted sum of the rows is then their mean."""
         lengths = self.offsets.diff()
         # In float64; pooling rounds the weights to the type of the rows.
         return torch.repeat_interleave(1.0 / lengths.clamp(min=1).double(), lengths)
@@ -74,8 +74,8 @@ class BatchIds:
     ) -> tuple[Pooling, Tensor | None]:
         """Return the pooling to compute, and the weight of each id or None.
 
-        A mean becomes a sum with weights 1/n in two cases. If ids have weights, torch's mean does not take
-        them. If several workers pool parts of a bag, partial means do not add up.
+        A mean becomes a sum with weights 1/n in two cases: if ids have weights, which torch's mean does not
+        support, and if several workers pool parts of a bag, because partial means do not add up.
 
         Args:
             is_weighted: whether the ids have weights.

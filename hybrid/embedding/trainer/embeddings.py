@@ -63,7 +63,7 @@ class Embeddings:
         self._features = input_spec.sparse_features
         self._tables = tables_of(input_spec, tables)
         self._sequences = tuple(k for k, t in enumerate(self._tables) if t.sequence)
-        self._ends = list(accumulate(t.width for t in self._tables))  # of the output columns of each feature
+        self._ends = list(accumulate(t.width for t in self._tables))  # end of each feature's output columns
         self._width = sum(t.width for t in self._tables)
         self._num_rows_K = torch.tensor([t.num_rows for t in self._tables])
         self._placement = placement
@@ -76,8 +76,8 @@ class Embeddings:
         Args:
             ticket: step, required version of the rows, and purpose. For training, the backward pass must
                 reach every lookup exactly once.
-            after: a prefetched lookup of an earlier step: the requests are sent with its gradients. None
-                sends the requests now.
+            after: a prefetched lookup of an earlier step. The requests are sent together with its gradients.
+                None sends the requests now.
 
         Raises:
             DataError: an id is not a row of its table, a feature that is not multi-hot does not have exactly
@@ -157,11 +157,11 @@ class Embeddings:
 class ConcatenatedFeatures(NamedTuple):
     """A single output ``pooled_BE`` with the concatenated vectors of all features."""
 
-    # The assembler of each route, and ``columns_F``: the first output column of each vector, or None if the
-    # route has all features, in order. Empty if there are no samples.
+    # The assembler of each route, and ``columns_F``, the first output column of each vector. ``columns_F`` is
+    # None if the route has all features, in order. Empty if there are no samples.
     routes: Sequence[tuple[Assembler, Tensor | None]]
     width: int  # E, number of output columns
-    # Output column of the lengths of each sequence, and the lengths.
+    # For each sequence feature, the output column for the lengths, and the lengths.
     lengths: Sequence[tuple[int, Tensor]] = ()
 
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
@@ -198,9 +198,9 @@ def make_routes(
 ) -> list[Route]:
     """Return the routes of a batch.
 
-    Features of one width share a route; those of a growing table have a route of their own. Multi-hot
-    features need the same pooling, too, and all or none have weights. If workers pool, their tables must also
-    be in the same groups.
+    Features of one width share a route, except that each growing table has a separate route. Multi-hot
+    features share a route only if pooling is equal, too, and if all or none have weights. If workers pool,
+    their tables must also be in the same groups.
 
     Args:
         row_features: features with one id per sample, and sequences.
@@ -210,7 +210,7 @@ def make_routes(
     """
     of_table = placement.locations()
     of_space: dict[AddressKey, list[int]] = defaultdict(list)
-    # By whether workers pool, groups or width, pooling, and whether ids have weights.
+    # Keys: whether workers pool, groups or width, pooling, and whether ids have weights.
     bags: dict[tuple[bool, object, Pooling, bool], list[int]] = defaultdict(list)
     for k in row_features:
         of_space[tables[k].address_key].append(k)
@@ -236,7 +236,7 @@ def make_routes(
     return routes
 
 
-# A call of a table in a custom module: its name, and its ids, which are int64 as their offsets.
+# A call of a table in a custom module: the name of the table, and the ids; ids and offsets are int64.
 TableRequest: TypeAlias = tuple[str, Bags]
 
 
@@ -265,11 +265,11 @@ class ModuleTables:
         }
 
     def lookup(self, requests: Sequence[TableRequest], ticket: Ticket, after: Lookup | None = None) -> Lookup:
-        """Start a lookup on all workers, and do not wait. Each worker then expects gradients.
+        """Start a lookup on all workers without waiting. Each worker then expects gradients.
 
         The outputs are the vectors of each call, (ids or bags, D), and a scalar zero. If the zero is part of
-        the loss, the backward pass reaches the lookup, even if the loss uses no vector. Rows of calls that
-        the loss does not use get no gradient, and are not updated.
+        the loss, the backward pass reaches the lookup, even if the loss uses no vector. If the loss does not
+        use a call, its rows get no gradient, and are not updated.
 
         Args:
             ticket, after: see :meth:`Embeddings.lookup`.
@@ -329,10 +329,10 @@ class _SeparateCalls(NamedTuple):
     """The output tensors of the calls of a custom module, and a scalar zero."""
 
     calls: list[tuple[TableSpec, int]]  # table and number of vectors of each call
-    # For each width, the calls that do not pool: indices of the calls, numbers of ids, the rows.
+    # For each width, the calls without pooling: indices of the calls, numbers of ids, and the rows.
     rows: list[tuple[list[int], list[int], DistinctRows]]
     bags: list[tuple[int, Assembler]]  # calls that pool: index of the call, and its assembler
-    # Slot of the marks of each worker, and the numbers of bags of its other requests.
+    # For each worker, the slot of the marks, and the numbers of bags in the other requests.
     marks: dict[Slot, list[int]]
     tables: list[TableSpec]
     purpose: Purpose
@@ -344,7 +344,7 @@ class _SeparateCalls(NamedTuple):
             for call, ranks in zip(calls, ranks_L.split(sizes), strict=True):
                 vectors[call] = rows_UD.index_select(0, ranks)
         for call, assembler in self.bags:
-            # Detached, since torch refuses changes in place of views.
+            # Detached, since torch refuses in-place changes of views.
             vectors[call] = assembler.vectors(responses).flatten(0, 1).detach()
         return *(vectors[call] for call in range(len(self.calls))), torch.zeros(())
 
@@ -353,7 +353,7 @@ class _SeparateCalls(NamedTuple):
             torch.zeros(size, table.dim) if grad is None else grad
             for (table, size), grad in zip(self.calls, grads, strict=False)
         ]
-        used: dict[Slot, Tensor] = {}  # marks of the requests of which the loss does not use all bags
+        used: dict[Slot, Tensor] = {}  # marks of requests, if the loss does not use all bags
         for calls, sizes, rows in self.rows:
             yield from rows.gradients(torch.cat([of_calls[call] for call in calls]))
             if any(grads[call] is None for call in calls):

@@ -1,8 +1,9 @@
-"""A pending lookup, which turns responses of workers into vectors, and gradients of vectors into messages.
+"""A pending lookup: it converts workers' responses to vectors, and gradients of vectors to messages.
 
 In ``sync`` mode, a lookup is part of a distributed autograd context, which sends its gradients. A prefetched
-lookup is outside of any context, and its responses are plain values. An autograd function, the first of the
-local graph, sends their gradients. A message also carries the lookup of the step after the next, if any::
+lookup is outside of any context, and its responses are plain values. An autograd function at the start of the
+local graph sends the gradients of the responses. A message also carries the lookup of the step after the
+next, if any::
 
     step s     compute s:    backward ── gradients of s, ids of s+2 ───►  update s, then look up s+1
     step s+1   wait for the vectors of s+1  ◄───────────────────────────  response
@@ -34,15 +35,15 @@ class OutputLayout(Protocol):
         """Return the outputs, given the responses of all workers."""
 
     def gradients(self, grads: Sequence[Any]) -> Iterable[tuple[Slot, Tensor]]:
-        """Return the gradients of response tensors for the gradients of the outputs. No tensor is a view.
+        """Convert gradients of the outputs to gradients of the response tensors. No result is a view.
 
         Args:
-            grads: of several outputs, those that the loss does not use have None.
+            grads: with several outputs, None for an output that the loss does not use.
         """
 
 
 class Outbox:
-    """The table sources of all workers, and pending messages that have gradients but no lookup."""
+    """The table sources of all workers, and pending messages with gradients but without a lookup."""
 
     def __init__(self, sources: Mapping[int, TableSource], clock: StepClock) -> None:
         self.sources = sources
@@ -90,7 +91,7 @@ class Lookup:
         return self
 
     def flush(self) -> None:
-        """Wait for the responses. Gradients that were sent with the requests have then arrived, too."""
+        """Wait for the responses. Gradients in the same messages as the requests have then arrived, too."""
         for response in self._responses.values():
             response.wait()
 
@@ -102,7 +103,7 @@ class Lookup:
         """Wait for the responses, and return the outputs.
 
         Raises:
-            ClusterError: no request was sent, because the gradients of the earlier lookup were not sent.
+            ClusterError: no request was sent, because it waits for gradients that were never sent.
         """
         if self._responses.keys() != self._items.keys():
             raise ClusterError(
@@ -124,7 +125,7 @@ class Lookup:
         return self._layout.outputs(responses)
 
     def response_gradients(self, output_grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the response tensors, or None for each if this method sends them."""
+        """Return the gradients of the response tensors; if this method sends them, return None for each."""
         with self._clock.span("split gradients"):
             by_slot = {slot: g.to(self._wire_dtype) for slot, g in self._layout.gradients(output_grads)}
         if self._ticket.purpose is not Purpose.PREFETCH:
@@ -134,7 +135,7 @@ class Lookup:
         return [None] * len(by_slot)
 
     def _send_gradients(self, worker: int, grads: Sequence[Tensor]) -> None:
-        """Send gradients to a worker, in one message with the successor's request, if there is one."""
+        """Send gradients to a worker; the message also carries the successor's request, if any."""
         successor = self._successor
         request = None
         if successor is not None and worker in successor._items:
@@ -148,7 +149,7 @@ class Lookup:
             successor._expect(worker, response)
 
     def _expect(self, worker: int, response: PendingResult[list[Tensor]]) -> None:
-        """Keep the pending response of a worker, and record how long it takes."""
+        """Keep the pending response of a worker, and record its duration."""
         self._responses[worker] = response
         call = self._clock.begin("call")
         if call is not None:

@@ -1,4 +1,4 @@
-"""Routes, which turn the ids of a batch into requests, and responses into vectors of samples.
+"""Routes: they convert the ids of a batch to requests, and responses to vectors of samples.
 
 A route covers ``features``. ``start`` adds requests to the messages of workers, and returns an assembler.
 The assembler turns responses into vectors of shape (B, features, D), and gradients of vectors into gradients
@@ -20,8 +20,8 @@ PoolRoute     multi-hot, of tables     each distinct row once         pooling ro
 The number of messages and of kernel calls does not depend on the number of tables.
 
 A sequence of at most N ids has N positions in a sample. Positions after its last id are zeros, and read no
-row. Features of the same width with one id per sample share the route of sequences, with one position each.
-So a row that a history and its candidate item share is sent once::
+row. Features with one id per sample and the same width join the route of sequences, with one position each.
+So if a history contains the candidate item, the row is sent once::
 
     history of up to 3 ids, item    [ 4 7 . | 7 ]   [ . . . | 2 ]        rows that are sent   2 4 7
 """
@@ -48,7 +48,7 @@ from hybrid.primitives.key_buckets import KEY_BITS
 Items: TypeAlias = Mapping[int, list[Item]]
 Responses: TypeAlias = Mapping[int, Sequence[Tensor]]
 Slot: TypeAlias = tuple[int, int]  # a worker, and the index of a tensor in its response
-Locations: TypeAlias = Sequence[Sequence[Location]]  # of the shards of each feature's table
+Locations: TypeAlias = Sequence[Sequence[Location]]  # locations of the shards of each feature's table
 
 
 def append(items: Items, worker: int, item: Item) -> Slot:
@@ -61,8 +61,8 @@ class AddressSpace:
     """An integer address for every row of some tables of one width.
 
     Each group with one of these tables has a segment of the address range. So one sort finds the distinct
-    rows of all tables and workers. A growing table has an address space of its own: the addresses are its
-    keys, and each shard has a segment of them.
+    rows of all tables and workers. A growing table has a separate address space: the addresses are its keys,
+    and each shard has a segment of the keys.
 
     Args:
         locations: locations of the shards of each table. A table may occur several times.
@@ -92,7 +92,7 @@ class AddressSpace:
                 self.bases_KS[k, at.shard.index] = first[at.worker, at.number] + at.start
 
     def _address_keys(self, locations: Locations) -> None:
-        """Use the keys of a growing table as addresses, which ascend as unsigned numbers."""
+        """Use the keys of a growing table as addresses; the order is that of unsigned numbers."""
         shards = sorted(locations[0], key=lambda at: at.shard.index)
         self._segments = [(at.worker, at.number, 0, torch.int64) for at in shards]
         self._addresses_end = kernels.KEYS_END
@@ -102,7 +102,7 @@ class AddressSpace:
         self.bases_KS = np.zeros((len(locations), 1), np.int64)
 
     def write(self, ids_KB: Tensor, first: int, out_BK: Tensor) -> None:
-        """Write the addresses of ids; row k of ``ids_KB`` is of the table with index ``first + k``."""
+        """Write the addresses of ids; row k of ``ids_KB`` belongs to table ``first + k``."""
         tables = slice(first, first + len(ids_KB))
         bases_KS = self.bases_KS[tables]
         counts_K = self.counts_K[tables]
@@ -125,9 +125,9 @@ class AddressSpace:
 
 
 class DistinctRows(NamedTuple):
-    """Assembles by copying each requested row to all ids that are equal to it."""
+    """Assembles by copying each requested row to all positions of its id."""
 
-    # Response slots, each with the range of its rows among all distinct rows: start and end.
+    # Response slots, each with start and end of its rows among all distinct rows.
     slots: list[tuple[Slot, int, int]]
     # starts_V, order_L: positions of each distinct id; see kernels.group_ids.
     starts_V: Ints
@@ -135,7 +135,7 @@ class DistinctRows(NamedTuple):
     shape_BFD: tuple[int, int, int]
 
     def collect(self, responses: Responses) -> tuple[Tensor, Tensor]:
-        """Return ``rows_UD``, and for each id the index of its row among them."""
+        """Return ``rows_UD``, and for each id an index into these rows."""
         rows_UD = torch.cat([responses[worker][index] for (worker, index), _, _ in self.slots])
         return rows_UD, torch.from_numpy(kernels.rank_ids(self.starts_V, self.order_L))
 
@@ -144,12 +144,12 @@ class DistinctRows(NamedTuple):
         return rows_UD.index_select(0, ranks_L).view(self.shape_BFD)
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
-        """Return the gradients of the rows of each slot, summed over equal ids, also from (L, D)."""
+        """Return the gradients of each slot's rows, summed over equal ids; ``grad_BFD`` may be (L, D)."""
         single_ids = Bags(torch.from_numpy(self.order_L))  # without offsets, each id is a bag
         return self.gradients_of_bags(single_ids, grad_BFD.flatten(0, -2))
 
     def gradients_of_bags(self, bags: Bags, grad_ND: Tensor) -> list[tuple[Slot, Tensor]]:
-        """Return the gradients of the rows of each slot for the gradients of the pooled ``bags``."""
+        """Return the gradients of each slot's rows; ``grad_ND`` has the gradients of the pooled ``bags``."""
         ranks_U = np.arange(len(self.starts_V) - 1, dtype=self.order_L.dtype)
         grouped = GroupedBags(bags, (ranks_U, self.starts_V, self.order_L), grad_ND.dtype)
         gradients = RowGradients(grouped, grad_ND)
@@ -186,7 +186,7 @@ class SequenceRoute:
         parts = [slice(int(of_bags[0]), int(of_bags[-1])) for of_bags in bounds]
         addresses_L = torch.empty(sum(p.stop - p.start for p in parts), dtype=self._space.dtype)
         out = addresses_L.split([p.stop - p.start for p in parts])
-        positions = []  # by feature, position of each id among the positions of all samples
+        positions = []  # for each feature, the position of each id among all positions of all samples
         for number, (part, out_L) in enumerate(zip(parts, out, strict=True)):
             self._space.write(ids.ids_L[part].view(1, -1), number, out_L.view(-1, 1))
             starts_B = bounds[number][:-1] - part.start
@@ -235,7 +235,7 @@ class _Sequences(NamedTuple):
 
 
 class BagRoute:
-    """The route of features that workers pool. All their tables are in the same groups."""
+    """The route of features that are pooled by workers. All their tables are in the same groups."""
 
     def __init__(
         self, features: tuple[int, ...], locations: Locations, pooling: Pooling, is_weighted: bool
@@ -244,7 +244,7 @@ class BagRoute:
         self._pooling = pooling
         self._is_weighted = is_weighted
         self._counts_F = np.array([len(shards) for shards in locations])
-        self._groups = []  # a location in each group, and the first row of each feature's shards in it
+        self._groups = []  # for each group, a location in it, and the first row of each feature's shard
         for of_group in zip(*locations, strict=True):
             bases_FS = np.full((len(features), self._counts_F.max()), -1)
             for f, at in enumerate(of_group):
@@ -316,7 +316,7 @@ class _PooledRows:
     offsets: Tensor  # int32, where each bag starts, (B * F + 1)
     weights_L: Tensor | None  # weight of each id, or None
     pooling: Pooling
-    bags: Bags = field(init=False)  # their ids are indices of distinct rows; set by vectors()
+    bags: Bags = field(init=False)  # the ids are indices of distinct rows; set by vectors()
 
     @property
     def shape_BFD(self) -> tuple[int, int, int]:
@@ -332,9 +332,9 @@ class _PooledRows:
         return self.rows.gradients_of_bags(self.bags, grad_BFD.flatten(0, 1))
 
 
-# ``start(ids, items)`` appends to ``items``, by worker, what the workers receive for the ids of a batch. It
-# returns an assembler of their responses.
+# ``start(ids, items)`` appends the requests for the ids of a batch to ``items``, a list per worker. It
+# returns an assembler for the responses.
 Route: TypeAlias = RowRoute | SequenceRoute | BagRoute | PoolRoute
 # ``vectors(responses)`` returns the vectors of the features, (samples, features, dim).
-# ``gradients(grad_BFD)`` returns the gradient of each item that a worker received.
+# ``gradients(grad_BFD)`` returns the gradient for each item sent to a worker.
 Assembler: TypeAlias = DistinctRows | _Sequences | _PooledByWorkers | _PooledRows

@@ -1,11 +1,12 @@
-"""A growing table on a worker: rows for keys that nobody knew before, and updates that add and remove rows.
+"""A growing table on a worker: keys need not be known in advance; updates add and remove rows.
 
-A key reads its row, or its initial row if it has none. Reads change nothing. The update of a step, in order:
+A lookup returns the row of a key, or the initial row if the key has no row. Lookups change nothing. The
+update of a step, in order:
 
 1. Each key that the step has read is counted once, however often and on however many trainers.
 2. Keys that are counted in at least ``admit_after`` steps get rows, while there are fewer than ``max_rows``.
 3. The optimizer updates the keys with rows. Gradients of other keys are dropped.
-4. In a part of the table, keys that are no longer read lose their rows.
+4. In some buckets of the table, keys that are no longer read lose their rows.
 
 ``key_maps.py`` has the rules. They depend on step numbers and keys only, bucket by bucket. So the number of
 workers, the time, and the order in which messages arrive change nothing.
@@ -55,7 +56,7 @@ class GrowingGroup(TableGroup):
         self._events: Counter[str] = Counter()
         # Lookups of evaluations, and in async mode those of steps, may run during an update.
         self._lock = threading.Lock()
-        # As many rows as the memory of the host would hold. Addresses are free.
+        # Addresses cost nothing, so they are reserved for as many rows as the host's memory would hold.
         self._capacity = psutil.virtual_memory().total // bytes_per_row(self._table)
         self._keys = KeyMap(self._shard.buckets, self._capacity, self._table.name)
         super().__init__(group, dtype, self._capacity, reserved_zeros)
@@ -75,7 +76,7 @@ class GrowingGroup(TableGroup):
         return {self._table.name: matches}
 
     def _add_rows(self, block: SavedRows) -> int:
-        """Add those of some stored rows whose keys are of this shard; return their number."""
+        """Add the stored rows that belong to this shard; return the number of new keys."""
         keys_B = keys_of(block.keys)
         own = np.flatnonzero(self._is_own(keys_B))
         _, backwards = np.unique(keys_B[own][::-1], return_index=True)
@@ -131,16 +132,16 @@ class GrowingGroup(TableGroup):
         limit = growth.max_rows // NUM_BUCKETS
         with self._lock:
             if limit or growth.evict_after or growth.admit_after > 1:
-                # One row of eight stays free for the keys of the next steps.
+                # One row in eight stays free for the keys of the next steps.
                 evicted = self._keys.sweep(step, growth.half_life, growth.evict_after, limit - limit // 8)
                 self._events.update(evicted=evicted)
             self._keys.grow()
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Return the numbers of keys with rows and of pending keys, and those of events since the last call.
+        """Return the numbers of keys with rows, of pending keys, and of events since the last call.
 
-        Events are ``lookups`` of a key, those of an ``unknown`` key, which has no row, and the keys that were
-        ``admitted`` and ``evicted``, which have got and lost a row.
+        Events are ``lookups`` of keys, lookups of ``unknown`` keys (without a row), and keys that were
+        ``admitted`` (got a row) and ``evicted`` (lost it).
         """
         with self._lock:
             rows, pending = self._keys.sizes

@@ -1,16 +1,16 @@
-"""The map of a growing table from keys to rows: hash tables, and the counts that decide which keys have rows.
+"""The map from the keys of a growing table to rows: hash tables, and the counts for admission.
 
-A key is a hash already (``hybrid/data/values/canonical.py``), so its bits are used as they are. The highest
-ten bits are its **bucket**, of which a table has 1,024. Each bucket has an open-addressing hash table with
+A key is already a hash (``hybrid/data/values/canonical.py``), so its bits are not hashed again. The highest
+ten bits are its **bucket**; a table has 1,024 buckets. Each bucket has an open-addressing hash table with
 linear probing, whose slots hold::
 
     key, value      value = 0          the slot is empty
                     value = row + 1    the key has a row
                     value < 0          the key is pending: it is counted, and has no row yet. value = ~record
 
-A **record** counts the steps that have read a key: ``count << 32 | step``, where ``step`` is the last of
-them. The records of keys with rows are in an array by row. Counts are halved at each multiple of the
-half-life: lazily, from the steps of the record and of its use.
+A **record** counts the steps that have read a key: ``count << 32 | step``, where ``step`` is the last such
+step. The records of keys with rows are in an array by row. Counts are halved at each multiple of the
+half-life. This is done when a count is used, from the step in the record and the current step.
 
 If bucket b has 2**c slots, they start at slot ``(1024 + b) << c`` of one reserved address range. So a bucket
 can grow to twice its size without moving another bucket. The system provides memory for written pages only.
@@ -33,9 +33,9 @@ from hybrid.primitives.key_buckets import KEY_BITS, NUM_BUCKETS, bucket_of
 
 _SWEPT_BUCKETS = 16  # per update, so that 64 updates sweep a table
 
-_LOG_SLOTS = 4  # of a new bucket
+_LOG_SLOTS = 4  # logarithm of the slots of a new bucket
 _MAX_LOG_SLOTS = 21  # two billion slots in a table
-# Buckets grow a few at a time once they are fuller than the first load, and at once beyond the second.
+# Load factors: beyond the first, buckets grow a few at a time; beyond the second, a bucket grows at once.
 _SOFT_LOAD, _HARD_LOAD = 0.6, 0.8
 _MAX_COUNT = 2**31 - 1
 _ROWS_AHEAD = 32  # prefetch distance: more than for sorted rows, which hardware partly prefetches
@@ -49,13 +49,13 @@ def _bucket(key: int) -> int:
 
 @numba.njit(inline="always")
 def _count(record: int, step: int, half_life: int) -> int:
-    """Return the count of a record, as it is at ``step``. In async mode, steps may come in another order."""
+    """Return the count of a record at ``step``. In async mode, ``step`` may be before the record's step."""
     return (record >> 32) >> max(0, min(31, step // half_life - (record & 0xFFFFFFFF) // half_life))
 
 
 @numba.njit(inline="always")
 def _find_slot(slots_S2: Ints, logs_N: Ints, key: int) -> int:
-    """Return the slot of a key, or the empty slot where it belongs."""
+    """Return the slot of a key, or the empty slot for a new key."""
     bucket = _bucket(key)
     mask = (np.int64(1) << logs_N[bucket]) - 1
     first = (NUM_BUCKETS + bucket) << logs_N[bucket]
@@ -83,7 +83,7 @@ _COPY = "int64({0}[:,::1], int64[::1], {0}[:,::1])"
 
 @compiled(_COPY.format("float32"), _COPY.format("float64"))
 def copy_rows(weight_RD: Floats, rows_U: Ints, out_UD: Floats) -> int:
-    """Copy rows of a matrix, and skip negative ones; return the number of these.
+    """Copy rows of a matrix; skip negative row numbers, and return how many were skipped.
 
     Prefetching makes this faster than ``index_select``, for rows in random order.
     """
@@ -173,11 +173,11 @@ def _rank_keys(
     keys_M: Ints,
     ranks_M: Ints,
 ) -> int:
-    """Write the keys of a bucket that may be removed, with their ranks; return their number.
+    """Write the removable keys of a bucket with their ranks; return the number of keys.
 
     The rank is -2 for a pending key whose count has fallen to 0, and -1 for a key without a lookup for more
-    than ``evict_after`` steps. For other keys with rows, it is the record, with the count as it is at
-    ``step``. Keys that are read at ``step`` are left out.
+    than ``evict_after`` steps. For other keys with rows, the rank is the record with the count at ``step``.
+    Keys that are read at ``step`` are left out.
     """
     number = 0
     first = (NUM_BUCKETS + bucket) << logs_N[bucket]
@@ -203,7 +203,7 @@ def _rank_keys(
 
 @compiled("void(int64[:,::1], int64[::1], int64[::1], int64[:,::1], int64[::1])")
 def _remove_keys(slots_S2: Ints, logs_N: Ints, free_R: Ints, records_R2: Ints, keys_U: Ints) -> None:
-    """Remove keys and free their rows; move later keys into the gaps, as if the keys had never been there."""
+    """Remove keys and free their rows; move later keys into the gaps, so that no trace of the keys stays."""
     for u in range(len(keys_U)):
         bucket = _bucket(keys_U[u])
         mask = (np.int64(1) << logs_N[bucket]) - 1
@@ -249,7 +249,7 @@ def _insert(slots_S2: Ints, logs_N: Ints, keys_U: Ints, values_U: Ints) -> None:
 
 @compiled("int64(int64[:,::1], int64[::1], int64, int64[:,::1])")
 def _copy_pending(slots_S2: Ints, logs_N: Ints, bucket: int, out_P2: Ints) -> int:
-    """Write key and record of the pending keys of a bucket, in the order of slots; return their number."""
+    """Write key and record of a bucket's pending keys, in slot order; return the number of keys."""
     first = (NUM_BUCKETS + bucket) << logs_N[bucket]
     number = 0
     for slot in range(first, first + (np.int64(1) << logs_N[bucket])):
@@ -270,7 +270,7 @@ class KeyMap:
 
     Attributes:
         num_rows_N: number of keys with rows, by bucket.
-        end: rows from here on have never been used.
+        end: the first row that has never been used; later rows have not been used either.
     """
 
     def __init__(self, buckets: range, capacity: int, table: str) -> None:
@@ -281,11 +281,11 @@ class KeyMap:
         self._slots_S2 = np.frombuffer(self._memory, np.int64).reshape(-1, 2)
         self._logs_N = np.full(NUM_BUCKETS, _LOG_SLOTS)
         self._map = self._slots_S2, self._logs_N
-        self._sizes_N = np.zeros(NUM_BUCKETS, np.int64)  # keys, also pending ones
-        self._num_added = 0  # keys that the last update has added, at most
+        self._sizes_N = np.zeros(NUM_BUCKETS, np.int64)  # number of keys in each bucket, with pending keys
+        self._num_added = 0  # upper bound of the keys added by the last update
         self.num_rows_N = np.zeros(NUM_BUCKETS, np.int64)
         self._records_R2 = np.frombuffer(reserved_pages(16 * capacity), np.int64).reshape(-1, 2)
-        # Number of free rows, first row that was never used, and the free rows.
+        # The number of free rows, the first row that was never used, and then the free rows.
         self._free_R = np.frombuffer(reserved_pages(8 * (capacity + 2)), np.int64)
 
     @property
@@ -307,9 +307,9 @@ class KeyMap:
     def count(
         self, keys_U: Ints, step: int, half_life: int, admit_after: int, limit: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Count the keys of an update once, and give rows to those that are counted often enough.
+        """Count each key of an update once; give rows to keys with a count of ``admit_after``.
 
-        If a bucket has too few rows left, keys with higher counts get them; of equal counts, lower keys.
+        If a bucket has too few free rows, keys with higher counts get them first; ties go to lower keys.
 
         Args:
             keys_U: distinct keys, ascending as unsigned numbers.
@@ -319,7 +319,7 @@ class KeyMap:
             The row of each key, or -1, and the indices of the keys whose rows are new.
 
         Raises:
-            ClusterError: the memory of this worker has no room for the rows.
+            ClusterError: the rows do not fit into this worker's memory.
         """
         added_N = np.bincount(bucket_of(keys_U), minlength=NUM_BUCKETS)
         self._grow(self._sizes_N + added_N, _HARD_LOAD, NUM_BUCKETS)
@@ -350,15 +350,15 @@ class KeyMap:
         return rows_U, new
 
     def sweep(self, step: int, half_life: int, evict_after: int, limit: int) -> int:
-        """Remove keys that are no longer read, from some buckets; return how many of them had rows.
+        """Remove keys that are no longer read from some buckets; return how many removed keys had rows.
 
-        These are pending keys whose count has fallen to 0, keys without a lookup for more than
-        ``evict_after`` steps, and, above ``limit`` rows of a bucket, the keys with the lowest counts. Of
-        equal counts, keys that were read earlier go first, then lower keys. Keys that are read at ``step``
-        stay.
+        Three kinds of keys are removed: pending keys with a count of 0, keys without a lookup for more than
+        ``evict_after`` steps, and, if a bucket has more than ``limit`` rows, the keys with the lowest counts.
+        Among equal counts, keys that were read earlier are removed first, then lower keys. Keys that are read
+        at ``step`` stay.
 
         Args:
-            evict_after, limit: 0 for none.
+            evict_after, limit: 0 disables the rule.
         """
         num_evicted = 0
         swept = (step * _SWEPT_BUCKETS + np.arange(_SWEPT_BUCKETS)) % NUM_BUCKETS
@@ -394,8 +394,8 @@ class KeyMap:
     def grow(self) -> None:
         """Give the fullest buckets more slots, before their next keys need them.
 
-        All buckets fill at the same time. If updates add as many keys as the last one, all buckets have grown
-        before the first is too full.
+        All buckets fill at the same rate. If each update adds as many keys as the last one, all buckets grow
+        before the first bucket is too full.
         """
         updates = (_HARD_LOAD - _SOFT_LOAD) * int((1 << self._logs_N).sum()) / max(1, self._num_added)
         self._grow(self._sizes_N, _SOFT_LOAD, math.ceil(NUM_BUCKETS / updates))
@@ -416,7 +416,7 @@ class KeyMap:
                     self._memory.madvise(mmap.MADV_DONTNEED, first * 16, size * 16)
 
     def state(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return keys and records by row (R, 2), those of free rows are -1; and of pending keys (P, 2)."""
+        """Return keys and records by row (R, 2), -1 for free rows; and those of pending keys (P, 2)."""
         pending_P2 = np.empty((int((self._sizes_N - self.num_rows_N).sum()), 2), np.int64)
         number = 0
         for bucket in self._buckets:

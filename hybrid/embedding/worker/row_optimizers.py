@@ -30,7 +30,8 @@ With ``all_rows``, a step updates every row, with a gradient of zero for rows th
 loss of a custom loop does not use the table at all. Each step then costs a pass over the table. Delaying
 updates until a row is next read would be exact only for ``sgd`` at a constant rate.
 
-If torch has the optimizer, rows that are updated in every step have the bits of torch's single-tensor code.
+If torch has the optimizer, rows that are updated in every step are bit-identical to torch's single-tensor
+code.
 """
 
 import math
@@ -128,7 +129,7 @@ class SGD(RowOptimizer):
     def apply(self, gradients: RowGradients, first: int, last: int, scale: float, factor: float) -> float:
         if self.spec.weight_decay:
             return super().apply(gradients, first, last, scale, factor)
-        # The same bits, without copies of rows and gradients.
+        # Bit-identical, but without copies of rows and gradients.
         return gradients.add_to(self.weight_RD, first, last, scale, -self.spec.learning_rate * factor)
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
@@ -167,7 +168,7 @@ class RowwiseAdagrad(RowOptimizer):
 
 
 class Adam(RowOptimizer):
-    """Adam with a number of steps per row; as ``adamw``, the decay is decoupled from the gradient."""
+    """Adam with a step count per row; the name ``adamw`` selects decoupled weight decay."""
 
     values_state = ("mean", "square")
     row_state = ("steps",)
@@ -175,16 +176,16 @@ class Adam(RowOptimizer):
     def __init__(self, spec: OptimizerSpec, weight_RD: Tensor, zeros: Zeros = zeros_in_large_pages) -> None:
         super().__init__(spec, weight_RD, zeros)
         largest = max(spec.betas)
-        # From this step on, both powers are so small that 1 minus them rounds to 1.
+        # From this step on, both powers are so small that 1 minus the power rounds to 1.
         self._last_distinct = 1 + int(-54 * math.log(2) / math.log(largest)) if largest > 0 else 1
         self._corrections_N2 = torch.empty(0, 2, dtype=torch.float64)
 
     def corrections(self, steps_U: Tensor) -> tuple[Tensor, Tensor]:
         """Return 1 - beta1^n and sqrt(1 - beta2^n), float64 of shape (U, 1), for n of at least 1.
 
-        The values have the bits of torch.optim, which computes them with Python floats. In float32,
-        1 - 0.999^n loses half its digits if n is small. Powers of tensors differ from Python's in the last
-        bit. So the values are in a table, which grows with the largest n.
+        The values are bit-identical to torch.optim, which uses Python floats. In float32, 1 - 0.999^n loses
+        half its digits if n is small. Powers of tensors differ from powers of Python floats in the last bit.
+        So Python computes the values, and a table, which grows with the largest n, stores them.
         """
         index_U = steps_U.long().clamp_(max=self._last_distinct)
         largest = int(index_U.max())
@@ -219,11 +220,11 @@ class FTRL(RowOptimizer):
         z += g - sigma w;  n += g^2;  w = 0 if |z| <= l1 else -(z - sign(z) l1) / a
 
     There are two differences from the paper: rows start at their initial values instead of zero, and r may
-    change with a schedule. Both need a z whose solution is the current w. For a w other than zero there is
-    exactly one: -w ((beta + sqrt(n)) / r + weight_decay) - sign(w) l1. Each step starts from that z; if w is
-    zero, from the stored z. With initial rows of zero and a constant r, this is the paper's algorithm.
-    Otherwise, neither the initial rows nor a change of r move w, only gradients do. If the gradient or the
-    learning rate is zero, w does not change.
+    change with a schedule. Both need a z whose solution is the current w. For a nonzero w, exactly one z has
+    this solution: -w ((beta + sqrt(n)) / r + weight_decay) - sign(w) l1. Each step starts from this z; if w
+    is zero, it starts from the stored z. With initial rows of zero and a constant r, this is the paper's
+    algorithm. Otherwise, only gradients change w; initial rows and changes of r do not. If the gradient or
+    the learning rate is zero, w does not change.
     """
 
     values_state = ("z", "n")

@@ -69,11 +69,11 @@ class DistinctStepRows(NamedTuple):
     """The distinct rows that the lookups of a step read from one group of tables."""
 
     bags: Sequence[Bags]
-    # For each pooling, with offsets or without: indices into ``bags``, and their distinct rows.
+    # For each combination of pooling and use of offsets: indices into ``bags``, and the distinct rows.
     by_kind: Sequence[tuple[list[int], GroupedBags]]
 
     def is_of(self, bags: Sequence[Bags]) -> bool:
-        """Whether the rows were found for these objects, in this order."""
+        """Whether the rows are those of these ``bags`` objects, in this order."""
         return [*map(id, self.bags)] == [*map(id, bags)]
 
 
@@ -84,7 +84,7 @@ class TableGroup:
         num_rows: number of rows to reserve with ``zeros``.
 
     Attributes:
-        ids_end: all ids are less than this.
+        ids_end: upper bound of the ids; every id is less.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class TableGroup:
         """Create the group of fixed tables, or of one growing table."""
         if group.shards[0].table.growth is None:
             return cls(group, dtype, group.num_rows)
-        # A late import, since other clusters need not wait until its kernels are compiled.
+        # A late import, so that clusters without growing tables do not wait for the compilation of its
+        # kernels.
         from hybrid.embedding.worker.growing_group import GrowingGroup
 
         return GrowingGroup(group, dtype)
@@ -131,7 +132,7 @@ class TableGroup:
             checkpoint.load_rows(shard.table.name, shard.index, shard.count, self.shard_tensors(shard))
 
     def files(self, is_copied: bool) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
-        """Return functions that make the checkpoint tensors of each shard, by file.
+        """Return a function for each file of a checkpoint, which makes the tensors of its shard.
 
         The tensors are views of the group, or of a copy that is made now.
         """
@@ -186,20 +187,20 @@ class TableGroup:
         ]
         if len(merged) == 1:
             return merged[0]
-        # Add up the sums of all kinds: a row may be read alone and in bags. Or no row was read.
+        # Add up the sums of all kinds, since a row may be read alone and in bags. There may be no row at all.
         empty = torch.empty(0, dtype=ids_dtype(self.ids_end))
         all_rows = self.find_distinct_rows([Bags(each.rows_U) for each in merged] or [Bags(empty)])
         return self.merge(all_rows, [each.sum_all() for each in merged] or [self.weight_RD[:0]])
 
     def begin_update(self, gradients: RowGradients, step: int) -> RowGradients:
-        """Return the gradients of the rows to update, as the update of a step begins."""
+        """Begin the update of a step; return the gradients of the rows to update."""
         return gradients
 
     def end_update(self, step: int) -> None:
         """Complete an update."""
 
     def take_counts(self) -> dict[str, dict[str, int]]:
-        """Return counts of each growing table (``GrowingGroup``); those of events are since the last call."""
+        """Return counts of each growing table (``GrowingGroup``); events are counted since the last call."""
         return {}
 
     def blocks(self, stop: int, start: int = 0) -> Iterator[tuple[int, int]]:
@@ -216,7 +217,7 @@ class TableGroup:
         return chain.from_iterable(self.blocks(start + each.num_rows, start) for each, start in starts)
 
     def describe(self, row: int) -> str:
-        """Return text with the table, and the row within it, of a row of the group."""
+        """Return text that names the table of a row of the group, and the row within the table."""
         number = bisect.bisect_right(self.group.starts, row) - 1
         shard = self.group.shards[number]
         return (
@@ -232,7 +233,7 @@ class TableUpdate:
     step: int
     factor: float
     check_finite: bool
-    # Names of tables that do not change, although other updates change all of their rows.
+    # Names of tables that stay unchanged in this step, although their updates otherwise change all rows.
     idle: frozenset[str] = frozenset()
 
     def squared_norm(self) -> float:
@@ -251,8 +252,8 @@ class TableUpdate:
         """Update the rows with the gradients times ``scale``, block by block.
 
         Raises:
-            NonFiniteError: a gradient is not finite, and ``check_finite`` is set. Some rows may be updated
-                already, so the tables are inconsistent.
+            NonFiniteError: a gradient is not finite, and ``check_finite`` is set. Some rows may already be
+                updated, so the tables are inconsistent.
         """
         for group, of_ids in self.gradients:
             steps_all = group.group.optimizer.steps_all_rows
@@ -278,6 +279,6 @@ class TableUpdate:
         rows_U = gradients.rows_U[first:last]
         grad_UD = gradients.sum_block(first, last)[0]
         wrong_U = ~grad_UD.isfinite().all(1)
-        if wrong_U.any():  # else the sum of finite values has overflowed
+        if wrong_U.any():  # otherwise, the sum of finite values has overflowed
             row = group.describe(int(rows_U[wrong_U.nonzero()[0]]))
             raise NonFiniteError(f"step {self.step}: the gradient of {row} is not finite")

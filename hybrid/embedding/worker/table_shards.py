@@ -26,8 +26,8 @@ from hybrid.updates.update_rules import UpdateMode, UpdateRules
 # Pooling more ids takes longer than waking a thread.
 _LARGE_LOOKUP_IDS = 10_000
 
-# A trainer's gradients of one lookup: the items of the lookup, each with the gradient of its vectors; and the
-# names of tables that do not change, because the loss does not use their vectors.
+# A trainer's gradients for one lookup: the items of the lookup, each with the gradient of its vectors, and
+# the names of tables that stay unchanged because the loss does not use them.
 Gradients: TypeAlias = tuple[list[tuple[int, Bags, Tensor]], frozenset[str]]
 
 
@@ -57,9 +57,10 @@ class TableShards(HostedModule, TableSource):
         self._rules = rules
         # Autograd records a function only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
-        # Items of prefetched lookups without gradients yet, by trainer, step and part; empty until they run.
+        # Items of prefetched lookups that wait for gradients, by trainer, step and part; empty until a lookup
+        # runs.
         self._prefetched: dict[tuple[int, int, int], list[Item]] = {}
-        self._distinct_rows: dict[int, DistinctStepRows] = {}  # of the next update, by group
+        self._distinct_rows: dict[int, DistinctStepRows] = {}  # rows of the next update, by group
         self._distinct_rows_lock = threading.Lock()
         is_ahead = rules.mode is UpdateMode.LOOKAHEAD
         self.barrier = UpdateBarrier[Gradients](
@@ -67,12 +68,12 @@ class TableShards(HostedModule, TableSource):
         )
 
     def initialize(self, seed: int) -> dict[str, int]:
-        """Fill every table with its initial rows: those of ``table.initial``, and random ones.
+        """Fill every table with initial rows: rows from ``table.initial``, and random rows.
 
         Random rows are a function of ``seed`` and the table's name.
 
         Returns:
-            For each table with ``initial``, the number of its rows here that come from there; see
+            For each table with ``initial``, the number of rows on this worker that come from it; see
             :func:`read_initial_rows`.
         """
         return {name: number for group in self.groups for name, number in group.initialize(seed).items()}
@@ -81,7 +82,7 @@ class TableShards(HostedModule, TableSource):
         is_large = sum(bags.ids_L.numel() for _, bags in items) > _LARGE_LOOKUP_IDS
         recorded: list[Item] = []
         if ticket.purpose is Purpose.PREFETCH:
-            # The last request gets the gradients, even if an abandoned one of the same step runs later.
+            # The last request gets the gradients, even if an abandoned request of the same step runs later.
             self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded
         work = partial(self._look_up, ticket, items, recorded)
         return self.barrier.run_when_ready(ticket, work, is_large=is_large)
@@ -93,7 +94,7 @@ class TableShards(HostedModule, TableSource):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
             pooled, recorded[:] = self.pool_and_record(items, ticket.purpose)
-            # A prefetch needs no response whose gradient has the shape of the marks.
+            # A prefetch needs no response for the marks, since autograd does not compute their gradient.
             return [*pooled, torch.empty(0, dtype=self._wire_dtype)] if has_marks(items) else pooled
 
     def pool_and_record(self, items: Sequence[Item], purpose: Purpose) -> tuple[list[Tensor], list[Item]]:
@@ -107,7 +108,7 @@ class TableShards(HostedModule, TableSource):
         return pooled, recorded
 
     def empty_marks(self, items: Sequence[Item]) -> Tensor:
-        """Return zeros in the shape of the marks of these items, of which a message has only one value."""
+        """Return zeros in the shape of the marks of ``items``; a message has only one value for them."""
         size = sum(bags.num_bags for _, bags in items) + len(self._tables)
         return torch.zeros((), dtype=self._wire_dtype).expand(size)
 
@@ -159,7 +160,7 @@ class TableShards(HostedModule, TableSource):
         self.barrier.contribute(ticket, gradients, should_update_here=should_update_here)
 
     def _used(self, items: Sequence[tuple[int, Bags, Tensor]], is_used: Tensor) -> Gradients:
-        """Return the gradients of the marked bags; see :data:`MARKS`. Pooled bags have equal marks."""
+        """Return the gradients of bags with the mark 1; see :data:`MARKS`. Pooled bags have equal marks."""
         sizes = [len(grad) for _, _, grad in items]
         *of_items, of_tables = is_used.split([*sizes, len(self._tables)])
         kept = []
