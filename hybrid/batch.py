@@ -44,8 +44,9 @@ from hybrid.primitives.splitmix64 import splitmix64
 class SparseFeatures(NamedTuple):
     """Ids of K sparse features for B samples, feature-major.
 
-    Attributes: ids_L: int64 row numbers within each feature's table. offsets: int64 of shape (K * B + 1),
-    where each bag starts; None if each bag has exactly one id. Then
+    Attributes:
+        ids_L: int64 row numbers within each feature's table.
+        offsets: int64 of shape (K * B + 1), where each bag starts; None if each bag has exactly one id. Then
             ``ids_L`` has K * B elements.
         weights_L: float32 weight of each id within its bag, or None for all ones.
         num_features: K.

@@ -135,8 +135,7 @@ class Key:
     def read(self, value: Any) -> Any:
         """Convert a TOML value to the type of this key if possible; :meth:`check` rejects other values.
 
-        Lists become tuples. For a list key, a single value becomes a tuple; for a float key, an integer
-        becomes a float.
+        Lists become tuples; a single value of a list key, too. Integers of a float key become floats.
         """
         if self.signatures is not None and isinstance(value, str):
             with contextlib.suppress(ConfigError):  # check() raises it, with the name of the key

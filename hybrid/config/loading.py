@@ -32,8 +32,7 @@ def load_config(
         path: TOML file; None for all defaults. Relative paths in the file are relative to the current folder.
         overrides: ``section.key=value``; a section may be ``tables.NAME``. The last override of a key wins. A
             value is TOML. Text needs no quotes, and a list of one value no brackets.
-        is_stored: whether the file belongs to a run or checkpoint. If so, an unknown key must come from
-            another version.
+        is_stored: whether a run or checkpoint has the file. Then an unknown key is from another version.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value breaks a rule. The message names the file, and

@@ -101,8 +101,7 @@ class BatchLoader:
         """Return the batches of an epoch from ``first_step`` on; the caller closes the stream.
 
         Args:
-            first_sample: position of the first sample to read; samples of the first batch before it are left
-                out.
+            first_sample: position of the first sample to read, if it is within the first batch.
         """
         size, end = self.batch_size, self.dataset.num_samples
         end -= end % size if self.drop_last else 0
@@ -244,8 +243,7 @@ class ShuffledOrder:
     in a range of lanes is proportional to its length, even if a step has fewer rows than lanes.
 
     Args:
-        num_lanes: number of lanes; 0 for none. It is fixed for a run, so that steps do not depend on the
-            number of trainers.
+        num_lanes: number of lanes, fixed for a run; 0 for none. Steps do not depend on trainers.
     """
 
     def __init__(self, num_rows: int, seed: int, epoch: int, num_lanes: int = 0) -> None:

@@ -236,8 +236,7 @@ class FeatureEncoder:
         """Load the encoder that ``save`` wrote; DataError if it is missing, invalid or of another version.
 
         Args:
-            with_values: whether to read the vocabularies; :func:`open_values` reads a single vocabulary in
-                blocks.
+            with_values: whether to read the vocabularies; :func:`open_values` reads one in blocks.
         """
         path = folder / FILE_NAME
         content = _read_json(path)
@@ -292,8 +291,7 @@ def transform_columns(
 def count_unknown(encoder: FeatureEncoder, block: RawBlock, encoded: EncodedBlock) -> npt.NDArray[np.int64]:
     """Return counts of K categorical columns of a block, (3, K), as in :class:`UnknownValues`.
 
-    The three counts are unknown values, all values, and rows with several values in a column of one value per
-    row.
+    The counts are unknown values, all values, and rows with several values in a single-valued column.
     """
     counts: npt.NDArray[np.int64] = np.zeros((3, len(encoder.sparse)), np.int64)
     one_id, bags = iter(encoded.ids_BK.T), iter(encoded.bags)

@@ -363,8 +363,7 @@ def _cut_to_lines(
     """Yield the text of ``chunks`` in normalized blocks of complete lines.
 
     Args:
-        chunks: text that is cut anywhere. The lines that end in a chunk are yielded before the next chunk is
-            read.
+        chunks: cut anywhere. Lines that end in a chunk are yielded before the next chunk is read.
         is_start: whether the chunks start the file, so that a byte order mark is removed.
 
     Raises:

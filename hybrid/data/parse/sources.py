@@ -47,8 +47,7 @@ class RawBlock(NamedTuple):
     source_rows_B: npt.NDArray[np.int64]
     # An array of B lists of float32 for each sparse feature whose ids have weights.
     weights: tuple[pa.Array, ...] = ()
-    # For each split that is held out by a column: int64 hashes of the values, or float64 times in seconds, of
-    # length B.
+    # For each split held out by a column, B int64 hashes of the values, or float64 times in seconds.
     held_out_by: Mapping[str, SplitValues] = MappingProxyType({})
     # The columns of ``Layout.passthrough`` by name, not converted.
     passthrough: Mapping[str, pa.Array] = MappingProxyType({})
@@ -131,8 +130,7 @@ def read_segment(segment: Segment, layout: Layout) -> Iterator[TableBlock]:
 
     Raises:
         ConfigError: the file lacks a column.
-        DataError: the file cannot be read, has a line of more than 16 MiB, or has impossible sizes in its
-            metadata.
+        DataError: the file cannot be read, has a line of more than 16 MiB, or false sizes in metadata.
     """
     if layout.data.format == "parquet":
         yield from read_parquet(segment.path, layout, segment.start, segment.stop)

@@ -101,8 +101,7 @@ class TableGroup:
         """Create the group of fixed tables, or of one growing table."""
         if group.shards[0].table.growth is None:
             return cls(group, dtype, group.num_rows)
-        # A late import, so that clusters without growing tables do not wait for the compilation of its
-        # kernels.
+        # A late import, so that only clusters with growing tables wait for the compilation of kernels.
         from hybrid.embedding.worker.growing_group import GrowingGroup
 
         return GrowingGroup(group, dtype)

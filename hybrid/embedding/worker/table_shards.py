@@ -73,8 +73,7 @@ class TableShards(HostedModule, TableSource):
         Random rows are a function of ``seed`` and the table's name.
 
         Returns:
-            For each table with ``initial``, the number of rows on this worker that come from it; see
-            :func:`read_initial_rows`.
+            For each table with ``initial``, the number of rows here from it; see :func:`read_initial_rows`.
         """
         return {name: number for group in self.groups for name, number in group.initialize(seed).items()}
 
