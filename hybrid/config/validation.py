@@ -243,7 +243,7 @@ def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call |
 
 
 def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
-    """Map each column of a section [tables.NAME] to its table; ConfigError if two tables share one."""
+    """Map each column of a section [tables.NAME] to its table; ConfigError if a column is in two."""
     owner: dict[str, str] = {}
     for name, table in tables.items():
         for column in table.features or (name,):

@@ -295,7 +295,7 @@ class TableModule(nn.Module):
         return f"{rows}, {self.embedding_dim}, optimizer={self.optimizer.name}"
 
     def spec(self, name: str, bytes_per_value: int) -> TableSpec:
-        """Return the specification of the table under its name in the distributed module."""
+        """Return the table's specification; ``name`` is its path in the distributed module."""
         return TableSpec(
             name=name,
             num_rows=self.num_embeddings,

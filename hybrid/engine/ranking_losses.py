@@ -35,7 +35,7 @@ from hybrid.primitives.grouping import ranking_weights
 def pairwise_loss(
     scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the logistic loss of the pairs of a group with different labels.
+    """Return the logistic loss of pairs with different labels in one group.
 
     Args:
         scores: (samples,), descending in the predicted order.

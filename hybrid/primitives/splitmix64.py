@@ -12,7 +12,7 @@ def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def next_of(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the next random number of generators in the states ``x``."""
+    """Return the next random number for each generator state in ``x``."""
     x = x + _STEP
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -401,7 +401,7 @@ class DatasetSession(Session):
             yield self._on_trainers(timeout, Trainer.evaluate, split, first, count, steps_before)
 
     def load(self, stored: Checkpoint) -> None:
-        """Load a checkpoint; CheckpointError if it is of another model, DataError if of other samples."""
+        """Load a checkpoint; CheckpointError if its model differs, DataError if its samples differ."""
         rule = "continue with that version, or start a new run"
         trained_on = DataManifest.read(stored.files_folder / dataset_manifest.COPY_NAME, rule)
         assert self._data_folder is not None

@@ -34,7 +34,7 @@ MAX_UNPACKED_BYTES, MAX_UNPACKED_PER_BYTE = 256 << 20, 200
 def read_parquet(
     path: StoragePath, layout: Layout, start: int = 0, stop: int | None = None
 ) -> Iterator[TableBlock]:
-    """Yield the required columns of some row groups, by default all; their rows are numbered from 1."""
+    """Yield the required columns of some row groups (default: all). Row numbers start at 1."""
     with convert_read_errors(path):
         if not files.require_file(path).size:  # Spark writes such files beside others
             return
