@@ -232,7 +232,7 @@ TAGS = ColumnSection(kind="weighted", multi_hot_separator="|", vocabulary="grow(
             "tables.items.features",
             {"tables.items": {"features": ["item", "seen"]}, "columns.item": {"vocabulary": "grow(3)"}},
         ),
-        ("tables.user.initial", {"tables.user": {"initial": "rows.parquet"}}),
+        ("tables.user.initial", {"tables.user": {"initial": "positions(rows.npy)"}}),
         ("tables.user.frozen", {"tables.user": {"frozen": "true"}}),
         ("tables.user.optimizer", {"tables.user": {"optimizer": "adam(all_rows = true)"}}),
         ("embedding.optimizer", {"embedding": {"optimizer": "adam(all_rows = true)"}}),
