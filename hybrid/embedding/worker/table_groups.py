@@ -96,16 +96,6 @@ class TableGroup:
         self.optimizer = OPTIMIZERS[group.optimizer.name](group.optimizer, self.weight_RD, zeros)
         self._buffers = ReusedBuffers()
 
-    @classmethod
-    def of(cls, group: ShardGroup, dtype: torch.dtype) -> TableGroup:
-        """Create the group of fixed tables, or of one growing table."""
-        if group.shards[0].table.growth is None:
-            return cls(group, dtype, group.num_rows)
-        # A late import, so that only clusters with growing tables wait for the compilation of kernels.
-        from hybrid.embedding.worker.growing_group import GrowingGroup
-
-        return GrowingGroup(group, dtype)
-
     def initialize(self, seed: int) -> dict[str, int]:
         """Fill the rows with their initial values; see :meth:`TableShards.initialize`."""
         matches = {}

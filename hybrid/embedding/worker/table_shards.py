@@ -14,6 +14,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding.bags import Bags, Item, has_marks
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_source import LookupRequest, TableSource
+from hybrid.embedding.worker.growing_group import GrowingGroup
 from hybrid.embedding.worker.table_groups import DistinctStepRows, TableGroup, TableUpdate
 from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import DeferredResponse
@@ -52,7 +53,12 @@ class TableShards(HostedModule, TableSource):
         super().__init__()
         self._dtype = dtype
         self._wire_dtype = wire_dtype or dtype
-        self.groups = [TableGroup.of(group, dtype) for group in placement.groups(worker)]
+        self.groups = [
+            GrowingGroup(group, dtype)
+            if group.shards[0].table.growth
+            else TableGroup(group, dtype, group.num_rows)
+            for group in placement.groups(worker)
+        ]
         self._tables = [*placement.shapes]
         self._rules = rules
         # Autograd records a function only if one of its inputs requires a gradient.
