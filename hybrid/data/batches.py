@@ -243,7 +243,7 @@ class ShuffledOrder:
     in a range of lanes is proportional to its length, even if a step has fewer rows than lanes.
 
     Args:
-        num_lanes: number of lanes, fixed for a run; 0 for none. Steps do not depend on trainers.
+        num_lanes: lanes, fixed for a run; 0 for none. Steps do not depend on the number of trainers.
     """
 
     def __init__(self, num_rows: int, seed: int, epoch: int, num_lanes: int = 0) -> None:

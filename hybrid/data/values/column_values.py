@@ -253,7 +253,7 @@ def parse_date_parts(
 
 
 def find_digit_dates(column: pa.Array, missing: tuple[str, ...]) -> Mask:
-    """If all values are dates in digits, such as 20240131, return a mask of those not missing."""
+    """Return a mask of the given values if all are dates in digits, such as 20240131; else an empty mask."""
     texts = pc.utf8_trim_whitespace(decode_texts(column).cast(pa.string()))
     given_B = np.asarray(texts.is_valid()) & ~np.asarray(pc.is_in(texts, value_set=pa.array(missing)))
     is_date_B = np.asarray(pc.fill_null(pc.match_substring_regex(texts, _DIGITS), False))
