@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -123,7 +123,7 @@ class Checkpoint:
         Raises:
             CheckpointError: the table is missing, or its shape differs from the manifest.
         """
-        self._num_shards(table)
+        self.num_shards(table)
         shards = self._map_shards(table, *self.manifest.tables[table][:2])
 
         def read(rows_N: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
@@ -154,14 +154,14 @@ class Checkpoint:
         Raises:
             CheckpointError: the table is missing, or its shape or optimizer differs.
         """
-        num_shards = self._num_shards(table)
+        num_shards = self.num_shards(table)
         common = math.gcd(count, num_shards)
         period = num_shards // common
         for first in range(period):
             # Row i of the target is row index + count * i of the table.
             start, shard = divmod(index + count * first, num_shards)
             rows, stored_rows = slice(first, None, period), slice(start, None, count // common)
-            stored = self._map(table, shard, num_shards)
+            stored = self.map_shard(table, shard)
             widths = {name: array.shape[1:] for name, array in stored.items()}
             if widths != {name: tensor.shape[1:] for name, tensor in into.items()}:
                 raise CheckpointError(f"{self.folder}: table {table} has another shape or optimizer")
@@ -172,27 +172,24 @@ class Checkpoint:
                     raise CheckpointError(f"{self.folder}: table {table} has fewer rows than the model's")
                 target[:] = source[: len(target)]
 
-    def map_shards(self, table: str) -> Iterator[dict[str, npt.NDArray[Any]]]:
-        """Map the arrays of each shard of a table into memory, in order."""
-        num_shards = self._num_shards(table)
-        return (self._map(table, shard, num_shards) for shard in range(num_shards))
-
     def _map_shards(self, table: str, num_rows: int, dim: int) -> list[dict[str, npt.NDArray[Any]]]:
-        count = self._num_shards(table)
-        shards = [self._map(table, index, count) for index in range(count)]
+        count = self.num_shards(table)
+        shards = [self.map_shard(table, index) for index in range(count)]
         for index, shard in enumerate(shards):
             lengths = {len(array) for array in shard.values()}
             if lengths != {len(range(index, num_rows, count))} or shard["weight"].shape[1:] != (dim,):
                 raise CheckpointError(f"{self.folder}: table {table} has another shape than the model's")
         return shards
 
-    def _num_shards(self, table: str) -> int:
+    def num_shards(self, table: str) -> int:
+        """Return the number of files of a table; CheckpointError if the table is missing."""
         if table not in self.manifest.tables:
             raise CheckpointError(f"{self.folder}: holds no table {table}; it is of another model")
         return self.manifest.tables[table][2]
 
-    def _map(self, table: str, shard: int, num_shards: int) -> dict[str, npt.NDArray[Any]]:
-        name = shard_file(table, shard, num_shards)
+    def map_shard(self, table: str, index: int) -> dict[str, npt.NDArray[Any]]:
+        """Map the arrays of a shard of a table into memory; see :func:`map_arrays`."""
+        name = shard_file(table, index, self.num_shards(table))
         arrays = map_arrays(*self._source(name))
         is_float = "weight" in arrays and arrays["weight"].dtype.kind == "f"
         if not is_float or any(array.ndim == 0 for array in arrays.values()):

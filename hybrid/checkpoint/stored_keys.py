@@ -18,11 +18,13 @@ from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError
-from hybrid.primitives.key_buckets import KEY_BITS, bucket_of, buckets_of_shard
+from hybrid.primitives.key_buckets import KEY_BITS, NUM_BUCKETS, bucket_of, buckets_of_shard
 
 KINDS_OF_KEYS = "keys", "counts", "last_steps"
 PENDING = "pending_"
 STEPS_BEFORE = "steps_before"
+# The arrays of a file besides rows and optimizer state.
+_OF_KEYS = {STEPS_BEFORE, *(prefix + kind for prefix in ("", PENDING) for kind in KINDS_OF_KEYS)}
 _MAX_COUNT, _MAX_STEP = 2**31 - 1, 2**32 - 1
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]  # arrays of a file by name
@@ -30,12 +32,12 @@ Widths: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of the row ("weight"
 
 
 class StoredKeys(NamedTuple):
-    """Keys of one file."""
+    """Keys of one file, with their rows and records."""
 
     records_R2: npt.NDArray[np.int64]  # key and record of each row
     rows: Arrays  # the rows ("weight") and their optimizer state
     pending_P2: npt.NDArray[np.int64]  # key and record of each pending key
-    steps_before: int
+    num_steps: int  # steps that records count: those of earlier runs, and those before the checkpoint
 
 
 def pack_keys(
@@ -59,9 +61,14 @@ def pack_keys(
 
 
 def map_keys(
-    checkpoint: Checkpoint, table: str, widths: Widths, *, has_any_state: bool = False
+    checkpoint: Checkpoint,
+    table: str,
+    widths: Widths,
+    buckets: range = range(NUM_BUCKETS),
+    *,
+    has_any_state: bool = False,
 ) -> Iterator[Arrays]:
-    """Map the arrays of each file of a growing table into memory, in the order of keys.
+    """Map the arrays of the files with ``buckets`` of a growing table into memory, in the order of keys.
 
     Args:
         has_any_state: whether other optimizer state than that of ``widths`` is valid, too.
@@ -69,33 +76,27 @@ def map_keys(
     Raises:
         CheckpointError: the table is missing, or its shape or optimizer differs, or a file is invalid.
     """
-    shards = [*checkpoint.map_shards(table)]
-    for index, arrays in enumerate(shards):
-        buckets = buckets_of_shard(index, len(shards))
-        if problem := _find_problem(arrays, widths, buckets, checkpoint.manifest.step, has_any_state):
+    count = checkpoint.num_shards(table)
+    for index in range(count):
+        of_file = buckets_of_shard(index, count)
+        if of_file.stop <= buckets.start or buckets.stop <= of_file.start:
+            continue
+        arrays = checkpoint.map_shard(table, index)
+        if problem := _find_problem(arrays, widths, of_file, checkpoint.manifest.step, has_any_state):
             raise CheckpointError(f"{checkpoint.folder}: table {table} {problem}")
         yield arrays
 
 
 def read_keys(
-    checkpoint: Checkpoint, table: str, buckets: range, tensors: Mapping[str, Tensor]
+    checkpoint: Checkpoint, table: str, buckets: range, widths: Widths, *, has_any_state: bool = False
 ) -> Iterator[StoredKeys]:
-    """Yield the keys of a growing table in ``buckets``, file by file; see :func:`map_keys`.
-
-    Args:
-        tensors: rows ("weight") and optimizer state of the model, with any number of rows.
-    """
-    for arrays in map_keys(checkpoint, table, {name: tensor.shape[1:] for name, tensor in tensors.items()}):
-        records, rows = _join("", arrays, buckets)
+    """Yield the keys of a growing table in ``buckets``, file by file; see :func:`map_keys`."""
+    for arrays in map_keys(checkpoint, table, widths, buckets, has_any_state=has_any_state):
+        records, part = _join("", arrays, buckets)
         pending, _ = _join(PENDING, arrays, buckets)
-        rows_of_buckets = {name: arrays[name][rows] for name in tensors}
-        yield StoredKeys(records, rows_of_buckets, pending, int(arrays[STEPS_BEFORE][0]))
-
-
-def records_of(arrays: Arrays, prefix: str = "") -> npt.NDArray[np.int64]:
-    """Return the records of the keys of a file, or with the prefix :data:`PENDING` those of pending keys."""
-    _, counts, last_steps = (arrays[prefix + kind] for kind in KINDS_OF_KEYS)
-    return np.asarray(counts << 32 | last_steps)
+        rows = {name: arrays[name][part] for name in arrays.keys() - _OF_KEYS}
+        num_steps = checkpoint.manifest.step + int(arrays[STEPS_BEFORE][0])
+        yield StoredKeys(records, rows, pending, num_steps)
 
 
 def _order(records_R2: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -121,10 +122,9 @@ def _find_problem(
     arrays: Arrays, widths: Widths, buckets: range, step: int, has_any_state: bool
 ) -> str | None:
     """Return a description of the first problem of a file's arrays, or None."""
-    of_keys = [STEPS_BEFORE, *(prefix + kind for prefix in ("", PENDING) for kind in KINDS_OF_KEYS)]
-    if not arrays.keys() >= {*of_keys} or any(arrays[name].dtype != np.int64 for name in of_keys):
+    if not arrays.keys() >= _OF_KEYS or any(arrays[name].dtype != np.int64 for name in _OF_KEYS):
         return "has rows without keys: it does not grow in the checkpoint"
-    of_rows = {name: array.shape[1:] for name, array in arrays.items() if name not in of_keys}
+    of_rows = {name: array.shape[1:] for name, array in arrays.items() if name not in _OF_KEYS}
     if not of_rows.items() >= widths.items() or (of_rows != widths and not has_any_state):
         return "has another shape or optimizer"
     if arrays[STEPS_BEFORE].shape != (1,) or not 0 <= (step := step + arrays[STEPS_BEFORE][0]) <= _MAX_STEP:

@@ -7,7 +7,7 @@ in the data, and a column of vectors (lists of numbers).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, KEYS_SUFFIX, TABLES_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.stored_keys import PENDING, STEPS_BEFORE, Arrays, map_keys, records_of
+from hybrid.checkpoint.stored_keys import Arrays, read_keys
 from hybrid.checkpoint.tensor_file import map_arrays, read_header
 from hybrid.config import TableSection
 from hybrid.config.loading import CONFIG_FILE, load_config
@@ -32,6 +32,7 @@ from hybrid.data.parse.parquet_blocks import open_parquet
 from hybrid.data.values.column_values import is_list, parse_values
 from hybrid.embedding.stored_matrix import ReadRows, SavedRows, open_matrix, rows_of
 from hybrid.errors import DataError, StorageError, first_line
+from hybrid.primitives.key_buckets import NUM_BUCKETS
 from hybrid.storage.file_formats import parse_json
 from hybrid.storage.files import exists, local_copy
 from hybrid.storage.remote_path import StoragePath, parse_path
@@ -92,23 +93,6 @@ class SavedTable:
                     numbers = np.arange(start, min(start + _BLOCK_ROWS, self.num_rows))
                     yield SavedRows(numbers, _offset_reader(read, start))
 
-    def pending_keys(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Yield the pending keys of a growing table and their records; only checkpoints have pending keys."""
-        if self.checkpoint is not None and self.encodings[0].is_growing:
-            for arrays in self._map_keys(self.checkpoint):
-                yield arrays["pending_keys"], records_of(arrays, PENDING)
-
-    @property
-    def num_steps(self) -> int:
-        """The number of steps that the records of a growing table count; 0 without records."""
-        if self.checkpoint is None or not self.encodings[0].is_growing:
-            return 0
-        arrays = next(self._map_keys(self.checkpoint))
-        return self.checkpoint.manifest.step + int(arrays[STEPS_BEFORE][0])
-
-    def _map_keys(self, checkpoint: Checkpoint) -> Iterator[Arrays]:
-        return map_keys(checkpoint, self.name, {"weight": (self.dim,)}, has_any_state=True)
-
     def _keyed_blocks(self) -> Iterator[SavedRows]:
         """Yield the rows of a growing table, file by file."""
         if self.checkpoint is None:
@@ -118,8 +102,9 @@ class SavedTable:
                 raise DataError(f"{self.folder}: table {self.name} has no key for each row")
             yield SavedRows(keys, lambda index: {"weight": weight[index]})
             return
-        for arrays in self._map_keys(self.checkpoint):
-            yield SavedRows(arrays["keys"], partial(_take, arrays), records_of(arrays))
+        widths = {"weight": (self.dim,)}
+        for stored in read_keys(self.checkpoint, self.name, range(NUM_BUCKETS), widths, has_any_state=True):
+            yield SavedRows(stored.records_R2[:, 0], partial(_take, stored.rows))
 
     @contextmanager
     def _opened(self) -> Iterator[ReadRows]:
@@ -131,12 +116,8 @@ class SavedTable:
             yield lambda rows: {"weight": matrix.rows(int(rows[0]), int(rows[-1]) + 1)[rows - rows[0]]}
 
 
-def _take(
-    arrays: Mapping[str, npt.NDArray[Any]], index: npt.NDArray[np.int64]
-) -> dict[str, npt.NDArray[Any]]:
-    return {
-        name: array[index] for name, array in arrays.items() if not name.startswith((PENDING, STEPS_BEFORE))
-    }
+def _take(rows: Arrays, index: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+    return {name: array[index] for name, array in rows.items()}
 
 
 def _offset_reader(read: ReadRows, first: int) -> ReadRows:

@@ -38,8 +38,6 @@ class SavedRows(NamedTuple):
     keys: Any
     # Function from n indices into ``keys`` to "weight" (n, D) and the optimizer state of these rows.
     read: ReadRows
-    # Records of the keys of a growing table in a checkpoint (``key_maps.py``).
-    records: npt.NDArray[np.int64] | None = None
 
 
 class Matrix(NamedTuple):

@@ -41,7 +41,8 @@ class ReferenceKeys:
             self._next_row += len(keys)
 
     def count(self, keys: Sequence[int], step: int) -> list[int]:
-        """Count the distinct keys of an update, and return those that get rows."""
+        """Count the distinct keys of the update of a step, and return those that get rows."""
+        step += self.steps_before
         for key in keys:
             self.seen[key] = min(self._count(key, step) + 1, _MAX_COUNT), step
         candidates = defaultdict(list)
@@ -61,7 +62,7 @@ class ReferenceKeys:
 
     def sweep(self, step: int) -> None:
         """Remove keys that are no longer read from the buckets of this step."""
-        growth = self._growth
+        growth, step = self._growth, step + self.steps_before
         if not (self._limit or growth.evict_after or growth.admit_after > 1):
             return
         for number in range(_SWEPT_BUCKETS):

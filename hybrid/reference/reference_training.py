@@ -169,7 +169,7 @@ class Reference:
         """Give rows to keys that a step has read, and return the row of each, or -1."""
         reference_keys = self.keys[table.name]
         keys = [key % 2**64 for key in ids_U.tolist()]
-        admitted = reference_keys.count(keys, reference_keys.steps_before + self._step)
+        admitted = reference_keys.count(keys, self._step)
         assert self._initial_rows is not None
         new_RD = self._initial_rows(table, admitted).to(self._dtype)
         self.tables[table.name] = torch.cat([self.tables[table.name], new_RD])
@@ -249,7 +249,7 @@ class Reference:
             table_RD, state = self.tables[spec.name], self.table_states[spec.name]
             update_rows(spec.optimizer, rate, table_RD, state, ids_U, grad_UD)
             if spec.name in self.keys:
-                self.keys[spec.name].sweep(self.keys[spec.name].steps_before + self._step)
+                self.keys[spec.name].sweep(self._step)
 
 
 def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor | None]:

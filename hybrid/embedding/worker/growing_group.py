@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -39,8 +39,6 @@ from hybrid.errors import CheckpointError
 from hybrid.primitives.huge_pages import reserved_zeros
 from hybrid.primitives.key_buckets import NUM_BUCKETS, bucket_of
 from hybrid.updates.ticket import Purpose
-
-_NO_RECORDS = np.empty((0, 2), np.int64)
 
 
 class GrowingGroup(TableGroup):
@@ -66,13 +64,12 @@ class GrowingGroup(TableGroup):
         self._seed = seed
         if not self._table.initial:
             return {}
-        matches = sum(map(self._add_rows, initial_blocks(self._table)))
-        if self._table.initial_table:
-            saved = saved_table(self._table)
-            self._steps_before = saved.num_steps
-            for keys_P, records_P in saved.pending_keys():
-                is_own_P = self._is_own(keys_P)
-                self._keys.load(_NO_RECORDS, np.stack([keys_P[is_own_P], records_P[is_own_P]], axis=1))
+        saved = saved_table(self._table) if self._table.initial_table else None
+        if saved is not None and saved.checkpoint is not None and saved.encodings[0].is_growing:
+            names = [*self._tensors] if self._table.has_initial_state else ["weight"]
+            matches = self._read_keys(saved.checkpoint, saved.name, names, has_any_state=True)
+        else:
+            matches = sum(map(self._add_rows, initial_blocks(self._table)))
         return {self._table.name: matches}
 
     def _add_rows(self, block: SavedRows) -> int:
@@ -83,18 +80,31 @@ class GrowingGroup(TableGroup):
         own = own[len(own) - 1 - backwards]  # the last row of each key
         keys_U, stored = keys_B[own], block.read(own)
         is_new_U = self._keys.find(keys_U) < 0
-        new_record = self._growth.admit_after << 32
-        records_U = np.full(len(own), new_record) if block.records is None else block.records[own]
-        self._keys.load(np.stack([keys_U[is_new_U], records_U[is_new_U]], axis=1), _NO_RECORDS)
+        records_R2 = np.stack([keys_U, np.full(len(own), self._growth.admit_after << 32)], axis=1)
+        self._keys.load(records_R2[is_new_U], np.empty((0, 2), np.int64))
         rows_U = self._keys.find(keys_U)
-        names = [*self._tensors] if self._table.has_initial_state else ["weight"]
-        for name in names:
+        for name in self._tensors if self._table.has_initial_state else ["weight"]:
             tensor = self._tensors[name]
             if name not in stored or stored[name].shape[1:] != tensor.shape[1:]:
                 rule = f"table {self._table.initial_table} has another shape or optimizer"
                 raise CheckpointError(f"{self._table.initial}: {rule} than table {self._table.name}")
             tensor.numpy()[rows_U] = stored[name]
         return int(is_new_U.sum())
+
+    def _read_keys(
+        self, checkpoint: Checkpoint, table: str, names: Sequence[str], *, has_any_state: bool = False
+    ) -> int:
+        """Read keys, records, and the tensors ``names`` of a growing table; return the number of rows."""
+        tensors = {name: self._tensors[name] for name in names}
+        widths = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
+        start = self._keys.end
+        for keys in read_keys(checkpoint, table, self._shard.buckets, widths, has_any_state=has_any_state):
+            rows = slice(self._keys.end, self._keys.end + len(keys.records_R2))
+            self._keys.load(keys.records_R2, keys.pending_P2)
+            self._steps_before = keys.num_steps
+            for name, tensor in tensors.items():
+                tensor.numpy()[rows] = keys.rows[name]
+        return self._keys.end - start
 
     def _is_own(self, keys_B: Ints) -> npt.NDArray[np.bool_]:
         buckets_B = bucket_of(keys_B)
@@ -154,13 +164,8 @@ class GrowingGroup(TableGroup):
 
     def load(self, checkpoint: Checkpoint) -> None:
         self._keys = KeyMap(self._shard.buckets, self._capacity, self._table.name)
-        tensors = self._tensors
-        for keys in read_keys(checkpoint, self._table.name, self._shard.buckets, tensors):
-            rows = slice(self._keys.end, self._keys.end + len(keys.records_R2))
-            self._keys.load(keys.records_R2, keys.pending_P2)
-            self._steps_before = keys.steps_before
-            for name, tensor in tensors.items():
-                tensor.numpy()[rows] = keys.rows[name]
+        self._read_keys(checkpoint, self._table.name, [*self._tensors])
+        self._steps_before -= checkpoint.manifest.step
 
     def files(self, is_copied: bool) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
         records_R2, pending_P2 = self._keys.state()

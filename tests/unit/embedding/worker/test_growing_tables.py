@@ -180,9 +180,10 @@ def test_table_equals_a_dictionary(
 
 
 def check_checkpoint(folder: Path, expected: Dictionary) -> None:
+    checkpoint = Checkpoint.open(folder)
     shards = [
-        {name: torch.tensor(array) for name, array in each.items()}
-        for each in Checkpoint.open(folder).map_shards("t")
+        {name: torch.tensor(array) for name, array in checkpoint.map_shard("t", index).items()}
+        for index in range(checkpoint.num_shards("t"))
     ]
     stored = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
     assert not stored["steps_before"].any()
