@@ -37,7 +37,7 @@ from hybrid.metrics import binary_metrics
 from hybrid.primitives.splitmix64 import splitmix64
 
 FACTORS, ITEMS_OF_ARTIST = 2, 20
-PART_ROWS = 1_000_000
+PART_ROWS, ROW_GROUP = 1_000_000, 16_384
 EVENTS = np.array(["listen", "dislike", "unlike", "like", "undislike"])  # the last two are likes
 DAY_0 = 1_700_006_400  # when day 0 begins, in seconds since 1970
 
@@ -108,7 +108,7 @@ def write_day(options: Namespace, day: int) -> float:
         columns["event"] = pa.DictionaryArray.from_arrays(columns["event"], EVENTS)
         for name in ("user", "item", "artist", "album") if options.ids == "texts" else ():
             columns[name] = pc.binary_join_element_wise(name[:2], pa.array(columns[name]).cast("string"), "")
-        pq.write_table(pa.table(columns), folder / f"part-{part}.parquet")
+        pq.write_table(pa.table(columns), folder / f"part-{part}.parquet", row_group_size=ROW_GROUP)
     return binary_metrics(torch.cat(all_logits), torch.cat(all_likes)).auc
 
 

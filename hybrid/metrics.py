@@ -219,6 +219,47 @@ def binary_metrics(logits_N: Tensor, labels_N: Tensor, weights_N: Tensor | None 
     )
 
 
+class ProgressiveMetrics:
+    """Metrics of a binary task whose predictions arrive in parts; the memory does not grow.
+
+    For the AUC, logits that lie in one of 32,768 ranges, each 1/1024 wide, are ties.
+
+    Attributes:
+        counts: int64 (2, 32768), samples with label 0, and with label 1, by range of logits.
+        sums: float64 (3,), sums of log losses, of probabilities and of labels.
+    """
+
+    _RANGES, _PER_UNIT = 1 << 15, 1 << 10
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros(2, self._RANGES, dtype=torch.int64)
+        self.sums = torch.zeros(3, dtype=torch.float64)
+
+    def add(self, logits_N: Tensor, labels_N: Tensor) -> None:
+        """Add samples with labels 0 and 1; samples with label NaN are left out."""
+        has_label_N = ~labels_N.isnan()
+        logits_N, labels_N = logits_N[has_label_N].double(), labels_N[has_label_N].double()
+        ranges_N = (logits_N * self._PER_UNIT).floor() + self._RANGES // 2
+        cells_N = ranges_N.clamp(0, self._RANGES - 1).long() + self._RANGES * labels_N.long()
+        self.counts += torch.bincount(cells_N, minlength=2 * self._RANGES).view(2, -1)
+        log_losses_N = F.softplus(logits_N) - labels_N * logits_N
+        self.sums += torch.stack([each.sum() for each in (log_losses_N, logits_N.sigmoid(), labels_N)])
+
+    def metrics(self) -> dict[str, float]:
+        """Return auc, log_loss and calibration as in :class:`BinaryMetrics`, and num_samples."""
+        negatives_R, positives_R = self.counts.double()
+        below_R = negatives_R.cumsum(0) - negatives_R / 2
+        pairs = negatives_R.sum() * positives_R.sum()
+        num_samples = float(self.counts.sum())
+        log_loss, probability, positives = self.sums.tolist()
+        return {
+            "auc": ((positives_R * below_R).sum() / pairs).item() if pairs else float("nan"),
+            "log_loss": log_loss / num_samples if num_samples else float("nan"),
+            "calibration": probability / positives if positives else float("nan"),
+            "num_samples": num_samples,
+        }
+
+
 def _mean(values_N: Tensor, weights_N: Tensor) -> Tensor:
     return (weights_N * values_N).sum() / weights_N.sum()
 

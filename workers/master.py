@@ -103,7 +103,11 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
         # The preparation of the data and the rendezvous overlap.
         view.status(f"waiting for {section.trainers} trainer(s) and {section.workers} worker(s)")
         with (
-            _Preparation(config, view, starts_now=isinstance(task, TrainTask | CompareTask)) as data,
+            _Preparation(
+                config,
+                view,
+                starts_now=isinstance(task, TrainTask | CompareTask) and not config.data.is_stream,
+            ) as data,
             lead(config, secret, bound, code_of) as cluster,
         ):
             here, members = filesystem_id(), cluster.members.items()

@@ -34,6 +34,17 @@ VOCABULARY_CALLS = CallSignatures(
 SHUFFLE_CALLS = CallSignatures(
     {"rows": (), "lanes": (argument("lanes", int, 64, minimum=1, maximum=4096),), "none": ()}
 )
+STREAM_CALLS = CallSignatures(
+    {
+        "none": (),
+        "files": (
+            argument("lanes", int, 16, minimum=1, maximum=4096),
+            argument("marker", str, ""),
+            argument("wait_hours", float, 0.0, minimum=0),
+            argument("until", str, ""),
+        ),
+    }
+)
 _FORMAT = argument("format", str, "")
 KIND_CALLS = CallSignatures(
     {
@@ -152,10 +163,20 @@ class DataSection:
         minimum=0,
         prepares=False,
     )
+    stream: str = setting(
+        "none",
+        "`files` trains on the files as they are, without preparation, once and in order. Each match of path "
+        "is a unit: a file, or a folder, complete once it has a file named `marker`. The run waits "
+        "`wait_hours` for the next unit, and ends after the unit `until`. A unit is read in `lanes`.",
+        signatures=STREAM_CALLS,
+        is_name_fixed=True,
+        prepares=False,
+    )
     shuffle: str = model(
         "rows",
-        "`rows` shuffles the training rows in each epoch. With `lanes`, each of T trainers reads about "
-        "1 / T of the data, instead of nearly all data. `none` keeps the order of the files.",
+        "`rows` shuffles the training rows in each epoch; of a stream, the rows of each block that is read. "
+        "With `lanes`, each of T trainers reads about 1 / T of the data, instead of nearly all data. `none` "
+        "keeps the order of the files.",
         signatures=SHUFFLE_CALLS,
         prepares=False,
     )
@@ -172,6 +193,8 @@ class DataSection:
     @property
     def holdouts(self) -> tuple[Holdout, ...]:
         """The splits that are held out from ``path``. An earlier split selects its rows first."""
+        if self.is_stream:
+            return ()
         split = "none" if self.test_path else self.split
         return tuple(
             Holdout(name, key, call.name, call.arguments.get("column", ""), call["fraction"])
@@ -197,6 +220,14 @@ class DataSection:
         validation = VALIDATION_CALLS.parse(PATH_KEYS[VALIDATION], self.validation)
         paths = validation.arguments.get("paths", ())
         return {TRAIN: self.path, VALIDATION: paths, TEST: self.test_path}
+
+    @property
+    def stream_call(self) -> Call:
+        return STREAM_CALLS.parse("data.stream", self.stream)
+
+    @property
+    def is_stream(self) -> bool:
+        return self.stream_call.name != "none"
 
     @property
     def is_shuffled(self) -> bool:

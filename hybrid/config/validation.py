@@ -101,6 +101,8 @@ def _check_data(config: RunConfig) -> None:
         rule = "must not be grow for the synthetic click log, whose ids are row numbers"
         raise ConfigError("data.vocabulary", rule, data.vocabulary)
     check_fields(data)
+    if data.is_stream:
+        _check_stream(config)
     if data.shuffle_lanes and config.has_ranking_loss:
         rule = "must not have lanes if a task has a ranking loss, since groups are shuffled as a whole"
         raise ConfigError("data.shuffle", rule, data.shuffle)
@@ -113,6 +115,43 @@ def _check_data(config: RunConfig) -> None:
             sequence_length(name, section)
     elif data.format != "criteo":  # criteo files have default columns
         columns_of(data, config.columns)
+
+
+def _check_stream(config: RunConfig) -> None:
+    """Raise ConfigError if a key needs all rows before the first step, or evaluations."""
+    data, train = config.data, config.train
+    rule = "since data.stream reads rows once, in order"
+    lanes = data.stream_call["lanes"]
+    for key, value, is_refused, needed in (
+        ("data.format", data.format, data.format == "synthetic", "must be that of files"),
+        ("data.split", data.split, data.split not in ("random", "none"), "must be none"),
+        ("data.test_path", data.test_path, bool(data.test_path), "must be empty"),
+        ("data.validation", data.validation, data.validation != "none", "must be none"),
+        ("data.shuffle", data.shuffle, bool(data.shuffle_lanes), "must be rows or none"),
+        ("train.epochs", train.epochs, train.epochs > 1, "must be 1"),
+        ("train.patience", train.patience, bool(train.patience), "must be 0"),
+        ("train.eval_every_steps", train.eval_every_steps, bool(train.eval_every_steps), "must be 0"),
+        (
+            "cluster.trainers",
+            config.cluster.trainers,
+            config.cluster.trainers > lanes,
+            f"must be at most {lanes}",
+        ),
+    ):
+        if is_refused:
+            raise ConfigError(key, f"{needed}, {rule}", value)
+    if config.has_ranking_loss:
+        name = next(name for name, task in config.tasks.items() if task.ranking_loss)
+        raise ConfigError(f"tasks.{name}.ranking_loss", f"needs complete groups: must be none, {rule}")
+    if config.schedule.call.name in FINITE_SCHEDULES and not (config.schedule.steps or train.max_steps):
+        raise ConfigError("schedule.kind", f"needs its steps, {rule}", config.schedule.kind)
+    if data.format == "criteo" and data.vocabulary_call.name == "build":
+        raise ConfigError("data.vocabulary", f"must be hash or grow, {rule}", data.vocabulary)
+    for column in columns_of(data, config.columns)[1]:
+        if column.has_vocabulary:
+            section = config.columns.get(column.name)
+            key = f"columns.{column.name}" if section and section.vocabulary else "data"
+            raise ConfigError(f"{key}.vocabulary", f"must be hash or grow, {rule}", "build")
 
 
 def check_columns(

@@ -36,7 +36,7 @@ class TrainingProgress:
 
     # step, total_steps, epoch, epochs: counted from 1.
     step: int
-    total_steps: int
+    total_steps: int  # 0 if unknown
     epoch: int
     epochs: int
     # loss, score: over the samples since the last log step; NaN if unknown.
@@ -47,7 +47,8 @@ class TrainingProgress:
     seconds_left: float  # until the last step; NaN if unknown
     # Time since the last log step by phase (``hybrid.primitives.step_timings.PHASES``).
     phase_seconds: Mapping[str, float]
-    tables: Mapping[str, float] = field(default_factory=dict)  # see Session.table_metrics
+    numbers: Mapping[str, float] = field(default_factory=dict)  # further numbers for the log
+    unit: str = ""  # the unit of a stream that is read
 
     @property
     def phase_fractions(self) -> dict[str, float]:
@@ -61,8 +62,15 @@ def _numbers(progress: TrainingProgress) -> list[tuple[str, str]]:
         ("loss", format_number(progress.loss)),
         (metric_title(progress.score_name), format_number(progress.score)),
         ("samples/s", f"{progress.samples_per_second:,.0f}"),
-        ("left", _clock(progress.seconds_left)),
+        *([("left", _clock(progress.seconds_left))] if progress.total_steps else []),
     ]
+
+
+def _position(progress: TrainingProgress) -> tuple[str, str]:
+    """Return the step, and the epoch or the unit of a stream."""
+    of_total = f"/{progress.total_steps}" if progress.total_steps else ""
+    epoch = f"epoch {progress.epoch}/{progress.epochs}"
+    return f"step {progress.step}{of_total}", visible(progress.unit) or epoch
 
 
 def _phases(progress: TrainingProgress) -> list[tuple[str, str]]:
@@ -75,17 +83,15 @@ def _live_lines(progress: TrainingProgress) -> list[RenderableType]:
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)
     bar.add_column(no_wrap=True)
-    bar.add_row(
-        f"epoch {progress.epoch}/{progress.epochs}",
-        ProgressBar(
-            progress.total_steps,
-            progress.step,
-            style=f"dim {DONE_STYLE}",
-            complete_style=DONE_STYLE,
-            finished_style=DONE_STYLE,
-        ),
-        f"step {progress.step:,}/{progress.total_steps:,}",
+    step, epoch = _position(progress)
+    full = ProgressBar(
+        progress.total_steps or None,
+        progress.step,
+        style=f"dim {DONE_STYLE}",
+        complete_style=DONE_STYLE,
+        finished_style=DONE_STYLE,
     )
+    bar.add_row(epoch, full if progress.total_steps else "", step)
     lines: list[RenderableType] = [bar]
     for pairs in (_numbers(progress), _phases(progress)):
         texts = [Text(f"{label} ", style="dim").append(value, style="not dim bold") for label, value in pairs]
@@ -153,8 +159,8 @@ class TerminalView:
             self._draw()
         elif not self._is_quiet:
             pairs = [*_numbers(progress), *_phases(progress)]
-            head = f"step {progress.step}/{progress.total_steps}  epoch {progress.epoch}/{progress.epochs}"
-            self._print(Text("  ".join([head, *(f"{label} {value}" for label, value in pairs)])))
+            head = _position(progress)
+            self._print(Text("  ".join([*head, *(f"{label} {value}" for label, value in pairs)])))
 
     def note(self, text: str) -> None:
         """Print a line that is not overwritten."""

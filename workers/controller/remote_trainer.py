@@ -17,7 +17,11 @@ from hybrid.config.data_sections import TRAIN
 from hybrid.config.loading import apply_settings
 from hybrid.data.batches import BatchLoader, BatchStream
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split
+from hybrid.data.stream.lanes import LaneReader
+from hybrid.data.stream.units import LanePosition, StreamUnit
+from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.dense.devices import choose_devices
 from hybrid.dense.net_builder import batch_norm_warning
@@ -117,6 +121,7 @@ class Trainer:
         )
         self._objective = Objective(config.all_tasks)
         self._stream: BatchStream | None = None
+        self._lanes: LaneReader | None = None
         self._position = (-1, 0)
         self._held: tuple[str, dict[str, Tensor]] = (DENSE_FILE, {})
         self._loaders: dict[str, BatchLoader] = {}
@@ -168,6 +173,41 @@ class Trainer:
         report = self._train(None)
         self._engine.feed.rejoin()
         return report
+
+    def open_unit(self, unit: StreamUnit, encoder: FeatureEncoder, steps_before: int) -> None:
+        """Begin to read this trainer's lanes of a unit of a stream, at the position of the unit.
+
+        Args:
+            steps_before: steps taken since the start of the run.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        self.close()
+        config, spec = self._config, self._spec
+        self._lanes = LaneReader(config, encoder, unit, self._index, config.cluster.trainers)
+        self._stream = self._lanes.batches()
+        empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
+        num_tasks = len(config.task_specs)
+        aligned = align_batches(self._stream, empty, self._group, self._engine.device, num_tasks)
+        self._engine.feed.begin(aligned, steps_before)
+
+    def train_on_unit(self, num_steps: int) -> TrainerReport:
+        """Take up to ``num_steps`` steps of the opened unit; fewer if the unit ends on all trainers."""
+        report = self._train(num_steps)
+        if len(report.losses) < num_steps:
+            self._engine.feed.rejoin()
+        return report
+
+    def lane_positions(self, step: int) -> dict[int, LanePosition]:
+        """Return the position of each lane of this trainer after ``step`` steps of the opened unit."""
+        assert self._lanes is not None
+        return self._lanes.positions(step)
+
+    def invalid_rows(self) -> InvalidRowReport:
+        """Return the invalid rows of this trainer's lanes of the unit; DataError if there are too many."""
+        assert self._lanes is not None
+        return self._lanes.invalid_rows()
 
     def _check_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         spec = self._spec

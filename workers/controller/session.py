@@ -70,7 +70,9 @@ class Session:
         input_spec: the features of a batch.
         total_steps: number of steps of the run; learning rates may depend on it.
         ids_per_sample: mean number of ids of multi-hot features, for the placement of tables.
-        data_folder: a prepared data set; None if the caller gives batches.
+        data_folder: a prepared data set; None for a stream, or if the caller gives batches.
+        encoder: the encoder of a stream; None otherwise.
+        encoder_folder: folder with the encoder of a stream, if the run has an initial model.
         is_new: whether to read the initial model; False if a checkpoint will be loaded.
         warn: receives a line for each part of the initial model that is not found.
 
@@ -97,16 +99,20 @@ class Session:
         *,
         ids_per_sample: Mapping[str, float] = MappingProxyType({}),
         data_folder: StoragePath | None = None,
+        encoder: FeatureEncoder | None = None,
+        encoder_folder: StoragePath | None = None,
         is_new: bool = True,
         warn: Callable[[str], object] = print,
     ) -> None:
         self.meanwhile: Callable[[], object] = lambda: None
         self.config = config
         self._data_folder = data_folder
+        self._encoder = encoder or FeatureEncoder.of_rows(input_spec)
         self._total_steps = total_steps
         self.recorded = recorded_steps(config.profile, 0, total_steps)
         source = None if data_folder is None else str(data_folder.absolute())
-        self.initial = InitialModel(config, input_spec, source, warn) if is_new else None
+        values_of = source if encoder_folder is None else str(encoder_folder)
+        self.initial = InitialModel(config, input_spec, values_of, warn) if is_new else None
         tables = table_specs(config, input_spec) if self.initial is None else self.initial.tables
         self.placement = place_tables(config, tables, ids_per_sample)
         self.blueprint = Blueprint(config, input_spec, tables)
@@ -251,8 +257,7 @@ class Session:
         writers: list[transport.Remote[JobObject]] = [*self.hosted, *(self.trainers[i] for i in saving)]
         texts, vocabularies = dataset_manifest.checkpoint_contents(self.config, self._data_folder)
         if self._data_folder is None:
-            encoder = FeatureEncoder.of_rows(self.blueprint.input_spec)
-            texts[feature_encoder.FILE_NAME] = encoder.to_json()
+            texts[feature_encoder.FILE_NAME] = self._encoder.to_json()
         return HeldCheckpoint(
             folder,
             Manifest(step, epoch, self.placement.shapes, {}, dict(metrics or {}), dict(progress)),

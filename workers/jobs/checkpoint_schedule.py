@@ -20,7 +20,7 @@ from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import BEST, MANIFEST_FILE, OWES_EVALUATION, Best, Manifest
 from hybrid.config import CheckpointSection, TaskSection
 from hybrid.errors import CheckpointError, StorageError
-from hybrid.metrics import Metrics, score
+from hybrid.metrics import Metrics, ProgressiveMetrics, score
 from hybrid.storage.remote_path import StoragePath
 from workers.controller.deployment import HeldCheckpoint
 from workers.controller.remote_trainer import TrainerReport
@@ -70,6 +70,13 @@ class Interval:
         has_label_N = ~labels_N.isnan()
         return score(task, outputs_N[has_label_N], labels_N[has_label_N])
 
+    def progressive_metrics(self) -> dict[str, float]:
+        """Return the metrics of a binary first task, from the same predictions."""
+        metrics = ProgressiveMetrics()
+        for report in self._by_rank:
+            metrics.add(report.outputs, report.labels)
+        return metrics.metrics()
+
 
 @dataclass
 class RunCounts:
@@ -81,12 +88,19 @@ class RunCounts:
     # The steps of evaluations in which the metric of the best checkpoint was undefined.
     undefined: list[int] = field(default_factory=list)
     interval: Interval = field(default_factory=Interval)  # the steps since the last log step
+    # Metrics of the unit of a stream that is read, from predictions before each step's update.
+    unit: ProgressiveMetrics = field(default_factory=ProgressiveMetrics)
 
     def add(self, reports: Sequence[TrainerReport], seconds: float) -> None:
         self.samples += sum(len(report.labels) for report in reports)
         self.seconds += seconds
         self.skipped_steps += reports[0].skipped_steps  # the same on every trainer
         self.interval.add(reports, seconds)
+
+    def add_to_unit(self, reports: Sequence[TrainerReport]) -> None:
+        """Add steps of a stream to the metrics of its unit, for a binary first task."""
+        for report in reports:
+            self.unit.add(report.outputs, report.labels)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the counts as a checkpoint stores them: numbers, and the reports of the interval."""
@@ -104,6 +118,8 @@ class RunCounts:
             tensors[f"losses.{trainer}"] = torch.tensor(losses, dtype=torch.float64)
             tensors[f"outputs.{trainer}"] = torch.cat([report.outputs for report in reports])
             tensors[f"labels.{trainer}"] = torch.cat([report.labels for report in reports])
+        if self.unit.sums[0]:
+            tensors |= {"unit.counts": self.unit.counts.clone(), "unit.sums": self.unit.sums.clone()}
         return values, tensors
 
     @classmethod
@@ -111,18 +127,23 @@ class RunCounts:
         """Return what :meth:`pack` stored, or new counts; CheckpointError if another version stored it."""
         if not values:
             return cls()
-        numbers = cls().pack()[0].keys() - {"undefined"}
+        names = cls().pack()[0].keys() - {"undefined"}
         try:
-            counts = [*(values[name] for name in numbers), *values["undefined"]]
+            counts = [*(values[name] for name in names), *values["undefined"]]
             if not all(type(count) in (int, float) and count >= 0 for count in counts):
                 raise TypeError("a count is not a number")
             interval = Interval(values["interval_num_steps"], values["interval_seconds"])
-            for trainer in range(len(tensors) // 3):
+            unit = ProgressiveMetrics()
+            if "unit.counts" in tensors:
+                unit.counts.copy_(tensors["unit.counts"])
+                unit.sums.copy_(tensors["unit.sums"])
+            for trainer in range(sum(name.startswith("losses.") for name in tensors)):
                 losses, outputs, labels = (tensors[f"{n}.{trainer}"] for n in ("losses", "outputs", "labels"))
                 interval.reports[trainer] = [TrainerReport(losses.tolist(), outputs, labels, {}, 0)]
             undefined = [*values["undefined"]]
-            return cls(values["samples"], values["seconds"], values["skipped_steps"], undefined, interval)
-        except (KeyError, TypeError, ValueError) as error:
+            numbers = values["samples"], values["seconds"], values["skipped_steps"]
+            return cls(*numbers, undefined, interval, unit)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             rule = "resume it with the version of hybrid that wrote it, or start a new run"
             raise CheckpointError(f"another version wrote the counts in the checkpoint: {rule}") from error
 

@@ -58,15 +58,17 @@ class Outcome:
     def commands(self, run: StoragePath) -> dict[str, str]:
         """Return the commands that resume, evaluate and use the run, by label."""
         train = self.session.config.train
-        raised_limit = {
+        raised_limits = {
             "train.epochs": train.epochs + 1,
             "train.max_steps": 2 * train.max_steps,
             PATIENCE: train.patience + 1,
-        }[self._limit]
+        }
+        # A stream that has ended continues with the units that have come since.
+        raised = f" --set {self._limit}={raised_limits[self._limit]}" if self._limit in raised_limits else ""
         quoted = shlex.quote(str(run))  # a URL may have characters that a shell interprets
         rows = " --input FILE" if self.tested is None else ""
         return {
-            "resume": f"{command_name()} launch --resume {quoted} --set {self._limit}={raised_limit}",
+            "resume": f"{command_name()} launch --resume {quoted}{raised}",
             "evaluate": f"{command_name()} evaluate {quoted}{rows}",
             "predict": f"{command_name()} predict {quoted}{rows} --output FILE",
         }
@@ -78,7 +80,8 @@ class Outcome:
         note = "; the same test rows chose the step (see data.validation)"
         shared = "" if VALIDATION in self.session.reports else note
         if self.tested is None:
-            results[f"test {metric_title(score)}"] = "none: there are no test rows"
+            if not self.session.config.data.is_stream:  # the units of a stream have lines of their own
+                results[f"test {metric_title(score)}"] = "none: there are no test rows"
         else:
             step, metrics = self.tested
             best_auc = self.session.best_auc

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from hybrid.config import RunConfig, TrainSection
 from hybrid.config.data_sections import TEST
 from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
 from hybrid.errors import ConfigError
-from hybrid.metrics import Metrics, Predictions
+from hybrid.metrics import Metrics, Predictions, ProgressiveMetrics
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
 from workers.cluster_task import TrainTask
@@ -21,6 +22,7 @@ from workers.console.messages import data_notes
 from workers.console.terminal import TerminalView, TrainingProgress
 from workers.controller.session import DatasetSession
 from workers.controller.shared_folders import SharedFolders
+from workers.controller.stream_session import StreamSession
 from workers.exit_codes import ExitCode, StopRequest
 from workers.jobs.checkpoint_schedule import Checkpoints, Interval, RunCounts, TrainingState
 from workers.jobs.run_summary import PATIENCE, Outcome
@@ -69,6 +71,7 @@ class Training:
         self._folder: RunFolder
         self._checkpoints: Checkpoints
         self._seconds_to_first_step = math.nan
+        self._is_binary = next(iter(self._tasks.values())).kind == "binary"
         self._step = 0
         self._selection = config.data.selection_split
         self._metrics: Metrics | None = None  # of the last evaluation, of the selection split
@@ -89,12 +92,19 @@ class Training:
         Returns:
             DONE, or the exit code of a requested stop.
         """
-        data_folder = data()
-        folders.check_data(data_folder)
         folders.check_run(self._run)
-        view.status("placing tables and building nets")
-        is_new = not (self._task.resume and checkpoint_folders.list_checkpoints(self._run))
-        session = DatasetSession(topology, self._config, data_folder, is_new=is_new, warn=view.warn)
+        stored = self._find_checkpoint(view)
+        session: DatasetSession
+        if self._config.data.is_stream:
+            session = StreamSession(
+                topology, self._config, stored, lambda: self._stop.is_requested, view.warn, view.status
+            )
+        else:
+            data_folder = data()
+            folders.check_data(data_folder)
+            view.status("placing tables and building nets")
+            is_new = stored is None
+            session = DatasetSession(topology, self._config, data_folder, is_new=is_new, warn=view.warn)
         if session.warning:
             view.warn(session.warning)
         for line in [*session.describe_model(), *(session.initial.notes if session.initial else ())]:
@@ -103,9 +113,9 @@ class Training:
         for report in session.reports.values():
             for line in data_notes(report):
                 view.warn(line)
-        if not session.has_rows(self._selection):
+        if not (session.has_rows(self._selection) or isinstance(session, StreamSession)):
             view.note("no test rows (data.split = none): nothing is evaluated")
-        best = self._resume(session, view)
+        best = None if stored is None else self._resume(session, stored, view)
         if self._task.resume:
             checkpoint_folders.remove_after(self._run, self._step)
             is_evaluated = not self._owes_evaluation
@@ -128,12 +138,11 @@ class Training:
                 self._metrics = session.evaluate(self._step, self._selection)
             return self._finish(session, view)
 
-    def _resume(self, session: DatasetSession, view: TerminalView) -> Best | None:
-        """Load the newest valid checkpoint if the run is resumed and has one; return its best evaluation.
+    def _find_checkpoint(self, view: TerminalView) -> Checkpoint | None:
+        """Return the newest valid checkpoint if the run is resumed and has one; verify its files.
 
         Raises:
             CheckpointError: no checkpoint is valid.
-            ConfigError: the run has finished already.
         """
         if not self._task.resume:
             return None
@@ -142,7 +151,14 @@ class Training:
             return None
         self.doing = "while reading the checkpoint"
         view.status("reading the checkpoint")
-        checkpoint = Checkpoint.newest_valid(self._run, view.warn)
+        return Checkpoint.newest_valid(self._run, view.warn)
+
+    def _resume(self, session: DatasetSession, checkpoint: Checkpoint, view: TerminalView) -> Best | None:
+        """Load a checkpoint; return its best evaluation.
+
+        Raises:
+            ConfigError: the run has finished already.
+        """
         step, progress = checkpoint.manifest.step, checkpoint.manifest.progress
         total = session.total_steps
         if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
@@ -168,6 +184,8 @@ class Training:
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
         """Take steps until the run ends or is requested to stop."""
         while not self._is_over(session) and not self._stop.is_requested:
+            if isinstance(session, StreamSession) and not session.has_unit(self._step):
+                continue
             if not self._owes_evaluation:
                 self._take_steps(session, view)
             metrics = None
@@ -200,12 +218,17 @@ class Training:
     def _take_steps(self, session: DatasetSession, view: TerminalView) -> None:
         per_epoch, total = session.steps_per_epoch, session.total_steps
         self.doing = f"at step {self._step}"
+        unit = session.unit.name if isinstance(session, StreamSession) and session.unit else ""
         epoch, within = divmod(self._step, per_epoch)
         count = self._steps_of_next_call(within, per_epoch, total)
         self._announce_stop(session, view, self._step + count)
         start = time.perf_counter()
         reports = session.train(epoch, within, count, self._step)
         seconds = time.perf_counter() - start
+        count = len(reports[0].losses)  # the unit of a stream may end earlier
+        if not count:
+            self._end_unit(session, view)
+            return
         self._seconds_per_step = seconds / count
         if math.isnan(self._seconds_to_first_step):
             self._seconds_to_first_step = time.time() - self._task.started_at
@@ -215,6 +238,8 @@ class Training:
             view.warn(f"{steps}: {skipped} skipped, since a loss or gradient was not finite")
         self._step += count
         self._counts.add(reports, seconds)
+        if unit and self._is_binary:
+            self._counts.add_to_unit(reports)
         self._checkpoints.poll()
         epoch_ends = within + count == per_epoch
         every = self._config.train.eval_every_steps
@@ -223,9 +248,12 @@ class Training:
         is_line_due = self._step == 1 or self._step % self._config.train.log_every_steps == 0
         if self._owes_evaluation or epoch_ends or is_line_due:
             interval, self._counts.interval = self._counts.interval, Interval()
+            numbers = session.table_metrics()
+            if isinstance(session, StreamSession) and self._is_binary:
+                numbers |= {f"progressive_{k}": v for k, v in interval.progressive_metrics().items()}
             progress = TrainingProgress(
                 step=self._step,
-                total_steps=total,
+                total_steps=total if total < sys.maxsize else 0,
                 epoch=epoch + 1,
                 epochs=self._config.train.epochs,
                 loss=interval.loss,
@@ -234,12 +262,24 @@ class Training:
                 samples_per_second=interval.num_samples / interval.seconds,
                 seconds_left=(total - self._step) * interval.seconds / interval.num_steps,
                 phase_seconds=interval.phase_seconds,
-                tables=session.table_metrics(),
+                numbers=numbers,
+                unit=unit,
             )
             self._folder.log_progress(progress)
             view.progress(progress)
+        self._end_unit(session, view)
         if self._profile is None and session.recorded and self._step >= session.recorded.stop:
             self._profile = self._folder.write_profile(session.take_profile())
+
+    def _end_unit(self, session: DatasetSession, view: TerminalView) -> None:
+        """Log the metrics of the unit of a stream, if it has ended."""
+        if not isinstance(session, StreamSession) or session.unit is not None or session.last is None:
+            return
+        metrics, self._counts.unit = self._counts.unit.metrics(), ProgressiveMetrics()
+        if self._is_binary:
+            self._folder.log_unit(self._step, session.last.name, metrics)
+            shown = {name: metrics[name] for name in ("auc", "log_loss", "calibration")}
+            view.evaluation(session.last.name, self._step, shown)
 
     def _announce_stop(self, session: DatasetSession, view: TerminalView, step: int) -> None:
         """Make the view announce a stop at ``step``, if a stop is requested during the next call."""

@@ -104,7 +104,7 @@ class RunFolder:
             "loss": progress.loss,
             progress.score_name: progress.score,
             "samples_per_second": progress.samples_per_second,
-            **progress.tables,
+            **progress.numbers,
         }
         self._append("train", progress.step, numbers, phase_seconds=dict(progress.phase_seconds))
         self._events.write(progress.step, {f"train/{name}": value for name, value in numbers.items()})
@@ -116,6 +116,11 @@ class RunFolder:
         numbers = dict(metrics)
         self._append(split, step, numbers)
         self._events.write(step, {f"{split}/{name}": value for name, value in numbers.items()})
+
+    def log_unit(self, step: int, name: str, metrics: Metrics) -> None:
+        """Append the metrics of a unit of a stream, which ended at ``step``, from predictions made before."""
+        self._append("unit", step, dict(metrics), unit=name)
+        self._events.write(step, {f"unit/{name}": value for name, value in metrics.items()})
 
     def log_checkpoint(
         self, step: int, seconds_stopped: float, seconds_writing: float, num_bytes: int

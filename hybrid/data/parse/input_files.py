@@ -115,7 +115,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
     if not paths:
         raise ConfigError(key, "must name at least one file or folder")
     files: list[StoragePath] = []
-    for path in chain.from_iterable(map(_expand, paths)):
+    for path in chain.from_iterable(map(expand, paths)):
         found = storage.find_entry(path)
         if found is None:
             raise DataError(f"{path}: no such file or folder; check {key}")
@@ -128,7 +128,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
     return tuple(files)
 
 
-def _expand(text: str) -> list[StoragePath]:
+def expand(text: str) -> list[StoragePath]:
     """Return the files and folders that match a pattern; a path that exists, or has no match, is returned."""
     path = parse_path(text)
     parts = _parts(path)

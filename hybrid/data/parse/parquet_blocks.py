@@ -32,7 +32,11 @@ MAX_UNPACKED_BYTES, MAX_UNPACKED_PER_BYTE = 256 << 20, 200
 
 
 def read_parquet(
-    path: StoragePath, layout: Layout, start: int = 0, stop: int | None = None
+    path: StoragePath,
+    layout: Layout,
+    start: int = 0,
+    stop: int | None = None,
+    block_rows: int = BLOCK_ROWS,
 ) -> Iterator[TableBlock]:
     """Yield the required columns of some row groups (default: all). Row numbers start at 1."""
     with convert_read_errors(path):
@@ -52,7 +56,7 @@ def read_parquet(
             options = {"columns": names, "use_threads": False}
             # A batch has rows of one row group: pyarrow does not join dictionaries within lists.
             groups = range(start, file.num_row_groups if stop is None else stop)
-            batches = (file.iter_batches(BLOCK_ROWS, row_groups=[group], **options) for group in groups)
+            batches = (file.iter_batches(block_rows, row_groups=[group], **options) for group in groups)
             for batch in chain.from_iterable(batches):
                 rest = {name: convert_maps(batch.column(name)) for name in names}
                 num_left = batch.num_rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -22,8 +22,8 @@ from hybrid.config import RunConfig
 from hybrid.config.data_sections import PATH_KEYS, TRAIN
 from hybrid.data.parse import delimited_text
 from hybrid.data.parse.column_layout import Layout, TableBlock
-from hybrid.data.parse.input_files import convert_read_errors, list_files, path_columns
-from hybrid.data.parse.parquet_blocks import open_parquet, read_parquet
+from hybrid.data.parse.input_files import convert_read_errors, expand, list_files, path_columns
+from hybrid.data.parse.parquet_blocks import BLOCK_ROWS, open_parquet, read_parquet
 from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason
 from hybrid.data.values.model_columns import ColumnReader, Targets
 from hybrid.errors import DataError, HybridError
@@ -32,7 +32,7 @@ from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
 
 SEGMENT_BLOCKS = 4
-SEGMENT_ROWS = 1 << 18  # a segment of Parquet takes row groups until it has this many rows
+SEGMENT_ROWS = 1 << 18
 
 
 class RawBlock(NamedTuple):
@@ -80,15 +80,25 @@ class Segment:
     rows: int = 0  # number of rows, for Parquet only
 
 
-def split_files(files: Sequence[StoragePath], layout: Layout) -> list[Segment]:
-    """Return the segments of ``files`` in row order; an unreadable file fails when its segment is read."""
+def split_files(
+    files: Sequence[StoragePath],
+    layout: Layout,
+    min_rows: int = SEGMENT_ROWS,
+    num_bytes: int = SEGMENT_BLOCKS * delimited_text.BLOCK_BYTES,
+) -> list[Segment]:
+    """Return the segments of ``files`` in row order; an unreadable file fails when its segment is read.
+
+    Args:
+        min_rows: a segment of Parquet takes row groups until it has so many rows.
+        num_bytes: approximate size of a segment of text.
+    """
 
     def split(path: StoragePath) -> list[Segment]:
         try:
             size = storage.require_file(path).size
             if layout.data.format == "parquet":
-                return _split_parquet(path, size)
-            return _split_text(path, size, layout)
+                return _split_parquet(path, size, min_rows)
+            return _split_text(path, size, layout, num_bytes)
         except (OSError, pa.ArrowException, HybridError):
             # The same error is raised when the file is read, after the errors of earlier segments.
             return [Segment(path)]
@@ -96,13 +106,13 @@ def split_files(files: Sequence[StoragePath], layout: Layout) -> list[Segment]:
     return [*chain.from_iterable(storage.map_concurrently(split, files))]
 
 
-def _split_parquet(path: StoragePath, size: int) -> list[Segment]:
+def _split_parquet(path: StoragePath, size: int, min_rows: int) -> list[Segment]:
     with open_parquet(path) as source:
         metadata = pq.read_metadata(source)
     count = metadata.num_row_groups
     starts, rows = [0], [0]
     for group in range(count):
-        if rows[-1] >= SEGMENT_ROWS:
+        if rows[-1] >= min_rows:
             starts.append(group)
             rows.append(0)
         rows[-1] += metadata.row_group(group).num_rows
@@ -113,11 +123,10 @@ def _split_parquet(path: StoragePath, size: int) -> list[Segment]:
     ]
 
 
-def _split_text(path: StoragePath, size: int, layout: Layout) -> list[Segment]:
+def _split_text(path: StoragePath, size: int, layout: Layout, step: int) -> list[Segment]:
     with delimited_text.open_text(path) as file:
         if isinstance(file, delimited_text.PACKED):
             return [Segment(path, size=size)]
-    step = SEGMENT_BLOCKS * delimited_text.BLOCK_BYTES
     starts = storage.map_concurrently(
         lambda at: delimited_text.find_record_start(path, at, layout), range(step, size, step)
     )
@@ -125,15 +134,23 @@ def _split_text(path: StoragePath, size: int, layout: Layout) -> list[Segment]:
     return [Segment(path, start, stop, stop - start) for start, stop in cuts] or [Segment(path)]
 
 
-def read_segment(segment: Segment, layout: Layout) -> Iterator[TableBlock]:
+def read_segment(
+    segment: Segment,
+    layout: Layout,
+    block_rows: int = BLOCK_ROWS,
+    block_bytes: int = delimited_text.BLOCK_BYTES,
+) -> Iterator[TableBlock]:
     """Yield the required columns of a segment, in blocks; lines are numbered from 1 in each segment.
+
+    Args:
+        block_rows, block_bytes: size of a block of Parquet, and of text.
 
     Raises:
         ConfigError: the file lacks a column.
         DataError: the file cannot be read, has a line of more than 16 MiB, or false sizes in metadata.
     """
     if layout.data.format == "parquet":
-        yield from read_parquet(segment.path, layout, segment.start, segment.stop)
+        yield from read_parquet(segment.path, layout, segment.start, segment.stop, block_rows)
         return
 
     def chunks() -> Iterator[bytes]:
@@ -141,7 +158,7 @@ def read_segment(segment: Segment, layout: Layout) -> Iterator[TableBlock]:
         with delimited_text.open_text(segment.path) as file:
             if segment.start:
                 file.seek(segment.start)
-            while chunk := file.read(min(delimited_text.BLOCK_BYTES, rest)):
+            while chunk := file.read(min(block_bytes, rest)):
                 rest -= len(chunk)
                 yield chunk
 
@@ -190,6 +207,11 @@ def check_columns(config: RunConfig) -> None:
         return
     layout = Layout.of(data, config.columns, config.tasks)
     for split, paths in data.paths.items():
+        if data.is_stream:  # the first unit may come later
+            found = (path for text in paths for path in expand(text) if storage.exists(path))
+            paths = tuple(map(str, islice(found, 1)))
+            if not paths:
+                continue
         files = list_files(paths, PATH_KEYS[split]) if paths or split == TRAIN else ()
         path = next((each for each in files if storage.require_file(each).size), None)
         if path is None:

@@ -1,0 +1,4 @@
+"""Streams: files that trainers read as they are, once and in order, without preparation.
+
+``units`` finds the files that are complete, and ``lanes`` divides their rows among steps and trainers.
+"""

@@ -1,0 +1,247 @@
+"""The lanes of a unit: which rows belong to a step, and the part of them that one trainer reads.
+
+::
+
+    segments of the unit      s0  s1  s2  s3  s4  s5  s6        in the order of files
+    lanes (here three)        lane 0: s0 s3 s6 | lane 1: s1 s4 | lane 2: s2 s5
+    trainers (here two)       trainer 0: lanes 0, 2            | trainer 1: lane 1
+
+A step takes rows from every lane, in proportion to the size of the lane in the unit, so all lanes end at
+about the same step. Neither lanes nor these numbers depend on trainers. So a step has the same rows for any
+number of trainers, and each trainer parses only its lanes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.batch import Batch
+from hybrid.config import RunConfig
+from hybrid.data.batches import BatchStream
+from hybrid.data.dataset.prepared_dataset import block_batch, positions
+from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock, FeatureEncoder
+from hybrid.data.parse.column_layout import Layout
+from hybrid.data.parse.sources import Segment, parse, read_segment
+from hybrid.data.stream.units import BLOCK_BYTES, BLOCK_ROWS, LanePosition, StreamUnit, stream_layout
+from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
+from hybrid.data.values.model_columns import Targets
+from hybrid.errors import DataError
+
+# A trainer reads at most 2 batches ahead (BatchStream), and prefetches the lookups of 2 more.
+_KEPT_POSITIONS = 16
+
+
+class Samples(NamedTuple):
+    """Encoded rows with their targets."""
+
+    features: EncodedBlock
+    targets: Targets
+
+    @property
+    def size(self) -> int:
+        return len(self.targets.labels_BT)
+
+    def take(self, rows: npt.NDArray[np.int64]) -> Samples:
+        """Return some rows, in the order of their indices ``rows``."""
+        bags = []
+        for ids_L, lengths_B, weights_L in self.features.bags:
+            positions_L, lengths = positions(np.append(0, lengths_B.cumsum()), rows)
+            bags.append(
+                EncodedBags(
+                    ids_L[positions_L], lengths, None if weights_L is None else weights_L[positions_L]
+                )
+            )
+        features = EncodedBlock(self.features.dense_BF[rows], self.features.ids_BK[rows], tuple(bags))
+        labels_BT, weights_BT, groups_B = self.targets
+        return Samples(
+            features,
+            Targets(
+                labels_BT[rows],
+                None if weights_BT is None else weights_BT[rows],
+                None if groups_B is None else groups_B[rows],
+            ),
+        )
+
+
+def concatenate(parts: Sequence[Samples]) -> Samples:
+    """Return the rows of all parts, of which there is at least one; all have the same columns."""
+
+    def join(arrays: Iterable[Any]) -> Any:
+        given = [array for array in arrays if array is not None]
+        return np.concatenate(given) if given else None
+
+    bags = zip(*(part.features.bags for part in parts), strict=True)
+    features = EncodedBlock(
+        join(part.features.dense_BF for part in parts),
+        join(part.features.ids_BK for part in parts),
+        tuple(EncodedBags(*map(join, zip(*each, strict=True))) for each in bags),
+    )
+    return Samples(features, Targets(*map(join, zip(*(part.targets for part in parts), strict=True))))
+
+
+@dataclass(frozen=True)
+class StreamParser:
+    """Parses and encodes the segments of a stream."""
+
+    config: RunConfig
+    encoder: FeatureEncoder
+    layout: Layout
+
+    def blocks(self, segment: Segment, log: InvalidRowLog) -> Iterator[Samples]:
+        """Yield the valid rows of a segment, in blocks; with data.shuffle, the rows of a block are shuffled.
+
+        Raises:
+            ConfigError: the file lacks a column.
+            DataError: the file cannot be read, or an invalid row is an error.
+        """
+        for number, table in enumerate(read_segment(segment, self.layout, BLOCK_ROWS, BLOCK_BYTES)):
+            block, invalid = parse(segment.path, table, self.layout)
+            log.add(segment.path, len(block.source_rows_B), invalid)
+            assert block.targets is not None
+            samples = Samples(self.encoder.encode(block), block.targets)
+            if self.config.data.is_shuffled:
+                name = f"{segment.path}:{segment.start}:{number}".encode()
+                rng = np.random.default_rng([self.config.run.seed, *name])
+                samples = samples.take(rng.permutation(len(block.source_rows_B)))
+            yield samples
+
+
+class Lane:
+    """The rows of a lane, from a position on.
+
+    Attributes:
+        log: the invalid rows.
+        num_ready: the number of rows that are read and not yet given.
+    """
+
+    def __init__(self, parser: StreamParser, segments: Sequence[Segment], position: LanePosition) -> None:
+        self._parser = parser
+        self._segments = segments
+        self._segment, self._row, self._num_given = position
+        self.log = InvalidRowLog(parser.config.data.max_invalid_fraction)
+        self.num_ready = 0
+        # Blocks that are read: the segment, the row of the segment at which the block starts, the block.
+        self._ready: deque[tuple[int, int, Samples]] = deque()
+        self._blocks = self._read()
+
+    @property
+    def position(self) -> LanePosition:
+        return self._segment, self._row, self._num_given
+
+    def read_ahead(self) -> bool:
+        """Read the next block; return False if there is none."""
+        block = next(self._blocks, None)
+        if block is None:
+            return False
+        self._ready.append(block)
+        self.num_ready += block[2].size
+        return True
+
+    def take(self, end: int) -> list[Samples]:
+        """Give the rows until ``end`` rows are given in all, at least one; none if the lane has ended."""
+        parts: list[Samples] = []
+        missing = max(1, end - self._num_given)
+        while missing and (self._ready or self.read_ahead()):
+            segment, start, samples = self._ready[0]
+            if segment != self._segment:
+                self._segment, self._row = segment, start
+            first = self._row - start
+            count = min(missing, samples.size - first)
+            parts.append(samples.take(np.arange(first, first + count)))
+            if first + count == samples.size:
+                self._ready.popleft()
+            missing -= count
+            self._row += count
+            self._num_given += count
+            self.num_ready -= count
+        return parts
+
+    def _read(self) -> Iterator[tuple[int, int, Samples]]:
+        skipped = self._row  # the rows of the first segment that were given before
+        for index in range(self._segment, len(self._segments)):
+            start = 0
+            for samples in self._parser.blocks(self._segments[index], self.log):
+                end = start + samples.size
+                if end > skipped:
+                    first = max(start, skipped)
+                    yield index, first, samples.take(np.arange(first - start, samples.size))
+                start = end
+            skipped = 0
+
+
+class LaneReader:
+    """Reads the batches of one trainer from a unit.
+
+    Args:
+        unit: with the position at which to start.
+
+    Raises:
+        DataError: a file of the unit has changed, or cannot be read, or the position is not one of it.
+    """
+
+    def __init__(
+        self, config: RunConfig, encoder: FeatureEncoder, unit: StreamUnit, trainer: int, num_trainers: int
+    ) -> None:
+        self._spec = encoder.input_spec
+        self._first_step = unit.step
+        layout = stream_layout(config)
+        num_lanes = min(config.data.stream_call["lanes"], config.train.batch_size)
+        segments = unit.segments(layout)
+        of_lanes = [segments[lane::num_lanes] for lane in range(num_lanes)]
+        is_parquet = config.data.format == "parquet"
+        sizes = [sum(each.rows if is_parquet else each.size for each in lane) for lane in of_lanes]
+        # After s steps, lanes 0 to l have given s * batch_size * ends[l] / ends[-1] rows.
+        self._ends_L = np.cumsum(sizes, dtype=object)
+        self._batch_size = config.train.batch_size
+        starts = unit.lanes or ((0, 0, 0),) * num_lanes
+        fits = [0 <= at[0] <= len(lane) and min(at) >= 0 for at, lane in zip(starts, of_lanes, strict=False)]
+        if len(starts) != num_lanes or not all(fits):
+            rule = "resume with the lanes and files with which the run began"
+            raise DataError(f"{unit.name}: the checkpoint has another number of lanes or segments; {rule}")
+        parser = StreamParser(config, encoder, layout)
+        self._lanes = {
+            lane: Lane(parser, of_lanes[lane], starts[lane])
+            for lane in range(trainer, num_lanes, num_trainers)
+        }
+        self._positions = {unit.step: self._current()}
+
+    def batches(self) -> BatchStream:
+        """Return the batches; ``global_size`` is the number of this trainer's samples."""
+        return BatchStream(self._read())
+
+    def positions(self, step: int) -> dict[int, LanePosition]:
+        """Return the position of each lane of this trainer after ``step`` steps of the unit."""
+        return self._positions.get(step) or self._current()  # the lanes may end before those of others
+
+    def invalid_rows(self) -> InvalidRowReport:
+        """Return the invalid rows of the lanes; DataError if there are too many."""
+        reports = [lane.log.finish() for lane in self._lanes.values()]
+        counts = sum((Counter(report.counts) for report in reports), Counter[str]())
+        return InvalidRowReport(dict(counts), tuple(e for report in reports for e in report.examples))
+
+    def _current(self) -> dict[int, LanePosition]:
+        return {number: lane.position for number, lane in self._lanes.items()}
+
+    def _read(self) -> Generator[Batch, None, None]:
+        step = self._first_step
+        while parts := [part for lane, end in self._quotas(step + 1) for part in lane.take(end)]:
+            step += 1
+            self._positions[step] = self._current()
+            self._positions.pop(step - _KEPT_POSITIONS, None)
+            features, targets = concatenate(parts)
+            yield block_batch(features, self._spec, targets)
+            # One lane a step reads ahead, so that no step waits until all lanes have parsed a block.
+            behind = min(self._lanes.values(), key=lambda lane: lane.num_ready)
+            if behind.num_ready < BLOCK_ROWS:
+                behind.read_ahead()
+
+    def _quotas(self, step: int) -> list[tuple[Lane, int]]:
+        """Return each lane with the number of rows that it has given after ``step`` steps."""
+        ends = [0, *(step * self._batch_size * end // max(1, self._ends_L[-1]) for end in self._ends_L)]
+        return [(lane, ends[number + 1] - ends[number]) for number, lane in self._lanes.items()]

@@ -1,0 +1,228 @@
+"""The session of a run that trains on a stream: unit after unit, until the stream ends."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from hybrid import transport
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.config import RunConfig
+from hybrid.config.data_sections import PATH_KEYS, TEST, TRAIN
+from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
+from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
+from hybrid.data.parse.input_files import check_unchanged
+from hybrid.data.prepare.preparation import LOCAL_CACHE
+from hybrid.data.stream.units import StreamUnit, find_unit, fit_on_sample
+from hybrid.data.values.invalid_rows import MAX_EXAMPLES, InvalidRowReport
+from hybrid.errors import CheckpointError, DataError
+from hybrid.metrics import Metrics, check_custom_metrics
+from hybrid.storage import files as storage
+from hybrid.storage.file_formats import parse_fields
+from hybrid.storage.remote_path import StoragePath, parse_path
+from hybrid.topology import Topology
+from workers.controller.deployment import BULK_TIMEOUT_SECONDS, HeldCheckpoint
+from workers.controller.remote_trainer import Trainer, TrainerReport
+from workers.controller.session import DatasetSession, Session
+
+STREAM = "stream"  # the position in the stream, in the progress of a checkpoint
+_POLL_SECONDS = 5.0
+_SLEEP_SECONDS = 0.1  # between two looks for a requested stop
+
+
+class StreamSession(DatasetSession):
+    """A session that trains on the units of a stream. ``total_steps`` is known once the stream ends.
+
+    Args:
+        stored: the checkpoint that will be loaded; None for a new run.
+        should_stop: whether to stop waiting for a unit.
+
+    Raises:
+        DataError: the first unit is missing, or cannot be read.
+
+    Attributes:
+        unit: the unit that is read; None between two units.
+        last: the unit before it.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        config: RunConfig,
+        stored: Checkpoint | None,
+        should_stop: Callable[[], bool],
+        warn: Callable[[str], object],
+        report: Callable[[str], None],
+    ) -> None:
+        check_custom_metrics(config.all_tasks)
+        self._should_stop = should_stop
+        self._report = report
+        self._warn = warn
+        self.unit: StreamUnit | None = None
+        self.last: StreamUnit | None = None
+        self._is_open = False  # whether the trainers read the unit
+        self.meanwhile = lambda: None
+        self.config = config
+        if stored is None:
+            if (unit := self._await_unit()) is None:
+                raise DataError(
+                    f"{', '.join(config.data.path)}: no complete file or folder; check {PATH_KEYS[TRAIN]}"
+                )
+            self.unit = unit
+            encoder = self._fit(unit)
+        else:
+            encoder = FeatureEncoder.load(stored.files_folder)
+        self.reports = dict.fromkeys((TRAIN, TEST), DatasetReport(0, (), NO_INVALID_ROWS))
+        self.best_auc = None
+        self.limit = "train.max_steps" if config.train.max_steps else "data.stream"
+        self.total_steps = self.steps_per_epoch = config.train.max_steps or sys.maxsize
+        Session.__init__(
+            self,
+            topology,
+            config,
+            encoder.input_spec,
+            self.total_steps,
+            encoder=encoder,
+            encoder_folder=self._share(encoder) if stored is None else None,
+            is_new=stored is None,
+            warn=warn,
+        )
+        self.encoder = encoder
+
+    def has_unit(self, step: int) -> bool:
+        """Return whether there is a unit to read; wait for it if necessary.
+
+        Args:
+            step: steps taken; if there is no further unit, this is the end of the run.
+        """
+        if self.unit is None:
+            self.unit = self._await_unit()
+        if self.unit is None:
+            if not self._should_stop():
+                self.total_steps = step
+                self.limit = "data.stream"
+            return False
+        if not self._is_open:
+            self._is_open = True
+            self._report(f"reading {self.unit.name}")
+            calls = [
+                t.call(Trainer.open_unit, self.unit, self.encoder, step, timeout_seconds=BULK_TIMEOUT_SECONDS)
+                for t in self.trainers
+            ]
+            transport.gather(calls, self._meanwhile)
+        return True
+
+    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[TrainerReport]:
+        """Take some steps of the unit on all trainers; fewer, or none, if the unit ends."""
+        assert self.unit is not None
+        timeout = self._timeout_seconds(num_steps)
+        reports = self._on_trainers(timeout, Trainer.train_on_unit, num_steps)
+        count = len(reports[0].losses)
+        self.unit = replace(self.unit, step=self.unit.step + count)
+        if count < num_steps:
+            self._end_unit()
+        return reports
+
+    def _end_unit(self) -> None:
+        assert self.unit is not None
+        check_unchanged(self.unit.files)
+        found = transport.gather([t.call(Trainer.invalid_rows) for t in self.trainers], self._meanwhile)
+        before = self.reports[TRAIN].bad_rows
+        counts = sum((Counter(each.counts) for each in (before, *found)), Counter[str]())
+        if total := sum(each.total for each in found):
+            example = next(example for each in found for example in each.examples)
+            self._warn(f"{self.unit.name}: skipped {total:,} invalid row(s), such as {example}")
+        examples = [*before.examples, *(e for each in found for e in each.examples)][:MAX_EXAMPLES]
+        bad_rows = InvalidRowReport(dict(counts), tuple(examples))
+        self.reports[TRAIN] = DatasetReport(0, (), bad_rows)
+        self.last, self.unit, self._is_open = self.unit, None, False
+
+    def begin_save(
+        self,
+        folder: StoragePath,
+        step: int,
+        epoch: int,
+        metrics: Metrics | None = None,
+        progress: Mapping[str, Any] = MappingProxyType({}),
+        reports: Mapping[str, Tensor] = MappingProxyType({}),
+        in_background: bool = True,
+    ) -> HeldCheckpoint:
+        unit = self.unit
+        if unit is not None and self._is_open:
+            calls = [trainer.call(Trainer.lane_positions, unit.step) for trainer in self.trainers]
+            lanes = {
+                lane: at for each in transport.gather(calls, self._meanwhile) for lane, at in each.items()
+            }
+            unit = replace(unit, lanes=tuple(lanes[lane] for lane in sorted(lanes)))
+        now = {
+            "unit": None if unit is None else asdict(unit),
+            "last": None if self.last is None else asdict(replace(self.last, files=(), lanes=())),
+        }
+        return super().begin_save(
+            folder, step, epoch, metrics, {**progress, STREAM: now}, reports, in_background
+        )
+
+    def load(self, stored: Checkpoint) -> None:
+        """Load a checkpoint, and continue in the stream where it was taken.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model, or has no position in a stream.
+            DataError: a file has changed since.
+        """
+        try:
+            position = stored.manifest.progress[STREAM]
+            units = (position["unit"], position["last"])
+            self.unit, self.last = (None if u is None else parse_fields(StreamUnit, dict(u)) for u in units)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            rule = "keep data.stream as it was, or start a new run with train.initial"
+            raise CheckpointError(
+                f"{stored.folder}: has no position in a stream ({error}); {rule}"
+            ) from error
+        if self.unit is not None:
+            check_unchanged(self.unit.files)
+        Session.load(self, stored)
+
+    def _await_unit(self) -> StreamUnit | None:
+        """Return the next unit once it is complete; None if the stream ends, or a stop is requested.
+
+        Raises:
+            DataError: the unit ``until`` did not come in time.
+        """
+        data = self.config.data
+        until, hours = data.stream_call["until"], data.stream_call["wait_hours"]
+        if self.last is not None and until and self.last.name == str(parse_path(until)):
+            return None
+        after = "the first unit" if self.last is None else f"the unit after {self.last.name}"
+        deadline = time.monotonic() + 3600 * hours
+        while (unit := find_unit(data, self.last)) is None and time.monotonic() < deadline:
+            self._report(f"waiting for {after}")
+            end = min(deadline, time.monotonic() + _POLL_SECONDS)
+            while time.monotonic() < end and not self._should_stop():
+                self.meanwhile()
+                time.sleep(_SLEEP_SECONDS)
+            if self._should_stop():
+                return None
+        if unit is None and until:
+            raise DataError(f"{until}: {after} was not complete within {hours:g} hours; check data.stream")
+        return unit
+
+    def _fit(self, unit: StreamUnit) -> FeatureEncoder:
+        return fit_on_sample(self.config, unit, self._report)
+
+    def _share(self, encoder: FeatureEncoder) -> StoragePath | None:
+        """Write the encoder where workers find it, if the run has an initial model; return the folder."""
+        if not (self.config.train.initial or any(t.initial for t in self.config.tables.values())):
+            return None
+        text = encoder.to_json().encode()
+        cache = parse_path(self.config.data.cache_folder or LOCAL_CACHE).absolute()
+        folder = cache / f"stream-{hashlib.blake2b(text, digest_size=10).hexdigest()}"
+        storage.write_bytes(folder / FILE_NAME, text)
+        return folder
