@@ -29,7 +29,10 @@ from hybrid.custom_loop.backend import BACKEND, SingleProcess
 from hybrid.custom_loop.loop_state import PARAMETERS
 from hybrid.data.batches import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split
+from hybrid.data.stream.lanes import LaneReader
+from hybrid.data.stream.units import StreamUnit
 from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import HybridError
@@ -41,6 +44,7 @@ from workers.console.terminal import TerminalView
 from workers.controller.remote_trainer import Trainer, make_loader
 from workers.controller.session import DatasetSession, Session
 from workers.controller.shared_folders import SharedFolders
+from workers.controller.stream_session import StreamSession
 from workers.controller.user_code_jobs import run_script
 from workers.exit_codes import ExitCode
 
@@ -205,10 +209,15 @@ class Comparison:
         self, topology: Topology, data: Callable[[], StoragePath], view: TerminalView, folders: SharedFolders
     ) -> ExitCode:
         """Train on both sides, and print the differences; DifferenceError if they exceed rounding."""
-        data_folder = data()
-        folders.check_data(data_folder)
-        view.status("placing tables and building nets")
-        session = DatasetSession(topology, self._config, data_folder, warn=view.warn)
+        session: DatasetSession
+        data_folder: StoragePath
+        if self._config.data.is_stream:
+            session = StreamSession(topology, self._config, None, lambda: False, view.warn, view.status)
+        else:
+            data_folder = data()
+            folders.check_data(data_folder)
+            view.status("placing tables and building nets")
+            session = DatasetSession(topology, self._config, data_folder, warn=view.warn)
         if session.warning:
             view.warn(session.warning)
         blueprint = session.blueprint
@@ -236,20 +245,30 @@ class Comparison:
         steps = min(self._steps, session.total_steps)
         self.doing = "while training on the cluster"
         view.status(f"training {steps} steps on the cluster")
-        per_epoch = session.steps_per_epoch
         losses: list[float] = []
-        for before in range(0, steps, per_epoch):
-            reports = session.train(before // per_epoch, 0, min(per_epoch, steps - before), before)
+        units: list[StreamUnit] = []
+        while len(losses) < steps:
+            if isinstance(session, StreamSession):
+                if not session.has_unit(len(losses)):
+                    break
+                assert session.unit is not None
+                units += [session.unit] if not session.unit.step else []
+            epoch, within = divmod(len(losses), session.steps_per_epoch)
+            count = min(session.steps_per_epoch - within, steps - len(losses))
+            reports = session.train(epoch, within, count, len(losses))
             losses += [sum(summands) for summands in zip(*(report.losses for report in reports), strict=True)]
+        steps = len(losses)  # a stream may have ended
         actual = snapshot(session, *reference.parameter_names)
         held_out = [split for split in session.reports if split != TRAIN and session.has_rows(split)]
         metrics = {split: session.evaluate(steps, split) for split in held_out}
         session.close()
         self.doing = "while training in one process"
         view.status(f"training {steps} steps in one process")
-        dataset = open_split(data_folder, TRAIN, self._config.data)
-        slices = itertools.islice(_slices(self._config, dataset), steps)
-        expected_losses = [reference.step(each) for each in slices]
+        if isinstance(session, StreamSession):
+            slices = _stream_slices(self._config, session.encoder, units)
+        else:
+            slices = _slices(self._config, open_split(data_folder, TRAIN, self._config.data))
+        expected_losses = [reference.step(each) for each in itertools.islice(slices, steps)]
         actual[TensorName("loss of every step")] = torch.tensor(losses, dtype=self._dtype)
         expected = reference_snapshot(reference)
         expected[TensorName("loss of every step")] = torch.tensor(expected_losses, dtype=self._dtype)
@@ -332,6 +351,23 @@ def _slices(config: RunConfig, dataset: PreparedDataset) -> Iterator[tuple[Batch
         with ExitStack() as stack:
             streams = [stack.enter_context(loader.batches(epoch)) for loader in loaders]
             yield from zip(*streams, strict=True)
+
+
+def _stream_slices(
+    config: RunConfig, encoder: FeatureEncoder, units: Sequence[StreamUnit]
+) -> Iterator[tuple[Batch, ...]]:
+    """Yield the local batches of all trainers for each step, unit after unit."""
+    spec, num_trainers = encoder.input_spec, config.cluster.trainers
+    empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
+    for unit in units:
+        readers = [LaneReader(config, encoder, unit, i, num_trainers) for i in range(num_trainers)]
+        with ExitStack() as stack:
+            streams = [stack.enter_context(reader.batches()) for reader in readers]
+            for slices in itertools.zip_longest(*streams, fillvalue=empty):
+                size = sum(len(batch.labels) for batch in slices)
+                weights = [batch.weights.double().sum(0) for batch in slices if batch.weights is not None]
+                totals = torch.stack(weights).sum(0) if weights else None
+                yield tuple(b._replace(global_size=size, total_weights=totals) for b in slices)
 
 
 def compare_script(config: RunConfig, path: str, arguments: tuple[str, ...], cluster: Path) -> None:

@@ -36,7 +36,7 @@ from hybrid.data.encode.feature_encoder import FILE_NAME as FEATURES
 from hybrid.data.parse.input_files import InputFile, check_unchanged, find_input_files, path_columns
 from hybrid.data.prepare import synthetic_log
 from hybrid.data.prepare.file_preparation import FilesPreparation
-from hybrid.errors import DataError, StorageError
+from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.metrics import binary_metrics
 from hybrid.primitives.progress import Progress, ignore_progress
 from hybrid.storage import files as storage
@@ -226,6 +226,9 @@ def ensure_prepared(
         ConfigError, DataError: as :func:`prepare`.
         HybridError: the store refuses a request.
     """
+    if config.data.is_stream:
+        rule = "must be none for what needs prepared data: custom loops, hybrid plan, evaluations without --input"
+        raise ConfigError("data.stream", rule, config.data.stream)
     cache = parse_path(config.data.cache_folder or LOCAL_CACHE)
     if not isinstance(cache, RemotePath):
         return prepare(config, cache, report, check)
