@@ -107,6 +107,10 @@ class SparseEncoding:
             numbers_B = column.to_numpy(zero_copy_only=False)
             rows_B = 1 + np.searchsorted(np.array(self.bounds), numbers_B, side="right")
             return np.where(np.isnan(numbers_B), 0, rows_B).astype(np.int32)
+        if pa.types.is_integer(column.type):
+            keys_B: Ids = np.asarray(column.fill_null(0))
+            given_B = np.asarray(column.is_valid())
+            return EncodedBags(keys_B[given_B], given_B.astype(np.int64)) if self.multi_hot else keys_B
         if not is_list(column):
             if not self.multi_hot:
                 return self._encode_flat(column)

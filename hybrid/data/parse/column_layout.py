@@ -56,6 +56,7 @@ class Layout:
     quotes: bool  # whether fields may be quoted with ``"``
     # Pairs of a configuration key and a further column, which is read without conversion.
     passthrough: tuple[tuple[str, str], ...] = ()
+    reads_keys: bool = False  # whether columns of integers for growing tables are read as keys, not as texts
 
     @classmethod
     def of(

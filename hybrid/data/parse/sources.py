@@ -40,7 +40,8 @@ class RawBlock(NamedTuple):
 
     dense_BF: npt.NDArray[np.float64]  # NaN if missing
     # One array of length B per sparse feature. Elements are strings (a dictionary array, null if missing),
-    # lists of strings if a sample may have several ids, or numbers for buckets.
+    # lists of strings if a sample may have several ids, int64 keys (Layout.reads_keys), or numbers for
+    # buckets.
     sparse: tuple[pa.Array, ...]
     targets: Targets | None  # labels, weights and groups, or None
     # 0-based index over the rows of all files. It counts invalid rows, but not blank lines.
@@ -240,7 +241,7 @@ def parse(
     of_path = path_columns(path).items()
     constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(table.lines)) for name, text in of_path}
     columns = constants | table.columns
-    reader = ColumnReader(columns, table.lines, layout.data.missing)
+    reader = ColumnReader(columns, table.lines, layout.data.missing, layout.reads_keys)
     try:
         targets = layout.targets.read(reader) if layout.with_labels else None
         dense_BF = np.empty((len(table.lines), len(layout.dense)))

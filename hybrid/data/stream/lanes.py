@@ -93,8 +93,11 @@ class StreamParser:
     encoder: FeatureEncoder
     layout: Layout
 
-    def blocks(self, segment: Segment, log: InvalidRowLog) -> Iterator[Samples]:
+    def blocks(self, segment: Segment, index: int, log: InvalidRowLog) -> Iterator[Samples]:
         """Yield the valid rows of a segment, in blocks; with data.shuffle, the rows of a block are shuffled.
+
+        Args:
+            index: of the segment in its lane.
 
         Raises:
             ConfigError: the file lacks a column.
@@ -106,8 +109,7 @@ class StreamParser:
             assert block.targets is not None
             samples = Samples(self.encoder.encode(block), block.targets)
             if self.config.data.is_shuffled:
-                name = f"{segment.path}:{segment.start}:{number}".encode()
-                rng = np.random.default_rng([self.config.run.seed, *name])
+                rng = np.random.default_rng([self.config.run.seed, index, number])
                 samples = samples.take(rng.permutation(len(block.source_rows_B)))
             yield samples
 
@@ -166,7 +168,7 @@ class Lane:
         skipped = self._row  # the rows of the first segment that were given before
         for index in range(self._segment, len(self._segments)):
             start = 0
-            for samples in self._parser.blocks(self._segments[index], self.log):
+            for samples in self._parser.blocks(self._segments[index], index, self.log):
                 end = start + samples.size
                 if end > skipped:
                     first = max(start, skipped)

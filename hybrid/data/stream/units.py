@@ -67,7 +67,7 @@ class StreamUnit:
 
 
 def stream_layout(config: RunConfig) -> Layout:
-    return Layout.of(config.data, config.columns, config.tasks)
+    return replace(Layout.of(config.data, config.columns, config.tasks), reads_keys=True)
 
 
 def find_unit(data: DataSection, last: StreamUnit | None) -> StreamUnit | None:

@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybrid.data.values.canonical import canonical_text, canonicalize, trim_blanks
+from hybrid.primitives.splitmix64 import next_of
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 T = TypeVar("T", bound=np.generic)
@@ -160,6 +161,18 @@ def parse_flat_values(column: pa.Array, missing: tuple[str, ...]) -> Values:
     index_B = np.asarray(indices.fill_null(0))
     coded = pa.DictionaryArray.from_arrays(pa.array(index_B, pa.int32(), mask=absent_B), texts)
     return Values(coded, inexact_B & ~absent_B, too_long_B & ~absent_B)
+
+
+def parse_keys(integers: pa.Array, missing: tuple[str, ...]) -> pa.Array:
+    """Return the key of each integer, null if missing; the same keys as those of the canonical texts."""
+    texts = [canonical_text(text)[0] for text in missing]
+    limits = np.iinfo(integers.type.to_pandas_dtype())
+    numbers = [int(text) for text in texts if re.fullmatch(r"-?[0-9]{1,20}", text) and str(int(text)) == text]
+    if absent := [number for number in numbers if limits.min <= number <= limits.max]:
+        is_absent = pc.is_in(integers, value_set=pa.array(absent, integers.type))
+        integers = pc.if_else(is_absent, None, integers)
+    numbers_B = integers.fill_null(0).to_numpy(zero_copy_only=False).astype(np.uint64)
+    return pa.array(next_of(numbers_B).view(np.int64), mask=np.asarray(integers.is_null()))
 
 
 def parse_numbers(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybrid.config import DataSection, TaskSection
-from hybrid.config.data_sections import Column
+from hybrid.config.data_sections import GROW, Column
 from hybrid.config.sections import tasks_of
 from hybrid.data.values import column_values
 from hybrid.data.values.canonical import hash_texts
@@ -36,6 +36,7 @@ class ColumnReader:
     columns: Mapping[str, pa.Array]  # the columns of the block, by name
     lines_B: npt.NDArray[np.int64]  # the line of each row in the file
     missing: tuple[str, ...]  # texts that mean missing
+    reads_keys: bool = False  # whether integers of a growing table become keys, not texts, which is faster
 
     def __post_init__(self) -> None:
         self.valid_B = np.ones(len(self.lines_B), np.bool_)  # whether a row is valid so far
@@ -84,10 +85,14 @@ class ColumnReader:
         """Compute a column of data.sparse; ArrowException if a file column has an unsupported type.
 
         Returns:
-            The values, as in :class:`hybrid.data.parse.sources.RawBlock`; and the weights of ids as lists of
-            float32, or None.
+            The values, or the keys, as in :class:`hybrid.data.parse.sources.RawBlock`; and the weights of ids
+            as lists of float32, or None.
         """
         if column.kind in ("value", "weighted"):
+            if self.reads_keys and column.vocabulary == GROW and column.kind == "value":
+                integers = self.column(column.source)
+                if pa.types.is_integer(integers.type):
+                    return column_values.parse_keys(integers, self.missing), None
             return self._ids(column)
         if column.kind == "cross":
             values = [self._crossed(name) for name in column.sources]

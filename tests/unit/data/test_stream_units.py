@@ -1,0 +1,233 @@
+"""Streams: which files are read, which rows belong to a step, and where a stream continues."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from hybrid.batch import Batch
+from hybrid.config import RunConfig
+from hybrid.config.loading import load_config
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.prepare.preparation import open_split, prepare
+from hybrid.data.stream.lanes import LaneReader
+from hybrid.data.stream.units import StreamUnit, find_unit, fit_on_sample
+from hybrid.errors import ConfigError, DataError
+
+ROWS, BATCH = 60_000, 700
+
+
+def table(seed: int, num_rows: int = ROWS) -> pa.Table:
+    """Return rows with a number that is unique, by which tests know a row."""
+    rng = np.random.default_rng(seed)
+    tags = [[f"t{t}" for t in rng.integers(5, size=n)] for n in rng.integers(4, size=num_rows)]
+    return pa.table(
+        {
+            "label": rng.integers(2, size=num_rows),
+            "number": seed * num_rows + np.arange(num_rows),
+            "user": rng.integers(-5, 300, size=num_rows),
+            "item": [f"i{i}" for i in rng.integers(99, size=num_rows)],
+            "tags": tags,
+        }
+    )
+
+
+def write(path: Path, rows: pa.Table) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(rows, path, row_group_size=9000)
+        return
+    joined = ["|".join(tags) for tags in rows["tags"].to_pylist()]
+    rows = rows.set_column(rows.schema.get_field_index("tags"), "tags", pa.array(joined))
+    with (gzip.open if path.suffix == ".gz" else open)(path, "wb") as file:
+        pacsv.write_csv(rows, file)
+
+
+def configure(path: str | Sequence[str], kind: str = "parquet", *more: str) -> RunConfig:
+    settings = [
+        f'data.format = "{kind}"',
+        f"data.path = {json.dumps([path] if isinstance(path, str) else [*path])}",
+        'data.stream = "files(lanes = 5)"',
+        'data.dense = ["number"]',
+        'data.sparse = ["user", "item", "tags"]',
+        'data.vocabulary = "grow"',
+        'data.numeric_scaling = "none"',
+        'data.multi_hot_separator = "|"' if kind == "csv" else 'data.shuffle = "rows"',
+        f"train.batch_size = {BATCH}",
+        *more,
+    ]
+    return load_config(None, settings)
+
+
+def first_unit(config: RunConfig) -> tuple[StreamUnit, FeatureEncoder]:
+    unit = find_unit(config.data, None)
+    assert unit is not None
+    return unit, fit_on_sample(config, unit, lambda text: None)
+
+
+def read(config: RunConfig, unit: StreamUnit, encoder: FeatureEncoder, trainers: int) -> list[list[Batch]]:
+    """Return the batches of all trainers from a position on."""
+    batches = []
+    for trainer in range(trainers):
+        with LaneReader(config, encoder, unit, trainer, trainers).batches() as stream:
+            batches.append([*stream])
+    return batches
+
+
+def numbers_by_step(batches: list[list[Batch]]) -> list[list[float]]:
+    """Return the sorted numbers of the rows of each step."""
+    steps = max(map(len, batches))
+    of_steps = ([b[s].dense_features[:, 0] for b in batches if s < len(b)] for s in range(steps))
+    return [torch.cat(each).sort().values.tolist() for each in of_steps]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.csv.gz"])
+def test_step_has_the_same_rows_for_any_number_of_trainers(name: str, tmp_path: Path) -> None:
+    for part in range(2):
+        write(tmp_path / f"day/{part}-{name}", table(part))
+    config = configure(str(tmp_path / "day"), "parquet" if "parquet" in name else "csv")
+    unit, encoder = first_unit(config)
+    alone, *others = (numbers_by_step(read(config, unit, encoder, trainers)) for trainers in (1, 2, 3))
+    assert others == [alone, alone]
+    assert sorted(number for step in alone for number in step) == [*range(2 * ROWS)]
+    if "parquet" in name:  # the metadata have the number of rows, so all lanes end at the same step
+        assert {len(step) for step in alone[:-1]} == {BATCH}
+    assert any(np.diff(step).max() > BATCH for step in alone[:-1])  # rows of several lanes
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
+def test_stream_continues_at_any_step_with_other_trainers(name: str, tmp_path: Path) -> None:
+    for part in range(3):
+        write(tmp_path / f"day/{part}-{name}", table(part, 20_000))
+    config = configure(str(tmp_path / "day"), "parquet" if "parquet" in name else "csv")
+    unit, encoder = first_unit(config)
+    whole = numbers_by_step(read(config, unit, encoder, 1))
+    readers = [LaneReader(config, encoder, unit, trainer, 2) for trainer in range(2)]
+    streams = [reader.batches() for reader in readers]
+    for step in range(len(whole)):
+        if step in (0, 1, 40, len(whole) - 1):
+            found = {lane: at for reader in readers for lane, at in reader.positions(step).items()}
+            lanes = tuple(found[lane] for lane in sorted(found))
+            now = StreamUnit(unit.order, unit.name, unit.files, step, lanes)
+            for trainers in (1, 3):
+                assert numbers_by_step(read(config, now, encoder, trainers)) == whole[step:]
+        for stream in streams:
+            next(stream, None)
+    for stream in streams:
+        stream.close()
+
+
+def test_streamed_row_means_what_a_prepared_row_means(tmp_path: Path) -> None:
+    write(tmp_path / "day/a.parquet", table(1, 5000))
+    for vocabulary in ("grow", "hash(500)"):
+        config = configure(str(tmp_path / "day"), "parquet", f'data.vocabulary = "{vocabulary}"')
+        (batches,) = read(config, *first_unit(config), 1)
+        prepared = configure(
+            str(tmp_path / "day"),
+            "parquet",
+            f'data.vocabulary = "{vocabulary}"',
+            'data.stream = "none"',
+            'data.split = "none"',
+        )
+        dataset = open_split(prepare(prepared, tmp_path / "cache"), "train", prepared.data)
+        for batch in batches:
+            rows = batch.dense_features[:, 0].numpy().astype(np.int64) - 5000
+            same = dataset.gather(rows, len(rows))
+            assert torch.equal(batch.sparse_features.ids_L, same.sparse_features.ids_L)
+            assert torch.equal(batch.labels, same.labels)
+
+
+def test_units_come_in_order_once_they_are_complete(tmp_path: Path) -> None:
+    config = configure(str(tmp_path / "log/day=*"), "parquet", "data.stream = \"files(marker = '_SUCCESS')\"")
+    assert find_unit(config.data, None) is None
+    for day in (2, 1, 10):
+        write(tmp_path / f"log/day={day:02}/a.parquet", table(day, 50))
+    assert find_unit(config.data, None) is None
+    for day in (1, 10):
+        (tmp_path / f"log/day={day:02}/_SUCCESS").touch()
+    first = find_unit(config.data, None)
+    assert first is not None
+    assert first.name == str(tmp_path / "log/day=01")
+    assert find_unit(config.data, first) is None  # day 10 is complete, but day 2 comes first
+    (tmp_path / "log/day=02/_SUCCESS").touch()
+    second = find_unit(config.data, first)
+    assert second is not None
+    assert second.name == str(tmp_path / "log/day=02")
+
+
+def test_paths_are_units_in_the_order_of_the_list(tmp_path: Path) -> None:
+    names = [str(tmp_path / f"{name}.parquet") for name in "bac"]
+    for number, name in enumerate(names):
+        write(Path(name), table(number, 20))
+    config, unit, found = configure(names), None, []
+    while (unit := find_unit(config.data, unit)) is not None:
+        found.append(unit.name)
+    assert found == names
+
+
+def test_missing_integer_has_the_key_of_a_missing_text(tmp_path: Path) -> None:
+    rows = table(1, 200)
+    texts = rows.set_column(2, "user", rows["user"].cast(pa.string()))
+    write(tmp_path / "integers.parquet", rows)
+    write(tmp_path / "texts.parquet", texts)
+    ids = []
+    for name in ("integers", "texts"):
+        path = str(tmp_path / f"{name}.parquet")
+        config = configure(path, "parquet", 'data.missing = ["", "-3", "99999999999999999999"]')
+        ((batch,),) = read(config, *first_unit(config), 1)
+        ids.append(batch.sparse_features.ids_L)
+    assert torch.equal(*ids)
+    assert 0 in ids[0]
+
+
+def test_invalid_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+    rows = table(1, 9000)
+    labels = rows["label"].to_pylist()
+    labels[5] = labels[8000] = 7
+    write(tmp_path / "a.parquet", rows.set_column(0, "label", pa.array(labels)))
+    config = configure(str(tmp_path / "a.parquet"))
+    unit, encoder = first_unit(config)
+    reader = LaneReader(config, encoder, unit, 0, 1)
+    with reader.batches() as stream:
+        assert sum(len(batch.labels) for batch in stream) == 8998
+    report = reader.invalid_rows()
+    assert report.counts["unknown_label"] == 2
+    assert report.examples[0].startswith(f"{tmp_path}/a.parquet:")
+
+
+def test_position_of_other_files_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", table(1, 100))
+    config = configure(str(tmp_path / "a.parquet"))
+    unit, encoder = first_unit(config)
+    for lanes in (((0, 0, 0),), ((9, 0, 0),) * 5, ((0, -1, 0),) * 5):
+        moved = StreamUnit(unit.order, unit.name, unit.files, 1, lanes)
+        with pytest.raises(DataError, match=unit.name):
+            LaneReader(config, encoder, moved, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.vocabulary", "build"),
+        ("data.split", "time(number)"),
+        ("data.test_path", "x"),
+        ("data.validation", "random"),
+        ("train.epochs", 2),
+        ("train.eval_every_steps", 5),
+        ("cluster.trainers", 6),
+        ("schedule.kind", "cosine"),
+        ("data.shuffle", "lanes"),
+    ],
+)
+def test_what_needs_all_rows_is_refused(key: str, value: str | int) -> None:
+    text = f'"{value}"' if isinstance(value, str) else value
+    with pytest.raises(ConfigError) as caught:
+        configure("log", "parquet", f"{key} = {text}")
+    assert caught.value.key == key
