@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
@@ -173,18 +174,19 @@ def test_paths_are_units_in_the_order_of_the_list(tmp_path: Path) -> None:
 
 
 def test_missing_integer_has_the_key_of_a_missing_text(tmp_path: Path) -> None:
-    rows = table(1, 200)
+    rows = table(1, BATCH)
     texts = rows.set_column(2, "user", rows["user"].cast(pa.string()))
     write(tmp_path / "integers.parquet", rows)
     write(tmp_path / "texts.parquet", texts)
     ids = []
     for name in ("integers", "texts"):
         path = str(tmp_path / f"{name}.parquet")
-        config = configure(path, "parquet", 'data.missing = ["", "-3", "99999999999999999999"]')
+        config = configure(path, "parquet", 'data.missing = ["", "-3", "2", "99999999999999999999"]')
         ((batch,),) = read(config, *first_unit(config), 1)
         ids.append(batch.sparse_features.ids_L)
     assert torch.equal(*ids)
-    assert 0 in ids[0]
+    is_missing = pc.is_in(rows["user"], value_set=pa.array([-3, 2]))
+    assert (ids[0] == 0).sum() == pc.sum(is_missing).as_py() > 0
 
 
 def test_invalid_rows_are_left_out_and_counted(tmp_path: Path) -> None:
