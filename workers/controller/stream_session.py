@@ -34,7 +34,7 @@ from workers.controller.remote_trainer import Trainer, TrainerReport
 from workers.controller.session import DatasetSession, Session
 
 STREAM = "stream"  # the position in the stream, in the progress of a checkpoint
-_POLL_SECONDS = 5.0
+_POLL_SECONDS = 2.0
 _SLEEP_SECONDS = 0.1  # between two looks for a requested stop
 
 

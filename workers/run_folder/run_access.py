@@ -47,7 +47,7 @@ _RESUME_FILE = ".resume"  # in the scratch folder of a script: the path from whi
 _DIGEST_CHARACTERS = 12
 _CLOCK_TOLERANCE_NS = 60_000_000_000  # the clocks of this machine and the store may differ
 _MAX_LOG_BYTES = 1 << 30
-_NO_NUMBERS = ("kind", "phase_seconds")
+_NO_NUMBERS = ("kind", "phase_seconds", "unit")
 _STALE_SECONDS = 60.0  # then a command has locked its scratch folder
 _LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that limit the length of a run
 
@@ -303,6 +303,7 @@ def _is_record(value: Any) -> bool:
     return (
         is_step
         and isinstance(value.get("kind"), str)
+        and isinstance(value.get("unit", ""), str)
         and all(type(each) in (int, float) for each in [*others, *seconds.values()])
     )
 
