@@ -202,8 +202,11 @@ class StreamSession(DatasetSession):
             return None
         after = "the first unit" if self.last is None else f"the unit after {self.last.name}"
         deadline = time.monotonic() + 3600 * hours
+        is_announced = False
         while (unit := find_unit(data, self.last)) is None and time.monotonic() < deadline:
-            self._report(f"waiting for {after}")
+            if not is_announced:
+                is_announced = True
+                self._report(f"waiting for {after}")
             end = min(deadline, time.monotonic() + _POLL_SECONDS)
             while time.monotonic() < end and not self._should_stop():
                 self.meanwhile()
