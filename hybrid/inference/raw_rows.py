@@ -70,6 +70,8 @@ def held_out_rows(
         DataError: the files are missing or have changed.
     """
     config, copy = trained.config, trained.stored.files_folder / dataset_manifest.COPY_NAME
+    if config.data.is_stream:
+        raise ConfigError(_INPUT, "must name files: the run was trained on a stream, without test rows")
     if not storage.exists(copy):
         raise ConfigError(_INPUT, "must name files: the run was trained on batches of a custom loop")
     if passthrough and config.data.format == "synthetic":

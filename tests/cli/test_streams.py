@@ -1,6 +1,10 @@
 """Runs on streams: folders that appear while they train, kills, and another size of the cluster."""
 
+import csv
+import os
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.commands import COMMAND_SECONDS, Command, eventually, output_of, run, settings, started
+from support.commands import COMMAND_SECONDS, ROOT, Command, eventually, output_of, run, settings, started
 
 from hybrid.checkpoint.checkpoint_folders import list_checkpoints
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
@@ -174,3 +178,15 @@ def test_unit_that_never_completes_is_an_error(folder: Path, tmp_path: Path) -> 
     assert ended.code == 1
     assert "log/day=9" in ended.stderr
     assert "data.stream" in ended.stderr
+
+
+@pytest.mark.long
+def test_example_trains_while_days_arrive(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples/stream_days.py"), str(tmp_path / "days"), "--rows=60000"]
+    subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=3 * COMMAND_SECONDS
+    )
+    with (tmp_path / "days/auc.csv").open() as file:
+        days = [*csv.DictReader(file)]
+    assert [day["day"] for day in days] == ["day=01", "day=02", "day=03"]
+    assert 0.6 < float(days[0]["auc"]) < float(days[2]["auc"]) < float(days[2]["best reachable"])

@@ -16,12 +16,12 @@ from torch import Tensor
 from hybrid import transport
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import PATH_KEYS, TEST, TRAIN
+from hybrid.config.data_sections import TEST, TRAIN
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
 from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
 from hybrid.data.parse.input_files import check_unchanged
 from hybrid.data.prepare.preparation import LOCAL_CACHE
-from hybrid.data.stream.units import StreamUnit, find_unit, fit_on_sample
+from hybrid.data.stream.units import StreamUnit, find_unit, first_unit, fit_on_sample
 from hybrid.data.values.invalid_rows import MAX_EXAMPLES, InvalidRowReport
 from hybrid.errors import CheckpointError, DataError
 from hybrid.metrics import Metrics, check_custom_metrics
@@ -72,12 +72,9 @@ class StreamSession(DatasetSession):
         self.meanwhile = lambda: None
         self.config = config
         if stored is None:
-            if (unit := self._await_unit()) is None:
-                raise DataError(
-                    f"{', '.join(config.data.path)}: no complete file or folder; check {PATH_KEYS[TRAIN]}"
-                )
+            unit = self._await_unit() or first_unit(config.data)
             self.unit = unit
-            encoder = self._fit(unit)
+            encoder = fit_on_sample(config, unit, report)
         else:
             encoder = FeatureEncoder.load(stored.files_folder)
         self.reports = dict.fromkeys((TRAIN, TEST), DatasetReport(0, (), NO_INVALID_ROWS))
@@ -216,9 +213,6 @@ class StreamSession(DatasetSession):
         if unit is None and until:
             raise DataError(f"{until}: {after} was not complete within {hours:g} hours; check data.stream")
         return unit
-
-    def _fit(self, unit: StreamUnit) -> FeatureEncoder:
-        return fit_on_sample(self.config, unit, self._report)
 
     def _share(self, encoder: FeatureEncoder) -> StoragePath | None:
         """Write the encoder where workers find it, if the run has an initial model; return the folder."""

@@ -227,7 +227,7 @@ def ensure_prepared(
         HybridError: the store refuses a request.
     """
     if config.data.is_stream:
-        rule = "must be none for custom loops, plans, and evaluations without --input, which prepare data"
+        rule = "must be none for custom loops and for evaluations without --input, which prepare data"
         raise ConfigError("data.stream", rule, config.data.stream)
     cache = parse_path(config.data.cache_folder or LOCAL_CACHE)
     if not isinstance(cache, RemotePath):

@@ -31,6 +31,7 @@ from hybrid.data.encode.fitting import (
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.input_files import InputFile, expand, list_files
 from hybrid.data.parse.sources import Segment, parse, read_segment, split_files
+from hybrid.errors import DataError
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath, parse_path
 
@@ -90,6 +91,14 @@ def find_unit(data: DataSection, last: StreamUnit | None) -> StreamUnit | None:
             files = storage.map_concurrently(InputFile.of, list_files([str(path)], key))
             return StreamUnit(order, str(path), tuple(files))
     return None
+
+
+def first_unit(data: DataSection) -> StreamUnit:
+    """Return the first unit; DataError if it is missing or not complete."""
+    if (unit := find_unit(data, None)) is None:
+        paths = ", ".join(data.path)
+        raise DataError(f"{paths}: no complete file or folder; check {PATH_KEYS[TRAIN]} and data.stream")
+    return unit
 
 
 def _parts(path: StoragePath) -> list[str]:
