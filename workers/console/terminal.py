@@ -66,11 +66,11 @@ def _numbers(progress: TrainingProgress) -> list[tuple[str, str]]:
     ]
 
 
-def _position(progress: TrainingProgress) -> tuple[str, str]:
-    """Return the step, and the epoch or the unit of a stream."""
-    of_total = f"/{progress.total_steps}" if progress.total_steps else ""
+def _position(progress: TrainingProgress, form: str = "") -> tuple[str, str]:
+    """Return the step, with numbers in the format ``form``, and the epoch or the unit of a stream."""
+    of_total = f"/{progress.total_steps:{form}}" if progress.total_steps else ""
     epoch = f"epoch {progress.epoch}/{progress.epochs}"
-    return f"step {progress.step}{of_total}", visible(progress.unit) or epoch
+    return f"step {progress.step:{form}}{of_total}", visible(progress.unit) or epoch
 
 
 def _phases(progress: TrainingProgress) -> list[tuple[str, str]]:
@@ -83,7 +83,7 @@ def _live_lines(progress: TrainingProgress) -> list[RenderableType]:
     bar.add_column(no_wrap=True)
     bar.add_column(ratio=1)
     bar.add_column(no_wrap=True)
-    step, epoch = _position(progress)
+    step, epoch = _position(progress, ",")
     full = ProgressBar(
         progress.total_steps or None,
         progress.step,

@@ -85,13 +85,13 @@ def split_files(
     files: Sequence[StoragePath],
     layout: Layout,
     min_rows: int = SEGMENT_ROWS,
-    num_bytes: int = SEGMENT_BLOCKS * delimited_text.BLOCK_BYTES,
+    num_bytes: int = 0,
 ) -> list[Segment]:
     """Return the segments of ``files`` in row order; an unreadable file fails when its segment is read.
 
     Args:
         min_rows: a segment of Parquet takes row groups until it has so many rows.
-        num_bytes: approximate size of a segment of text.
+        num_bytes: approximate size of a segment of text; 0 for four blocks.
     """
 
     def split(path: StoragePath) -> list[Segment]:
@@ -99,7 +99,7 @@ def split_files(
             size = storage.require_file(path).size
             if layout.data.format == "parquet":
                 return _split_parquet(path, size, min_rows)
-            return _split_text(path, size, layout, num_bytes)
+            return _split_text(path, size, layout, num_bytes or SEGMENT_BLOCKS * delimited_text.BLOCK_BYTES)
         except (OSError, pa.ArrowException, HybridError):
             # The same error is raised when the file is read, after the errors of earlier segments.
             return [Segment(path)]
@@ -139,12 +139,12 @@ def read_segment(
     segment: Segment,
     layout: Layout,
     block_rows: int = BLOCK_ROWS,
-    block_bytes: int = delimited_text.BLOCK_BYTES,
+    block_bytes: int = 0,
 ) -> Iterator[TableBlock]:
     """Yield the required columns of a segment, in blocks; lines are numbered from 1 in each segment.
 
     Args:
-        block_rows, block_bytes: size of a block of Parquet, and of text.
+        block_rows, block_bytes: size of a block of Parquet, and of text; 0 bytes for the default.
 
     Raises:
         ConfigError: the file lacks a column.
@@ -159,7 +159,7 @@ def read_segment(
         with delimited_text.open_text(segment.path) as file:
             if segment.start:
                 file.seek(segment.start)
-            while chunk := file.read(min(block_bytes, rest)):
+            while chunk := file.read(min(block_bytes or delimited_text.BLOCK_BYTES, rest)):
                 rest -= len(chunk)
                 yield chunk
 
