@@ -157,12 +157,6 @@ class DataSection:
         "Folder of this host for prepared data, used if cache_folder is a URL; empty for runs/.prepared.",
         prepares=False,
     )
-    prepare_memory_gb: float = by_host(
-        0.0,
-        "GiB of memory that preparation may take; 0 for half of the free memory.",
-        minimum=0,
-        prepares=False,
-    )
     stream: str = setting(
         "none",
         "`files` trains on the files as they are, without preparation, once and in order. Each match of path "

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from hybrid.errors import ClusterError, ConfigError, OutageError, StorageError
+from hybrid.errors import ConfigError, StorageError
 from hybrid.storage import files
 from hybrid.storage.private_files import make_folder, open_file, sync
 
@@ -115,9 +115,8 @@ def hold_lock(path: Path, check: Callable[[], None]) -> Iterator[None]:
 def build_directory(target: Path) -> Iterator[Path]:
     """Yield a folder that becomes ``target`` at the end; the caller holds the lock of ``target``.
 
-    After an interrupt, a kill, or the loss of the cluster or of a store, the folder stays. The next call
-    yields the folder with its files. Other failures would occur again, so the folder is removed.
-    A folder with links is removed first. Folders for other targets whose locks are free are removed.
+    The yielded folder is empty, and is removed after an exception. What killed processes have left is
+    removed: an earlier folder for ``target``, and folders for other targets whose locks are free.
     """
     folder = target.with_name(_UNFINISHED + target.name)
     for other in target.parent.glob(f"{_UNFINISHED}*"):
@@ -126,22 +125,19 @@ def build_directory(target: Path) -> Iterator[Path]:
             shutil.rmtree(other, ignore_errors=True)
             lock.unlink(missing_ok=True)
             os.close(descriptor)
-    if folder.is_symlink() or any(path.is_symlink() for path in folder.rglob("*")):
-        files.remove(folder)  # this program makes no links
+    files.remove(folder)
     try:
         make_folder(folder)
         yield folder
-        sync_all(folder)
+        _sync_all(folder)
         os.rename(folder, target)
         sync(target.parent)
-    except (ClusterError, OutageError):  # the files are valid
-        raise
-    except Exception:
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
-def sync_all(folder: Path) -> None:
+def _sync_all(folder: Path) -> None:
     """Sync everything in a folder to disk, so that a rename of the folder is safe."""
     for parent, _, names in os.walk(folder):
         for name in names:

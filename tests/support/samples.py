@@ -109,7 +109,7 @@ def fit(
             statistics.quantiles_K[k].add(bucketed_numbers(layout.sparse[k], column))
         for name, group in group_by_vocabulary(layout.sparse, tables).items():
             counts.setdefault(name, []).extend(ValueCounts.of(block.sparse[k]) for k in group)
-    ranked = {name: rank(each)[0] for name, each in counts.items()}
+    ranked = {name: rank(each) for name, each in counts.items()}
     return fit_encoder(layout, tables, statistics, ranked)
 
 

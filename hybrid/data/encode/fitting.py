@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from hybrid.config import TableSection
 from hybrid.config.data_sections import GROW, Column
@@ -188,30 +187,20 @@ def has_several_values(column: pa.Array) -> bool:
     return is_list(column) and bool((np.diff(np.asarray(column.offsets)) > 1).any())
 
 
-def rank(counts: Sequence[ValueCounts]) -> tuple[ValueCounts, list[npt.NDArray[np.int64]]]:
-    """Add up the counts of several blocks or columns, and rank the values.
-
-    Returns:
-        The ranked values; and for each element of ``counts``, the ranks of its values. Ranks start at 1; a
-        value with a total count of 0 has rank 0.
-    """
+def rank(counts: Sequence[ValueCounts]) -> ValueCounts:
+    """Add up the counts of several blocks or columns, and rank the values that occur."""
     if not counts:
-        return ValueCounts(pa.array([], pa.large_string()), np.empty(0, np.int64)), []
+        return ValueCounts(pa.array([], pa.large_string()), np.empty(0, np.int64))
     coded = pa.concat_arrays([each.values.cast(pa.large_string()) for each in counts]).dictionary_encode()
     index_D = np.asarray(coded.indices.fill_null(0))
-    num_values = max(1, len(coded.dictionary))
     # Sums of integers below 2**53 are exact in float64.
     counts_D = np.concatenate([each.counts_D for each in counts])
+    num_values = len(coded.dictionary)
     counts_U = np.bincount(index_D, weights=counts_D, minlength=num_values).astype(np.int64)
     known = np.flatnonzero(counts_U)
     table = pa.table({"value": coded.dictionary.take(pa.array(known)), "count": counts_U[known]})
-    order = pc.sort_indices(table, [("count", "descending"), ("value", "ascending")])
-    table = table.take(order)
-    rank_U = np.zeros(num_values, np.int64)
-    rank_U[known[np.asarray(order)]] = np.arange(1, 1 + len(known))
-    ends = np.cumsum([len(each.values) for each in counts])[:-1]
-    ranked = ValueCounts(table["value"].combine_chunks(), np.asarray(table["count"]))
-    return ranked, np.split(rank_U[index_D], ends)
+    table = table.sort_by([("count", "descending"), ("value", "ascending")])
+    return ValueCounts(table["value"].combine_chunks(), np.asarray(table["count"]))
 
 
 def fit_encoder(

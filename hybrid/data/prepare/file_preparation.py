@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import threading
@@ -20,17 +19,23 @@ from hybrid.config import RunConfig
 from hybrid.config.data_sections import PATH_KEYS, TRAIN
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
 from hybrid.data.dataset.prepared_dataset import LabelSums, SplitPosition, create_arrays, label_reports
-from hybrid.data.encode.feature_encoder import FeatureEncoder, report_unknown
+from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding, report_unknown
 from hybrid.data.encode.fitting import FittedStatistics, ValueCounts, fit_encoder, group_by_vocabulary
-from hybrid.data.parse import delimited_text
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.sources import SEGMENT_BLOCKS, Segment, split_files
+from hybrid.data.parse.sources import Segment, split_files
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.spill import SegmentLog
-from hybrid.data.prepare.stages import UNFINISHED, Piece, encode_piece, fit_piece, hold_out, parse_segment
-from hybrid.data.prepare.vocabulary_order import rank_values
+from hybrid.data.prepare.stages import (
+    Piece,
+    encode_piece,
+    fit_piece,
+    hold_out,
+    index_values,
+    parse_segment,
+    rank_values,
+)
 from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
-from hybrid.errors import ConfigError, DataError
+from hybrid.errors import DataError
 from hybrid.primitives.available_memory import available_memory_bytes
 from hybrid.primitives.progress import Progress
 from hybrid.storage.remote_path import StoragePath
@@ -40,53 +45,16 @@ Result = TypeVar("Result")
 
 _BYTES_PER_THREAD = 32 << 20  # a smaller input gets fewer threads
 _CHECK_SECONDS = 0.5
-_SHARED_BYTES = 64 << 20  # logs and statistics of all segments
-_THREAD_BYTES = 128 << 20  # memory of a thread, besides the rows in it
-# Measured upper limits of the memory for parsing: per byte of text with single values and with several values
-# in a field; per value of Parquet, and per byte of a Parquet file.
-_PER_BYTE, _PER_BYTE_OF_BAGS = 8, 20
-_PER_VALUE, _PER_PACKED_BYTE = 48, 20
-
-
-def limit_memory(
-    limit_bytes: int, segments: Sequence[Segment], layout: Layout, max_threads: int
-) -> tuple[int, int]:
-    """Return the number of threads that fit into a memory limit, and the bytes for a job of a thread.
-
-    Args:
-        limit_bytes: the limit, in addition to the current memory of the process. 0 means half of the free
-            memory, but at least the memory of one thread.
-
-    Raises:
-        ConfigError: the largest segment does not fit.
-    """
-    has_bags = any(column.separator or column.kind == "weighted" for column in layout.sparse)
-    per_byte = _PER_BYTE_OF_BAGS if has_bags else _PER_BYTE
-    at_once = SEGMENT_BLOCKS * delimited_text.BLOCK_BYTES
-    parse_bytes = 0
-    for segment in segments:
-        if layout.data.format == "parquet":
-            values = segment.rows * len(layout.required)
-            needed = _PER_VALUE * values + _PER_PACKED_BYTE * segment.size
-        else:
-            needed = per_byte * (at_once if segment.stop is None else min(segment.size, at_once))
-        parse_bytes = max(parse_bytes, needed)
-    enough = _SHARED_BYTES + _THREAD_BYTES + parse_bytes
-    limit_bytes = limit_bytes or max(available_memory_bytes() // 2, enough)
-    if limit_bytes < enough:
-        gib = math.ceil(enough / 2**30 * 100) / 100
-        rule = f"is too little to parse a segment of the files; {gib:g} are enough"
-        raise ConfigError("data.prepare_memory_gb", rule, round(limit_bytes / 2**30, 3))
-    count = min(max_threads, (limit_bytes - _SHARED_BYTES) // (_THREAD_BYTES + parse_bytes))
-    return count, (limit_bytes - _SHARED_BYTES) // count - _THREAD_BYTES
+# Estimate of a thread's memory: 64 MiB of text, with up to 16 bytes for each byte of it.
+_MEMORY_PER_THREAD = 1 << 30
 
 
 @dataclass(eq=False)
 class FilesPreparation:
     """Prepares the samples of files, and writes the arrays of all splits."""
 
-    config: RunConfig  # the file format, the rules for splits, and the memory limit
-    folder: Path  # folder of the splits; reuses segments that an earlier preparation has parsed into it
+    config: RunConfig  # the file format, and the rules for splits
+    folder: Path  # folder of the splits
     report: Callable[[str], None]  # see hybrid.data.prepare.preparation.prepare
     check: Callable[[], None]  # see hybrid.data.prepare.preparation.prepare
 
@@ -110,26 +78,20 @@ class FilesPreparation:
             DataError: a file cannot be used.
         """
         segments = {split: split_files(each, self._layout) for split, each in files.items()}
-        all_segments = [*chain(*segments.values())]
-        size = sum(segment.size for segment in all_segments)
-        most = min(len(os.sched_getaffinity(0)), max(1, size // _BYTES_PER_THREAD))
-        limit_bytes = int(self.config.data.prepare_memory_gb * 2**30)
-        count, job_bytes = limit_memory(limit_bytes, all_segments, self._layout, most)
-        if count < most:
-            rule = "data.prepare_memory_gb has no room for more"
-            self.report(f"preparing with {count} thread{'s' * (count != 1)}, not {most}: {rule}")
-        self._spill.mkdir(parents=True, exist_ok=True)
-        for unfinished in self._spill.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(unfinished)
+        size = sum(segment.size for segment in chain(*segments.values()))
+        fit = available_memory_bytes() // 2 // _MEMORY_PER_THREAD
+        cores = len(os.sched_getaffinity(0))
+        self._num_threads = max(1, min(cores, size // _BYTES_PER_THREAD, fit))
+        self._spill.mkdir(parents=True)
         groups = group_by_vocabulary(self._layout.sparse, self.config.tables)
         # Ordering values takes about as long as hashing other columns does in the last phase.
         ordering = 0.15 * sum(map(len, groups.values())) / max(1, len(self._layout.sparse))
         # Arrow and numpy release the interpreter's lock while they work, so threads use all cores.
-        self._threads = ThreadPoolExecutor(count, "prepare")
+        self._threads = ThreadPoolExecutor(self._num_threads, "prepare")
         try:
             pieces, invalid_rows = self._parse(segments)
             statistics, starts = self._fit(pieces)
-            ranked = self._rank(ordering, pieces, groups, job_bytes)
+            ranked = self._rank(ordering, pieces, groups)
             encoder = fit_encoder(self._layout, self.config.tables, statistics, ranked)
             reports = self._encode(0.3 - ordering, pieces, encoder, starts, invalid_rows)
         finally:
@@ -202,17 +164,15 @@ class FilesPreparation:
         return statistics, starts
 
     def _rank(
-        self, weight: float, pieces: Sequence[Piece], groups: Mapping[str, Sequence[int]], job_bytes: int
+        self, weight: float, pieces: Sequence[Piece], groups: Mapping[str, Sequence[int]]
     ) -> dict[str, ValueCounts]:
         """Order the values of each vocabulary."""
-        folders = [piece.folder for piece in pieces]
 
-        def rank(job: tuple[int, Sequence[int]]) -> ValueCounts:
-            columns = {k: self._layout.sparse[k] for k in job[1]}
-            folder = self._spill / f"vocabulary-{job[0]}"
-            return rank_values(columns, folders, folder, job_bytes, lambda: self._advance(0))
+        def rank(group: Sequence[int]) -> ValueCounts:
+            columns = {k: self._layout.sparse[k].name for k in group}
+            return rank_values(columns, pieces, self._num_threads, lambda: self._advance(0))
 
-        ranked = self._map("ordering values", weight, rank, [*enumerate(groups.values())])
+        ranked = self._map("ordering values", weight, rank, [*groups.values()])
         return dict(zip(groups, ranked, strict=True))
 
     def _encode(
@@ -223,6 +183,11 @@ class FilesPreparation:
         starts: Mapping[str, Sequence[SplitPosition]],
         invalid_rows: Mapping[str, InvalidRowReport],
     ) -> dict[str, DatasetReport]:
+        def index(encoding: SparseEncoding) -> None:
+            index_values(encoding, self._num_threads)
+
+        for _ in self._map("writing", 0.0, index, encoder.sparse):
+            pass
         targets = self._layout.targets
         for split, (*_, end) in starts.items():
             create_arrays(self.folder / split, encoder.input_spec, targets, end)

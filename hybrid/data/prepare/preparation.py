@@ -101,8 +101,7 @@ def prepare(
 
     Args:
         report: receives progress, one line at a time.
-        check: called several times a second; an exception from it ends the preparation. After a ClusterError,
-            the parsed segments are kept for the next call.
+        check: called several times a second; an exception from it ends the preparation.
 
     Raises:
         ConfigError: a key does not fit the files.
@@ -129,8 +128,8 @@ def prepare(
     except OSError as error:
         raise DataError(f"{target.parent}: cannot be written ({error}); set data.cache_folder") from error
     except MemoryError as error:
-        rule = "lower data.prepare_memory_gb, or set data.vocabulary = hash or grow, which keep no values"
-        raise DataError(f"out of memory while preparing the data; add memory, {rule}") from error
+        rule = "set data.vocabulary = hash or grow, which keep no values, or add memory"
+        raise DataError(f"out of memory while preparing the data; {rule}") from error
     train, *others = (f"{reports[split].num_rows:,} {split}" for split in config.data.splits)
     seconds = time.monotonic() - started
     report(f"prepared {train}ing and {' and '.join(others)} rows in {seconds:.1f} s: {target}")
@@ -318,12 +317,11 @@ def _fetch_dataset(source: RemotePath, cache: Path) -> Path:
 
 
 def _fetch(source: RemotePath, folder: Path) -> None:
-    """Fetch the files that ``folder`` lacks; an interrupted attempt may have fetched some."""
+    """Fetch the files into an empty folder, and compare their checksums."""
     for name, file in DataManifest.read(source / dataset_manifest.FILE_NAME).stored.items():
         path = folder / name
         make_folder(path.parent)
-        if not path.exists() or storage.compute_checksum(path) != file.whole:
-            storage.copy(source / name, path)
-            if storage.compute_checksum(path) != file.whole:
-                raise _altered_error(source / name)
+        storage.copy(source / name, path)
+        if storage.compute_checksum(path) != file.whole:
+            raise _altered_error(source / name)
     storage.copy(source / dataset_manifest.FILE_NAME, folder / dataset_manifest.FILE_NAME)

@@ -5,14 +5,12 @@ processed once::
 
     train-3/piece-0/rows.arrow     numbers, codes, targets: a record batch for each block
     train-3/piece-0/words.arrow    the distinct values of each categorical column, as texts
-    train-3/part.json              the rows, lines and invalid rows of each block; written last
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +20,10 @@ import pyarrow as pa
 
 from hybrid.data.parse.sources import RawBlock
 from hybrid.data.values.column_values import is_list
-from hybrid.data.values.invalid_rows import InvalidRow, Reason
+from hybrid.data.values.invalid_rows import InvalidRow
 from hybrid.data.values.model_columns import Targets
 
-_ROWS, _VALUES, _SEGMENT = "rows.arrow", "words.arrow", "part.json"
+_ROWS, _VALUES = "rows.arrow", "words.arrow"
 _ARRAYS = ("row", "dense", "labels", "weights", "groups")  # columns of the rows
 _HELD_OUT_BY = "held_out_by_"  # prefix of columns of the rows
 
@@ -45,20 +43,6 @@ class SegmentLog:
 
     blocks: list[BlockLog]
     pieces: list[int]
-
-    def write(self, folder: Path) -> None:
-        (folder / _SEGMENT).write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path) -> SegmentLog:
-        content = json.loads((folder / _SEGMENT).read_text(encoding="utf-8"))
-        blocks = [
-            BlockLog(
-                rows, lines, valid, [InvalidRow(line, Reason(why), *more) for line, why, *more in invalid]
-            )
-            for rows, lines, valid, invalid in content["blocks"]
-        ]
-        return cls(blocks, content["pieces"])
 
 
 def piece_folder(segment: Path, piece: int) -> Path:
@@ -185,8 +169,3 @@ def _to_numpy(column: pa.Array) -> npt.NDArray[Any]:
 def counts_path(folder: Path, k: int) -> Path:
     """Return the file with the count (int64) of each value of a piece's column in training rows."""
     return folder / f"counts_{k}.npy"
-
-
-def rows_path(folder: Path, k: int) -> Path:
-    """Return the file with the table row (int32) of each value of a piece's column."""
-    return folder / f"rows_{k}.npy"

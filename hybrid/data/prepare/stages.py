@@ -5,11 +5,10 @@
     parse_segment  a segment of a file ──> pieces: numbers, and codes into the piece's distinct values
     hold_out       all training pieces ──> the rule that selects the rows of each split
     fit_piece      a piece             ──> counts of each value in training rows; moments; quantiles
-    rank_values    all pieces          ──> a vocabulary; for each piece the table row of each value
+    rank_values    all pieces          ──> a vocabulary: the values by descending count
     encode_piece   a piece             ──> its samples, at their position in the arrays of the splits
 
 The result of a stage depends on the files and the configuration alone, not on the threads that run it.
-``vocabulary_order`` has ``rank_values``.
 """
 
 from __future__ import annotations
@@ -27,19 +26,23 @@ import pyarrow as pa
 from hybrid.config import RunConfig
 from hybrid.config.data_sections import TEST, TRAIN, Holdout
 from hybrid.data.dataset.prepared_dataset import LabelSums, SplitPosition, SplitWriter
-from hybrid.data.encode.feature_encoder import FeatureEncoder, count_unknown
-from hybrid.data.encode.fitting import Moments, ValueCounts, bucketed_numbers, has_several_values
+from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding, count_unknown
+from hybrid.data.encode.fitting import Moments, ValueCounts, bucketed_numbers, has_several_values, rank
+from hybrid.data.encode.vocabulary import text_bounds
 from hybrid.data.parse import sources
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import RawBlock, Segment, SplitValues
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.spill import BlockLog, SegmentLog
 from hybrid.data.values.column_values import is_list
+from hybrid.errors import DataError
+from hybrid.primitives.available_memory import available_memory_bytes
 from hybrid.primitives.splitmix64 import next_of
-from hybrid.storage.locked_folders import sync_all
 
-UNFINISHED = "making-"  # prefix of the folder of a segment that is not complete
 MAX_SAMPLED = 1 << 20  # number of times in memory, to find the last training row
+# Measured bytes of memory for ranking, per value and per byte of text; and for finding values by hash.
+_RANKED_VALUE, _RANKED_BYTE, _HASHED_VALUE = 140, 4, 60
+RANKED_AT_ONCE = 1 << 16  # values of pieces are added up when there are so many, or as many as are known
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,9 @@ class Split:
 
 
 def parse_segment(
-    segment: Segment, target: Path, layout: Layout, advance: Callable[[int], None]
+    segment: Segment, folder: Path, layout: Layout, advance: Callable[[int], None]
 ) -> SegmentLog:
-    """Parse a segment into the folder ``target``, which appears atomically; reuse an existing folder.
+    """Parse a segment into a new folder.
 
     Args:
         advance: called with the number of rows of each block; an exception from it ends the parsing.
@@ -92,10 +95,7 @@ def parse_segment(
     Raises:
         DataError, ConfigError: the segment cannot be read.
     """
-    if target.exists():
-        return SegmentLog.read(target)
-    folder = target.with_name(f"{UNFINISHED}{target.name}")
-    folder.mkdir(parents=True)
+    folder.mkdir()
     log, held, row = SegmentLog([], []), list[RawBlock](), 0
 
     def write_held() -> None:
@@ -116,9 +116,6 @@ def parse_segment(
         advance(table.num_rows)
     if held:
         write_held()
-    log.write(folder)
-    sync_all(folder)  # a folder with its final name is complete, even after a power cut
-    folder.rename(target)
     return log
 
 
@@ -195,6 +192,55 @@ def fit_piece(piece: Piece, layout: Layout) -> PieceStatistics:
     return statistics
 
 
+def rank_values(
+    columns: Mapping[int, str], pieces: Sequence[Piece], num_threads: int, check: Callable[[], None]
+) -> ValueCounts:
+    """Return the ranked values of columns that share a vocabulary.
+
+    Args:
+        columns: the names of the columns, by their index in data.sparse.
+        num_threads: number of threads that share the free memory.
+        check: called for each piece; an exception from it ends the work.
+
+    Raises:
+        DataError: the distinct values do not fit into memory.
+    """
+    ranked = rank([])
+    waiting, size = list[ValueCounts](), 0
+    for i, piece in enumerate(pieces, 1):
+        check()
+        values = spill.read_values(piece.folder)
+        for k in columns:
+            waiting.append(ValueCounts(values[k], np.load(spill.counts_path(piece.folder, k))))
+            size += len(values[k])
+        # A sum costs as much as its values. So the values double, or the sums would take most of the time.
+        if i == len(pieces) or size > max(RANKED_AT_ONCE, len(ranked.values)):
+            waiting.append(ranked)
+            texts = [text_bounds(each.values) for each in waiting]
+            num_bytes = sum(
+                _RANKED_VALUE * len(each) + _RANKED_BYTE * int(each[-1] - each[0]) for each in texts
+            )
+            _require_memory(num_bytes, columns.values(), num_threads)
+            ranked = rank(waiting)
+            waiting, size = [], 0
+    return ranked
+
+
+def index_values(encoding: SparseEncoding, num_threads: int) -> None:
+    """Make the index of a vocabulary once, before threads look up values; DataError if memory runs out."""
+    if encoding.values is not None:
+        _require_memory(_HASHED_VALUE * len(encoding.values), [encoding.name], num_threads)
+        encoding.rows(pa.array([], pa.large_string()))
+
+
+def _require_memory(num_bytes: int, names: Iterable[str], num_threads: int) -> None:
+    """Raise a DataError if the free memory is less: the system may kill a process that takes more."""
+    if num_bytes * num_threads > available_memory_bytes():
+        gib = num_bytes * num_threads / 2**30
+        rule = "set data.vocabulary = hash or grow, which keep no values, or add memory"
+        raise DataError(f"{', '.join(names)}: a vocabulary of so many values needs {gib:.1f} GiB; {rule}")
+
+
 def encode_piece(
     piece: Piece,
     encoder: FeatureEncoder,
@@ -213,14 +259,7 @@ def encode_piece(
     unknown = {split: np.zeros((3, len(encoder.sparse)), np.int64) for split in positions}
     values = spill.read_values(piece.folder)
     # For each column, the table row of each distinct value.
-    rows_of_values = [
-        pa.array(
-            np.load(spill.rows_path(piece.folder, k))
-            if encoding.vocabulary == "build"
-            else encoding.rows(values[k])
-        )
-        for k, encoding in enumerate(encoder.sparse)
-    ]
+    rows_of_values = [pa.array(each.rows(values[k])) for k, each in enumerate(encoder.sparse)]
     writers = {
         split: SplitWriter(folder / split, encoder.input_spec, start) for split, start in positions.items()
     }

@@ -282,7 +282,6 @@ def test_role_overrides_keys_by_host_only() -> None:
         "cluster.interface": "eth0",
         "data.cache_folder": "/scratch",
         "data.local_cache_folder": "/local",
-        "data.prepare_memory_gb": 1.5,
         "cluster.secret_file": "of this host",
         "cluster.start_timeout_seconds": 5.0,
     }

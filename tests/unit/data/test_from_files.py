@@ -14,12 +14,10 @@ from support.samples import csv_config, write
 
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
 from hybrid.data.parse import delimited_text
-from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.sources import Segment, read_segment, split_files
 from hybrid.data.prepare import file_preparation
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.preparation import prepare
-from hybrid.errors import HybridError
+from hybrid.errors import DataError, HybridError
 from hybrid.primitives.progress import ignore_progress
 
 HEAD = "label,x,user,tags,seen,when,score,w"
@@ -109,17 +107,16 @@ def test_segments_give_the_bytes_of_whole_files(
     assert parts == whole
 
 
-def test_threads_and_memory_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With little memory, vocabularies are merged from many runs, and fewer threads run."""
+def test_threads_and_many_pieces_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values of many pieces are added up in several steps."""
     paths = tuple(write(tmp_path / f"{i}.csv", text(2000, i).replace(b'"', b"")) for i in range(2))
     config = config_of(paths[0], "bags")
     in_segments(monkeypatch, 1)
     alone = outcome(config, tmp_path / "alone", paths, 20_000)
     assert not isinstance(alone, str)
     in_segments(monkeypatch, 3)
-    assert outcome(config, tmp_path / "enough", paths, 20_000) == alone
-    monkeypatch.setattr(file_preparation, "limit_memory", lambda *_: (2, 60_000))
-    assert outcome(config, tmp_path / "little", paths, 20_000) == alone
+    monkeypatch.setattr("hybrid.data.prepare.stages.RANKED_AT_ONCE", 1)
+    assert outcome(config, tmp_path / "threads", paths, 20_000) == alone
 
 
 def test_row_groups_give_the_bytes_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,31 +146,27 @@ def test_first_error_in_file_order_is_raised(tmp_path: Path, monkeypatch: pytest
     assert found.startswith(f"ConfigError: data.sparse = 'nobody': {path} has no such column")
 
 
-def test_interrupted_preparation_reuses_its_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result has the bytes of an undisturbed preparation; segments of other samples are removed."""
-    path, cache = write(tmp_path / "a.csv", text(4000, 2)), tmp_path / "cache"
-    monkeypatch.setattr(delimited_text, "BLOCK_BYTES", 4000)
-    config = config_of(path, "plain")
+def test_killed_preparation_is_begun_anew(tmp_path: Path) -> None:
+    """What a killed process has left is not used."""
+    config = config_of(write(tmp_path / "a.csv", text(500, 2)), "plain")
     undisturbed = prepare(config, tmp_path / "other")
-    parsed = list[int]()
-    left = 5
-
-    def read(segment: Segment, *args: Any) -> Any:
-        if len(parsed) == left:
-            raise KeyboardInterrupt
-        parsed.append(segment.start)
-        return read_segment(segment, *args)
-
-    monkeypatch.setattr("hybrid.data.parse.sources.read_segment", read)
-    for seed in (config.run.seed + 1, config.run.seed):  # other samples, then these
-        parsed.clear()
-        with pytest.raises(KeyboardInterrupt):
-            prepare(config.replace(run=dataclasses.replace(config.run, seed=seed)), cache)
-        (kept,) = (each for each in cache.iterdir() if each.is_dir())
-        assert len(list(kept.glob("segments/train-*"))) == 5
-    left = -1
+    cache = tmp_path / "cache"
+    torn = cache / f".building-{undisturbed.name}" / "segments" / "train-0"
+    torn.mkdir(parents=True)
     found = prepare(config, cache)
-    assert parsed == [part.start for part in split_files([path], Layout.of(config.data))]
-    for file in (each.relative_to(found) for each in found.rglob("*") if each.is_file()):
+    for file in (each.relative_to(undisturbed) for each in undisturbed.rglob("*") if each.is_file()):
         assert (found / file).read_bytes() == (undisturbed / file).read_bytes(), file
     assert [*cache.iterdir()] == [found]
+
+
+def test_vocabulary_beyond_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = "".join(f"{i % 2},{i},{i}\n" for i in range(2000))
+    path = write(tmp_path / "a.csv", f"label,x,user\n{rows}".encode())
+    config = csv_config(path, dense=("x",), sparse=("user",))
+    for part, free in (("ranked", [2000 * 140]), ("indexed", [1 << 40, 1000 * 60])):
+        monkeypatch.setattr("hybrid.data.prepare.stages.available_memory_bytes", iter(free).__next__)
+        with pytest.raises(DataError, match=r"^user: .* data\.vocabulary = hash or grow"):
+            prepare(config, tmp_path / part)
+        assert not [*(tmp_path / part).iterdir()]
+    hashed = config.replace(data=dataclasses.replace(config.data, vocabulary="hash(100)"))
+    assert prepare(hashed, tmp_path / "hashed").exists()

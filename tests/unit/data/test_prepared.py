@@ -209,7 +209,7 @@ def test_progress_names_phase_fraction_speed_and_time_left(
     [
         (DataError("the run has ended"), "^the run has ended$"),
         (OSError(28, "No space left on device"), r"No space left on device.*data\.cache_folder"),
-        (MemoryError("no"), r"data\.prepare_memory_gb"),
+        (MemoryError("no"), r"data\.vocabulary"),
     ],
 )
 def test_failed_preparation_leaves_nothing(

@@ -103,20 +103,6 @@ def test_altered_and_removed_data_are_refused(tmp_path: Path, bucket: RemotePath
     assert rows_of(open_split(ensure_prepared(config), "train", config.data))
 
 
-def test_interrupted_fetch_continues_after_its_complete_files(
-    tmp_path: Path, bucket: RemotePath, config: RunConfig
-) -> None:
-    folder, other_host = ensure_prepared(config), on_host(config, tmp_path / "other")
-    assert isinstance(folder, RemotePath)
-    killed = tmp_path / "other" / f".building-{folder.parent.name}" / "train"
-    killed.mkdir(parents=True)
-    (killed / "dense.npy").write_bytes(read_bytes(folder / "train/dense.npy"))
-    (killed / "labels.npy").write_bytes(b"torn")
-    remove(folder / "train/dense.npy")  # it is not needed again
-    expected = PreparedDataset(tmp_path / "local" / folder.parent.name, "train")
-    assert rows_of(open_split(folder, "train", other_host.data)) == rows_of(expected)
-
-
 def test_unusable_local_folder_is_reported(tmp_path: Path, bucket: RemotePath, config: RunConfig) -> None:
     folder = ensure_prepared(config)
     with pytest.raises(DataError, match=r"train\.csv: .*data\.local_cache_folder"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.errors import ClusterError, DataError, OutageError
+from hybrid.errors import DataError
 from hybrid.storage import locked_folders
 from hybrid.storage.locked_folders import build_directory, hold_lock
 
@@ -42,7 +42,7 @@ def kill(child: int) -> None:
     os.waitpid(child, 0)
 
 
-def test_folders_of_killed_processes_are_used_again_or_removed(tmp_path: Path) -> None:
+def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     (tmp_path / "complete").mkdir()
     x, y, z = (build_and_hang(tmp_path / name) for name in "xyz")
     kill(x)
@@ -51,16 +51,15 @@ def test_folders_of_killed_processes_are_used_again_or_removed(tmp_path: Path) -
         with pytest.raises(DataError, match="the lock is held"), hold_lock(tmp_path / "z", refuse):
             pass
         with hold_lock(tmp_path / "x", refuse), build_directory(tmp_path / "x") as folder:
-            assert names_in(folder) == {"segment"}
+            assert names_in(folder) == set()
             assert names_in(tmp_path) == {"complete", folder.name, "x.lock", ".building-z", "z.lock"}
         assert names_in(tmp_path) == {"complete", "x", ".building-z", "z.lock"}
-        assert names_in(tmp_path / "x") == {"segment"}
     finally:
         kill(z)
 
 
 @pytest.mark.parametrize("inner", ["", "a/b"])
-def test_an_unfinished_folder_with_links_is_not_used_again(tmp_path: Path, inner: str) -> None:
+def test_links_in_an_unfinished_folder_are_not_followed(tmp_path: Path, inner: str) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/kept").touch()
     link = tmp_path / ".building-x" / inner
@@ -110,19 +109,9 @@ def test_files_are_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.
     assert synced[position + 1 :] == [tmp_path.name]
 
 
-@pytest.mark.parametrize(
-    ("error", "is_kept"),
-    [
-        (ClusterError("lost trainer 0"), True),
-        (OutageError("the store is down"), True),
-        (KeyboardInterrupt(), True),
-        (DataError("no rows"), False),
-        (RuntimeError("broken"), False),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_folder_is_kept_after_an_interrupt(error: BaseException, is_kept: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), DataError("no rows")], ids=["interrupt", "failure"])
+def test_folder_is_removed_after_an_exception(error: BaseException, tmp_path: Path) -> None:
     with suppress(BaseException), build_directory(tmp_path / "x") as folder:
         (folder / "segment").touch()
         raise error
-    assert names_in(tmp_path) == ({folder.name} if is_kept else set())
+    assert names_in(tmp_path) == set()
