@@ -32,7 +32,7 @@ _GROUP_ROWS = 1 << 20
 # Pages with other encodings can repeat values, so a small file could expand to gigabytes.
 _ENCODINGS = {"DELTA_LENGTH_BYTE_ARRAY", "PLAIN", "RLE", "BIT_PACKED"}
 _EMPTY = pa.array([], pa.large_string())
-_HASHED_AT_ONCE = 1 << 20
+_HASHED_AT_ONCE = 1 << 16
 _FACTORS = splitmix64(np.arange(4096, dtype=np.uint64)) | np.uint64(1)
 
 

@@ -41,7 +41,7 @@ from hybrid.primitives.splitmix64 import next_of
 
 MAX_SAMPLED = 1 << 20  # number of times in memory, to find the last training row
 # Measured bytes of memory for ranking, per value and per byte of text; and for finding values by hash.
-_RANKED_VALUE, _RANKED_BYTE, _HASHED_VALUE = 140, 4, 60
+_RANKED_VALUE, _RANKED_BYTE, _HASHED_VALUE = 220, 4, 60
 RANKED_AT_ONCE = 1 << 16  # values of pieces are added up when there are so many, or as many as are known
 
 

@@ -163,7 +163,7 @@ def test_vocabulary_beyond_memory_is_refused(tmp_path: Path, monkeypatch: pytest
     rows = "".join(f"{i % 2},{i},{i}\n" for i in range(2000))
     path = write(tmp_path / "a.csv", f"label,x,user\n{rows}".encode())
     config = csv_config(path, dense=("x",), sparse=("user",))
-    for part, free in (("ranked", [2000 * 140]), ("indexed", [1 << 40, 1000 * 60])):
+    for part, free in (("ranked", [2000 * 220]), ("indexed", [1 << 40, 1000 * 60])):
         monkeypatch.setattr("hybrid.data.prepare.stages.available_memory_bytes", iter(free).__next__)
         with pytest.raises(DataError, match=r"^user: .* data\.vocabulary = hash or grow"):
             prepare(config, tmp_path / part)
