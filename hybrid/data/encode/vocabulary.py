@@ -32,7 +32,7 @@ _GROUP_ROWS = 1 << 20
 # Pages with other encodings can repeat values, so a small file could expand to gigabytes.
 _ENCODINGS = {"DELTA_LENGTH_BYTE_ARRAY", "PLAIN", "RLE", "BIT_PACKED"}
 _EMPTY = pa.array([], pa.large_string())
-_HASHED_AT_ONCE = 1 << 16
+HASHED_AT_ONCE = 1 << 16
 _FACTORS = splitmix64(np.arange(4096, dtype=np.uint64)) | np.uint64(1)
 
 
@@ -97,8 +97,8 @@ def text_bounds(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
 def _hash(texts: pa.LargeStringArray) -> npt.NDArray[np.uint64]:
     """Return a 64-bit hash of each text: the mixed sum of its bytes, each times a factor of its position."""
     hashes = [np.empty(0, np.uint64)]
-    for start in range(0, len(texts), _HASHED_AT_ONCE):
-        block = texts.slice(start, _HASHED_AT_ONCE)
+    for start in range(0, len(texts), HASHED_AT_ONCE):
+        block = texts.slice(start, HASHED_AT_ONCE)
         data = block.buffers()[2]
         bounds = text_bounds(block)
         content = np.frombuffer(data or b"", np.uint8)[bounds[0] : bounds[-1]]

@@ -28,7 +28,7 @@ from hybrid.config.data_sections import TEST, TRAIN, Holdout
 from hybrid.data.dataset.prepared_dataset import LabelSums, SplitPosition, SplitWriter
 from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding, count_unknown
 from hybrid.data.encode.fitting import Moments, ValueCounts, bucketed_numbers, has_several_values, rank
-from hybrid.data.encode.vocabulary import text_bounds
+from hybrid.data.encode.vocabulary import HASHED_AT_ONCE, text_bounds
 from hybrid.data.parse import sources
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import RawBlock, Segment, SplitValues
@@ -40,8 +40,9 @@ from hybrid.primitives.available_memory import available_memory_bytes
 from hybrid.primitives.splitmix64 import next_of
 
 MAX_SAMPLED = 1 << 20  # number of times in memory, to find the last training row
-# Measured bytes of memory for ranking, per value and per byte of text; and for finding values by hash.
-_RANKED_VALUE, _RANKED_BYTE, _HASHED_VALUE = 220, 4, 60
+# Measured bytes of memory: for ranking, per value and per byte of text; for finding values by hash, per
+# value, and per byte of text in one block.
+_RANKED_VALUE, _RANKED_BYTE, _HASHED_VALUE, _HASHED_BYTE = 220, 4, 60, 32
 RANKED_AT_ONCE = 1 << 16  # values of pieces are added up when there are so many, or as many as are known
 
 
@@ -229,7 +230,11 @@ def rank_values(
 def index_values(encoding: SparseEncoding, num_threads: int) -> None:
     """Make the index of a vocabulary once, before threads look up values; DataError if memory runs out."""
     if encoding.values is not None:
-        _require_memory(_HASHED_VALUE * len(encoding.values), [encoding.name], num_threads)
+        texts = encoding.values.texts
+        num_bytes = _HASHED_VALUE * len(texts)
+        if len(texts):
+            num_bytes += _HASHED_BYTE * texts.nbytes * min(HASHED_AT_ONCE, len(texts)) // len(texts)
+        _require_memory(num_bytes, [encoding.name], num_threads)
         encoding.rows(pa.array([], pa.large_string()))
 
 
