@@ -17,7 +17,8 @@ A custom training loop needs these names::
         optimizer.step()
 
 Run it with ``python script.py`` in one process, or with ``hybrid run script.py --trainers 2 --workers 2`` on
-a cluster. ``hybrid.load`` opens a trained model for inference. ``python -m hybrid`` is the command line.
+a cluster. ``hybrid.load`` opens a trained model for inference, and ``hybrid.follow``
+the model of a run that trains. ``python -m hybrid`` is the command line.
 """
 
 from importlib import import_module
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         RowwiseAdagrad,
     )
     from hybrid.engine.ranking_losses import listwise_loss, pairwise_loss
+    from hybrid.inference.followed_run import follow
     from hybrid.inference.trained_module import load
 
 __version__ = "0.1.0"
@@ -57,6 +59,7 @@ __all__ = [
     "Momentum",
     "RowwiseAdagrad",
     "connect",
+    "follow",
     "listwise_loss",
     "load",
     "pairwise_loss",
@@ -66,6 +69,7 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("Cluster", "connect"), "hybrid.custom_loop.cluster"),
     **dict.fromkeys(("listwise_loss", "pairwise_loss"), "hybrid.engine.ranking_losses"),
+    "follow": "hybrid.inference.followed_run",
     "load": "hybrid.inference.trained_module",
 }
 

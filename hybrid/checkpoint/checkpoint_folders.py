@@ -34,6 +34,7 @@ from hybrid.storage.remote_path import RemotePath, StoragePath, StoragePathT
 FORMAT = 2
 _FOLDER = "checkpoints"  # within the run folder
 _VOCABULARIES = "vocabularies"
+DELTAS_FOLDER = "deltas"
 _RANDOM_BYTES = 8
 _PARTIAL = ".partial"  # suffix of unfinished files and folders
 _THREADS = 4
@@ -382,7 +383,9 @@ def remove(folder: StoragePath) -> None:
 
 
 def remove_after(run: StoragePath, step: int) -> None:
-    """Remove all checkpoints of a run after ``step``, and all unfinished checkpoints."""
+    """Remove all checkpoints of a run after ``step``, all unfinished checkpoints, and all deltas."""
+    with write_errors(run / DELTAS_FOLDER):
+        storage.remove(run / DELTAS_FOLDER)
     for folder in list_checkpoints(run):
         if parse_step(folder) > step:
             remove(folder)

@@ -52,6 +52,9 @@ _INITIAL = argument("initial_factor", float, 0.04, above=0, maximum=1)
 _FINAL = argument("final_factor", float, 0.0, minimum=0, maximum=1)
 _STEPS = argument("steps", int, 0, minimum=0)
 _WARMUP = argument("warmup_steps", int, 0, minimum=0)
+DELTA_CALLS = CallSignatures(
+    {"none": (), "every": (argument("steps", int, 0, minimum=0), argument("seconds", float, 10.0, minimum=0))}
+)
 SCHEDULE_CALLS = CallSignatures(
     {
         "constant": (_WARMUP, _INITIAL),
@@ -326,6 +329,16 @@ class CheckpointSection:
         "Metric by which the best checkpoint is kept, too, such as auc, or NAME.auc with several tasks. "
         "auto is AUC, RMSE or accuracy of the first task; none keeps no best checkpoint.",
     )
+    deltas: str = setting(
+        "none",
+        "`every` writes the changes of the model since the last checkpoint or delta, for `hybrid.follow` and "
+        "`hybrid export --follow`: after this number of steps, or of seconds; 0 disables a rule.",
+        signatures=DELTA_CALLS,
+    )
+
+    @property
+    def delta_call(self) -> Call:
+        return DELTA_CALLS.parse("checkpoint.deltas", self.deltas)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,9 +95,10 @@ class HostedNet(HostedModule):
             self.optimizer.load(state, folder)
         self.barrier.restart(step)
 
-    def _files(self, is_copied: bool) -> dict[str, Callable[[], dict[str, Tensor]]]:
+    def _files(self, is_copied: bool, is_delta: bool) -> dict[str, Callable[[], dict[str, Tensor]]]:
         # Always copies: a dense net is small.
-        tensors = pack_dense(self.net.state_dict(), self.optimizer.optimizer.state_dict()["state"])
+        state = {} if is_delta else self.optimizer.optimizer.state_dict()["state"]
+        tensors = pack_dense(self.net.state_dict(), state)
         return {REMOTE_FILE: lambda: tensors}
 
     def _merge(self, step: int, contributions: list[Sequence[Tensor]]) -> NetUpdate:

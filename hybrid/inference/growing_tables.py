@@ -49,6 +49,21 @@ class GrowingTable(nn.Module):
         """The keys of the rows, int64, ascending as unsigned numbers."""
         return self.ordered_keys[:-1] ^ _SIGN
 
+    def update(self, keys_U: Tensor, rows_UD: Tensor, evicted_E: Tensor) -> None:
+        """Replace or add the rows of some keys, and remove others; keys without a row may be removed, too."""
+        ordered_N, weight = self.ordered_keys[:-1], self.weight.detach()
+        row_U = torch.searchsorted(ordered_N, ordered_U := keys_U ^ _SIGN)
+        is_new_U = (self.ordered_keys[row_U] != ordered_U) | (row_U == len(ordered_N))
+        weight[row_U[~is_new_U]] = rows_UD[~is_new_U].to(weight.dtype)
+        is_kept_N = ~torch.isin(ordered_N, evicted_E ^ _SIGN)
+        if is_kept_N.all() and not is_new_U.any():
+            return
+        keys_N = torch.cat([ordered_N[is_kept_N], ordered_U[is_new_U]])
+        weight_ND = torch.cat([weight[:-1][is_kept_N], rows_UD[is_new_U].to(weight.dtype)])
+        order_N = keys_N.argsort()
+        self.ordered_keys = torch.cat([keys_N[order_N], keys_N.new_zeros(1)])
+        self.weight = nn.Parameter(torch.cat([weight_ND[order_N], weight.new_zeros(1, weight.shape[1])]))
+
     def forward(self, keys_L: Tensor) -> Tensor:
         """Return vectors (keys, D); operators that torch can export."""
         num_rows, ordered_L = self.ordered_keys.shape[0] - 1, keys_L ^ _SIGN

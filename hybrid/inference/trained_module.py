@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -129,6 +130,8 @@ class TrainedModule(nn.Module):
         tables: one module per table, which returns vectors for ids. The ids of a growing table are keys.
         growing_tables: the names of the tables whose ids are keys.
         autocast: lower precision for operations of the nets where it is safe, or None.
+        step: number of steps after which the run had this model.
+        taken_at: for :func:`hybrid.follow`, when this step had ended, in seconds since 1970.
     """
 
     def __init__(
@@ -140,6 +143,7 @@ class TrainedModule(nn.Module):
     ) -> None:
         super().__init__()
         self.trained = trained
+        self.step, self.taken_at = trained.stored.manifest.step, math.nan
         self.dtype: torch.dtype = getattr(torch, trained.config.train.dtype)
         self.tables = nn.ModuleList()
         for table in tables:

@@ -46,15 +46,16 @@ class HostedModule(nn.Module):
         self.barrier.drain()
         return self.clock.take_spans()
 
-    def begin_save(self, is_copied: bool) -> None:
+    def begin_save(self, is_copied: bool, is_delta: bool = False) -> None:
         """Wait for running updates, and keep the tensors of a checkpoint for :meth:`write`.
 
         Args:
             is_copied: whether to copy the tensors, so that training can continue before they are written.
+            is_delta: whether to keep only copies of values that have changed, without optimizer state.
         """
         self.barrier.drain()
         self._checkpoint_tensors = {}  # free the tensors of a checkpoint that was not written
-        self._checkpoint_tensors = self._files(is_copied)
+        self._checkpoint_tensors = self._files(is_copied, is_delta)
 
     def write(self, folder: StoragePath) -> Files:
         """Write the tensors from :meth:`begin_save` into a checkpoint folder, and free them."""
@@ -74,8 +75,8 @@ class HostedModule(nn.Module):
         """Load the tensors of a checkpoint, and continue after ``step`` steps."""
         raise NotImplementedError
 
-    def _files(self, is_copied: bool) -> Mapping[str, Callable[[], Mapping[str, Tensor]]]:
-        """Return a function for each file of a checkpoint, which returns its tensors."""
+    def _files(self, is_copied: bool, is_delta: bool) -> Mapping[str, Callable[[], Mapping[str, Tensor]]]:
+        """Return a function for each file of a checkpoint or delta, which returns its tensors."""
         raise NotImplementedError
 
     def close(self) -> None:

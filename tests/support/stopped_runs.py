@@ -33,6 +33,7 @@ from workers.rendezvous.bootstrap import JoinedCluster
 from workers.run_folder.run_access import checkpoint_root
 
 _TIMED = ("time", "samples_per_second", "phase_seconds")
+_SAVED = ("checkpoint", "delta")
 
 
 class InterruptedRunError(Exception):
@@ -175,7 +176,7 @@ def calls_of(
 def lines(run: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl on training, without times."""
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in r.items() if k not in _TIMED} for r in records if r["kind"] != "checkpoint"]
+    return [{k: v for k, v in r.items() if k not in _TIMED} for r in records if r["kind"] not in _SAVED]
 
 
 def checksums(folder: StoragePath) -> dict[str, str]:

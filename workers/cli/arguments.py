@@ -171,12 +171,14 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     help_text = "input columns to copy to the output, separated by commas; repeatable"
     predict.add_argument("--keep", action="append", default=[], metavar="NAMES", help=help_text)
     export = add("export", "export a trained model: PyTorch program, ONNX, tables", _model)
-    help_text = "folder to write, a path or URL; must not exist"
+    help_text = "folder to write, a path or URL; must not exist, unless with --follow"
     export.add_argument("--output", type=_path, required=True, metavar="FOLDER", help=help_text)
     help_text = "program: torch.export; onnx; tables: safetensors (default: program); repeatable"
     export.add_argument("--format", action="append", choices=EXPORTS, help=help_text)
     help_text = "data type of the tables; the loss of precision is measured (default: that of the run)"
     export.add_argument("--dtype", choices=ROW_TYPES, help=help_text)
+    help_text = "export each new model of a run with checkpoint.deltas, until the run ends"
+    export.add_argument("--follow", action="store_true", help=help_text)
     config = add("config", "print the effective configuration, all keys, or a schema", _config)
     pages = config.add_mutually_exclusive_group()
     pages.add_argument("--describe", action="store_true", help="print each key: default, rule, meaning")

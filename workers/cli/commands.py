@@ -296,9 +296,15 @@ def predict_command(options: argparse.Namespace) -> None:
 def export_command(options: argparse.Namespace) -> None:
     """Write a run's model as files for other programs."""
     with importing_torch():
-        from workers.cli.model_commands import export_run
+        from workers.cli.model_commands import export_followed, export_run
 
     formats = options.format or EXPORTS[:1]
+    if options.follow:
+        for name, value in (("--module", options.module), ("--dtype", options.dtype)):
+            if value is not None:
+                raise ConfigError(name, "cannot be combined with --follow", value)
+        export_followed(options.run_folder, options.output, formats, options.trust_code)
+        return
     source = options.trust_code, options.module
     export_run(options.run_folder, options.output, formats, options.dtype, *source)
 

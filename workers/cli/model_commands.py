@@ -2,9 +2,12 @@
 
 import csv
 import io
+import json
 import os
+import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
@@ -22,9 +25,11 @@ from hybrid.data.encode import feature_encoder
 from hybrid.data.parse.delimited_text import BLOCK_BYTES, STDIN, read_descriptor
 from hybrid.data.parse.input_files import list_files
 from hybrid.data.values.column_values import is_list
+from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import ConfigError, HybridError
 from hybrid.inference import program_export
 from hybrid.inference.custom_module import CustomModule
+from hybrid.inference.followed_run import follow
 from hybrid.inference.raw_rows import Rows, SourceRows, held_out_rows
 from hybrid.inference.trained_module import ConfiguredModule, TrainedModule, prediction_columns
 from hybrid.inference.trained_run import TrainedRun
@@ -44,6 +49,9 @@ _KEEP = "--keep"
 _STREAM = "-"  # means standard input
 _GIVEN = "the paths given"  # in errors
 _LABEL_WIDTH = 20
+CURRENT_FILE = "current.json"  # of a followed export: the name of the newest folder
+_EXPORTED_STEP = re.compile(r"step-[0-9]{8,18}")
+_KEPT_EXPORTS = 2  # a server may still read the one before the newest
 _warn = partial(print_line, to_stderr=True)
 
 # Appends rows to a file: pyarrow arrays of one length by name, with the same names each time.
@@ -239,23 +247,70 @@ def export_run(
         HybridError: the output exists or cannot be written, or packages are missing.
     """
     check_new(output)
-    if "onnx" in formats:
-        program_export.check_onnx()
+    _check_formats(formats)
     # Measuring the loss of precision reads the data of the run.
     model = _read_model(folder, trust_code, module, uses_data=dtype is not None, in_memory=True)
-    if "onnx" in formats and model.growing_tables:
-        rule = f"table {model.growing_tables[0]} grows, and ONNX cannot search for keys; use --format program"
-        raise HybridError(f"--format onnx: {rule}")
     lines = [f"{'checkpoint':<{_LABEL_WIDTH}}{model.trained.origin}"]
     if dtype is not None and getattr(torch, dtype).itemsize < model.dtype.itemsize:
         lines += _narrow(model, dtype)
+    files = _export(model, output, formats, None if module else model.trained.blueprint.tables)
+    lines += [f"{'wrote':<{_LABEL_WIDTH}}{output / name}" for name in files]
+    for line in lines:
+        print_line(line)
+
+
+def export_followed(
+    run: StoragePath, output: StoragePath, formats: Sequence[str], trust_code: bool = False
+) -> None:
+    """Export each new model of a run that writes deltas into ``output/step-N``, until the run ends.
+
+    ``current.json`` names the newest folder and is replaced last. The newest two folders are kept.
+
+    Raises:
+        HybridError: see :func:`export_run`.
+    """
+    _check_formats(formats)
+    folders = {each.path.name: each.path for each in storage.list_entries(output) if each.is_folder}
+    kept = [path for name, path in folders.items() if _EXPORTED_STEP.fullmatch(name)]
+    for model in follow(run, trust_code=trust_code):
+        folder = output / f"step-{model.step:08d}"
+        if folder in kept:  # exported before the run or this command was interrupted
+            kept.remove(folder)
+            storage.remove(folder)
+        if isinstance(output, Path):
+            make_folder(output)
+        _export(model, folder, formats, model.trained.blueprint.tables)
+        kept.append(folder)
+        current = {"folder": folder.name, "step": model.step}
+        storage.write_bytes(output / CURRENT_FILE, json.dumps(current).encode())
+        while len(kept) > _KEPT_EXPORTS:
+            storage.remove(kept.pop(0))
+        seconds = time.time() - model.taken_at
+        print_line(f"{'wrote':<{_LABEL_WIDTH}}{folder}, {seconds:.1f} s after the end of step {model.step}")
+
+
+def _check_formats(formats: Sequence[str]) -> None:
+    if "onnx" in formats:
+        program_export.check_onnx()
+
+
+def _export(
+    model: TrainedModule, output: StoragePath, formats: Sequence[str], specs: Sequence[TableSpec] | None
+) -> list[str]:
+    """Write a model into a new folder, atomically; return the names of the files.
+
+    Args:
+        specs: the tables of a configured run.
+    """
+    if "onnx" in formats and model.growing_tables:
+        rule = f"table {model.growing_tables[0]} grows, and ONNX cannot search for keys; use --format program"
+        raise HybridError(f"--format onnx: {rule}")
     with _new_folder(output) as partial, transient_status() as report_progress:
         files = program_export.write_preprocessing(model, partial)
         if "tables" in formats:
             tensors = {table + KEYS_SUFFIX: model.keys(table) for table in model.growing_tables}
             tensors |= {table: model.rows(table).detach() for table in model.table_names}
-            specs = () if module else model.trained.blueprint.tables
-            column_of = {table.name: table.features[0] for table in specs}
+            column_of = {table.name: table.features[0] for table in specs or ()}
             files += write_tensors(partial, TABLES_FILE, tensors, column_of)
             model.trained.encoder.save(partial)  # the values of the rows
             files += [feature_encoder.FILE_NAME, VOCABULARIES_FILE]
@@ -267,9 +322,7 @@ def export_run(
                 files.append(program_export.PROGRAM_FILE)
             if "onnx" in formats:
                 files += program_export.write_onnx(program, model, partial)
-    lines += [f"{'wrote':<{_LABEL_WIDTH}}{output / name}" for name in files]
-    for line in lines:
-        print_line(line)
+    return files
 
 
 def _narrow(model: TrainedModule, dtype: str) -> list[str]:

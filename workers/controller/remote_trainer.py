@@ -279,18 +279,19 @@ class Trainer:
         """See :meth:`Feed.flush`."""
         self._engine.feed.flush()
 
-    def begin_save(self, name: str | None) -> None:
+    def begin_save(self, name: str | None, is_delta: bool = False) -> None:
         """Hold a copy of the dense net and its optimizer for :meth:`write`.
 
         All trainers that hold a net together are called at the same time.
 
         Args:
             name: name of the file to write; None if this trainer only sends its part of the net to others.
+            is_delta: whether to hold the net without its optimizer.
         """
         net, state = self._engine.model.net, self._optimizer.optimizer.state_dict()["state"]
         full = self._placement.convert(net, net.state_dict(), state, full_tensor)
         if name is not None:
-            self._held = name, pack_dense(*full)
+            self._held = name, pack_dense(full[0], {} if is_delta else full[1])
 
     def write(self, folder: StoragePath) -> Files:
         """Write the held copy into a checkpoint folder, and release it."""

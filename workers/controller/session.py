@@ -12,6 +12,7 @@ from hybrid import transport
 from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_folders import Files, Manifest, dense_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.deltas import PARENT
 from hybrid.config import RunConfig
 from hybrid.config.data_sections import TEST, TRAIN
 from hybrid.config.loading import CONFIG_FILE, load_config
@@ -244,17 +245,9 @@ class Session:
         is_copied = in_background and not memory_shortage(
             self.placement, [holder.role for holder in self._table_holders], MAX_FRACTION_FOR_COPIES
         )
-        self._flush()
-        bulk = BULK_TIMEOUT_SECONDS
-        # One of the trainers that hold a net together saves it.
-        dense, num_trainers = self.config.dense, len(self.trainers)
-        saving = range(0, 1 if dense.ddp == "outside" else num_trainers, dense.trainers_per_net)
-        calls = [each.call(HostedModule.begin_save, is_copied, timeout_seconds=bulk) for each in self.hosted]
-        for index, trainer in enumerate(self.trainers):
-            name = dense_file(index) if index in saving else None
-            calls.append(trainer.call(Trainer.begin_save, name, timeout_seconds=bulk))
-        transport.gather(calls, self._meanwhile)
-        writers: list[transport.Remote[JobObject]] = [*self.hosted, *(self.trainers[i] for i in saving)]
+        start = self._hold(is_copied)
+        if self.config.checkpoint.delta_call.name != "none":
+            transport.gather([each.call(TableShards.track_changes) for each in self._table_holders])
         texts, vocabularies = dataset_manifest.checkpoint_contents(self.config, self._data_folder)
         if self._data_folder is None:
             texts[feature_encoder.FILE_NAME] = self._encoder.to_json()
@@ -263,10 +256,37 @@ class Session:
             Manifest(step, epoch, self.placement.shapes, {}, dict(metrics or {}), dict(progress)),
             texts,
             reports,
-            lambda partial: [w.call(JobObject.write, partial, timeout_seconds=bulk) for w in writers],
+            start,
             is_copied,
             vocabularies,
         )
+
+    def begin_delta(self, folder: StoragePath, step: int, epoch: int, parent: str) -> HeldCheckpoint:
+        """Make every role hold what changed since the last delta, or the last call of :meth:`begin_save`.
+
+        Args:
+            parent: identity of that delta or checkpoint; see :mod:`hybrid.checkpoint.deltas`.
+        """
+        manifest = Manifest(step, epoch, self.placement.shapes, progress={PARENT: parent})
+        return HeldCheckpoint(folder, manifest, {}, {}, self._hold(True, is_delta=True), True)
+
+    def _hold(
+        self, is_copied: bool, is_delta: bool = False
+    ) -> Callable[[StoragePath], Sequence[transport.Pending[Files]]]:
+        """Make every role hold its files; return a function that makes the roles write them."""
+        self._flush()
+        bulk = BULK_TIMEOUT_SECONDS
+        # One of the trainers that hold a net together saves it.
+        dense, num_trainers = self.config.dense, len(self.trainers)
+        saving = range(0, 1 if dense.ddp == "outside" else num_trainers, dense.trainers_per_net)
+        hold = HostedModule.begin_save
+        calls = [each.call(hold, is_copied, is_delta, timeout_seconds=bulk) for each in self.hosted]
+        for index, trainer in enumerate(self.trainers):
+            name = dense_file(index) if index in saving else None
+            calls.append(trainer.call(Trainer.begin_save, name, is_delta, timeout_seconds=bulk))
+        transport.gather(calls, self._meanwhile)
+        writers: list[transport.Remote[JobObject]] = [*self.hosted, *(self.trainers[i] for i in saving)]
+        return lambda partial: [w.call(JobObject.write, partial, timeout_seconds=bulk) for w in writers]
 
     def load(self, stored: Checkpoint) -> None:
         """Load a checkpoint, to train on; CheckpointError if it is of another model."""

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_folders import BEST, MANIFEST_FILE, OWES_EVALUATION, Best, Manifest
+from hybrid.checkpoint.checkpoint_folders import (
+    BEST,
+    DELTAS_FOLDER,
+    MANIFEST_FILE,
+    OWES_EVALUATION,
+    Best,
+    Manifest,
+)
+from hybrid.checkpoint.deltas import DeltaChain, ModelVersion, delta_folder, identity_of
 from hybrid.config import CheckpointSection, TaskSection
 from hybrid.errors import CheckpointError, StorageError
 from hybrid.metrics import Metrics, ProgressiveMetrics, score
@@ -28,6 +36,7 @@ from workers.controller.session import Session
 from workers.run_folder.run_files import RunFolder
 
 _POLL_SECONDS = 0.05
+_MAX_DELTAS = 1000  # since a full checkpoint; a new follower applies all of them
 _WRITE_ERRORS = (CheckpointError, StorageError)  # a store may refuse even a listing
 
 
@@ -160,8 +169,9 @@ class TrainingState(NamedTuple):
 
 
 class _PendingCheckpoint(NamedTuple):
-    """A checkpoint that is being written."""
+    """A checkpoint or a delta that is being written."""
 
+    kind: str  # "checkpoint" or "delta"
     step: int
     best: Best | None  # the best evaluation, once this checkpoint is complete
     seconds_stopped: float  # how long training has waited for it
@@ -171,10 +181,11 @@ class _PendingCheckpoint(NamedTuple):
 
 @dataclass(eq=False)
 class Checkpoints:
-    """The checkpoints of a run, written while it trains; at most one is being written at a time.
+    """The checkpoints and deltas of a run, written while it trains; one is being written at a time.
 
-    If a checkpoint cannot be written, a warning is shown and training continues. Only the last checkpoint of
-    a run must succeed.
+    If one of them cannot be written, a warning is shown and training continues. Only the last checkpoint of
+    a run must succeed. The first delta that is due after a start, a resume or a failure becomes a checkpoint,
+    from which a new chain of deltas starts. A delta that is due during the writing of a checkpoint waits.
     """
 
     session: Session
@@ -187,7 +198,9 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self._pending: _PendingCheckpoint | None = None
         self._has_warned_of_wait = False
-        self._begun_at = time.monotonic()
+        self._begun_at = self._delta_begun_at = time.monotonic()
+        self._delta_step = 0  # step of the last delta or checkpoint
+        self._chain: DeltaChain | None = None
         self.run.make_room = self.finish
 
     @property
@@ -196,12 +209,15 @@ class Checkpoints:
         return self._pending.best if self._pending else self.best
 
     def steps_to_next(self, step: int) -> float:
-        """Return the number of steps until a checkpoint is due by ``every_steps``; may be infinite."""
-        every = self.section.every_steps
-        return every - step % every if every else math.inf
+        """Return the number of steps until a checkpoint or delta is due by steps; may be infinite."""
+        every, of_delta = self.section.every_steps, self.section.delta_call.arguments.get("steps", 0)
+        return min(
+            every - step % every if every else math.inf,
+            max(1, self._delta_step + of_delta - step) if of_delta else math.inf,
+        )
 
     def write_if_due(self, now: TrainingState, is_evaluated: bool) -> None:
-        """Begin to write a checkpoint if it is due by steps or minutes, or if the model is the best so far.
+        """Begin to write a checkpoint or a delta if one is due, or a checkpoint if the model is the best.
 
         Args:
             is_evaluated: whether ``now.metrics`` belong to this step.
@@ -211,13 +227,18 @@ class Checkpoints:
         steps, minutes = self.section.every_steps, self.section.every_minutes
         is_due = steps and now.step % steps == 0
         is_due = is_due or (minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes)
+        chain, is_delta_due = self._chain, self._is_delta_due(now.step)
+        is_due = is_due or (is_delta_due and (chain is None or len(chain.deltas) >= _MAX_DELTAS))
         if is_best or is_due:
             start = time.perf_counter()
             self.finish()
+            self._write_delta(now)
             self._begun_at = time.monotonic()
             best = self._choose_best(now, self.best) if is_evaluated else self.best
             with self._warn_on_failure(now.step):
                 self._save(now, best, start, in_background=True)
+        elif is_delta_due:
+            self._begin_delta(now)
 
     def poll(self) -> None:
         """Finish the pending checkpoint if it is written; called between steps."""
@@ -235,10 +256,15 @@ class Checkpoints:
     def write_last(self, now: TrainingState, is_stopped: bool = False) -> None:
         """Write the last checkpoint of a run that ends, unless it exists; CheckpointError if that fails."""
         self.finish()
+        self._write_delta(now)
         best = self.best if is_stopped else self._choose_best(now, self.best)
         try:
             self._save(now, best, time.perf_counter(), in_background=False)
             self._end()
+            if self._has_deltas and not is_stopped:
+                folder = checkpoint_folders.step_folder(self.run.checkpoint_root, now.step)
+                chain = self._chain or self._rebased(Manifest.read(folder / MANIFEST_FILE), time.time())
+                dataclasses.replace(chain, has_ended=True).write(self.run.checkpoint_root)
         except _WRITE_ERRORS as error:
             raise CheckpointError(f"{error}; the last state of the run is not saved") from error
 
@@ -247,6 +273,7 @@ class Checkpoints:
         try:
             yield
         except _WRITE_ERRORS as error:
+            self._chain = None  # the roles have forgotten the changes
             self.warn(f"no checkpoint of step {step}: {error}; training continues")
 
     def _add_evaluation(self, folder: StoragePath, now: TrainingState, best: Best | None) -> None:
@@ -260,6 +287,35 @@ class Checkpoints:
             self._prune(best)
         self.best = best
 
+    @property
+    def _has_deltas(self) -> bool:
+        return self.section.delta_call.name != "none"
+
+    def _is_delta_due(self, step: int) -> bool:
+        if not self._has_deltas or self._pending is not None:
+            return False
+        call = self.section.delta_call
+        is_due_by_time = 0 < call["seconds"] <= time.monotonic() - self._delta_begun_at
+        return bool(is_due_by_time or 0 < call["steps"] <= step - self._delta_step)
+
+    def _write_delta(self, now: TrainingState) -> None:
+        """Write the last delta before a full checkpoint, so that followers need not read the checkpoint."""
+        if self._chain is not None and self._chain.last.step != now.step:
+            self._begin_delta(now)
+            self.finish()
+
+    def _begin_delta(self, now: TrainingState) -> None:
+        chain, start = self._chain, time.perf_counter()
+        assert chain is not None
+        self._note_delta(now.step)
+        with self._warn_on_failure(now.step):
+            folder = delta_folder(self.run.checkpoint_root, now.step)
+            saving = self.session.begin_delta(folder, now.step, now.epoch, chain.last.identity)
+            self._start(saving, self.best, start)
+
+    def _note_delta(self, step: int) -> None:
+        self._delta_begun_at, self._delta_step = time.monotonic(), step
+
     def _save(self, now: TrainingState, best: Best | None, start: float, in_background: bool) -> None:
         """Make every role hold its rows and nets, and begin to write; training has waited since ``start``."""
         root = self.run.checkpoint_root
@@ -271,28 +327,78 @@ class Checkpoints:
         progress = {**counts, BEST: best, OWES_EVALUATION: now.owes_evaluation}
         state = folder, now.step, now.epoch, now.metrics
         saving = self.session.begin_save(*state, progress, reports, in_background)
-        written: Future[tuple[float, int]] = Future()
-        # A daemon thread does not keep a failed process alive.
-        threading.Thread(
-            target=self._write, args=(saving, best, written), name="checkpoint", daemon=True
-        ).start()
+        self._note_delta(now.step)
+        written = self._start(saving, best, start)
         if not saving.is_copied:
             self._await(written)
+            assert self._pending is not None
+            self._pending = self._pending._replace(seconds_stopped=time.perf_counter() - start)
             if in_background and not self._has_warned_of_wait:
                 self._has_warned_of_wait = True
                 self.warn("no memory for copies of the tables: training waits while checkpoints are written")
-        self._pending = _PendingCheckpoint(now.step, best, time.perf_counter() - start, written)
 
-    def _write(self, saving: HeldCheckpoint, best: Best | None, written: Future[tuple[float, int]]) -> None:
+    def _start(self, saving: HeldCheckpoint, best: Best | None, start: float) -> Future[tuple[float, int]]:
+        """Start the thread that writes a checkpoint or a delta."""
+        written: Future[tuple[float, int]] = Future()
+        is_delta = saving.folder.parent.name == DELTAS_FOLDER
+        seconds = time.perf_counter() - start
+        arguments = saving, best, written, is_delta, time.time() - seconds
+        # A daemon thread does not keep a failed process alive.
+        threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True).start()
+        kind = "delta" if is_delta else "checkpoint"
+        self._pending = _PendingCheckpoint(kind, saving.manifest.step, best, seconds, written)
+        return written
+
+    def _write(
+        self,
+        saving: HeldCheckpoint,
+        best: Best | None,
+        written: Future[tuple[float, int]],
+        is_delta: bool,
+        taken_at: float,
+    ) -> None:
         start = time.perf_counter()
         try:
-            self.run.sync()
-            files = saving.write().files
+            if not is_delta:
+                self.run.sync()
+            manifest = saving.write()
             seconds = time.perf_counter() - start
-            self._prune(best)
+            files = manifest.files
+            if self._has_deltas:
+                self._publish(manifest, is_delta, taken_at)
+            if not is_delta:
+                self._prune(best)
             written.set_result((seconds, sum(size for size, _ in files.values())))
         except BaseException as error:  # finish and write_last raise it
             written.set_exception(error)
+
+    def _publish(self, manifest: Manifest, is_delta: bool, taken_at: float) -> None:
+        """List a checkpoint or a delta, and remove the deltas before the previous checkpoint."""
+        root, before = self.run.checkpoint_root, self._chain
+        if not is_delta:
+            chain = self._rebased(manifest, taken_at)
+        else:
+            assert before is not None
+            last = before.last
+            version = ModelVersion(
+                last.sequence + 1, manifest.step, identity_of(manifest), last.identity, taken_at
+            )
+            chain = dataclasses.replace(before, deltas=(*before.deltas, version))
+        chain.write(root)
+        self._chain = chain
+        kept = {delta.step for delta in chain.deltas}
+        for delta in before.deltas if before else ():
+            if delta.step not in kept:
+                checkpoint_folders.remove(delta_folder(root, delta.step))
+
+    def _rebased(self, manifest: Manifest, taken_at: float) -> DeltaChain:
+        """Return the chain with another full checkpoint as its base."""
+        chain, identity = self._chain, identity_of(manifest)
+        if chain is None or chain.last.step != manifest.step:
+            return DeltaChain(ModelVersion(0, manifest.step, identity, "", taken_at), identity)
+        # Followers of the last checkpoint still find the deltas that lead to this one.
+        recent = tuple(delta for delta in chain.deltas if delta.sequence > chain.base.sequence)
+        return DeltaChain(chain.last, identity, recent)
 
     def _prune(self, best: Best | None) -> None:
         try:
@@ -307,7 +413,9 @@ class Checkpoints:
             return
         self._pending = None
         self._await(pending.written)
-        self.run.log_checkpoint(pending.step, pending.seconds_stopped, *pending.written.result())
+        self.run.log_checkpoint(
+            pending.kind, pending.step, pending.seconds_stopped, *pending.written.result()
+        )
         self.best = pending.best
 
     def _await(self, written: Future[tuple[float, int]]) -> None:

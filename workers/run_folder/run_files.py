@@ -123,16 +123,17 @@ class RunFolder:
         self._events.write(step, {f"unit/{name}": value for name, value in metrics.items()})
 
     def log_checkpoint(
-        self, step: int, seconds_stopped: float, seconds_writing: float, num_bytes: int
+        self, kind: str, step: int, seconds_stopped: float, seconds_writing: float, num_bytes: int
     ) -> None:
-        """Append the checkpoint of ``step``.
+        """Append the checkpoint, or the delta, of ``step``.
 
         Args:
+            kind: "checkpoint" or "delta".
             seconds_stopped: how long training was paused for it.
             seconds_writing: how long writing took, as the master observed it between calls to trainers.
         """
         numbers = {"seconds_stopped": seconds_stopped, "seconds_writing": seconds_writing, "bytes": num_bytes}
-        self._append("checkpoint", step, numbers)
+        self._append(kind, step, numbers)
 
     def sync(self) -> None:
         """Flush the log to the disk; upload the files of a run in a store."""

@@ -52,6 +52,7 @@ class GrowingGroup(TableGroup):
         self._seed = 0
         self._steps_before = 0  # steps of earlier runs, which records count
         self._events: Counter[str] = Counter()
+        self._evicted: list[Ints] = []  # keys that lost their rows since changes are tracked
         # Lookups of evaluations, and in async mode those of steps, may run during an update.
         self._lock = threading.Lock()
         # Addresses cost nothing, so they are reserved for as many rows as the host's memory would hold.
@@ -144,7 +145,9 @@ class GrowingGroup(TableGroup):
             if limit or growth.evict_after or growth.admit_after > 1:
                 # One row in eight stays free for the keys of the next steps.
                 evicted = self._keys.sweep(step, growth.half_life, growth.evict_after, limit - limit // 8)
-                self._events.update(evicted=evicted)
+                self._events.update(evicted=len(evicted))
+                if self._is_changed_R is not None and len(evicted):
+                    self._evicted.append(evicted)
             self._keys.grow()
 
     def take_counts(self) -> dict[str, dict[str, int]]:
@@ -172,6 +175,26 @@ class GrowingGroup(TableGroup):
         tensors = self._copies(len(records_R2)) if is_copied else self._tensors
         name = shard_file(self._table.name, self._shard.index, self._shard.count)
         return {name: partial(pack_keys, records_R2, pending_P2, self._steps_before, tensors)}
+
+    def track_changes(self) -> None:
+        super().track_changes()
+        self._evicted = []
+
+    def take_changes(self) -> dict[str, dict[str, Tensor]]:
+        assert self._is_changed_R is not None
+        records_R2, _ = self._keys.state()
+        is_changed_R = self._is_changed_R[: len(records_R2)].numpy() & (records_R2[:, 1] >= 0)
+        rows_U = np.flatnonzero(is_changed_R)
+        evicted = np.unique(np.concatenate([np.empty(0, np.int64), *self._evicted]))
+        evicted = evicted[self._keys.find(evicted) < 0]  # a key may have a row again
+        self.track_changes()
+        name = shard_file(self._table.name, self._shard.index, self._shard.count)
+        tensors = {
+            "keys": torch.from_numpy(records_R2[rows_U, 0]),
+            "weight": self.weight_RD.index_select(0, torch.from_numpy(rows_U)),
+            "evicted": torch.from_numpy(evicted),
+        }
+        return {name: tensors}
 
     def _initial_rows(self, keys_U: Ints) -> Tensor:
         table = self._table

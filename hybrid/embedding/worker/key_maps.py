@@ -349,8 +349,8 @@ class KeyMap:
         self.num_rows_N += np.bincount(bucket_of(keys_U[new]), minlength=NUM_BUCKETS)
         return rows_U, new
 
-    def sweep(self, step: int, half_life: int, evict_after: int, limit: int) -> int:
-        """Remove keys that are no longer read from some buckets; return how many removed keys had rows.
+    def sweep(self, step: int, half_life: int, evict_after: int, limit: int) -> Ints:
+        """Remove keys that are no longer read from some buckets; return the removed keys that had rows.
 
         Three kinds of keys are removed: pending keys with a count of 0, keys without a lookup for more than
         ``evict_after`` steps, and, if a bucket has more than ``limit`` rows, the keys with the lowest counts.
@@ -360,7 +360,7 @@ class KeyMap:
         Args:
             evict_after, limit: 0 disables the rule.
         """
-        num_evicted = 0
+        evicted = [np.empty(0, np.int64)]
         swept = (step * _SWEPT_BUCKETS + np.arange(_SWEPT_BUCKETS)) % NUM_BUCKETS
         for bucket in set(swept.tolist()).intersection(self._buckets):
             keys_M = np.empty(self._sizes_N[bucket], np.int64)
@@ -385,11 +385,11 @@ class KeyMap:
             lower, ties = keys_M[ranks_M < bound], keys_M[ranks_M == bound]
             ties = np.sort(ties.view(np.uint64)).view(np.int64)
             removed = np.concatenate([lower, ties[: num_removed - len(lower)]])
+            evicted.append(removed[self.find(removed) >= 0])
             _remove_keys(*self._map, self._free_R, self._records_R2, removed)
             self._sizes_N[bucket] -= num_removed
             self.num_rows_N[bucket] -= num_removed - num_pending
-            num_evicted += num_removed - num_pending
-        return num_evicted
+        return np.concatenate(evicted)
 
     def grow(self) -> None:
         """Give the fullest buckets more slots, before their next keys need them.

@@ -95,6 +95,9 @@ class TableGroup:
         self.weight_RD = zeros((num_rows, group.dim), dtype)
         self.optimizer = OPTIMIZERS[group.optimizer.name](group.optimizer, self.weight_RD, zeros)
         self._buffers = ReusedBuffers()
+        self._zeros = zeros
+        # Whether each row was updated since the last checkpoint or delta; None if no delta will be written.
+        self._is_changed_R: Tensor | None = None
 
     def initialize(self, seed: int) -> dict[str, int]:
         """Fill the rows with their initial values; see :meth:`TableShards.initialize`."""
@@ -132,6 +135,31 @@ class TableGroup:
             )
             for shard in self.group.shards
         }
+
+    def track_changes(self) -> None:
+        """Note which rows later updates change, for the next delta; forget earlier changes."""
+        self._is_changed_R = self._zeros((len(self.weight_RD),), torch.bool)
+
+    def note_changes(self, rows: Tensor | slice) -> None:
+        """Note that an update changes these rows of the group, if changes are tracked."""
+        if self._is_changed_R is not None:
+            self._is_changed_R[rows] = True
+
+    def take_changes(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of each file of a delta, which are copies, and forget the changes.
+
+        ``docs/serving.md`` describes the files. :meth:`track_changes` must have been called.
+        """
+        assert self._is_changed_R is not None
+        files = {}
+        for shard, start in self.group.shard_starts:
+            index_U = self._is_changed_R[start : start + shard.num_rows].nonzero().squeeze(1)
+            files[shard_file(shard.table.name, shard.index, shard.count)] = {
+                "rows": index_U * shard.count + shard.index,
+                "weight": self.weight_RD[start : start + shard.num_rows].index_select(0, index_U),
+            }
+        self.track_changes()
+        return files
 
     def _copies(self, num_rows: int) -> dict[str, Tensor]:
         """Return copies of the first rows, and of their optimizer state."""
@@ -249,10 +277,12 @@ class TableUpdate:
             gradients = group.begin_update(of_ids, self.step)
             rows_U = gradients.rows_U
             blocks = group.blocks_without(self.idle) if steps_all else group.blocks(len(rows_U))
+            group.note_changes(rows_U)
             for first, last in blocks:
                 if steps_all:
                     ends = torch.tensor([first, last], dtype=rows_U.dtype)
                     begin, end = torch.searchsorted(rows_U, ends).tolist()
+                    group.note_changes(slice(first, last))
                     grad_UD, total = gradients.sum_block(begin, end, scale)
                     group.optimizer.step_all(first, last, rows_U[begin:end], grad_UD, self.factor)
                 else:

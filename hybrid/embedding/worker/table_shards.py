@@ -186,7 +186,15 @@ class TableShards(HostedModule, TableSource):
         self._prefetched.clear()
         self.barrier.restart(step)
 
-    def _files(self, is_copied: bool) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
+    def track_changes(self) -> None:
+        """Note which rows later updates change, for the next delta; forget earlier changes."""
+        for group in self.groups:
+            group.track_changes()
+
+    def _files(self, is_copied: bool, is_delta: bool) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
+        if is_delta:
+            changes = {name: tensors for g in self.groups for name, tensors in g.take_changes().items()}
+            return {name: partial(dict, tensors) for name, tensors in changes.items()}
         return {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
 
     def _find_distinct_rows(self, step: int) -> None:

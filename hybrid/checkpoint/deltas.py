@@ -1,0 +1,158 @@
+"""Deltas of a run: what has changed since a full checkpoint or the last delta, and the list of them.
+
+A delta is a folder as a checkpoint is, ``deltas/step-N``, and is written in the same way. Its files have only
+changed rows, keys that lost their rows, and the dense nets, without optimizer state. ``deltas/current.json``
+lists the deltas and is replaced after each of them. docs/serving.md describes the files.
+
+The identity of a model is a checksum over the files of its checkpoint, or over the files of its delta and
+the identity of its parent. So two models of one step have different identities unless they are equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.checkpoint.checkpoint_folders import DELTAS_FOLDER, Manifest, write_errors
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.errors import CheckpointError
+from hybrid.storage import files as storage
+from hybrid.storage.file_formats import parse_fields, parse_json
+from hybrid.storage.private_files import make_folder
+from hybrid.storage.remote_path import RemotePath, StoragePath
+
+PARENT = "parent"  # key of the progress of a delta's manifest: the identity of the model that it changes
+_CURRENT = "current.json"
+_FORMAT = 1
+_MAX_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """The model of a run after a step, in a chain of deltas."""
+
+    sequence: int  # rises by one with each delta; 0 for the first checkpoint
+    step: int
+    identity: str
+    parent: str  # identity of the model that the delta changes; empty for the first checkpoint
+    taken_at: float  # when the step had ended, in seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaChain:
+    """The content of ``deltas/current.json``."""
+
+    base: ModelVersion  # the model of the newest full checkpoint
+    base_checkpoint: str  # :func:`identity_of` this checkpoint
+    deltas: tuple[ModelVersion, ...] = ()  # each changes the model of the one before it
+    has_ended: bool = False  # whether the run has ended, and the last version is its result
+
+    @property
+    def last(self) -> ModelVersion:
+        return self.deltas[-1] if self.deltas else self.base
+
+    def after(self, identity: str) -> Sequence[ModelVersion] | None:
+        """Return the deltas that lead from a model to the last version; None if none starts from it."""
+        if identity == self.last.identity:
+            return ()
+        parents = [delta.parent for delta in self.deltas]
+        return self.deltas[parents.index(identity) :] if identity in parents else None
+
+    @classmethod
+    def read(cls, run: StoragePath) -> DeltaChain | None:
+        """Read the chain of a run, or None if there is none; CheckpointError if it is invalid."""
+        path = run / DELTAS_FOLDER / _CURRENT
+        try:
+            document = parse_json(storage.read_bytes(path, _MAX_BYTES))
+            if not isinstance(document, dict) or document.pop("format", None) != _FORMAT:
+                raise ValueError(f"its format is not {_FORMAT}")
+            chain = parse_fields(cls, document)
+            chain._check()
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{path}: is not a list of deltas: {error}") from error
+        return chain
+
+    def _check(self) -> None:
+        for before, delta in pairwise(self.deltas):
+            if (delta.sequence, delta.parent) != (before.sequence + 1, before.identity):
+                raise ValueError(f"delta {delta.sequence} does not follow delta {before.sequence}")
+        if self.after(self.base.identity) is None:
+            raise ValueError("no delta starts from its base")
+
+    def write(self, run: StoragePath) -> None:
+        """Replace the chain of a run; CheckpointError if it cannot be written."""
+        folder = run / DELTAS_FOLDER
+        document = {"format": _FORMAT, **dataclasses.asdict(self)}
+        with write_errors(folder / _CURRENT):
+            if not isinstance(folder, RemotePath):
+                make_folder(folder)
+            storage.write_bytes(folder / _CURRENT, json.dumps(document, indent=1).encode())
+
+
+def delta_folder(run: StoragePath, step: int) -> StoragePath:
+    return run / DELTAS_FOLDER / f"step-{step:08d}"
+
+
+def identity_of(manifest: Manifest) -> str:
+    """Return the identity of the model in a checkpoint, or after a delta."""
+    content: list[Any] = [manifest.step, manifest.files, manifest.progress.get(PARENT, "")]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class ChangedRows(NamedTuple):
+    """The changes of one file of a table."""
+
+    rows: npt.NDArray[np.int64]  # row numbers, or keys of a growing table, (U,)
+    weight: npt.NDArray[Any]  # the new values, (U, D)
+    evicted: npt.NDArray[np.int64]  # keys without a row, (E,); empty unless the table grows
+
+
+def open_delta(run: StoragePath, version: ModelVersion) -> Checkpoint:
+    """Open a delta and verify its files; CheckpointError if it is missing, damaged or another delta."""
+    delta = Checkpoint.open(delta_folder(run, version.step))
+    manifest = delta.manifest
+    found = manifest.step, manifest.progress.get(PARENT), identity_of(manifest)
+    if found != (version.step, version.parent, version.identity):
+        raise CheckpointError(f"{delta.folder}: is not the delta that {_CURRENT} lists")
+    manifest.verify(delta.files_folder)
+    return delta
+
+
+def read_changes(delta: Checkpoint, table: str, num_rows: int | None, dim: int) -> list[ChangedRows]:
+    """Return the changes of a table, file by file.
+
+    Args:
+        num_rows: number of rows; None if the table grows.
+
+    Raises:
+        CheckpointError: the table is missing, or a file is not of this table.
+    """
+    changes = []
+    for index in range(delta.num_shards(table)):
+        arrays = delta.map_shard(table, index)
+        rows = arrays.get("rows" if num_rows is not None else "keys")
+        evicted = np.empty(0, np.int64) if num_rows is not None else arrays.get("evicted")
+        is_valid = (
+            rows is not None
+            and evicted is not None
+            and rows.dtype == evicted.dtype == np.int64
+            and rows.ndim == evicted.ndim == 1
+            and arrays["weight"].shape == (len(rows), dim)
+            and (num_rows is None or not len(rows) or (rows.min() >= 0 and rows.max() < num_rows))
+        )
+        if not is_valid:
+            raise CheckpointError(f"{delta.folder}: table {table} has invalid changes")
+        assert rows is not None
+        assert evicted is not None
+        changes.append(ChangedRows(rows, arrays["weight"], evicted))
+    return changes

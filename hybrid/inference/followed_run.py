@@ -1,0 +1,126 @@
+"""The model of a run that trains, kept current by its deltas."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, step_folder
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.deltas import (
+    ChangedRows,
+    DeltaChain,
+    ModelVersion,
+    identity_of,
+    open_delta,
+    read_changes,
+)
+from hybrid.checkpoint.tensor_file import load_state, unpack_dense
+from hybrid.errors import CheckpointError, StorageError
+from hybrid.inference.growing_tables import GrowingTable
+from hybrid.inference.trained_module import ConfiguredModule
+from hybrid.inference.trained_run import TrainedRun
+from hybrid.storage.remote_path import StoragePath, parse_path
+
+_LOG = logging.getLogger(__name__)
+_POLL_SECONDS = 0.2
+
+
+def follow(run: str | StoragePath, *, trust_code: bool = False) -> Iterator[ConfiguredModule]:
+    """Yield the model of a run as it trains, until the run ends.
+
+    The run needs ``checkpoint.deltas``. The first model is read from a checkpoint. The next values are the
+    same module, whose parameters the iterator changes while it looks for the next model. After a resume of
+    the run, or if the next deltas are removed, the value is a new module. If the run writes faster than the
+    caller iterates, the iterator skips steps. ``step`` and ``taken_at`` belong to the current parameters. The
+    seconds from ``taken_at``, by the clock of the run's host, until the model is current are logged.
+
+    Args:
+        run: a run folder or its URL; the run may start later.
+        trust_code: see :func:`hybrid.load`.
+
+    Raises:
+        CheckpointError: a checkpoint or delta is damaged.
+        ConfigError: the run names code that may not be executed.
+    """
+    root = parse_path(run)
+    follower: _Follower | None = None
+    while True:
+        chain = DeltaChain.read(root)
+        if chain is None or (follower is not None and follower.identity == chain.last.identity):
+            if chain is not None and chain.has_ended:
+                return
+            time.sleep(_POLL_SECONDS)
+            continue
+        try:
+            if follower is None or chain.after(follower.identity) is None:
+                follower = _Follower(root, chain, trust_code)
+            for version in chain.after(follower.identity) or ():
+                follower.apply(version)
+        except (CheckpointError, StorageError):
+            if DeltaChain.read(root) == chain:
+                raise
+            continue  # the run has removed files that were no longer listed
+        model = follower.model
+        _LOG.info("step %d: read %.3f s after its end", model.step, time.time() - model.taken_at)
+        yield model
+
+
+class _Follower:
+    """A model in memory, and its identity in the chain of a run.
+
+    Raises:
+        CheckpointError: the checkpoint of the chain's base is missing, damaged, or another one.
+    """
+
+    def __init__(self, run: StoragePath, chain: DeltaChain, trust_code: bool) -> None:
+        self._run = run
+        folder = step_folder(run, chain.base.step)
+        trained = TrainedRun.read(folder, warnings.warn, trust_code)
+        if identity_of(trained.stored.manifest) != chain.base_checkpoint:
+            raise CheckpointError(f"{folder}: is not the checkpoint that the deltas start from")
+        self.model = ConfiguredModule(trained)
+        self._reach(chain.base)
+
+    def _reach(self, version: ModelVersion) -> None:
+        self.identity = version.identity
+        self.model.step, self.model.taken_at = version.step, version.taken_at
+
+    def apply(self, version: ModelVersion) -> None:
+        """Change the model to that of the next delta; CheckpointError if the delta is damaged."""
+        delta = open_delta(self._run, version)
+        model, tables = self.model, self.model.trained.blueprint.tables
+        changes = {
+            table.name: read_changes(delta, table.name, None if table.growth else table.num_rows, table.dim)
+            for table in tables
+        }
+        self._load_nets(delta)
+        for name, module in zip(model.table_names, model.tables, strict=True):
+            _change(module, changes[name])
+        self._reach(version)
+
+    def _load_nets(self, delta: Checkpoint) -> None:
+        nets = {DENSE_FILE: self.model.net, REMOTE_FILE: self.model.remote_net}
+        states = {name: unpack_dense(delta.tensors(name))[0] for name, net in nets.items() if net is not None}
+        for name, state in states.items():
+            net = nets[name]
+            assert net is not None
+            load_state(net, state, delta.folder)
+
+
+@torch.no_grad()
+def _change(table: torch.nn.Module, changes: Sequence[ChangedRows]) -> None:
+    """Change the rows of a table in memory."""
+    rows_U, weight_UD, evicted_E = (
+        torch.from_numpy(np.concatenate(each)) for each in zip(*changes, strict=True)
+    )
+    if isinstance(table, GrowingTable):
+        table.update(rows_U, weight_UD, evicted_E)
+    else:
+        assert isinstance(table, torch.nn.Embedding)
+        table.weight[rows_U] = weight_UD.to(table.weight.dtype)

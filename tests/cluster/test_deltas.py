@@ -1,0 +1,210 @@
+"""A checkpoint and its deltas have exactly the values of a later checkpoint; followers see every change."""
+
+import dataclasses
+import json
+import runpy
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import flip_a_bit
+from support.cluster import Clusters, small_config
+from support.commands import ROOT
+from support.stopped_runs import saved_steps, train
+from torch import Tensor
+
+import hybrid
+from hybrid.checkpoint.checkpoint_folders import step_folder
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.deltas import DeltaChain, ModelVersion, identity_of
+from hybrid.config import ColumnSection, RunConfig, TableSection
+from hybrid.errors import CheckpointError, ConfigError
+from hybrid.inference.trained_module import TrainedModule
+from workers.cli import main
+
+TOTAL = 22
+Values = dict[str, Tensor]
+
+
+def write_visits(path: Path) -> None:
+    """Write visits of users who are rare, so that a growing table loses their keys, and of few shops."""
+    rows = ["clicked,price,user,shop,tag"]
+    rows += [f"{i % 3 // 2},{i % 7}.5,u{i * i % 811},s{i % 40},t{i % 5}|t{i % 9}" for i in range(1600)]
+    path.write_text("\n".join(rows) + "\n")
+
+
+def visits_config(path: Path, update: str, **checkpoint: Any) -> RunConfig:
+    """A growing table, rows on two workers, one table whose steps change all rows, and a remote net."""
+    write_visits(path)
+    columns = {"label": "clicked", "dense": ("price",), "sparse": ("user", "shop", "tag")}
+    remote = {"remote_mlp": (8,)} if update == "sync" else {}
+    return small_config(
+        data={"format": "csv", "path": (str(path),), "multi_hot_separator": "|", **columns},
+        embedding={"optimizer": "adagrad", "dim": 4},
+        train={"epochs": 9, "max_steps": TOTAL, "log_every_steps": 5, "batch_size": 64, "update": update},
+        dense={"optimizer": "Adam", "learning_rate": 0.01, **remote},
+        checkpoint={"deltas": "every(steps = 1, seconds = 0)", **checkpoint},
+    ).replace(
+        columns={"user": ColumnSection(vocabulary="grow(evict_after = 2)")},
+        tables={
+            "shop": TableSection(placement="row"),
+            "tag": TableSection(placement="table", optimizer="adam(all_rows = true)"),
+        },
+    )
+
+
+def values_of(model: TrainedModule) -> Values:
+    """Return copies of the tables, of the keys of growing tables, and of the nets of a model."""
+    found = {f"{name} rows": model.rows(name) for name in model.table_names}
+    found |= {f"{name} keys": model.keys(name) for name in model.growing_tables}
+    found |= {name: each for name, each in model.state_dict().items() if "net" in name.partition(".")[0]}
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def assert_equal(found: Values, expected: Values) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def loaded(run: Path, step: int) -> Values:
+    return values_of(hybrid.load(step_folder(run, step)))
+
+
+def start_before(run: Path, step: int) -> DeltaChain:
+    """Make an earlier checkpoint the base of the run's chain, as it was when the deltas were written."""
+    chain, manifest = DeltaChain.read(run), Checkpoint.open(step_folder(run, step)).manifest
+    assert chain is not None
+    first = chain.deltas[0]
+    base = ModelVersion(first.sequence - 1, step, first.parent, "", first.taken_at)
+    earlier = dataclasses.replace(chain, base=base, base_checkpoint=identity_of(manifest))
+    earlier.write(run)
+    return earlier
+
+
+@pytest.fixture(scope="module", params=[("sync", 1), ("lookahead", 2)], ids=["sync", "lookahead"])
+def followed(
+    request: pytest.FixtureRequest, clusters: Clusters, cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[tuple[int, Values]]]:
+    """A run with checkpoints of the first and the last step, and the models that a follower has seen."""
+    update, workers = request.param
+    folder = tmp_path_factory.mktemp(update)
+    config = visits_config(folder / "visits.csv", update, keep_last=99, keep_best="none")
+    config = config.replace(cluster=dataclasses.replace(config.cluster, workers=workers))
+    with ThreadPoolExecutor() as pool:
+        seen = pool.submit(see_all, folder / "run")
+        assert clusters.get(2, workers).run(train, config, cache, folder / "run") == []
+        return folder / "run", seen.result()
+
+
+def see_all(run: Path) -> list[tuple[int, Values]]:
+    return [(model.step, values_of(model)) for model in hybrid.follow(run)]
+
+
+Followed = tuple[Path, list[tuple[int, Values]]]
+
+
+def test_a_follower_has_exactly_the_values_of_checkpoints(followed: Followed) -> None:
+    run, seen = followed
+    assert sorted(saved_steps(run)) == [1, TOTAL]
+    assert seen[-1][0] == TOTAL
+    for step, values in seen:
+        if step in saved_steps(run):
+            assert_equal(values, loaded(run, step))
+
+
+def test_deltas_lead_from_a_checkpoint_to_the_values_of_the_next(followed: Followed, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(followed[0], run)
+    chain = start_before(run, 1)
+    assert len(chain.deltas) > 1
+    before, after = loaded(run, 1), loaded(run, TOTAL)
+    removed = ~torch.isin(before["user keys"], after["user keys"])
+    assert removed.any()
+    assert (~torch.isin(after["user keys"], before["user keys"])).any()
+    (model,) = hybrid.follow(run)
+    assert model.step == TOTAL
+    assert_equal(values_of(model), after)
+    read: Callable[[Path], tuple[int, Any, Any]] = runpy.run_path(str(ROOT / "examples/apply_deltas.py"))[
+        "read_newest"
+    ]
+    step, tables, dense = read(run)
+    assert step == TOTAL
+    assert {*tables["user"]} == {*after["user keys"].tolist()}
+    for table, rows in tables.items():
+        keys = after["user keys"].tolist() if table == "user" else range(len(rows))
+        assert np.array_equal([rows[key] for key in keys], after[f"{table} rows"].numpy())
+    assert dense.keys() == {name.partition(".")[2] for name in after if name.startswith("net.")}
+    assert all(np.array_equal(array, after[f"net.{name}"].numpy()) for name, array in dense.items())
+
+
+def test_deltas_of_rare_changes_are_smaller_than_tables(followed: Followed) -> None:
+    records = [json.loads(line) for line in (followed[0] / "metrics.jsonl").read_text().splitlines()]
+    sizes = {kind: [r["bytes"] for r in records if r["kind"] == kind] for kind in ("delta", "checkpoint")}
+    assert max(sizes["delta"]) < min(sizes["checkpoint"][1:])
+
+
+@pytest.mark.parametrize("damage", ["file", "parent", "missing"])
+def test_a_damaged_delta_is_refused(followed: Followed, tmp_path: Path, damage: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(followed[0], run)
+    chain = start_before(run, 1)
+    folder = run / f"deltas/step-{chain.last.step:08d}"
+    if damage == "file":
+        flip_a_bit(next(folder.glob("tables/user*")))
+    elif damage == "parent":
+        last = dataclasses.replace(chain.last, parent=64 * "0")
+        dataclasses.replace(chain, deltas=(*chain.deltas[:-1], last)).write(run)
+    else:
+        shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match="current.json" if damage == "parent" else folder.name):
+        list(hybrid.follow(run))
+
+
+def test_a_follower_notices_that_a_killed_run_has_resumed(
+    clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    job = visits_config(tmp_path / "visits.csv", "sync", every_steps=6, keep_last=99, keep_best="none")
+    clusters.get(2, 2).run(train, job, cache, whole)
+    with ThreadPoolExecutor() as pool:
+        seen = pool.submit(see_all, run)
+        clusters.get(2, 2).run(train, job, cache, run, last_step=10, saved_step=6)
+        before = DeltaChain.read(run)
+        one = job.replace(cluster=dataclasses.replace(job.cluster, workers=1))
+        clusters.get(2, 1).run(train, one, cache, run, True)
+        models = seen.result()
+    after = DeltaChain.read(run)
+    assert before is not None
+    assert after is not None
+    assert after.after(before.last.identity) is None
+    assert models[-1][0] == TOTAL
+    assert_equal(models[-1][1], loaded(whole, TOTAL))
+    for step, values in models:
+        if step in saved_steps(whole):
+            assert_equal(values, loaded(whole, step))
+
+
+def test_export_follows_a_run(followed: Followed, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, served = followed[0], tmp_path / "served"
+    arguments = ["export", str(run), "--output", str(served), "--format", "tables"]
+    for _ in range(2):  # the second replaces what an interrupted command has left
+        main([*arguments, "--follow"])
+        current = json.loads((served / "current.json").read_text())
+        assert current == {"folder": f"step-{TOTAL:08d}", "step": TOTAL}
+        assert f"step {TOTAL}" in capsys.readouterr().out
+    main([*arguments[:2], *["--output", str(tmp_path / "once")], *arguments[4:]])
+    for name in ("tables.safetensors", "preprocessing.json"):
+        assert (served / current["folder"] / name).read_bytes() == (tmp_path / "once" / name).read_bytes()
+    with pytest.raises(SystemExit):
+        main([*arguments, "--follow", "--dtype", "bfloat16"])
+
+
+def test_invalid_deltas_name_their_key() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.deltas"):
+        small_config(checkpoint={"deltas": "every(rows = 3)"}).checkpoint.delta_call  # noqa: B018
