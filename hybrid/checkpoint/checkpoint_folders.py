@@ -35,6 +35,7 @@ FORMAT = 2
 _FOLDER = "checkpoints"  # within the run folder
 _VOCABULARIES = "vocabularies"
 DELTAS_FOLDER = "deltas"
+CURRENT_FILE = "current.json"  # lists the deltas of a run, or names the newest folder of a followed export
 _RANDOM_BYTES = 8
 _PARTIAL = ".partial"  # suffix of unfinished files and folders
 _THREADS = 4
@@ -385,6 +386,7 @@ def remove(folder: StoragePath) -> None:
 def remove_after(run: StoragePath, step: int) -> None:
     """Remove all checkpoints of a run after ``step``, all unfinished checkpoints, and all deltas."""
     with write_errors(run / DELTAS_FOLDER):
+        storage.remove(run / DELTAS_FOLDER / CURRENT_FILE)  # first: followers read it, and then the others
         storage.remove(run / DELTAS_FOLDER)
     for folder in list_checkpoints(run):
         if parse_step(folder) > step:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.checkpoint.checkpoint_folders import DELTAS_FOLDER, Manifest, write_errors
+from hybrid.checkpoint.checkpoint_folders import CURRENT_FILE, DELTAS_FOLDER, Manifest, write_errors
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError
 from hybrid.storage import files as storage
@@ -30,7 +30,6 @@ from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import RemotePath, StoragePath
 
 PARENT = "parent"  # key of the progress of a delta's manifest: the identity of the model that it changes
-_CURRENT = "current.json"
 _FORMAT = 1
 _MAX_BYTES = 16 << 20
 
@@ -69,7 +68,7 @@ class DeltaChain:
     @classmethod
     def read(cls, run: StoragePath) -> DeltaChain | None:
         """Read the chain of a run, or None if there is none; CheckpointError if it is invalid."""
-        path = run / DELTAS_FOLDER / _CURRENT
+        path = run / DELTAS_FOLDER / CURRENT_FILE
         try:
             document = parse_json(storage.read_bytes(path, _MAX_BYTES))
             if not isinstance(document, dict) or document.pop("format", None) != _FORMAT:
@@ -93,10 +92,10 @@ class DeltaChain:
         """Replace the chain of a run; CheckpointError if it cannot be written."""
         folder = run / DELTAS_FOLDER
         document = {"format": _FORMAT, **dataclasses.asdict(self)}
-        with write_errors(folder / _CURRENT):
+        with write_errors(folder / CURRENT_FILE):
             if not isinstance(folder, RemotePath):
                 make_folder(folder)
-            storage.write_bytes(folder / _CURRENT, json.dumps(document, indent=1).encode())
+            storage.write_bytes(folder / CURRENT_FILE, json.dumps(document, indent=1).encode())
 
 
 def delta_folder(run: StoragePath, step: int) -> StoragePath:
@@ -123,7 +122,7 @@ def open_delta(run: StoragePath, version: ModelVersion) -> Checkpoint:
     manifest = delta.manifest
     found = manifest.step, manifest.progress.get(PARENT), identity_of(manifest)
     if found != (version.step, version.parent, version.identity):
-        raise CheckpointError(f"{delta.folder}: is not the delta that {_CURRENT} lists")
+        raise CheckpointError(f"{delta.folder}: is not the delta that {CURRENT_FILE} lists")
     manifest.verify(delta.files_folder)
     return delta
 

@@ -21,7 +21,7 @@ from torch import Tensor
 import hybrid
 from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.deltas import DeltaChain, ModelVersion, identity_of
+from hybrid.checkpoint.deltas import DeltaChain, ModelVersion, identity_of, open_delta, read_changes
 from hybrid.config import ColumnSection, RunConfig, TableSection
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.inference.trained_module import TrainedModule
@@ -32,14 +32,14 @@ Values = dict[str, Tensor]
 
 
 def write_visits(path: Path) -> None:
-    """Write visits of users who are rare, so that a growing table loses their keys, and of few shops."""
+    """Write visits of rare users, whose keys a growing table loses, and of shops that few steps read."""
     rows = ["clicked,price,user,shop,tag"]
-    rows += [f"{i % 3 // 2},{i % 7}.5,u{i * i % 811},s{i % 40},t{i % 5}|t{i % 9}" for i in range(1600)]
+    rows += [f"{i % 3 // 2},{i % 7}.5,u{i * i % 811},s{i % 400},t{i % 5}|t{i % 9}" for i in range(1600)]
     path.write_text("\n".join(rows) + "\n")
 
 
 def visits_config(path: Path, update: str, **checkpoint: Any) -> RunConfig:
-    """A growing table, rows on two workers, one table whose steps change all rows, and a remote net."""
+    """A growing table, a split table whose steps change all rows, and a remote net."""
     write_visits(path)
     columns = {"label": "clicked", "dense": ("price",), "sparse": ("user", "shop", "tag")}
     remote = {"remote_mlp": (8,)} if update == "sync" else {}
@@ -52,8 +52,8 @@ def visits_config(path: Path, update: str, **checkpoint: Any) -> RunConfig:
     ).replace(
         columns={"user": ColumnSection(vocabulary="grow(evict_after = 2)")},
         tables={
-            "shop": TableSection(placement="row"),
-            "tag": TableSection(placement="table", optimizer="adam(all_rows = true)"),
+            "shop": TableSection(placement="row", optimizer="adam(all_rows = true)"),
+            "tag": TableSection(placement="table"),
         },
     )
 
@@ -127,6 +127,8 @@ def test_deltas_lead_from_a_checkpoint_to_the_values_of_the_next(followed: Follo
     removed = ~torch.isin(before["user keys"], after["user keys"])
     assert removed.any()
     assert (~torch.isin(after["user keys"], before["user keys"])).any()
+    last = read_changes(open_delta(run, chain.last), "user", None, 4)
+    assert 0 < sum(len(each.rows) for each in last) < len(after["user keys"])
     (model,) = hybrid.follow(run)
     assert model.step == TOTAL
     assert_equal(values_of(model), after)
@@ -149,7 +151,7 @@ def test_deltas_of_rare_changes_are_smaller_than_tables(followed: Followed) -> N
     assert max(sizes["delta"]) < min(sizes["checkpoint"][1:])
 
 
-@pytest.mark.parametrize("damage", ["file", "parent", "missing"])
+@pytest.mark.parametrize("damage", ["file", "parent", "other", "missing"])
 def test_a_damaged_delta_is_refused(followed: Followed, tmp_path: Path, damage: str) -> None:
     run = tmp_path / "run"
     shutil.copytree(followed[0], run)
@@ -162,6 +164,8 @@ def test_a_damaged_delta_is_refused(followed: Followed, tmp_path: Path, damage: 
         dataclasses.replace(chain, deltas=(*chain.deltas[:-1], last)).write(run)
     else:
         shutil.rmtree(folder)
+    if damage == "other":
+        shutil.copytree(run / f"deltas/step-{chain.deltas[-2].step:08d}", folder)
     with pytest.raises(CheckpointError, match="current.json" if damage == "parent" else folder.name):
         list(hybrid.follow(run))
 
@@ -177,12 +181,15 @@ def test_a_follower_notices_that_a_killed_run_has_resumed(
         clusters.get(2, 2).run(train, job, cache, run, last_step=10, saved_step=6)
         before = DeltaChain.read(run)
         one = job.replace(cluster=dataclasses.replace(job.cluster, workers=1))
-        clusters.get(2, 1).run(train, one, cache, run, True)
+        notes = clusters.get(2, 1).run(train, one, cache, run, True)
         models = seen.result()
     after = DeltaChain.read(run)
     assert before is not None
     assert after is not None
     assert after.after(before.last.identity) is None
+    assert notes == [f"resuming from step 6: {step_folder(run, 6)}"]
+    listed = {f"step-{delta.step:08d}" for delta in after.deltas}
+    assert {path.name for path in (run / "deltas").iterdir()} == {"current.json", *listed}
     assert models[-1][0] == TOTAL
     assert_equal(models[-1][1], loaded(whole, TOTAL))
     for step, values in models:

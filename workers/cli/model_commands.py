@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from hybrid.checkpoint.checkpoint_folders import KEYS_SUFFIX, TABLES_FILE, VOCABULARIES_FILE
+from hybrid.checkpoint.checkpoint_folders import CURRENT_FILE, KEYS_SUFFIX, TABLES_FILE, VOCABULARIES_FILE
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.data.dataset.dataset_manifest import DatasetReport
 from hybrid.data.encode import feature_encoder
@@ -49,7 +49,6 @@ _KEEP = "--keep"
 _STREAM = "-"  # means standard input
 _GIVEN = "the paths given"  # in errors
 _LABEL_WIDTH = 20
-CURRENT_FILE = "current.json"  # of a followed export: the name of the newest folder
 _EXPORTED_STEP = re.compile(r"step-[0-9]{8,18}")
 _KEPT_EXPORTS = 2  # a server may still read the one before the newest
 _warn = partial(print_line, to_stderr=True)

@@ -387,9 +387,12 @@ class Checkpoints:
         chain.write(root)
         self._chain = chain
         kept = {delta.step for delta in chain.deltas}
-        for delta in before.deltas if before else ():
-            if delta.step not in kept:
-                checkpoint_folders.remove(delta_folder(root, delta.step))
+        try:
+            for delta in before.deltas if before else ():
+                if delta.step not in kept:
+                    checkpoint_folders.remove(delta_folder(root, delta.step))
+        except _WRITE_ERRORS as error:
+            self.warn(f"an old delta could not be removed: {error}")
 
     def _rebased(self, manifest: Manifest, taken_at: float) -> DeltaChain:
         """Return the chain with another full checkpoint as its base."""
