@@ -385,6 +385,8 @@ def remove(folder: StoragePath) -> None:
 
 def remove_after(run: StoragePath, step: int) -> None:
     """Remove all checkpoints of a run after ``step``, all unfinished checkpoints, and all deltas."""
+    if isinstance(run, Path):
+        refuse_link(run / DELTAS_FOLDER)
     with write_errors(run / DELTAS_FOLDER):
         storage.remove(run / DELTAS_FOLDER / CURRENT_FILE)  # first: followers read it, and then the others
         storage.remove(run / DELTAS_FOLDER)

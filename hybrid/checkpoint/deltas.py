@@ -16,6 +16,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError
 from hybrid.storage import files as storage
 from hybrid.storage.file_formats import parse_fields, parse_json
-from hybrid.storage.private_files import make_folder
+from hybrid.storage.private_files import make_folder, refuse_link
 from hybrid.storage.remote_path import RemotePath, StoragePath
 
 PARENT = "parent"  # key of the progress of a delta's manifest: the identity of the model that it changes
@@ -69,6 +70,8 @@ class DeltaChain:
     def read(cls, run: StoragePath) -> DeltaChain | None:
         """Read the chain of a run, or None if there is none; CheckpointError if it is invalid."""
         path = run / DELTAS_FOLDER / CURRENT_FILE
+        if isinstance(path, Path):
+            refuse_link(path.parent)
         try:
             document = parse_json(storage.read_bytes(path, _MAX_BYTES))
             if not isinstance(document, dict) or document.pop("format", None) != _FORMAT:
@@ -82,6 +85,8 @@ class DeltaChain:
         return chain
 
     def _check(self) -> None:
+        if min(min(each.step, each.sequence) for each in (self.base, *self.deltas)) < 0:
+            raise ValueError("a step or a sequence number is negative")
         for before, delta in pairwise(self.deltas):
             if (delta.sequence, delta.parent) != (before.sequence + 1, before.identity):
                 raise ValueError(f"delta {delta.sequence} does not follow delta {before.sequence}")
@@ -118,7 +123,10 @@ class ChangedRows(NamedTuple):
 
 def open_delta(run: StoragePath, version: ModelVersion) -> Checkpoint:
     """Open a delta and verify its files; CheckpointError if it is missing, damaged or another delta."""
-    delta = Checkpoint.open(delta_folder(run, version.step))
+    folder = delta_folder(run, version.step)
+    if isinstance(folder, Path) and isinstance(run, Path):
+        refuse_link(folder, run)
+    delta = Checkpoint.open(folder)
     manifest = delta.manifest
     found = manifest.step, manifest.progress.get(PARENT), identity_of(manifest)
     if found != (version.step, version.parent, version.identity):
