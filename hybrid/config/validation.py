@@ -40,6 +40,9 @@ def check_rules(config: RunConfig) -> None:
     _check_dense(config)
     check_tasks(config.all_tasks, config.data.group, config.checkpoint.keep_best)
     _check_train(config)
+    deltas = config.checkpoint.delta_call
+    if deltas.name != "none" and not any(deltas.arguments.values()):
+        raise ConfigError("checkpoint.deltas", "must name steps or seconds above 0", config.checkpoint.deltas)
     for name, table in config.tables.items():
         check_workers(name, table_placement(config.embedding, table)["workers"], config.cluster.workers)
         for key in ("optimizer", "learning_rate"):

@@ -23,6 +23,7 @@ from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.deltas import DeltaChain, ModelVersion, identity_of, open_delta, read_changes
 from hybrid.config import ColumnSection, RunConfig, TableSection
+from hybrid.config.validation import check_rules
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.inference.trained_module import TrainedModule
 from workers.cli import main
@@ -212,6 +213,7 @@ def test_export_follows_a_run(followed: Followed, tmp_path: Path, capsys: pytest
         main([*arguments, "--follow", "--dtype", "bfloat16"])
 
 
-def test_invalid_deltas_name_their_key() -> None:
+@pytest.mark.parametrize("deltas", ["every(rows = 3)", "every(steps = 0, seconds = 0)", "every(-1)", "all"])
+def test_invalid_deltas_name_their_key(deltas: str) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.deltas"):
-        small_config(checkpoint={"deltas": "every(rows = 3)"}).checkpoint.delta_call  # noqa: B018
+        check_rules(small_config(checkpoint={"deltas": deltas}))
