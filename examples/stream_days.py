@@ -8,6 +8,7 @@ reads them:
 - Monday's folder trains. Every row is predicted before the model trains on it.
 - Tuesday's folder arrives, with new users and items. While it trains, a worker is killed.
 - On Wednesday, the run is stopped, and continues with twice the trainers and workers.
+- Meanwhile, ``FOLDER/served`` has an exported model that follows the run.
 
 ``FOLDER/auc.csv`` has the AUC of each day, beside the AUC of the true probabilities.
 """
@@ -48,8 +49,9 @@ class Log:
             time.sleep(0.1)
 
 
-def launch(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "hybrid", "launch", *arguments], cwd=folder)
+def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start a command of hybrid."""
+    return subprocess.Popen([sys.executable, "-m", "hybrid", *arguments], cwd=folder)
 
 
 def publish(folder: Path, day: str) -> None:
@@ -82,9 +84,11 @@ def main() -> None:
         "run.folder=run",
         f"data.stream={STREAM}",
         "checkpoint.every_steps=50",
+        "checkpoint.deltas=every(seconds = 5)",
         "train.log_every_steps=5",
     )
-    run = launch(folder, "--config", config, *(part for value in values for part in ("--set", value)))
+    run = start(folder, "launch", "--config", config, *(part for each in values for part in ("--set", each)))
+    follower = start(folder, "export", "run", "--output", "served", "--follow")
     records = Log(folder / "run", run)
     records.await_records("unit", 1)
     publish(folder, DAYS[1])
@@ -96,9 +100,10 @@ def main() -> None:
 
     publish(folder, DAYS[2])
     doubled = ("--set", "cluster.trainers=4", "--set", "cluster.workers=4")
-    run = launch(folder, "--resume", "run", *doubled)
-    if run.wait(SECONDS):
-        raise SystemExit(f"the run ended with exit code {run.returncode}")
+    run = start(folder, "launch", "--resume", "run", *doubled)
+    for process, name in ((run, "run"), (follower, "export")):
+        if process.wait(SECONDS):
+            raise SystemExit(f"the {name} ended with exit code {process.returncode}")
     with (folder / "written/best_auc.csv").open() as file:
         best = [float(line["auc"]) for line in csv.DictReader(file)]
     units = records.records("unit")

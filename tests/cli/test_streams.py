@@ -1,6 +1,7 @@
 """Runs on streams: folders that appear while they train, kills, and another size of the cluster."""
 
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -190,3 +191,5 @@ def test_example_trains_while_days_arrive(tmp_path: Path) -> None:
         days = [*csv.DictReader(file)]
     assert [day["day"] for day in days] == ["day=01", "day=02", "day=03"]
     assert 0.6 < float(days[0]["auc"]) < float(days[2]["auc"]) < float(days[2]["best reachable"])
+    last = json.loads((tmp_path / "days/served/current.json").read_text())["step"]
+    assert last == records(tmp_path / "days/run", "unit")[2]["step"]
