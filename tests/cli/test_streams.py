@@ -150,6 +150,19 @@ def assert_equal(
         torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
 
 
+def test_stream_scales_numbers_as_its_initial_run_does(undisturbed: Path, tmp_path: Path) -> None:
+    write_day(tmp_path, 3)
+    more = settings(run={"folder": "run"}, train={"initial": undisturbed})
+    printed = output_of(["launch", *COMMON, *more], tmp_path)
+    assert f"values with a row in {undisturbed}" in printed
+    scaling = [
+        json.loads((max(list_checkpoints(run)) / "features.json").read_text())["dense"]
+        for run in (undisturbed, tmp_path / "run")
+    ]
+    assert scaling[0] == scaling[1]
+    assert scaling[0][0]["scale"] != 1
+
+
 def test_stream_is_that_of_one_process(folder: Path) -> None:
     more = settings(cluster={"trainers": 3}, train={"update": "lookahead"})
     printed = output_of(["compare", "--steps", 70, *COMMON, *more], folder)

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +28,7 @@ from hybrid.errors import CheckpointError, DataError
 from hybrid.metrics import Metrics, check_custom_metrics
 from hybrid.storage import files as storage
 from hybrid.storage.file_formats import parse_fields
+from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import Topology
 from workers.controller.deployment import BULK_TIMEOUT_SECONDS, HeldCheckpoint
@@ -49,6 +51,7 @@ class StreamSession(DatasetSession):
         DataError: the first unit is missing, or cannot be read.
 
     Attributes:
+        encoder: fitted on a sample of the first unit; with ``train.initial``, numbers are scaled as there.
         unit: the unit that is read; None between two units.
         last: the unit before it.
     """
@@ -92,7 +95,10 @@ class StreamSession(DatasetSession):
             is_new=stored is None,
             warn=warn,
         )
-        self.encoder = encoder
+        if self.initial is not None and self.initial.dense is not None:
+            before = FeatureEncoder.load(self.initial.dense.files_folder, with_values=False)
+            encoder = with_scaling_of(before, encoder)
+        self.encoder = self._encoder = encoder
 
     def has_unit(self, step: int) -> bool:
         """Return whether there is a unit to read; wait for it if necessary.
@@ -221,5 +227,20 @@ class StreamSession(DatasetSession):
         text = encoder.to_json().encode()
         cache = parse_path(self.config.data.cache_folder or LOCAL_CACHE).absolute()
         folder = cache / f"stream-{hashlib.blake2b(text, digest_size=10).hexdigest()}"
-        storage.write_bytes(folder / FILE_NAME, text)
+        try:
+            if isinstance(folder, Path):
+                make_folder(folder)
+            storage.write_bytes(folder / FILE_NAME, text)
+        except OSError as error:
+            raise DataError(f"{folder}: cannot be written ({error}); set data.cache_folder") from error
         return folder
+
+
+def with_scaling_of(before: FeatureEncoder, encoder: FeatureEncoder) -> FeatureEncoder:
+    """Return ``encoder`` with the scaling of the same columns of ``before``, so that a model can go on."""
+    known = {(each.name, each.transform): each for each in before.dense}
+    dense = tuple(
+        known.get((each.name, each.transform), each) if (each.shift, each.scale) != (0, 1) else each
+        for each in encoder.dense
+    )
+    return replace(encoder, dense=dense)
