@@ -16,7 +16,7 @@ from support.commands import ROOT, code_block, output_of, settings
 import hybrid
 
 EXAMPLES = ROOT / "examples"
-PROGRAMS = ("drifting_log", "train_every_day")  # which test_every_day runs
+PROGRAMS = ("apply_deltas", "drifting_log", "stream_days", "train_every_day")  # which other tests run
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
 NAMES = [name for name in NAMES if name not in PROGRAMS]
 ON_A_CLICK_LOG = {name for name in NAMES if "click_log" in (EXAMPLES / f"{name}.py").read_text()}

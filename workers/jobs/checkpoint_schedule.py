@@ -98,7 +98,7 @@ class RunCounts:
     undefined: list[int] = field(default_factory=list)
     interval: Interval = field(default_factory=Interval)  # the steps since the last log step
     # Metrics of the unit of a stream that is read, from predictions before each step's update.
-    unit: ProgressiveMetrics = field(default_factory=ProgressiveMetrics)
+    unit: ProgressiveMetrics = field(default_factory=ProgressiveMetrics, compare=False)
 
     def add(self, reports: Sequence[TrainerReport], seconds: float) -> None:
         self.samples += sum(len(report.labels) for report in reports)

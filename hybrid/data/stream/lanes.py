@@ -37,7 +37,7 @@ from hybrid.errors import DataError
 _KEPT_POSITIONS = 16
 
 
-class Samples(NamedTuple):
+class EncodedRows(NamedTuple):
     """Encoded rows with their targets."""
 
     features: EncodedBlock
@@ -47,7 +47,7 @@ class Samples(NamedTuple):
     def size(self) -> int:
         return len(self.targets.labels_BT)
 
-    def take(self, rows: npt.NDArray[np.int64]) -> Samples:
+    def take(self, rows: npt.NDArray[np.int64]) -> EncodedRows:
         """Return some rows, in the order of their indices ``rows``."""
         bags = []
         for ids_L, lengths_B, weights_L in self.features.bags:
@@ -59,7 +59,7 @@ class Samples(NamedTuple):
             )
         features = EncodedBlock(self.features.dense_BF[rows], self.features.ids_BK[rows], tuple(bags))
         labels_BT, weights_BT, groups_B = self.targets
-        return Samples(
+        return EncodedRows(
             features,
             Targets(
                 labels_BT[rows],
@@ -69,7 +69,7 @@ class Samples(NamedTuple):
         )
 
 
-def concatenate(parts: Sequence[Samples]) -> Samples:
+def concatenate(parts: Sequence[EncodedRows]) -> EncodedRows:
     """Return the rows of all parts, of which there is at least one; all have the same columns."""
 
     def join(arrays: Iterable[Any]) -> Any:
@@ -82,7 +82,7 @@ def concatenate(parts: Sequence[Samples]) -> Samples:
         join(part.features.ids_BK for part in parts),
         tuple(EncodedBags(*map(join, zip(*each, strict=True))) for each in bags),
     )
-    return Samples(features, Targets(*map(join, zip(*(part.targets for part in parts), strict=True))))
+    return EncodedRows(features, Targets(*map(join, zip(*(part.targets for part in parts), strict=True))))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class StreamParser:
     encoder: FeatureEncoder
     layout: Layout
 
-    def blocks(self, segment: Segment, index: int, log: InvalidRowLog) -> Iterator[Samples]:
+    def blocks(self, segment: Segment, index: int, log: InvalidRowLog) -> Iterator[EncodedRows]:
         """Yield the valid rows of a segment, in blocks; with data.shuffle, the rows of a block are shuffled.
 
         Args:
@@ -107,7 +107,7 @@ class StreamParser:
             block, invalid = parse(segment.path, table, self.layout)
             log.add(segment.path, len(block.source_rows_B), invalid)
             assert block.targets is not None
-            samples = Samples(self.encoder.encode(block), block.targets)
+            samples = EncodedRows(self.encoder.encode(block), block.targets)
             if self.config.data.is_shuffled:
                 rng = np.random.default_rng([self.config.run.seed, index, number])
                 samples = samples.take(rng.permutation(len(block.source_rows_B)))
@@ -129,7 +129,7 @@ class Lane:
         self.log = InvalidRowLog(parser.config.data.max_invalid_fraction)
         self.num_ready = 0
         # Blocks that are read: the segment, the row of the segment at which the block starts, the block.
-        self._ready: deque[tuple[int, int, Samples]] = deque()
+        self._ready: deque[tuple[int, int, EncodedRows]] = deque()
         self._blocks = self._read()
 
     @property
@@ -145,9 +145,9 @@ class Lane:
         self.num_ready += block[2].size
         return True
 
-    def take(self, end: int) -> list[Samples]:
+    def take(self, end: int) -> list[EncodedRows]:
         """Give the rows until ``end`` rows are given in all, at least one; none if the lane has ended."""
-        parts: list[Samples] = []
+        parts: list[EncodedRows] = []
         missing = max(1, end - self._num_given)
         while missing and (self._ready or self.read_ahead()):
             segment, start, samples = self._ready[0]
@@ -164,7 +164,7 @@ class Lane:
             self.num_ready -= count
         return parts
 
-    def _read(self) -> Iterator[tuple[int, int, Samples]]:
+    def _read(self) -> Iterator[tuple[int, int, EncodedRows]]:
         skipped = self._row  # the rows of the first segment that were given before
         for index in range(self._segment, len(self._segments)):
             start = 0
