@@ -34,6 +34,7 @@ VOCABULARY_CALLS = CallSignatures(
 SHUFFLE_CALLS = CallSignatures(
     {"rows": (), "lanes": (argument("lanes", int, 64, minimum=1, maximum=4096),), "none": ()}
 )
+KAFKA = "kafka"
 STREAM_CALLS = CallSignatures(
     {
         "none": (),
@@ -42,6 +43,12 @@ STREAM_CALLS = CallSignatures(
             argument("marker", str, ""),
             argument("wait_hours", float, 0.0, minimum=0),
             argument("until", str, ""),
+        ),
+        KAFKA: (
+            argument("brokers", str, None),
+            argument("topic", str, None),
+            argument("start", str, "earliest", choices=("earliest", "latest")),
+            argument("wait_hours", float, 1.0, above=0, maximum=10_000),
         ),
     }
 )
@@ -161,7 +168,8 @@ class DataSection:
         "none",
         "`files` trains on the files as they are, without preparation, once and in order. Each match of path "
         "is a unit: a file, or a folder, complete once it has a file named `marker`. The run waits "
-        "`wait_hours` for the next unit, and ends after the unit `until`. A unit is read in `lanes`.",
+        "`wait_hours` for the next unit, and ends after the unit `until`. A unit is read in `lanes`. `kafka` "
+        "trains on the messages of a topic, one CSV line each, and ends after `wait_hours` without a step.",
         signatures=STREAM_CALLS,
         is_name_fixed=True,
         prepares=False,
@@ -222,6 +230,11 @@ class DataSection:
     @property
     def is_stream(self) -> bool:
         return self.stream_call.name != "none"
+
+    @property
+    def is_topic(self) -> bool:
+        """Whether the rows are messages of a Kafka topic."""
+        return self.stream_call.name == KAFKA
 
     @property
     def is_shuffled(self) -> bool:

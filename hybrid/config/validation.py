@@ -84,7 +84,7 @@ def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int)
 
 def _check_data(config: RunConfig) -> None:
     data = config.data
-    if data.format != "synthetic" and not data.path:
+    if data.format != "synthetic" and not data.path and not data.is_topic:
         raise ConfigError("data.path", f"must name the input files, since data.format is {data.format}")
     if data.format in ("csv", "parquet"):
         if not config.tasks and not data.label:
@@ -123,8 +123,16 @@ def _check_data(config: RunConfig) -> None:
 def _check_stream(config: RunConfig) -> None:
     """Raise ConfigError if a key needs all rows before the first step, or evaluations."""
     data, train = config.data, config.train
+    if data.is_topic:
+        for key, given, is_refused, needed in (
+            ("data.format", data.format, data.format not in ("csv", "criteo"), "csv or criteo"),
+            ("data.path", data.path, bool(data.path), "empty"),
+            ("data.columns", data.columns, data.format == "csv" and not data.columns, "the fields of a row"),
+        ):
+            if is_refused:
+                raise ConfigError(key, f"must be {needed}, since data.stream reads a topic", given)
     rule = "since data.stream reads rows once, in order"
-    lanes = data.stream_call["lanes"]
+    lanes = data.stream_call.arguments.get("lanes", config.cluster.trainers)  # a topic has partitions
     for key, value, is_refused, needed in (
         ("data.format", data.format, data.format == "synthetic", "must be that of files"),
         ("data.split", data.split, data.split not in ("random", "none"), "must be none"),

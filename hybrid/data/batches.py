@@ -170,11 +170,16 @@ class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):
 
     An error in the thread is raised by ``next``. ``close`` ends the thread at once. The thread closes the
     generator.
+
+    Args:
+        is_over: set by ``close``, for a generator that waits.
     """
 
-    def __init__(self, batches: Generator[Batch, None, None], depth: int = 2) -> None:
+    def __init__(
+        self, batches: Generator[Batch, None, None], depth: int = 2, is_over: threading.Event | None = None
+    ) -> None:
         self._batches = batches
-        self._is_over = threading.Event()
+        self._is_over = is_over or threading.Event()
         self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         self._free = threading.Semaphore(depth)
         self._thread = threading.Thread(target=self._run, name="batch reader", daemon=True)
@@ -187,7 +192,7 @@ class BatchStream(Iterator[Batch], AbstractContextManager["BatchStream"]):
             item = self._ready.get(timeout=READ_TIMEOUT_SECONDS)
         except queue.Empty:
             self.close()
-            rule = "check the disk of data.cache_folder"
+            rule = "check the disk of data.cache_folder, or data.stream"
             raise DataError(f"no batch in {READ_TIMEOUT_SECONDS:.0f} s; {rule}") from None
         if isinstance(item, Batch):
             self._free.release()

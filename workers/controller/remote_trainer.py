@@ -19,7 +19,8 @@ from hybrid.data.batches import BatchLoader, BatchStream
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split
-from hybrid.data.stream.lanes import LaneReader
+from hybrid.data.stream.kafka_partitions import PartitionReader
+from hybrid.data.stream.lanes import LaneReader, open_reader
 from hybrid.data.stream.units import LanePosition, StreamUnit
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.dense.dense_optimizer import DenseOptimizer
@@ -121,7 +122,7 @@ class Trainer:
         )
         self._objective = Objective(config.all_tasks)
         self._stream: BatchStream | None = None
-        self._lanes: LaneReader | None = None
+        self._lanes: LaneReader | PartitionReader | None = None
         self._position = (-1, 0)
         self._held: tuple[str, dict[str, Tensor]] = (DENSE_FILE, {})
         self._loaders: dict[str, BatchLoader] = {}
@@ -184,24 +185,34 @@ class Trainer:
             DataError: a file cannot be read.
         """
         self.close()
-        config, spec = self._config, self._spec
-        self._lanes = LaneReader(config, encoder, unit, self._index, config.cluster.trainers)
+        config = self._config
+        self._lanes = open_reader(config, encoder, unit, self._index, config.cluster.trainers)
         self._stream = self._lanes.batches()
-        empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
-        num_tasks = len(config.task_specs)
-        aligned = align_batches(self._stream, empty, self._group, self._engine.device, num_tasks)
-        self._engine.feed.begin(aligned, steps_before)
+        self._begin_unit(self._stream, steps_before)
 
-    def train_on_unit(self, num_steps: int) -> TrainerReport:
-        """Take up to ``num_steps`` steps of the opened unit; fewer if the unit ends on all trainers."""
+    def train_on_unit(self, num_steps: int, steps_before: int) -> TrainerReport:
+        """Take up to ``num_steps`` steps of the opened unit; fewer if the unit ends on all trainers.
+
+        Args:
+            steps_before: steps taken since the start of the run.
+        """
+        if self._config.data.is_topic:  # no look-ahead: the rows of later steps may come later
+            assert self._stream is not None
+            self._begin_unit(itertools.islice(self._stream, num_steps), steps_before)
         report = self._train(num_steps)
         if len(report.losses) < num_steps:
             self._engine.feed.rejoin()
         return report
 
+    def _begin_unit(self, batches: Iterator[Batch], steps_before: int) -> None:
+        spec, num_tasks = self._spec, len(self._config.task_specs)
+        empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
+        aligned = align_batches(batches, empty, self._group, self._engine.device, num_tasks)
+        self._engine.feed.begin(aligned, steps_before)
+
     def lane_positions(self, step: int) -> dict[int, LanePosition]:
         """Return the position of each lane of this trainer after ``step`` steps of the opened unit."""
-        assert self._lanes is not None
+        assert isinstance(self._lanes, LaneReader)
         return self._lanes.positions(step)
 
     def invalid_rows(self) -> InvalidRowReport:

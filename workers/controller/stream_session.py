@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -22,7 +22,8 @@ from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
 from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
 from hybrid.data.parse.input_files import check_unchanged
 from hybrid.data.prepare.preparation import LOCAL_CACHE
-from hybrid.data.stream.units import StreamUnit, find_unit, first_unit, fit_on_sample
+from hybrid.data.stream.kafka_partitions import Topic, advance, read_sample
+from hybrid.data.stream.units import StreamUnit, find_unit, first_unit, fit_on_blocks, fit_on_sample
 from hybrid.data.values.invalid_rows import MAX_EXAMPLES, InvalidRowReport
 from hybrid.errors import CheckpointError, DataError
 from hybrid.metrics import Metrics, check_custom_metrics
@@ -37,7 +38,8 @@ from workers.controller.session import DatasetSession, Session
 
 STREAM = "stream"  # the position in the stream, in the progress of a checkpoint
 _POLL_SECONDS = 2.0
-_SLEEP_SECONDS = 0.1  # between two looks for a requested stop
+_SLEEP_SECONDS = 0.1  # between two looks for a requested stop, or for rows of a topic
+Found = TypeVar("Found")
 
 
 class StreamSession(DatasetSession):
@@ -48,6 +50,7 @@ class StreamSession(DatasetSession):
         should_stop: whether to stop waiting for a unit.
 
     Raises:
+        ConfigError: there are more trainers than partitions of a topic.
         DataError: the first unit is missing, or cannot be read.
 
     Attributes:
@@ -74,10 +77,16 @@ class StreamSession(DatasetSession):
         self._is_open = False  # whether the trainers read the unit
         self.meanwhile = lambda: None
         self.config = config
+        self._invalid_before = NO_INVALID_ROWS  # of earlier units
+        self._topic = Topic(config) if config.data.is_topic else None
+        self._num_ready = 0  # further steps of a topic for which all rows are there
         if stored is None:
-            unit = self._await_unit() or first_unit(config.data)
+            unit = self._await_unit()
+            if unit is None and self._topic is not None:
+                raise DataError(f"{self._topic.name}: too few rows for the first step; check data.stream")
+            unit = unit or first_unit(config.data)
             self.unit = unit
-            encoder = fit_on_sample(config, unit, report)
+            encoder = self._fit(unit)
         else:
             encoder = FeatureEncoder.load(stored.files_folder)
         self.reports = dict.fromkeys((TRAIN, TEST), DatasetReport(0, (), NO_INVALID_ROWS))
@@ -124,29 +133,43 @@ class StreamSession(DatasetSession):
         return True
 
     def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[TrainerReport]:
-        """Take some steps of the unit on all trainers; fewer, or none, if the unit ends."""
+        """Take some steps of the unit on all trainers; fewer, or none, if the unit ends.
+
+        Of a topic, only steps are taken for which all rows are there. The call waits for one such step.
+        """
         assert self.unit is not None
+        has_ended = False
+        if self._topic is not None:
+            self._num_ready = self._num_ready or self._await_steps(self._topic, self.unit)
+            num_steps = min(num_steps, self._num_ready)
+            has_ended = not num_steps and not self._should_stop()
         timeout = self._timeout_seconds(num_steps)
-        reports = self._on_trainers(timeout, Trainer.train_on_unit, num_steps)
+        reports = self._on_trainers(timeout, Trainer.train_on_unit, num_steps, steps_before)
         count = len(reports[0].losses)
-        self.unit = replace(self.unit, step=self.unit.step + count)
-        if count < num_steps:
-            self._end_unit()
+        self._num_ready = max(0, self._num_ready - count)
+        self.unit = advance(self.config, self.unit, count)
+        if count < num_steps or has_ended:
+            self._end_unit(self.unit)
         return reports
 
-    def _end_unit(self) -> None:
-        assert self.unit is not None
-        check_unchanged(self.unit.files)
+    def _end_unit(self, unit: StreamUnit) -> None:
+        check_unchanged(unit.files)
+        self._add_invalid_rows(unit)
+        self._invalid_before = self.reports[TRAIN].bad_rows
+        self.last, self.unit, self._is_open = unit, None, False
+
+    def _add_invalid_rows(self, unit: StreamUnit) -> None:
+        """Add the invalid rows of the unit to the report; warn if there are further ones."""
         found = transport.gather([t.call(Trainer.invalid_rows) for t in self.trainers], self._meanwhile)
-        before = self.reports[TRAIN].bad_rows
+        before, reported = self._invalid_before, self.reports[TRAIN].bad_rows.total
         counts = sum((Counter(each.counts) for each in (before, *found)), Counter[str]())
-        if total := sum(each.total for each in found):
+        total = sum(each.total for each in found)
+        if before.total + total > reported:
             example = next(example for each in found for example in each.examples)
-            self._warn(f"{self.unit.name}: skipped {total:,} invalid row(s), such as {example}")
+            self._warn(f"{unit.name}: skipped {total:,} invalid row(s), such as {example}")
         examples = [*before.examples, *(e for each in found for e in each.examples)][:MAX_EXAMPLES]
         bad_rows = InvalidRowReport(dict(counts), tuple(examples))
         self.reports[TRAIN] = DatasetReport(0, (), bad_rows)
-        self.last, self.unit, self._is_open = self.unit, None, False
 
     def begin_save(
         self,
@@ -159,7 +182,9 @@ class StreamSession(DatasetSession):
         in_background: bool = True,
     ) -> HeldCheckpoint:
         unit = self.unit
-        if unit is not None and self._is_open:
+        if unit is not None and self._is_open and self._topic is not None:
+            self._add_invalid_rows(unit)
+        elif unit is not None and self._is_open:
             calls = [trainer.call(Trainer.lane_positions, unit.step) for trainer in self.trainers]
             lanes = {
                 lane: at for each in transport.gather(calls, self._meanwhile) for lane, at in each.items()
@@ -189,6 +214,8 @@ class StreamSession(DatasetSession):
             raise CheckpointError(
                 f"{stored.folder}: has no position in a stream ({error}); {rule}"
             ) from error
+        if self._topic is not None and self.unit is None:  # the topic ended for lack of rows
+            self.unit, self.last = self.last, None
         if self.unit is not None:
             check_unchanged(self.unit.files)
         Session.load(self, stored)
@@ -196,29 +223,61 @@ class StreamSession(DatasetSession):
     def _await_unit(self) -> StreamUnit | None:
         """Return the next unit once it is complete; None if the stream ends, or a stop is requested.
 
+        A topic is one unit, which is complete once it has the rows of a step.
+
         Raises:
             DataError: the unit ``until`` did not come in time.
         """
         data = self.config.data
+        if self._topic is not None:
+            topic = self._topic.first_unit()
+            return topic if self.last is None and self._await_steps(self._topic, topic) else None
         until, hours = data.stream_call["until"], data.stream_call["wait_hours"]
         if self.last is not None and until and self.last.name == str(parse_path(until)):
             return None
         after = "the first unit" if self.last is None else f"the unit after {self.last.name}"
-        deadline = time.monotonic() + 3600 * hours
-        is_announced = False
-        while (unit := find_unit(data, self.last)) is None and time.monotonic() < deadline:
-            if not is_announced:
-                is_announced = True
-                self._report(f"waiting for {after}")
-            end = min(deadline, time.monotonic() + _POLL_SECONDS)
+        unit = self._await(lambda: find_unit(data, self.last), after, _POLL_SECONDS)
+        if unit is None and until and not self._should_stop():
+            raise DataError(f"{until}: {after} was not complete within {hours:g} hours; check data.stream")
+        return unit
+
+    def _await_steps(self, topic: Topic, unit: StreamUnit) -> int:
+        """Return the number of steps from ``unit`` on that the topic has; 0 if the stream ends, or a stop.
+
+        The stream ends if a partition still lacks rows of the next step after ``wait_hours``.
+        """
+        found = self._await(lambda: topic.count_steps(unit) or None, f"rows of {unit.name}", _SLEEP_SECONDS)
+        if found is None and any(rows := topic.count_rows(unit)) and not self._should_stop():
+            behind = min(range(len(rows)), key=rows.__getitem__)
+            left = f"{sum(rows):,} row(s) are left for a later run"
+            self._warn(f"{unit.name}: partition {behind} has too few rows for a step; {left}")
+        return found or 0
+
+    def _await(self, find: Callable[[], Found | None], awaited: str, seconds: float) -> Found | None:
+        """Return what ``find`` finds within ``wait_hours``; None if it finds nothing, or a stop is requested.
+
+        Args:
+            seconds: between two calls of ``find``.
+        """
+        start, is_reported = time.monotonic(), False
+        deadline = start + 3600 * self.config.data.stream_call["wait_hours"]
+        while (found := find()) is None and time.monotonic() < deadline:
+            if not is_reported and time.monotonic() - start >= _POLL_SECONDS:
+                is_reported = True
+                self._report(f"waiting for {awaited}")
+            end = min(deadline, time.monotonic() + seconds)
             while time.monotonic() < end and not self._should_stop():
                 self.meanwhile()
                 time.sleep(_SLEEP_SECONDS)
             if self._should_stop():
                 return None
-        if unit is None and until:
-            raise DataError(f"{until}: {after} was not complete within {hours:g} hours; check data.stream")
-        return unit
+        return found
+
+    def _fit(self, unit: StreamUnit) -> FeatureEncoder:
+        if self._topic is None:
+            return fit_on_sample(self.config, unit, self._report)
+        self._report(f"reading a sample of {unit.name}")
+        return fit_on_blocks(self.config, read_sample(self.config, unit, self._topic.count_steps(unit)))
 
     def _share(self, encoder: FeatureEncoder) -> StoragePath | None:
         """Write the encoder where workers find it, if the run has an initial model; return the folder."""

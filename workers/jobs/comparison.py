@@ -31,7 +31,7 @@ from hybrid.data.batches import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split
-from hybrid.data.stream.lanes import LaneReader
+from hybrid.data.stream.lanes import open_reader
 from hybrid.data.stream.units import StreamUnit
 from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.table_spec import TableSpec
@@ -360,7 +360,7 @@ def _stream_slices(
     spec, num_trainers = encoder.input_spec, config.cluster.trainers
     empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
     for unit in units:
-        readers = [LaneReader(config, encoder, unit, i, num_trainers) for i in range(num_trainers)]
+        readers = [open_reader(config, encoder, unit, i, num_trainers) for i in range(num_trainers)]
         with ExitStack() as stack:
             streams = [stack.enter_context(reader.batches()) for reader in readers]
             for slices in itertools.zip_longest(*streams, fillvalue=empty):

@@ -83,6 +83,12 @@ def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> I
     yield from _parse_blocks(path, head[:PEEK_BYTES], chain([head], blocks), layout, True)
 
 
+def parse_lines(text: bytes, layout: Layout) -> TableBlock:
+    """Return the required columns of lines without a header, each of which is one row for itself."""
+    parser = _Parser(layout.data.columns, layout, joins_lines=False)
+    return parser.parse(_Lines(_normalize(text, layout), 1, 0))
+
+
 def find_record_start(path: StoragePath, at: int, layout: Layout) -> int:
     """Return the start of the first row in a plain text file that ends after byte ``at``."""
     with open_text(path) as file:
@@ -143,8 +149,9 @@ class _Lines:
 
 
 class _Parser:
-    def __init__(self, names: Sequence[str], layout: Layout) -> None:
+    def __init__(self, names: Sequence[str], layout: Layout, *, joins_lines: bool = True) -> None:
         self._width = len(names)
+        self._joins_lines = joins_lines  # whether an open quote can join lines, which are one invalid row
         self._quotes = layout.quotes
         self._long_delimiter, self._delimiter = layout.data.delimiter, layout.delimiter
         # Positions serve as names for pyarrow, since a header may hold the same name twice.
@@ -243,6 +250,8 @@ class _Parser:
 
     def _find_record_end(self, lines: _Lines, i: int) -> int | None:
         """Return the line that closes the quote of line ``i``, if the lines in between are one row."""
+        if not self._joins_lines:
+            return None
         start, at = int(lines.starts[i]), int(lines.ends[i])
         while (at := lines.block.find(b'"', at, start + MAX_RECORD_BYTES)) >= 0:
             end = int(np.searchsorted(lines.ends, at))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
@@ -207,6 +208,9 @@ def check_columns(config: RunConfig) -> None:
     if data.format == "synthetic":
         return
     layout = Layout.of(data, config.columns, config.tasks)
+    if data.is_topic:
+        layout.require(layout.data.columns, Path(data.stream_call["topic"]))
+        return
     for split, paths in data.paths.items():
         if data.is_stream:  # the first unit may come later
             found = (path for text in paths for path in expand(text) if storage.exists(path))

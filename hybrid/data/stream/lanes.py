@@ -28,6 +28,7 @@ from hybrid.data.dataset.prepared_dataset import block_batch, positions
 from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock, FeatureEncoder
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import Segment, parse, read_segment
+from hybrid.data.stream.kafka_partitions import PartitionReader
 from hybrid.data.stream.units import BLOCK_BYTES, BLOCK_ROWS, LanePosition, StreamUnit, stream_layout
 from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
 from hybrid.data.values.model_columns import Targets
@@ -247,3 +248,11 @@ class LaneReader:
         """Return each lane with the number of rows that it has given after ``step`` steps."""
         ends = [0, *(step * self._batch_size * end // max(1, self._ends_L[-1]) for end in self._ends_L)]
         return [(lane, ends[number + 1] - ends[number]) for number, lane in self._lanes.items()]
+
+
+def open_reader(
+    config: RunConfig, encoder: FeatureEncoder, unit: StreamUnit, trainer: int, num_trainers: int
+) -> LaneReader | PartitionReader:
+    """Return the reader of one trainer for a unit of files, or for a topic, from the position on."""
+    kind = PartitionReader if config.data.is_topic else LaneReader
+    return kind(config, encoder, unit, trainer, num_trainers)

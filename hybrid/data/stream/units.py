@@ -12,7 +12,7 @@ unit and a position in each of its lanes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -30,7 +30,7 @@ from hybrid.data.encode.fitting import (
 )
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.input_files import InputFile, expand, list_files
-from hybrid.data.parse.sources import Segment, parse, read_segment, split_files
+from hybrid.data.parse.sources import RawBlock, Segment, parse, read_segment, split_files
 from hybrid.errors import DataError
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath, parse_path
@@ -55,6 +55,7 @@ class StreamUnit:
     files: tuple[InputFile, ...]
     step: int = 0  # steps of the unit that have been taken
     lanes: tuple[LanePosition, ...] = ()  # the position of each lane after these steps; empty for the start
+    offsets: tuple[int, ...] = ()  # of a Kafka topic: the next offset of each partition after these steps
 
     @property
     def start(self) -> StreamUnit:
@@ -114,18 +115,26 @@ def fit_on_sample(config: RunConfig, unit: StreamUnit, report: Callable[[str], N
         ConfigError: a file lacks a column.
         DataError: a file cannot be read, or the sample has no valid row.
     """
-    layout = stream_layout(config)
-    statistics = FittedStatistics(layout)
-    segments = unit.segments(layout)
-    chosen = np.unique(np.linspace(0, len(segments) - 1, _SAMPLED_BLOCKS).astype(int))
     report(f"reading a sample of {unit.name}")
-    for index in chosen.tolist():
+    return fit_on_blocks(config, _sampled_blocks(unit, stream_layout(config)))
+
+
+def _sampled_blocks(unit: StreamUnit, layout: Layout) -> Iterator[RawBlock]:
+    segments = unit.segments(layout)
+    for index in np.unique(np.linspace(0, len(segments) - 1, _SAMPLED_BLOCKS).astype(int)).tolist():
         segment = segments[index]
         for table in read_segment(segment, layout, BLOCK_ROWS, BLOCK_BYTES):
-            block, _ = parse(segment.path, table, layout)
-            statistics.moments = statistics.moments.plus(Moments.of(block.dense_BF, layout.transforms))
-            for k, (column, values) in enumerate(zip(layout.sparse, block.sparse, strict=True)):
-                statistics.quantiles_K[k].add(bucketed_numbers(column, values))
-                statistics.several_K[k] |= has_several_values(values)
+            yield parse(segment.path, table, layout)[0]
             break
+
+
+def fit_on_blocks(config: RunConfig, blocks: Iterable[RawBlock]) -> FeatureEncoder:
+    """Return the encoder of a stream from a sample; DataError if it has no valid row."""
+    layout = stream_layout(config)
+    statistics = FittedStatistics(layout)
+    for block in blocks:
+        statistics.moments = statistics.moments.plus(Moments.of(block.dense_BF, layout.transforms))
+        for k, (column, values) in enumerate(zip(layout.sparse, block.sparse, strict=True)):
+            statistics.quantiles_K[k].add(bucketed_numbers(column, values))
+            statistics.several_K[k] |= has_several_values(values)
     return fit_encoder(layout, config.tables, statistics, {})

@@ -152,6 +152,10 @@ class InvalidRowLog:
                 "more than data.max_invalid_fraction = "
                 f"{self._max_fraction}; the first: {self._examples[0]}"
             )
+        return self.report()
+
+    def report(self) -> InvalidRowReport:
+        """Return the report of the rows so far, however many are invalid."""
         return InvalidRowReport(
             {str(reason): self._counts[reason] for reason in Reason}, tuple(self._examples)
         )

@@ -1,0 +1,270 @@
+"""The partitions of a Kafka topic as lanes of a stream; a message is a row, and an offset is a position.
+
+::
+
+    partition 0    offsets 100 .. 149 | 150 .. 199 | ...     trainer 0
+    partition 1    offsets   7 ..  56 |  57 .. 106 | ...     trainer 1
+    partition 2    offsets  40 ..  89 |  90 .. 139 | ...     trainer 0
+                             step 0       step 1
+
+A step takes equally many offsets of every partition, so its rows depend on the topic alone, and the position
+after any step is known. An offset without a valid row (the message is invalid, or compaction has removed it)
+makes the batch smaller. The master lets trainers take a step once every partition has all of its offsets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hybrid.batch import Batch
+from hybrid.config import RunConfig
+from hybrid.data.batches import BatchStream
+from hybrid.data.dataset.prepared_dataset import block_batch
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.parse.column_layout import Layout
+from hybrid.data.parse.delimited_text import parse_lines
+from hybrid.data.parse.sources import RawBlock, parse
+from hybrid.data.stream.units import StreamUnit, stream_layout
+from hybrid.data.values.invalid_rows import MAX_LEADING_INVALID, InvalidRow, InvalidRowLog, InvalidRowReport
+from hybrid.errors import ConfigError, DataError
+
+_REQUEST_SECONDS = 30.0
+_FETCH_MESSAGES, _FETCH_SECONDS = 1 << 13, 0.1
+_MAX_HELD = 1 << 15  # messages of a partition that wait for those of other partitions
+_SAMPLED_ROWS = 1 << 18
+
+
+def _rows_of_step(config: RunConfig, unit: StreamUnit) -> list[int]:
+    """Return the number of offsets of each partition that belong to a step."""
+    rows, more = divmod(config.train.batch_size, max(1, len(unit.offsets)))
+    return [rows + (partition < more) for partition in range(len(unit.offsets))]
+
+
+def advance(config: RunConfig, unit: StreamUnit, num_steps: int) -> StreamUnit:
+    """Return the position in a unit after ``num_steps`` further steps; it has offsets only for a topic."""
+    offsets = zip(unit.offsets, _rows_of_step(config, unit), strict=True)
+    moved = tuple(offset + num_steps * rows for offset, rows in offsets)
+    return replace(unit, step=unit.step + num_steps, offsets=moved)
+
+
+def _import_kafka() -> Any:
+    """Return the module ``confluent_kafka``; ConfigError if the package is missing."""
+    try:
+        return import_module("confluent_kafka")
+    except ImportError as error:
+        rule = "kafka needs the package confluent-kafka; run pip install 'hybrid-parallel[kafka]'"
+        raise ConfigError("data.stream", rule) from error
+
+
+def _connect(config: RunConfig) -> Any:
+    """Return a ``Consumer`` that commits nothing, since checkpoints have the offsets."""
+    return _import_kafka().Consumer(
+        {
+            "bootstrap.servers": config.data.stream_call["brokers"],
+            "group.id": "hybrid",  # required, but partitions are assigned explicitly, without a group
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+            "auto.offset.reset": "error",
+            "log_level": 0,  # errors are raised
+        }
+    )
+
+
+class Topic:
+    """The topic of a stream, as the master sees it: its partitions, and the offsets that they have.
+
+    Raises:
+        ConfigError: there are fewer partitions than trainers, or more than rows in a step.
+        DataError: the topic does not exist, or no broker responds.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._kafka = _import_kafka()
+        self._consumer = _connect(config)
+        self.name: str = config.data.stream_call["topic"]
+        num_partitions, size = self._count_partitions(), config.train.batch_size
+        if config.cluster.trainers > num_partitions:
+            rule = f"must be at most {num_partitions}, the number of partitions of {self.name}"
+            raise ConfigError("cluster.trainers", rule, config.cluster.trainers)
+        if size < num_partitions:
+            rule = f"must be at least {num_partitions}, the number of partitions of {self.name}"
+            raise ConfigError("train.batch_size", rule, size)
+
+    def first_unit(self) -> StreamUnit:
+        """Return the topic as a unit, positioned at ``start``."""
+        is_latest = self._config.data.stream_call["start"] == "latest"
+        edge = self._kafka.OFFSET_END if is_latest else self._kafka.OFFSET_BEGINNING
+        return StreamUnit(0, self.name, (), offsets=tuple(self._edges(edge, self._count_partitions())))
+
+    def count_rows(self, unit: StreamUnit) -> list[int]:
+        """Return the number of offsets from the position on that each partition has.
+
+        Raises:
+            DataError: the topic has another name or number of partitions than ``unit``, or has lost offsets.
+        """
+        count = self._count_partitions()
+        if (unit.name, len(unit.offsets)) != (self.name, count):
+            began = f"but the run began with {unit.name}, which had {len(unit.offsets)}"
+            raise DataError(f"{self.name}: has {count} partitions, {began}; start a new run")
+        ends = self._edges(self._kafka.OFFSET_END, count)
+        starts = self._edges(self._kafka.OFFSET_BEGINNING, count)
+        for partition, (start, at, end) in enumerate(zip(starts, unit.offsets, ends, strict=True)):
+            if not start <= at <= end:
+                found = f"partition {partition} has the offsets from {start} to {end}"
+                raise DataError(f"{self.name}: {found}, but the next one to read is {at}; start a new run")
+        return [end - at for at, end in zip(unit.offsets, ends, strict=True)]
+
+    def count_steps(self, unit: StreamUnit) -> int:
+        """Return the number of steps from the position on that all partitions have; see ``count_rows``."""
+        rows = zip(self.count_rows(unit), _rows_of_step(self._config, unit), strict=True)
+        return min(found // of_step for found, of_step in rows)
+
+    def _count_partitions(self) -> int:
+        with _convert_errors(self.name):
+            found = self._consumer.list_topics(self.name, timeout=_REQUEST_SECONDS).topics[self.name]
+            if found.error is not None:
+                raise self._kafka.KafkaException(found.error)
+        return len(found.partitions)
+
+    def _edges(self, edge: int, count: int) -> list[int]:
+        asked = [self._kafka.TopicPartition(self.name, partition, edge) for partition in range(count)]
+        with _convert_errors(self.name):
+            found = self._consumer.offsets_for_times(asked, timeout=_REQUEST_SECONDS)
+            for each in found:
+                if each.error is not None:
+                    raise self._kafka.KafkaException(each.error)
+        return [each.offset for each in found]
+
+
+@contextmanager
+def _convert_errors(topic: str) -> Iterator[None]:
+    """Convert errors of Kafka to DataError."""
+    try:
+        yield
+    except _import_kafka().KafkaException as error:
+        raise DataError(f"{topic}: {error.args[0].str()}; check data.stream") from error
+
+
+@dataclass
+class _Partition:
+    next: int  # the first offset of the next step
+    rows: int  # the number of offsets of a step
+    end: int  # the first offset that is not yet fetched
+    messages: deque[Any] = field(default_factory=deque)  # fetched, and not yet taken
+
+    @property
+    def is_complete(self) -> bool:
+        return self.end >= self.next + self.rows
+
+    def take(self) -> Iterator[Any]:
+        """Yield the messages of the next step."""
+        self.next += self.rows
+        while self.messages and self.messages[0].offset() < self.next:
+            yield self.messages.popleft()
+
+
+def _read_steps(
+    config: RunConfig, unit: StreamUnit, partitions: Iterable[int], is_over: threading.Event
+) -> Generator[list[Any], None, None]:
+    """Yield the messages of each step; wait for them until ``is_over``.
+
+    Raises:
+        DataError: an offset does not exist (any more), or the broker refuses the request.
+    """
+    kafka, rows = _import_kafka(), _rows_of_step(config, unit)
+    read = {p: _Partition(unit.offsets[p], rows[p], unit.offsets[p]) for p in partitions}
+    paused: set[int] = set()
+    with closing(_connect(config)) as consumer, _convert_errors(unit.name):
+        consumer.assign([kafka.TopicPartition(unit.name, p, each.next) for p, each in read.items()])
+        while True:
+            while not all(each.is_complete for each in read.values()):
+                if is_over.is_set():
+                    return
+                for message in consumer.consume(_FETCH_MESSAGES, _FETCH_SECONDS):
+                    error, partition = message.error(), read[message.partition()]
+                    if error is None:
+                        partition.messages.append(message)
+                        partition.end = message.offset() + 1
+                    elif error.code() == kafka.KafkaError._PARTITION_EOF:
+                        partition.end = message.offset()
+                    else:
+                        raise kafka.KafkaException(error)
+                # A partition that is ahead waits, so that memory is limited.
+                held = {p for p, each in read.items() if len(each.messages) > max(_MAX_HELD, 2 * each.rows)}
+                consumer.pause([kafka.TopicPartition(unit.name, p) for p in held - paused])
+                consumer.resume([kafka.TopicPartition(unit.name, p) for p in paused - held])
+                paused = held
+            yield [message for each in read.values() for message in each.take()]
+
+
+def _parse(topic: str, messages: Sequence[Any], layout: Layout) -> tuple[RawBlock, list[InvalidRow]]:
+    """Return the valid rows of messages, and the invalid ones, whose lines are offsets."""
+    values = [message.value() or b"" for message in messages]
+    text = b"\n".join([*values, b""])
+    if text.count(b"\n") > len(values):  # a line feed within a message makes it an invalid row
+        text = b"\n".join([*(each.rstrip(b"\r\n").replace(b"\n", b"\r") for each in values), b""])
+    block, invalid = parse(Path(topic), parse_lines(text, layout), layout)
+    sources = [messages[row.line - 1] for row in invalid]
+    return block, [
+        row._replace(line=source.offset(), found=f"{row.found}, in partition {source.partition()}")
+        for row, source in zip(invalid, sources, strict=True)
+    ]
+
+
+def read_sample(config: RunConfig, unit: StreamUnit, num_steps: int) -> Iterator[RawBlock]:
+    """Yield the rows of up to ``num_steps`` first steps of a topic: about 262,144 rows, or one step."""
+    num_steps = min(num_steps, -(-_SAMPLED_ROWS // config.train.batch_size))
+    layout, partitions = stream_layout(config), range(len(unit.offsets))
+    with closing(_read_steps(config, unit, partitions, threading.Event())) as steps:
+        for messages in islice(steps, num_steps):
+            if messages:
+                yield _parse(unit.name, messages, layout)[0]
+
+
+class PartitionReader:
+    """Reads the batches of one trainer from a topic.
+
+    Args:
+        unit: with the offsets at which to start.
+    """
+
+    def __init__(
+        self, config: RunConfig, encoder: FeatureEncoder, unit: StreamUnit, trainer: int, num_trainers: int
+    ) -> None:
+        self._config, self._encoder, self._unit = config, encoder, unit
+        self._partitions = range(trainer, len(unit.offsets), num_trainers)
+        self._log = InvalidRowLog(config.data.max_invalid_fraction)
+
+    def batches(self) -> BatchStream:
+        """Return the batches, without end; ``global_size`` is the number of this trainer's samples."""
+        is_over = threading.Event()
+        return BatchStream(self._read(is_over), is_over=is_over)
+
+    def invalid_rows(self) -> InvalidRowReport:
+        """Return the invalid rows read so far."""
+        return self._log.report()
+
+    def _read(self, is_over: threading.Event) -> Generator[Batch, None, None]:
+        layout, spec, num_read = stream_layout(self._config), self._encoder.input_spec, 0
+        with closing(_read_steps(self._config, self._unit, self._partitions, is_over)) as steps:
+            for messages in steps:
+                if not messages:
+                    yield Batch.empty(len(spec.dense_features), len(spec.sparse_features))
+                    continue
+                block, invalid = _parse(self._unit.name, messages, layout)
+                self._log.add(Path(self._unit.name), len(block.source_rows_B), invalid)
+                num_read += len(messages)
+                if (
+                    num_read > MAX_LEADING_INVALID
+                ):  # enough for a fraction; a topic has no end at which to check
+                    self._log.finish()
+                yield block_batch(self._encoder.encode(block), spec, block.targets)

@@ -1,0 +1,89 @@
+"""Runs on a Kafka topic: rows that come while they train, kills, and another number of trainers."""
+
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli.test_streams import assert_equal, final_state, is_printed, records
+from support.commands import COMMAND_SECONDS, eventually, output_of, run, settings, started
+from support.mock_kafka import MockKafka
+
+SENT = 40  # rows of each partition per step: a quarter of the batch, 4 partitions
+
+
+@pytest.fixture
+def kafka() -> Iterator[MockKafka]:
+    with MockKafka() as cluster:
+        yield cluster
+
+
+def send(kafka: MockKafka, topic: str, steps: range) -> None:
+    """Send the rows of some steps; one of a partition is invalid in each step."""
+    for partition in range(4):
+        rng = np.random.default_rng([partition, steps.start])
+        users = rng.integers(50, size=SENT * len(steps))
+        rows = [f"{(user % 3 == 0) * 1},{rng.random():.4f},u{user}" for user in users]
+        for each in range(5 if partition == 2 else len(rows), len(rows), SENT):
+            rows[each] = "1,x,u1"
+        kafka.send(topic, partition, rows)
+
+
+def common(kafka: MockKafka, topic: str, folder: str, hours: float = 0.001) -> list[str]:
+    stream = f"kafka(brokers = '{kafka.brokers}', topic = '{topic}', wait_hours = {hours})"
+    return settings(
+        data={
+            "format": "csv",
+            "stream": stream,
+            "columns": ["label", "price", "user"],
+            "dense": "price",
+            "sparse": "user",
+            "vocabulary": "grow",
+            "numeric_scaling": "none",  # a sample would depend on the rows that are there at the start
+        },
+        embedding={"dim": 4, "optimizer": "adam"},
+        train={"batch_size": 4 * SENT, "dtype": "float64", "log_every_steps": 1},
+        checkpoint={"every_steps": 7},
+        dense={"device": "cpu"},
+        run={"folder": folder},
+    )
+
+
+def test_killed_and_resized_runs_lose_and_repeat_no_row(kafka: MockKafka, tmp_path: Path) -> None:
+    for topic in ("whole", "parts"):
+        send(kafka, topic, range(20))
+    with started(["launch", *common(kafka, "parts", "parts", 1)], tmp_path) as command:
+        assert eventually(partial(is_printed, command, "step 12 "), COMMAND_SECONDS), command.stderr
+        command.role("trainer 1").kill()
+        assert eventually(partial(is_printed, command, "waiting for rows"), COMMAND_SECONDS), command.stderr
+        for topic in ("whole", "parts"):
+            send(kafka, topic, range(20, 30))
+        assert eventually(partial(is_printed, command, "step 30 "), COMMAND_SECONDS), command.stderr
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait().code == 130
+    for topic in ("whole", "parts"):
+        send(kafka, topic, range(30, 40))
+    more = [*common(kafka, "parts", "parts")[2:4], *settings(cluster={"trainers": 3})]  # the stream
+    output_of(["launch", "--resume", "parts", *more], tmp_path)
+    printed = output_of(["launch", *common(kafka, "whole", "whole")], tmp_path)
+    assert "skipped 40 invalid row(s), such as whole:" in printed
+    assert [each["num_samples"] for each in records(tmp_path / "parts", "unit")] == [40 * (4 * SENT - 1)]
+    assert_equal(final_state(tmp_path / "parts"), final_state(tmp_path / "whole"), 1e-9)
+
+
+def test_topic_is_that_of_one_process(kafka: MockKafka, tmp_path: Path) -> None:
+    send(kafka, "compared", range(12))
+    more = settings(cluster={"trainers": 3}, train={"update": "lookahead"})
+    printed = output_of(["compare", "--steps", 10, *common(kafka, "compared", "run"), *more], tmp_path)
+    assert "equal up to rounding" in printed
+
+
+def test_resume_with_another_topic_is_refused(kafka: MockKafka, tmp_path: Path) -> None:
+    for topic in ("first", "second"):
+        send(kafka, topic, range(3))
+    output_of(["launch", *common(kafka, "first", "run")], tmp_path)
+    ended = run(["launch", "--resume", "run", *common(kafka, "second", "run")[2:4]], tmp_path)
+    assert ended.code == 1
+    assert "second" in ended.stderr

@@ -1,0 +1,34 @@
+"""A Kafka cluster of librdkafka, in this process; other processes reach it over loopback."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import pytest
+
+
+class MockKafka:
+    """A cluster that creates a topic, with 4 partitions, when messages are sent to it."""
+
+    def __init__(self) -> None:
+        kafka: Any = pytest.importorskip("confluent_kafka", reason="needs the extra kafka")
+        self._producer = kafka.Producer(
+            {"bootstrap.servers": "unused", "test.mock.num.brokers": 2, "log_level": 0, "linger.ms": 50}
+        )
+        brokers = self._producer.list_topics(timeout=30).brokers.values()
+        self.brokers = ",".join(f"{each.host}:{each.port}" for each in brokers)
+
+    def send(self, topic: str, partition: int, rows: Sequence[str | bytes | None]) -> None:
+        for row in rows:
+            while True:
+                try:
+                    self._producer.produce(topic, row, partition=partition)
+                    break
+                except BufferError:
+                    self._producer.flush(30)
+        assert not self._producer.flush(30)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._producer
