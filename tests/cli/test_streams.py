@@ -41,14 +41,19 @@ COMMON = settings(
 
 
 def write_day(folder: Path, day: int) -> None:
-    """Write a day, whose last file completes it; new users come every day."""
+    """Write a day, whose last file completes it; new users come every day.
+
+    The second file has invalid rows, so one trainer has read its lanes before the other.
+    """
     rng = np.random.default_rng(day)
     path = folder / f"log/day={day}"
     path.mkdir(parents=True)
     for part in range(3):
         user = rng.integers(50 * day, 50 * day + 100, size=ROWS // 3)
+        label = (rng.random(ROWS // 3) < 0.2 + 0.6 * (user % 2)).astype(np.int8)
+        label[: 80 * (part == 1)] = 7
         columns = {
-            "label": (rng.random(ROWS // 3) < 0.2 + 0.6 * (user % 2)).astype(np.int8),
+            "label": label,
             "price": rng.random(ROWS // 3),
             "user": user,
             "item": [f"i{i}" for i in rng.integers(30, size=ROWS // 3)],
@@ -67,8 +72,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def importances(folder: Path) -> list[list[int]]:
-    """Return the weights of all rows of each day."""
-    return [pq.read_table(folder / f"log/day={day}")["importance"].to_pylist() for day in (1, 2, 3)]
+    """Return the weights of the valid rows of each day."""
+    days = (pq.read_table(folder / f"log/day={day}", filters=[("label", "<", 2)]) for day in (1, 2, 3))
+    return [day["importance"].to_pylist() for day in days]
 
 
 def final_state(folder: Path) -> tuple[Snapshot, dict[str, torch.Tensor]]:
@@ -175,7 +181,8 @@ def test_file_that_changes_ends_the_resume(folder: Path) -> None:
     here = folder / "other"
     output_of(["launch", *COMMON, *settings(run={"folder": "run"}, train={"max_steps": 9})], here)
     file = here / "log/day=1/part-1.parquet"
-    file.write_bytes(file.read_bytes() + b"more")
+    rows = pq.read_table(file)
+    pq.write_table(rows.take(pa.array(range(len(rows))[::-1])), file)
     ended = run(["launch", "--resume", "run", *settings(train={"max_steps": 20})], here)
     assert ended.code == 1
     assert str(file.relative_to(here)) in ended.stderr

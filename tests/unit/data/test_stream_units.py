@@ -125,6 +125,17 @@ def test_stream_continues_at_any_step_with_other_trainers(name: str, tmp_path: P
         stream.close()
 
 
+def test_rows_of_a_block_are_shuffled_unless_the_order_is_kept(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", table(0, 4000))
+    orders = []
+    for shuffle in ("none", "rows", "rows"):
+        config = configure(str(tmp_path / "a.parquet"), "parquet", f'data.shuffle = "{shuffle}"')
+        (batches,) = read(config, *first_unit(config), 1)
+        orders.append(torch.cat([batch.dense_features[:, 0] for batch in batches]).tolist())
+    assert orders[0] == [*range(4000)]
+    assert orders[1] == orders[2] != orders[0]
+
+
 def test_streamed_row_means_what_a_prepared_row_means(tmp_path: Path) -> None:
     write(tmp_path / "day/a.parquet", table(1, 5000))
     for vocabulary in ("grow", "hash(500)"):
