@@ -162,15 +162,9 @@ class Trainer:
                 a ranking loss, a split group; or ids of an unweighted feature have weights.
         """
         self.close()
-        spec = self._spec
-        empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
         batches = make_batches(self._index)
         checked = self._check_batches(batches)
-        local = [*checked] if isinstance(batches, Sequence) else checked
-        num_tasks = len(self._config.task_specs)
-        has_ranking = self._config.has_ranking_loss
-        aligned = align_batches(local, empty, self._group, self._engine.device, num_tasks, has_ranking)
-        self._engine.feed.begin(aligned, steps_before)
+        self._begin_aligned([*checked] if isinstance(batches, Sequence) else checked, steps_before)
         report = self._train(None)
         self._engine.feed.rejoin()
         return report
@@ -188,7 +182,7 @@ class Trainer:
         config = self._config
         self._lanes = open_reader(config, encoder, unit, self._index, config.cluster.trainers)
         self._stream = self._lanes.batches()
-        self._begin_unit(self._stream, steps_before)
+        self._begin_aligned(self._stream, steps_before)
 
     def train_on_unit(self, num_steps: int, steps_before: int) -> TrainerReport:
         """Take up to ``num_steps`` steps of the opened unit; fewer if the unit ends on all trainers.
@@ -198,16 +192,18 @@ class Trainer:
         """
         if self._config.data.is_topic:  # no look-ahead: the rows of later steps may come later
             assert self._stream is not None
-            self._begin_unit(itertools.islice(self._stream, num_steps), steps_before)
+            self._begin_aligned(itertools.islice(self._stream, num_steps), steps_before)
         report = self._train(num_steps)
         if len(report.losses) < num_steps:
             self._engine.feed.rejoin()
         return report
 
-    def _begin_unit(self, batches: Iterator[Batch], steps_before: int) -> None:
-        spec, num_tasks = self._spec, len(self._config.task_specs)
+    def _begin_aligned(self, batches: Iterable[Batch], steps_before: int) -> None:
+        """Continue with batches whose number and sizes may differ between trainers."""
+        spec, config = self._spec, self._config
         empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
-        aligned = align_batches(batches, empty, self._group, self._engine.device, num_tasks)
+        tasks = len(config.task_specs), config.has_ranking_loss
+        aligned = align_batches(batches, empty, self._group, self._engine.device, *tasks)
         self._engine.feed.begin(aligned, steps_before)
 
     def lane_positions(self, step: int) -> dict[int, LanePosition]:

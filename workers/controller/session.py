@@ -72,7 +72,7 @@ class Session:
         total_steps: number of steps of the run; learning rates may depend on it.
         ids_per_sample: mean number of ids of multi-hot features, for the placement of tables.
         data_folder: a prepared data set; None for a stream, or if the caller gives batches.
-        encoder: the encoder of a stream; None otherwise.
+        encoder: the encoder of a stream; by default, that of batches of the caller.
         encoder_folder: folder with the encoder of a stream, if the run has an initial model.
         is_new: whether to read the initial model; False if a checkpoint will be loaded.
         warn: receives a line for each part of the initial model that is not found.
@@ -82,6 +82,7 @@ class Session:
         ConfigError: the initial model cannot be used.
 
     Attributes:
+        encoder: the encoder that checkpoints have if there is no ``data_folder``.
         warning: a warning to show before training; None if there is none.
         initial: the initial model; None if it is not read.
         placement: the worker of each row.
@@ -108,7 +109,7 @@ class Session:
         self.meanwhile: Callable[[], object] = lambda: None
         self.config = config
         self._data_folder = data_folder
-        self._encoder = encoder or FeatureEncoder.of_rows(input_spec)
+        self.encoder = encoder or FeatureEncoder.of_rows(input_spec)
         self._total_steps = total_steps
         self.recorded = recorded_steps(config.profile, 0, total_steps)
         source = None if data_folder is None else str(data_folder.absolute())
@@ -242,6 +243,7 @@ class Session:
             progress, reports: the counts of the run, and the reports of trainers since the last log step.
             in_background: whether roles hold copies, if workers have enough memory for copies.
         """
+        progress = {**progress, **self._own_progress()}
         is_copied = in_background and not memory_shortage(
             self.placement, [holder.role for holder in self._table_holders], MAX_FRACTION_FOR_COPIES
         )
@@ -250,16 +252,20 @@ class Session:
             transport.gather([each.call(TableShards.track_changes) for each in self._table_holders])
         texts, vocabularies = dataset_manifest.checkpoint_contents(self.config, self._data_folder)
         if self._data_folder is None:
-            texts[feature_encoder.FILE_NAME] = self._encoder.to_json()
+            texts[feature_encoder.FILE_NAME] = self.encoder.to_json()
         return HeldCheckpoint(
             folder,
-            Manifest(step, epoch, self.placement.shapes, {}, dict(metrics or {}), dict(progress)),
+            Manifest(step, epoch, self.placement.shapes, {}, dict(metrics or {}), progress),
             texts,
             reports,
             start,
             is_copied,
             vocabularies,
         )
+
+    def _own_progress(self) -> dict[str, Any]:
+        """Return what a checkpoint must have, besides the counts of the run, to continue the session."""
+        return {}
 
     def begin_delta(self, folder: StoragePath, step: int, epoch: int, parent: str) -> HeldCheckpoint:
         """Make every role hold what changed since the last delta, or the last call of :meth:`begin_save`.

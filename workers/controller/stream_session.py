@@ -6,13 +6,10 @@ import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
-
-from torch import Tensor
 
 from hybrid import transport
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
@@ -26,13 +23,13 @@ from hybrid.data.stream.kafka_partitions import Topic, advance, read_sample
 from hybrid.data.stream.units import StreamUnit, find_unit, first_unit, fit_on_blocks, fit_on_sample
 from hybrid.data.values.invalid_rows import MAX_EXAMPLES, InvalidRowReport
 from hybrid.errors import CheckpointError, DataError
-from hybrid.metrics import Metrics, check_custom_metrics
+from hybrid.metrics import check_custom_metrics
 from hybrid.storage import files as storage
 from hybrid.storage.file_formats import parse_fields
 from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import Topology
-from workers.controller.deployment import BULK_TIMEOUT_SECONDS, HeldCheckpoint
+from workers.controller.deployment import BULK_TIMEOUT_SECONDS
 from workers.controller.remote_trainer import Trainer, TrainerReport
 from workers.controller.session import DatasetSession, Session
 
@@ -84,8 +81,7 @@ class StreamSession(DatasetSession):
             unit = self._await_unit()
             if unit is None and self._topic is not None:
                 raise DataError(f"{self._topic.name}: too few rows for the first step; check data.stream")
-            unit = unit or first_unit(config.data)
-            self.unit = unit
+            self.unit = unit = unit or first_unit(config.data)
             encoder = self._fit(unit)
         else:
             encoder = FeatureEncoder.load(stored.files_folder)
@@ -106,8 +102,7 @@ class StreamSession(DatasetSession):
         )
         if self.initial is not None and self.initial.dense is not None:
             before = FeatureEncoder.load(self.initial.dense.files_folder, with_values=False)
-            encoder = with_scaling_of(before, encoder)
-        self.encoder = self._encoder = encoder
+            self.encoder = with_scaling_of(before, encoder)
 
     def has_unit(self, step: int) -> bool:
         """Return whether there is a unit to read; wait for it if necessary.
@@ -171,16 +166,7 @@ class StreamSession(DatasetSession):
         bad_rows = InvalidRowReport(dict(counts), tuple(examples))
         self.reports[TRAIN] = DatasetReport(0, (), bad_rows)
 
-    def begin_save(
-        self,
-        folder: StoragePath,
-        step: int,
-        epoch: int,
-        metrics: Metrics | None = None,
-        progress: Mapping[str, Any] = MappingProxyType({}),
-        reports: Mapping[str, Tensor] = MappingProxyType({}),
-        in_background: bool = True,
-    ) -> HeldCheckpoint:
+    def _own_progress(self) -> dict[str, Any]:
         unit = self.unit
         if unit is not None and self._is_open and self._topic is not None:
             self._add_invalid_rows(unit)
@@ -190,13 +176,11 @@ class StreamSession(DatasetSession):
                 lane: at for each in transport.gather(calls, self._meanwhile) for lane, at in each.items()
             }
             unit = replace(unit, lanes=tuple(lanes[lane] for lane in sorted(lanes)))
-        now = {
+        position = {
             "unit": None if unit is None else asdict(unit),
             "last": None if self.last is None else asdict(replace(self.last, files=(), lanes=())),
         }
-        return super().begin_save(
-            folder, step, epoch, metrics, {**progress, STREAM: now}, reports, in_background
-        )
+        return {STREAM: position}
 
     def load(self, stored: Checkpoint) -> None:
         """Load a checkpoint, and continue in the stream where it was taken.

@@ -86,11 +86,12 @@ class InputFile:
 
 def path_columns(path: StoragePath) -> dict[str, str | None]:
     """Parse the folders ``NAME=VALUE`` of a path, as Hive names them; the value None is missing."""
-    pairs = [part.split("=", 1) for part in _parts(path)[:-1] if _is_partition(part)]
+    pairs = [part.split("=", 1) for part in path_parts(path)[:-1] if _is_partition(part)]
     return {unquote(name): None if value == _NULL else unquote(value) for name, value in pairs}
 
 
-def _parts(path: StoragePath) -> list[str]:
+def path_parts(path: StoragePath) -> list[str]:
+    """Return the names of the folders and the file of a path, by which paths are sorted."""
     return path.key.split("/") if isinstance(path, RemotePath) else [*path.parts]
 
 
@@ -131,7 +132,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 def expand(text: str) -> list[StoragePath]:
     """Return the files and folders that match a pattern; a path that exists, or has no match, is returned."""
     path = parse_path(text)
-    parts = _parts(path)
+    parts = path_parts(path)
     first = next((i for i, part in enumerate(parts) if re.search(r"[*?[]", part)), len(parts))
     if first == len(parts) or storage.exists(path):
         return [path]
@@ -139,14 +140,15 @@ def expand(text: str) -> list[StoragePath]:
     if isinstance(path, RemotePath):
         above = RemotePath(path.root, "/".join(parts[:first]), path.query)
         keys = {
-            "/".join(_parts(each.path)[: len(parts)]) for each in storage.list_entries(above, is_deep=True)
+            "/".join(path_parts(each.path)[: len(parts)])
+            for each in storage.list_entries(above, is_deep=True)
         }
         matching = (key for key in keys if PurePosixPath("/", key).match(f"/{path.key}"))
         found = [RemotePath(path.root, key, path.query) for key in matching]
     else:
         found = [Path(each) for each in glob.glob(str(path))]
-    visible = [each for each in found if all(map(_is_visible, _parts(each)[first:]))]
-    return sorted(visible, key=_parts) or [path]
+    visible = [each for each in found if all(map(_is_visible, path_parts(each)[first:]))]
+    return sorted(visible, key=path_parts) or [path]
 
 
 def _is_visible(name: str) -> bool:
@@ -179,7 +181,7 @@ def _list_folder(folder: StoragePath, key: str) -> list[StoragePath]:
                 )
     if not files:
         raise DataError(f"{folder}: the folder holds no files; check {key}")
-    return sorted(files, key=_parts)
+    return sorted(files, key=path_parts)
 
 
 def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:

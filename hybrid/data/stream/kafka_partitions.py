@@ -263,8 +263,7 @@ class PartitionReader:
                 block, invalid = _parse(self._unit.name, messages, layout)
                 self._log.add(Path(self._unit.name), len(block.source_rows_B), invalid)
                 num_read += len(messages)
-                if (
-                    num_read > MAX_LEADING_INVALID
-                ):  # enough for a fraction; a topic has no end at which to check
+                # A topic has no end, so the fraction is checked once there are enough messages for one.
+                if num_read > MAX_LEADING_INVALID:
                     self._log.finish()
                 yield block_batch(self._encoder.encode(block), spec, block.targets)

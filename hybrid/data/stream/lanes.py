@@ -98,7 +98,7 @@ class StreamParser:
         """Yield the valid rows of a segment, in blocks; with data.shuffle, the rows of a block are shuffled.
 
         Args:
-            index: of the segment in its lane.
+            index: the index of the segment in its lane.
 
         Raises:
             ConfigError: the file lacks a column.
@@ -120,7 +120,7 @@ class Lane:
 
     Attributes:
         log: the invalid rows.
-        num_ready: the number of rows that are read and not yet given.
+        num_ready: the number of rows that are parsed and not yet returned.
     """
 
     def __init__(self, parser: StreamParser, segments: Sequence[Segment], position: LanePosition) -> None:
@@ -147,7 +147,7 @@ class Lane:
         return True
 
     def take(self, end: int) -> list[EncodedRows]:
-        """Give the rows until ``end`` rows are given in all, at least one; none if the lane has ended."""
+        """Return rows until ``end`` rows are returned in all: at least one, unless the lane has ended."""
         parts: list[EncodedRows] = []
         missing = max(1, end - self._num_given)
         while missing and (self._ready or self.read_ahead()):
@@ -185,7 +185,7 @@ class LaneReader:
         unit: with the position at which to start.
 
     Raises:
-        DataError: a file of the unit has changed, or cannot be read, or the position is not one of it.
+        DataError: a file cannot be read, or the position is not valid for the unit.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class LaneReader:
         of_lanes = [segments[lane::num_lanes] for lane in range(num_lanes)]
         is_parquet = config.data.format == "parquet"
         sizes = [sum(each.rows if is_parquet else each.size for each in lane) for lane in of_lanes]
-        # After s steps, lanes 0 to l have given s * batch_size * ends[l] / ends[-1] rows.
+        # After s steps, lanes 0 to l should have returned s * batch_size * ends[l] / ends[-1] rows.
         self._ends_L = np.cumsum(sizes, dtype=object)
         self._batch_size = config.train.batch_size
         starts = unit.lanes or ((0, 0, 0),) * num_lanes
@@ -245,7 +245,7 @@ class LaneReader:
                 behind.read_ahead()
 
     def _quotas(self, step: int) -> list[tuple[Lane, int]]:
-        """Return each lane with the number of rows that it has given after ``step`` steps."""
+        """Return each lane with the number of rows that it should have returned after ``step`` steps."""
         ends = [0, *(step * self._batch_size * end // max(1, self._ends_L[-1]) for end in self._ends_L)]
         return [(lane, ends[number + 1] - ends[number]) for number, lane in self._lanes.items()]
 

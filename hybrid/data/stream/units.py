@@ -29,11 +29,11 @@ from hybrid.data.encode.fitting import (
     has_several_values,
 )
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.input_files import InputFile, expand, list_files
+from hybrid.data.parse.input_files import InputFile, expand, list_files, path_parts
 from hybrid.data.parse.sources import RawBlock, Segment, parse, read_segment, split_files
 from hybrid.errors import DataError
 from hybrid.storage import files as storage
-from hybrid.storage.remote_path import StoragePath, parse_path
+from hybrid.storage.remote_path import parse_path
 
 # Small segments, so that a unit of a few files has rows for all lanes.
 SEGMENT_ROWS, SEGMENT_BYTES = 1 << 14, 4 << 20
@@ -57,11 +57,6 @@ class StreamUnit:
     lanes: tuple[LanePosition, ...] = ()  # the position of each lane after these steps; empty for the start
     offsets: tuple[int, ...] = ()  # of a Kafka topic: the next offset of each partition after these steps
 
-    @property
-    def start(self) -> StreamUnit:
-        """The unit, positioned at its start."""
-        return replace(self, step=0, lanes=())
-
     def segments(self, layout: Layout) -> list[Segment]:
         """Return the segments of all files, in order."""
         paths = [parse_path(file.path) for file in self.files]
@@ -82,8 +77,10 @@ def find_unit(data: DataSection, last: StreamUnit | None) -> StreamUnit | None:
     key, marker = PATH_KEYS[TRAIN], data.stream_call["marker"]
     for order, text in enumerate(data.path):
         for path in expand(text):
-            if last is not None and (order, _parts(path)) <= (last.order, _parts(parse_path(last.name))):
-                continue
+            if last is not None:
+                before = path_parts(parse_path(last.name))
+                if (order, path_parts(path)) <= (last.order, before):
+                    continue
             found = storage.find_entry(path)
             if found is None:
                 continue
@@ -100,10 +97,6 @@ def first_unit(data: DataSection) -> StreamUnit:
         paths = ", ".join(data.path)
         raise DataError(f"{paths}: no complete file or folder; check {PATH_KEYS[TRAIN]} and data.stream")
     return unit
-
-
-def _parts(path: StoragePath) -> list[str]:
-    return str(path).split("/")
 
 
 def fit_on_sample(config: RunConfig, unit: StreamUnit, report: Callable[[str], None]) -> FeatureEncoder:
