@@ -62,7 +62,7 @@ def main() -> None:
 
     def score(batch: dict[str, Tensor]) -> tuple[Tensor]:
         users_BD, _ = model(batch)
-        return (recall((users_BD @ items_ID.mT).cpu(), batch["item"]),)
+        return (recall(users_BD @ items_ID.mT, batch["item"]),)
 
     (recall_N,) = scores(cluster, score, test)
     best_N = recall(known_models.choice_logits()[test["user"]], test["item"])

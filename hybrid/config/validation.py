@@ -30,7 +30,8 @@ from hybrid.config.task_sections import TaskSection, check_tasks
 from hybrid.errors import ConfigError
 
 FINITE_SCHEDULES = ("cosine", "polynomial", "one_cycle")
-_DEVICE = r"(cpu|cuda:(0|[1-9][0-9]*))"
+_GPU = "(cuda|xpu|npu)"  # what torch calls an accelerator; NVIDIA and AMD are cuda
+_DEVICE = rf"(cpu|{_GPU}:(0|[1-9][0-9]*))"
 _WHOLE_MATRIX_OPTIMIZERS = ("Adafactor", "Muon")
 
 
@@ -192,7 +193,7 @@ def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> 
 
 def _check_dense(config: RunConfig) -> None:
     dense = config.dense
-    if not re.fullmatch(rf"auto|cuda|{_DEVICE}(\s*,\s*{_DEVICE})*", dense.device):
+    if not re.fullmatch(rf"auto|{_GPU}|{_DEVICE}(\s*,\s*{_DEVICE})*", dense.device):
         rule = "must be auto, cpu, cuda, cuda:N, or several such as cuda:0,cuda:1"
         raise ConfigError("dense.device", rule, dense.device)
     for name, group in config.dense_groups.items():

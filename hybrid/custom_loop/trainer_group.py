@@ -12,19 +12,14 @@ from hybrid.updates.ticket import DIFFERENT_BATCHES
 
 
 class TrainerGroup:
-    """The trainers of a custom loop. All trainers must call the same methods in the same order.
+    """The trainers of a custom loop. All trainers must call the same methods in the same order."""
 
-    Args:
-        device: device of the tensors that the collectives of the group accept.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.device = device
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of all trainers' tensors."""
-        total = values.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
+        """Return the sum of all trainers' tensors, on the CPU."""
+        total = values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         if self.group.size() > 1:
             dist.all_reduce(total, group=self.group)
         return total
@@ -55,8 +50,8 @@ class TrainerGroup:
             DataError: trainers read different batches.
         """
         if self.group.size() > 1:
-            local = torch.tensor([checksum], dtype=torch.int64, device=self.device)
-            if bool((self.gather(local) != local.cpu()).any()):
+            local = torch.tensor([checksum], dtype=torch.int64)
+            if bool((self.gather(local) != local).any()):
                 raise DataError(f"trainers {DIFFERENT_BATCHES}")
 
 
@@ -69,7 +64,7 @@ class _GatherWithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, trainers: TrainerGroup) -> Tensor:
-        slices = gather_slices(values, trainers.group, trainers.device)
+        slices = gather_slices(values.cpu(), trainers.group)
         ctx.trainers, ctx.sizes = trainers, [len(each) for each in slices]
         return torch.cat(slices).to(values.device)
 

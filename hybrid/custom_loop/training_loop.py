@@ -54,10 +54,10 @@ from hybrid.embedding.bags import Bags
 from hybrid.embedding.trainer.embeddings import ModuleTables
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.engine.ddp import DensePlacement
-from hybrid.engine.hybrid_model import to_device
 from hybrid.engine.losses import weighted_summand
 from hybrid.engine.step_engine import StepEngine, seed_step
 from hybrid.errors import ConfigError, DataError, first_line
+from hybrid.primitives.device_copies import to_device
 from hybrid.primitives.step_timings import StepClock
 from hybrid.updates.barrier import UpdateBarrier
 from hybrid.updates.ticket import Purpose, Ticket
@@ -164,7 +164,7 @@ class TrainingLoop:
             is_single_process=backend.is_single_process,
         )
         self.model = self._engine.model
-        self.trainers = TrainerGroup(backend.group, self._engine.device)
+        self.trainers = TrainerGroup(backend.group)
         self.history = PassHistory(self.warnings)
         self._state = StepState.NEW
         # The running training pass and the running evaluation pass.
@@ -380,8 +380,9 @@ class TrainingLoop:
         self._is_trying = True
         try:
             size_of(batch)  # the script may have added tensors of other sizes
-            devices = [self.device] if self.device.type == "cuda" else []
-            with torch.no_grad(), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+            kind = self.device.type
+            forked = torch.random.fork_rng([] if kind == "cpu" else [self.device], device_type=kind)
+            with torch.no_grad(), forked, torch.compiler.set_stance("force_eager"):
                 copy.deepcopy(self.model.net, shared)(cut(batch, 0, size))
         except Exception as error:  # user code may raise anything
             return error
@@ -438,7 +439,8 @@ class TrainingLoop:
             )
         # The workers wait for the gradients of every lookup, even if the module called no table.
         self._use_prefetched(current)
-        loss = local_loss + torch.stack(current.zeros).sum().to(local_loss)
+        zero = torch.stack(current.zeros).sum().to(local_loss.dtype)
+        loss = local_loss + to_device(zero, local_loss.device)
         current.num_lookups += len(current.zeros)
         if current.num_lookups != current.ticket.part + 1:  # not one lookup per micro-batch so far
             parts = current.num_lookups if current.is_last else _MANY_PARTS

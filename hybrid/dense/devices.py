@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from hybrid.config import DenseSection
 from hybrid.errors import ConfigError
@@ -14,36 +15,66 @@ def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
 
     With ``auto``, that is a GPU if the machine has one: trainers are spread over its GPUs by LOCAL_RANK
     (which torchrun sets) or SLURM_LOCALID, or else by trainer index. ``cuda`` does the same and requires one.
+    What torch calls an accelerator is a GPU here.
 
     Raises:
         ConfigError: there is no such device here.
     """
+    gpus = _gpus()
     if section.devices:
-        return [_find(setting) for setting in section.devices]
-    num_gpus = _num_gpus()
-    if section.device == "auto" and not num_gpus:
+        return [_find(setting, gpus) for setting in section.devices]
+    if section.device == "auto" and not gpus:
         return [torch.device("cpu")]
-    if section.device in ("auto", "cuda") and num_gpus:
+    if gpus and section.device in ("auto", gpus[0].type):
         local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or trainer)
-        return [torch.device("cuda", local_rank % num_gpus)]
-    return [_find(section.device)]
+        return [gpus[local_rank % len(gpus)]]
+    return [_find(section.device, gpus)]
 
 
-def _find(setting: str) -> torch.device:
-    num_gpus = _num_gpus()
-    if setting != "cpu" and setting not in [f"cuda:{index}" for index in range(num_gpus)]:
-        raise ConfigError("dense.device", f"this machine has {num_gpus} GPU(s)", setting)
-    return torch.device(setting)
+def _find(setting: str, gpus: Sequence[torch.device]) -> torch.device:
+    devices = {str(device): device for device in (torch.device("cpu"), *gpus)}
+    if setting not in devices:
+        raise ConfigError("dense.device", f"this machine has {', '.join(devices)}", setting)
+    return devices[setting]
 
 
-def _num_gpus() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+def _gpus() -> list[torch.device]:
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    return [] if gpu is None else [torch.device(gpu.type, i) for i in range(torch.accelerator.device_count())]
+
+
+def device_id(device: torch.device) -> str:
+    """Return the type of a device, and what tells a GPU from all others of a cluster.
+
+    The index does not, since engines such as Ray and Slurm may show each trainer a single GPU as number 0.
+    """
+    if device.type == "cpu":
+        return device.type
+    return f"{device.type} {torch.get_device_module(device).get_device_properties(device).uuid}"
 
 
 def choose_backend(devices: Sequence[str]) -> str:
-    """Return the process group backend for trainers on ``devices``, each "ID of the host/device".
+    """Return the backend of the trainers' process group.
 
-    NCCL needs one GPU per trainer; gloo supports everything else, also shared GPUs.
+    NCCL reduces what is on GPUs, the gradients and parameters of the dense net, if each trainer has its own
+    GPU. Gloo reduces what is on CPUs, and everything if trainers share a GPU or one computes on a CPU.
+
+    Args:
+        devices: the :func:`device_id` of each trainer's first device.
     """
-    own_gpus = len(set(devices)) == len(devices) and all("/cuda" in device for device in devices)
-    return "nccl" if own_gpus else "gloo"
+    if "cpu" in devices or len(set(devices)) < len(devices):
+        return "gloo"
+    kind = devices[0].partition(" ")[0]
+    return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+
+
+def describe_device(device: torch.device, num_trainers: int) -> str:
+    """Return a clause about a trainer's GPU and the sums of gradients there; empty for a CPU."""
+    if device.type == "cpu":
+        return ""
+    name = f" on {device} ({torch.get_device_module(device).get_device_name(device)})"
+    if num_trainers == 1:
+        return name
+    backend = "NCCL" if device.type == "cuda" else dist.get_default_backend_for_device(device)
+    shared = "gloo, since not every trainer has its own GPU"
+    return f"{name}, gradients summed by {shared if dist.get_backend() == 'gloo' else backend}"

@@ -104,6 +104,9 @@ def _split(model: HybridModel, dense: DenseSection, device: torch.device) -> Den
     The group computes every stage with parameters together, even if none of them is split: full parameters
     must see the samples of the whole group, as shards do.
     """
+    if device.type != "cpu" and dist.get_backend() == "gloo":
+        rule = "needs a GPU for each trainer: gloo, by which trainers share one, cannot gather from it"
+        raise ConfigError("dense.tensor_size", rule, dense.tensor_size)
     mesh = trainer_mesh(dense.tensor_size, device.type)
     if dense.tensor_plan:
         plans = parse_plan(dense.tensor_plan, model.net)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch
 from hybrid.dense.net_builder import name_layer
 from hybrid.models.dense_net import DenseNet
+from hybrid.primitives.device_copies import to_device
 from hybrid.primitives.step_timings import StepClock
 from hybrid.updates.ticket import Ticket
 
@@ -192,23 +193,3 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for each, is_training in modes:
             each.training = is_training
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return ``tensor`` on ``device``; copies to a GPU are asynchronous, from pinned memory."""
-    if device.type == "cpu":
-        return tensor
-    moved: Tensor = _ToDevice.apply(tensor, device)  # type: ignore[no-untyped-call]
-    return moved
-
-
-class _ToDevice(torch.autograd.Function):
-    """An asynchronous copy; ``pin_memory`` has no derivative."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, tensor: Tensor, device: torch.device) -> Tensor:
-        return tensor.pin_memory().to(device, non_blocking=True)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].cpu(), None

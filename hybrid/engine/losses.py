@@ -21,9 +21,9 @@ from torch import Tensor
 
 from hybrid.batch import Batch, by_task, split_outputs
 from hybrid.config import TaskSection
-from hybrid.engine.hybrid_model import to_device
 from hybrid.engine.ranking_losses import RANKING
 from hybrid.errors import ConfigError
+from hybrid.primitives.device_copies import to_device
 from hybrid.user_code.user_modules import describe_error, load_function
 
 # Takes outputs_B, or outputs_BC of C classes, labels_B, and the keyword reduction, "none" or "mean".

@@ -50,8 +50,8 @@ def seed_step(seed: int, trainer: int, step: int, devices: Iterable[torch.device
     np.random.seed(digest % 2**32)
     torch.default_generator.manual_seed(digest)
     for device in devices:
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(digest)
+        if device.type != "cpu":
+            torch.get_device_module(device).default_generators[device.index].manual_seed(digest)
 
 
 class StepEngine(Generic[AnySamples]):
@@ -66,7 +66,6 @@ class StepEngine(Generic[AnySamples]):
     Attributes:
         model: the module under DDP, and the gradients of its parameters.
         feed: the micro-batches of each step, and the number of steps taken.
-        device: on which ``group`` reduces.
     """
 
     def __init__(
@@ -97,11 +96,9 @@ class StepEngine(Generic[AnySamples]):
             is_cpu, seconds = devices[0].type == "cpu", config.cluster.timeout_seconds
             shared_reduce = SharedSlots.join(placement.group, group.rank(), num_bytes, is_cpu, seconds)
         self.model = DdpModel(model, mode, placement, clock, shared_reduce)
-        is_nccl = not is_single_process and dist.get_backend(group) == "nccl"
-        self.device = devices[0] if is_nccl else torch.device("cpu")
         hosted_tables = list(workers.values())
         guarded = hosted_tables if remote_net is None else [*hosted_tables, remote_net]
-        self._guard = Guard(rules, guarded, group, self.device)
+        self._guard = Guard(rules, guarded, group)
         self._spans_processes = not is_single_process and (
             rules.mode is UpdateMode.SYNC or remote_net is not None
         )

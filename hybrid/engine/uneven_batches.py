@@ -17,7 +17,6 @@ def align_batches(
     batches: Iterable[Batch],
     empty: Batch,
     group: dist.ProcessGroup,
-    device: torch.device,
     num_tasks: int = 1,
     has_ranking: bool = False,
 ) -> Iterator[Batch]:
@@ -30,23 +29,22 @@ def align_batches(
 
     Args:
         group: all trainers, each of which must iterate.
-        device: on which ``group`` reduces.
         num_tasks: columns of the weights.
         has_ranking: whether there is a ranking loss; :meth:`Batch.check_groups` has checked the groups.
 
     Raises:
         DataError: a group is split between trainers.
     """
-    most_steps = torch.tensor(len(batches) if isinstance(batches, Sequence) else _UNKNOWN, device=device)
+    most_steps = torch.tensor(len(batches) if isinstance(batches, Sequence) else _UNKNOWN)
     dist.all_reduce(most_steps, dist.ReduceOp.MAX, group=group)
     remaining = iter(batches)
 
     def exchange(num_batches: int) -> list[tuple[Batch | None, Tensor]]:
         own = [next(remaining, None) for _ in range(num_batches)]
         sums = [_sums(batch, num_tasks, has_ranking) for batch in own]
-        totals = torch.tensor(sums, dtype=torch.float64, device=device)
+        totals = torch.tensor(sums, dtype=torch.float64)
         dist.all_reduce(totals, group=group)
-        return list(zip(own, totals.cpu(), strict=True))
+        return list(zip(own, totals, strict=True))
 
     is_known = int(most_steps) < _UNKNOWN
     while steps := exchange(int(most_steps) if is_known else 1):
@@ -54,7 +52,7 @@ def align_batches(
             if not step_totals[0]:
                 return
             if has_ranking:
-                _check_no_split_group(batch, group, device)
+                _check_no_split_group(batch, group)
             yield _with_totals(batch, empty, step_totals, num_tasks)
         if is_known:
             return
@@ -88,11 +86,11 @@ def _with_totals(batch: Batch | None, empty: Batch, step_totals: Tensor, num_tas
     )
 
 
-def _check_no_split_group(batch: Batch | None, group: dist.ProcessGroup, device: torch.device) -> None:
+def _check_no_split_group(batch: Batch | None, group: dist.ProcessGroup) -> None:
     """Raise DataError if several trainers have samples of one group in a step."""
     groups = None if batch is None else batch.groups
     local_U = torch.empty(0, dtype=torch.int64) if groups is None else groups.unique()
-    slices = gather_slices(local_U, group, device)
+    slices = gather_slices(local_U, group)
     groups_U, counts_U = torch.cat(slices).unique(return_counts=True)
     if bool((counts_U > 1).any()):
         split = groups_U[counts_U > 1][0]
@@ -102,15 +100,14 @@ def _check_no_split_group(batch: Batch | None, group: dist.ProcessGroup, device:
         )
 
 
-def gather_slices(values: Tensor, group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
-    """Return the tensors of all trainers, on ``device``, in rank order; all trainers must call it.
+def gather_slices(values: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the tensors of all trainers in rank order; all trainers must call it.
 
     Args:
-        values: the local tensor, (n, ...); n may differ between trainers, and may be 0.
-        device: on which the collectives of ``group`` take tensors.
+        values: the local tensor of the CPU, (n, ...); n may differ between trainers, and may be 0.
     """
-    local = torch.tensor([len(values)], device=device)
+    local = torch.tensor([len(values)])
     counts = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(counts, local, group=group)
     sizes = [int(each) for each in counts]
-    return list(gather_rows(values.to(device), sizes, group).split(sizes))
+    return list(gather_rows(values, sizes, group).split(sizes))

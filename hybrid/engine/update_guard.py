@@ -48,7 +48,6 @@ class Guard:
 
     Args:
         hosted: all modules on workers that wait for decisions.
-        device: on which ``group`` reduces.
     """
 
     def __init__(
@@ -56,12 +55,10 @@ class Guard:
         rules: UpdateRules,
         hosted: Sequence[GuardedModule],
         group: dist.ProcessGroup,
-        device: torch.device,
     ) -> None:
         self._rules = rules
         self._hosted = hosted
         self._group = group
-        self._device = device
         self._sent: list[PendingResult[None]] = []
 
     def check_loss(self, step: int, loss: float, find: Callable[[], str]) -> None:
@@ -98,7 +95,7 @@ class Guard:
             return 1.0
         norms = [each.squared_norm(step) for each in self._hosted]
         summand = squared_norm if math.isfinite(loss) else math.nan
-        of_trainers = torch.tensor(summand, dtype=torch.float64, device=self._device)
+        of_trainers = torch.tensor(summand, dtype=torch.float64)
         if self._group.size() > 1:
             dist.all_reduce(of_trainers, group=self._group)
         total = of_trainers.item() + sum(norm.wait() for norm in norms)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmark import compare, links, prepare
-from benchmark.systems import SYSTEMS
+from benchmark.systems import ON_CPU, ON_GPU
 from benchmark.workloads import WORKLOADS
 from hybrid.errors import HybridError
 
@@ -53,16 +53,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    text = "all systems on the same workloads; the default command"
-    command = commands.add_parser("compare", help=text, description=text, parents=[shared])
-    command.set_defaults(run=compare.run)
-    _add_names(command, "--workloads", WORKLOADS)
-    _add_names(command, "--systems", SYSTEMS)
+    compared = argparse.ArgumentParser(add_help=False, parents=[shared])
     steps = ", ".join(f"{count} of {name}" for name, count in compare.TIMED_STEPS.items())
-    command.add_argument("--quick", action="store_true", help="one short round, within six minutes")
-    command.add_argument("--steps", type=int, metavar="N", help=f"timed steps (default: {steps})")
+    compared.add_argument("--quick", action="store_true", help="one short round, within six minutes")
+    compared.add_argument("--steps", type=int, metavar="N", help=f"timed steps (default: {steps})")
     text = f"rounds through all systems (default: {compare.ROUNDS})"
-    command.add_argument("--rounds", type=int, metavar="N", help=text)
+    compared.add_argument("--rounds", type=int, metavar="N", help=text)
+    compared.set_defaults(run=compare.run)
+
+    text = "all systems on the same workloads; the default command"
+    command = commands.add_parser("compare", help=text, description=text, parents=[compared])
+    _add_names(command, "--workloads", [name for name in WORKLOADS if name != "W7"])
+    _add_names(command, "--systems", ON_CPU)
+
+    text = "trainers on one GPU, and on the CPUs of the same machine"
+    command = commands.add_parser("gpu", help=text, description=text, parents=[compared])
+    _add_names(command, "--workloads", ["W1", "W2", "W3", "W7"])
+    _add_names(command, "--systems", ["one-process", "ours-sync", "ours-lookahead", *ON_GPU])
 
     text = "two hosts with a slow link between them, as root, within ten minutes"
     command = commands.add_parser("links", help=text, description=text, parents=[shared])

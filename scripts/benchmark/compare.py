@@ -17,10 +17,10 @@ from hybrid.errors import HybridError
 
 ROUNDS = 3
 # Timed steps by workload: a few seconds for the fastest system on two cores.
-TIMED_STEPS = {"W1": 60, "W2": 160, "W3": 400, "W4": 200, "W5": 80, "W6": 400}
+TIMED_STEPS = {"W1": 60, "W2": 160, "W3": 400, "W4": 200, "W5": 80, "W6": 400, "W7": 40}
 _WARM_UP_STEPS = 10
 # For --quick: all systems and workloads within six minutes.
-_QUICK_STEPS = {"W1": 8, "W2": 12, "W3": 40, "W4": 40, "W5": 12, "W6": 80}
+_QUICK_STEPS = {"W1": 8, "W2": 12, "W3": 40, "W4": 40, "W5": 12, "W6": 80, "W7": 4}
 _QUICK_WARM_UP_STEPS = 4
 _BASELINES = {"torchrec": "x TorchRec", REFERENCE: "x one process"}
 # Of the size of a loss: five digits. Rounding comes to 1e-6 after hundreds of steps; rows that move twice as
@@ -60,6 +60,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         wrong_losses = find_wrong_losses(measurements)
         errors = [f"ERROR: {', '.join(pair)}: {text}" for pair, text in (failures | wrong_losses).items()]
         tables = [_speed_table(name, measurements, failures, wrong_losses) for name in steps]
+        if on_gpus := [each for each in measurements if each.gpu]:
+            tables.append(_gpu_table(on_gpus))
         values = {**origin, "errors": errors, "measurements": [dataclasses.asdict(m) for m in measurements]}
         report.write(folder, values, [*notes, *errors], tables)
     report.show(console, folder, [*notes, *errors], tables)
@@ -121,6 +123,22 @@ def _speed_table(
         )
     for name in (system for of, system in failures if of == workload):
         table.add_row(SYSTEMS[name].title, "FAILED")
+    return table
+
+
+def _gpu_table(measurements: Sequence[Measurement]) -> Table:
+    """Return what the GPU of trainer 0 does in a step."""
+    header = ("workload, system", "kernels", "to the GPU", "from the GPU", "pageable copies")
+    table = report.new_table("a step on the GPU of trainer 0", *header)
+    for m in measurements:
+        step = m.gpu[0]
+        table.add_row(
+            f"{m.workload}, {SYSTEMS[m.system].title}",
+            f"{step['kernels']:.0f}, {step['kernel_ms']:.2f} ms",
+            f"{step['to_gpu_mb']:.2f} MB, {step['to_gpu_ms']:.2f} ms",
+            f"{step['from_gpu_mb']:.2f} MB, {step['from_gpu_ms']:.2f} ms",
+            f"{step['pageable']:.1f}",
+        )
     return table
 
 

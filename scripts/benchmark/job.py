@@ -59,7 +59,13 @@ class Job:
         losses += train(range(self.num_warm_up, total))
         seconds = time.perf_counter() - start
         cpu_seconds += _cpu_seconds(self.bench_pid)
-        result = {"seconds": seconds, "cpu_seconds": cpu_seconds, "losses": losses}
+        self._write({"seconds": seconds, "cpu_seconds": cpu_seconds, "losses": losses})
+
+    def add_result(self, name: str, value: object) -> None:
+        """Add a value to the written result."""
+        self._write(json.loads(Path(self.result).read_text(encoding="utf-8")) | {name: value})
+
+    def _write(self, result: dict[str, object]) -> None:
         Path(self.result).write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -1,7 +1,11 @@
 """This project, started by ``hybrid run benchmark.ours:train_job``."""
 
+import json
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
+from pathlib import Path
 
+from benchmark.gpu_trace import traced
 from benchmark.job import Job
 from benchmark.workloads import WORKLOADS
 from hybrid.batch import Batch
@@ -9,29 +13,48 @@ from hybrid.config import RunConfig
 from hybrid.topology import Topology
 from workers.controller.session import Session
 
+_TRACED_STEPS = 10
+
 
 def train_job(topology: Topology, config: RunConfig) -> None:
     """Train the job of this process on the cluster."""
     job = Job.from_environment()
     input_spec, num_steps = job.workload.input_spec, job.num_warm_up + job.num_steps
     hotness = float(job.workload.hotness)
+    trainers = config.cluster.trainers
     ids_per_sample = {each.name: hotness for each in input_spec.sparse_features if each.multi_hot}
     session = Session(topology, config, input_spec, num_steps, ids_per_sample=ids_per_sample)
 
     def train(steps: range) -> list[float]:
-        reports = session.train_on(partial(select_batches, job.workload_name, steps), steps.start)
+        select = partial(select_batches, job.workload_name, trainers, steps)
+        reports = session.train_on(select, steps.start)
         return [sum(losses) for losses in zip(*(each.losses for each in reports), strict=True)]
 
     job.measure(train)
+    if config.dense.device != "cpu":
+        of_trainers = [Path(f"{job.result}-{index}") for index in range(trainers)]
+        steps = range(num_steps, num_steps + _TRACED_STEPS)
+        num_ahead = 0 if config.train.update == "sync" else 2
+        trace = partial(trace_batches, job.workload_name, trainers, steps, num_ahead, of_trainers)
+        session.train_on(trace, num_steps)
+        job.add_result("gpu", [json.loads(each.read_text(encoding="utf-8")) for each in of_trainers])
     session.close()
 
 
-def select_batches(workload_name: str, steps: range, trainer: int) -> list[Batch]:
-    """Return the batches of a trainer for some steps."""
-    batches = _make_batches(workload_name, trainer)
+def select_batches(workload_name: str, trainers: int, steps: range, trainer: int) -> list[Batch]:
+    """Return the batches of one of ``trainers`` for some steps."""
+    batches = _make_batches(workload_name, trainers, trainer)
     return [batches[step % len(batches)] for step in steps]
 
 
+def trace_batches(
+    workload_name: str, trainers: int, steps: range, num_ahead: int, files: Sequence[Path], trainer: int
+) -> Iterator[Batch]:
+    """Yield the batches of a trainer for some steps, whose trace is summed up in its file."""
+    return traced(select_batches(workload_name, trainers, steps, trainer), num_ahead, files[trainer])
+
+
 @cache  # the timed steps have the batches of the warm-up
-def _make_batches(workload_name: str, trainer: int) -> list[Batch]:
-    return WORKLOADS[workload_name].batches(trainer)
+def _make_batches(workload_name: str, trainers: int, trainer: int) -> list[Batch]:
+    workload = WORKLOADS[workload_name]
+    return workload.batches(trainer) if trainers == workload.trainers else workload.global_batches()

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -44,6 +45,7 @@ def origin(interpreters: Iterable[str]) -> dict[str, Any]:
         "commit": _output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
         "cpu": next(names, platform.machine()),
         "cores": len(os.sched_getaffinity(0)),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "load": round(os.getloadavg()[0], 2),
         "versions": {each: _versions(each) for each in dict.fromkeys(interpreters)},
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmark.gpu_trace import GpuStep
 from benchmark.job import VARIABLE, Job
 from benchmark.systems import ROOT, SYSTEMS
 from benchmark.workloads import WORKLOADS
@@ -35,6 +36,7 @@ class Measurement:
         number: number of the round, from 1; systems are compared within a round.
         num_samples, seconds, cpu_seconds: of the timed steps, over all trainers and processes.
         losses: losses of all steps, including the warm-up.
+        gpu: what the GPU of each trainer does in a step; empty without GPUs.
     """
 
     workload: str
@@ -44,6 +46,7 @@ class Measurement:
     seconds: float
     cpu_seconds: float
     losses: tuple[float, ...]
+    gpu: Sequence[GpuStep] = ()
 
     @property
     def samples_per_second(self) -> float:

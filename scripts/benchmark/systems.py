@@ -1,6 +1,7 @@
 """The systems that are compared."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +28,12 @@ class System:
     is_synchronous: bool = True
 
 
-def _ours(update: str, is_synchronous: bool = True) -> System:
-    options = ("--config", "config.toml", "--set", f"train.update={update}")
+def _ours(update: str, is_synchronous: bool = True, title: str = "", settings: Sequence[str] = ()) -> System:
+    options = ["--config", "config.toml"]
+    for each in (f"train.update={update}", *settings):
+        options += ["--set", each]
     arguments = ("-m", "workers", "run", "benchmark.ours:train_job", *options)
-    return System(f"ours, {update}", OWN_PYTHON, arguments, is_synchronous)
+    return System(f"ours, {update}{title}", OWN_PYTHON, arguments, is_synchronous)
 
 
 SYSTEMS = {
@@ -43,3 +46,10 @@ SYSTEMS = {
     ),
     "torchrec": System("TorchRec, pipelined", BENCH_PYTHON, ("-m", "benchmark.torchrec_job")),
 }
+ON_CPU = tuple(SYSTEMS)
+for _update in ("sync", "lookahead"):
+    _gpu = "dense.device=cuda"
+    _one = ("cluster.trainers=1", _gpu)
+    SYSTEMS[f"gpu-{_update}"] = _ours(_update, title=", one trainer on a GPU", settings=_one)
+    SYSTEMS[f"shared-gpu-{_update}"] = _ours(_update, title=", all trainers on one GPU", settings=[_gpu])
+ON_GPU = tuple(name for name in SYSTEMS if name not in ON_CPU)

@@ -11,6 +11,8 @@ W3  latency-bound                 as W1          as W1    as W1                 
 W4  many tables, one worker       40 x 80k, 24   3        as W2                    2 trainers x 256
 W5  wide rows                     6 x 1M, 96     0 to 20  as W2                    3 trainers x 512
 W6  one trainer, one worker       60 x 5k, 12    1        as W2                    1 trainer x 128
+W7  a large dense net             26 tables, 64  1        13-512-256-64, dots,     2 trainers x 4096
+                                                          415-1024-1024-512-256-1
 === ============================= ============== ======== ======================== ===================
 
 Dense features are N(0, 1). Labels are 1 with probability 0.25. Ids are floor(rows * u^3) with u uniform in
@@ -138,6 +140,7 @@ def concatenation(config: RunConfig, input_spec: InputSpec, widths: list[int]) -
 
 
 _KAGGLE: Mapping[str, Any] = {"bottom_mlp": (512, 256, 64), "top_mlp": (512, 256)}
+_LARGE: Mapping[str, Any] = {"bottom_mlp": (512, 256), "top_mlp": (1024, 1024, 512, 256)}
 _CONCATENATION: Mapping[str, Any] = {"net": "benchmark.workloads:concatenation"}
 WORKLOADS = {
     "W1": Workload("W1", KAGGLE_ROWS, 16, 1, 2048, dense=_KAGGLE),
@@ -146,6 +149,7 @@ WORKLOADS = {
     "W4": Workload("W4", (80_000,) * 40, 24, 3, 256, 2, 1, _CONCATENATION),
     "W5": Workload("W5", (1_000_000,) * 6, 96, 10, 512, 3, 2, _CONCATENATION, varies=True),
     "W6": Workload("W6", (5_000,) * 60, 12, 1, 128, 1, 1, _CONCATENATION),
+    "W7": Workload("W7", KAGGLE_ROWS, 64, 1, 4096, dense=_LARGE),
 }
 
 

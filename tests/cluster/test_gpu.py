@@ -1,64 +1,90 @@
-"""Dense nets on a GPU, tables on the workers' CPUs."""
+"""Dense nets on a GPU, tables on the workers' CPUs: results equal those of CPUs.
+
+Where there is no GPU, trainers use the device of :mod:`support.fake_gpu`, one each. Where there is one, all
+trainers share it.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import Clusters, small_config
-from support.jobs import compare
+import torch
+from comparison.cases import custom_loop_script
+from support.cluster import CaseError, Clusters, run_script, small_config
+from support.fake_gpu import GPU
+from support.jobs import compare, evaluate, evaluate_in_two_parts
 
-from hybrid.config import TaskSection
+from hybrid.config import RunConfig, TaskSection
 
-STEPS = 20
+STEPS = 6
+LOOKAHEAD = {"update": "lookahead"}
 
-pytestmark = pytest.mark.gpu
 
-
-def trained_on_a_gpu(
-    clusters: Clusters, cache: Path, trainers: int, dense: dict[str, Any], update: str = "sync"
-) -> None:
-    """Compare with one process; trainers share a GPU (gloo reduces gradients) or have one each (NCCL)."""
-    config = small_config(
+def config_of(trainers: int, dense: dict[str, Any], train: dict[str, Any]) -> RunConfig:
+    return small_config(
         cluster={"trainers": trainers, "workers": 2},
-        dense=dense,
-        train={"update": update, "dtype": "float64"},
+        dense={"device": GPU, **dense},
+        train={"dtype": "float64", **train},
     )
-    clusters.get(trainers, 2, device="cuda").run(compare, config, cache, STEPS)
-
-
-@pytest.mark.parametrize("trainers", [1, 2])
-@pytest.mark.parametrize("update", ["sync", "lookahead"])
-def test_gpu_trainers_equal_one_process_on_the_cpu(
-    trainers: int, update: str, clusters: Clusters, cache: Path
-) -> None:
-    trained_on_a_gpu(clusters, cache, trainers, {"device": "cuda"}, update)
-
-
-def test_ranking_losses_on_a_gpu_equal_one_process(clusters: Clusters, cache: Path) -> None:
-    config = small_config(
-        cluster={"trainers": 2, "workers": 2},
-        data={"group": "C26"},
-        dense={"device": "cuda"},
-        train={"dtype": "float64", "micro_batches": 2},
-    )
-    tasks = {
-        "click": TaskSection(label="label", ranking_loss="listwise"),
-        "spent": TaskSection(type="regression", ranking_loss="pairwise"),
-    }
-    clusters.get(2, 2, device="cuda").run(compare, config.replace(tasks=tasks), cache, STEPS)
 
 
 @pytest.mark.parametrize(
-    "dense",
+    ("trainers", "dense", "train"),
     [
-        {"device": "cuda:0,cpu"},
-        {"device": "cuda:0,cuda:0", "compile": "script"},
-        {"compile": "trace", "device": "cuda"},
-        {"compile": "inductor", "device": "cuda"},
+        (1, {}, {}),
+        (1, {}, LOOKAHEAD),
+        (2, {}, {}),
+        (2, {}, {**LOOKAHEAD, "micro_batches": 2, "clip_norm": 0.1}),
+        (2, {"remote_mlp": (8,)}, {}),
+        pytest.param(2, {"device": f"{GPU}:0,cpu"}, LOOKAHEAD, marks=pytest.mark.gpu),
+        (1, {"device": f"{GPU}:0,{GPU}:0"}, {}),
+        (1, {"device": f"{GPU}:0,{GPU}:0", "compile": "script"}, {}),
+        pytest.param(2, {"compile": "trace"}, {}, marks=pytest.mark.gpu),
+        pytest.param(2, {"compile": "inductor"}, {}, marks=pytest.mark.gpu),
     ],
     ids=str,
 )
-def test_execution_backends_on_a_gpu_equal_one_process(
-    dense: dict[str, Any], clusters: Clusters, cache: Path
+def test_trainers_on_gpus_equal_one_process_on_the_cpu(
+    trainers: int, dense: dict[str, Any], train: dict[str, Any], clusters: Clusters, cache: Path
 ) -> None:
-    trained_on_a_gpu(clusters, cache, 2, dense)
+    cluster = clusters.get(trainers, 2, device=GPU)
+    cluster.run(compare, config_of(trainers, dense, train), cache, STEPS)
+
+
+def test_ranking_losses_on_a_gpu_equal_one_process(clusters: Clusters, cache: Path) -> None:
+    config = config_of(2, {}, {"micro_batches": 2}).replace(
+        data=small_config(data={"group": "C26"}).data,
+        tasks={
+            "click": TaskSection(label="label", ranking_loss="listwise"),
+            "spent": TaskSection(type="regression", ranking_loss="pairwise"),
+        },
+    )
+    clusters.get(2, 2, device=GPU).run(compare, config, cache, STEPS)
+
+
+def test_a_run_continues_from_a_checkpoint_of_gpus(clusters: Clusters, cache: Path, tmp_path: Path) -> None:
+    cluster = clusters.get(2, 2, device=GPU)
+    tables, metrics = cluster.run(evaluate_in_two_parts, config_of(2, {}, {}), cache, tmp_path, STEPS)
+    on_cpus = config_of(2, {"device": "cpu"}, {})
+    expected, expected_metrics = clusters.get(2, 2).run(evaluate, on_cpus, cache, STEPS)
+    torch.testing.assert_close(tables, expected, rtol=0.0, atol=1e-12)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-9)
+
+
+@pytest.mark.parametrize("options", [("weights", "ranked"), ("computed", "pooled", "condition")], ids=str)
+def test_custom_loops_on_gpus_equal_those_on_cpus(
+    options: tuple[str, ...], clusters: Clusters, tmp_path: Path
+) -> None:
+    results = []
+    for device in (GPU, "cpu"):
+        output = tmp_path / device
+        cluster = clusters.get(2, 2, device=device)
+        cluster.run(run_script, custom_loop_script.__file__, output, *options, device=device, **LOOKAHEAD)
+        results.append(torch.load(output))
+    torch.testing.assert_close(*results, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.gpu
+def test_sharded_layers_need_a_gpu_for_each_trainer(clusters: Clusters, cache: Path) -> None:
+    with pytest.raises(CaseError, match=r"dense\.tensor_size.* GPU for each trainer"):
+        clusters.get(2, 2, device=GPU).run(compare, config_of(2, {"tensor_size": 2}, {}), cache, STEPS)

@@ -86,14 +86,6 @@ def test_shared_stage_equals_the_stage_on_all_samples_of_its_group(
     check(cluster, partial(shared, kind, dtype, "cpu"), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["mlp", "cross"])
-def test_shared_stage_on_one_gpu_equals_the_stage(kind: str, clusters: Clusters) -> None:
-    check(
-        clusters.get(TRAINERS, 1, device="cuda:0"), partial(shared, kind, torch.float64, "cuda:0"), 0.0, 1e-12
-    )
-
-
 @pytest.mark.parametrize(
     "texts",
     [

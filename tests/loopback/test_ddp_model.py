@@ -135,7 +135,7 @@ def test_ddp_inside_needs_a_head_that_is_trained() -> None:
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_a_gradient_that_is_not_finite_is_named(clip_norm: float | None) -> None:
     assert dist.group.WORLD is not None
-    guard = Guard(UpdateRules(1, clip_norm=clip_norm), [], dist.group.WORLD, torch.device("cpu"))
+    guard = Guard(UpdateRules(1, clip_norm=clip_norm), [], dist.group.WORLD)
     with pytest.raises(NonFiniteError, match=r"^step 3: .*mlp\.0\.weight .*train\.clip_norm"):
         guard.decide(3, 0.5, math.nan, lambda: "mlp.0.weight")
 

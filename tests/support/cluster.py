@@ -18,11 +18,12 @@ from socket import socket
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from unittest.mock import patch
 
+from support import fake_gpu
 from support.fork_context import fork_context
 
 from hybrid.config import RunConfig
 from hybrid.security.secret import Secret
-from hybrid.topology import MASTER, Role, Topology
+from hybrid.topology import MASTER, Role, RoleKind, Topology
 from workers.cluster_task import ScriptTask
 from workers.console.terminal import TerminalView
 from workers.controller.shared_folders import SharedFolders
@@ -62,7 +63,9 @@ class LocalTopology(Topology):
         return (MASTER,)
 
 
-def run_script(cluster: JoinedCluster, /, script: str, *arguments: object, **train: Any) -> None:
+def run_script(
+    cluster: JoinedCluster, /, script: str, *arguments: object, device: str = "cpu", **train: Any
+) -> None:
     """Run a script with a custom loop, in float64; a case.
 
     Args:
@@ -70,7 +73,7 @@ def run_script(cluster: JoinedCluster, /, script: str, *arguments: object, **tra
     """
     topology = cluster.topology
     sizes = {"trainers": topology.num_trainers, "workers": topology.num_workers}
-    config = small_config(cluster=sizes, train={"dtype": "float64", **train})
+    config = small_config(cluster=sizes, dense={"device": device}, train={"dtype": "float64", **train})
     with TerminalView() as view:
         job = ScriptJob(config, ScriptTask(script, tuple(map(str, arguments))))
         job.run(topology, Path, view, SharedFolders([]))
@@ -105,6 +108,8 @@ def _serve(
     has_own_host: bool,
 ) -> None:
     faulthandler.enable()
+    if role.kind is RoleKind.TRAINER and config.dense.device == fake_gpu.NAME:
+        fake_gpu.register()
     if has_own_host:
         patch("hybrid.shared_memory.shared_slots.host_id", lambda: str(role)).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

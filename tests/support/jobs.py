@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.config import RunConfig
 from hybrid.data.prepare.preparation import ensure_prepared
@@ -78,6 +79,20 @@ def evaluate(
     """Return all rows after the first steps of an epoch, and the metrics of the test samples."""
     with opened(cluster, config, cache) as session:
         session.train(0, 0, num_steps, 0)
+        return snapshot(session), session.evaluate(num_steps)
+
+
+def evaluate_in_two_parts(
+    cluster: JoinedCluster, config: RunConfig, cache: StoragePath, scratch: Path, num_steps: int
+) -> tuple[Snapshot, Metrics]:
+    """Do the same as :func:`evaluate`, with a checkpoint and a fresh job in the middle."""
+    half = num_steps // 2
+    with opened(cluster, config, cache) as session:
+        session.train(0, 0, half, 0)
+        session.save(scratch / "saved", half, 0)
+    with opened(cluster, config, cache) as session:
+        session.restore(Checkpoint.open(scratch / "saved"))
+        session.train(0, half, num_steps - half, half)
         return snapshot(session), session.evaluate(num_steps)
 
 

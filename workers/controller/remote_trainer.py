@@ -24,7 +24,7 @@ from hybrid.data.stream.lanes import LaneReader, open_reader
 from hybrid.data.stream.units import LanePosition, StreamUnit
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.dense.dense_optimizer import DenseOptimizer
-from hybrid.dense.devices import choose_devices
+from hybrid.dense.devices import choose_devices, describe_device
 from hybrid.dense.net_builder import batch_norm_warning
 from hybrid.dense.tensor_parallel import full_tensor, local_shard
 from hybrid.embedding.placement import Placement
@@ -99,10 +99,13 @@ class Trainer:
         self._sequences = blueprint.sequences
         self._index = index
         devices = choose_devices(config.dense, index)
+        self._device = devices[0]
         self._clock = StepClock()
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
-        self._embeddings = Embeddings(blueprint.tables, spec, placement, remote_tables, self._clock)
+        self._embeddings = Embeddings(
+            blueprint.tables, spec, placement, remote_tables, self._clock, self._device
+        )
         net = blueprint.dense_net().to(devices[0])
         self._num_parameters = sum(parameter.numel() for parameter in net.parameters())
         model = blueprint.model(net, remote_net)
@@ -203,7 +206,7 @@ class Trainer:
         spec, config = self._spec, self._config
         empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
         tasks = len(config.task_specs), config.has_ranking_loss
-        aligned = align_batches(batches, empty, self._group, self._engine.device, *tasks)
+        aligned = align_batches(batches, empty, self._group, *tasks)
         self._engine.feed.begin(aligned, steps_before)
 
     def lane_positions(self, step: int) -> dict[int, LanePosition]:
@@ -278,9 +281,11 @@ class Trainer:
                 parts.append(Predictions.of(batch, outputs_BO, self._sequences))
         return Predictions.concatenate(parts)
 
-    def describe(self) -> tuple[int, str | None]:
-        """Return the number of parameters of the local dense net, and a warning about it, if there is one."""
-        return self._num_parameters, batch_norm_warning(self._engine.model.net, self._config)
+    def describe(self) -> tuple[str, str | None]:
+        """Return the size of the local dense net with its GPU, and a warning about it, if there is one."""
+        gpu = describe_device(self._device, self._config.cluster.trainers)
+        warning = batch_norm_warning(self._engine.model.net, self._config)
+        return f"{self._num_parameters:,} parameters{gpu}", warning
 
     def flush(self) -> None:
         """See :meth:`Feed.flush`."""

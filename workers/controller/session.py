@@ -136,7 +136,7 @@ class Session:
         ]
         self.trainers: list[transport.Remote[Trainer]] = transport.gather(created)
         self._objects: list[transport.Remote[JobObject]] = [*self.trainers, *self.hosted]
-        self._num_parameters, self.warning = self.trainers[0].call(Trainer.describe).wait()
+        self._net, self.warning = self.trainers[0].call(Trainer.describe).wait()
         if self.initial is not None:
             self.initial.notes += self.initial.describe_matches(matches)
             self._load_initial_nets(self.initial, remote_net)
@@ -155,7 +155,7 @@ class Session:
             f"{t.optimizer.name} with learning rate {t.optimizer.learning_rate:g}": None for t in tables
         }
         return (
-            f"dense net {dense.net}: {self._num_parameters:,} parameters{remote}, {dense.optimizer_call[0]} "
+            f"dense net {dense.net}: {self._net}{remote}, {dense.optimizer_call[0]} "
             f"with learning rate {dense.learning_rate:g}",
             f"{count}: {rows:,} rows, {num_bytes / 2**20:,.1f} MiB with optimizer state, "
             f"{', '.join(optimizers)}",

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from hybrid import transport
 from hybrid.config import RunConfig
 from hybrid.config.loading import apply_settings, read_toml_text
-from hybrid.dense.devices import choose_backend, choose_devices
+from hybrid.dense.devices import choose_backend, choose_devices, device_id
 from hybrid.errors import ClusterError, first_line
 from hybrid.security.closed_listeners import close_listeners_after
 from hybrid.security.secret import Secret
@@ -284,7 +284,7 @@ def _torch_groups(
             dist.destroy_process_group()
         if role.kind is RoleKind.TRAINER:  # join the process group in which DDP reduces gradients
             device = choose_devices(config.dense, role.index)[0]
-            store.set(f"device/{role.index}", f"{filesystem_id()}/{device}")
+            store.set(f"device/{role.index}", device_id(device))
             devices = [store.get(f"device/{i}").decode() for i in range(section.trainers)]
             names = dist.PrefixStore("trainers", store)
             with close_listeners_after(names, role.index, section.trainers):

@@ -45,12 +45,19 @@ from hybrid.embedding.trainer.routes import (
 )
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
+from hybrid.primitives.device_copies import to_device
 from hybrid.primitives.step_timings import StepClock
 from hybrid.updates.ticket import Purpose, Ticket
 
+_CPU = torch.device("cpu")
+
 
 class Embeddings:
-    """The trainer's side of all tables of a model."""
+    """The trainer's side of all tables of a model.
+
+    Args:
+        device: on which the vectors are used.
+    """
 
     def __init__(
         self,
@@ -59,6 +66,7 @@ class Embeddings:
         placement: Placement,
         sources: Mapping[int, TableSource],
         clock: StepClock | None = None,
+        device: torch.device = _CPU,
     ) -> None:
         self._features = input_spec.sparse_features
         self._tables = tables_of(input_spec, tables)
@@ -68,6 +76,7 @@ class Embeddings:
         self._num_rows_K = torch.tensor([t.num_rows for t in self._tables])
         self._placement = placement
         self._outbox = Outbox(sources, clock or StepClock())
+        self._device = device
         self._routes: dict[tuple[frozenset[int], frozenset[int]], list[tuple[Route, Tensor | None]]] = {}
 
     def lookup(self, sparse: SparseFeatures, ticket: Ticket, after: Lookup | None = None) -> Lookup:
@@ -91,8 +100,13 @@ class Embeddings:
                 (route.start(ids, items), columns_F) for route, columns_F in self._routes_for(sparse, ids)
             ]
             lengths = [(self._ends[k] - 1, ids.bounds(k).diff()) for k in self._sequences]
-        layout = ConcatenatedFeatures(routes, self._width, lengths)
-        return Lookup(ticket, items, layout, self._outbox).start(after)
+        first, columns_F = routes[0] if routes else (None, None)
+        if self._device.type == "cpu" or not isinstance(first, DistinctRows) or columns_F is not None:
+            layout = ConcatenatedFeatures(routes, self._width, lengths)
+            return Lookup(ticket, items, layout, self._outbox).start(after)
+        lookup = Lookup(ticket, items, DistinctRowsForGpu(first), self._outbox).start(after)
+        lookup.ranks_BF = to_device(first.ranks().view(first.shape_BFD[:2]), self._device)
+        return lookup
 
     def empty_lookup(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         """Return the lookup of an empty slice, which sends no request."""
@@ -152,6 +166,21 @@ class Embeddings:
             if self._tables[k].pooling is Pooling.MAX:
                 name = self._features[k].name
                 raise DataError(f"feature {name}: ids with weights cannot have max pooling; use sum or mean")
+
+
+class DistinctRowsForGpu(NamedTuple):
+    """A single output ``rows_UD`` in pinned memory: the distinct rows, which a GPU copies to the samples."""
+
+    rows: DistinctRows
+
+    def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
+        parts = [responses[worker][index] for (worker, index), _, _ in self.rows.slots]
+        size = sum(map(len, parts)), self.rows.shape_BFD[2]
+        return (torch.cat(parts, out=torch.empty(size, dtype=parts[0].dtype, pin_memory=True)),)
+
+    def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+        (grad_UD,) = grads
+        return ((slot, grad_UD[first:last].clone()) for slot, first, last in self.rows.slots)
 
 
 class ConcatenatedFeatures(NamedTuple):

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid.embedding.bags import Item
@@ -24,6 +25,7 @@ from hybrid.embedding.table_source import LookupRequest, TableSource
 from hybrid.embedding.trainer.routes import Items, Responses, Slot
 from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import PendingResult
+from hybrid.primitives.device_copies import to_device
 from hybrid.primitives.step_timings import OpenSpan, StepClock
 from hybrid.updates.ticket import Purpose, Ticket
 
@@ -66,7 +68,12 @@ class Outbox:
 
 
 class Lookup:
-    """A pending lookup."""
+    """A pending lookup.
+
+    Attributes:
+        ranks_BF: for each feature of a sample, a row of the first output, on the device that uses the rows;
+            None if the first output already has the vectors of the samples.
+    """
 
     def __init__(self, ticket: Ticket, items: Items, layout: OutputLayout, outbox: Outbox) -> None:
         self._ticket = ticket
@@ -77,6 +84,7 @@ class Lookup:
         self._successor: Lookup | None = None
         self._responses: dict[int, PendingResult[list[Tensor]]] = {}
         self._wire_dtype = torch.float32
+        self.ranks_BF: Tensor | None = None
 
     def start(self, after: Lookup | None = None) -> Lookup:
         """Send the requests, now or with the gradients of an earlier lookup; return this lookup."""
@@ -96,8 +104,13 @@ class Lookup:
             response.wait()
 
     def wait(self) -> Tensor:
-        """Wait for the responses, and return the first output: ``pooled_BE`` of a configured model."""
-        return self.outputs()[0]
+        """Wait for the responses, and return ``pooled_BE`` of a configured model, where ``ranks_BF`` are."""
+        output = self.outputs()[0]
+        if self.ranks_BF is None:
+            return output
+        rows_UD = to_device(output, self.ranks_BF.device)
+        # Its backward pass adds the gradients of a row in an order that depends on the ids alone.
+        return F.embedding(self.ranks_BF, rows_UD).flatten(1)
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Wait for the responses, and return the outputs.

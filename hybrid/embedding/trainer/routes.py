@@ -137,7 +137,11 @@ class DistinctRows(NamedTuple):
     def collect(self, responses: Responses) -> tuple[Tensor, Tensor]:
         """Return ``rows_UD``, and for each id an index into these rows."""
         rows_UD = torch.cat([responses[worker][index] for (worker, index), _, _ in self.slots])
-        return rows_UD, torch.from_numpy(kernels.rank_ids(self.starts_V, self.order_L))
+        return rows_UD, self.ranks()
+
+    def ranks(self) -> Tensor:
+        """Return ``ranks_L``, an index into the distinct rows for each id."""
+        return torch.from_numpy(kernels.rank_ids(self.starts_V, self.order_L))
 
     def vectors(self, responses: Responses) -> Tensor:
         rows_UD, ranks_L = self.collect(responses)

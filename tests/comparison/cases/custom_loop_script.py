@@ -134,14 +134,13 @@ def main(output: str, options: set[str], config: str | None) -> None:
         scores = torch.cat([cluster.gather(model(batch, 1)) for batch in cluster.batches(batches())])
         sizes = {"user": NUM_USERS, "item": NUM_ITEMS, "tags": NUM_TAGS, "seen": NUM_ITEMS, "pair": NUM_PAIRS}
         tables = {
-            name: table(torch.arange(sizes[name]).view(-1, *([1] if name in ("tags", "seen") else [])))
+            name: table(torch.arange(sizes[name]).view(-1, *([1] if name in ("tags", "seen") else []))).cpu()
             for name, table in model.module.named_children()
             if name != "mlp"
         }
     if cluster.rank == 0:
-        torch.save(
-            {"losses": losses, "scores": scores, "tables": tables, "mlp": model.mlp.state_dict()}, output
-        )
+        mlp = {name: value.cpu() for name, value in model.mlp.state_dict().items()}
+        torch.save({"losses": losses, "scores": scores, "tables": tables, "mlp": mlp}, output)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class Trainer:
     def train(self, batches: list[Batch], steps_before: int) -> dict[str, Tensor]:
         """Take steps until no trainer has a batch; return the last gradients by parameter."""
         empty = Batch.empty(NUM_DENSE, num_sparse=1)
-        self._feed.begin(align_batches(iter(batches), empty, self._group, torch.device("cpu")), steps_before)
+        self._feed.begin(align_batches(iter(batches), empty, self._group), steps_before)
         for _, (micro,) in self._feed:
             self._step(micro)
             self._feed.end_step()

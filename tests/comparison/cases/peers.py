@@ -96,7 +96,7 @@ def hybrid_model(uneven: bool, index: int) -> list[Compared]:
     own = (
         empty._replace(dense_features=x_BF, labels=torch.zeros(len(x_BF))) for x_BF in _inputs(index, uneven)
     )
-    steps = align_batches(own, empty, dist.group.WORLD, torch.device("cpu"))
+    steps = align_batches(own, empty, dist.group.WORLD)
     return [_compare_ddp_model(ddp_model, batch) for batch in steps]
 
 

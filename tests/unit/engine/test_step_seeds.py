@@ -44,6 +44,6 @@ def test_only_generators_of_the_devices_are_seeded(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "default_generators", of_cuda)
     monkeypatch.delattr(torch, "manual_seed")
     with torch.random.fork_rng(devices=[]):
-        seed_step(1, 0, 7, [*CPU, torch.device("cuda", 2), torch.device("cuda")])
+        seed_step(1, 0, 7, [*CPU, torch.device("cuda", 2), torch.device("cuda", 0)])
         seed = torch.initial_seed()
     assert [each.seed for each in of_cuda] == [seed, 0, seed]

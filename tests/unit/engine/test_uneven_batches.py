@@ -17,7 +17,7 @@ def test_missing_batches_become_empty_ended_batches(is_list: bool) -> None:
 
     def align(rank: int, group: dist.ProcessGroup) -> list[tuple[int, int, bool]]:
         batches = [empty._replace(labels=torch.ones(size)) for size in SIZES[rank]]
-        steps = align_batches(batches if is_list else iter(batches), empty, group, torch.device("cpu"))
+        steps = align_batches(batches if is_list else iter(batches), empty, group)
         return [(len(each.labels), each.global_size, each.ended) for each in steps]
 
     assert together(2, align) == [
