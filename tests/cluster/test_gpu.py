@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from comparison.cases import custom_loop_script
+from support import fake_gpu
 from support.cluster import CaseError, Clusters, run_script, small_config
-from support.fake_gpu import GPU
 from support.jobs import compare, evaluate, evaluate_in_two_parts
 
 from hybrid.config import RunConfig, TaskSection
 
+# Asked here only: a fork server that has asked CUDA cannot fork trainers.
+GPU = "cuda" if torch.cuda.is_available() else fake_gpu.NAME
 STEPS = 6
 LOOKAHEAD = {"update": "lookahead"}
 

@@ -25,7 +25,6 @@ from torch.utils.backend_registration import (
 )
 
 NAME = "npu"
-GPU = "cuda" if torch.cuda.is_available() else NAME  # the device of tests
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _set = torch.ops.aten.set_.source_Storage_storage_offset
 _as_strided = torch.ops.aten.as_strided.default
