@@ -25,6 +25,11 @@ class InputSpec:
     dense_features: tuple[str, ...]
     sparse_features: tuple[FeatureSpec, ...]
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of dense and of sparse features, as :meth:`Batch.empty` needs them."""
+        return len(self.dense_features), len(self.sparse_features)
+
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:

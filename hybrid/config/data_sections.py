@@ -49,6 +49,7 @@ STREAM_CALLS = CallSignatures(
             argument("topic", str, None),
             argument("start", str, "earliest", choices=("earliest", "latest")),
             argument("wait_hours", float, 1.0, above=0, maximum=10_000),
+            argument("properties", str, ""),
         ),
     }
 )
@@ -164,12 +165,13 @@ class DataSection:
         "Folder of this host for prepared data, used if cache_folder is a URL; empty for runs/.prepared.",
         prepares=False,
     )
-    stream: str = setting(
+    stream: str = option(
         "none",
         "`files` trains on the files as they are, without preparation, once and in order. Each match of path "
         "is a unit: a file, or a folder, complete once it has a file named `marker`. The run waits "
         "`wait_hours` for the next unit, and ends after the unit `until`. A unit is read in `lanes`. `kafka` "
-        "trains on the messages of a topic, one CSV line each, and ends after `wait_hours` without a step.",
+        "trains on the messages of a topic, one CSV line each, and ends after `wait_hours` without a step; "
+        "`properties` is a file of librdkafka properties, such as those for TLS, on each host.",
         signatures=STREAM_CALLS,
         is_name_fixed=True,
         prepares=False,

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 from hybrid.config.data_sections import (
     GROW,
@@ -124,34 +125,33 @@ def _check_data(config: RunConfig) -> None:
 def _check_stream(config: RunConfig) -> None:
     """Raise ConfigError if a key needs all rows before the first step, or evaluations."""
     data, train = config.data, config.train
-    if data.is_topic:
-        for key, given, is_refused, needed in (
-            ("data.format", data.format, data.format not in ("csv", "criteo"), "csv or criteo"),
-            ("data.path", data.path, bool(data.path), "empty"),
-            ("data.columns", data.columns, data.format == "csv" and not data.columns, "the fields of a row"),
-        ):
-            if is_refused:
-                raise ConfigError(key, f"must be {needed}, since data.stream reads a topic", given)
+    for key, is_wrong, needed in (
+        ("data.format", data.format not in ("csv", "criteo"), "csv or criteo"),
+        ("data.path", data.path, "empty"),
+        ("data.columns", data.format == "csv" and not data.columns, "the fields of a row"),
+    ):
+        if data.is_topic and is_wrong:
+            rule = f"must be {needed}, since data.stream reads a topic"
+            raise ConfigError(key, rule, attrgetter(key)(config))
     rule = "since data.stream reads rows once, in order"
     lanes = data.stream_call.arguments.get("lanes", config.cluster.trainers)  # a topic has partitions
-    for key, value, is_refused, needed in (
-        ("data.format", data.format, data.format == "synthetic", "must be that of files"),
-        ("data.split", data.split, data.split not in ("random", "none"), "must be none"),
-        ("data.test_path", data.test_path, bool(data.test_path), "must be empty"),
-        ("data.validation", data.validation, data.validation != "none", "must be none"),
-        ("data.shuffle", data.shuffle, bool(data.shuffle_lanes), "must be rows or none"),
-        ("train.epochs", train.epochs, train.epochs > 1, "must be 1"),
-        ("train.patience", train.patience, bool(train.patience), "must be 0"),
-        ("train.eval_every_steps", train.eval_every_steps, bool(train.eval_every_steps), "must be 0"),
+    for key, is_refused, needed in (
+        ("data.format", data.format == "synthetic", "must be that of files"),
+        ("data.split", data.split not in ("random", "none"), "must be none"),
+        ("data.test_path", data.test_path, "must be empty"),
+        ("data.validation", data.validation != "none", "must be none"),
+        ("data.shuffle", data.shuffle_lanes, "must be rows or none"),
+        ("train.epochs", train.epochs > 1, "must be 1"),
+        ("train.patience", train.patience, "must be 0"),
+        ("train.eval_every_steps", train.eval_every_steps, "must be 0"),
         (
             "cluster.trainers",
-            config.cluster.trainers,
             config.cluster.trainers > lanes,
-            f"must be at most {lanes}",
+            f"must be at most the {lanes} lanes",
         ),
     ):
         if is_refused:
-            raise ConfigError(key, f"{needed}, {rule}", value)
+            raise ConfigError(key, f"{needed}, {rule}", attrgetter(key)(config))
     if config.has_ranking_loss:
         name = next(name for name, task in config.tasks.items() if task.ranking_loss)
         raise ConfigError(f"tasks.{name}.ranking_loss", f"needs complete groups: must be none, {rule}")

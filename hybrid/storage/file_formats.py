@@ -50,9 +50,9 @@ def _check(value: Any, levels: int) -> None:
 
 
 def parse_fields(kind: type[Fields], content: Any) -> Fields:
-    """Return a dataclass from a JSON object; TypeError if a field has another type.
+    """Return a dataclass from a JSON object; TypeError or ValueError if a field has another type.
 
-    Fields are plain values, dataclasses, and tuples and dictionaries of these.
+    Fields are plain values, dataclasses, named tuples, and tuples and dictionaries of these.
     """
     hints = get_type_hints(kind)
     return kind(**{name: parse_value(name, hints.get(name, ()), content[name]) for name in content})
@@ -62,6 +62,8 @@ def parse_value(name: str, hint: Any, value: Any) -> Any:
     """Return a JSON value as the type ``hint``; TypeError, which names ``name``, if it has another type."""
     if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
         return parse_fields(hint, value)
+    if isinstance(hint, type) and issubclass(hint, tuple) and isinstance(value, list):  # a NamedTuple
+        return parse_fields(hint, dict(zip(get_type_hints(hint), value, strict=True)))
     kind, arguments = get_origin(hint), get_args(hint)
     if kind is tuple and isinstance(value, list):
         hints = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments

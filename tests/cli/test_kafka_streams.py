@@ -1,23 +1,20 @@
 """Runs on a Kafka topic: rows that come while they train, kills, and another number of trainers."""
 
 import signal
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cli.test_streams import assert_equal, final_state, is_printed, records
-from support.commands import COMMAND_SECONDS, eventually, output_of, run, settings, started
+from cli.test_streams import COMMON, assert_equal, final_state, records
+from support.commands import output_of, run, settings, started
 from support.mock_kafka import MockKafka
 
 SENT = 40  # rows of each partition per step: a quarter of the batch, 4 partitions
 
 
 @pytest.fixture
-def kafka() -> Iterator[MockKafka]:
-    with MockKafka() as cluster:
-        yield cluster
+def kafka() -> MockKafka:
+    return MockKafka()
 
 
 def send(kafka: MockKafka, topic: str, steps: range) -> None:
@@ -31,41 +28,35 @@ def send(kafka: MockKafka, topic: str, steps: range) -> None:
         kafka.send(topic, partition, rows)
 
 
+def stream(kafka: MockKafka, topic: str, hours: float = 0.001) -> list[str]:
+    call = f"kafka(brokers = '{kafka.brokers}', topic = '{topic}', wait_hours = {hours})"
+    return settings(data={"stream": call})
+
+
+# A scaling would depend on the rows that are there at the start.
+ROWS = {"format": "csv", "path": [], "columns": ["label", "price", "user"], "sparse": "user", "weight": ""}
+KAFKA = [*COMMON, *settings(data={**ROWS, "numeric_scaling": "none"}, train={"batch_size": 4 * SENT})]
+
+
 def common(kafka: MockKafka, topic: str, folder: str, hours: float = 0.001) -> list[str]:
-    stream = f"kafka(brokers = '{kafka.brokers}', topic = '{topic}', wait_hours = {hours})"
-    return settings(
-        data={
-            "format": "csv",
-            "stream": stream,
-            "columns": ["label", "price", "user"],
-            "dense": "price",
-            "sparse": "user",
-            "vocabulary": "grow",
-            "numeric_scaling": "none",  # a sample would depend on the rows that are there at the start
-        },
-        embedding={"dim": 4, "optimizer": "adam"},
-        train={"batch_size": 4 * SENT, "dtype": "float64", "log_every_steps": 1},
-        checkpoint={"every_steps": 7},
-        dense={"device": "cpu"},
-        run={"folder": folder},
-    )
+    return [*KAFKA, *stream(kafka, topic, hours), *settings(run={"folder": folder})]
 
 
 def test_killed_and_resized_runs_lose_and_repeat_no_row(kafka: MockKafka, tmp_path: Path) -> None:
     for topic in ("whole", "parts"):
         send(kafka, topic, range(20))
     with started(["launch", *common(kafka, "parts", "parts", 1)], tmp_path) as command:
-        assert eventually(partial(is_printed, command, "step 12 "), COMMAND_SECONDS), command.stderr
+        command.await_text("step 12 ")
         command.role("trainer 1").kill()
-        assert eventually(partial(is_printed, command, "waiting for rows"), COMMAND_SECONDS), command.stderr
+        command.await_text("waiting for rows")
         for topic in ("whole", "parts"):
             send(kafka, topic, range(20, 30))
-        assert eventually(partial(is_printed, command, "step 30 "), COMMAND_SECONDS), command.stderr
+        command.await_text("step 30 ")
         command.process.send_signal(signal.SIGINT)
         assert command.wait().code == 130
     for topic in ("whole", "parts"):
         send(kafka, topic, range(30, 40))
-    more = [*common(kafka, "parts", "parts")[2:4], *settings(cluster={"trainers": 3})]  # the stream
+    more = [*stream(kafka, "parts"), *settings(cluster={"trainers": 3})]
     output_of(["launch", "--resume", "parts", *more], tmp_path)
     printed = output_of(["launch", *common(kafka, "whole", "whole")], tmp_path)
     assert "skipped 40 invalid row(s), such as whole:" in printed
@@ -84,6 +75,6 @@ def test_resume_with_another_topic_is_refused(kafka: MockKafka, tmp_path: Path) 
     for topic in ("first", "second"):
         send(kafka, topic, range(3))
     output_of(["launch", *common(kafka, "first", "run")], tmp_path)
-    ended = run(["launch", "--resume", "run", *common(kafka, "second", "run")[2:4]], tmp_path)
+    ended = run(["launch", "--resume", "run", *stream(kafka, "second")], tmp_path)
     assert ended.code == 1
     assert "second" in ended.stderr

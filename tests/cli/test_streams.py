@@ -15,14 +15,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.commands import COMMAND_SECONDS, ROOT, Command, eventually, output_of, run, settings, started
+from support import commands
+from support.commands import COMMAND_SECONDS, ROOT, by_hand, eventually, output_of, run, settings, started
+from support.stopped_runs import saved_steps
 
 from hybrid.checkpoint.checkpoint_folders import list_checkpoints
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.deltas import DeltaChain
 from workers.jobs.comparison import Snapshot, stored_tables
 from workers.run_folder.run_access import METRICS_FILE, read_records
 
 ROWS = 3000
+State = tuple[Snapshot, dict[str, torch.Tensor]]
 COMMON = settings(
     data={
         "format": "parquet",
@@ -71,13 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def importances(folder: Path) -> list[list[int]]:
-    """Return the weights of the valid rows of each day."""
-    days = (pq.read_table(folder / f"log/day={day}", filters=[("label", "<", 2)]) for day in (1, 2, 3))
-    return [day["importance"].to_pylist() for day in days]
-
-
-def final_state(folder: Path) -> tuple[Snapshot, dict[str, torch.Tensor]]:
+def final_state(folder: Path) -> State:
     """Return the tables, in the order of keys, and the dense net of the last checkpoint."""
     stored = Checkpoint.open(max(list_checkpoints(folder)))
     tables = stored_tables(stored)
@@ -86,8 +84,10 @@ def final_state(folder: Path) -> tuple[Snapshot, dict[str, torch.Tensor]]:
     return rows, dict(stored.tensors("dense.safetensors"))
 
 
-def is_printed(command: Command, text: str) -> bool:
-    return text in command.stdout
+def has_written(folder: Path, step: int) -> bool:
+    """Return whether the last checkpoint, and the last delta that is listed, are of a step."""
+    chain = DeltaChain.read(folder)
+    return (chain is not None and chain.last.step) == max(saved_steps(folder), default=0) == step
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -104,7 +104,8 @@ def test_units_are_judged_before_they_train(folder: Path, undisturbed: Path) -> 
     units = records(undisturbed, "unit")
     assert [unit["unit"] for unit in units] == [f"log/day={day}" for day in (1, 2, 3)]
     assert [unit["step"] for unit in units] == [30, 60, 90]
-    with_weight = [sum(map(bool, importance)) for importance in importances(folder)]
+    filters = [("label", "<", 2), ("importance", ">", 0)]
+    with_weight = [len(pq.read_table(folder / f"log/day={day}", filters=filters)) for day in (1, 2, 3)]
     assert [unit["num_samples"] for unit in units] == with_weight
     assert units[0]["auc"] < units[1]["auc"]
     assert 0.8 < units[2]["calibration"] < 1.2
@@ -116,12 +117,18 @@ def test_units_are_judged_before_they_train(folder: Path, undisturbed: Path) -> 
 
 def test_folder_that_appears_is_read(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
     write_day(tmp_path, 1)
-    with started(["launch", *COMMON, *settings(run={"folder": "run"})], tmp_path) as command:
+    checkpoint = {"every_steps": 0, "every_minutes": 0.02, "deltas": "every(seconds = 1)"}
+    more = settings(run={"folder": "run"}, checkpoint=checkpoint)
+    with started(["launch", *COMMON, *more], tmp_path) as command:
         for day in (2, 3):
-            waiting = f"waiting for the unit after log/day={day - 1}"
-            assert eventually(partial(is_printed, command, waiting), COMMAND_SECONDS), command.stdout
+            command.await_text(f"waiting for rows after log/day={day - 1}")
+            # The last step of the day is written while the run waits.
+            is_written = partial(has_written, tmp_path / "run", 30 * (day - 1))
+            assert eventually(is_written, COMMAND_SECONDS)
             write_day(tmp_path, day)
         assert command.wait().code == 0
+    written = [each["step"] for each in records(tmp_path / "run", "checkpoint")]
+    assert written == sorted({*written})
     assert_equal(final_state(tmp_path / "run"), final_state(undisturbed), 0)
 
 
@@ -131,7 +138,7 @@ def test_killed_run_continues_with_the_same_bits(folder: Path, undisturbed: Path
     more = settings(run={"folder": name}, train={"update": update}, cluster={"workers": 3})
     with started(["launch", *COMMON, *more], folder) as command:
         for role, step in (("trainer 1", 12), ("worker 0", 40)):
-            assert eventually(partial(is_printed, command, f"step {step} "), COMMAND_SECONDS)
+            command.await_text(f"step {step} ")
             command.role(role).kill()
         assert command.wait().code == 0
     assert_equal(final_state(folder / name), final_state(undisturbed), 0)
@@ -140,27 +147,24 @@ def test_killed_run_continues_with_the_same_bits(folder: Path, undisturbed: Path
 
 def test_run_continues_at_another_size(folder: Path, undisturbed: Path) -> None:
     with started(["launch", *COMMON, *settings(run={"folder": "resized"})], folder) as command:
-        assert eventually(partial(is_printed, command, "step 17 "), COMMAND_SECONDS)
+        command.await_text("step 17 ")
         command.process.send_signal(signal.SIGINT)
         assert command.wait().code == 130
     output_of(["launch", "--resume", "resized", *settings(cluster={"trainers": 3, "workers": 1})], folder)
     assert_equal(final_state(folder / "resized"), final_state(undisturbed), 1e-9)
 
 
-def assert_equal(
-    actual: tuple[Snapshot, dict[str, torch.Tensor]],
-    expected: tuple[Snapshot, dict[str, torch.Tensor]],
-    tolerance: float,
-) -> None:
+def assert_equal(actual: State, expected: State, tolerance: float) -> None:
     for found, wanted in zip(actual, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
 
 
 def test_stream_scales_numbers_as_its_initial_run_does(undisturbed: Path, tmp_path: Path) -> None:
     write_day(tmp_path, 3)
-    more = settings(run={"folder": "run"}, train={"initial": undisturbed})
-    printed = output_of(["launch", *COMMON, *more], tmp_path)
-    assert f"values with a row in {undisturbed}" in printed
+    more = [*commands.ONE_EACH, *settings(run={"folder": "run"}, train={"initial": undisturbed})]
+    # The trainer has another working directory than the master, whose paths are relative.
+    with by_hand([["master"], commands.TRAINER, commands.WORKER], [*COMMON, *more], tmp_path) as (master, *_):
+        assert f"values with a row in {undisturbed}" in master.wait().stdout
     scaling = [
         json.loads((max(list_checkpoints(run)) / "features.json").read_text())["dense"]
         for run in (undisturbed, tmp_path / "run")
@@ -176,29 +180,34 @@ def test_stream_is_that_of_one_process(folder: Path) -> None:
 
 
 def test_file_that_changes_ends_the_resume(folder: Path) -> None:
-    (folder / "other/log").mkdir(parents=True)
     write_day(folder / "other", 1)
     here = folder / "other"
     output_of(["launch", *COMMON, *settings(run={"folder": "run"}, train={"max_steps": 9})], here)
     file = here / "log/day=1/part-1.parquet"
     rows = pq.read_table(file)
-    pq.write_table(rows.take(pa.array(range(len(rows))[::-1])), file)
-    ended = run(["launch", "--resume", "run", *settings(train={"max_steps": 20})], here)
-    assert ended.code == 1
-    assert str(file.relative_to(here)) in ended.stderr
-    file.unlink()
-    ended = run(["launch", "--resume", "run", *settings(train={"max_steps": 20})], here)
-    assert ended.code == 1
-    assert str(file.relative_to(here)) in ended.stderr
+    backwards = rows.take(pa.array(range(len(rows))[::-1]))
+    for change in (partial(pq.write_table, backwards, file), file.unlink):
+        change()
+        ended = run(["launch", "--resume", "run", *settings(train={"max_steps": 20})], here)
+        assert ended.code == 1
+        assert str(file.relative_to(here)) in ended.stderr
 
 
-def test_unit_that_never_completes_is_an_error(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("every_steps", [7, 30])  # 30: the last step is stored before the unit ends
+def test_unit_that_never_completes_is_an_error(every_steps: int, tmp_path: Path) -> None:
     write_day(tmp_path, 1)
-    stream = "files(marker = '_SUCCESS', until = 'log/day=9')"
-    ended = run(["launch", *COMMON, *settings(data={"stream": stream})], tmp_path)
+    more = settings(data={"stream": "files(marker = '_SUCCESS', until = 'log/day=9')"}, run={"folder": "run"})
+    ended = run(["launch", *COMMON, *more, *settings(checkpoint={"every_steps": every_steps})], tmp_path)
     assert ended.code == 1
     assert "log/day=9" in ended.stderr
     assert "data.stream" in ended.stderr
+    assert max(saved_steps(tmp_path / "run")) == 30
+    write_day(tmp_path, 2)
+    output_of(
+        ["launch", "--resume", "run", *settings(data={"stream": "files(until = 'log/day=2')"})], tmp_path
+    )
+    assert [line["step"] for line in records(tmp_path / "run", "train")] == [*range(1, 61)]
+    assert [unit["step"] for unit in records(tmp_path / "run", "unit")] == [30, 60]
 
 
 @pytest.mark.long

@@ -100,10 +100,13 @@ class Command:
     def stderr(self) -> str:
         return self.output.with_suffix(".err").read_text()
 
+    def await_text(self, text: str) -> None:
+        """Wait until a text is printed."""
+        assert eventually(lambda: text in self.stdout, COMMAND_SECONDS), self.stdout + self.stderr
+
     def await_step(self, step: int = 5) -> None:
         """Wait until a run reports this step."""
-        text = f"\nstep {step}/"
-        assert eventually(lambda: text in self.stdout, COMMAND_SECONDS), self.stdout + self.stderr
+        self.await_text(f"\nstep {step}/")
 
     def wait(self, seconds: float = COMMAND_SECONDS, left_seconds: float = LEFT_SECONDS) -> Ended:
         """Wait for the end; fail if a process of the command outlives it by ``left_seconds``."""

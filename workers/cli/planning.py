@@ -21,7 +21,8 @@ from hybrid.config.data_sections import GROW
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.prepare.preparation import ensure_prepared, open_split
 from hybrid.data.prepare.synthetic_log import ClickLog
-from hybrid.data.stream.units import first_unit, fit_on_sample
+from hybrid.data.stream.stream_source import open_source
+from hybrid.data.stream.units import fit_on_blocks
 from hybrid.dense.net_builder import build_dense_net
 from hybrid.embedding.placement import BYTES_PER_ID, Placement, Shard, bag_ids, bytes_per_row, unpooled_ids
 from hybrid.embedding.table_spec import UNLIMITED_ROWS, TableSpec, tables_of
@@ -195,7 +196,8 @@ def expected_data(
         return InputSpec(columns.dense, features), means
     with transient_status() as report:
         if data.is_stream:
-            return fit_on_sample(config, first_unit(data), report).input_spec, {}
+            source = open_source(config, report)
+            return fit_on_blocks(config, source.sample(source.find(None))).input_spec, {}
         folder = ensure_prepared(config, report)
     dataset = open_split(folder, "train", data)
     return dataset.input_spec, dataset.ids_per_sample

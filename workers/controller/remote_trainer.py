@@ -19,8 +19,7 @@ from hybrid.data.batches import BatchLoader, BatchStream
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split
-from hybrid.data.stream.kafka_partitions import PartitionReader
-from hybrid.data.stream.lanes import LaneReader, open_reader
+from hybrid.data.stream.stream_source import Reader, open_reader
 from hybrid.data.stream.units import LanePosition, StreamUnit
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.dense.dense_optimizer import DenseOptimizer
@@ -125,7 +124,7 @@ class Trainer:
         )
         self._objective = Objective(config.all_tasks)
         self._stream: BatchStream | None = None
-        self._lanes: LaneReader | PartitionReader | None = None
+        self._reader: Reader | None = None
         self._position = (-1, 0)
         self._held: tuple[str, dict[str, Tensor]] = (DENSE_FILE, {})
         self._loaders: dict[str, BatchLoader] = {}
@@ -183,8 +182,8 @@ class Trainer:
         """
         self.close()
         config = self._config
-        self._lanes = open_reader(config, encoder, unit, self._index, config.cluster.trainers)
-        self._stream = self._lanes.batches()
+        self._reader = open_reader(config, encoder, unit, self._index, config.cluster.trainers)
+        self._stream = self._reader.batches()
         self._begin_aligned(self._stream, steps_before)
 
     def train_on_unit(self, num_steps: int, steps_before: int) -> TrainerReport:
@@ -203,28 +202,26 @@ class Trainer:
 
     def _begin_aligned(self, batches: Iterable[Batch], steps_before: int) -> None:
         """Continue with batches whose number and sizes may differ between trainers."""
-        spec, config = self._spec, self._config
-        empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
-        tasks = len(config.task_specs), config.has_ranking_loss
-        aligned = align_batches(batches, empty, self._group, *tasks)
+        empty, tasks = Batch.empty(*self._spec.sizes), len(self._config.task_specs)
+        aligned = align_batches(batches, empty, self._group, tasks, self._config.has_ranking_loss)
         self._engine.feed.begin(aligned, steps_before)
 
     def lane_positions(self, step: int) -> dict[int, LanePosition]:
         """Return the position of each lane of this trainer after ``step`` steps of the opened unit."""
-        assert isinstance(self._lanes, LaneReader)
-        return self._lanes.positions(step)
+        assert self._reader is not None
+        return self._reader.positions(step)
 
     def invalid_rows(self) -> InvalidRowReport:
         """Return the invalid rows of this trainer's lanes of the unit; DataError if there are too many."""
-        assert self._lanes is not None
-        return self._lanes.invalid_rows()
+        assert self._reader is not None
+        return self._reader.invalid_rows()
 
     def _check_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         spec = self._spec
         tasks = self._config.task_specs
         for number, batch in enumerate(batches):
             try:
-                batch.check(len(spec.dense_features), len(spec.sparse_features), tasks)
+                batch.check(*spec.sizes, tasks)
                 if self._config.has_ranking_loss:
                     batch.check_groups()
                 for k in BatchIds(batch.sparse_features).weighted_features:

@@ -23,6 +23,7 @@ from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split
+from hybrid.data.stream.units import StreamUnit
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.initial_model import InitialModel, describe_other_net
@@ -364,12 +365,17 @@ class DatasetSession(Session):
     """A session that trains and evaluates on a prepared data set.
 
     Attributes:
+        unit: the unit of a stream that is read; None between two units, and for prepared data.
+        ended_unit: the name of the unit of a stream that has ended, until the caller removes it.
         steps_per_epoch: number of steps of a pass over all training samples.
         reports: reports of the samples of each split.
         best_auc: the best reachable AUC of the first task on the test samples; None if it is unknown, or
             if metrics are weighted.
         limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
     """
+
+    unit: StreamUnit | None = None
+    ended_unit = ""
 
     def __init__(
         self,
@@ -411,6 +417,10 @@ class DatasetSession(Session):
         """Take some steps of an epoch on all trainers; see :meth:`Trainer.train`."""
         timeout = self._timeout_seconds(num_steps)
         return self._on_trainers(timeout, Trainer.train, epoch, first_step, num_steps, steps_before)
+
+    def is_ready(self, step: int) -> bool:
+        """Return whether the rows of the step after ``step`` steps are there; a stream may wait for them."""
+        return True
 
     def has_rows(self, split: str) -> bool:
         return self.reports[split].num_rows > 0

@@ -194,6 +194,8 @@ class Checkpoints:
     warn: Callable[[str], object]  # called with each warning, also by the thread that writes
     # The best evaluation with a checkpoint, if any; at first that of a resumed run, by the same metric.
     best: Best | None
+    # The step of the last checkpoint, at first that of the resumed run; -1 if it could not be written.
+    saved_step: int = 0
 
     def __post_init__(self) -> None:
         self._pending: _PendingCheckpoint | None = None
@@ -216,17 +218,19 @@ class Checkpoints:
             max(1, self._delta_step + of_delta - step) if of_delta else math.inf,
         )
 
-    def write_if_due(self, now: TrainingState, is_evaluated: bool) -> None:
+    def write_if_due(self, now: TrainingState, is_evaluated: bool, is_waiting: bool = False) -> None:
         """Begin to write a checkpoint or a delta if one is due, or a checkpoint if the model is the best.
 
         Args:
             is_evaluated: whether ``now.metrics`` belong to this step.
+            is_waiting: whether the run waits for rows. A checkpoint is then due by time only.
         """
         expected = self.expected_best
         is_best = is_evaluated and self._choose_best(now, expected) != expected
         steps, minutes = self.section.every_steps, self.section.every_minutes
-        is_due = steps and now.step % steps == 0
-        is_due = is_due or (minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes)
+        is_due = steps and now.step % steps == 0 and not is_waiting
+        is_late = minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes
+        is_due = is_due or (is_late and now.step != self.saved_step)
         chain, is_delta_due = self._chain, self._is_delta_due(now.step)
         is_due = is_due or (is_delta_due and (chain is None or len(chain.deltas) >= _MAX_DELTAS))
         if is_best or is_due:
@@ -273,7 +277,7 @@ class Checkpoints:
         try:
             yield
         except _WRITE_ERRORS as error:
-            self._chain = None  # the roles have forgotten the changes
+            self._chain, self.saved_step = None, -1  # the roles have forgotten the changes
             self.warn(f"no checkpoint of step {step}: {error}; training continues")
 
     def _add_evaluation(self, folder: StoragePath, now: TrainingState, best: Best | None) -> None:
@@ -292,7 +296,8 @@ class Checkpoints:
         return self.section.delta_call.name != "none"
 
     def _is_delta_due(self, step: int) -> bool:
-        if not self._has_deltas or self._pending is not None:
+        last = self.saved_step if self._chain is None else self._chain.last.step
+        if not self._has_deltas or self._pending is not None or step == last:
             return False
         call = self.section.delta_call
         is_due_by_time = 0 < call["seconds"] <= time.monotonic() - self._delta_begun_at
@@ -319,7 +324,7 @@ class Checkpoints:
     def _save(self, now: TrainingState, best: Best | None, start: float, in_background: bool) -> None:
         """Make every role hold its rows and nets, and begin to write; training has waited since ``start``."""
         root = self.run.checkpoint_root
-        folder = checkpoint_folders.step_folder(root, now.step)
+        folder, self.saved_step = checkpoint_folders.step_folder(root, now.step), now.step
         if folder in checkpoint_folders.list_checkpoints(root):  # was due at this step, or by a stopped run
             self._add_evaluation(folder, now, best)
             return

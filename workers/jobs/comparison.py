@@ -31,7 +31,7 @@ from hybrid.data.batches import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split
-from hybrid.data.stream.lanes import open_reader
+from hybrid.data.stream.stream_source import open_reader
 from hybrid.data.stream.units import StreamUnit
 from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.table_spec import TableSpec
@@ -212,7 +212,7 @@ class Comparison:
         session: DatasetSession
         data_folder: StoragePath
         if self._config.data.is_stream:
-            session = StreamSession(topology, self._config, None, lambda: False, view.warn, view.status)
+            session = StreamSession(topology, self._config, None, view.warn, view.status)
         else:
             data_folder = data()
             folders.check_data(data_folder)
@@ -247,12 +247,10 @@ class Comparison:
         view.status(f"training {steps} steps on the cluster")
         losses: list[float] = []
         units: list[StreamUnit] = []
-        while len(losses) < steps:
-            if isinstance(session, StreamSession):
-                if not session.has_unit(len(losses)):
-                    break
-                assert session.unit is not None
-                units += [session.unit] if not session.unit.step else []
+        while len(losses) < min(steps, session.total_steps):
+            if not session.is_ready(len(losses)):
+                continue
+            units += [session.unit] if session.unit and not session.unit.step else []
             epoch, within = divmod(len(losses), session.steps_per_epoch)
             count = min(session.steps_per_epoch - within, steps - len(losses))
             reports = session.train(epoch, within, count, len(losses))
@@ -264,7 +262,7 @@ class Comparison:
         session.close()
         self.doing = "while training in one process"
         view.status(f"training {steps} steps in one process")
-        if isinstance(session, StreamSession):
+        if self._config.data.is_stream:
             slices = _stream_slices(self._config, session.encoder, units)
         else:
             slices = _slices(self._config, open_split(data_folder, TRAIN, self._config.data))
@@ -357,8 +355,7 @@ def _stream_slices(
     config: RunConfig, encoder: FeatureEncoder, units: Sequence[StreamUnit]
 ) -> Iterator[tuple[Batch, ...]]:
     """Yield the local batches of all trainers for each step, unit after unit."""
-    spec, num_trainers = encoder.input_spec, config.cluster.trainers
-    empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
+    num_trainers, empty = config.cluster.trainers, Batch.empty(*encoder.input_spec.sizes)
     for unit in units:
         readers = [open_reader(config, encoder, unit, i, num_trainers) for i in range(num_trainers)]
         with ExitStack() as stack:

@@ -13,7 +13,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig, TrainSection
 from hybrid.config.data_sections import TEST
 from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
-from hybrid.errors import ConfigError
+from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.metrics import Metrics, Predictions, ProgressiveMetrics
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
@@ -96,9 +96,7 @@ class Training:
         stored = self._find_checkpoint(view)
         session: DatasetSession
         if self._config.data.is_stream:
-            session = StreamSession(
-                topology, self._config, stored, lambda: self._stop.is_requested, view.warn, view.status
-            )
+            session = StreamSession(topology, self._config, stored, view.warn, view.status)
         else:
             data_folder = data()
             folders.check_data(data_folder)
@@ -113,18 +111,18 @@ class Training:
         for report in session.reports.values():
             for line in data_notes(report):
                 view.warn(line)
-        if not (session.has_rows(self._selection) or isinstance(session, StreamSession)):
+        if not (session.has_rows(self._selection) or self._config.data.is_stream):
             view.note("no test rows (data.split = none): nothing is evaluated")
         best = None if stored is None else self._resume(session, stored, view)
         if self._task.resume:
             checkpoint_folders.remove_after(self._run, self._step)
-            is_evaluated = not self._owes_evaluation
-            opened = RunFolder.reopen(self._task.folder, self._config, self._step, is_evaluated)
+            state = self._step, not self._owes_evaluation, session.unit.name if session.unit else ""
+            opened = RunFolder.reopen(self._task.folder, self._config, *state)
         else:
             opened = RunFolder.create(self._task.folder, self._config)
         with opened as self._folder, self._stop.handling_signals():
             section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
-            self._checkpoints = Checkpoints(session, self._folder, section, view.warn, best)
+            self._checkpoints = Checkpoints(session, self._folder, section, view.warn, best, self._step)
             self._train(session, view)
             if not self._is_over(session):
                 self.doing = "while writing the checkpoint"
@@ -184,10 +182,15 @@ class Training:
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
         """Take steps until the run ends or is requested to stop."""
         while not self._is_over(session) and not self._stop.is_requested:
-            if isinstance(session, StreamSession) and not session.has_unit(self._step):
-                continue
-            if not self._owes_evaluation:
+            try:
+                is_waiting = not (self._owes_evaluation or session.is_ready(self._step))
+            except (DataError, StorageError):  # of the master: the trainers are between two steps
+                self._checkpoints.write_last(self._state(session), is_stopped=True)
+                raise
+            if not (self._owes_evaluation or is_waiting):
                 self._take_steps(session, view)
+            self._checkpoints.poll()
+            self._log_ended_unit(session, view)
             metrics = None
             if self._owes_evaluation:
                 metrics = self._evaluate(session, view, self._selection, self._step)
@@ -196,7 +199,7 @@ class Training:
                 if math.isnan(metrics.get(self._config.best_by, 0.0)):
                     self._counts.undefined.append(self._step)
             if self._step < session.total_steps and not self._owes_evaluation:
-                self._checkpoints.write_if_due(self._state(session), is_evaluated=metrics is not None)
+                self._checkpoints.write_if_due(self._state(session), metrics is not None, is_waiting)
             if metrics and not self._is_over(session):  # the summary shows the last evaluation
                 shown = {name: metrics[name] for name in shown_metrics(self._tasks)}
                 view.evaluation(self._selection, self._step, shown)
@@ -218,7 +221,7 @@ class Training:
     def _take_steps(self, session: DatasetSession, view: TerminalView) -> None:
         per_epoch, total = session.steps_per_epoch, session.total_steps
         self.doing = f"at step {self._step}"
-        unit = session.unit.name if isinstance(session, StreamSession) and session.unit else ""
+        unit = session.unit.name if session.unit else ""
         epoch, within = divmod(self._step, per_epoch)
         count = self._steps_of_next_call(within, per_epoch, total)
         self._announce_stop(session, view, self._step + count)
@@ -227,7 +230,6 @@ class Training:
         seconds = time.perf_counter() - start
         count = len(reports[0].losses)  # the unit of a stream may end earlier
         if not count:
-            self._end_unit(session, view)
             return
         self._seconds_per_step = seconds / count
         if math.isnan(self._seconds_to_first_step):
@@ -240,7 +242,6 @@ class Training:
         self._counts.add(reports, seconds)
         if unit and self._is_binary:
             self._counts.add_to_unit(reports)
-        self._checkpoints.poll()
         epoch_ends = within + count == per_epoch
         every = self._config.train.eval_every_steps
         is_due = self._step == total or (self._step % every == 0 if every else epoch_ends)
@@ -249,7 +250,7 @@ class Training:
         if self._owes_evaluation or epoch_ends or is_line_due:
             interval, self._counts.interval = self._counts.interval, Interval()
             numbers = session.table_metrics()
-            if isinstance(session, StreamSession) and self._is_binary:
+            if unit and self._is_binary:
                 numbers |= {f"progressive_{k}": v for k, v in interval.progressive_metrics().items()}
             progress = TrainingProgress(
                 step=self._step,
@@ -267,19 +268,18 @@ class Training:
             )
             self._folder.log_progress(progress)
             view.progress(progress)
-        self._end_unit(session, view)
         if self._profile is None and session.recorded and self._step >= session.recorded.stop:
             self._profile = self._folder.write_profile(session.take_profile())
 
-    def _end_unit(self, session: DatasetSession, view: TerminalView) -> None:
-        """Log the metrics of the unit of a stream, if it has ended."""
-        if not isinstance(session, StreamSession) or session.unit is not None or session.last is None:
+    def _log_ended_unit(self, session: DatasetSession, view: TerminalView) -> None:
+        """Log the metrics of the unit of a stream, if one has ended."""
+        name, session.ended_unit = session.ended_unit, ""
+        if not name or not self._is_binary:
             return
         metrics, self._counts.unit = self._counts.unit.metrics(), ProgressiveMetrics()
-        if self._is_binary:
-            self._folder.log_unit(self._step, session.last.name, metrics)
-            shown = {name: metrics[name] for name in ("auc", "log_loss", "calibration")}
-            view.evaluation(session.last.name, self._step, shown)
+        self._folder.log_unit(self._step, name, metrics)
+        shown = {name: metrics[name] for name in ("auc", "log_loss", "calibration")}
+        view.evaluation(name, self._step, shown)
 
     def _announce_stop(self, session: DatasetSession, view: TerminalView, step: int) -> None:
         """Make the view announce a stop at ``step``, if a stop is requested during the next call."""

@@ -68,13 +68,16 @@ class RunFolder:
         return cls(path)
 
     @classmethod
-    def reopen(cls, path: Path, config: RunConfig, step: int, is_evaluated: bool = True) -> RunFolder:
+    def reopen(
+        cls, path: Path, config: RunConfig, step: int, is_evaluated: bool = True, unit: str = ""
+    ) -> RunFolder:
         """Open the folder of a run that resumes after ``step``; later records are dropped.
 
         The folder may be empty, if the run was killed early.
 
         Args:
             is_evaluated: whether the evaluation after ``step``, if one is due, was done.
+            unit: the unit of a stream that is read again from ``step`` on, to its end.
         """
         with run_write_errors(path):
             make_folder(path)
@@ -85,6 +88,8 @@ class RunFolder:
             last_steps = {TEST: -1, **evaluated}  # with validation rows, the end of the run has a new test
             records = run_access.read_records(path / METRICS_FILE)
             kept = [record for record in records if record["step"] <= last_steps.get(record["kind"], step)]
+            ends_again = {"kind": "unit", "step": step, "unit": unit}.items()
+            kept = [record for record in kept if not ends_again <= record.items()]
             _write_text(path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
         _write_text(path / CONFIG_FILE, signed_toml(config))
         if not (path / "versions.json").exists():

@@ -32,9 +32,11 @@ from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.delimited_text import parse_lines
 from hybrid.data.parse.sources import RawBlock, parse
-from hybrid.data.stream.units import StreamUnit, stream_layout
+from hybrid.data.stream.units import LanePosition, StreamUnit, stream_layout
 from hybrid.data.values.invalid_rows import MAX_LEADING_INVALID, InvalidRow, InvalidRowLog, InvalidRowReport
 from hybrid.errors import ConfigError, DataError
+from hybrid.storage import files as storage
+from hybrid.storage.remote_path import parse_path
 
 _REQUEST_SECONDS = 30.0
 _FETCH_MESSAGES, _FETCH_SECONDS = 1 << 13, 0.1
@@ -65,26 +67,55 @@ def _import_kafka() -> Any:
 
 
 def _connect(config: RunConfig) -> Any:
-    """Return a ``Consumer`` that commits nothing, since checkpoints have the offsets."""
-    return _import_kafka().Consumer(
-        {
-            "bootstrap.servers": config.data.stream_call["brokers"],
-            "group.id": "hybrid",  # required, but partitions are assigned explicitly, without a group
-            "enable.auto.commit": False,
-            "enable.partition.eof": True,
-            "auto.offset.reset": "error",
-            "log_level": 0,  # errors are raised
-        }
-    )
+    """Return a ``Consumer`` that commits nothing, since checkpoints have the offsets.
+
+    Raises:
+        ConfigError: the file of properties cannot be used. The message has no value, which may be a secret.
+    """
+    kafka, call = _import_kafka(), config.data.stream_call
+    fixed = {
+        "bootstrap.servers": call["brokers"],
+        "enable.auto.commit": False,
+        "enable.partition.eof": True,
+        "auto.offset.reset": "error",
+        "log_level": 0,  # errors are raised
+    }
+    path = call["properties"]
+    properties = _read_properties(path) if path else {}
+    if refused := ", ".join(properties.keys() & {*fixed, "logger"}):
+        raise ConfigError("data.stream", f"{path} must not set {refused}")
+    try:
+        # A group is required, but partitions are assigned explicitly, without a group.
+        return kafka.Consumer({"group.id": "hybrid", **properties, **fixed})
+    except (kafka.KafkaException, TypeError) as error:
+        text = str(error.args[0] if isinstance(error, TypeError) else error.args[0].str()).strip()
+        for value in properties.values():
+            text = text.replace(f'"{value}"', "(not shown)")
+        raise ConfigError("data.stream", f"{path}: {text}") from None  # the cause has the value
+
+
+def _read_properties(path: str) -> dict[str, str]:
+    """Return the properties of a file with lines ``KEY = VALUE``, and comments after ``#``."""
+    try:
+        with storage.open_reader(parse_path(path), follows_links=True) as file:
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    except OSError as error:
+        raise ConfigError("data.stream", f"{path} cannot be read ({error.strerror})") from error
+    pairs = [line.partition("=") for line in lines if line and line[0] != "#"]
+    if any(not separator for _, separator, _ in pairs):
+        raise ConfigError("data.stream", f"{path}: each line must be KEY = VALUE, or a comment after #")
+    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 class Topic:
-    """The topic of a stream, as the master sees it: its partitions, and the offsets that they have.
+    """A topic as the source of a stream: its partitions, and the offsets that they have; see :class:`Source`.
 
     Raises:
         ConfigError: there are fewer partitions than trainers, or more than rows in a step.
         DataError: the topic does not exist, or no broker responds.
     """
+
+    poll_seconds = 0.1
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -99,11 +130,12 @@ class Topic:
             rule = f"must be at least {num_partitions}, the number of partitions of {self.name}"
             raise ConfigError("train.batch_size", rule, size)
 
-    def first_unit(self) -> StreamUnit:
-        """Return the topic as a unit, positioned at ``start``."""
+    def find(self, last: StreamUnit | None) -> StreamUnit:
+        """Return the topic, positioned at ``start``; or after ``last``, if it ended for lack of rows."""
         is_latest = self._config.data.stream_call["start"] == "latest"
         edge = self._kafka.OFFSET_END if is_latest else self._kafka.OFFSET_BEGINNING
-        return StreamUnit(0, self.name, (), offsets=tuple(self._edges(edge, self._count_partitions())))
+        offsets = () if last else tuple(self._edges(edge, self._count_partitions()))
+        return last or StreamUnit(0, self.name, (), offsets=offsets)
 
     def count_rows(self, unit: StreamUnit) -> list[int]:
         """Return the number of offsets from the position on that each partition has.
@@ -127,6 +159,27 @@ class Topic:
         """Return the number of steps from the position on that all partitions have; see ``count_rows``."""
         rows = zip(self.count_rows(unit), _rows_of_step(self._config, unit), strict=True)
         return min(found // of_step for found, of_step in rows)
+
+    def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
+        """Yield the rows of the first steps: about 262,144 rows, or one step."""
+        if unit is None or not (num_ready := self.count_steps(unit)):
+            raise DataError(f"{self.name}: too few rows for the first step; check data.stream")
+        config, partitions = self._config, range(len(unit.offsets))
+        num_steps = min(num_ready, -(-_SAMPLED_ROWS // config.train.batch_size))
+        with closing(_read_steps(config, unit, partitions, threading.Event())) as steps:
+            for messages in islice(steps, num_steps):
+                if messages:
+                    yield _parse(unit.name, messages, stream_layout(config))[0]
+
+    def wait_hours(self, last: StreamUnit | None) -> float:
+        return float(self._config.data.stream_call["wait_hours"])
+
+    def end(self, unit: StreamUnit | None, last: StreamUnit | None) -> str:
+        if unit is None or not any(rows := self.count_rows(unit)):
+            return ""
+        behind = min(range(len(rows)), key=rows.__getitem__)
+        left = f"{sum(rows):,} row(s) are left for a later run"
+        return f"{self.name}: partition {behind} has too few rows for a step; {left}"
 
     def _count_partitions(self) -> int:
         with _convert_errors(self.name):
@@ -220,16 +273,6 @@ def _parse(topic: str, messages: Sequence[Any], layout: Layout) -> tuple[RawBloc
     ]
 
 
-def read_sample(config: RunConfig, unit: StreamUnit, num_steps: int) -> Iterator[RawBlock]:
-    """Yield the rows of up to ``num_steps`` first steps of a topic: about 262,144 rows, or one step."""
-    num_steps = min(num_steps, -(-_SAMPLED_ROWS // config.train.batch_size))
-    layout, partitions = stream_layout(config), range(len(unit.offsets))
-    with closing(_read_steps(config, unit, partitions, threading.Event())) as steps:
-        for messages in islice(steps, num_steps):
-            if messages:
-                yield _parse(unit.name, messages, layout)[0]
-
-
 class PartitionReader:
     """Reads the batches of one trainer from a topic.
 
@@ -249,6 +292,9 @@ class PartitionReader:
         is_over = threading.Event()
         return BatchStream(self._read(is_over), is_over=is_over)
 
+    def positions(self, step: int) -> dict[int, LanePosition]:
+        return {}  # the unit has the offsets
+
     def invalid_rows(self) -> InvalidRowReport:
         """Return the invalid rows read so far."""
         return self._log.report()
@@ -258,7 +304,7 @@ class PartitionReader:
         with closing(_read_steps(self._config, self._unit, self._partitions, is_over)) as steps:
             for messages in steps:
                 if not messages:
-                    yield Batch.empty(len(spec.dense_features), len(spec.sparse_features))
+                    yield Batch.empty(*spec.sizes)
                     continue
                 block, invalid = _parse(self._unit.name, messages, layout)
                 self._log.add(Path(self._unit.name), len(block.source_rows_B), invalid)

@@ -13,9 +13,8 @@ number of trainers, and each trainer parses only its lanes.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +25,7 @@ from hybrid.config import RunConfig
 from hybrid.data.batches import BatchStream
 from hybrid.data.dataset.prepared_dataset import block_batch, positions
 from hybrid.data.encode.feature_encoder import EncodedBags, EncodedBlock, FeatureEncoder
-from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import Segment, parse, read_segment
-from hybrid.data.stream.kafka_partitions import PartitionReader
 from hybrid.data.stream.units import BLOCK_BYTES, BLOCK_ROWS, LanePosition, StreamUnit, stream_layout
 from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
 from hybrid.data.values.model_columns import Targets
@@ -52,30 +49,18 @@ class EncodedRows(NamedTuple):
         """Return some rows, in the order of their indices ``rows``."""
         bags = []
         for ids_L, lengths_B, weights_L in self.features.bags:
-            positions_L, lengths = positions(np.append(0, lengths_B.cumsum()), rows)
-            bags.append(
-                EncodedBags(
-                    ids_L[positions_L], lengths, None if weights_L is None else weights_L[positions_L]
-                )
-            )
+            at_L, lengths = positions(np.append(0, lengths_B.cumsum()), rows)
+            bags.append(EncodedBags(ids_L[at_L], lengths, None if weights_L is None else weights_L[at_L]))
         features = EncodedBlock(self.features.dense_BF[rows], self.features.ids_BK[rows], tuple(bags))
-        labels_BT, weights_BT, groups_B = self.targets
-        return EncodedRows(
-            features,
-            Targets(
-                labels_BT[rows],
-                None if weights_BT is None else weights_BT[rows],
-                None if groups_B is None else groups_B[rows],
-            ),
-        )
+        return EncodedRows(features, self.targets.select(rows))
 
 
 def concatenate(parts: Sequence[EncodedRows]) -> EncodedRows:
     """Return the rows of all parts, of which there is at least one; all have the same columns."""
 
     def join(arrays: Iterable[Any]) -> Any:
-        given = [array for array in arrays if array is not None]
-        return np.concatenate(given) if given else None
+        present = [array for array in arrays if array is not None]
+        return np.concatenate(present) if present else None
 
     bags = zip(*(part.features.bags for part in parts), strict=True)
     features = EncodedBlock(
@@ -86,56 +71,33 @@ def concatenate(parts: Sequence[EncodedRows]) -> EncodedRows:
     return EncodedRows(features, Targets(*map(join, zip(*(part.targets for part in parts), strict=True))))
 
 
-@dataclass(frozen=True)
-class StreamParser:
-    """Parses and encodes the segments of a stream."""
-
-    config: RunConfig
-    encoder: FeatureEncoder
-    layout: Layout
-
-    def blocks(self, segment: Segment, index: int, log: InvalidRowLog) -> Iterator[EncodedRows]:
-        """Yield the valid rows of a segment, in blocks; with data.shuffle, the rows of a block are shuffled.
-
-        Args:
-            index: the index of the segment in its lane.
-
-        Raises:
-            ConfigError: the file lacks a column.
-            DataError: the file cannot be read, or an invalid row is an error.
-        """
-        for number, table in enumerate(read_segment(segment, self.layout, BLOCK_ROWS, BLOCK_BYTES)):
-            block, invalid = parse(segment.path, table, self.layout)
-            log.add(segment.path, len(block.source_rows_B), invalid)
-            assert block.targets is not None
-            samples = EncodedRows(self.encoder.encode(block), block.targets)
-            if self.config.data.is_shuffled:
-                rng = np.random.default_rng([self.config.run.seed, index, number])
-                samples = samples.take(rng.permutation(len(block.source_rows_B)))
-            yield samples
-
-
 class Lane:
-    """The rows of a lane, from a position on.
+    """The rows of a lane, from a position on. With data.shuffle, the rows of each block are shuffled.
+
+    Args:
+        key: the number of the unit, and the lane; the shuffle depends on both.
 
     Attributes:
         log: the invalid rows.
         num_ready: the number of rows that are parsed and not yet returned.
     """
 
-    def __init__(self, parser: StreamParser, segments: Sequence[Segment], position: LanePosition) -> None:
-        self._parser = parser
+    def __init__(
+        self,
+        config: RunConfig,
+        encoder: FeatureEncoder,
+        key: tuple[int, int],
+        segments: Sequence[Segment],
+        position: LanePosition,
+    ) -> None:
+        self._config, self._encoder, self._key = config, encoder, key
         self._segments = segments
-        self._segment, self._row, self._num_given = position
-        self.log = InvalidRowLog(parser.config.data.max_invalid_fraction)
+        self.position = position
+        self.log = InvalidRowLog(config.data.max_invalid_fraction)
         self.num_ready = 0
         # Blocks that are read: the segment, the row of the segment at which the block starts, the block.
         self._ready: deque[tuple[int, int, EncodedRows]] = deque()
         self._blocks = self._read()
-
-    @property
-    def position(self) -> LanePosition:
-        return self._segment, self._row, self._num_given
 
     def read_ahead(self) -> bool:
         """Read the next block; return False if there is none."""
@@ -149,31 +111,41 @@ class Lane:
     def take(self, end: int) -> list[EncodedRows]:
         """Return rows until ``end`` rows are returned in all: at least one, unless the lane has ended."""
         parts: list[EncodedRows] = []
-        missing = max(1, end - self._num_given)
+        _, row, num_returned = self.position
+        missing = max(1, end - num_returned)
         while missing and (self._ready or self.read_ahead()):
             segment, start, samples = self._ready[0]
-            if segment != self._segment:
-                self._segment, self._row = segment, start
-            first = self._row - start
+            if segment != self.position.segment:
+                row = start
+            first = row - start
             count = min(missing, samples.size - first)
             parts.append(samples.take(np.arange(first, first + count)))
             if first + count == samples.size:
                 self._ready.popleft()
             missing -= count
-            self._row += count
-            self._num_given += count
+            row += count
+            num_returned += count
             self.num_ready -= count
+            self.position = LanePosition(segment, row, num_returned)
         return parts
 
     def _read(self) -> Iterator[tuple[int, int, EncodedRows]]:
-        skipped = self._row  # the rows of the first segment that were given before
-        for index in range(self._segment, len(self._segments)):
-            start = 0
-            for samples in self._parser.blocks(self._segments[index], index, self.log):
-                end = start + samples.size
+        layout = stream_layout(self._config)
+        first_segment, skipped, _ = self.position  # some rows of this segment were returned before
+        for index in range(first_segment, len(self._segments)):
+            segment, start = self._segments[index], 0
+            for number, table in enumerate(read_segment(segment, layout, BLOCK_ROWS, BLOCK_BYTES)):
+                block, invalid = parse(segment.path, table, layout)
+                self.log.add(segment.path, len(block.source_rows_B), invalid)
+                assert block.targets is not None
+                samples = EncodedRows(self._encoder.encode(block), block.targets)
+                order = np.arange(samples.size)
+                if self._config.data.is_shuffled:
+                    rng = np.random.default_rng([self._config.run.seed, *self._key, index, number])
+                    order = rng.permutation(samples.size)
+                first, end = max(start, skipped), start + samples.size
                 if end > skipped:
-                    first = max(start, skipped)
-                    yield index, first, samples.take(np.arange(first - start, samples.size))
+                    yield index, first, samples.take(order[first - start :])
                 start = end
             skipped = 0
 
@@ -202,14 +174,13 @@ class LaneReader:
         # After s steps, lanes 0 to l should have returned s * batch_size * ends[l] / ends[-1] rows.
         self._ends_L = np.cumsum(sizes, dtype=object)
         self._batch_size = config.train.batch_size
-        starts = unit.lanes or ((0, 0, 0),) * num_lanes
-        fits = [0 <= at[0] <= len(lane) and min(at) >= 0 for at, lane in zip(starts, of_lanes, strict=False)]
+        starts = unit.lanes or (LanePosition(),) * num_lanes
+        fits = [at.segment <= len(lane) and min(at) >= 0 for at, lane in zip(starts, of_lanes, strict=False)]
         if len(starts) != num_lanes or not all(fits):
             rule = "resume with the lanes and files with which the run began"
             raise DataError(f"{unit.name}: the checkpoint has another number of lanes or segments; {rule}")
-        parser = StreamParser(config, encoder, layout)
         self._lanes = {
-            lane: Lane(parser, of_lanes[lane], starts[lane])
+            lane: Lane(config, encoder, (unit.number, lane), of_lanes[lane], starts[lane])
             for lane in range(trainer, num_lanes, num_trainers)
         }
         self._positions = {unit.step: self._current()}
@@ -224,9 +195,7 @@ class LaneReader:
 
     def invalid_rows(self) -> InvalidRowReport:
         """Return the invalid rows of the lanes; DataError if there are too many."""
-        reports = [lane.log.finish() for lane in self._lanes.values()]
-        counts = sum((Counter(report.counts) for report in reports), Counter[str]())
-        return InvalidRowReport(dict(counts), tuple(e for report in reports for e in report.examples))
+        return InvalidRowReport.merge([lane.log.finish() for lane in self._lanes.values()])
 
     def _current(self) -> dict[int, LanePosition]:
         return {number: lane.position for number, lane in self._lanes.items()}
@@ -248,11 +217,3 @@ class LaneReader:
         """Return each lane with the number of rows that it should have returned after ``step`` steps."""
         ends = [0, *(step * self._batch_size * end // max(1, self._ends_L[-1]) for end in self._ends_L)]
         return [(lane, ends[number + 1] - ends[number]) for number, lane in self._lanes.items()]
-
-
-def open_reader(
-    config: RunConfig, encoder: FeatureEncoder, unit: StreamUnit, trainer: int, num_trainers: int
-) -> LaneReader | PartitionReader:
-    """Return the reader of one trainer for a unit of files, or for a topic, from the position on."""
-    kind = PartitionReader if config.data.is_topic else LaneReader
-    return kind(config, encoder, unit, trainer, num_trainers)

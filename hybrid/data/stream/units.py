@@ -7,19 +7,21 @@
                                      log/day=03/part-0.parquet                              not complete yet
 
 A unit that sorts before the last one read is never read, because the position in a stream is the name of a
-unit and a position in each of its lanes.
+unit and a position in each of its lanes. If it appears while the run trains, a warning names it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import PATH_KEYS, TRAIN, DataSection
+from hybrid.config.data_sections import PATH_KEYS, TRAIN
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.fitting import (
     FittedStatistics,
@@ -41,18 +43,23 @@ SEGMENT_ROWS, SEGMENT_BYTES = 1 << 14, 4 << 20
 BLOCK_ROWS, BLOCK_BYTES = 1 << 13, 1 << 20
 _SAMPLED_BLOCKS = 32
 
-# The next row of a lane: its segment in the lane, its number among the valid rows of the segment, and the
-# number of rows that the lane has given before it.
-LanePosition: TypeAlias = tuple[int, int, int]
+
+class LanePosition(NamedTuple):
+    """The next row of a lane."""
+
+    segment: int = 0  # index of the segment in the lane
+    row: int = 0  # index among the valid rows of the segment
+    num_returned: int = 0  # rows that the lane has returned before
 
 
 @dataclass(frozen=True, slots=True)
 class StreamUnit:
     """A unit, and the position in it."""
 
-    order: int  # index of the path in data.path that names the unit
+    path_index: int  # of the element of data.path that names the unit
     name: str  # the path of the unit
     files: tuple[InputFile, ...]
+    number: int = 0  # units of the stream before this one
     step: int = 0  # steps of the unit that have been taken
     lanes: tuple[LanePosition, ...] = ()  # the position of each lane after these steps; empty for the start
     offsets: tuple[int, ...] = ()  # of a Kafka topic: the next offset of each partition after these steps
@@ -67,62 +74,80 @@ def stream_layout(config: RunConfig) -> Layout:
     return replace(Layout.of(config.data, config.columns, config.tasks), reads_keys=True)
 
 
-def find_unit(data: DataSection, last: StreamUnit | None) -> StreamUnit | None:
-    """Return the unit after ``last``, or the first one; None if it is missing or not complete.
+class Files:
+    """Files and folders as the source of a stream; see :class:`Source`.
 
-    Raises:
-        DataError: the unit has no files, or a folder without the form NAME=VALUE, or cannot be read.
-        StorageError: a store refuses the request.
+    Args:
+        warn: receives a line for each file or folder that appears too late to be read.
     """
-    key, marker = PATH_KEYS[TRAIN], data.stream_call["marker"]
-    for order, text in enumerate(data.path):
-        for path in expand(text):
-            if last is not None:
-                before = path_parts(parse_path(last.name))
-                if (order, path_parts(path)) <= (last.order, before):
-                    continue
-            found = storage.find_entry(path)
-            if found is None:
-                continue
-            if found.is_folder and marker and not storage.exists(path / marker):
-                return None
-            files = storage.map_concurrently(InputFile.of, list_files([str(path)], key))
-            return StreamUnit(order, str(path), tuple(files))
-    return None
+
+    poll_seconds = 2.0
+
+    def __init__(self, config: RunConfig, warn: Callable[[str], object]) -> None:
+        self._config, self._warn = config, warn
+        until = config.data.stream_call["until"]
+        self._until = str(parse_path(until)) if until else ""
+        self._known: set[str] | None = None  # paths up to the last unit; None before the first search
+
+    def find(self, last: StreamUnit | None) -> StreamUnit | None:
+        """Return the unit after ``last``, or the first one; None if it is missing or not complete.
+
+        Raises:
+            DataError: the unit has no files, or a folder without the form NAME=VALUE, or cannot be read.
+            StorageError: a store refuses the request.
+        """
+        data, is_first_search = self._config.data, self._known is None
+        known = self._known = self._known or set()
+        end = None if last is None else (last.path_index, path_parts(parse_path(last.name)))
+        for index, path in ((i, path) for i, text in enumerate(data.path) for path in expand(text)):
+            name = str(path)
+            if last is not None and end is not None and (index, path_parts(path)) <= end:
+                if name not in known and storage.exists(path):
+                    known.add(name)
+                    if not is_first_search and name != last.name:
+                        self._warn(
+                            f"{name}: is not read, since {last.name}, which sorts after it, came first"
+                        )
+            elif (found := storage.find_entry(path)) is not None:
+                marker = data.stream_call["marker"]
+                if found.is_folder and marker and not storage.exists(path / marker):
+                    return None
+                files = storage.map_concurrently(InputFile.of, list_files([name], PATH_KEYS[TRAIN]))
+                return StreamUnit(index, name, tuple(files), 0 if last is None else last.number + 1)
+        return None
+
+    def count_steps(self, unit: StreamUnit) -> int:
+        return sys.maxsize  # trainers find the end of the unit
+
+    def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
+        """Yield the first block of up to 32 segments, evenly spread."""
+        if unit is None:
+            paths = ", ".join(self._config.data.path)
+            raise DataError(f"{paths}: no complete file or folder; check {PATH_KEYS[TRAIN]} and data.stream")
+        layout = stream_layout(self._config)
+        segments = unit.segments(layout)
+        for index in np.unique(np.linspace(0, len(segments) - 1, _SAMPLED_BLOCKS).astype(int)).tolist():
+            for table in islice(read_segment(segments[index], layout, BLOCK_ROWS, BLOCK_BYTES), 1):
+                yield parse(segments[index].path, table, layout)[0]
+
+    def wait_hours(self, last: StreamUnit | None) -> float:
+        is_last = last is not None and last.name == self._until
+        return 0.0 if is_last else float(self._config.data.stream_call["wait_hours"])
+
+    def end(self, unit: StreamUnit | None, last: StreamUnit | None) -> str:
+        if self._until and last is not None and last.name != self._until:
+            late = f"the unit after {last.name} was not complete within {self.wait_hours(last):g} hours"
+            raise DataError(f"{self._until}: {late}; check data.stream")
+        return ""
 
 
-def first_unit(data: DataSection) -> StreamUnit:
-    """Return the first unit; DataError if it is missing or not complete."""
-    if (unit := find_unit(data, None)) is None:
-        paths = ", ".join(data.path)
-        raise DataError(f"{paths}: no complete file or folder; check {PATH_KEYS[TRAIN]} and data.stream")
-    return unit
-
-
-def fit_on_sample(config: RunConfig, unit: StreamUnit, report: Callable[[str], None]) -> FeatureEncoder:
+def fit_on_blocks(config: RunConfig, blocks: Iterable[RawBlock]) -> FeatureEncoder:
     """Return the encoder of a stream: scaling and quantiles come from a sample of its first unit.
-
-    The sample is the first block of up to 32 segments, evenly spread.
 
     Raises:
         ConfigError: a file lacks a column.
         DataError: a file cannot be read, or the sample has no valid row.
     """
-    report(f"reading a sample of {unit.name}")
-    return fit_on_blocks(config, _sampled_blocks(unit, stream_layout(config)))
-
-
-def _sampled_blocks(unit: StreamUnit, layout: Layout) -> Iterator[RawBlock]:
-    segments = unit.segments(layout)
-    for index in np.unique(np.linspace(0, len(segments) - 1, _SAMPLED_BLOCKS).astype(int)).tolist():
-        segment = segments[index]
-        for table in read_segment(segment, layout, BLOCK_ROWS, BLOCK_BYTES):
-            yield parse(segment.path, table, layout)[0]
-            break
-
-
-def fit_on_blocks(config: RunConfig, blocks: Iterable[RawBlock]) -> FeatureEncoder:
-    """Return the encoder of a stream from a sample; DataError if it has no valid row."""
     layout = stream_layout(config)
     statistics = FittedStatistics(layout)
     for block in blocks:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from typing import NamedTuple, Self
 
 import pyarrow as pa
@@ -87,6 +88,13 @@ class InvalidRowReport:
     @property
     def total(self) -> int:
         return sum(self.counts.values())
+
+    @classmethod
+    def merge(cls, reports: Sequence[Self]) -> Self:
+        """Return the sums of the counts, and the first examples of all reports."""
+        counts = sum((Counter(each.counts) for each in reports), Counter[str]())
+        examples = (example for each in reports for example in each.examples)
+        return cls(dict(counts), tuple(islice(examples, MAX_EXAMPLES)))
 
 
 class InvalidRowLog:

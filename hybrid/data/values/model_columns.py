@@ -208,8 +208,9 @@ class Targets(NamedTuple):
     weights_BT: npt.NDArray[np.float32] | None = None
     groups_B: npt.NDArray[np.int64] | None = None  # a hash of the group; None without groups
 
-    def select(self, mask_B: npt.NDArray[np.bool_]) -> Targets:
-        return Targets(*(None if array is None else array[mask_B] for array in self))  # type: ignore[arg-type]
+    def select(self, rows: npt.NDArray[np.bool_ | np.int64]) -> Targets:
+        """Return the samples of a mask, or of indices."""
+        return Targets(*(None if array is None else array[rows] for array in self))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse.sources import check_columns
-from hybrid.data.stream.kafka_partitions import Topic, advance, read_sample
-from hybrid.data.stream.lanes import open_reader
+from hybrid.data.stream.kafka_partitions import Topic, advance
+from hybrid.data.stream.stream_source import open_reader
 from hybrid.data.stream.units import StreamUnit, fit_on_blocks
 from hybrid.errors import ConfigError, DataError
 
@@ -25,9 +26,8 @@ BATCH = 10
 
 
 @pytest.fixture(scope="module")
-def kafka() -> Iterator[MockKafka]:
-    with MockKafka() as cluster:
-        yield cluster
+def kafka() -> MockKafka:
+    return MockKafka()
 
 
 def configure(kafka: MockKafka, topic: str, *more: str) -> RunConfig:
@@ -61,8 +61,8 @@ def fill(kafka: MockKafka, topic: str, counts: list[int], start: int = 0) -> Non
 
 def opened(config: RunConfig) -> tuple[Topic, StreamUnit, FeatureEncoder]:
     topic = Topic(config)
-    unit = topic.first_unit()
-    return topic, unit, fit_on_blocks(config, read_sample(config, unit, topic.count_steps(unit)))
+    unit = topic.find(None)
+    return topic, unit, fit_on_blocks(config, topic.sample(unit))
 
 
 def read(
@@ -157,9 +157,9 @@ def test_too_many_invalid_rows_end_a_topic(kafka: MockKafka) -> None:
         kafka.send("poor", partition, ["1,x,u1"] * 2000)
     config = configure(kafka, "poor", "train.batch_size = 1000")
     _, unit, encoder = opened(config)
-    with open_reader(config, encoder, unit, 0, 1).batches() as stream:
-        with pytest.raises(DataError, match=r"data\.max_invalid_fraction"):
-            list(islice(stream, 24))
+    message, reader = r"data\.max_invalid_fraction", open_reader(config, encoder, unit, 0, 1)
+    with reader.batches() as stream, pytest.raises(DataError, match=message):
+        list(islice(stream, 24))
 
 
 def test_topic_that_does_not_fit_is_refused(kafka: MockKafka) -> None:
@@ -175,9 +175,27 @@ def test_topic_that_does_not_fit_is_refused(kafka: MockKafka) -> None:
     for changed in (replace(unit, offsets=(0,) * 3), replace(unit, name="other"), advance(config, unit, 9)):
         with pytest.raises(DataError, match="fits"):
             topic.count_steps(changed)
-    with open_reader(config, encoder, advance(config, unit, 9), 0, 1).batches() as stream:
-        with pytest.raises(DataError, match="fits"):
-            next(stream)
+    late = open_reader(config, encoder, advance(config, unit, 9), 0, 1)
+    with late.batches() as stream, pytest.raises(DataError, match="fits"):
+        next(stream)
+
+
+def test_properties_of_a_file_reach_the_client(kafka: MockKafka, tmp_path: Path) -> None:
+    fill(kafka, "secured", [5] * 4)
+    stream = f"kafka(brokers = '{kafka.brokers}', topic = 'secured', properties = '{tmp_path}/client')"
+    config, file = configure(kafka, "secured", f'data.stream = "{stream}"'), tmp_path / "client"
+    file.write_text("# a comment\n\nclient.id = x\n")
+    _, unit, encoder = opened(config)
+    file.write_text("test.mock.num.brokers = 1")  # the client connects to a cluster without topics
+    with pytest.raises(DataError, match="secured"):
+        Topic(config)
+    for key in ("foo", "security.protocol", "error_cb", "bootstrap.servers", ""):
+        file.write_text(f"{key} = a secret" if key else "a secret")
+        with open_reader(config, encoder, unit, 0, 1).batches() as batches:
+            for use in (partial(Topic, config), partial(next, batches)):
+                with pytest.raises(ConfigError, match=rf"{file}.*{key}") as caught:
+                    use()
+                assert "a secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from hybrid.config.loading import load_config
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import open_split, prepare
 from hybrid.data.stream.lanes import LaneReader
-from hybrid.data.stream.units import StreamUnit, find_unit, fit_on_sample
+from hybrid.data.stream.units import Files, LanePosition, StreamUnit, fit_on_blocks
 from hybrid.errors import ConfigError, DataError
 
 ROWS, BATCH = 60_000, 700
@@ -68,9 +69,10 @@ def configure(path: str | Sequence[str], kind: str = "parquet", *more: str) -> R
 
 
 def first_unit(config: RunConfig) -> tuple[StreamUnit, FeatureEncoder]:
-    unit = find_unit(config.data, None)
+    files = Files(config, pytest.fail)
+    unit = files.find(None)
     assert unit is not None
-    return unit, fit_on_sample(config, unit, lambda text: None)
+    return unit, fit_on_blocks(config, files.sample(unit))
 
 
 def read(config: RunConfig, unit: StreamUnit, encoder: FeatureEncoder, trainers: int) -> list[list[Batch]]:
@@ -116,7 +118,7 @@ def test_stream_continues_at_any_step_with_other_trainers(name: str, tmp_path: P
         if step in (0, 1, 40, len(whole) - 1):
             found = {lane: at for reader in readers for lane, at in reader.positions(step).items()}
             lanes = tuple(found[lane] for lane in sorted(found))
-            now = StreamUnit(unit.order, unit.name, unit.files, step, lanes)
+            now = replace(unit, step=step, lanes=lanes)
             for trainers in (1, 3):
                 assert numbers_by_step(read(config, now, encoder, trainers)) == whole[step:]
         for stream in streams:
@@ -136,18 +138,26 @@ def test_rows_of_a_block_are_shuffled_unless_the_order_is_kept(tmp_path: Path) -
     assert orders[1] == orders[2] != orders[0]
 
 
+def test_lanes_and_units_of_equal_size_are_shuffled_differently(tmp_path: Path) -> None:
+    for day in range(2):
+        for part in range(5):
+            write(tmp_path / f"day={day}/{part}.parquet", table(day, 4000))
+    config, unit, orders = configure(str(tmp_path / "day=*")), None, []
+    _, encoder = first_unit(config)
+    while (unit := Files(config, pytest.fail).find(unit)) is not None:
+        for batches in read(config, unit, encoder, 5):
+            numbers = torch.cat([batch.dense_features[:, 0] for batch in batches])
+            orders.append(tuple((numbers - numbers.min()).tolist()))
+    assert len(orders) == len({*orders}) == 10
+
+
 def test_streamed_row_means_what_a_prepared_row_means(tmp_path: Path) -> None:
     write(tmp_path / "day/a.parquet", table(1, 5000))
     for vocabulary in ("grow", "hash(500)"):
-        config = configure(str(tmp_path / "day"), "parquet", f'data.vocabulary = "{vocabulary}"')
+        chosen = str(tmp_path / "day"), "parquet", f'data.vocabulary = "{vocabulary}"'
+        config = configure(*chosen)
         (batches,) = read(config, *first_unit(config), 1)
-        prepared = configure(
-            str(tmp_path / "day"),
-            "parquet",
-            f'data.vocabulary = "{vocabulary}"',
-            'data.stream = "none"',
-            'data.split = "none"',
-        )
+        prepared = configure(*chosen, 'data.stream = "none"', 'data.split = "none"')
         dataset = open_split(prepare(prepared, tmp_path / "cache"), "train", prepared.data)
         for batch in batches:
             rows = batch.dense_features[:, 0].numpy().astype(np.int64) - 5000
@@ -158,28 +168,32 @@ def test_streamed_row_means_what_a_prepared_row_means(tmp_path: Path) -> None:
 
 def test_units_come_in_order_once_they_are_complete(tmp_path: Path) -> None:
     config = configure(str(tmp_path / "log/day=*"), "parquet", "data.stream = \"files(marker = '_SUCCESS')\"")
-    assert find_unit(config.data, None) is None
+    warnings: list[str] = []
+    files = Files(config, warnings.append)
+    assert files.find(None) is None
     for day in (2, 1, 10):
         write(tmp_path / f"log/day={day:02}/a.parquet", table(day, 50))
-    assert find_unit(config.data, None) is None
+    assert files.find(None) is None
     for day in (1, 10):
         (tmp_path / f"log/day={day:02}/_SUCCESS").touch()
-    first = find_unit(config.data, None)
+    first = files.find(None)
     assert first is not None
-    assert first.name == str(tmp_path / "log/day=01")
-    assert find_unit(config.data, first) is None  # day 10 is complete, but day 2 comes first
+    assert files.find(first) is None  # day 10 is complete, but day 2 comes first
     (tmp_path / "log/day=02/_SUCCESS").touch()
-    second = find_unit(config.data, first)
-    assert second is not None
-    assert second.name == str(tmp_path / "log/day=02")
+    second = files.find(first)
+    write(tmp_path / "log/day=00/a.parquet", table(0, 50))
+    found = [first, second, *(each.find(second) for each in (files, files, Files(config, pytest.fail)))]
+    names = [str(tmp_path / f"log/day={day:02}") for day in (1, 2, 10, 10, 10)]
+    assert [unit and unit.name for unit in found] == names
+    assert [warning.partition(":")[0] for warning in warnings] == [str(tmp_path / "log/day=00")]
 
 
 def test_paths_are_units_in_the_order_of_the_list(tmp_path: Path) -> None:
     names = [str(tmp_path / f"{name}.parquet") for name in "bac"]
     for number, name in enumerate(names):
         write(Path(name), table(number, 20))
-    config, unit, found = configure(names), None, []
-    while (unit := find_unit(config.data, unit)) is not None:
+    files, unit, found = Files(configure(names), pytest.fail), None, []
+    while (unit := files.find(unit)) is not None:
         found.append(unit.name)
     assert found == names
 
@@ -219,8 +233,8 @@ def test_position_of_other_files_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", table(1, 100))
     config = configure(str(tmp_path / "a.parquet"))
     unit, encoder = first_unit(config)
-    for lanes in (((0, 0, 0),), ((9, 0, 0),) * 5, ((0, -1, 0),) * 5):
-        moved = StreamUnit(unit.order, unit.name, unit.files, 1, lanes)
+    for lanes in ((LanePosition(),), (LanePosition(9),) * 5, (LanePosition(0, -1),) * 5):
+        moved = replace(unit, step=1, lanes=lanes)
         with pytest.raises(DataError, match=unit.name):
             LaneReader(config, encoder, moved, 0, 1)
 

@@ -156,6 +156,13 @@ def test_checkpoints_are_due_by_minutes(start: Start, monkeypatch: pytest.Monkey
         clock[0] += 10.0
         run.at(step)
     assert run.stored == [3, 6, 9, 12]
+    for step, has_room in ((13, True), (14, False)):
+        run.role.has_room = has_room
+        for _ in range(7):  # waiting for rows
+            clock[0] += 10.0
+            run.checkpoints.write_if_due(state(step), is_evaluated=False, is_waiting=True)
+            run.checkpoints.finish()
+    assert run.role.saved_steps == [3, 6, 9, 12, 13, 14, 14, 14]
 
 
 @pytest.mark.parametrize(

@@ -138,8 +138,9 @@ def test_no_value_of_another_user_has_an_effect_unless_allowed(
     section, _, name = dotted.rpartition(".")
     key, kind = NEED_SIGNATURE[dotted], section.partition(".")[0]
     setting = f"{dotted}={another_value(key)}"
-    data = ["data.format=csv", "data.sparse=C2", *(["data.path=mine.csv"] if dotted != "data.path" else [])]
-    config, chosen = load_config(None, [*data, setting]), data[2:]
+    data = ["data.format=csv", "data.sparse=C2", "data.vocabulary=hash"]
+    chosen = ["data.path=mine.csv"] if dotted != "data.path" else []
+    config = load_config(None, [*data, *chosen, setting])
     run = tmp_path / "run"
     RunFolder.create(run, config).close()
     assert load_resumed_config(run, []) == load_run_config(run / "config.toml") == config
