@@ -64,7 +64,6 @@ class SparseFeatures(NamedTuple):
         return bags // self.num_features if self.num_features else 0
 
     def samples(self, start: int, stop: int) -> SparseFeatures:
-        """Return the samples from ``start`` to ``stop``."""
         size = self.batch_size
         if self.offsets is None:
 
@@ -87,7 +86,7 @@ class SparseFeatures(NamedTuple):
     def from_bags(
         cls, bags: list[list[list[int]]], weights: list[list[list[float]]] | None = None
     ) -> SparseFeatures:
-        """Create features from nested lists ``bags[feature][sample]`` of ids; weights have the same shape."""
+        """Create features from lists of ids ``bags[feature][sample]``, and lists of weights in this form."""
         flat = [bag for feature in bags for bag in feature]
         lengths = torch.tensor([0] + [len(bag) for bag in flat], dtype=torch.int64)
         weights_L = None
@@ -106,16 +105,16 @@ class Batch(NamedTuple):
         sparse_features: ids of the K sparse features for the same B samples.
         labels: ``labels_B``, float32; for several tasks ``labels_BT``. Binary labels are 0, 1 or
             probabilities; classes are numbers.
-        global_size: number of samples of all trainers in the step. The loss is the mean over these, so slices
-            of any sizes add up to the right gradient.
-        ended: whether this trainer has no more samples, and continues only for the other trainers.
-        weights: float32 of the shape of ``labels``, weight of each sample for each task; None for ones.
+        global_size: number of samples of all trainers in the step. The loss is the mean over all of them, so
+            trainers may have slices of different sizes.
+        ended: whether this trainer has no more samples, and takes the step only because others have some.
+        weights: weight of each sample for each task, float32, in the shape of ``labels``; None for ones.
         total_weights: ``totals_T``, float64, sums of the weights over all trainers; not read without weights.
         groups: ``groups_B``, int64, group of each sample; None without groups.
-        total_groups: ``totals_T``, float64, weights of the groups of all trainers by task (see
-            :func:`hybrid.primitives.grouping.ranking_weights`); None without a ranking loss. With one, the
-            samples of a group are adjacent, in one slice and in one micro-batch.
-        local_size: number of samples before the padding, of a batch that a loader reads.
+        total_groups: ``totals_T``, float64, sums over all trainers of the ranking weights
+            (:func:`hybrid.primitives.grouping.ranking_weights`); None without a ranking loss. With a ranking
+            loss, the samples of a group are adjacent, in one slice and in one micro-batch.
+        local_size: number of samples without padding, if a loader has read the batch.
     """
 
     dense_features: Tensor
@@ -131,7 +130,7 @@ class Batch(NamedTuple):
 
     @property
     def checksum(self) -> int:
-        """0, because each trainer reads only its slice; see :class:`hybrid.updates.ticket.Ticket`."""
+        """0: a slice has no checksum of the global batch; see :class:`hybrid.updates.ticket.Ticket`."""
         return 0
 
     @classmethod
@@ -184,7 +183,7 @@ class Batch(NamedTuple):
             raise DataError(f"group {split} is split: its samples are not adjacent in the batch")
 
     def ranking_totals(self, num_tasks: int) -> Tensor:
-        """Return the weights of the groups by task, (T,); see ``ranking_weights``."""
+        """Return the sums of the ranking weights by task, (T,); see ``total_groups``."""
         if not len(self.labels):
             return torch.zeros(num_tasks, dtype=torch.float64)
         assert self.groups is not None, "checked by check_groups"
@@ -192,10 +191,10 @@ class Batch(NamedTuple):
         return ranking_totals(by_task(self.labels, num_tasks), weights_BT, self.groups)
 
     def row_keys(self, sequences: Iterable[int] = ()) -> Tensor:
-        """Return ``keys_B``, int64, equal for samples with the same features, whatever their labels.
+        """Return ``keys_B``, int64, hashes of the features of each sample.
 
-        The order of the ids of a feature counts for sequences only. Two different samples have the same key
-        with a probability of 2**-64.
+        Two samples with different features have the same key with a probability of 2**-64. The hash of a
+        feature depends on the order of its ids only if the feature is a sequence.
 
         Args:
             sequences: indices of the features that are sequences.
@@ -225,7 +224,7 @@ class Batch(NamedTuple):
     def split(self, count: int) -> list[Batch]:
         """Split into ``count`` consecutive micro-batches, whose sizes differ by at most one sample.
 
-        Micro-batches may be empty. With a ranking loss, groups are not split, so sizes may differ by a group.
+        Micro-batches may be empty. With a ranking loss, groups are not split, so sizes may differ more.
         """
         if count == 1:
             return [self]
@@ -246,10 +245,10 @@ class Batch(NamedTuple):
 def slice_bounds(
     size: int, index: int, count: int, ends_G: npt.NDArray[np.int64] | None = None
 ) -> tuple[int, int]:
-    """Return start and stop of slice ``index``, if ``size`` items are cut into ``count`` balanced slices.
+    """Cut ``size`` items into ``count`` slices of equal size, and return start and stop of slice ``index``.
 
     Args:
-        ends_G: ends of groups that are not split; see :func:`group_bounds`.
+        ends_G: the ends of groups, which are not split; see :func:`group_bounds`.
     """
     small, larger = divmod(size, count)
     start = index * small + min(index, larger)
@@ -258,19 +257,22 @@ def slice_bounds(
 
 
 def padding_bounds(size: int, start: int, stop: int, least: int) -> tuple[int, int]:
-    """Return the range of other samples of a batch that pads a slice of fewer than ``least`` samples."""
+    """Return the range of further samples that extends the slice ``start : stop`` to ``least`` samples.
+
+    The batch has ``size`` samples. The samples after the slice are used, or else the samples before it.
+    """
     missing = max(0, min(least, size) - (stop - start))
     first = stop if stop + missing <= size else max(0, start - missing)
     return first, first + missing
 
 
 def _bits(numbers: Tensor) -> npt.NDArray[np.uint64]:
-    """Return the bits of each number as float64; 0.0 and -0.0 have the same bits."""
+    """Return the bits of each number as float64; -0.0 is converted to 0.0."""
     return (numbers.detach().cpu().double().numpy() + 0.0).view(np.uint64)
 
 
 def by_task(values: Tensor, num_tasks: int) -> Tensor:
-    """Return labels or weights of shape (B, T), or (B,) for one task, in the shape (B, T)."""
+    """Return labels or weights in the shape (B, T); with one task, they may have the shape (B,)."""
     return values.view(len(values), num_tasks)
 
 

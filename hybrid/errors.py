@@ -22,7 +22,7 @@ _MAX_MESSAGE_CHARACTERS = 4000
 
 
 class HybridError(Exception):
-    """Base of the errors that the user can correct; the command line prints one line for each."""
+    """Base class of the errors that a user can correct; the command line prints their message."""
 
     @property
     def kind(self) -> type[Exception]:
@@ -37,8 +37,8 @@ class ConfigError(HybridError):
 
     Args:
         key: dotted name, for example ``train.batch_size``.
-        rule: what the key must be, and the nearest valid spelling if there is one.
-        value: the invalid value, or None if the key itself is invalid.
+        rule: what the value must be, and what to do.
+        value: the invalid value; None to leave it out of the message.
     """
 
     def __init__(self, key: str, rule: str, value: object = None) -> None:
@@ -61,7 +61,7 @@ class CheckpointError(HybridError):
 
 
 class StorageError(HybridError, OSError):
-    """A store refuses a request, or the system refuses a path; an OSError, like errors of the disk.
+    """A store refuses a request, or the system refuses a path. Also an OSError, as errors of the disk are.
 
     Args:
         message: the path, the action, the reason, and what to do.
@@ -86,24 +86,24 @@ class ClusterError(HybridError):
 
 
 def error_kind(error: BaseException) -> str:
-    """Return the class name of an error, from which another process gets :func:`error_class`."""
+    """Return the name of an error's class; in another process, :func:`error_class` returns the class."""
     return (error.kind if isinstance(error, HybridError) else type(error)).__name__
 
 
 def error_class(name: str) -> type[Exception]:
-    """Return the class of this module that is called ``name``; Exception if there is none."""
+    """Return the class of this module with this name; Exception if there is none."""
     cls = globals().get(name)
     return cls if isinstance(cls, type) and issubclass(cls, HybridError) else Exception
 
 
 def shorten(text: str) -> str:
-    """Return a message, without its middle if it is too long for a person and for a frame of the network."""
+    """Return a message; if it exceeds 4,000 characters, without its middle."""
     half = _MAX_MESSAGE_CHARACTERS // 2
     return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
 
 
 def most_similar(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that the user may have meant, in upper or lower case; None if no name is similar."""
+    """Return the name that is most similar to ``name``, ignoring case; None if no name is similar."""
 
     def similarity(other: str) -> float:
         return difflib.SequenceMatcher(None, name.casefold(), other.casefold()).ratio()

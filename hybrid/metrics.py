@@ -1,4 +1,4 @@
-"""Metrics of tasks and of rankings within groups, built-in and custom, from the predictions of trainers."""
+"""Metrics of predictions: by task, built-in or custom, and of rankings within groups."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class Predictions(NamedTuple):
 
     outputs: Tensor  # ``outputs_NO`` of the dense net, (N,) for one output
     labels: Tensor  # ``labels_NT``, (N,) for one task
-    # ``rows_N``, keys that are equal for samples with the same features (hybrid.batch.Batch.row_keys).
+    # ``rows_N``, hashes of the features of each sample (hybrid.batch.Batch.row_keys).
     rows: Tensor
-    # float32, with the shape of ``labels``: the weight of each sample for a task; None for equal weights.
+    # The weight of each sample for each task, float32, in the shape of ``labels``; None for equal weights.
     # Metrics exclude samples of weight 0.
     weights: Tensor | None = None
     groups: Tensor | None = None  # ``groups_N``; None without groups
 
     @classmethod
     def of(cls, batch: Batch, outputs_BO: Tensor, sequences: Sequence[int] = ()) -> Predictions:
-        """Return the predictions for one batch; ``sequences`` are the indices of sequence features."""
+        """Return the predictions for one batch; ``sequences`` has the indices of sequence features."""
         return cls(outputs_BO, batch.labels, batch.row_keys(sequences), batch.weights, batch.groups)
 
     @classmethod
@@ -65,7 +65,7 @@ class Predictions(NamedTuple):
     def tie_equal_samples(self) -> Predictions:
         """Replace the outputs of samples with the same features by their mean.
 
-        The last bits of a matrix product depend on the position of a row in its batch. If these bits broke
+        The last bits of an output depend on the position of the sample in its batch. If these bits broke
         ties, the AUC would depend on the batch size and the number of trainers.
         """
         _, groups_N, sizes = self.rows.unique(return_inverse=True, return_counts=True)
@@ -75,7 +75,7 @@ class Predictions(NamedTuple):
         return self._replace(outputs=means[groups_N].to(self.outputs.dtype))
 
     def metrics(self, tasks: Mapping[str, TaskSection], *, is_weighted: bool = False) -> dict[str, float]:
-        """Compute the metrics of each task over its samples, with ties for equal samples.
+        """Compute the metrics of each task over its samples; equal samples have equal predictions.
 
         Args:
             is_weighted: whether to weight the samples (``data.weighted_metrics``).
@@ -287,12 +287,11 @@ def _load_metric(name: str, metric: str) -> Callable[..., Any]:
 
 
 class Ranking:
-    """N samples, in any order, that are ranked within their groups. A tie is a run of equal scores.
+    """N samples, ranked within their groups by descending score. Samples of equal scores form a tie.
 
-    Samples are ranked by descending score. For samples with equal scores, a metric is the mean over all
-    orders of these samples. So metrics do not depend on the order of the samples. Groups without a label
-    above 0 are left out, because all orders of such a group are equally good. For GAUC, this is also true of
-    groups whose labels are all above 0.
+    A metric is the mean over all orders of the samples in each tie, so it does not depend on the order of the
+    input. Groups without a label above 0 are left out, because all their orders are equally good. GAUC also
+    leaves out groups whose labels are all above 0.
 
     Attributes:
         labels_N: the relevance of each sample, group by group, by descending scores.
@@ -317,7 +316,7 @@ class Ranking:
         self.ranks_N = np.arange(len(order_N)) - starts_G[self.groups_N]
 
     def gauc(self) -> float:
-        """Return the mean AUC of the groups, weighted by their samples (Zhou et al. 2018, equation 7)."""
+        """Return the mean AUC of the groups, weighted by their sizes (Zhou et al. 2018, equation 7)."""
         is_positive_N = self.labels_N > 0
         positives_G = _sums(self.groups_N, is_positive_N)
         pairs_G = positives_G * (self.group_sizes_G - positives_G)
@@ -330,7 +329,7 @@ class Ranking:
         return _average(won_G[has_pairs_G] / pairs_G[has_pairs_G], self.group_sizes_G[has_pairs_G])
 
     def ndcg(self, k: int) -> float:
-        """Return the mean discounted gain of the first ``k`` samples, divided by the gain of the ideal order.
+        """Return the mean over groups of the gain of the first ``k`` samples, relative to the ideal order.
 
         The gain of a sample is its label divided by log2(1 + rank), with ranks from 1 (Järvelin and
         Kekäläinen 2002). The result is NaN if a label is negative.
@@ -343,13 +342,13 @@ class Ranking:
         return _mean_ratio(gains_G, _sums(self.groups_N, discounts_N * ideal_N))
 
     def recall(self, k: int) -> float:
-        """Return the mean fraction of a group's sum of labels that its first ``k`` samples have."""
+        """Return the mean over groups of the fraction of the labels that the first ``k`` samples have."""
         labels_N = self.tie_labels_R[self.ties_N]
         found_G = _sums(self.groups_N, np.where(self.ranks_N < k, labels_N, 0))
         return _mean_ratio(found_G, _sums(self.groups_N, self.labels_N))
 
     def mrr(self) -> float:
-        """Return the mean of 1 / rank (from 1) of the first sample of each group with a label above 0."""
+        """Return the mean over groups of 1 / rank of the first sample with a label above 0; ranks from 1."""
         relevant_R = _sums(self.ties_N, self.labels_N > 0).astype(np.int64)
         has_relevant = np.flatnonzero(relevant_R)
         if not len(has_relevant):
@@ -363,12 +362,12 @@ class Ranking:
 
 
 def _mean_reciprocal_rank(rank: int, size: int, num_relevant: int) -> float:
-    """Return the mean of 1 / rank (from 1) of the first relevant sample over all orders of a tie.
+    """Return 1 / rank (from 1) of the first relevant sample of a tie, as the mean over all orders of the tie.
 
     Args:
-        rank: of the first sample of the tie, from 0.
-        size: samples in the tie.
-        num_relevant: how many of them are relevant; at least one.
+        rank: rank of the first sample of the tie, from 0.
+        size: number of samples in the tie.
+        num_relevant: number of relevant samples in the tie, at least one.
     """
     ahead = np.arange(size - num_relevant + 1)  # how many samples of the tie precede the first relevant one
     is_irrelevant = 1 - num_relevant / (size - ahead)

@@ -22,7 +22,7 @@ class RoleKind(StrEnum):
 
 @dataclass(frozen=True, order=True, slots=True)
 class Role:
-    """One process of the cluster: its kind and its index among its kind."""
+    """A process of the cluster: its kind, and its index among the processes of this kind."""
 
     kind: RoleKind
     index: int = 0
@@ -48,17 +48,14 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """The number of roles."""
         return 1 + self.num_trainers + self.num_workers
 
     @property
     def trainers(self) -> tuple[Role, ...]:
-        """The trainers by index."""
         return tuple(Role(RoleKind.TRAINER, i) for i in range(self.num_trainers))
 
     @property
     def workers(self) -> tuple[Role, ...]:
-        """The workers by index."""
         return tuple(Role(RoleKind.WORKER, i) for i in range(self.num_workers))
 
     @property
@@ -76,7 +73,7 @@ class Topology:
         return partners[role.kind]
 
     def rank(self, role: Role) -> int:
-        """Return the RPC rank of ``role``; ValueError if the cluster has no such role."""
+        """Return the rank; ValueError if the cluster has no such role."""
         return self.roles.index(role)
 
     def __str__(self) -> str:

@@ -38,8 +38,8 @@ class ScriptTask:
     command: ClassVar = "run"
     path: str
     arguments: tuple[str, ...]
-    snapshot: Path | None = None  # where to save the state after ``train.max_steps``, or None
-    # The launcher's folder, in which the master records what a restart needs, or None.
+    snapshot: Path | None = None  # folder for the state after ``train.max_steps`` steps; None to save none
+    # A folder in which the master records the state for a restart; None if no launcher restarts the script.
     scratch: Path | None = None
 
 

@@ -13,9 +13,8 @@
                                       receives the request with ◄────── Ctrl-C: request to the master
                                       the heartbeat, stops as above     Ctrl-C again: ends at once
 
-A warning, SIGUSR1, has the same effect; a scheduler may send it to all processes and more than once.
-
-Free of torch.
+SIGUSR1, the warning of a scheduler, has the same effect as the first Ctrl-C. A scheduler may send the warning
+to all processes, and more than once. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Cause(Enum):
 
 
 class Interrupt(KeyboardInterrupt):
-    """A requested stop of this process, with an exit code and a message, such as the step that is saved."""
+    """A requested stop of this process, with an exit code and a message for the user."""
 
     def __init__(self, code: ExitCode, message: str = "") -> None:
         super().__init__(*[message] if message else [])
@@ -140,9 +139,10 @@ class StopMessage:
 def handling(
     numbers: Iterable[signal.Signals], handle: Callable[[int, FrameType | None], object]
 ) -> Iterator[dict[int, Any]]:
-    """Handle signals during this block, and yield the previous handlers by number; main thread only.
+    """Handle signals during this block of the main thread; yield the previous handlers by number.
 
-    Ignored signals stay ignored, such as SIGHUP under nohup. A handler that the block sets is kept.
+    Ignored signals stay ignored, such as SIGHUP under nohup. If the block sets another handler, that handler
+    stays after the block.
     """
     previous: dict[int, Any] = {
         each: handler for each in numbers if (handler := signal.getsignal(each)) != signal.SIG_IGN
@@ -175,9 +175,9 @@ class StopRequest:
 
     @contextmanager
     def handling_signals(self) -> Iterator[None]:
-        """Let the first signal in this block request a stop; the second goes to the previous handler.
+        """Request a stop at the first signal in this block; a second signal goes to the previous handler.
 
-        SIGUSR1 and STOP_REQUEST also request a stop, but are not counted.
+        SIGUSR1 and STOP_REQUEST also request a stop, but do not count as the first or second signal.
 
         Raises:
             Interrupt: the run takes too long to stop.
@@ -212,10 +212,10 @@ class StopRequest:
 
 @contextmanager
 def forwarding_signals(forward: Callable[[int], object]) -> Iterator[None]:
-    """Forward signals to the master, which stops all roles, during this block.
+    """During this block, forward signals to the master, which stops all roles.
 
-    The second Ctrl-C ends the role at once. A scheduler may send the other signals to all roles, and more
-    than once.
+    A second Ctrl-C ends the role at once. Other signals never do, because a scheduler may send them to all
+    roles, and more than once.
     """
     received = list[int]()
 

@@ -1,4 +1,4 @@
-"""The master: prepares the data, runs the job on the other roles, stops all roles, and diagnoses failures."""
+"""The master: it prepares the data, runs the job on the other roles, stops them, and diagnoses failures."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ from workers.rendezvous.interrupt import LostRoleError, describe_final_error
 from workers.run_folder.run_access import RunState
 
 _PING_SECONDS = 2.0
-# The heartbeat connection of a lost role closes within this time; its error says if the host is lost, too.
+# The heartbeat connection of a lost role closes within this time, and its error names the role.
 _HEARTBEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _ABANDON_SECONDS = 1.0
@@ -50,7 +50,7 @@ def report_cause(
 
 
 def diagnose(cluster: JoinedCluster, error: ClusterError, when: str) -> ClusterError:
-    """Return the error to report; a lost role is its cause. ``when`` is text such as "at step 12"."""
+    """Return the error to report, which names the lost roles; ``when`` is text such as "at step 12"."""
     if isinstance(error, LostRoleError):
         error_with_step = copy.copy(error)
         error_with_step.args = (f"{error} {when}; its log may have the cause",)
@@ -77,7 +77,7 @@ def diagnose(cluster: JoinedCluster, error: ClusterError, when: str) -> ClusterE
 
 
 def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket | None = None) -> None:
-    """Run a task on its cluster, from start to end, as its master.
+    """Run a task on a cluster, as its master, until the task has ended.
 
     Args:
         listener: the socket of the rendezvous, if the launcher has bound it already.
@@ -126,7 +126,7 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
 
 
 def exit_codes_of(task: Task) -> Callable[[BaseException], ExitCode]:
-    """Return a function from an error to the exit code of the cluster; see :mod:`exit_codes`."""
+    """Return a function that returns the exit code of the cluster for an error; see :mod:`exit_codes`."""
     if not isinstance(task, TrainTask):
         return partial(exit_code, has_stepped=False)
     before = RunState.of(task.folder)
@@ -136,7 +136,7 @@ def exit_codes_of(task: Task) -> Callable[[BaseException], ExitCode]:
 class _Preparation:
     """The preparation of the data in a daemon thread, which does not keep a failed process alive.
 
-    The thread prints nothing: Python aborts if a daemon thread holds the lock of stdout at the end.
+    The thread prints nothing, because Python aborts if a daemon thread holds the lock of stdout at exit.
     """
 
     def __init__(self, config: RunConfig, view: TerminalView, starts_now: bool) -> None:

@@ -1,4 +1,4 @@
-"""How modules are found and imported. Runs first, so it imports no other module of the project."""
+"""The search path of modules, and fast imports. Runs first, so it imports no other module of the project."""
 
 import gc
 import os
@@ -10,11 +10,11 @@ _PROJECT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 
 
 def exclude_working_directory() -> None:
-    """Make Python not search the working directory for modules, unless PYTHONPATH names it.
+    """Remove the working directory from Python's search path, unless PYTHONPATH names it.
 
-    Somebody else may have written the files there. Torch and other packages look for optional modules such as
-    ``dill``, and would import them. ``python -m`` and an empty entry of PYTHONPATH add the working directory.
-    If it has this project, it is searched last.
+    ``python -m`` and an empty entry of PYTHONPATH add the working directory. Torch and other packages would
+    import optional modules such as ``dill`` from there, which somebody else may have written. A working
+    directory that has this project is searched last.
     """
     here = os.path.realpath(os.getcwd())
     if here in map(os.path.realpath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))):
@@ -25,10 +25,10 @@ def exclude_working_directory() -> None:
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Speed up imports in this block of large modules that stay in memory, such as torch.
+    """Pause garbage collection while this block imports large modules, such as torch.
 
-    Garbage collection takes a fifth of the time of importing torch and finds nothing. Freezing these objects
-    keeps later collections from copying the memory that forked processes share.
+    The collector takes a fifth of the time of importing torch, and finds nothing. The imported objects are
+    then frozen. Otherwise later collections would copy the memory that forked processes share.
     """
     gc.disable()
     try:

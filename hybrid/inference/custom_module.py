@@ -31,8 +31,8 @@ class CustomModule(TrainedModule):
     """The module of a custom training loop.
 
     Args:
-        name: FILE.py:FUNCTION or package.module:FUNCTION. The function, or class, makes the module; it is
-            called with an object that has ``num_rows`` and ``dense_columns``, like :class:`PreparedData`.
+        name: FILE.py:FUNCTION or package.module:FUNCTION. The function, or class, makes the module. Its
+            argument has the attributes ``num_rows`` and ``dense_columns`` of :class:`PreparedData`.
         in_memory: see :class:`TrainedModule`.
 
     Raises:
@@ -61,7 +61,7 @@ class CustomModule(TrainedModule):
             BACKEND.reset(token)
         tables = load_parameters(module, trained.stored)
         specs = [each.spec(name, 4) for name, each in tables.items()]
-        super().__init__(trained, specs, range(len(num_rows)), in_memory)  # the order of any ids may count
+        super().__init__(trained, specs, range(len(num_rows)), in_memory)  # each may be a sequence
         pairs = zip(tables.values(), self.tables, strict=True)
         stored = {id(table): StoredTable(table, rows, self.dtype) for table, rows in pairs}
         self.module: nn.Module = copy.deepcopy(module, stored)  # has these tables instead of its own
@@ -79,7 +79,11 @@ class CustomModule(TrainedModule):
 
 
 class StoredTable(nn.Module):
-    """A table of a checkpoint that is called like ``table``; ``rows`` returns the vectors (ids, D) of ids."""
+    """A table of a checkpoint, with the arguments and results of ``table`` in a custom training loop.
+
+    Args:
+        rows: a module from ids or keys (ids,) to vectors (ids, D).
+    """
 
     def __init__(self, table: TableModule, rows: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The model of a run that trains, kept current by its deltas."""
+"""The model of a run that is still training, updated by the run's deltas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, step_folder
-from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.deltas import (
     ChangedRows,
     DeltaChain,
@@ -34,11 +33,11 @@ _POLL_SECONDS = 0.2
 def follow(run: str | StoragePath, *, trust_code: bool = False) -> Iterator[ConfiguredModule]:
     """Yield the model of a run as it trains, until the run ends.
 
-    The run needs ``checkpoint.deltas``. The first model is read from a checkpoint. The next values are the
-    same module, whose parameters the iterator changes while it looks for the next model. After a resume of
-    the run, or if the next deltas are removed, the value is a new module. If the run writes faster than the
-    caller iterates, the iterator skips steps. ``step`` and ``taken_at`` belong to the current parameters. The
-    seconds from ``taken_at``, by the clock of the run's host, until the model is current are logged.
+    The run needs ``checkpoint.deltas``. The first model is read from a checkpoint. Each further ``next()``
+    waits for a delta, changes the parameters of this module, and returns the module again. It returns a new
+    module if the run was resumed, or if the run has already removed the next deltas. Several deltas that have
+    been written since the last call are applied together. ``step`` and ``taken_at`` belong to the current
+    parameters. The log has the seconds from ``taken_at``, by the clock of the run's host.
 
     Args:
         run: a run folder or its URL; the run may start later.
@@ -65,17 +64,17 @@ def follow(run: str | StoragePath, *, trust_code: bool = False) -> Iterator[Conf
         except (CheckpointError, StorageError):
             if DeltaChain.read(root) == chain:
                 raise
-            continue  # the run has removed files that were no longer listed
+            continue  # the chain has changed, so the run may have removed these files
         model = follower.model
         _LOG.info("step %d: read %.3f s after its end", model.step, time.time() - model.taken_at)
         yield model
 
 
 class _Follower:
-    """A model in memory, and its identity in the chain of a run.
+    """A model in memory, and the identity of its version in the chain of a run.
 
     Raises:
-        CheckpointError: the checkpoint of the chain's base is missing, damaged, or another one.
+        CheckpointError: the base checkpoint of the chain is missing, damaged, or another one.
     """
 
     def __init__(self, run: StoragePath, chain: DeltaChain, trust_code: bool) -> None:
@@ -92,25 +91,20 @@ class _Follower:
         self.model.step, self.model.taken_at = version.step, version.taken_at
 
     def apply(self, version: ModelVersion) -> None:
-        """Change the model to that of the next delta; CheckpointError if the delta is damaged."""
+        """Apply the next delta to the model; CheckpointError if the delta is damaged."""
         delta = open_delta(self._run, version)
         model, tables = self.model, self.model.trained.blueprint.tables
         changes = {
             table.name: read_changes(delta, table.name, None if table.growth else table.num_rows, table.dim)
             for table in tables
         }
-        self._load_nets(delta)
+        nets = (DENSE_FILE, model.net), (REMOTE_FILE, model.remote_net)
+        states = [(net, unpack_dense(delta.tensors(name))[0]) for name, net in nets if net is not None]
+        for net, state in states:
+            load_state(net, state, delta.folder)
         for name, module in zip(model.table_names, model.tables, strict=True):
             _change(module, changes[name])
         self._reach(version)
-
-    def _load_nets(self, delta: Checkpoint) -> None:
-        nets = {DENSE_FILE: self.model.net, REMOTE_FILE: self.model.remote_net}
-        states = {name: unpack_dense(delta.tensors(name))[0] for name, net in nets.items() if net is not None}
-        for name, state in states.items():
-            net = nets[name]
-            assert net is not None
-            load_state(net, state, delta.folder)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Growing tables of a checkpoint, read by key: in memory, or in memory-mapped files.
 
-A key without a row reads its initial row, or zeros, as ``TableSpec.growth`` defines.
+A lookup of a key without a row returns its initial row, or zeros, as ``TableSpec.growth`` defines.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def _signed(number: int) -> int:
     return (number ^ 2**63) - 2**63
 
 
-_SIGN = -(2**63)  # without it, signed keys are in the order of unsigned keys
+_SIGN = -(2**63)  # after ``key ^ _SIGN``, signed comparison orders keys as unsigned numbers
 _STEP = _signed(0x9E3779B97F4A7C15)  # the constants of SplitMix64
 
 
@@ -34,7 +34,7 @@ class GrowingTable(nn.Module):
         weight: the rows, and a row of zeros, (N + 1, D).
     """
 
-    ordered_keys: Tensor  # int64 (N + 1,), the keys of the rows without ``_SIGN``, ascending; then a 0
+    ordered_keys: Tensor  # int64 (N + 1,): ``key ^ _SIGN`` of each row, ascending; then a 0
 
     def __init__(self, table: TableSpec, seed: int, shards: Shards, dtype: torch.dtype) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class GrowingTable(nn.Module):
         return self.ordered_keys[:-1] ^ _SIGN
 
     def update(self, keys_U: Tensor, rows_UD: Tensor, evicted_E: Tensor) -> None:
-        """Replace or add the rows of some keys, and remove others; keys without a row may be removed, too."""
+        """Replace or add the rows of ``keys_U``; remove the rows of ``evicted_E``, which may have none."""
         ordered_N, weight = self.ordered_keys[:-1], self.weight.detach()
         row_U = torch.searchsorted(ordered_N, ordered_U := keys_U ^ _SIGN)
         is_new_U = (self.ordered_keys[row_U] != ordered_U) | (row_U == len(ordered_N))
@@ -65,7 +65,7 @@ class GrowingTable(nn.Module):
         self.weight = nn.Parameter(torch.cat([weight_ND[order_N], weight.new_zeros(1, weight.shape[1])]))
 
     def forward(self, keys_L: Tensor) -> Tensor:
-        """Return vectors (keys, D); operators that torch can export."""
+        """Return vectors (keys, D), by operators that torch can export."""
         num_rows, ordered_L = self.ordered_keys.shape[0] - 1, keys_L ^ _SIGN
         row_L = torch.searchsorted(self.ordered_keys[:num_rows], ordered_L)
         is_known_L = (self.ordered_keys[row_L] == ordered_L) & (row_L < num_rows)
@@ -102,12 +102,12 @@ class MappedGrowingTable(nn.Module):
 
 
 def _has_zeros(table: TableSpec) -> bool:
-    """Return whether a key without a row reads zeros."""
+    """Return whether the vector of a key without a row is zeros."""
     return table.init == "zeros" or (table.growth is not None and table.growth.unknown == "zeros")
 
 
 def initial_rows(keys_U: Tensor, table: TableSpec, seed: int) -> Tensor:
-    """Return what :func:`random_rows` returns for int64 keys, by operators that torch can export."""
+    """Return :func:`random_rows` of int64 keys, by operators that torch can export."""
     counter_UD = keys_U.unsqueeze(1) * table.dim + torch.arange(table.dim)
     hashes_UD = hash_ids((counter_UD + _signed(random_salt(seed, table.name))) * _STEP)
     values_UD = _shift(hashes_UD, 40).to(torch.float32) * 2**-24

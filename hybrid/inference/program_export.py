@@ -3,7 +3,7 @@
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -39,7 +39,7 @@ class _PlainTensors(nn.Module):
         self.model = model
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
-        # The assertion relates the sizes before their use. Otherwise torch adds a guard that refuses
+        # With this assertion, torch knows that the sizes are equal. Otherwise it adds a guard that refuses
         # batches of fewer than two samples.
         sizes = [
             tensor.shape[0] - (each.shape[0] == STARTS)
@@ -66,7 +66,7 @@ def export_program(model: TrainedModule) -> ExportedProgram:
         examples.append(torch.zeros(_EXAMPLE_SIZES.get(first, _EXAMPLE_IDS), *rest, dtype=each.dtype))
         dynamic_shapes.append({0: dims.setdefault(first, Dim(f"ids_{len(dims)}"))})
     module = _PlainTensors(model.requires_grad_(False)).eval()
-    # Without an input of one value per sample, only this mode accepts fewer than two samples.
+    # If no input has the size SAMPLES, only this mode exports a program for fewer than two samples.
     has_only_bags = all(each.shape[0] != SAMPLES for each in model.inputs)
     with (
         _export_errors("program"),
@@ -76,9 +76,10 @@ def export_program(model: TrainedModule) -> ExportedProgram:
         return torch.export.export(module, tuple(examples), dynamic_shapes=(tuple(dynamic_shapes),))
 
 
-def check_onnx() -> None:
-    """Raise HybridError if the packages that write ONNX are missing."""
-    if missing := [name for name in _ONNX_PACKAGES if find_spec(name) is None]:
+def check_packages(formats: Sequence[str]) -> None:
+    """Raise HybridError if ``formats`` contains "onnx" and the packages that write ONNX are missing."""
+    missing = [name for name in _ONNX_PACKAGES if find_spec(name) is None]
+    if missing and "onnx" in formats:
         rule = f"needs {' and '.join(missing)}; run pip install 'hybrid-parallel[onnx]'"
         raise HybridError(f"--format onnx: {rule}")
 

@@ -29,7 +29,7 @@ from hybrid.primitives.progress import ignore_progress
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
 
-_TABLE = Path("encode(columns)")  # replaces the name of a file in errors
+_TABLE = Path("encode(columns)")  # stands for the file in error messages
 _INPUT = "--input"
 _BLOCK_ROWS = 1 << 16  # rows per block of a prepared data set
 
@@ -38,7 +38,7 @@ class RowBlock(NamedTuple):
     """B rows of the input."""
 
     batch: Batch  # the encoded values; the labels are NaN if they are not read
-    # The 0-based number of each row over all files, invalid rows included.
+    # The number of each row, from 0, over all files and with invalid rows.
     source_rows_B: npt.NDArray[np.int64]
     passthrough: Mapping[str, Any] = {}  # requested columns of the input by name, unchanged
 
@@ -63,7 +63,7 @@ def table_batch(trained: TrainedRun, columns: Any) -> Batch:
 def held_out_rows(
     trained: TrainedRun, *, passthrough: Sequence[tuple[str, str]] = (), progress: Callable[[str], None]
 ) -> Rows:
-    """Return the test rows of a model's run, which are prepared again if they are no longer cached.
+    """Return the test rows of a model's run; prepare the data again if they are no longer cached.
 
     Raises:
         ConfigError: the run has no test rows, or no files with the columns to pass through.
@@ -122,7 +122,11 @@ class PreparedRows:
 
 @dataclass
 class SourceRows:
-    """Rows of files in the format of the training files; ConfigError for ``text`` if that is Parquet."""
+    """Rows of files in the format of the training files.
+
+    Raises:
+        ConfigError: ``text`` is given, but the format is Parquet.
+    """
 
     trained: TrainedRun
     files: Sequence[StoragePath]
@@ -132,7 +136,7 @@ class SourceRows:
     with_labels: bool = False  # whether every row must have its labels
     # Blocks of CSV or TSV that replace the content of the only file; None to read the files.
     text: Iterator[bytes] | None = None
-    # Ascending, the numbers of the source rows to use; None for all rows.
+    # The numbers of the source rows to use, ascending; None for all rows.
     selection: npt.NDArray[np.int64] | None = None
     layout: Layout = field(init=False)
     # The number of rows, invalid rows and unknown values; set after the last block.
@@ -183,7 +187,7 @@ Rows: TypeAlias = PreparedRows | SourceRows
 
 
 def _without_dictionaries(column: Any) -> Any:
-    """Decode a column and the items of its lists, because dictionaries differ between blocks."""
+    """Decode dictionary-encoded values, also in lists, because the dictionaries of blocks differ."""
     column = decode_dictionary(column)
     if not is_list(column):
         return column

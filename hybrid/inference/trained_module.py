@@ -34,7 +34,7 @@ from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.user_code.run_signature import load_run_config
 
 OFFSETS, WEIGHTS = ".offsets", ".weights"  # suffixes of the names of tensors
-SAMPLES, STARTS = "samples", "samples + 1"  # dynamic sizes
+SAMPLES, STARTS = "samples", "samples + 1"  # sizes of samples, and of offsets of bags
 
 
 @overload
@@ -52,14 +52,14 @@ def load(
 
     Args:
         folder: a run, of which the best checkpoint is used, or a checkpoint.
-        module: for a checkpoint of a custom training loop: the module, built as in the loop. The parameters
-            are loaded into it. The result is a copy with ``nn.Embedding`` and ``nn.EmbeddingBag``, and for a
-            growing table with a module that is called in the same way.
+        module: only for a checkpoint of a custom training loop: the module, built as in the loop. The
+            trained parameters are loaded into it.
         trust_code: whether user code of a configured run (a net, loss or metric) may be executed if you have
             not signed it.
 
     Returns:
-        The ``TrainedModule``, or the copy of ``module``, in evaluation mode.
+        A ``TrainedModule`` in evaluation mode. With ``module``, a copy of it whose tables are
+        ``nn.Embedding`` or ``nn.EmbeddingBag``, or for a growing table a module with the same calls.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged, or of another module.
@@ -73,7 +73,7 @@ def load(
     def rows_of(table: TableModule) -> Tensor | nn.Module:
         if table.growth is None:
             return stored.read_rows(names[table], (table.num_embeddings, table.embedding_dim))
-        from hybrid.inference.custom_module import StoredTable  # which imports this module
+        from hybrid.inference.custom_module import StoredTable  # custom_module imports this module
 
         seed = load_run_config(stored.files_folder / CONFIG_FILE, trust_code=trust_code).run.seed
         shards = [*map_keys(stored, names[table], {"weight": (table.embedding_dim,)}, has_any_state=True)]
@@ -85,7 +85,11 @@ def load(
 
 
 def load_parameters(module: nn.Module, stored: Checkpoint) -> dict[str, TableModule]:
-    """Load a module's parameters, and return its tables by name; CheckpointError if of another module."""
+    """Load parameters into a module, and return its tables by name.
+
+    Raises:
+        CheckpointError: the checkpoint is of another module.
+    """
     tables = {name: each for name, each in module.named_modules() if isinstance(each, TableModule)}
     if tables.keys() != stored.manifest.tables.keys():
         expected = ", ".join(sorted(tables)) or "no tables"
@@ -101,25 +105,26 @@ class Input(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    # The first size is a name, because it differs between batches: SAMPLES, STARTS (of bags), or the ids of a
-    # column.
+    # The first size differs between batches, so it is a name: SAMPLES, STARTS, or "ids of COLUMN".
     shape: tuple[Any, ...]
 
 
 class TrainedModule(nn.Module):
     """A trained model with its tables, of a configured run or of a custom training loop.
 
-    The argument is a batch as a dict. ``dense`` has the shape (samples, numeric columns). The name of each
-    categorical column has its ids, of shape (samples,). A column with any number of ids per sample is a
-    :class:`hybrid.Jagged`, or the ids of all samples and int64 ``NAME.offsets`` of shape (samples + 1).
-    Weights of ids are ``NAME.weights``, in the same form. :meth:`encode` makes a batch of raw values.
+    The argument is a batch, a dict that :meth:`encode` makes of raw values:
+
+    - ``dense``: the numeric columns, (samples, columns).
+    - the name of a categorical column: its ids, (samples,). If samples have any number of ids, the value is a
+      :class:`hybrid.Jagged`; or it is the ids of all samples, beside int64 ``NAME.offsets`` (samples + 1).
+    - ``NAME.weights``: the weights of ids, in the same form.
 
     The result is a dict: ``probability`` of shape (samples,) or (samples, classes), or ``value`` for a
     regression. With several tasks, names start with the task, as in ``click.probability``.
 
     Args:
         tables: the tables, with names as in the checkpoint.
-        sequences: indices of the features whose order of ids counts.
+        sequences: indices of the sequence features.
         in_memory: whether tables are parameters in memory. Otherwise the rows are read from the files.
 
     Raises:
@@ -189,7 +194,7 @@ class TrainedModule(nn.Module):
         return predictions(self._tasks, self.outputs(columns))
 
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:
-        """Return ``outputs_BO``, or ``outputs_B`` for one output, of a batch of :func:`features_of`."""
+        """Return ``outputs_BO``, or ``outputs_B`` for one output; :func:`features_of` makes ``columns``."""
         raise NotImplementedError
 
     def rows(self, table: str) -> Tensor:
@@ -210,9 +215,9 @@ class TrainedModule(nn.Module):
         """Make a batch of raw values, as they are in files.
 
         Args:
-            columns: lists or arrays by column, a pyarrow table, or a pandas data frame. A column with any
-                number of values per sample holds lists. Ids with weights are texts as in files, lists of
-                such, or a map or pairs of pyarrow.
+            columns: a dict of lists or arrays, a pyarrow table, or a pandas data frame. A column with any
+                number of values per sample has lists. Ids with weights are texts as in files, lists of these
+                texts, or maps or pairs of pyarrow.
 
         Raises:
             ConfigError: a column of the model is missing.
@@ -305,7 +310,7 @@ class MappedTable(nn.Module):
 def pool_bags(rows_LD: Tensor, offsets: Tensor, pooling: Pooling) -> Tensor:
     """Return one vector per bag, of shape (bags, D); zeros for an empty bag.
 
-    ``embedding_bag`` would become a loop over the bags in ONNX. Gathers and scatters do not.
+    This uses gathers and scatters, because ``embedding_bag`` would become a loop over the bags in ONNX.
 
     Args:
         rows_LD: the rows of all bags, one bag after another.
@@ -323,7 +328,7 @@ def pool_bags(rows_LD: Tensor, offsets: Tensor, pooling: Pooling) -> Tensor:
 
 
 def pad_sequences(rows_LD: Tensor, offsets: Tensor, length: int) -> Tensor:
-    """Return the first ``length`` rows of each bag side by side, padded with zeros, and their number.
+    """Return for each bag its first ``length`` rows, padded with zeros, and in the last column their number.
 
     The result has the shape (bags, length * D + 1).
 
@@ -342,7 +347,7 @@ def pad_sequences(rows_LD: Tensor, offsets: Tensor, length: int) -> Tensor:
 
 
 def _bag_indices(offsets: Tensor, num_rows: int) -> Tensor:
-    """Return the bag of each row, the number of bags that end at or before the row's position."""
+    """Return the index of each row's bag: the number of bags that end at or before the row."""
     ends = offsets.new_zeros(num_rows + 1).scatter_add(0, offsets[1:], torch.ones_like(offsets[1:]))
     return ends.cumsum(0)[:-1]
 

@@ -51,7 +51,7 @@ class TrainedRun:
             uses_data: whether the data of the run will be read.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it is damaged, or does not describe its columns.
+            CheckpointError: there is no checkpoint, or it is damaged, or has no encoder.
             ConfigError: the user has not signed the code or the data of the run.
         """
         stored = Checkpoint.best_valid(folder, warn)
@@ -79,7 +79,7 @@ class TrainedRun:
 
     @cached_property
     def blueprint(self) -> Blueprint:
-        """The blueprint of the nets and the tables, with unsharded tables."""
+        """The blueprint of the nets, and of the tables without shards."""
         spec = self.encoder.input_spec
         tables = table_specs(self.config, spec)
         unsharded = tuple(dataclasses.replace(each, placement="table", workers=()) for each in tables)

@@ -21,7 +21,7 @@ from hybrid.models.mmoe import Experts, Gate
 
 
 class Extraction(nn.Module):
-    """One layer: a map from an input per task and a shared input to such outputs.
+    """One layer, which returns a new vector for each task and a new shared vector.
 
     Args:
         num_experts: number of experts of each task, and of shared experts.

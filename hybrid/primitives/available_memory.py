@@ -8,7 +8,8 @@ from pathlib import Path
 import psutil
 
 _ROOT = Path("/")
-# Of a control group of version 2 and 1: the files with limit and usage, and what the kernel gives up first.
+# Files with the limit and the usage of a control group of version 2 and of version 1, and the entry of
+# memory.stat for cached pages that the kernel frees on demand.
 _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -21,14 +22,15 @@ def boot_id() -> str:
 
 
 def available_memory_bytes(root: Path = _ROOT) -> int:
-    """Return the bytes that this process may still allocate; see :func:`free_memory`."""
+    """Return the smallest value of :func:`free_memory`."""
     return min(free_memory(root).values())
 
 
 def free_memory(root: Path = _ROOT) -> dict[str, int]:
     """Return the free bytes of the host, and of each control group that limits this process.
 
-    The keys are ids that are the same in all processes with this limit, also in containers.
+    The keys are ids of the host and of the groups. All processes in a group have the same id for it, also in
+    containers.
 
     Args:
         root: folder with proc and the mounted control groups.
@@ -48,7 +50,7 @@ def free_memory(root: Path = _ROOT) -> dict[str, int]:
 def memory_groups(root: Path = _ROOT) -> Iterator[Path]:
     """Yield the folders of the control groups that may limit this process's memory, innermost first.
 
-    Slurm and systemd start processes in groups below the mounted one. A container may see few of the groups.
+    Slurm and systemd put processes into nested groups. A container may see only some of them.
     """
     paths = {}  # of this process, by type of file system
     with suppress(FileNotFoundError):

@@ -1,7 +1,7 @@
 """Responses that are computed after the called function has returned.
 
 The response to an RPC call is signed for its caller (``hybrid.security``). A deferred response records its
-caller when it is created, and signs its value when it is set. A callback would cost more than the signature.
+caller when it is created. It signs its value when the value is set.
 """
 
 import threading
@@ -41,7 +41,7 @@ _thread = threading.local()
 
 
 class serve_caller:  # contextlib.contextmanager would take twice as long
-    """A context in which the deferred responses that this thread creates are for ``caller``, or for none."""
+    """A context that sets the caller, or None, of the deferred responses that this thread creates."""
 
     __slots__ = ("_caller",)
 
@@ -56,7 +56,7 @@ class serve_caller:  # contextlib.contextmanager would take twice as long
 
 
 class DeferredResponse(Future[Result]):
-    """A future whose value is wrapped for the caller that this thread serves, if there is one."""
+    """A future whose value is wrapped for the caller of its context; see :class:`serve_caller`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class DeferredResponse(Future[Result]):
         super().set_result(result if self._caller is None else self._caller.wrap_result(result))
 
     def set_exception(self, error: Exception) -> None:  # type: ignore[override]  # torch's annotation is wrong
-        """Complete the future with an exception; for a caller, RPC sends the exception as a value."""
+        """Complete the future with an exception, or, if it has a caller, with the wrapped exception."""
         if self._caller is None:
             super().set_exception(error)  # type: ignore[arg-type]
         else:

@@ -21,7 +21,7 @@ def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def reserved_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros as :func:`zeros_in_large_pages`, also for more bytes than the system has."""
+    """Return zeros as :func:`zeros_in_large_pages`; they may exceed the memory of the system."""
     return _zeros(shape, dtype, reserved_pages)
 
 
@@ -32,20 +32,13 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, pages: Callable[[int], mmap
     return torch.frombuffer(pages(size * dtype.itemsize), dtype=dtype).view(*shape)
 
 
-def large_pages(num_bytes: int) -> mmap.mmap:
-    """Return memory full of zeros; see :func:`zeros_in_large_pages`."""
-    return _pages(num_bytes, 0)
-
-
 def reserved_pages(num_bytes: int) -> mmap.mmap:
-    """Return addresses of memory full of zeros, also for more bytes than the system has.
-
-    Memory is allocated when it is first written to, and counts from then on.
-    """
-    return _pages(num_bytes, _MAP_NORESERVE)
+    """Return memory as :func:`large_pages`; it may exceed the memory of the system."""
+    return large_pages(num_bytes, _MAP_NORESERVE)
 
 
-def _pages(num_bytes: int, flag: int) -> mmap.mmap:
+def large_pages(num_bytes: int, flag: int = 0) -> mmap.mmap:
+    """Return zeroed memory, in pages of 2 MiB if possible; it is allocated when it is first written to."""
     buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flag)
     with suppress(OSError):  # a kernel without huge pages
         buffer.madvise(mmap.MADV_HUGEPAGE)

@@ -1,4 +1,4 @@
-"""The buckets of the keys of a growing table: 1,024 ranges of 64-bit keys, each of which one worker holds."""
+"""The buckets of a growing table: 1,024 equal ranges of 64-bit keys. One worker holds a bucket."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +8,7 @@ KEY_BITS = 54  # the highest bits of a key, above these, are the number of its b
 
 
 def bucket_of(keys_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the bucket of each key; keys are compared as unsigned numbers."""
+    """Return the bucket of each key, which is an unsigned number in an int64."""
     return (keys_U.view(np.uint64) >> np.uint64(KEY_BITS)).view(np.int64)
 
 

@@ -7,7 +7,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the hash of each number of ``x``, a bijection; every output bit depends on every input bit."""
+    """Return the hash of each number; different numbers have different hashes."""
     return next_of(x * _STEP)
 
 

@@ -67,8 +67,8 @@ class StepClock:
     update   the optimizer of the dense net
     ======== ================================================================
 
-    Phases follow one another in one thread. Spans have any names, may be nested, and may be of any thread.
-    Outside recorded steps, a span costs a comparison.
+    Phases follow one another in one thread. Spans may have any name, be nested, and be in any thread. Outside
+    recorded steps, a span costs only a comparison.
     """
 
     def __init__(self) -> None:

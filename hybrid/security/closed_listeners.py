@@ -30,9 +30,9 @@ _MAPPED = "::ffff:"  # prefix of an IPv4 address in IPv6
 
 @contextmanager
 def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
-    """At the end of a ``with`` block, close the sockets on which this process started to listen in the block.
+    """Close the sockets on which this process began to listen within a ``with`` block, at its end.
 
-    Connections between members stay open. All members of the group must be connected at the end of the block.
+    All members of the group must be connected then. Connections between members stay open.
 
     Args:
         store: a store that only this group uses; each of its keys is used once.
@@ -76,7 +76,7 @@ def is_same_user(each: socket.socket) -> bool:
 
 @contextmanager
 def _sockets() -> Iterator[dict[int, socket.socket]]:
-    """Duplicates of this process's sockets, by inode; other threads may close the originals."""
+    """Yield duplicates of this process's sockets by inode, since other threads may close the originals."""
     duplicates = {}
     with ExitStack() as stack:
         for number in _descriptors():

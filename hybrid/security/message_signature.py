@@ -1,17 +1,16 @@
 """Signatures of RPC payloads, which prove that a role of this run sent a payload to this process, once.
 
-A payload is a pickle, and the tensors that the pickle refers to by index. The pickle is encrypted and sent
-as::
+A payload consists of tensors and of a pickle that refers to the tensors by index. The pickle is encrypted and
+sent as::
 
     header           sender (16 bytes), kind (1), number (8)
-    tags             16 bytes for each segment of the tensors but the first
-    sealed pickle    as long as the pickle, and a tag of 16 bytes
+    tags             16 bytes for each segment of the tensors except the first
+    sealed pickle    the encrypted pickle, and a tag of 16 bytes
 
-AES-256-GCM (NIST SP 800-38D) encrypts the pickle, with the bytes of the first segment as additional data. So
-a message with one tensor takes one call of the library, whose overhead exceeds the cost of many bytes. Every
-further segment has a tag of its own (GMAC). A segment is a tensor, or a chunk of a tensor that exceeds the
-library's limit. Tensors are signed in place. Their dtypes and shapes are in the pickle. The bytes of tensors
-on a GPU are not signed.
+A segment is a tensor, or a chunk of a tensor that exceeds the library's limit. AES-256-GCM (NIST SP 800-38D)
+encrypts the pickle, and signs the first segment as additional data. So a message with one tensor takes one
+call of the library, whose overhead is large. Each further segment has its own tag (GMAC). Tensors are signed
+in place. Their dtypes and shapes are in the pickle. The bytes of tensors on a GPU are not signed.
 
 GCM must never use a nonce twice with one key. So a key belongs to one sender (a random number of a process),
 one kind and one receiver. A nonce consists of the number of the message and an index. The indices of tags
@@ -62,9 +61,9 @@ class PayloadKind(IntEnum):
 
 
 class ReplayWindow:
-    """Accepts each message number once, in any order, unless it is far behind the highest one.
+    """Accepts each message number once, in any order; rejects numbers far below the highest one.
 
-    A ring of ``num_bytes`` bytes has a bit for each number around the highest, as in RFC 6479.
+    A ring of ``num_bytes`` bytes has a bit for each recent number, as in RFC 6479.
     """
 
     def __init__(self, num_bytes: int = _WINDOW_BYTES) -> None:
@@ -73,7 +72,7 @@ class ReplayWindow:
         self._lock = threading.Lock()
 
     def accept(self, number: int) -> bool:
-        """Record ``number``; return False if it was recorded before, or is too old to tell."""
+        """Record ``number``; return False if it was recorded before, or is too old."""
         size = len(self._bits)
         byte, bit = number >> 3, 1 << (number & 7)
         with self._lock:
@@ -94,7 +93,7 @@ class ReplayWindow:
 
 
 class Signatures:
-    """Signs what this process sends, and verifies what it receives.
+    """Signs the payloads that this process sends, and verifies the payloads that it receives.
 
     Args:
         run_id: random bytes, new at each start of the cluster. A signature is valid within one start only.

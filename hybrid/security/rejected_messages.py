@@ -1,6 +1,6 @@
 """Rejected messages, their log, and the text that reports an exception to a caller; does not import torch.
 
-RPC passes only the text of an exception to the caller, within text of torch. So the text consists of a fixed
+RPC sends only the text of an exception to the caller, with text of torch around it. So the text has a fixed
 prefix, the class and the message of the exception.
 """
 
@@ -59,7 +59,7 @@ def describe_exception(error: Exception) -> str:
 
 
 def parse_exception(text: str) -> tuple[str, str] | None:
-    """Return class and message of the innermost exception that ``text`` reports; None if it reports none."""
+    """Return class and message of the innermost exception in a text of RPC; None if there is none."""
     _, prefix, rest = text.rpartition(_EXCEPTION_PREFIX)
     kind, _, message = rest.partition(":")
     return (kind, message.removeprefix(" ")) if prefix else None
@@ -71,6 +71,6 @@ def describe_rejection(reason: str) -> str:
 
 
 def parse_rejection(text: str) -> str | None:
-    """Return the reason of the rejection that ``text`` reports; None if it reports none."""
+    """Return the reason of the rejection in a text of RPC; None if there is none."""
     _, prefix, rest = text.partition(_REJECTION_PREFIX)
     return rest.splitlines()[0] if prefix else None

@@ -26,7 +26,7 @@ VARIABLE = "HYBRID_SECRET"
 MINIMUM_CHARACTERS = 32
 _HINT = "create a good one by: hybrid secret FILE"
 _BYTES = 32
-# Random secrets have at least this many distinct characters, and distinct differences between neighbors.
+# A random secret has at least this many distinct characters, and this many distinct differences of neighbors.
 _MIN_DISTINCT = 7
 _LARGEST_FILE = 4096
 _GROUP_AND_OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -63,7 +63,7 @@ class Secret:
 
     @classmethod
     def find(cls, file: str) -> Secret | None:
-        """Read the secret from ``file``, or from the environment if ``file`` is empty; None if there is none.
+        """Read the secret from ``file``, or if that is "", from the environment; None if there is none.
 
         Raises:
             ConfigError: the file cannot be read, other users may read it, or the secret is too simple.
@@ -92,9 +92,10 @@ class Secret:
             opened.write(self._value + b"\n")
 
     def key(self, purpose: str, context: bytes = b"", agreed: bytes = b"") -> bytes:
-        """Derive a key of 32 bytes for one purpose and one context.
+        """Derive a key of 32 bytes.
 
         Args:
+            purpose, context: different values have independent keys.
             agreed: result of a key exchange. If given, the key cannot be derived from the secret alone.
         """
         # The length separates purpose and context.

@@ -1,8 +1,8 @@
 """A pickler for RPC that signs payloads.
 
-Torch pickles every call and response with one object, which it keeps in two variables (:func:`install`).
-Messages for built-in operators, TorchScript functions, reference counts and gradients of distributed autograd
-bypass this object, so they are not signed.
+Torch has one pickler for all calls and responses; :func:`install` replaces it. Messages for built-in
+operators, TorchScript functions, reference counts and gradients of distributed autograd bypass the pickler,
+so they are not signed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hybrid.security.rejected_messages import (
 )
 from hybrid.user_code.user_modules import qualified_name
 
-# Torch calls these when RPC starts and stops, with the same content for all processes.
+# Torch calls these when RPC starts and stops, with one payload for all processes.
 _GATHER = (api._gather_to_leader, api._broadcast_to_followers)
 # The result of this function stays on the process that runs it, so no response is signed.
 _CREATE_MODULE = remote_module._create_module
@@ -68,8 +68,8 @@ class _Response(NamedTuple):
 class _RaisedError(internal.RemoteException):
     """An exception that a call raised, in torch's format, for the caller with the given sender number.
 
-    Torch does not report whether it loads a call or a response. So this object can also be used as a call,
-    which responds with this exception.
+    The pickler also returns this object for a rejected payload. Torch may have expected a call there, so the
+    object has the attributes of a call. This call returns the exception.
     """
 
     # By this name, torch recognizes an exception that an asynchronous function raised at once.
@@ -119,7 +119,7 @@ class SignedPickler(internal._InternalRPCPickler):
 
     Args:
         calls: the functions that other roles may call.
-        rejections: the log of rejected messages. A caller that is a role of the run also gets an error.
+        rejections: the log of rejected messages. If the caller is a role of the run, it also gets an error.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class SignedPickler(internal._InternalRPCPickler):
         return self._signatures.sign(kind, receiver, file.getvalue(), tensors), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
-        """Return the function call or value of a payload, or an error if it is rejected."""
+        """Return the call or the value of a payload, or an error if the payload is rejected."""
         sender: bytes | None = None
         try:
             kind, sender, pickled = self._signatures.verify(binary_data, tensor_table)

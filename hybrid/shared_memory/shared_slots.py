@@ -6,10 +6,10 @@
                                          ├ read the slots of all
     rank 1   write its slot, signal all ─┘
 
-In each turn, every trainer writes one of its two slots, alternately. After all trainers have written the next
-slot, all have read the previous one. So a turn needs one signal in each direction, and no lock. A signal is a
-byte on a Unix socket, which also reports at once that a process has ended. The memory has no name, and the
-kernel frees it when the last process closes it. The kernel allocates only the pages that were written.
+Each trainer has two slots and writes them in turn. A trainer signals slot n + 1 only after it has read slot n
+of all trainers, so slot n can then be overwritten. A turn thus needs one signal in each direction, and no
+lock. A signal is a byte on a Unix socket, which also reports at once that a process has ended. The memory has
+no name, and the kernel frees it when the last process closes it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _WRITTEN = b"w"
 
 
 class SharedSlots:
-    """One trainer's view of the slots, created by :meth:`join`.
+    """A trainer's connections to the other trainers, and the memory of all; created by :meth:`join`.
 
-    A process group does the same by TCP messages in threads of its own: 2 ms for 2 MB on 2 idle cores.
+    A process group would send TCP messages: 2 ms for 2 MB on 2 idle cores.
 
     Args:
         members: the trainers, by rank.
@@ -68,7 +68,7 @@ class SharedSlots:
     ) -> SharedSlots | None:
         """Connect the trainers of ``group``, all of which call this; None if they cannot share memory.
 
-        They can if they are 2 to ``MAX_MEMBERS`` processes of one Linux host, all of which may share.
+        2 to ``MAX_MEMBERS`` processes on one host can share memory if ``may_share`` is true for all.
 
         Args:
             group: a process group whose backend supports CPU tensors.

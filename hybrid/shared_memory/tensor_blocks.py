@@ -103,7 +103,7 @@ class BlockReader:
         self._released: deque[int] = deque()
 
     def read(self, block: Block, layout: Layout) -> list[Tensor]:
-        """Return the tensors of a block; after the last of them is deleted, the block is released.
+        """Return the tensors of a block, which is released when the last of them is deleted.
 
         Raises:
             ValueError: the block is not within the memory.
@@ -152,11 +152,11 @@ def create_memory(num_bytes: int) -> int:
 
 
 def map_memory(descriptor: int, num_bytes: int = 0) -> mmap.mmap:
-    """Map memory that another process created by :func:`create_memory`; all of it by default.
+    """Map memory that another process created by :func:`create_memory`; by default, all of it.
 
     Raises:
-        ValueError: the memory is smaller, or its size is not sealed. If its owner truncated it, an access
-            would raise SIGBUS.
+        ValueError: the memory is smaller, or its size is not sealed. Its owner could then truncate it, and an
+            access would raise SIGBUS.
         OSError: the descriptor does not refer to memory.
     """
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:

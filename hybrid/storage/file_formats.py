@@ -24,10 +24,11 @@ Fields = TypeVar("Fields")
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return a JSON value that can be printed, and traversed by recursive functions.
+    """Return a JSON value.
 
     Raises:
-        ValueError: the text is invalid or nested deeply, or has an integer of more than 64 bits.
+        ValueError: the text is invalid or nested deeply, has an integer of more than 64 bits, or half of a
+            surrogate pair.
     """
     try:
         value = json.loads(content)
@@ -81,7 +82,7 @@ def parse_value(name: str, hint: Any, value: Any) -> Any:
 
 
 def is_inner_name(text: str) -> bool:
-    """Return whether a text is the path of a file in a folder, or in a folder of that folder."""
+    """Return whether a text has the form NAME or FOLDER/NAME, so that it cannot lead out of a folder."""
     return len(text) <= _MAX_NAME_LENGTH and _INNER_NAME.fullmatch(text) is not None
 
 

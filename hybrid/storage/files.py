@@ -1,8 +1,8 @@
 """Functions to read, write, list and remove files of this machine and of object stores.
 
-A missing file raises FileNotFoundError, any other failure OSError. A failure of a store, or a path that is
-refused, raises StorageError with advice. A file becomes visible when it is complete. Only regular files are
-opened, and no links, unless the user has named the file itself.
+A missing file raises FileNotFoundError. A failure of a store, or a path that is refused, raises StorageError
+with advice; any other failure raises OSError. A written file becomes visible when it is complete. Links and
+files that are not regular are refused, except a link that the user has named.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ _MAX_PARTIAL_NAME = 200  # the limit of file systems is 255
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Writer: TypeAlias = IO[bytes]  # of which a file of a store has ``write``, ``close`` and ``closed`` only
+Writer: TypeAlias = IO[bytes]  # a file of a store has only ``write``, ``close`` and ``closed``
 
 
 class Entry(NamedTuple):
     """A file or folder in a listing."""
 
     path: StoragePath
-    # In bytes; 0 for a folder, -1 for what is neither a file nor a folder, such as a FIFO, and for a link in
-    # a listed folder.
+    # Bytes of a file; 0 for a folder; -1 for a FIFO, a device, or a link that was found by listing a folder.
     size: int
     mtime_ns: int  # time of the last write; 0 if the store does not report it
     is_folder: bool
@@ -141,7 +140,7 @@ def content_tag(path: RemotePath) -> str:
 
 
 def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return the results of a function that mostly waits for files, in the order of the items."""
+    """Return the results of a function in the order of the items; for a function that waits for files."""
     with ThreadPoolExecutor(_SMALL_REQUESTS, "files") as threads:
         return list(threads.map(function, items))
 
@@ -164,10 +163,11 @@ def read_text(path: StoragePath) -> str:
 def open_reader(
     path: StoragePath, root: StoragePath | None = None, *, follows_links: bool = False
 ) -> Iterator[IO[bytes]]:
-    """Open a file for reading; a read from a store is one request, for no more than the requested bytes.
+    """Open a file for reading; each read from a store is one request, for no more than the requested bytes.
 
     Args:
-        root, follows_links: of a file of this machine, see :func:`hybrid.storage.private_files.open_file`.
+        root, follows_links: only for a file of this machine; see
+            :func:`hybrid.storage.private_files.open_file`.
     """
     if not isinstance(path, RemotePath):
         descriptor = open_file(path, root=cast(Path | None, root), follows_links=follows_links)
@@ -212,10 +212,10 @@ def local_copy(
     *,
     follows_links: bool = False,
 ) -> Iterator[Path]:
-    """Yield a path of this machine where a library can read a file and map it into memory.
+    """Yield a local path from which a library can read a file, or map it into memory.
 
-    A remote file is fetched into a file without a name in ``TMPDIR``, which the system removes. The
-    path names a descriptor. It is valid only inside the context; memory maps stay valid.
+    A remote file is first copied into an unnamed file in ``TMPDIR``, which the system removes. The path is
+    valid only inside the context; memory maps stay valid.
 
     Args:
         sha256: the checksum that a fetched file must have.
@@ -241,15 +241,15 @@ def local_copy(
 
 @contextmanager
 def open_writer(path: StoragePath) -> Iterator[Writer]:
-    """Open a file for writing, which replaces an existing file once it is complete, and is on the disk.
+    """Open a file for writing. At the end it is flushed to the disk, and replaces an existing file.
 
-    A failure leaves the existing file. A link is replaced, not followed.
+    A failure leaves the existing file unchanged. A link is replaced, not followed.
     """
     if isinstance(path, RemotePath):
         with open_remote_writer(path) as stream:
             yield cast(Writer, stream)
         return
-    # A fixed name, so that the file of a killed process is replaced. It is new: neither a link nor a FIFO.
+    # The name is fixed, so this process removes the unfinished file of a killed one.
     partial = path.with_name(f".{path.name[-_MAX_PARTIAL_NAME:]}.unfinished")
     try:
         partial.unlink(missing_ok=True)

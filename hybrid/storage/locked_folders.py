@@ -1,7 +1,7 @@
-"""Folders that one process at a time may write: run folders, and folders that appear atomically.
+"""Locks of run folders, and folders that are created atomically. Without torch.
 
-A folder that appears atomically is built beside its target, under the name ``.building-TARGET``. Its process
-holds the lock ``TARGET.lock``, which the system releases when the process ends. Without torch.
+An atomic folder is built beside its target, under the name ``.building-TARGET``. The process that builds it
+holds the lock ``TARGET.lock``, which the system releases when the process ends.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _BUILD_POLL_SECONDS = 0.2
 def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WAIT_SECONDS) -> Iterator[int]:
     """Lock a run folder, which is created if missing, and yield the descriptor of the lock.
 
-    Each role inherits the descriptor, and the system releases the lock when the last process with it ends. So
-    the lock is never stale, and no other run writes to the folder while a role lives.
+    Each role inherits the descriptor. The system releases the lock when the last process with the descriptor
+    ends. So no other run can write to the folder while a role lives, and a lock never outlives the roles.
 
     Args:
-        key: what names the folder, for errors.
+        key: the configuration key of the folder, for errors.
 
     Raises:
         ConfigError: another run holds the lock, or the folder cannot be created.
@@ -80,7 +80,7 @@ def lock_until_exit(folder: Path, key: str) -> None:
 
 
 def try_lock(path: Path) -> int | None:
-    """Lock a file, which is created if missing; return its descriptor, or None if another process has it."""
+    """Lock a file, which is created if missing; return its descriptor, or None if it is locked already."""
     descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,7 +98,7 @@ def try_lock(path: Path) -> int | None:
 
 @contextmanager
 def hold_lock(path: Path, check: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file of a path, then remove it. Call ``check`` while another process holds the lock."""
+    """Hold the lock file of a path during a block; call ``check`` repeatedly while waiting for the lock."""
     make_folder(path.parent)
     lock = path.with_name(path.name + _LOCK_SUFFIX)
     while (descriptor := try_lock(lock)) is None:
@@ -113,10 +113,10 @@ def hold_lock(path: Path, check: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def build_directory(target: Path) -> Iterator[Path]:
-    """Yield a folder that becomes ``target`` at the end; the caller holds the lock of ``target``.
+    """Yield an empty folder that is renamed to ``target`` at the end; the caller holds the lock for it.
 
-    The yielded folder is empty, and is removed after an exception. What killed processes have left is
-    removed: an earlier folder for ``target``, and folders for other targets whose locks are free.
+    After an exception, the folder is removed. Unfinished folders of killed processes are removed first, also
+    those of other targets.
     """
     folder = target.with_name(_UNFINISHED + target.name)
     for other in target.parent.glob(f"{_UNFINISHED}*"):

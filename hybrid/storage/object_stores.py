@@ -1,4 +1,4 @@
-"""Clients of object stores from ``pyarrow.fs``, requests to them, and remedies for their errors."""
+"""Requests to object stores by the clients of ``pyarrow.fs``, with advice in error messages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from pyarrow import fs
 
 
-# The client retries requests itself, because it knows which ones are safe to repeat. Its pauses double, up to
-# 20 seconds.
+# Attempts of a request. The client repeats only requests that are safe to repeat. Its pauses double, up to 20
+# seconds.
 ATTEMPTS = 7
 RETRY_SECONDS = 60.0  # for Google's client, which has a time limit instead of ATTEMPTS
 _CONNECT_SECONDS = 5.0
@@ -37,7 +37,7 @@ _CERTIFICATES = (
     "/etc/ssl/cert.pem",
 )
 _UNTRUSTED = r"curlCode: (60|77)|CURL error \[(60|77)\]|certificate"  # in messages of clients
-# For each kind of store: the variable of credentials, and the setting of the address.
+# For each kind of store: the variable that has the credentials, and the setting that has the address.
 _NAMES = {
     "s3": (
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,",
@@ -135,7 +135,7 @@ def _s3_client(bucket: str, options: dict[str, str], endpoint: str | None) -> fs
 
 
 def _azure_client(authority: str, options: dict[str, str]) -> tuple[fs.FileSystem, str]:
-    """Make a client with the key or token of the environment, or with other credentials that it finds."""
+    """Return a client, with a key or token of the environment if there is one, and the prefix of paths."""
     from pyarrow import fs
 
     account, prefix, authorities = _split_azure_authority(authority)
@@ -156,7 +156,7 @@ def _azure_client(authority: str, options: dict[str, str]) -> tuple[fs.FileSyste
         **authorities,
     )
     if key is None and token is None:
-        # Without credentials this fails; if its first request is a read, the client ends the process instead.
+        # A client without credentials ends the process if its first request is a read. Other requests fail.
         with suppress(OSError):
             filesystem.get_file_info(f"{prefix or 'any/'}any")
     return filesystem, prefix
@@ -236,7 +236,7 @@ def list_store(filesystem: fs.FileSystem, key: str, is_deep: bool) -> list[fs.Fi
 
 
 class RemoteReader(io.RawIOBase):
-    """A readable file object for a file of a store; methods raise the errors of :func:`store_request`."""
+    """A file of a store, open for reading; methods raise the errors of :func:`store_request`."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path
@@ -285,11 +285,11 @@ class RemoteReader(io.RawIOBase):
 
 
 class _RemoteWriter:
-    """A writable file object for a file of a store, which becomes visible when it is closed.
+    """A file of a store, open for writing; it becomes visible when it is closed.
 
     pyarrow cannot discard a stream: closing or deleting a stream completes its file. So a small file is sent
-    when all its content is known. A large file is sent under a temporary name if there is a file of its name,
-    or if the store shows incomplete files.
+    in one request by :meth:`close`. A large file is sent under a temporary name if a file with its name
+    exists, or if the store shows incomplete files.
     """
 
     def __init__(self, path: RemotePath) -> None:
@@ -353,7 +353,7 @@ class _RemoteWriter:
             filesystem.delete_file(self._sent_to)
 
     def abandon(self) -> None:
-        """Remove the unfinished file. A small one without a folder was sent by one request, or not at all."""
+        """Remove the unfinished file; a small file, which one request sends, cannot be unfinished."""
         if self._stream is None:
             return
         with suppress(OSError), store_request(self._path, "removed") as (filesystem, _):
@@ -365,7 +365,7 @@ class _RemoteWriter:
 
 @contextmanager
 def open_remote_writer(path: RemotePath) -> Iterator[_RemoteWriter]:
-    """Open a file of a store for writing; it exists at the end, and a failure leaves the earlier file."""
+    """Open a file of a store for writing; after a failure, an earlier file is unchanged."""
     writer = _RemoteWriter(path)
     try:
         yield writer

@@ -1,8 +1,8 @@
-"""Private folders, and the opening of files in folders that may be foreign. Does not import torch.
+"""Private folders, and safe opening of files that another user may have placed. Does not import torch.
 
-A run's files contain the user's data. New folders are private; an existing folder keeps its mode, since its
-owner has decided who may read it, and new folders in it are private again. Every file of a run, a checkpoint,
-prepared data or pretrained rows is opened by :func:`open_file`.
+The files of a run contain the user's data, so new folders are private. An existing folder keeps its mode,
+because its owner has decided who may read it. Every file of a run, a checkpoint, prepared data or pretrained
+rows is opened by :func:`open_file`.
 """
 
 import atexit
@@ -23,7 +23,7 @@ _PRECOMPILE_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
 
 def make_folder(path: Path) -> None:
-    """Make a private folder, and private ones for the missing folders above it."""
+    """Make a private folder, and the missing folders above it, also private."""
     try:
         path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
     except FileNotFoundError:
@@ -36,12 +36,13 @@ def open_file(
 ) -> int:
     """Open a regular file, and return its descriptor; usable as the ``opener`` of Python's :func:`open`.
 
-    A folder that another user has sent may contain links, FIFOs and devices.
+    Links, FIFOs and devices are refused, because a folder from another user may contain some.
 
     Args:
-        flags: of :func:`os.open`.
-        root: the folder that the user has named, below which nothing may be a link; by default the file's.
-        follows_links: whether the user has named the file itself, which may then be a link.
+        flags: as for :func:`os.open`.
+        root: a folder above the file. The file and the folders below ``root`` must not be links; by default,
+            only the file.
+        follows_links: whether the file may be a link, because the user has named the file itself.
 
     Raises:
         StorageError: a path below ``root`` is a link, or the file is not a regular file.
@@ -60,7 +61,7 @@ def open_file(
 
 
 def refuse_link(path: str | Path, root: Path | None = None) -> None:
-    """Raise StorageError if a path is a symbolic link, since it may lead to files of another run.
+    """Raise StorageError if a path is a symbolic link, because a link may lead to files of another run.
 
     Args:
         root: a folder above ``path``; the folders below it must not be links, either.
@@ -73,12 +74,12 @@ def refuse_link(path: str | Path, root: Path | None = None) -> None:
 
 
 def private_user_folder(variable: str, default: str, name: str = "") -> Path | None:
-    """Return a folder of this project in the user's home, which is made if it is missing.
+    """Return this project's folder in the user's home, or a folder in it; make the folder if it is missing.
 
     Args:
-        variable: environment variable of the XDG Base Directory Specification with the folder's location.
-        default: the location below the user's home if the variable is not set.
-        name: of a folder inside the project's folder.
+        variable: the variable of the XDG Base Directory Specification that has the location.
+        default: the location in the user's home if the variable is not set.
+        name: name of a folder inside the project's folder.
 
     Returns:
         The folder; None if it cannot be made, or other users could change its content.
@@ -114,9 +115,9 @@ def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
 
 
 def _unmapped_uid() -> int:
-    """Return the user id of root's files in a user namespace without root, such as a launch's; else 0.
+    """Return the user id with which files of root appear: in a user namespace without root, not 0.
 
-    Files of other users have this id there, too, so only their modes count.
+    Files of other users have the same id there, so only the modes of files can protect them.
     """
     try:
         ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -137,10 +138,10 @@ def sync(path: Path) -> None:
 
 
 def choose_compile_cache() -> None:
-    """Give torch private cache folders, unless the user has set some.
+    """Give torch private cache folders in the user's cache folder, unless the user has set some.
 
-    The folders are in the user's cache folder, so later runs use them again. If no private folder can be made
-    there, torch and matplotlib get a temporary folder. The end of this process removes it.
+    If no private folder can be made there, torch and matplotlib get a temporary folder, which is removed when
+    this process ends.
     """
     os.environ.setdefault(_PRECOMPILE_HEADERS, "0")
     missing = [name for name in _COMPILE_CACHES if not os.environ.get(name)]

@@ -71,7 +71,7 @@ def is_url(text: str) -> bool:
 
 
 def parse_path(text: str | StoragePath) -> StoragePath:
-    """Return the path that a text names: a path of this machine, or a URL of a store.
+    """Parse a path of this machine, or a URL of a store.
 
     Raises:
         StorageError: the URL has an unknown scheme or option, or contains credentials.

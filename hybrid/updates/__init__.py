@@ -1,8 +1,9 @@
 """How the gradients of all trainers become updates on a worker.
 
-``ticket`` identifies a lookup and the updates that it must see. ``update_rules`` are the update modes and the
-schedules of learning rates; the master sends the rules of a run to all roles. ``barrier`` collects gradients,
-applies them as one update, and runs the lookups that wait for it. ``ledger`` decides which update is next.
+``ticket`` identifies a lookup and the updates that must precede it. ``update_rules`` has the update modes and
+the schedules of learning rates; the master sends the rules of a run to all roles. ``barrier`` collects
+gradients, applies them as one update, and runs the lookups that wait for it. ``ledger`` decides which update
+is next.
 ``hosted_module`` is the base class of tables (``hybrid/embedding/worker``) and dense nets
 (``hybrid/dense/hosted_net.py``) on a worker.
 """

@@ -51,10 +51,11 @@ class UpdateBarrier(Generic[Contribution]):
     """Collects the contributions of all trainers to a step, applies them as one update, and runs lookups.
 
     Args:
-        merge: called with the contributions of an update, in the order of trainers and parts, and the step of
-            the first. The same thread then applies the update, or drops it if the trainers decide so.
+        merge: called with the step of an update, and its contributions in the order of trainers and parts.
+            The same thread then applies the update, or drops it if the trainers decide so.
         clock: records the time of pending lookups and of updates.
-        prepare_step: called with the next step after each update, once the lookups it released have run.
+        prepare_step: called with the next step after each update, when the lookups that waited for the update
+            have run.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class UpdateBarrier(Generic[Contribution]):
     ) -> DeferredResponse[Result]:
         """Run ``work`` as soon as the updates that the ticket requires are applied.
 
-        If a lookup of the same step and part is still waiting, a new prefetched lookup replaces it, and the
-        waiting one fails: the trainer has abandoned those batches and continues with others.
+        A prefetch replaces a waiting lookup of the same trainer, step and part, which then fails. The trainer
+        has abandoned the batch of that lookup.
 
         Args:
-            is_large: whether ``work`` takes longer than waking a thread; if so, another thread may run it.
+            is_large: whether ``work`` takes longer than waking a thread, so that another thread may run it.
         """
         future: DeferredResponse[Result] = DeferredResponse()
         pending = _PendingLookup(ticket, work, future, is_large)
@@ -218,7 +219,7 @@ class UpdateBarrier(Generic[Contribution]):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if threading.current_thread() is not self._updater:  # in which a garbage collection may close it
+        if threading.current_thread() is not self._updater:  # a garbage collection there may call this
             self._updater.join(self._rules.timeout_seconds)
 
     def _run(self) -> None:
@@ -231,7 +232,7 @@ class UpdateBarrier(Generic[Contribution]):
                 self._fail(error)
 
     def _run_update(self, step: int, contributions: list[Contribution]) -> None:
-        """Apply an update, and run the lookups it releases: large ones after the first in other threads."""
+        """Apply an update, and run the lookups that waited for it, large ones after the first in threads."""
         try:
             with self._clock.span("merge", step):
                 update = self._merge(step, contributions)
@@ -261,7 +262,7 @@ class UpdateBarrier(Generic[Contribution]):
                 self._fail(error)
 
     def _decision(self, step: int, update: Update) -> float | None:
-        """Return the squared norm of a step to the trainers, and wait for their decision."""
+        """Send the squared norm of a step to the trainers, and wait for their decision."""
         norm = update.squared_norm()
         with self._changed:
             # A trainer without batches may request the norm of a step while the others take the next.

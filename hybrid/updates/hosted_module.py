@@ -30,7 +30,7 @@ class HostedModule(nn.Module):
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> DeferredResponse[Result]:
-        """Call a method of the update barrier, as stubs of a remote module do."""
+        """Call a method of the update barrier; stubs have the same method."""
         response: DeferredResponse[Result] = DeferredResponse()
         response.set_result(method(self.barrier, *args))
         return response
@@ -76,7 +76,7 @@ class HostedModule(nn.Module):
         raise NotImplementedError
 
     def _files(self, is_copied: bool, is_delta: bool) -> Mapping[str, Callable[[], Mapping[str, Tensor]]]:
-        """Return a function for each file of a checkpoint or delta, which returns its tensors."""
+        """Return, for each file of a checkpoint or delta, a function that returns the tensors."""
         raise NotImplementedError
 
     def close(self) -> None:

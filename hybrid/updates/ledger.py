@@ -48,7 +48,7 @@ class Ledger(Generic[Contribution]):
         self._updating: dict[tuple[int, int], _Entry[Contribution]] = {}  # of the running update
         self._parts: dict[tuple[int, int], int] = {}  # by step and trainer; rules.parts by default
         self._first_unapplied = [version] * rules.num_trainers  # first step not applied, by trainer
-        self._checksums: dict[int, tuple[int, int]] = {}  # of batches by step, and the trainer that sent it
+        self._checksums: dict[int, tuple[int, int]] = {}  # by step: checksum of the batch, and its sender
         self._absences: list[list[range]] = [[] for _ in range(rules.num_trainers)]
 
     @property
@@ -90,7 +90,7 @@ class Ledger(Generic[Contribution]):
         return ticket.version <= self._next_step(ticket.trainer)
 
     def begin_update(self) -> tuple[int, list[Contribution]] | None:
-        """Begin the next update; return its contributions and the step of the first, or None."""
+        """Begin the next update; return its first step and its contributions, or None if it is incomplete."""
         if self._updating:
             return None
         keys = self._next_entries()
@@ -121,9 +121,9 @@ class Ledger(Generic[Contribution]):
         self._absences[trainer] = [range(absence.start, min(absence.stop, step)) for absence in absences]
 
     def seconds_left(self, now: float) -> float | None:
-        """Return how long step ``version`` may still wait; None in async mode, or if no trainer waits for it.
+        """Return the time until step ``version`` fails; None in async mode, or without a time limit.
 
-        A trainer waits once it has sent all parts of its gradients. Before that, there is no time limit.
+        The time limit begins when the first trainer has sent all parts of its gradients.
 
         Raises:
             ClusterError: gradients are missing after the timeout.

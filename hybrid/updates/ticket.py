@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 # A ticket as plain values; see Ticket.plain.
 PlainTicket: TypeAlias = tuple[int, int, int, int, str, int]
 
-# Ends a message about the trainers that read them.
+# The end of an error message that names two trainers.
 DIFFERENT_BATCHES = (
     "read different batches. All trainers must read the same batches; each gets its slice. Use the same seed "
     "on all trainers where the script shuffles or samples the data (samplers of torch already have it)"
@@ -22,18 +22,18 @@ class Purpose(StrEnum):
 
 
 class Ticket(NamedTuple):
-    """The identity of a lookup, and the updates that it must see."""
+    """The identity of a lookup, and the number of updates that must precede it."""
 
     trainer: int
     step: int  # the step that uses the rows; its update applies the gradients
-    # Number of updates that must precede the lookup: those of all steps before its own. In async mode, the
-    # number of steps of this trainer whose gradients must be applied.
+    # Number of updates that must precede the lookup. In async mode, the number of steps of this trainer whose
+    # gradients must be applied.
     version: int
     # Index among the lookups of this trainer and step. A configured run has one lookup per micro-batch; a
     # custom loop may have several per batch.
     part: int = 0
     purpose: Purpose = Purpose.TRAIN  # whether gradients follow, and how they are sent
-    # Of tensors of the step's global batch, equal on all trainers; 0 if they read only slices.
+    # Checksum of the global batch, if every trainer reads all of it; 0 if trainers read only their slices.
     checksum: int = 0
 
     @property

@@ -23,8 +23,8 @@ class UpdateMode(StrEnum):
 class Schedule:
     """The factor of the learning rates by step; 1 by default.
 
-    During a warm-up, the factor rises linearly from ``initial_factor`` to 1. Let t be the steps since it, T
-    the steps from the warm-up to the end, and f the ``final_factor``. The factor at t is
+    During a warm-up, the factor rises linearly from ``initial_factor`` to 1. Let t be the number of steps
+    after the warm-up, T the value of t at the end, and f the ``final_factor``. The factor then is
 
     ========== ================================================= ==================================
     kind       factor                                            in torch.optim.lr_scheduler
@@ -93,7 +93,7 @@ class UpdateRules:
     mode: UpdateMode = UpdateMode.SYNC
     parts: int = 1  # number of contributions of each trainer to a step, one per micro-batch
     clip_norm: float | None = None  # the largest norm of all gradients of a step; None for no limit
-    # Whether a non-finite loss or gradient is an error; otherwise its step is skipped.
+    # Whether a non-finite loss or gradient is an error; if not, the step is skipped.
     check_finite: bool = True
     # How long to wait for the last trainer of a step, or for the decision to apply a step.
     timeout_seconds: float = 60.0
@@ -119,5 +119,5 @@ class UpdateRules:
 
     @property
     def has_update_guard(self) -> bool:
-        """Whether the trainers decide if, and with which scale, a step is applied (``update_guard.py``)."""
+        """Whether trainers decide if a step is applied, and with which scale (``update_guard.py``)."""
         return self.clip_norm is not None or not self.check_finite

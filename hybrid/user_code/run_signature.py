@@ -1,13 +1,13 @@
 """Signatures of values in the configuration of a run; does not import torch.
 
-A run folder and its checkpoints contain the configuration of the run, which another user may have written.
-Its model, columns and arithmetic are data. All other values decide what a command does on this machine:
-modules to import, paths and URLs, hosts and interfaces, devices, and limits. Each key declares which of its
-values need no signature (:attr:`hybrid.config.key.Key.unsigned`); by default, only its default needs none.
-The program signs all others when it writes a configuration, with a key that only the user can read.
+Run folders and checkpoints contain the configuration of the run, which another user may have written. Values
+that describe the model, the columns or the arithmetic are harmless. All other values decide what a command
+does on this machine: modules to import, paths and URLs, hosts and interfaces, devices, and limits. Each key
+declares its harmless values (:attr:`hybrid.config.key.Key.unsigned`). Its default is always harmless. When
+the program writes a configuration, it signs all other values with a key that only the user can read.
 
-Each value has a separate signature. The signatures are comments at the end of the file. So they are copied
-with the file, and the user may edit all other keys.
+Each value has its own signature, in a comment at the end of the file. So a copy of the file has the
+signatures, and the user may edit some keys without invalidating the signatures of the others.
 """
 
 import hmac
@@ -51,13 +51,13 @@ def load_run_config(
 ) -> RunConfig:
     """Read the configuration of a run that another user may have written.
 
-    A value that needs a signature and has none is replaced by its default, or refused if the default would
-    not do.
+    A value that needs a signature and has none is replaced by its default. A value of ``uses``, or the name
+    of user code, is refused instead.
 
     Args:
         overrides: see :func:`load_config`; these values need no signature.
-        trust_code: whether the user trusts the run even if another user wrote it.
-        uses: the sections whose values must not be replaced. Names of user code are never replaced.
+        trust_code: whether to accept all values without signatures.
+        uses: the sections whose values the caller needs.
 
     Raises:
         ConfigError: this user has not signed a value; or see :func:`load_config`.
@@ -85,7 +85,7 @@ def load_run_config(
 
 
 def _unsigned_values(path: StoragePath, config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
-    """Yield section, name, key and first unsigned element of each value that this user has not signed."""
+    """Yield section, name, key and the first element without a signature, for each value that has some."""
     lines = read_text(path).splitlines()
     signatures = [line.removeprefix(_PREFIX).strip().encode() for line in lines if line.startswith(_PREFIX)]
     own = _key() if signatures else None
@@ -98,7 +98,7 @@ def _unsigned_values(path: StoragePath, config: RunConfig) -> Iterator[tuple[str
 
 
 def _elements_to_sign(key: Key, value: Any) -> list[Any]:
-    """Return the value of a key, or the elements of a list, if it needs a signature."""
+    """Return the elements of a value that need a signature; a value that is no list is one element."""
     elements = [] if value == key.default else value if key.is_list else [value]
     return [each for each in elements if not re.fullmatch(key.unsigned, str(each))]
 

@@ -1,8 +1,8 @@
 """Functions and classes of user modules, and their exceptions.
 
-A configuration or the command line names user code as ``module:function``. Processes send such names to each
-other, and each process imports the module. Modules of the standard library, of installed packages and of this
-project are not user modules.
+A configuration or a command line names user code as ``module:function``. Processes send these names to each
+other, and each imports the module. Modules of the standard library, of installed packages and of this project
+are not user modules.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ _STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib"
 
 
 class FolderFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules of a folder that the user has named, and those that modules of the folder import.
+    """Finds modules in a folder: those that the user has named, and those that user code in it imports.
 
-    The folder is not in ``sys.path``: somebody else may have written files there, and packages such as torch
-    import optional modules if they find some.
+    The folder is not added to ``sys.path``. Otherwise torch and other packages would find optional modules in
+    it, which somebody else may have written.
     """
 
     _named: ClassVar[set[str]] = set()  # top-level names, for all folders
@@ -49,7 +49,7 @@ class FolderFinder(importlib.abc.MetaPathFinder):
 
     @classmethod
     def search(cls, folder: Path, module: str = "") -> None:
-        """Search ``folder`` after all other folders; ``module`` is a module that the user has named."""
+        """Search ``folder`` after all other folders; ``module`` is the module that the user has named."""
         cls._named.add(module.partition(".")[0])
         searched = [each._folder for each in sys.meta_path if isinstance(each, cls)]
         resolved = folder.resolve()
@@ -73,11 +73,11 @@ class FolderFinder(importlib.abc.MetaPathFinder):
 def load_function(
     key: str, name: str, parameters: Sequence[str] = (), folder: Path | None = None
 ) -> Callable[..., Any]:
-    """Import the function ``name``, "module:function".
+    """Import the function "module:function".
 
     Args:
-        key: the configuration key that contains the name, for errors.
-        parameters: names of the positional arguments that the function must accept.
+        key: the configuration key that has the name, for errors.
+        parameters: names of the positional arguments that the function must accept; none for no check.
         folder: the folder of the module; None for the working directory, or an installed module.
 
     Raises:
@@ -151,10 +151,10 @@ def qualified_name(function: Any) -> str:
 
 
 def to_reference(value: Any) -> Any:
-    """Replace functions, methods, ``functools.partial`` and user dataclasses by their names and arguments.
+    """Replace functions, methods, ``functools.partial`` and user dataclasses by names and arguments.
 
     Raises:
-        ConfigError: a function has no name by which other processes could find it.
+        ConfigError: a function is a lambda, an inner function, or not in a user module.
     """
     if isinstance(value, functools.partial):
         inner = to_reference(value.func)
@@ -174,7 +174,7 @@ def to_reference(value: Any) -> Any:
 
 
 def from_reference(value: Any) -> Any:
-    """Return the value that :func:`to_reference` replaced; ConfigError if a name is not that of user code."""
+    """Return the value that :func:`to_reference` replaced; ConfigError if a name is not in a user module."""
     if isinstance(value, UserFunction):
         keywords = {name: from_reference(each) for name, each in value.keywords.items()}
         return functools.partial(load_user_object(value.name), *map(from_reference, value.args), **keywords)
@@ -219,10 +219,7 @@ def _importable_name(function: Any) -> str:
 
 @functools.cache
 def _is_user_module(module: str) -> bool:
-    """Return whether a module is a user module; this imports nothing.
-
-    Modules of this project, of the standard library and of installed packages are not user modules.
-    """
+    """Return whether a module is a user module; this imports nothing."""
     top = module.partition(".")[0]
     if not top or top in PROJECT or top == "__main__" or top in sys.stdlib_module_names:
         return False
@@ -231,7 +228,7 @@ def _is_user_module(module: str) -> bool:
 
 
 def _module_paths(module: str) -> list[Path]:
-    """Return the paths of the top-level module or package of a module; empty if it is built in or missing."""
+    """Return the paths of a module's top-level module or package; empty if it is built in or missing."""
     top = module.partition(".")[0]
     loaded = sys.modules.get(top)
     spec = importlib.util.find_spec(top) if loaded is None else loaded.__spec__
@@ -256,10 +253,9 @@ def is_user_file(filename: str) -> bool:
 
 
 def user_location(error: BaseException | None) -> str:
-    """Return the innermost frame of user code of an exception or its causes, the first cause first.
+    """Return the innermost frame of user code, such as ``my_net.py:17, in forward``; "" if there is none.
 
-    Returns:
-        Text such as ``my_net.py:17, in forward``; empty if no frame is user code.
+    The first cause of the exception is searched first.
     """
     for each in _causes(error):
         if isinstance(each, SyntaxError) and each.filename and is_user_file(each.filename):
@@ -309,7 +305,7 @@ def log_traceback(error: BaseException) -> None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and its causes, the first cause first."""
+    """Yield the causes of an exception, the first cause first, and the exception."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)

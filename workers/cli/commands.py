@@ -1,6 +1,6 @@
-"""The commands of ``hybrid``. A command checks its arguments before it imports torch.
+"""The commands of ``hybrid``: ``NAME_command`` runs ``hybrid NAME``, and raises HybridError if it fails.
 
-``NAME_command`` runs ``hybrid NAME``: it takes the options, and raises a HybridError if the command fails.
+A command checks its arguments before it imports torch.
 """
 
 import argparse
@@ -127,8 +127,8 @@ def _requested_run(options: argparse.Namespace) -> tuple[RunConfig, StoragePath,
     """Return the run that the options name, or a new one; ConfigError if the run cannot be started.
 
     Returns:
-        The configuration; the folder; whether the run is resumed; and, if the run has finished already, a
-        message about this, else "".
+        The configuration; the folder; whether the run is resumed; and a message if the run has already
+        finished, else "".
     """
     if options.resume not in (None, AUTO):
         if options.config is not None:
@@ -157,7 +157,7 @@ def _requested_run(options: argparse.Namespace) -> tuple[RunConfig, StoragePath,
 
 @contextmanager
 def _report_saved_state(folder: Path, command: str) -> Iterator[None]:
-    """If this block is interrupted, add to the error what the run has saved and how to resume it."""
+    """If this block is interrupted, add the saved step and the command to resume to the message."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -185,7 +185,7 @@ def master_command(options: argparse.Namespace) -> None:
 
 
 def _lead(config: RunConfig, task: Task, secret: Secret) -> None:
-    """Run a task as the master; an error has the exit code of the cluster."""
+    """Run a task as the master; an error gets the exit code of the cluster."""
     with importing_torch():
         from workers import master
 
@@ -219,7 +219,7 @@ def role_command(options: argparse.Namespace) -> None:
 
 
 def _master_address(options: argparse.Namespace) -> MasterAddress:
-    """Return the address of ``--master``, or torchrun's MASTER_ADDR; torchrun's port is not used."""
+    """Return the address of ``--master``, or of torchrun's MASTER_ADDR, but not with torchrun's port."""
     address: str = options.master or master_host(os.environ)
     if not address:
         raise ConfigError("--master", "must be given: HOST or HOST:PORT (torchrun sets MASTER_ADDR instead)")
@@ -331,8 +331,7 @@ def config_command(options: argparse.Namespace) -> None:
 def role_of(environment: Mapping[str, str], topology: Topology) -> Role:
     """Return the role of a process by its rank: 0 is the master, then trainers, then workers.
 
-    Missing or contradictory variables are refused: some platforms set RANK and WORLD_SIZE once per node, and
-    a guess would start half a cluster.
+    Contradictory variables are refused, because some platforms set RANK and WORLD_SIZE once per node.
 
     Raises:
         ConfigError: the rank is missing or ambiguous, or the number of processes is not the topology's.

@@ -38,15 +38,15 @@ from hybrid.primitives.progress import ignore_progress
 from hybrid.storage import files as storage
 from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import RemotePath, StoragePath
+from workers.cli.arguments import STREAM
 from workers.console.messages import data_notes, print_line, unknown_fractions
 from workers.console.terminal import transient_status
 from workers.exit_codes import ExitCode
 
 ROW = "row"  # the column of row numbers
-STDOUT = Path("-")
+STDOUT = Path(STREAM)
 _ITEM_SEPARATOR, _PAIR_SEPARATOR = "|", ":"  # of a list in a CSV field
 _KEEP = "--keep"
-_STREAM = "-"  # means standard input
 _GIVEN = "the paths given"  # in errors
 _LABEL_WIDTH = 20
 _EXPORTED_STEP = re.compile(r"step-[0-9]{8,18}")
@@ -79,7 +79,6 @@ def evaluate(
 
 
 def measure(model: TrainedModule, rows: Rows) -> dict[str, float]:
-    """Return the metrics of a model on rows with labels."""
     config = model.trained.config
     predictions = Predictions.concatenate([model.predict(block.batch) for block in rows.blocks()])
     return predictions.metrics(config.all_tasks, is_weighted=config.data.weighted_metrics)
@@ -93,9 +92,9 @@ def predict(
     trust_code: bool = False,
     module: str | None = None,
 ) -> None:
-    """Write a line for each valid row: the row's number in the input, kept columns, and predictions.
+    """Write, for each valid row, the row's number in the input, kept columns, and predictions.
 
-    Rows are read, predicted and written block by block. The command needs memory for one block only.
+    Rows are read, predicted and written in blocks, so the memory does not depend on the number of rows.
 
     Args:
         inputs: files with or without labels, or "-" for standard input; none for the test rows of the run.
@@ -119,11 +118,11 @@ def predict(
             raise ConfigError(_KEEP, "names a column twice", name)
     passthrough = [(_KEEP, name) for name in keep]
     # No progress while rows go to standard output or come from standard input.
-    is_quiet = output == STDOUT or _STREAM in inputs
+    is_quiet = output == STDOUT or STREAM in inputs
     with nullcontext(ignore_progress) if is_quiet else transient_status() as report_progress:
         if not inputs:
             rows = held_out_rows(model.trained, passthrough=passthrough, progress=report_progress)
-        elif list(inputs) == [_STREAM]:
+        elif list(inputs) == [STREAM]:
             rows = _standard_input(model.trained, passthrough, at_once=output == STDOUT)
         else:
             rows = SourceRows(model.trained, list_files(inputs, _GIVEN), passthrough, report_progress)
@@ -142,7 +141,7 @@ def predict(
 def _standard_input(
     trained: TrainedRun, passthrough: Sequence[tuple[str, str]], *, at_once: bool
 ) -> SourceRows:
-    """Return the rows of standard input; with ``at_once``, each row is used when it arrives."""
+    """Return the rows of standard input; with ``at_once``, rows are not collected into full blocks."""
     descriptor = 0
     text = read_descriptor(descriptor, BLOCK_BYTES, at_once=at_once)
     rows = SourceRows(trained, (STDIN,), passthrough, text=text)
@@ -170,7 +169,7 @@ def prediction_file(output: StoragePath) -> Iterator[WriteBlock]:
             writer = stack.enter_context(storage.open_writer(output))
             is_parquet = output.suffix == ".parquet"
             yield _parquet_writer(writer, stack, output) if is_parquet else _csv_writer(writer)
-    except HybridError:  # perhaps of the store that the rows are read from
+    except HybridError:  # such as an error of the store of the input
         raise
     except OSError as error:
         if output == STDOUT and isinstance(error, BrokenPipeError):
@@ -239,14 +238,14 @@ def export_run(
         folder: a run, of which the best checkpoint is used, or a checkpoint.
         formats: of "program", "onnx" and "tables".
         dtype: data type of the tables; None for the data type of the run. For a narrower type,
-            the loss of precision is measured and printed.
+            the metrics before and after the conversion are printed.
         module: see :func:`predict`.
 
     Raises:
         HybridError: the output exists or cannot be written, or packages are missing.
     """
     check_new(output)
-    _check_formats(formats)
+    program_export.check_packages(formats)
     # Measuring the loss of precision reads the data of the run.
     model = _read_model(folder, trust_code, module, uses_data=dtype is not None, in_memory=True)
     lines = [f"{'checkpoint':<{_LABEL_WIDTH}}{model.trained.origin}"]
@@ -268,7 +267,7 @@ def export_followed(
     Raises:
         HybridError: see :func:`export_run`.
     """
-    _check_formats(formats)
+    program_export.check_packages(formats)
     folders = {each.path.name: each.path for each in storage.list_entries(output) if each.is_folder}
     kept = [path for name, path in folders.items() if _EXPORTED_STEP.fullmatch(name)]
     for model in follow(run, trust_code=trust_code):
@@ -286,11 +285,6 @@ def export_followed(
             storage.remove(kept.pop(0))
         seconds = time.time() - model.taken_at
         print_line(f"{'wrote':<{_LABEL_WIDTH}}{folder}, {seconds:.1f} s after the end of step {model.step}")
-
-
-def _check_formats(formats: Sequence[str]) -> None:
-    if "onnx" in formats:
-        program_export.check_onnx()
 
 
 def _export(

@@ -1,7 +1,7 @@
 """``hybrid plan``: placement of tables, messages and bytes of a step, and memory.
 
-Ids are assumed to be skewed as in the built-in click log: id = floor(rows * u**3) for a uniform u. In tables
-of many millions of rows nearly all ids of a step are then distinct. A growing table is assumed to have
+Ids are assumed to be skewed as in the synthetic click log: id = floor(rows * u**3) for a uniform u. In tables
+of many millions of rows, nearly all ids of a step are then distinct. A growing table is assumed to have
 ``max_rows`` rows, or a million if there is no limit. Roles are assigned to hosts in turn, trainers first.
 """
 
@@ -77,7 +77,11 @@ class Plan:
 
 
 def print_plan(config: RunConfig, hosts: Hosts, ids_per_sample: float | None) -> None:
-    """Print the placement, traffic and memory; :func:`expected_data` describes the arguments."""
+    """Print the placement, traffic and memory.
+
+    Args:
+        ids_per_sample: see :func:`expected_data`.
+    """
     input_spec, means = expected_data(config, ids_per_sample)
     plan = make_plan(config, input_spec, means, hosts)
     transfers = _table("transfer", "messages a step", "MiB a step")
@@ -132,7 +136,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _workers(config: RunConfig, plan: Plan) -> Table:
-    """Return the table of the workers; neighbors with equal values share a line."""
+    """Return the table of the workers; consecutive workers with equal values share a line."""
     table = _table("worker", "tables", "rows", "MiB", "MiB moved a step")
     times = config.cluster.trainers * config.train.micro_batches
     moved_W = times * (plan.traffic.up_bytes_W + plan.traffic.down_bytes_W)
@@ -224,7 +228,7 @@ def make_plan(
     is_ring = hosts.count > 1 or trainers > MAX_MEMBERS
     ring_bytes = 2 * (trainers - 1) / trainers * parameters * _GRADIENT_BYTES if is_ring else 0.0
     trainers_H = np.bincount(np.arange(trainers) % hosts.count, minlength=hosts.count)
-    # Whether a host has a worker: the product with values by worker is their sum by host.
+    # Whether a host has a worker; its product with a vector of values by worker has the sums by host.
     has_worker_HW = np.arange(hosts.count)[:, None] == (trainers + np.arange(workers)) % hosts.count
     # Bytes from each host to each other host.
     bytes_HH = np.outer(trainers_H, has_worker_HW @ up_W) + np.outer(has_worker_HW @ down_W, trainers_H)
@@ -264,8 +268,8 @@ def traffic(
 ) -> Traffic:
     """Return the traffic of a lookup of ``samples`` samples.
 
-    Features with one id per sample, sequences, and multi-hot features that trainers pool travel as distinct
-    rows. For other multi-hot features, each shard sends a partial vector per bag and receives the whole
+    For features with one id per sample, sequences, and multi-hot features that trainers pool, distinct rows
+    are sent. For other multi-hot features, each shard sends a partial vector per bag and receives the full
     gradient.
 
     Args:

@@ -1,8 +1,8 @@
-"""Lines of text for the user, warnings about data, logging, and output that may go away. Free of torch.
+"""Lines of text for the user, warnings about data, and logging. This module does not import torch.
 
 All other modules print through this one or ``terminal``. Log records go to stderr, which is the log file of a
-role under ``hybrid launch``. If a pipe or a terminal is closed, or a disk is full, printing raises no error:
-text that cannot be written is lost, and the command reports the loss once.
+role under ``hybrid launch``. Printing raises no error if a pipe or a terminal is closed, or a disk is full:
+the text is lost, and the command reports the loss once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ _verbosity = Verbosity.NORMAL
 
 
 def verbosity() -> Verbosity:
-    """Return the verbosity of this process."""
     return _verbosity
 
 
@@ -86,7 +85,7 @@ def print_line(text: str, *, to_stderr: bool = False) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print a text of several lines without escapes; only for text of the program, not of files."""
+    """Print a text of several lines without escapes; not for text from files."""
     print(text, end="", flush=True)
 
 
@@ -166,9 +165,9 @@ def tolerate_lost_output(
     names: tuple[str, str] = ("stdout", "stderr"),
     report_to: int = _STDERR,
 ) -> Iterator[set[str]]:
-    """Keep this process running in the block although stdout or stderr cannot be written.
+    """Keep this process running in the block if stdout or stderr cannot be written.
 
-    A closed descriptor is replaced by one that refuses writes, so that no other file gets its number.
+    A closed descriptor is replaced by one that refuses writes. Otherwise another file could get its number.
 
     Args:
         command: name of the command, for messages.

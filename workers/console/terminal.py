@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 class TrainingProgress:
     """The state of a run at one log step."""
 
-    # step, total_steps, epoch, epochs: counted from 1.
+    # step, epoch: counted from 1.
     step: int
     total_steps: int  # 0 if unknown
     epoch: int
@@ -153,7 +153,7 @@ class TerminalView:
             self._print(Text(visible(text)))
 
     def progress(self, progress: TrainingProgress) -> None:
-        """Show a log step in place of the last one and of any status."""
+        """Show a log step; it replaces the last log step and the status."""
         self._progress = progress
         if self._live is not None:
             self._draw()

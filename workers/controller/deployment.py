@@ -1,4 +1,4 @@
-"""Deployment of tables and checkpoints of all roles, for sessions and scripts."""
+"""Creating tables on workers, and writing checkpoints of all roles; for sessions and scripts."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +32,8 @@ def deploy_tables(
     """Create the tables of a placement with their initial rows.
 
     Returns:
-        A stub of each worker's tables, and the number of rows that come from the source of each table; see
-        :func:`read_initial_rows`.
+        A stub of the tables of each worker, and for each table the number of initial rows that were read from
+        files (:func:`read_initial_rows`).
 
     Raises:
         HybridError: a host has no memory for its tables.
@@ -60,7 +60,7 @@ def deploy_tables(
 def memory_shortage(placement: Placement, holders: Sequence[Role], fraction: float = 1.0) -> str | None:
     """Return a message if tables need more than a fraction of the free memory of their workers, else None.
 
-    A host and each control group limit the sum over the workers in it.
+    Each host, and each control group, limits the total of its workers.
     """
     pings = [transport.ping(role, _PING_TIMEOUT_SECONDS) for role in holders]
     vitals = dict(zip(holders, transport.gather(pings), strict=True))
@@ -97,7 +97,7 @@ class HeldCheckpoint:
     # Starts the calls that make roles write their parts into a folder and release the memory.
     start: Callable[[StoragePath], Sequence[transport.Pending[Files]]]
     is_copied: bool  # whether roles hold copies, so that training can continue
-    # Vocabularies by name. The checkpoints of a run share them; other checkpoints have a copy.
+    # Vocabularies by name. All checkpoints of a run share one file; a checkpoint elsewhere gets a copy.
     shared: Mapping[str, StoragePath] = field(default_factory=dict)
 
     def write(self) -> Manifest:

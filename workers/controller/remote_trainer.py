@@ -48,9 +48,8 @@ from hybrid.updates.update_rules import UpdateRules
 class TrainerReport:
     """A trainer's report of some steps."""
 
-    losses: list[float]  # this trainer's summand of the loss, one value per step
-    # outputs, labels: of this trainer's samples, for the first task. If a sample has weight 0, its label is
-    # NaN.
+    losses: list[float]  # one value per step; the sum over the trainers is the loss of the step
+    # outputs, labels: of this trainer's samples, for the first task. Labels of samples of weight 0 are NaN.
     outputs: Tensor
     labels: Tensor
     phase_seconds: dict[str, float]  # time by phase
@@ -151,8 +150,8 @@ class Trainer:
     def train_on(self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int) -> TrainerReport:
         """Train on batches of the caller, until all trainers have no more batches.
 
-        Trainers may have different numbers of batches, of different sizes; each step takes one batch of every
-        trainer that has one left.
+        Trainers may have different numbers of batches, and batches of different sizes. A step takes one batch
+        of every trainer that has one left.
 
         Args:
             make_batches: returns the batches of a trainer by its index; called on every trainer. Their
@@ -160,8 +159,7 @@ class Trainer:
             steps_before: steps taken since the start of the run.
 
         Raises:
-            DataError: a batch has other features or tasks than the job, an invalid label or weight, or, with
-                a ranking loss, a split group; or ids of an unweighted feature have weights.
+            DataError: a batch does not fit the features and tasks of the job, or has an invalid value.
         """
         self.close()
         batches = make_batches(self._index)
@@ -187,7 +185,7 @@ class Trainer:
         self._begin_aligned(self._stream, steps_before)
 
     def train_on_unit(self, num_steps: int, steps_before: int) -> TrainerReport:
-        """Take up to ``num_steps`` steps of the opened unit; fewer if the unit ends on all trainers.
+        """Take up to ``num_steps`` steps of the opened unit; fewer if the unit ends.
 
         Args:
             steps_before: steps taken since the start of the run.
@@ -291,10 +289,10 @@ class Trainer:
     def begin_save(self, name: str | None, is_delta: bool = False) -> None:
         """Hold a copy of the dense net and its optimizer for :meth:`write`.
 
-        All trainers that hold a net together are called at the same time.
+        If several trainers hold one net, all of them must be called at the same time.
 
         Args:
-            name: name of the file to write; None if this trainer only sends its part of the net to others.
+            name: name of the file to write; None if another trainer writes the net.
             is_delta: whether to hold the net without its optimizer.
         """
         net, state = self._engine.model.net, self._optimizer.optimizer.state_dict()["state"]

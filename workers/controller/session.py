@@ -73,10 +73,10 @@ class Session:
         total_steps: number of steps of the run; learning rates may depend on it.
         ids_per_sample: mean number of ids of multi-hot features, for the placement of tables.
         data_folder: a prepared data set; None for a stream, or if the caller gives batches.
-        encoder: the encoder of a stream; by default, that of batches of the caller.
+        encoder: the encoder of a stream; None for batches of the caller, whose ids are rows of tables.
         encoder_folder: folder with the encoder of a stream, if the run has an initial model.
         is_new: whether to read the initial model; False if a checkpoint will be loaded.
-        warn: receives a line for each part of the initial model that is not found.
+        warn: called with a line for each part of the initial model that is not found.
 
     Raises:
         HybridError: a worker's host has no memory for its tables.
@@ -171,8 +171,8 @@ class Session:
     def table_metrics(self) -> dict[str, float]:
         """Return numbers about each growing table, by names such as ``user.rows``.
 
-        ``unknown_fraction``, ``admitted`` and ``evicted`` are since the last call. ``collisions`` is the
-        expected number of pairs of texts with the same key.
+        ``unknown_fraction``, ``admitted`` and ``evicted`` are counted since the last call. ``collisions`` is
+        the expected number of pairs of values with the same key.
         """
         growing = {table.name: table.growth for table in self.blueprint.tables if table.growth is not None}
         totals = {name: Counter[str]() for name in growing}
@@ -194,10 +194,7 @@ class Session:
         return metrics
 
     def take_profile(self) -> Profile:
-        """Return the profile of the recorded steps since the last call; ConfigError if none was taken.
-
-        ``session.take_profile().write(folder)`` writes a trace and a table.
-        """
+        """Return the profile of the steps recorded since the last call; ConfigError if there are none."""
         self._flush()
         spans: dict[Role, list[Span]] = defaultdict(list)
         responses = transport.gather([each.call(JobObject.take_spans) for each in self._objects])
@@ -216,8 +213,8 @@ class Session:
     def save(self, folder: StoragePath, step: int, epoch: int, metrics: Metrics | None = None) -> StoragePath:
         """Write a checkpoint after all steps taken: every worker writes its rows, trainer 0 the dense net.
 
-        ``hybrid evaluate`` and ``hybrid predict`` read the checkpoint. If the caller gives batches, these
-        commands read the values of files without encoding: numbers as they are, and ids as table rows.
+        ``hybrid evaluate`` and ``hybrid predict`` can use it. If the caller gives batches, the values in
+        files must be numbers, and rows of tables.
 
         Args:
             step, epoch: number of completed steps and epochs.
@@ -242,7 +239,7 @@ class Session:
 
         Args:
             progress, reports: the counts of the run, and the reports of trainers since the last log step.
-            in_background: whether roles hold copies, if workers have enough memory for copies.
+            in_background: whether roles hold copies, provided that workers have enough memory.
         """
         progress = {**progress, **self._own_progress()}
         is_copied = in_background and not memory_shortage(
@@ -265,11 +262,11 @@ class Session:
         )
 
     def _own_progress(self) -> dict[str, Any]:
-        """Return what a checkpoint must have, besides the counts of the run, to continue the session."""
+        """Return the state of the session for the progress of a checkpoint."""
         return {}
 
     def begin_delta(self, folder: StoragePath, step: int, epoch: int, parent: str) -> HeldCheckpoint:
-        """Make every role hold what changed since the last delta, or the last call of :meth:`begin_save`.
+        """Make every role hold its nets, and the rows that changed since the last delta or checkpoint.
 
         Args:
             parent: identity of that delta or checkpoint; see :mod:`hybrid.checkpoint.deltas`.
@@ -283,7 +280,7 @@ class Session:
         """Make every role hold its files; return a function that makes the roles write them."""
         self._flush()
         bulk = BULK_TIMEOUT_SECONDS
-        # One of the trainers that hold a net together saves it.
+        # If several trainers hold one net, one of them saves it.
         dense, num_trainers = self.config.dense, len(self.trainers)
         saving = range(0, 1 if dense.ddp == "outside" else num_trainers, dense.trainers_per_net)
         hold = HostedModule.begin_save

@@ -44,7 +44,8 @@ class FolderCheck:
 
     Args:
         key: the configuration key of the folder.
-        digest: SHA-256 of its content.
+        file: a file in this folder.
+        digest: SHA-256 of the file on the master's host.
         writes: whether this role will write into the folder.
         master: name of the master's host.
 
@@ -56,8 +57,8 @@ class FolderCheck:
     def __init__(self, key: str, file: StoragePath, digest: str, writes: bool, master: str) -> None:
         host = socket.gethostname()
         kind = DataError if key == _DATA_KEY else CheckpointError
-        rule = f"{key} must be storage that all hosts share"
-        message = f"{file.parent} on host {host} is not that of the master's host {master} ({{}}); {rule}"
+        rule = f"is a different folder than on the master's host {master} ({{}})"
+        message = f"{file.parent} on host {host} {rule}; {key} must be storage that all hosts share"
         try:
             content = files.read_bytes(file)
             if writes:
@@ -112,10 +113,7 @@ class SharedFolders:
 
 
 def _check(key: str, file: StoragePath, content: bytes, writes: Mapping[Role, bool]) -> None:
-    """Check a file on all roles, and raise the first error.
-
-    All checks have ended before the error is raised, because the caller then removes the file.
-    """
+    """Check a file on all roles; after all checks have ended, raise the first error."""
     master = socket.gethostname()
     digest = hashlib.sha256(content).hexdigest()
     checks = [

@@ -62,8 +62,8 @@ _POLL_SECONDS = 1.0
 class ScriptRequest:
     """A request of a script to the master; the scripts of all trainers make the same requests."""
 
-    # "deploy" tables, "prepare" the data of the configuration, "resume" from the checkpoints in a folder
-    # after a failure, "save" or "load" a checkpoint, or "end" of the script.
+    # "deploy" tables; "prepare" the data of the configuration; "resume" from a folder after failures; "save"
+    # or "load" a checkpoint; "end" of the script.
     action: str
     tables: tuple[TableSpec, ...] = ()
     # folder, manifest: of the checkpoint.
@@ -73,7 +73,7 @@ class ScriptRequest:
 
 
 _SaveError: TypeAlias = tuple[str, str]  # its kind and its message
-# A text is the location of the prepared data, for open_split.
+# PlacedTables after "deploy"; the location of the prepared data after "prepare"; an error of "save", or None.
 ScriptResponse: TypeAlias = PlacedTables | str | _SaveError | None
 
 
@@ -284,7 +284,7 @@ class Script(Backend):
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a file as Python runs a program; it can import modules beside it, and in the working directory.
+    """Run a Python file as a program; it can import modules from its folder and from the working directory.
 
     Raises:
         HybridError: the script has exited with a status other than zero.
@@ -300,5 +300,5 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
 
 
 def local_constructors(settings: Sequence[str]) -> list[partial[Any]]:
-    """Return constructors of the objects to which a role applies its settings (:func:`apply_settings`)."""
+    """Return the constructors of objects that apply the settings of a role (:func:`apply_settings`)."""
     return [partial(Script, settings=settings), partial(Trainer, settings=settings)]

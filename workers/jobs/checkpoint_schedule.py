@@ -1,4 +1,4 @@
-"""The checkpoints of a run: the counts that they restore, when they are due, and which are kept."""
+"""The checkpoints of a run: the counts in them, when they are written, and which are kept."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class Interval:
         return math.fsum(loss for report in self._by_rank for loss in report.losses) / self.num_steps
 
     def score(self, task: TaskSection) -> float:
-        """Return the score of the first task over all samples, from predictions before each step's update."""
+        """Return the score of the first task, from predictions of the samples before their updates."""
         outputs_N = torch.cat([report.outputs for report in self._by_rank])
         labels_N = torch.cat([report.labels for report in self._by_rank])
         has_label_N = ~labels_N.isnan()
         return score(task, outputs_N[has_label_N], labels_N[has_label_N])
 
     def progressive_metrics(self) -> dict[str, float]:
-        """Return the metrics of a binary first task, from the same predictions."""
+        """Return the metrics of a binary first task, from the predictions of :meth:`score`."""
         metrics = ProgressiveMetrics()
         for report in self._by_rank:
             metrics.add(report.outputs, report.labels)
@@ -97,7 +97,7 @@ class RunCounts:
     # The steps of evaluations in which the metric of the best checkpoint was undefined.
     undefined: list[int] = field(default_factory=list)
     interval: Interval = field(default_factory=Interval)  # the steps since the last log step
-    # Metrics of the unit of a stream that is read, from predictions before each step's update.
+    # Progressive metrics of the current unit of a stream.
     unit: ProgressiveMetrics = field(default_factory=ProgressiveMetrics, compare=False)
 
     def add(self, reports: Sequence[TrainerReport], seconds: float) -> None:
@@ -133,7 +133,11 @@ class RunCounts:
 
     @classmethod
     def unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RunCounts:
-        """Return what :meth:`pack` stored, or new counts; CheckpointError if another version stored it."""
+        """Return the counts that :meth:`pack` returned, or new counts if there are none.
+
+        Raises:
+            CheckpointError: another version of hybrid has packed them.
+        """
         if not values:
             return cls()
         names = cls().pack()[0].keys() - {"undefined"}
@@ -174,25 +178,25 @@ class _PendingCheckpoint(NamedTuple):
     kind: str  # "checkpoint" or "delta"
     step: int
     best: Best | None  # the best evaluation, once this checkpoint is complete
-    seconds_stopped: float  # how long training has waited for it
-    # The writing time in seconds and the number of bytes, once the checkpoint is complete.
+    seconds_stopped: float  # how long training was stopped for it
+    # The seconds of writing and the number of bytes, once the checkpoint is complete.
     written: Future[tuple[float, int]]
 
 
 @dataclass(eq=False)
 class Checkpoints:
-    """The checkpoints and deltas of a run, written while it trains; one is being written at a time.
+    """The checkpoints and deltas of a run, written one at a time while the run trains.
 
     If one of them cannot be written, a warning is shown and training continues. Only the last checkpoint of
-    a run must succeed. The first delta that is due after a start, a resume or a failure becomes a checkpoint,
-    from which a new chain of deltas starts. A delta that is due during the writing of a checkpoint waits.
+    a run must succeed. After a start, a resume or a failure, a checkpoint is written instead of the first
+    delta, and starts a new chain of deltas. A delta that is due while a checkpoint is written waits.
     """
 
     session: Session
     run: RunFolder  # folder for checkpoints and their log entries
     section: CheckpointSection  # when checkpoints are due, how many are kept, and the metric of the best
     warn: Callable[[str], object]  # called with each warning, also by the thread that writes
-    # The best evaluation with a checkpoint, if any; at first that of a resumed run, by the same metric.
+    # The best evaluation that has a checkpoint; None if there is none. A resumed run gives its earlier best.
     best: Best | None
     # The step of the last checkpoint, at first that of the resumed run; -1 if it could not be written.
     saved_step: int = 0
@@ -211,7 +215,7 @@ class Checkpoints:
         return self._pending.best if self._pending else self.best
 
     def steps_to_next(self, step: int) -> float:
-        """Return the number of steps until a checkpoint or delta is due by steps; may be infinite."""
+        """Return the number of steps until ``every_steps`` or the deltas require a write; may be infinite."""
         every, of_delta = self.section.every_steps, self.section.delta_call.arguments.get("steps", 0)
         return min(
             every - step % every if every else math.inf,
@@ -281,7 +285,7 @@ class Checkpoints:
             self.warn(f"no checkpoint of step {step}: {error}; training continues")
 
     def _add_evaluation(self, folder: StoragePath, now: TrainingState, best: Best | None) -> None:
-        """Add the evaluation to the checkpoint of this step, if a stopped run wrote it without evaluation."""
+        """Add the evaluation to the checkpoint of this step if it has none, because the run was stopped."""
         manifest = Manifest.read(folder / MANIFEST_FILE)
         if manifest.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
             self.run.sync()
@@ -304,7 +308,7 @@ class Checkpoints:
         return bool(is_due_by_time or 0 < call["steps"] <= step - self._delta_step)
 
     def _write_delta(self, now: TrainingState) -> None:
-        """Write the last delta before a full checkpoint, so that followers need not read the checkpoint."""
+        """Write a delta before a full checkpoint, so that followers need not read the checkpoint."""
         if self._chain is not None and self._chain.last.step != now.step:
             self._begin_delta(now)
             self.finish()
@@ -378,7 +382,7 @@ class Checkpoints:
             written.set_exception(error)
 
     def _publish(self, manifest: Manifest, is_delta: bool, taken_at: float) -> None:
-        """List a checkpoint or a delta, and remove the deltas before the previous checkpoint."""
+        """Add a checkpoint or a delta to the chain that followers read, and remove deltas that left it."""
         root, before = self.run.checkpoint_root, self._chain
         if not is_delta:
             chain = self._rebased(manifest, taken_at)

@@ -1,4 +1,4 @@
-"""Comparison of a job or a script on a cluster with the same in one process of plain torch."""
+"""Comparison of a job or a script on a cluster with the same job or script in one process."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Difference:
 
     @classmethod
     def between(cls, name: TensorName, actual: Tensor, expected: Tensor) -> Difference:
-        """Compare two tensors; a NaN on either side, or another shape, is an infinite difference."""
+        """Compare two tensors; if a value is NaN or the shapes differ, the difference is infinite."""
         if actual.shape != expected.shape:  # a growing table has other keys
             return cls(name, torch.inf, torch.inf)
         if not expected.numel():
@@ -98,8 +98,8 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
     """Return the tables, the nets of all trainers, the remote net, and the optimizer state of a cluster.
 
     Args:
-        names, remote_names: names of the parameters of the dense net and of the remote net, in order. A net
-            without names is left out.
+        names, remote_names: names of the parameters of the dense net and of the remote net, in order. The
+            snapshot leaves out a net without names.
     """
     with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
         stored = Checkpoint.open(session.save(Path(scratch) / "all", 0, 0))
@@ -117,7 +117,7 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
 
 
 def stored_tables(stored: Checkpoint) -> Snapshot:
-    """Return the full tables of a checkpoint, and their optimizer state; growing tables by key."""
+    """Return the full tables of a checkpoint, and their optimizer state."""
     tensors: Snapshot = {}
     for table, (num_rows, _, count) in stored.manifest.tables.items():
         shards = [stored.tensors(shard_file(table, index, count)) for index in range(count)]
@@ -171,7 +171,7 @@ def reference_snapshot(reference: Reference) -> Snapshot:
 
 
 def _restore(reference: Reference, start: Snapshot) -> None:
-    """Give one process the nets and the optimizer state that the cluster starts with."""
+    """Set the nets and the optimizer state of one process to those of the cluster at the start."""
     for table, state in reference.table_states.items():
         for kind, tensor in state.items():
             tensor.copy_(start[TensorName(f"table {table}", kind)])
@@ -337,7 +337,7 @@ def comparison_table(compared: Sequence[Difference]) -> Table:
 
 
 def initial_rows_of_keys(seed: int, table: TableSpec, keys: Sequence[int]) -> Tensor:
-    """Return the initial rows of keys of a growing table, as numbers from 0 to 2**64 - 1."""
+    """Return the initial rows of ``keys``, which are numbers from 0 to 2**64 - 1, of a growing table."""
     keys_U = np.array(keys, np.uint64)
     return random_rows(keys_U, table.dim, seed, table.name, table.init_scale, table.init)
 

@@ -1,4 +1,4 @@
-"""The outcome of a finished run: its result, its summary, and the commands that continue from it."""
+"""The outcome of a finished run: result, summary, and commands for the next steps of the user."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Outcome:
             "train.max_steps": 2 * train.max_steps,
             PATIENCE: train.patience + 1,
         }
-        # A stream that has ended continues with the units that have come since.
+        # A stream that has ended needs no higher limit: it continues with new units.
         raised = f" --set {self._limit}={raised_limits[self._limit]}" if self._limit in raised_limits else ""
         quoted = shlex.quote(str(run))  # a URL may have characters that a shell interprets
         rows = " --input FILE" if self.tested is None else ""

@@ -12,8 +12,8 @@
     "signal worker 0" ─────────► signals it
 
 The system kills the server when the launcher ends, and the roles when the server ends, even frozen roles.
-The fork server of ``multiprocessing`` is not used: its children outlive it, and it leaves a socket folder
-behind. Free of torch, as the launcher is.
+The fork server of ``multiprocessing`` is not used, because its children outlive it, and it leaves a folder
+with a socket. This module does not import torch, as the launcher does not.
 """
 
 import ctypes
@@ -102,7 +102,7 @@ def serve(descriptor: int, launcher: int) -> None:
 
 
 class _ReportFile:
-    """The report of a process, in memory of the system; a full pipe would block the process."""
+    """The report of a process, in anonymous memory, because a full pipe would block the process."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.memfd_create("report"), "r+b", buffering=0)
@@ -268,7 +268,7 @@ class ForkServer:
 
         Args:
             target: a function of a module. All processes share ``listener``, a socket that listens on the
-                address. ``report`` takes one object that the launcher receives with the end of the process.
+                address. ``report`` takes one object, which the launcher receives when the process has ended.
             calls: the arguments of each process, by its name.
             address, port: see :func:`listen`.
 
@@ -351,7 +351,7 @@ def enter_network_namespace() -> None:
     Raises:
         OSError: the system does not allow it; the process is unchanged.
     """
-    child = os.fork()  # tries first, since this process could not undo one that succeeds in part
+    child = os.fork()  # the child tries first, because a partial success cannot be undone
     if not child:
         error = 1
         try:

@@ -1,7 +1,7 @@
 """The launcher: starts every role of a cluster on this machine, supervises them, and restarts them.
 
-Roles that are started by hand do the same work. The launcher adds log files, messages about killed processes,
-and restarts. Its start is fast: a server process imports torch once and forks the roles.
+Roles do the same work if they are started by hand. The launcher adds log files, messages about killed
+processes, and restarts. It starts fast, because a server process imports torch once and forks the roles.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
         server = stack.enter_context(_start_server(config, folder, task, lock))
         while True:
             roles = RoleProcesses(server, config, folder)
-            # The master has its own timeout. This longer one is for a master that does not react.
+            # The master has a shorter timeout. This one is for a master that does not react.
             seconds = config.cluster.timeout_seconds + 2 * config.cluster.stop_timeout_seconds
             stop = StopRequest(seconds, roles.request_stop)
             failure = _run_once(server, roles, config, task, stop)

@@ -29,7 +29,7 @@ from workers.rendezvous.host_setup import MasterAddress
 from workers.rendezvous.interrupt import end_now
 from workers.run_folder.run_access import log_path, run_write_errors
 
-# How long to wait after the first failure: another role may report the cause, or end by a signal.
+# How long to wait after the first failure, because another role may report the cause, or end by a signal.
 _GRACE_SECONDS = {Cause.KILLED: 0.0, Cause.STARVED: 0.0, Cause.SILENT: 2.0, Cause.ECHO: 2.0}
 _DEFAULT_GRACE_SECONDS = 0.5
 _END_SECONDS = 5.0
@@ -50,23 +50,20 @@ class RoleFailure:
 
     @property
     def order(self) -> tuple[bool, int, float]:
-        """Sort key that puts the first cause first: killed processes, then errors, then consequences."""
+        """A sort key: killed processes come first, then errors, then consequences of errors."""
         consequences = {Cause.STOPPED: -1, Cause.ECHO: 1, Cause.SILENT: 2}
         is_killed = self.cause in (Cause.KILLED, Cause.STARVED)
         return not is_killed, consequences.get(self.cause, 0), self.at
 
 
 def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
-    """Convert an error of ``role`` to the failure that the role reports to the launcher.
+    """Return the failure that ``role`` reports to the launcher for an error.
 
     Args:
-        folder: of the logs. If a log has a traceback of the error, the message has its path.
+        folder: the folder of the logs. If a log has a traceback of the error, the message has its path.
     """
-    try:
-        from hybrid import transport
-    except ImportError:  # which is also the cause of the failure
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return RoleFailure(f"{role}: {text}", Cause.EXCEPTION)
+    from hybrid import transport
+
     message = str(error) if isinstance(error, HybridError) else f"{role}: {describe_error(error)}"
     logged_by = role if needs_traceback(error) else None
     if isinstance(error, transport.RemoteError):

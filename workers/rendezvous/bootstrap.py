@@ -67,7 +67,8 @@ _GO = "go"
 _HOSTS = "hosts"
 _BACKLOG = 1024
 _LONGEST_ATTEMPT_SECONDS = 10.0  # enough for four connection attempts (SYN packets) of the kernel
-_BARRIER = re.compile(rb"(?<=_ID_)\d+$")  # torch numbers the barriers of RPC over all clusters of a process
+# The number of a barrier of RPC in its key. A process counts its barriers over all its clusters.
+_BARRIER = re.compile(rb"(?<=_ID_)\d+$")
 _DONE = StopMessage()
 # The interval until a role has the configuration.
 _FIRST_INTERVAL = HeartbeatInterval(RunConfig().cluster.heartbeat_timeout_seconds)
@@ -87,8 +88,8 @@ class JoinedCluster:
 class RendezvousStore(dist.Store):
     """A client of the cluster's key-value store, instead of ``TCPStore``, which has no authentication.
 
-    Python and C++ code of any thread can use the store. An interrupt ends a wait. Torch keeps only the C++
-    part of this object, so the caller must keep the object while torch may use it.
+    Any thread can use the store, from Python and C++. An interrupt ends a wait. Torch keeps only the C++ part
+    of this object, so the caller must keep the object as long as torch may use it.
 
     Args:
         timeout_seconds: default timeout of ``get`` and ``wait``.
@@ -105,7 +106,9 @@ class RendezvousStore(dist.Store):
         self._timeout = timedelta(seconds=timeout_seconds)
         self._lock = threading.Lock()  # of the attributes below
         self._idle: list[Channel] = []  # a request that waits does not block another one
-        self._barriers: dict[bytes, bytes] = {}  # torch's numbers, renumbered from the first of this cluster
+        self._barriers: dict[
+            bytes, bytes
+        ] = {}  # torch's number of each barrier to its number in this cluster
 
     def set(self, key: str, value: str | bytes) -> None:
         self._request("set", key, value)
@@ -129,7 +132,6 @@ class RendezvousStore(dist.Store):
         return self._request("compare_set", key, expected, desired)
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; return whether it existed."""
         return self._request("delete_key", key) == b"1"
 
     deleteKey = delete_key  # the name that C++ calls
@@ -337,10 +339,10 @@ def _is_set_within(store: dist.Store, key: str, timeout: timedelta) -> bool:
 
 
 def check_connections(role: Role, store: dist.Store, interface: str, timeout_seconds: float) -> None:
-    """Check that every pair of roles on different hosts can connect; return when every role has checked.
+    """Check that this role can connect to the roles of other hosts; return when every role has checked.
 
     Process groups and RPC connect every pair of roles, on ports that the kernel chooses. If a firewall blocks
-    these ports, torch waits long and does not name the roles. With one host, nothing is checked.
+    these ports, torch waits long and does not name the roles. On a single host, nothing is checked.
 
     Args:
         interface: network interface on which other roles reach this role.

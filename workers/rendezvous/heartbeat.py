@@ -1,10 +1,10 @@
 """Registration of a role, and heartbeats between a role and the master; does not import torch.
 
-A role starts with the master's address, the secret and the name of the role, and registers. The response is
+A role knows the master's address, the secret and its own name, and registers with them. The response is
 "taken", "rejected" with the reason, "ended" if the run has ended, or "accepted" with the configuration. The
-registration is the first heartbeat, so the master monitors every member from the start. Each role has a
-thread that sends further heartbeats over the same connection. Each response reports whether the run has
-failed.
+registration is the first heartbeat, so the master monitors every role from its registration on. A thread of
+the role sends further heartbeats over the same connection. The response to a heartbeat has the failure of the
+run, if there is one.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ ALIVE, SIGNALED, LEAVING = b"alive", b"signaled", b"leaving"
 class HeartbeatInterval:
     """The interval of heartbeats (a turn), and the number of heartbeats that may be missing.
 
-    A process is frozen if it is silent for several turns in a row. Each turn is a wait of its own. So a
-    process that was itself stopped for some time does not consider the other process frozen.
+    A process is considered frozen if it is silent for several turns in a row. The observer waits for each
+    turn separately. So if the observer was itself stopped for a long time, this counts as one silent turn.
     """
 
     timeout_seconds: float  # silence after which a process is considered frozen
 
     @property
     def turns(self) -> int:
-        """The number of turns, of at most one second, in the timeout."""
+        """The number of turns in the timeout; a turn takes at most one second."""
         return max(_FEWEST_TURNS, math.ceil(self.timeout_seconds))
 
     @property
@@ -122,7 +122,7 @@ class HeartbeatSender:
 
     Args:
         channel: the connection over which the role has registered; closed at the end.
-        on_failure: called once if the master has ended or is frozen, or the run or the thread has failed.
+        on_failure: called once if the master has ended or is frozen, or if the run or this thread has failed.
     """
 
     def __init__(self, channel: Channel, on_failure: Callable[[ClusterError], None]) -> None:

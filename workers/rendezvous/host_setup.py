@@ -24,9 +24,9 @@ LOOPBACK = "lo"  # the name on every Linux
 _LOCAL_NAMES = re.compile(r"(.+\.)?localhost(\.localdomain)?\.?|ip6-(localhost|loopback)", re.IGNORECASE)
 _BACKLOG = 1024
 _MASTER_KEY, _INTERFACE_KEY = "cluster.master", "cluster.interface"
-# Open files of the master, the role with the most: without other roles, and for each other role. Measured
-# with 5 to 41 roles (torch 2.13) and rounded up. Each pair of roles has two connections. A connection through
-# shared memory takes 18 more files.
+# Open files of the master, which has the most: a constant, and a number for each other role. Measured with 5
+# to 41 roles (torch 2.13) and rounded up. Each pair of roles has two connections. A connection through shared
+# memory takes 18 more files.
 _FILES_ALONE = 120
 _FILES_PER_ROLE, _FILES_PER_ROLE_BY_SHARED_MEMORY = 9, 48
 

@@ -35,10 +35,10 @@ class EndedRoleError(ReportedError, LostRoleError):
 class Interrupter:
     """Raises an error in the main thread; if the main thread does not react, ends the process.
 
-    A call into torch that waits for a frozen role does not handle signals. At exit, Python would also wait
-    for threads of torch. So after an error, the process ends without this wait when Python exits. If Python
-    does not exit within ``seconds``, the process prints the error and ends. Neither happens once another
-    interrupter is enabled, for the next cluster of the process.
+    A call into torch that waits for a frozen role does not handle signals. So if Python does not exit within
+    ``seconds`` after an error, the process prints the error and ends. If Python exits in time, the process
+    ends without waiting for threads of torch. Both are cancelled if the process enables another interrupter,
+    for its next cluster.
     """
 
     name: str  # name of the process in the message
@@ -101,7 +101,7 @@ class Interrupter:
 
 
 def run_interruptibly(function: Callable[[], None]) -> None:
-    """Run a function that may wait in torch in a thread, which an interrupt of the main thread abandons."""
+    """Run a function that may wait in torch in another thread, so that the main thread can be interrupted."""
     result: Future[None] = Future()
 
     def run() -> None:

@@ -99,7 +99,7 @@ class RendezvousServer:
         self._thread.join(_END_SECONDS)
 
     def stop(self, message: StopMessage, wait_seconds: float) -> None:
-        """Report a failure of the run to every role, and wait until all have left; the first call counts."""
+        """Report the first failure of the run to every role, and wait until all have left."""
         self._call_soon(self._stop, message)
         self.await_departures(wait_seconds)
 
@@ -143,8 +143,8 @@ class RendezvousServer:
     async def _accept_all(self) -> None:
         """Accept connections one by one.
 
-        An asyncio server accepts all pending connections at once. In a flood, it would close a connection in
-        favor of newer ones before it reads the connection once.
+        An asyncio server accepts all pending connections at once. In a flood, it would close a connection
+        before it has read anything from it.
         """
         self._listener.setblocking(False)
         tasks: set[asyncio.Task[None]] = set()

@@ -11,9 +11,9 @@
 
 Both sides generate a key pair for each connection, and exchange the public keys (X25519, RFC 7748). A proof
 is derived from the secret and both public keys, so a man in the middle cannot replace a key. The keys of
-frames are derived from the secret and the result of the exchange. So nobody can decrypt a
-recorded connection later, even with the secret. Each direction has its own key
-(``hybrid/security/secret.py``). An eavesdropper learns lengths only. This module does not import torch.
+frames are derived from the secret and the result of the exchange. So nobody can decrypt a recorded connection
+later, even with the secret. Each direction has its own key (``hybrid/security/secret.py``). An eavesdropper
+sees only the lengths of frames. This module does not import torch.
 """
 
 import asyncio
@@ -128,8 +128,8 @@ class Channel:
     Raises:
         OSError: no process listens there.
         ConfigError: the master has another secret.
-        ClusterError: another program listens there. Or the master is frozen: its kernel accepts the
-            connection, but no data arrive. A master on another host may also be unreachable.
+        ClusterError: another program listens there, or no data arrive, because the master is frozen or
+            unreachable.
     """
 
     def __init__(self, address: str, port: int, secret: Secret, interval: HeartbeatInterval) -> None:
@@ -241,7 +241,6 @@ class MasterChannel:
     cipher: FrameCipher
 
     async def send(self, *fields: bytes) -> None:
-        """Send a message."""
         self.writer.write(self.cipher.seal(fields))
         await self.writer.drain()
 

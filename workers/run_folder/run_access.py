@@ -1,10 +1,9 @@
 """A run's folder: paths, progress, rules for resuming, lock, and the local files of a run in a store.
 
-Free of torch, for the launcher.
-
-A store cannot append to a file. So a run keeps logs, metrics.jsonl and other files in a private folder of
-this machine, and uploads the files before each checkpoint and at the end. The folder's file ``.store`` has
-the URL of the run. Checkpoints are written to the store directly.
+A store cannot append to a file. So a run in a store keeps logs, metrics.jsonl and other files in a private
+folder of this machine, and uploads them before each checkpoint and at the end. The file ``.store`` in this
+folder has the URL of the run. Checkpoints are written to the store directly. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ RESULT_FILE = "result.json"  # exists only if the run has finished
 _STORE_FILE = ".store"  # contains the URL of the run
 _RESUME_FILE = ".resume"  # in the scratch folder of a script: the path from which the script resumes
 _DIGEST_CHARACTERS = 12
-_CLOCK_TOLERANCE_NS = 60_000_000_000  # the clocks of this machine and the store may differ
+_CLOCK_TOLERANCE_NS = 60_000_000_000  # between the clocks of this machine and of the store
 _MAX_LOG_BYTES = 1 << 30
 _NO_NUMBERS = ("kind", "phase_seconds", "unit")
-_STALE_SECONDS = 60.0  # then a command has locked its scratch folder
+_STALE_SECONDS = 60.0  # by this age, a running command has locked its scratch folder
 _LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that limit the length of a run
 
 # Fields of a line of metrics.jsonl.
@@ -56,7 +55,7 @@ Record: TypeAlias = dict[str, Any]
 
 
 def run_path(config: RunConfig) -> StoragePath:
-    """Return the folder of a new run: run.folder, or a name from the run's name and the time."""
+    """Return the folder of a new run: run.folder, or runs/NAME-TIME."""
     if config.run.folder:
         return parse_path(config.run.folder)
     first = path = RUNS / f"{config.run.name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -83,7 +82,7 @@ def log_path(run: Path, role: Role) -> Path:
 
 @contextmanager
 def run_write_errors(path: Path, remedy: str = "set run.folder to another folder") -> Iterator[None]:
-    """Convert an OSError in this block to a HybridError that ``path`` cannot be written.
+    """Convert an OSError in this block to a HybridError with the message that ``path`` cannot be written.
 
     Args:
         remedy: advice for the user, besides freeing space.
@@ -125,7 +124,7 @@ def _remove_stale_logs(prefix: str) -> None:
 
 
 def command_name() -> str:
-    """Return how the user can call this program from the current folder."""
+    """Return the command by which the user can call this program from the current folder."""
     script = Path(sys.executable).with_name("hybrid")
     if shutil.which("hybrid"):
         return "hybrid"
@@ -256,7 +255,7 @@ class RunState:
         return self.checkpoint_step or 0
 
     def has_stepped_since(self, before: RunState) -> bool:
-        """Return whether the run has taken a step since the start at which its state was ``before``."""
+        """Return whether the run has taken a step since it started with the state ``before``."""
         has_logged = self.log != before.log and self.logged_step > before.resumed_step
         return has_logged or self.resumed_step > before.resumed_step
 
@@ -265,7 +264,7 @@ def describe_saved_state(folder: Path, command: str) -> str:
     """Describe what a stopped run has saved and lost, and how to resume it.
 
     Args:
-        command: the command that takes ``--resume``: launch, or master; or run, which takes none.
+        command: launch or master, which take ``--resume``; or run.
     """
     state = RunState.of(folder)
     lost = state.logged_step - state.resumed_step
@@ -353,7 +352,7 @@ def newest_run(config: RunConfig) -> StoragePath | None:
 
 
 def is_finished(run: StoragePath, config: RunConfig) -> bool:
-    """Return whether a run has finished and ``config`` has the same limits of its length."""
+    """Return whether a run has finished, and ``config`` does not change the limits of its length."""
     if not files.exists(run / RESULT_FILE):
         return False
     before, now = load_config(run / CONFIG_FILE, is_stored=True).train, config.train

@@ -123,7 +123,7 @@ class RunFolder:
         self._events.write(step, {f"{split}/{name}": value for name, value in numbers.items()})
 
     def log_unit(self, step: int, name: str, metrics: Metrics) -> None:
-        """Append the metrics of a unit of a stream, which ended at ``step``, from predictions made before."""
+        """Append the progressive metrics of a unit of a stream, which ended at ``step``."""
         self._append("unit", step, dict(metrics), unit=name)
         self._events.write(step, {f"unit/{name}": value for name, value in metrics.items()})
 
@@ -135,7 +135,7 @@ class RunFolder:
         Args:
             kind: "checkpoint" or "delta".
             seconds_stopped: how long training was paused for it.
-            seconds_writing: how long writing took, as the master observed it between calls to trainers.
+            seconds_writing: how long writing took.
         """
         numbers = {"seconds_stopped": seconds_stopped, "seconds_writing": seconds_writing, "bytes": num_bytes}
         self._append(kind, step, numbers)
@@ -154,7 +154,7 @@ class RunFolder:
         return folder
 
     def finish(self, result: Mapping[str, Any], score: str = "auc") -> None:
-        """Draw the curves, with the metric ``score`` beside the loss, and write the result."""
+        """Draw the curves of the run, with the metric ``score``, and write the result."""
         with run_write_errors(self.curves):
             draw_curves(run_access.read_records(self._metrics_path), self.curves, score)
         _write_text(self.path / RESULT_FILE, _json(result))
@@ -175,7 +175,7 @@ class RunFolder:
 class _EventFile:
     """A TensorBoard event file, written synchronously.
 
-    SummaryWriter writes in a thread, which prints a stack and loses records if the disk is full.
+    SummaryWriter is not used: its thread prints a stack and loses records if the disk is full.
     """
 
     def __init__(self, folder: Path, make_room: Callable[[], bool]) -> None:
@@ -289,7 +289,7 @@ def _versions() -> dict[str, Any]:
 
 
 def draw_curves(records: list[Record], path: Path, score: str) -> None:
-    """Draw the logged numbers, with the metric ``score`` beside the loss, into a PNG file."""
+    """Draw loss, metric ``score``, throughput and phases over the steps into a PNG file."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -23,14 +23,15 @@ SpanPath: TypeAlias = tuple[str, ...]
 
 
 class Profile:
-    """The spans of all roles in the recorded steps; a step is left out if no trainer has completed it.
+    """The spans of all roles in the recorded steps that at least one trainer has completed.
 
     Args:
         spans: by role, from :meth:`StepClock.take_spans`.
 
     Attributes:
         step_seconds: mean duration of a trainer's step.
-        spans: of these steps by role, in the order of their starts; an enclosing span comes first.
+        steps: the recorded steps, ascending.
+        spans: the spans of these steps by role, by start; an enclosing span comes before the enclosed ones.
     """
 
     def __init__(self, spans: Mapping[Role, Sequence[Span]]) -> None:
@@ -78,7 +79,6 @@ class Profile:
         return "\n".join(lines) + "\n"
 
     def write(self, folder: Path) -> None:
-        """Write trace.json and table.md into ``folder``."""
         make_folder(folder)
         for name, text in (("trace.json", json.dumps(self.trace())), ("table.md", self.table())):
             write_bytes(folder / name, text.encode())
@@ -121,7 +121,7 @@ def _details(span: Span) -> dict[str, float]:
 
 
 def _paths(spans: Sequence[Span]) -> Iterator[tuple[SpanPath, Span]]:
-    """Yield each span of a role with its path. Spans of one thread are nested or follow one another."""
+    """Yield each span of a role with its path. Two spans of one thread are nested, or do not overlap."""
     enclosing: dict[str, list[tuple[SpanPath, int]]] = defaultdict(list)
     for span in spans:
         path: SpanPath = (span.name,)
