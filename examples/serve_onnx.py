@@ -61,12 +61,26 @@ def hour_or_weekday(text: str, kind: str) -> float:
     return second // 3600 if kind == "hour" else (day + 3) % 7
 
 
+def key(text: str) -> int:
+    """Return the key of a value in a growing table, an int64: a hash of an integer (SplitMix64) or a text."""
+    if re.fullmatch("0|-?[1-9][0-9]*", text) and -(2**63) <= int(text) < 2**64:
+        x = (int(text) + 0x9E3779B97F4A7C15) % 2**64
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        x ^= x >> 31
+    else:
+        x = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return x - (x >> 63 << 64)
+
+
 def row(value: Value, name: str, vocabulary: str, num_rows: int, bounds: list[float], **_: object) -> int:
-    """Return the table row of a value; 0 if it is missing or unknown."""
+    """Return the table row of a value, or its key if the table grows; 0 if it is missing or unknown."""
     if value is None:
         return 0
     if not isinstance(value, str):
         return 1 + bisect(bounds, value)
+    if vocabulary == "grow":
+        return key(value)
     if vocabulary == "hash":
         digest = hashlib.blake2b(value.encode(), digest_size=8).digest()
         return 1 + int.from_bytes(digest, "little") % (num_rows - 1)

@@ -210,7 +210,6 @@ class RowGradients:
             return selected
         if self._all_UD is not None:
             selected._all_UD = self._all_UD[is_kept_U]
-            return selected
         is_kept, lengths_U = is_kept_U.numpy(), np.diff(self._bags.starts_V)
         assert self._bags.weights_L is None, "trainers pool the bags of growing tables"
         selected._bags = copy(self._bags)

@@ -101,7 +101,7 @@ def write_onnx(program: ExportedProgram, model: TrainedModule, folder: Path) -> 
         with _export_errors("onnx"), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             onnx_program = torch.onnx.export(
-                program,
+                program.run_decompositions(_REPLACEMENTS) if model.growing_tables else program,
                 input_names=list(model.input_names),
                 output_names=output_names,
                 dynamo=True,
@@ -119,6 +119,27 @@ def write_onnx(program: ExportedProgram, model: TrainedModule, folder: Path) -> 
             value.name = f"{value.name} within"
     onnx_program.save(folder / ONNX_FILE)  # writes a second file if the model exceeds 2 GiB
     return [ONNX_FILE, *(path.name for path in folder.glob(f"{ONNX_FILE}.*"))]
+
+
+def _search(ordered_N: Tensor, values_L: Tensor) -> Tensor:
+    """Return the number of lower elements for each value, by a binary search."""
+    size, number_L = len(ordered_N), torch.zeros_like(values_L)
+    for bit in reversed(range(size.bit_length())):
+        next_L = number_L + (1 << bit)
+        is_lower_L = (next_L <= size) & (ordered_N[(next_L - 1).clamp(max=size - 1)] < values_L)
+        number_L = torch.where(is_lower_L, next_L, number_L)
+    return number_L
+
+
+def _copy_rows(rows_LD: Tensor, dim: int, index_U: Tensor, source_UD: Tensor) -> Tensor:
+    return rows_LD.index_put((index_U,), source_UD)
+
+
+# ONNX lacks these operators, which read growing tables.
+_REPLACEMENTS: dict[Any, Any] = {
+    torch.ops.aten.searchsorted.Tensor: _search,
+    torch.ops.aten.index_copy.default: _copy_rows,
+}
 
 
 @contextmanager

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import pytest
 import torch
-from comparison.cases.matrix import Case, Outcome, check_against_one_process, train_case
+from comparison.cases.matrix import GROWTH, Case, Outcome, check_against_one_process, train_case
 from support.cluster import Clusters
 from support.covering import covering_rows
 
@@ -40,13 +41,27 @@ CHOICES = {
     "compile": ("none", "script", "trace"),
     "tasks": ("one", "weighted", "several", "ranked"),
 }
+INDEPENDENT_OF_GROWTH = {
+    *("ddp", "pooled_by", "remote", "schedule", "all_rows", "dense_optimizer", "parallel", "compile", "tasks")
+}
+CHOICES_OF_GROWING_TABLES = {
+    **{name: values for name, values in CHOICES.items() if name not in INDEPENDENT_OF_GROWTH},
+    "trainers": (1, 2),
+    "features": (*FEATURES, "sequences", "weighted_sequences"),
+    "growing": (*GROWTH,),
+}
 
 
-# Sorted by cluster, because a cluster runs until another one is needed.
-CASES = sorted(
-    (Case(**row) for row in covering_rows(CHOICES)),
-    key=lambda c: (c.trainers, c.workers % 3, c.has_many_hosts),
-)
+def covering_cases(choices: Mapping[str, Sequence[Any]]) -> list[Case]:
+    """Return cases sorted by cluster, because a cluster runs until another one is needed."""
+    cases = (Case(**row) for row in covering_rows(choices))
+    return sorted(cases, key=lambda c: (c.trainers, c.workers % 3, c.has_many_hosts))
+
+
+def mostly_long(cases: Sequence[Case]) -> list[Any]:
+    """Return the cases as parameters; only every fourth is not marked as long."""
+    return [pytest.param(case, marks=pytest.mark.long) if i % 4 else case for i, case in enumerate(cases)]
+
 
 # These cases add numbers in the order of torch. Each multi-hot table is on its own worker: torch sorts the
 # ids of a bag's backward pass, and several tables in one sort change the order. The learning rate is
@@ -85,6 +100,7 @@ SAME_BITS = (
         Case(
             trainers=1, workers=3, dtype="float32", features="sequences", optimizer="adam", shared_table=False
         ),
+        Case(trainers=1, workers=3, placement="row", growing="all", optimizer="adam", shared_table=False),
     ]
 )
 
@@ -106,6 +122,7 @@ FURTHER_CASES = [
     UNEVEN(update="lookahead", remote=True, ddp="inside", clip_norm=0.2),
     UNEVEN(micro_batches=3, tasks="ranked", features="mean"),
     UNEVEN(net="ple", tasks="several", update="lookahead", remote=True),
+    UNEVEN(growing="all", clip_norm=0.2, features="weights"),
 ]
 FURTHER_LONG_CASES = [
     SEQUENCES(inputs="uneven", placement="row", optimizer="adagrad"),
@@ -136,16 +153,27 @@ def test_one_trainer_has_the_bits_of_plain_torch(case: Case, clusters: Clusters)
     check_against_one_process(case, trained(clusters, case), bits=True)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.long) if i % 4 else case for i, case in enumerate(CASES)],
-    ids=attrgetter("name"),
-)
+@pytest.mark.parametrize("case", mostly_long(covering_cases(CHOICES)), ids=attrgetter("name"))
 def test_cluster_equals_one_process(case: Case, clusters: Clusters) -> None:
     outcome = trained(clusters, case)
     check_against_one_process(case, outcome)
     for part, rows_RD in outcome.start.items():
         assert not torch.equal(outcome.end[part], rows_RD), "every table is trained"
+
+
+@pytest.mark.parametrize(
+    "case", mostly_long(covering_cases(CHOICES_OF_GROWING_TABLES)), ids=attrgetter("name")
+)
+def test_growing_tables_equal_one_process(case: Case, clusters: Clusters) -> None:
+    """Keys get rows, lose them, and get rows again, on the same steps as in one process."""
+    rounds = 3  # so many steps that keys of several workers are evicted
+    cluster = clusters.get(case.trainers, case.workers, has_many_hosts=case.has_many_hosts)
+    reference = check_against_one_process(case, cluster.run(train_case, case, rounds=rounds), rounds=rounds)
+    for table, keys in reference.keys.items():
+        num_removed = len(reference.tables[table]) - len(keys.row_of)
+        num_pending = len(keys.seen) - len(keys.row_of)
+        assert num_removed or case.growing not in ("age", "limit")
+        assert num_pending or case.growing == "age"
 
 
 @pytest.mark.parametrize(
@@ -200,6 +228,7 @@ def with_value(case: Case, value: float, trainer: int) -> list[Batch]:
         Case(ddp="outside", remote=True, optimizer="adam", dense_optimizer="AdamW"),
         Case(ddp="none", optimizer="momentum", micro_batches=2, clip_norm=0.2),
         Case(optimizer="adam", update="lookahead", weight_decay=0.05, all_rows=True),
+        Case(growing="all", update="lookahead"),
     ],
     ids=lambda case: case.name,
 )

@@ -295,9 +295,6 @@ def _export(
     Args:
         specs: the tables of a configured run.
     """
-    if "onnx" in formats and model.growing_tables:
-        rule = f"table {model.growing_tables[0]} grows, and ONNX cannot search for keys; use --format program"
-        raise HybridError(f"--format onnx: {rule}")
     with _new_folder(output) as partial, transient_status() as report_progress:
         files = program_export.write_preprocessing(model, partial)
         if "tables" in formats:

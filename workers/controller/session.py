@@ -148,9 +148,12 @@ class Session:
         dense = self.config.dense
         tables = self.blueprint.tables
         remote = " and a remote net on worker 0" if dense.remote_mlp else ""
-        rows = sum(table.num_rows for table in tables)
-        growing = sum(table.growth is not None for table in tables)
-        count = f"{len(tables) - growing} embedding table(s){f' and {growing} growing' if growing else ''}"
+        growing = [table for table in tables if table.growth is not None]
+        count = f"{len(tables) - len(growing)} embedding table(s)"
+        count += f" and {len(growing)} growing" if growing else ""
+        rows = f"{sum(table.expected_rows for table in tables):,} rows"
+        if growing and all(table.expected_rows for table in growing):
+            rows = f"at most {rows}"
         num_bytes = sum(shard.num_bytes for shard in self.placement.shards)
         optimizers = {
             f"{t.optimizer.name} with learning rate {t.optimizer.learning_rate:g}": None for t in tables
@@ -158,8 +161,7 @@ class Session:
         return (
             f"dense net {dense.net}: {self._net}{remote}, {dense.optimizer_call[0]} "
             f"with learning rate {dense.learning_rate:g}",
-            f"{count}: {rows:,} rows, {num_bytes / 2**20:,.1f} MiB with optimizer state, "
-            f"{', '.join(optimizers)}",
+            f"{count}: {rows}, {num_bytes / 2**20:,.1f} MiB with optimizer state, {', '.join(optimizers)}",
         )
 
     def train_on(

@@ -315,6 +315,8 @@ def report_unknown(
 ) -> tuple[UnknownValues, ...]:
     """Return the unknown values of a split by column.
 
+    A growing table is left out: the values that have rows are known only to the workers.
+
     Args:
         counts: the sum of :func:`count_unknown` over all blocks.
         is_later: whether the rows of the split are later than the training rows.
@@ -322,6 +324,7 @@ def report_unknown(
     return tuple(
         UnknownValues(each.name, count, num_values, None if is_later else each.expected_unknown, several)
         for each, count, num_values, several in zip(encoder.sparse, *counts.tolist(), strict=True)
+        if several or not each.is_growing
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
 from support.cluster import small_config
-from torch import nn
+from torch import Tensor, nn
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
@@ -17,7 +19,7 @@ from hybrid.config.key import CallSignatures, toml_value
 from hybrid.config.sections import NET_CALLS, SCHEDULE_CALLS
 from hybrid.config.table_sections import PLACEMENT_CALLS, TABLE_OPTIMIZERS
 from hybrid.dense.net_builder import build_dense_net, build_remote_net
-from hybrid.embedding.table_spec import tables_of
+from hybrid.embedding.table_spec import TableSpec, tables_of
 from hybrid.engine.model_builder import table_specs
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
@@ -34,6 +36,24 @@ ROWS = {"a": 7, "b": 12, "c": 9, "d": 5}
 _LARGEST_BAG = 4
 # Sequences of an own table, and of a table that a feature of one id also reads.
 SEQUENCES = {name: ColumnSection(pooling="none", max_ids=_LARGEST_BAG - 1) for name in ("a", "b")}
+_GOLDEN = 0x9E3779B97F4A7C15
+_SCALE = 0.5  # of the initial rows of growing tables
+# Growing tables have keys in four buckets. A bucket has at most max_rows / 1024 rows. Step s evicts keys of
+# the buckets 16 s to 16 s + 15, so these few steps evict keys of all buckets but the last.
+GROWTH = {
+    "admit": "grow(admit_after = 2, half_life = 3)",
+    "age": "grow(evict_after = 1)",
+    "limit": "grow(max_rows = 8192, half_life = 3)",
+    "all": "grow(admit_after = 2, max_rows = 8192, evict_after = 3, half_life = 5)",
+}
+_GROWING = ("a", "b", "c")
+_KEYS = torch.tensor(
+    [
+        (bucket << 54 | number * _GOLDEN % 2**54) - (bucket >> 9 << 64)
+        for bucket in (60, 160, 540, 1023)
+        for number in range(16)
+    ]
+)
 DENSE_OPTIMIZERS = {"SGD": "SGD(momentum = 0.9)", "AdamW": "AdamW(eps = 0.01)"}
 TASKS: dict[str, dict[str, TaskSection]] = {
     "one": {},
@@ -92,6 +112,7 @@ class Case:
     tensor_size: int = 2
     tensor_plan: tuple[str, ...] = ()
     tasks: str = "one"
+    growing: str = ""  # the rules in ``GROWTH`` for the features in ``_GROWING``; empty for fixed tables
 
     @property
     def name(self) -> str:
@@ -115,11 +136,7 @@ class Case:
                 "dim": 4,
                 "pooling": self._pooling,
                 "placement": call_text(PLACEMENT_CALLS, self.placement, {"pooled_by": self.pooled_by}),
-                "optimizer": call_text(
-                    TABLE_OPTIMIZERS,
-                    self.optimizer,
-                    {"eps": 1e-2, "weight_decay": self.weight_decay, "all_rows": self.all_rows},
-                ),
+                "optimizer": self._optimizer(all_rows=self.all_rows),
                 "learning_rate": 0.1,
             },
             dense={
@@ -152,7 +169,23 @@ class Case:
         if self.shared_table:
             tables["bc"] = TableSection(features=("b", "c"))
         columns = SEQUENCES if self._has_sequences else {}
+        if self.growing:
+            columns = {
+                name: dataclasses.replace(columns.get(name, ColumnSection()), vocabulary=GROWTH[self.growing])
+                for name in _GROWING
+            }
+            for name in ("a", "bc") if self.shared_table else _GROWING:
+                tables[name] = dataclasses.replace(
+                    tables.get(name, TableSection()),
+                    init=f"uniform(scale = {_SCALE})",
+                    optimizer=self._optimizer(all_rows=False),
+                    placement=self.placement,
+                )
         return config.replace(tables=tables, tasks=TASKS[self.tasks], columns=columns)
+
+    def _optimizer(self, *, all_rows: bool) -> str:
+        arguments = {"eps": 1e-2, "weight_decay": self.weight_decay, "all_rows": all_rows}
+        return call_text(TABLE_OPTIMIZERS, self.optimizer, arguments)
 
     @property
     def _has_sequences(self) -> bool:
@@ -168,8 +201,10 @@ class Case:
         if self.features == "one_hot":
             bags = ()
         weighted = self.features.startswith("weight")
+        growing = _GROWING if self.growing else ()
         features = tuple(
-            FeatureSpec(name, rows, weighted or name in bags, weighted) for name, rows in ROWS.items()
+            FeatureSpec(name, 0 if name in growing else rows, weighted or name in bags, weighted)
+            for name, rows in ROWS.items()
         )
         return InputSpec(("x", "y"), features)
 
@@ -191,8 +226,8 @@ class Case:
             lengths = [1] * size
             if feature.multi_hot:
                 lengths = torch.randint(0, _LARGEST_BAG, (size,), generator=generator).tolist()
-            rows = feature.num_rows
-            bags.append([torch.randint(rows, (n,), generator=generator).tolist() for n in lengths])
+            ids = _KEYS if feature.is_growing else torch.arange(feature.num_rows)
+            bags.append([ids[torch.randint(len(ids), (n,), generator=generator)].tolist() for n in lengths])
             weights.append([(torch.rand(n, generator=generator) + 0.5).tolist() for n in lengths])
         sparse = SparseFeatures.from_bags(bags, weights if self.features.startswith("weight") else None)
         if self.features == "one_hot":
@@ -244,7 +279,24 @@ class Case:
         config, spec = self.config, self.input_spec
         tables = table_specs(config, spec)
         rows = {part.parameter.removeprefix("table "): rows_RD for part, rows_RD in start.items()}
-        return Reference(config, spec, tables, rows, *self.nets(), STEPS)
+        initial_rows = partial(_initial_rows, config.run.seed)
+        return Reference(config, spec, tables, rows, *self.nets(), STEPS, initial_rows)
+
+
+def _initial_rows(seed: int, table: TableSpec, keys: Sequence[int]) -> Tensor:
+    """Return the initial rows of keys: float32 hashes of seed, table, key and column."""
+    salt = seed * _GOLDEN + zlib.crc32(table.name.encode()) * 0xD1B54A32D192ED03
+    numbers = [
+        _splitmix64(key * table.dim + column + salt) >> 40 for key in keys for column in range(table.dim)
+    ]
+    return (torch.tensor(numbers).view(-1, table.dim).float() / 2**23 - 1) * _SCALE
+
+
+def _splitmix64(number: int) -> int:
+    x = (number + 1) * _GOLDEN % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,18 @@
 
 import re
 import runpy
+import sys
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.commands import ROOT
 from support.trained import clicks_config, largest_difference, predicted_columns, texts_of, write_clicks
 from torch import Tensor, nn
 
@@ -30,7 +33,7 @@ from hybrid.data.values.canonical import compute_keys
 from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.table_spec import GrowthSpec, OptimizerSpec, Pooling, TableSpec
 from hybrid.engine.model_builder import Blueprint, table_specs
-from hybrid.errors import CheckpointError, HybridError
+from hybrid.errors import CheckpointError
 from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.growing_tables import GrowingTable, MappedGrowingTable, initial_rows
 from hybrid.inference.trained_module import ConfiguredModule, load
@@ -152,23 +155,31 @@ def test_known_and_unknown_keys_read_what_a_dictionary_holds(
 
 
 @pytest.mark.parametrize("unknown", ["initial", "zeros"])
-def test_an_exported_program_has_keys_as_inputs(tmp_path: Path, unknown: str) -> None:
+def test_exported_models_have_keys_as_inputs(
+    tmp_path: Path, unknown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, served = tmp_path / "run", tmp_path / "served"
     grown = write_grown(run, clicks_config(tmp_path, data={"vocabulary": f'grow(unknown = "{unknown}")'}))
-    export_run(run, served, ["program", "tables"], None)
+    export_run(run, served, ["program", "onnx", "tables"], None)
     model, program = load(run), torch.export.load(served / "program.pt2").module()
-    columns = texts_of(write_clicks(tmp_path / "new.csv", 70, seed=2))
+    session = onnxruntime.InferenceSession(served / "model.onnx")
+    columns = texts_of(new := write_clicks(tmp_path / "new.csv", 70, seed=2))
     for size in (0, 1, 2, 70):
         batch = model.encode({name: values[:size] for name, values in columns.items()})
+        expected = model(batch)["probability"]
         found = program(*(batch[name] for name in model.input_names))
-        torch.testing.assert_close(found["probability"], model(batch)["probability"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(found["probability"], expected, rtol=0, atol=1e-6)
+        (of_onnx,) = session.run(None, {name: batch[name].numpy() for name in model.input_names})
+        torch.testing.assert_close(torch.from_numpy(of_onnx), expected, rtol=0, atol=1e-6)
+    monkeypatch.setattr(sys, "argv", ["serve_onnx.py", str(served), str(new)])
+    capsys.readouterr()
+    runpy.run_path(str(ROOT / "examples/serve_onnx.py"))
+    printed = [float(line.split(",")[1]) for line in capsys.readouterr().out.splitlines()]
+    assert printed == pytest.approx(expected.tolist(), abs=1e-6)
     tables = load_file(served / "tables.safetensors")
     assert sorted(tables) == ["item", "item.keys", "tags", "tags.keys", "user", "user.keys"]
     assert tables["user.keys"].numpy().view(np.uint64).tolist() == [*grown["user"]]
     assert tables["user"].equal(torch.stack([*grown["user"].values()]))
-    with pytest.raises(HybridError, match=r"^--format onnx: [^\n]* user [^\n]*$"):
-        export_run(run, tmp_path / "onnx", ["onnx"], None)
-    assert not (tmp_path / "onnx").exists()
 
 
 SCRIPT = """
@@ -224,10 +235,13 @@ def test_tables_of_a_custom_loop_are_read_by_the_keys_of_ids(
     tags = Jagged(batch["tags"], batch["tags.offsets"])
     loaded = hybrid.load("saved", net())({"user": batch["user"], "tags": tags})
     assert torch.allclose(loaded.squeeze(1).sigmoid(), model(batch)["probability"], atol=1e-6)
-    main(["export", *arguments, "--output=served"])
+    main(["export", *arguments, "--output=served", "--format=program", "--format=onnx"])
     program = torch.export.load("served/program.pt2").module()
     exported = program(*(batch[name] for name in model.input_names))
     assert torch.allclose(exported["probability"], model(batch)["probability"], atol=1e-6)
+    session = onnxruntime.InferenceSession("served/model.onnx")
+    (of_onnx,) = session.run(None, {name: batch[name].numpy() for name in model.input_names})
+    assert torch.allclose(torch.from_numpy(of_onnx), model(batch)["probability"], atol=1e-6)
 
 
 @pytest.mark.parametrize("init", ["uniform", "normal"])
