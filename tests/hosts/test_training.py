@@ -25,8 +25,15 @@ def trained_on(
     assert [host.processes() for host in hosts] == [[] for _ in hosts]
 
 
-@pytest.mark.parametrize(("num_hosts", "counts"), [(2, (1, 1)), (3, (2, 2))])
-@pytest.mark.parametrize("update", ["sync", "lookahead"])
+@pytest.mark.parametrize(
+    ("update", "num_hosts", "counts"),
+    [
+        ("sync", 2, (1, 1)),
+        ("lookahead", 3, (2, 2)),
+        pytest.param("lookahead", 2, (1, 1), marks=pytest.mark.long),
+        pytest.param("sync", 3, (2, 2), marks=pytest.mark.long),
+    ],
+)
 def test_several_hosts_have_the_bits_of_one_host(
     update: str, num_hosts: int, counts: tuple[int, int], hosts: list[Host], tiny: list[str], shared: Path
 ) -> None:
