@@ -1,4 +1,3 @@
-import dataclasses
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -8,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import hybrid
-from hybrid.custom_loop.local_batches import checksum, cut, global_batches, local_batches, size_of, tensors_of
+from hybrid.custom_loop.local_batches import checksum, cut, global_batches, local_batches, size_of
 from hybrid.errors import DataError
 
 CONSTANTS = {"mask": None, "epoch": 3, "rate": torch.tensor(0.5), "about": ("x", {"name": "text"}, True)}
@@ -141,17 +140,6 @@ def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
 def test_invalid_batches_are_refused(data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         list(local_batches(global_batches(data, 2), 0, 2, []))
-
-
-def test_tensors_are_handed_out_on_the_device_and_ids_looked_up_from_the_cpu() -> None:
-    tables = [hybrid.Embedding(10, 2, ids="pair[0]"), hybrid.EmbeddingBag(10, 2, ids="pair[1]")]
-    (batch,) = local_batches([whole()], 0, 1, tables)
-    moved = dataclasses.replace(batch, device=torch.device("meta"))
-    assert {each.device.type for each in tensors_of(moved.handed_out)} == {"meta"}
-    assert moved.handed_out["name"] == batch.values["name"]
-    assert [each.ids.device.type for each in moved.calls] == ["meta", "meta"]
-    for found, expected in zip(moved.sparse_features, batch.sparse_features, strict=True):
-        assert torch.equal(found[1].ids_L, expected[1].ids_L)
 
 
 def test_checksum_covers_every_tensor() -> None:
