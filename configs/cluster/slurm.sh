@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains on a Slurm cluster, and restarts after failures until the run has finished:
 #     sbatch configs/cluster/slurm.sh --config clicks.toml
+#     sbatch configs/cluster/slurm.sh --script train.py -- ARGUMENT    # a custom loop, see docs/custom_loop.md
 # Arguments are passed to hybrid master. The job has one component for each kind of role; change their resources.
 # Each component has its own nodes. docs/clusters.md has details.
 #SBATCH --job-name=hybrid --time=24:00:00 --requeue --open-mode=append
@@ -24,8 +25,10 @@ rm -r "$folder"
 master=$(scontrol show node "$SLURMD_NODENAME" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
 
 # After a failure, all roles end by themselves. If srun killed them, their exit codes would be lost.
+# lookahead has the results of sync, and is faster: it waits for fewer round trips per step.
 srun --het-group=0,1,2 --kill-on-bad-exit=0 --wait=60 hybrid role --master "$master" --resume auto \
-    --trainers "$SLURM_NTASKS_HET_GROUP_1" --workers "$SLURM_NTASKS_HET_GROUP_2" "$@" &
+    --trainers "$SLURM_NTASKS_HET_GROUP_1" --workers "$SLURM_NTASKS_HET_GROUP_2" \
+    --set train.update=lookahead "$@" &
 step=$!
 # Two minutes before the time limit, Slurm signals this script, and srun signals every role: the run is saved.
 trap 'kill -USR1 $step' USR1

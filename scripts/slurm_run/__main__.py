@@ -27,6 +27,7 @@ cache_folder = "prepared"
 [train]
 batch_size = 128
 epochs = 20
+update = "lookahead"
 eval_every_steps = 320
 [checkpoint]
 every_steps = 20

@@ -1,5 +1,6 @@
 """``hybrid role``: one command for every process of a job, which a scheduler starts and restarts."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import psutil
 import pytest
 from chaos_run.run_comparison import differences
 from support.commands import (
+    COMMAND_SECONDS,
     ONE_EACH,
     ROOT,
     Command,
@@ -29,12 +31,37 @@ from workers.cli.commands import TORCHRUN
 SECONDS = 10.0
 STEPS = settings(train={"max_steps": 30, "epochs": 9, "eval_every_steps": 15}, checkpoint={"every_steps": 3})
 RUN = settings(run={"folder": "run"})
+COUNTS = ["--trainers", "1", "--workers", "1"]
+# At step 2, the first start waits until one of its roles is killed.
+SCRIPT = """
+import sys, threading
+from pathlib import Path
+import torch
+from torch import nn
+import hybrid
+
+cluster = hybrid.connect()
+table = hybrid.Embedding(5, 2, ids="id", optimizer=hybrid.Adagrad(lr=0.1))
+model = cluster.distribute(nn.Sequential(table, nn.Linear(2, 1)))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+cluster.resume(sys.argv[1], optimizer, every_steps=1)
+waiting = Path("waiting")
+for _ in cluster.epochs(2):
+    for batch in cluster.batches({"id": torch.arange(8) % 5}, size=4):
+        if cluster.step == 2 and not waiting.exists():
+            waiting.touch()
+            threading.Event().wait()
+        optimizer.zero_grad()
+        cluster.backward((model(batch["id"]).view(-1) - 1) ** 2)
+        optimizer.step()
+        cluster.print("step", cluster.step)
+"""
 
 
 @contextmanager
 def job(arguments: list[str], folder: Path) -> Iterator[list[Command]]:
     """Start the processes of a job: the same command with different ranks, as torchrun does."""
-    common = ["role", *arguments, "--resume", "auto", "--master", f"127.0.0.1:{free_port()}"]
+    common = ["role", "--resume", "auto", "--master", f"127.0.0.1:{free_port()}", *arguments]
     with ExitStack() as stack:
         yield [
             stack.enter_context(started(common, folder, variables={"RANK": str(rank), "WORLD_SIZE": "3"}))
@@ -52,8 +79,7 @@ def endings(arguments: list[str], folder: Path) -> list[Ended]:
 def test_same_command_resumes_a_run_until_it_has_finished(tiny: list[str], tmp_path: Path) -> None:
     """A killed run ends with the bits of an undisturbed one; every role reports that the run has finished."""
     secret = fresh_secret(tmp_path)
-    counts = ["--trainers", "1", "--workers", "1"]
-    arguments = [*tiny, *STEPS, *RUN, *counts, *secret]
+    arguments = [*tiny, *STEPS, *RUN, *COUNTS, *secret]
     with job(arguments, tmp_path) as (master, *others):
         master.await_step(4)
         others[1].process.kill()
@@ -71,6 +97,23 @@ def test_same_command_resumes_a_run_until_it_has_finished(tiny: list[str], tmp_p
     for name, ended in zip(("trainer 0", "worker 0"), over[1:], strict=True):
         assert ended.stdout.endswith(f"\nhybrid {name}: {finished}")
     assert (tmp_path / "run/result.json").read_bytes() == result
+
+
+def test_same_command_resumes_a_custom_loop_until_it_has_finished(tmp_path: Path) -> None:
+    """The loop may save in the run folder of the configuration, which holds no configured run."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    script = ["--script", "train.py", "--", "run"]
+    arguments = [*RUN, *COUNTS, *fresh_secret(tmp_path), *script]
+    with job(arguments, tmp_path) as (master, trainer, worker):
+        assert eventually((tmp_path / "waiting").exists, COMMAND_SECONDS), master.stderr
+        trainer.process.kill()
+        assert [command.wait(SECONDS).code for command in (master, worker)] == [75, 75]
+    for steps in (["step 3", "step 4"], []):
+        again = endings(arguments, tmp_path)
+        assert [(each.code, each.stderr) for each in again] == [(0, "")] * 3
+        assert re.findall(r"^step \d+$", again[1].stdout, re.MULTILINE) == steps
+    output_of(["run", "train.py", *COUNTS, "--", "whole"], tmp_path)
+    assert differences(tmp_path / "whole", tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("rank", range(2))

@@ -28,6 +28,8 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
         ("compare --set embedding.wire_dtype=bfloat16", "embedding.wire_dtype = 'bfloat16':", "must be rows"),
         ("compare --steps 0", "--steps = 0:", "at least 1"),
         ("run train", "SCRIPT = 'train':", ""),
+        ("master --script train.py", "SCRIPT = 'train.py':", ""),
+        ("master --script train.py --resume run", "--resume = 'run':", "cluster.resume"),
         ("launch --resume nothing", "--resume = 'nothing':", ""),
         ("launch --resume . --config any.toml", "--resume:", "use --set"),
         ("plan --hosts 5", "--hosts = 5:", "at most the 4"),
@@ -99,9 +101,12 @@ def test_invalid_arguments_of_a_role_are_refused(
     assert remedy in line
 
 
-@pytest.mark.parametrize("more", ["--config run.toml", "--script train.py", "--resume auto"])
-def test_worker_takes_no_arguments_of_the_master(more: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    ["worker --config run.toml", "worker --script train.py", "worker --resume auto", "role -- train.py"],
+)
+def test_arguments_of_another_command_are_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["worker", "--index", "0", "--master", "a", *more.split()])
+        main(command.split())
     assert end.value.code == 2
-    assert more in capsys.readouterr().err
+    assert command.partition(" ")[2] in capsys.readouterr().err

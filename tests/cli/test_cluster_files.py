@@ -57,7 +57,7 @@ def test_jobset_starts_every_role(jobset: dict[str, Any]) -> None:
         config = load_config(None, options.set)
         sizes = {f"{kind}s": found[kind]["completions"] for kind in ("trainer", "worker")}
         assert sizes == {"trainers": config.cluster.trainers, "workers": config.cluster.workers}
-        assert options.resume == "auto"
+        assert (options.resume, config.train.update) == ("auto", "lookahead")
 
 
 def test_pods_fail_by_exit_codes_of_this_project(jobset: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ def test_slurm_script_requeues_a_job_if_a_restart_may_help(
     commands("sleep", "")
     commands("srun", f'echo "$@" >started; echo "$HYBRID_SECRET" >>started; exit {code}')
     variables = environment(tmp_path, SLURM_RESTART_COUNT=str(restarts), **SLURM)
-    command = [str(FOLDER / "slurm.sh"), "--config", "a b.toml"]
+    command = [str(FOLDER / "slurm.sh"), "--script", "a b.py", "--", "--lr"]
     ended = subprocess.run(
         command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=SECONDS
     )
@@ -118,8 +118,12 @@ def test_slurm_script_requeues_a_job_if_a_restart_may_help(
     started, secret = (tmp_path / "started").read_text().splitlines()
     assert secret == "a-secret"
     role = started.partition(" hybrid ")[2]
-    assert role == "role --master 10.0.0.7 --resume auto --trainers 2 --workers 3 --config a b.toml"
-    assert parse(role.replace("a b", "a").split()).command == "role"
+    update = "--set train.update=lookahead"
+    assert role == (
+        f"role --master 10.0.0.7 --resume auto --trainers 2 --workers 3 {update} --script a b.py -- --lr"
+    )
+    options = parse(role.replace("a b", "a").split())
+    assert (options.command, options.script, options.arguments) == ("role", "a.py", ["--lr"])
 
 
 def test_slurm_script_passes_warnings_to_the_roles(
@@ -164,7 +168,7 @@ def hosts(commands: Callable[[str, str], None], tmp_path: Path) -> Iterator[subp
     commands("ssh", 'HOST=$1; export HOST; shift; exec bash -c "$*"')
     commands("sleep", 'echo "$1" >>pauses')
     commands("cat", '/bin/sleep 0.2; exec /bin/cat "$@"')  # as on a busy machine: a signal may come first
-    script = [str(FOLDER / "hosts.sh"), "n0", "n0 n0", "n1", "--config", "a b.toml"]
+    script = [str(FOLDER / "hosts.sh"), "n0", "n0 n0", "n1", "--script", "a b.py", "--", "--lr"]
     command = ["env", "--default-signal=INT", *script]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.DEVNULL
@@ -183,7 +187,9 @@ def test_hosts_receive_their_roles_and_the_secret(hosts: subprocess.Popen[bytes]
     sizes = "--set cluster.master=n0 --set cluster.trainers=2 --set cluster.workers=1"
     started = {name: sorted(each) for name, each in lines(tmp_path).items()}
     assert started == {
-        "n0-master": [f"a-secret master --resume auto {sizes} --config a b.toml"],
+        "n0-master": [
+            f"a-secret master --resume auto --set train.update=lookahead {sizes} --script a b.py -- --lr"
+        ],
         "n0-trainer": [f"a-secret trainer --index {index} --master n0" for index in (0, 1)],
         "n1-worker": ["a-secret worker --index 0 --master n0"],
     }

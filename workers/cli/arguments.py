@@ -16,7 +16,8 @@ from workers.rendezvous.host_setup import DEFAULT_PORT
 
 _Parser: TypeAlias = argparse.ArgumentParser
 _Options: TypeAlias = Callable[[_Parser], None]
-_RUN, _COMPARE, _SCRIPT_ARGUMENTS = "run", "compare", "--"
+_COMPARE, _SCRIPT_ARGUMENTS = "compare", "--"
+_WITH_SCRIPT = ("run", _COMPARE, "master", "role")  # commands with arguments for a script
 COMPARED_DTYPE = DTYPES[-1]
 EXPORTS = ("program", "onnx", "tables")
 ROW_TYPES = ("float32", "bfloat16")  # of exported tables
@@ -75,10 +76,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         hint = f"did you mean '{similar}'?" if similar else f"choose from {', '.join(commands)}"
         parser.error(f"unknown command '{command}'; {hint}")
     end = len(values)
-    if _SCRIPT_ARGUMENTS in values and command in (_RUN, _COMPARE):
+    if _SCRIPT_ARGUMENTS in values and command in _WITH_SCRIPT:
         end = values.index(_SCRIPT_ARGUMENTS)
     options = parser.parse_args(values[:end], argparse.Namespace(verbosity=Verbosity.NORMAL))
     options.arguments = values[end + 1 :]
+    if options.arguments and getattr(options, "script", "") is None:
+        parser.error(f"no script is given for the arguments {' '.join(values[end:])}")
     return options
 
 
@@ -133,22 +136,20 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     help_text = f"precision of both sides (default: {COMPARED_DTYPE}; train.dtype for a script)"
     compare.add_argument("--dtype", choices=DTYPES, help=help_text)
     text = "run your training script on a cluster on this machine"
-    run = add(_RUN, text, _counts, _config, about=_RUN_TEXT, usage="[OPTION ...] SCRIPT [-- ARGUMENT ...]")
+    run = add("run", text, _counts, _config, about=_RUN_TEXT, usage="[OPTION ...] SCRIPT [-- ARGUMENT ...]")
     help_text = (
         "Python file that every trainer runs; or MODULE:FUNCTION, which the master calls as "
         "function(topology, config)"
     )
     run.add_argument("program", metavar="SCRIPT", help=help_text)
-    master = add("master", "start the master of a cluster by hand", _config, _resume, about=_MASTER)
-    help_text = "Python file that every trainer runs, instead of a configured run"
-    master.add_argument("--script", metavar="FILE", help=help_text)
+    add("master", "start the master of a cluster by hand", _config, _resume, _script, about=_MASTER)
     for kind in (RoleKind.TRAINER, RoleKind.WORKER):
         role = add(kind.value, f"start one {kind} by hand", _master_address, about=_ROLE.format(kind))
         help_text = f"index of the {kind}, from 0 (default: JOB_COMPLETION_INDEX, which Kubernetes sets)"
         role.add_argument("--index", type=int, metavar="N", help=help_text)
         _set(role, "set a key marked 'by host' for this role")
     text = "start the role of this process's rank (torchrun, srun)"
-    add("role", text, _master_address, _counts, _config, _resume, about=_BY_RANK)
+    add("role", text, _master_address, _counts, _config, _resume, _script, about=_BY_RANK)
     text = "print table placement, traffic and memory; starts nothing"
     plan = add("plan", text, _config, about=_PLAN)
     for flag, value_type, metavar, default, help_text in (
@@ -219,6 +220,14 @@ def _resume(parser: _Parser) -> None:
         "of this configuration, or starts one; a finished run is not changed",
     )
     _trust(parser)
+
+
+def _script(parser: _Parser) -> None:
+    help_text = (
+        "Python file that every trainer runs, instead of a configured run; arguments after -- are for the "
+        "script, and its cluster.resume resumes it"
+    )
+    parser.add_argument("--script", metavar="FILE", help=help_text)
 
 
 def _model(parser: _Parser) -> None:

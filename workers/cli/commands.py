@@ -148,10 +148,9 @@ def _requested_run(options: argparse.Namespace) -> tuple[RunConfig, StoragePath,
     run_access.refuse_existing(folder)
     if options.resume:
         print_line(f"no run of {config.run.name} yet; starting {folder}")
-    if getattr(options, "script", None) is None:
-        from hybrid.data.parse.sources import check_columns
+    from hybrid.data.parse.sources import check_columns
 
-        check_columns(config)
+    check_columns(config)
     return config, folder, False, ""
 
 
@@ -171,15 +170,21 @@ def _report_saved_state(folder: Path, command: str) -> Iterator[None]:
 def master_command(options: argparse.Namespace) -> None:
     """Run the master of a cluster whose other roles are started by other commands."""
     end_with_scheduler()
+    if options.script is not None:
+        if options.resume not in (None, AUTO):
+            rule = "cannot be combined with --script; cluster.resume in the script resumes it"
+            raise ConfigError("--resume", rule, options.resume)
+        task, config = _script_task(options.script, options.arguments), _read_config(options)
+        secret = _shared_secret(config.cluster)
+        allow_open_files(config.cluster)
+        _lead(config, task, secret)
+        return
     config, folder, is_resumed, end_message = _requested_run(options)
     secret = _shared_secret(config.cluster)
     if end_message:  # the other roles wait for a master
         report_end(config, secret, end_message)
         return
     allow_open_files(config.cluster)
-    if options.script is not None:
-        _lead(config, _script_task(options.script, ()), secret)
-        return
     with run_access.hold_run(folder, is_resumed) as (local, _), _report_saved_state(local, options.command):
         _lead(config, TrainTask(local, is_resumed, options.started_at), secret)
 
@@ -207,7 +212,7 @@ def role_command(options: argparse.Namespace) -> None:
         cluster = load_run_config(path, _overrides(options), options.trust_code, uses=["cluster"]).cluster
     role = role_of(os.environ, cluster.topology)
     address = _master_address(options)
-    options.command, options.script = role.kind.value, None
+    options.command = role.kind.value
     if role == MASTER:
         options.set += [f"cluster.master={address}"]
         master_command(options)
