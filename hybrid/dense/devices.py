@@ -34,7 +34,8 @@ def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
 def _find(setting: str, gpus: Sequence[torch.device]) -> torch.device:
     devices = {str(device): device for device in (torch.device("cpu"), *gpus)}
     if setting not in devices:
-        raise ConfigError("dense.device", f"this machine has {', '.join(devices)}", setting)
+        seen = "" if gpus else "; PyTorch sees no GPU (its CPU build never does)"
+        raise ConfigError("dense.device", f"must be {' or '.join(devices)} on this machine{seen}", setting)
     return devices[setting]
 
 
