@@ -18,6 +18,7 @@ from hybrid.config import RunConfig, TaskSection
 
 # Asked here only: a fork server that has asked CUDA cannot fork trainers.
 GPU = "cuda" if torch.cuda.is_available() else fake_gpu.NAME
+pytestmark = [pytest.mark.gpu] if GPU == "cuda" else []
 STEPS = 6
 LOOKAHEAD = {"update": "lookahead"}
 
