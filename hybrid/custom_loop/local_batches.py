@@ -32,7 +32,6 @@ from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.embedding.trainer.embeddings import TableRequest
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import InputSpec
-from hybrid.primitives.device_copies import to_device
 from hybrid.primitives.grouping import find_split_group, group_ends, last_end
 
 DENSE, GROUP = "dense", "group"
@@ -93,8 +92,8 @@ class LocalBatch:
 
         def move(column: Any, _: str) -> Any:
             if isinstance(column, Jagged):
-                return Jagged(*(to_device(each, self.device) for each in column))
-            return to_device(column, self.device) if isinstance(column, Tensor) else column
+                return Jagged(*(each.to(self.device) for each in column))
+            return column.to(self.device) if isinstance(column, Tensor) else column
 
         return _map_columns(self.values, move)
 

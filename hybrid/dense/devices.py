@@ -11,11 +11,11 @@ from hybrid.errors import ConfigError
 
 
 def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
-    """The devices on which a trainer computes; the first is where its parameters are.
+    """Return the devices on which a trainer computes; the first is where its parameters are.
 
     With ``auto``, that is a GPU if the machine has one: trainers are spread over its GPUs by LOCAL_RANK
     (which torchrun sets) or SLURM_LOCALID, or else by trainer index. ``cuda`` does the same and requires one.
-    What torch calls an accelerator is a GPU here.
+    A GPU is any accelerator that torch knows.
 
     Raises:
         ConfigError: there is no such device here.
@@ -45,7 +45,7 @@ def _gpus() -> list[torch.device]:
 
 
 def device_id(device: torch.device) -> str:
-    """Return the type of a device, and what tells a GPU from all others of a cluster.
+    """Return the type of a device; for a GPU, also an id that is unique in a cluster.
 
     The index does not, since engines such as Ray and Slurm may show each trainer a single GPU as number 0.
     """
@@ -57,8 +57,8 @@ def device_id(device: torch.device) -> str:
 def choose_backend(devices: Sequence[str]) -> str:
     """Return the backend of the trainers' process group.
 
-    NCCL reduces what is on GPUs, the gradients and parameters of the dense net, if each trainer has its own
-    GPU. Gloo reduces what is on CPUs, and everything if trainers share a GPU or one computes on a CPU.
+    NCCL reduces tensors on GPUs, the gradients and parameters of the dense net, if each trainer has its own
+    GPU. Gloo reduces tensors on CPUs, and all if trainers share a GPU or one computes on a CPU.
 
     Args:
         devices: the :func:`device_id` of each trainer's first device.

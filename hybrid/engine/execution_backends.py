@@ -105,7 +105,7 @@ def _split(model: HybridModel, dense: DenseSection, device: torch.device) -> Den
     must see the samples of the whole group, as shards do.
     """
     if device.type != "cpu" and dist.get_backend() == "gloo":
-        rule = "needs a GPU for each trainer: gloo, by which trainers share one, cannot gather from it"
+        rule = "needs a GPU for each trainer, because gloo cannot gather tensors of GPUs"
         raise ConfigError("dense.tensor_size", rule, dense.tensor_size)
     mesh = trainer_mesh(dense.tensor_size, device.type)
     if dense.tensor_plan:

@@ -2,43 +2,44 @@
 
 ::
 
-    CPU    tensor ── pinned ──┐                                    ┌── await the event ──► gradient
-    GPU                       └──► copy ──► ... ──► gradient ── copy to pinned memory, event
+    forward     CPU: tensor in pinned memory ──► GPU
+    backward    GPU: gradient ──► pinned memory, and an event ──► CPU: wait for the event, use the gradient
 
-Torch keeps pinned memory that is freed, and gives it to later calls once the copies have ended.
+Torch reuses a freed block of pinned memory only after the copies from and to it have ended.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU or of ``device`` on ``device``.
+    """Return a tensor on ``device``.
 
-    The copy to a GPU, and that of the gradient back, are asynchronous, from and to pinned memory, which torch
-    caches. Only what reads the gradient waits for it, while the GPU goes on with the backward pass.
+    A copy from the CPU to a GPU, and that of the gradient back, are asynchronous. Only the consumer of the
+    gradient waits for it, while the GPU goes on with the backward pass. ``tensor`` must not change meanwhile.
     """
-    if tensor.device == device:
-        return tensor
-    copies: list[torch.Event] = []
-    moved: Tensor = _Copy.apply(_AwaitGradient.apply(tensor, copies), device, copies)  # type: ignore[no-untyped-call]
+    if tensor.device.type != "cpu" or device.type == "cpu":
+        return tensor.to(device)
+    events: list[torch.Event] = []
+    moved: Tensor = _Copy.apply(_AwaitGradient.apply(tensor, events), device, events)  # type: ignore[no-untyped-call]
     return moved
 
 
 class _AwaitGradient(torch.autograd.Function):
-    """The identity; autograd runs its backward pass in a thread of the CPU, not of the GPU."""
+    """The identity. Its gradient is on the CPU, so a thread waits here that the GPU does not need."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, copies: list[torch.Event]) -> Tensor:
-        ctx.copies = copies
+    def forward(ctx: Any, tensor: Tensor, events: list[torch.Event]) -> Tensor:
+        ctx.events = events
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        for each in ctx.copies:
-            each.synchronize()
+        for event in ctx.events:
+            event.synchronize()
         return grads[0], None
 
 
@@ -46,16 +47,18 @@ class _Copy(torch.autograd.Function):
     """A copy to the GPU; its backward pass starts the copy of the gradient, and does not wait."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, device: torch.device, copies: list[torch.Event]) -> Tensor:
-        ctx.copies = copies
-        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-        return pinned.to(device, non_blocking=True)
+    def forward(ctx: Any, tensor: Tensor, device: torch.device, events: list[torch.Event]) -> Tensor:
+        ctx.events = events
+        return tensor.pin_memory().to(device, non_blocking=True)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         grad = grads[0].contiguous()
         on_cpu = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True).copy_(grad, non_blocking=True)
-        copied = torch.Event(grad.device)
-        copied.record()
-        ctx.copies.append(copied)
+        event = torch.Event(grad.device)
+        event.record()
+        if torch.is_anomaly_enabled():  # autograd reads the gradient at once
+            event.synchronize()
+        ctx.events.append(event)
         return on_cpu, None, None

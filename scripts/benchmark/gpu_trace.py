@@ -39,7 +39,7 @@ def traced(batches: list[Batch], num_ahead: int, file: Path) -> Iterator[Batch]:
 
 
 def _summary(events: list[dict[str, Any]], num_steps: int) -> GpuStep:
-    kernels = [each["dur"] for each in events if each.get("cat") == "kernel"]
+    durations = [each["dur"] for each in events if each.get("cat") == "kernel"]
     copies = [each for each in events if each.get("cat") == "gpu_memcpy"]
     to_gpu = [each for each in copies if "HtoD" in each["name"]]
     from_gpu = [each for each in copies if "DtoH" in each["name"]]
@@ -51,8 +51,8 @@ def _summary(events: list[dict[str, Any]], num_steps: int) -> GpuStep:
         return float(sum(each["dur"] for each in selected)) / num_steps / 1e3
 
     return GpuStep(
-        kernels=len(kernels) / num_steps,
-        kernel_ms=sum(kernels) / num_steps / 1e3,
+        kernels=len(durations) / num_steps,
+        kernel_ms=sum(durations) / num_steps / 1e3,
         to_gpu_mb=megabytes(to_gpu),
         to_gpu_ms=milliseconds(to_gpu),
         from_gpu_mb=megabytes(from_gpu),

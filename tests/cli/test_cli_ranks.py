@@ -100,9 +100,11 @@ def test_same_command_resumes_a_run_until_it_has_finished(tiny: list[str], tmp_p
 
 
 def test_same_command_resumes_a_custom_loop_until_it_has_finished(tmp_path: Path) -> None:
-    """The loop may save in the run folder of the configuration, which holds no configured run."""
+    """A configured run, which the same command without a script would resume, has no effect."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text("[embedding]\ndim = 12\n")
     (tmp_path / "train.py").write_text(SCRIPT)
-    script = ["--script", "train.py", "--", "run"]
+    script = ["--script", "train.py", "--", "saved"]
     arguments = [*RUN, *COUNTS, *fresh_secret(tmp_path), *script]
     with job(arguments, tmp_path) as (master, trainer, worker):
         assert eventually((tmp_path / "waiting").exists, COMMAND_SECONDS), master.stderr
@@ -113,7 +115,7 @@ def test_same_command_resumes_a_custom_loop_until_it_has_finished(tmp_path: Path
         assert [(each.code, each.stderr) for each in again] == [(0, "")] * 3
         assert re.findall(r"^step \d+$", again[1].stdout, re.MULTILINE) == steps
     output_of(["run", "train.py", *COUNTS, "--", "whole"], tmp_path)
-    assert differences(tmp_path / "whole", tmp_path / "run") == []
+    assert differences(tmp_path / "whole", tmp_path / "saved") == []
 
 
 @pytest.mark.parametrize("rank", range(2))

@@ -16,7 +16,7 @@ from support.jobs import compare, evaluate, evaluate_in_two_parts
 
 from hybrid.config import RunConfig, TaskSection
 
-# Asked here only: a fork server that has asked CUDA cannot fork trainers.
+# Called only here: a process that has initialized CUDA cannot fork trainers.
 GPU = "cuda" if torch.cuda.is_available() else fake_gpu.NAME
 pytestmark = [pytest.mark.gpu] if GPU == "cuda" else []
 STEPS = 6
@@ -90,4 +90,6 @@ def test_custom_loops_on_gpus_equal_those_on_cpus(
 @pytest.mark.gpu
 def test_sharded_layers_need_a_gpu_for_each_trainer(clusters: Clusters, cache: Path) -> None:
     with pytest.raises(CaseError, match=r"dense\.tensor_size.* GPU for each trainer"):
-        clusters.get(2, 2, device=GPU).run(compare, config_of(2, {"tensor_size": 2}, {}), cache, STEPS)
+        clusters.get(2, 2, device="cuda:0").run(
+            compare, config_of(2, {"device": "cuda:0", "tensor_size": 2}, {}), cache, STEPS
+        )

@@ -4,7 +4,7 @@ Torch knows it as ``npu``, an accelerator registered from Python. Its tensors li
 and are computed there, but
 
 - no operation takes tensors of both devices, as on a GPU;
-- an asynchronous copy needs pinned memory, and what it copies to the CPU is NaN until an event is awaited;
+- an asynchronous copy needs pinned memory; a copy to the CPU is NaN until its event is awaited;
 - a copy of a matrix that blocks a backward pass is an error;
 - only the process group of the device reduces its tensors, as NCCL does.
 """
@@ -31,7 +31,7 @@ _as_strided = torch.ops.aten.as_strided.default
 # The memory of each storage of the device, by the address of the storage.
 _memory: dict[int, torch.UntypedStorage] = {}
 _pinned: set[int] = set()  # addresses of pinned memory
-_copies: list[Callable[[], object]] = []  # asynchronous copies to the CPU that no event has recorded
+_copies: list[Callable[[], object]] = []  # asynchronous copies to the CPU, not yet covered by an event
 _libraries: list[torch.library.Library] = []  # torch removes the kernels of a library that is freed
 
 
@@ -79,8 +79,8 @@ class _Event:
         _copies.clear()
 
     def synchronize(self) -> None:
-        for copy in self._copies:
-            copy()
+        while self._copies:
+            self._copies.pop()()
 
 
 class _Group(dist.ProcessGroup):
@@ -211,8 +211,8 @@ def _to_copy(
 
 
 def _check_copy(on_cpu: Tensor, non_blocking: bool) -> None:
-    """Raise RuntimeError for a copy between the devices that waits where none may wait."""
-    if non_blocking and on_cpu.is_floating_point() and not on_cpu.is_pinned():  # DDP's indices are not
+    """Raise RuntimeError for a copy between the devices that blocks, or is not pinned, where none may be."""
+    if non_blocking and on_cpu.is_floating_point() and not on_cpu.is_pinned():  # DDP's indices are not pinned
         raise RuntimeError("an asynchronous copy needs pinned memory")
     if not non_blocking and on_cpu.dim() > 1 and torch._C._current_autograd_node() is not None:
         raise RuntimeError("a copy of a matrix blocks the backward pass")

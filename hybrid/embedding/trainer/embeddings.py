@@ -56,7 +56,7 @@ class Embeddings:
     """The trainer's side of all tables of a model.
 
     Args:
-        device: on which the vectors are used.
+        device: that of the dense net.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Embeddings:
 
 
 class DistinctRowsForGpu(NamedTuple):
-    """A single output ``rows_UD`` in pinned memory: the distinct rows, which a GPU copies to the samples."""
+    """A single output ``rows_UD`` in pinned memory: the distinct rows, which a GPU copies to the ids."""
 
     rows: DistinctRows
 

@@ -71,8 +71,8 @@ class Lookup:
     """A pending lookup.
 
     Attributes:
-        ranks_BF: for each feature of a sample, a row of the first output, on the device that uses the rows;
-            None if the first output already has the vectors of the samples.
+        ranks_BF: for each feature of a sample, the index of a row of the first output, on the GPU; None if
+            the first output already has the vectors of the samples.
     """
 
     def __init__(self, ticket: Ticket, items: Items, layout: OutputLayout, outbox: Outbox) -> None:
@@ -104,7 +104,7 @@ class Lookup:
             response.wait()
 
     def wait(self) -> Tensor:
-        """Wait for the responses, and return ``pooled_BE`` of a configured model, where ``ranks_BF`` are."""
+        """Wait for the responses, and return ``pooled_BE`` of a configured model, where ``ranks_BF`` is."""
         output = self.outputs()[0]
         if self.ranks_BF is None:
             return output
