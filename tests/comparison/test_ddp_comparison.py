@@ -15,7 +15,6 @@ from comparison.cases.peers import (
     local_vs_remote,
     on_all_trainers,
     sparse_gradients,
-    stock_ddp,
 )
 from support.cluster import Clusters, RunningCluster
 
@@ -51,13 +50,6 @@ def test_ddp_comparison_uneven_inputs(cluster: RunningCluster) -> None:
     compared = cluster.run(on_all_trainers, partial(hybrid_model, True))
     assert [len(of_trainer) for of_trainer in compared] == [3, 3, 3, 3]
     check(compared, {"bottom.weight", "bottom.bias"}, {"bottom.weight", "bottom.bias"})
-
-
-@pytest.mark.parametrize(("uneven", "steps"), [(False, [1, 1, 1, 1]), (True, [3, 1, 3, 1])])
-def test_ddp_comparison_by_torchs_own_join(uneven: bool, steps: list[int], cluster: RunningCluster) -> None:
-    compared = cluster.run(on_all_trainers, partial(stock_ddp, uneven))
-    assert [len(of_trainer) for of_trainer in compared] == steps
-    check(compared, {"weight", "bias"}, {"weight", "bias"})
 
 
 def test_ddp_dist_autograd_sparse_grads(cluster: RunningCluster) -> None:

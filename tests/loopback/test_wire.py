@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -14,19 +14,15 @@ from torch import nn
 from torch.distributed import autograd as dist_autograd, rpc
 
 from hybrid import transport
-from hybrid.batch import SparseFeatures
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ConfigError
-from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.topology import MASTER
-from hybrid.transport.rpc import endpoints
 from hybrid.updates.ticket import Purpose, Ticket
-from hybrid.updates.update_rules import UpdateMode, UpdateRules
+from hybrid.updates.update_rules import UpdateRules
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -237,56 +233,3 @@ def test_a_late_trainer_is_named_before_a_call_times_out() -> None:
                 tables.lookup(Ticket(0, 1, 1), [ONE_ROW]).wait()
     finally:
         rpc._set_rpc_timeout(seconds)
-
-
-class AheadTrainer:
-    """A trainer's place: it looks up two steps ahead, and sends each step's gradients with such a lookup."""
-
-    def __init__(self, tables: transport.RemoteTables) -> None:
-        table = endpoints.running.objects[tables.number].groups[0].group.shards[0].table
-        spec = InputSpec((), (FeatureSpec("t", table.num_rows),))
-        self._embeddings = Embeddings([table], spec, place([table], 1), {0: tables})
-
-    def train(self, num_steps: int, send_twice: bool = False, bad_step: int | None = None) -> list[float]:
-        """The value looked up in each step; gradients are of ones but in ``bad_step``, if any."""
-        ids = SparseFeatures(torch.tensor([1]), None, None, 1)
-        tickets = [Ticket(0, s, s, purpose=Purpose.PREFETCH) for s in range(num_steps + 2)]
-        lookups = [self._embeddings.lookup(ids, ticket) for ticket in tickets[:2]]
-        values = []
-        for step in range(num_steps):
-            lookups.append(self._embeddings.lookup(ids, tickets[step + 2], lookups[step]))
-            pooled_BE = lookups[step].wait()
-            values.append(pooled_BE[0, 0].item())
-            grad_BE = torch.full_like(pooled_BE, torch.nan if step == bad_step else 1.0)
-            pooled_BE.backward(grad_BE, retain_graph=send_twice)
-            if send_twice:
-                lookups[step + 1]._responses[0].wait()  # the first gradients are applied
-                pooled_BE.backward(grad_BE)
-        return values
-
-
-@pytest.fixture
-def ahead() -> Iterator[transport.Remote[AheadTrainer]]:
-    with hosted_table(UpdateRules(1, UpdateMode.LOOKAHEAD, timeout_seconds=5.0), rate=0.25) as tables:
-        yield transport.create(MASTER, AheadTrainer, tables, timeout_seconds=5.0).wait()
-
-
-def test_gradients_are_sent_with_the_lookup_two_steps_ahead(ahead: transport.Remote[AheadTrainer]) -> None:
-    values = ahead.call(AheadTrainer.train, 6).wait()
-    assert [values[0] - value for value in values] == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0, 1.25])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ((4, True), "trainer 0 .* step 0 twice"),
-        ((4, False, 1), "step 1: .* table t, row 1,"),
-    ],
-    ids=["sent twice", "not finite"],
-)
-def test_a_failure_of_gradients_fails_the_lookup_sent_with_them(
-    ahead: transport.Remote[AheadTrainer], settings: tuple[Any, ...], message: str
-) -> None:
-    with pytest.raises(transport.RemoteError, match=f"^{message}") as caught:
-        ahead.call(AheadTrainer.train, *settings).wait()
-    assert caught.value.failure.is_self_contained

@@ -13,9 +13,11 @@ from torch import Tensor
 from hybrid.batch import SparseFeatures
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import Files, Manifest
+from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import Placement, Shard, place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.trainer.batch_ids import BatchIds
+from hybrid.embedding.trainer.embeddings import Embeddings, make_routes
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.updates.ticket import Purpose, Ticket
@@ -60,6 +62,17 @@ def is_alone_in_memory(tensor: Tensor) -> bool:
     """Whether RPC sends only this tensor; for a view it sends the whole storage."""
     starts = tensor.storage_offset() == 0
     return tensor.is_contiguous() and starts and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def requests_of(
+    tables: Sequence[TableSpec], multi_hot: Sequence[int], sparse: SparseFeatures, placement: Placement
+) -> list[list[Item]]:
+    """Return the requests of a batch to each worker; ``tables`` has the table of each feature."""
+    items: dict[int, list[Item]] = {worker: [] for worker in range(placement.num_workers)}
+    rows, ids = [k for k in range(len(tables)) if k not in multi_hot], BatchIds(sparse)
+    for route in make_routes(rows, multi_hot, tables, placement):
+        route.start(ids, items)
+    return list(items.values())
 
 
 def plain_vectors(each: "Cluster", sparse: SparseFeatures, rows: dict[str, Tensor]) -> Tensor:

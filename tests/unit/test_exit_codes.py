@@ -23,13 +23,11 @@ from workers.exit_codes import (
     STOP_REQUEST,
     STOP_SIGNALS,
     WARNING,
-    Cause,
     ExitCode,
     Interrupt,
     ReportedError,
     StopMessage,
     StopRequest,
-    code_of,
     exit_code,
     forwarding_signals,
 )
@@ -78,19 +76,6 @@ def caused_by(error: HybridError, cause: Exception) -> HybridError:
 )
 def test_exit_code_of_an_error(error: BaseException, before_a_step: int, later: int) -> None:
     assert (exit_code(error, has_stepped=False), exit_code(error)) == (before_a_step, later)
-
-
-@pytest.mark.parametrize(
-    ("cause", "before_a_step", "later"),
-    [
-        (Cause.KILLED, 75, 75),
-        (Cause.STARVED, 1, 75),
-        (Cause.SILENT, 75, 75),
-        (Cause.REFUSED, 1, 1),
-    ],
-)
-def test_exit_code_of_a_cause(cause: Cause, before_a_step: int, later: int) -> None:
-    assert (code_of(cause, has_stepped=False), code_of(cause, has_stepped=True)) == (before_a_step, later)
 
 
 @pytest.mark.parametrize(

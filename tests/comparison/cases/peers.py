@@ -60,28 +60,6 @@ def _inputs(index: int, uneven: bool) -> list[Tensor]:
     return [torch.rand(3, 2) for _ in range(3 if uneven and index % 2 == 0 else 1)]
 
 
-def stock_ddp(uneven: bool, index: int) -> list[Compared]:
-    """Use torch's DDP, within its ``join`` if numbers of inputs are uneven."""
-    net = nn.Linear(2, 3)
-    ddp = DistributedDataParallel(net)
-    with ddp.join(enable=uneven):
-        return [_compare_stock(ddp, net, inputs) for inputs in _inputs(index, uneven)]
-
-
-def _compare_stock(ddp: nn.Module, net: nn.Module, inputs_BF: Tensor) -> Compared:
-    with dist_autograd.context() as context:
-        dist_autograd.backward(context, [ddp(inputs_BF).norm()])
-        held = dist_autograd.get_gradients(context)
-        distributed = {name: held[p].clone() for name, p in net.named_parameters()}
-    ddp.zero_grad()
-    ddp(inputs_BF).norm().backward()
-    return distributed, _local_gradients(net)
-
-
-def _local_gradients(net: nn.Module) -> Gradients:
-    return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-
-
 class _BottomOnly(nn.Module):
     def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
         return bottom_BH

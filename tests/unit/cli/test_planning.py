@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
+from support.shards import requests_of
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
@@ -27,8 +27,6 @@ from hybrid.data.prepare.synthetic_log import TABLE_ROWS
 from hybrid.embedding.bags import Bags, Item
 from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.trainer.batch_ids import BatchIds
-from hybrid.embedding.trainer.embeddings import make_routes
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from workers.cli.planning import (
@@ -245,12 +243,9 @@ def request_sizes(tables: list[TableSpec], placement: Placement, bags: list[int]
     sizes = lengths_KB.sum(1).tolist()
     ids = [skewed(t.num_rows, n, seed) for seed, (t, n) in enumerate(zip(tables, sizes, strict=True))]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_KB.flatten().cumsum(0)])
-    batch = BatchIds(SparseFeatures(torch.cat(ids), offsets, None, len(tables)))
-    items: dict[int, list[Item]] = defaultdict(list)
-    rows = [k for k in range(len(tables)) if k not in bags]
-    for route in make_routes(rows, bags, tables, placement):
-        route.start(batch, items)
-    return [(sum(map(_id_bytes, of)), sum(b.num_bags for _, b in of)) for _, of in sorted(items.items())]
+    sparse = SparseFeatures(torch.cat(ids), offsets, None, len(tables))
+    requests = requests_of(tables, bags, sparse, placement)
+    return [(sum(map(_id_bytes, of)), sum(b.num_bags for _, b in of)) for of in requests]
 
 
 def _id_bytes(item: Item) -> int:

@@ -75,24 +75,6 @@ def errors(model: Distributed, batch: dict[str, Tensor]) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("net", [Net, Factors])
-def test_each_step_lowers_the_loss(net: type[nn.Module]) -> None:
-    """A module without parameters needs no optimizer."""
-    cluster = hybrid.connect()
-    model = cluster.distribute(net())
-    parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.1) if parameters else None
-    means = []
-    for _ in range(3):
-        for batch in cluster.batches(DATA, size=4):
-            loss = errors(model, batch)
-            cluster.backward(loss)
-            if optimizer is not None:
-                optimizer.step()
-        means.append(cluster.mean(loss))
-    assert means[0] > means[1] > means[2]
-
-
 def ids_and_tags(size: int) -> dict[str, Any]:
     ids_L = torch.arange(2 * size)  # columns of prepared data are views of one tensor
     return {

@@ -598,11 +598,6 @@ def check_replicas(module: nn.Module, replicas: list[Any], devices: list[str]) -
 
 class TestScriptModules:
     @pytest.mark.parametrize("devices", PAIRS)
-    def test_script_module_within_a_python_module(self, devices: list[str]) -> None:
-        module = nn.Sequential(seeded(script_net)).to(devices[0])
-        check_replicas(module, replicate(module, devices), devices)
-
-    @pytest.mark.parametrize("devices", PAIRS)
     def test_shared_script_module_is_replicated_once(self, devices: list[str]) -> None:
         shared = seeded(script_net)
         module = nn.Sequential(shared, ScriptBlock(shared)).to(devices[0])

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from support.shards import shards_of
+from support.shards import requests_of, shards_of
 
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import (
     MIN_SPLIT_BYTES,
     Placement,
@@ -19,8 +18,6 @@ from hybrid.embedding.placement import (
     should_trainers_pool,
 )
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.trainer.batch_ids import BatchIds
-from hybrid.embedding.trainer.embeddings import make_routes
 from hybrid.errors import ConfigError
 
 SGD = OptimizerSpec("sgd", 0.1)
@@ -189,11 +186,9 @@ def moved_bytes(of: TableSpec, workers: int, samples: int, num_ids: int) -> floa
     num_bags = len(of.features) * samples
     ids_L = torch.from_numpy(np.random.default_rng(0).integers(0, of.num_rows, num_bags * num_ids))
     sparse = SparseFeatures(ids_L, torch.arange(num_bags + 1) * num_ids, None, len(of.features))
-    items: dict[int, list[Item]] = {worker: [] for worker in range(workers)}
     tables = [of.for_feature(name) for name in of.features]
-    for route in make_routes([], range(len(tables)), tables, place([of], workers)):
-        route.start(BatchIds(sparse), items)
-    requests = [bags for of_worker in items.values() for _, bags in of_worker]
+    items = requests_of(tables, range(len(tables)), sparse, place([of], workers))
+    requests = [bags for of_worker in items for _, bags in of_worker]
     request_bytes = sum(b.ids_L.nbytes + (b.offsets.nbytes if b.offsets is not None else 0) for b in requests)
     return request_bytes + sum(2 * b.num_bags * of.dim * 4 for b in requests)
 

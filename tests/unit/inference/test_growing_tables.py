@@ -1,6 +1,5 @@
 """Growing tables of a checkpoint: loaded, mapped and exported, they read what a dictionary holds."""
 
-import re
 import runpy
 import sys
 from collections.abc import Mapping
@@ -21,8 +20,7 @@ import hybrid
 from hybrid import Jagged
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Manifest, shard_file, write_text
-from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.checkpoint.stored_keys import KINDS_OF_KEYS, Arrays, map_keys
+from hybrid.checkpoint.stored_keys import Arrays
 from hybrid.checkpoint.tensor_file import pack_dense, write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.loading import to_toml
@@ -33,7 +31,6 @@ from hybrid.data.values.canonical import compute_keys
 from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.table_spec import GrowthSpec, OptimizerSpec, Pooling, TableSpec
 from hybrid.engine.model_builder import Blueprint, table_specs
-from hybrid.errors import CheckpointError
 from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.growing_tables import GrowingTable, MappedGrowingTable, initial_rows
 from hybrid.inference.trained_module import ConfiguredModule, load
@@ -263,35 +260,3 @@ def test_a_table_without_rows_reads_initial_rows_of_any_key() -> None:
     for kind in (GrowingTable, MappedGrowingTable):
         rows = kind(spec, 3, [empty], torch.float32)(torch.from_numpy(keys.view(np.int64)))
         assert rows.equal(random_rows(keys, 2, 3, "t", 1.0, "uniform"))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"keys": torch.tensor([2, 1])},
-        {"keys": torch.tensor([1, 1])},
-        {"keys": torch.tensor([1, -(2**63)])},  # of shard 1
-        {"keys": torch.tensor([1])},
-        {"keys": torch.tensor([1.0, 2.0])},
-        {"keys": torch.tensor([[1, 2]])},
-        {"weight": torch.zeros(2, 3)},
-        {"weight": torch.ones(2, 4, dtype=torch.int64)},
-        {"keys": None},
-        {"weight": None},
-    ],
-)
-def test_shards_in_another_form_are_refused(tmp_path: Path, changes: dict[str, Tensor | None]) -> None:
-    none = torch.empty(0, dtype=torch.int64)
-    pending = {f"pending_{kind}": none for kind in KINDS_OF_KEYS}
-    pending["steps_before"] = torch.zeros(1, dtype=torch.int64)
-    valid = {kind: torch.tensor([1, 2]) for kind in KINDS_OF_KEYS} | pending | {"weight": torch.zeros(2, 4)}
-    stored = Checkpoint(tmp_path, Manifest(2, 1, {"t": (0, 4, 2)}, {}, {}, {}))
-    empty = dict.fromkeys(KINDS_OF_KEYS, none) | pending | {"weight": torch.empty(0, 4)}
-    write_tensors(tmp_path, shard_file("t", 1, 2), empty)
-    for tensors in ({**valid, **changes}, valid):
-        left = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        write_tensors(tmp_path, shard_file("t", 0, 2), left)
-        if tensors is not valid:
-            with pytest.raises(CheckpointError, match=rf"{re.escape(str(tmp_path))}[^\n]*$"):
-                list(map_keys(stored, "t", {"weight": (4,)}))
-    assert [len(arrays["keys"]) for arrays in map_keys(stored, "t", {"weight": (4,)})] == [2, 0]

@@ -1,7 +1,6 @@
 """A module from a checkpoint computes what the training engine computes."""
 
 import dataclasses
-import sys
 from itertools import cycle
 from pathlib import Path
 
@@ -10,16 +9,13 @@ import psutil
 import pyarrow as pa
 import pytest
 import torch
-from support.commands import code_block
 from support.trained import (
     clicks_config,
     engine_columns,
     history_config,
     largest_difference,
-    shop_config,
     texts_of,
     write_clicks,
-    write_shop,
     write_trained,
 )
 from torch import Tensor, nn
@@ -73,29 +69,6 @@ def test_outputs_of_other_configurations_equal_the_engine(
 ) -> None:
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
     check_outputs(run, write_clicks(tmp_path / "new.csv", 70, seed=2), 1e-6)
-
-
-@pytest.mark.parametrize("net", ["wide_deep", "ple"])
-def test_outputs_of_several_tasks_equal_the_engine(tmp_path: Path, net: str) -> None:
-    sections: dict[str, dict[str, object]] = {"dense": {"net": net}, "train": {"dtype": "float64"}}
-    run = write_trained(tmp_path / "run", shop_config(tmp_path, **sections))
-    assert check_outputs(run, write_shop(tmp_path / "new.csv", 70, seed=2), 1e-12) == [
-        *("click.probability", "buy.probability", "spent.value"),
-        *(f"stars.probability.{number}" for number in range(5)),
-    ]
-
-
-@pytest.mark.parametrize("net", ["deepfm", "din_net:build"])
-def test_outputs_of_sequences_equal_the_engine(
-    tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Built-in nets, and the custom net of docs/models.md."""
-    (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "class Interest"))
-    monkeypatch.syspath_prepend(tmp_path)
-    config = history_config(tmp_path, dense={"net": net}, train={"dtype": "float64"})
-    run = write_trained(tmp_path / "run", config)
-    monkeypatch.delitem(sys.modules, "din_net", raising=False)
-    check_outputs(run, write_shop(tmp_path / "new.csv", 70, seed=2), 1e-12)
 
 
 def test_long_sequences_are_cut_or_rejected(tmp_path: Path) -> None:

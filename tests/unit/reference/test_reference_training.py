@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.config import ClusterSection, DenseSection, RunConfig, ScheduleSection, TrainSection
+from hybrid.config import ClusterSection, DenseSection, RunConfig, TrainSection
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
@@ -25,7 +24,7 @@ INPUT_SPEC = InputSpec(
     (FeatureSpec("user", USERS), FeatureSpec("item", ITEMS), FeatureSpec("bought", ITEMS, multi_hot=True)),
 )
 SGD = OptimizerSpec("sgd", 0.3)
-CONSTANT = ScheduleSection()
+PLAIN_SGD = DenseSection(optimizer="SGD", learning_rate=0.1)
 
 
 class Samples(NamedTuple):
@@ -39,7 +38,7 @@ class Samples(NamedTuple):
     weights_L: Tensor | None
     labels_B: Tensor
 
-    def batch(self, global_size: int | None = None) -> Batch:
+    def batch(self) -> Batch:
         size = len(self.labels_B)
         ids_L = torch.cat([self.user_B, self.item_B, self.bought_L])
         offsets = torch.cat([torch.arange(2 * size), 2 * size + self.bought_offsets])
@@ -47,14 +46,14 @@ class Samples(NamedTuple):
         if self.weights_L is not None:
             weights_L = torch.cat([torch.ones(2 * size), self.weights_L])
         sparse = SparseFeatures(ids_L, offsets, weights_L, 3)
-        return Batch(self.dense_BF, sparse, self.labels_B, size if global_size is None else global_size)
+        return Batch(self.dense_BF, sparse, self.labels_B, size)
 
 
 def samples(
-    every_row: bool = True, weighted: bool = False, dtype: torch.dtype = torch.float32, size: int = 16
+    every_row: bool = True, weighted: bool = False, dtype: torch.dtype = torch.float32
 ) -> Iterator[Samples]:
     """Samples of 20 steps; every second bag of ``bought`` is empty."""
-    generator = torch.Generator().manual_seed(3)
+    size, generator = 16, torch.Generator().manual_seed(3)
     for _ in range(STEPS):
         lengths_B = torch.arange(size) % 2 * torch.randint(1, 5, (size,), generator=generator)
         count = int(lengths_B.sum())
@@ -153,17 +152,10 @@ def make_reference(
     optimizer: OptimizerSpec = SGD,
     pooling: str = "sum",
     remote_net: nn.Module | None = None,
-    trainers: int = 1,
-    dense: Mapping[str, Any] = MappingProxyType({}),
-    schedule: ScheduleSection = CONSTANT,
-    **train: Any,
+    dense: DenseSection = PLAIN_SGD,
+    dtype: str = "float32",
 ) -> Reference:
-    config = RunConfig(
-        cluster=ClusterSection(trainers=trainers),
-        dense=DenseSection(**{"optimizer": "SGD", "learning_rate": 0.1, **dense}),
-        train=TrainSection(**train),
-        schedule=schedule,
-    )
+    config = RunConfig(cluster=ClusterSection(trainers=1), dense=dense, train=TrainSection(dtype=dtype))
     tables = [
         TableSpec("users", USERS, DIM, Pooling(pooling), ("user",), optimizer, 1.0),
         TableSpec("items", ITEMS, DIM, Pooling(pooling), ("item", "bought"), optimizer, 1.0),
@@ -171,23 +163,10 @@ def make_reference(
     return Reference(config, INPUT_SPEC, tables, initial_rows(), make_net(), remote_net, STEPS)
 
 
-def assert_same(reference: Reference, plain: Plain, tolerance: float = 0.0, trainer: int = 0) -> None:
-    """All parameters are those of ``plain``; without a tolerance, bit for bit."""
-    ours = [*reference.tables.values(), *reference.nets[trainer].parameters()]
-    ours += reference.remote_net.parameters() if reference.remote_net is not None else []
-    for mine, theirs in zip(ours, [*plain.tables(), *plain.dense()], strict=True):
-        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=tolerance, atol=tolerance)
-    assert not torch.equal(reference.tables["items"], initial_rows()["items"].to(plain.items.weight.dtype))
-
-
-def sgd(plain: Plain) -> torch.optim.Optimizer:
-    return torch.optim.SGD([{"params": plain.tables(), "lr": 0.3}, {"params": plain.dense(), "lr": 0.1}])
-
-
 def train_both(
     plain: Plain, reference: Reference, steps: Iterable[Samples], *optimizers: torch.optim.Optimizer
 ) -> None:
-    """All steps in both, which lose and learn the same, bit for bit."""
+    """Take all steps in both; losses and parameters are equal bit for bit."""
     for step in steps:
         plain.zero_grad()
         loss = plain.loss(step)
@@ -195,10 +174,11 @@ def train_both(
         for optimizer in optimizers:
             optimizer.step()
         assert reference.step([step.batch()]) == loss.item()
-    assert_same(reference, plain)
-
-
-EPS, BETAS = 1e-4, (0.8, 0.95)
+    ours = [*reference.tables.values(), *reference.nets[0].parameters()]
+    ours += reference.remote_net.parameters() if reference.remote_net is not None else []
+    for mine, theirs in zip(ours, [*plain.tables(), *plain.dense()], strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=0, atol=0)
+    assert not torch.equal(reference.tables["items"], initial_rows()["items"].to(plain.items.weight.dtype))
 
 
 @pytest.mark.parametrize(
@@ -209,11 +189,10 @@ def test_one_trainer_has_the_bits_of_torch(remote: bool, dtype: str, autocast: s
     """Autocast holds for the local stages only; test_reference_rows.py has each optimizer of rows."""
     remote_net = make_remote_net() if remote else None
     plain = Plain(getattr(torch, dtype), "sum", copy.deepcopy(remote_net), autocast == "bfloat16")
-    dense = {"optimizer": "Adam(betas = [0.5, 0.9])", "learning_rate": 0.02}
-    dense["autocast"] = autocast
-    spec = OptimizerSpec("adagrad", 0.3, EPS)
+    dense = DenseSection(optimizer="Adam(betas = [0.5, 0.9])", learning_rate=0.02, autocast=autocast)
+    spec = OptimizerSpec("adagrad", 0.3, 1e-4)
     reference = make_reference(spec, remote_net=remote_net, dense=dense, dtype=dtype)
-    rows = torch.optim.Adagrad(plain.tables(), 0.3, eps=EPS)
+    rows = torch.optim.Adagrad(plain.tables(), 0.3, eps=1e-4)
     adam = torch.optim.Adam(plain.dense(), 0.02, (0.5, 0.9))
     steps = list(samples(dtype=getattr(torch, dtype)))
     train_both(plain, reference, steps, rows, adam)
@@ -231,5 +210,6 @@ def test_one_trainer_has_the_bits_of_torch(remote: bool, dtype: str, autocast: s
 )
 def test_bags_equal_torch_and_untouched_rows_stay(pooling: str, weighted: bool) -> None:
     plain, reference = Plain(mode=pooling), make_reference(pooling=pooling)
-    train_both(plain, reference, samples(every_row=False, weighted=weighted), sgd(plain))
+    groups = [{"params": plain.tables(), "lr": 0.3}, {"params": plain.dense(), "lr": 0.1}]
+    train_both(plain, reference, samples(every_row=False, weighted=weighted), torch.optim.SGD(groups))
     assert torch.equal(reference.tables["users"][-1], initial_rows()["users"][-1])

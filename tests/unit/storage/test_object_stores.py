@@ -1,18 +1,24 @@
 """Failures of stores: transient ones are retried, others are one line. Google and Azure differ from S3."""
 
+import datetime
 import hashlib
+import ipaddress
 import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from time import monotonic
 
 import numpy as np
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-from support.certificates import Certificates, made_in
 from support.stores import BUCKET, Proxy, Store
 from werkzeug.serving import make_server
 
@@ -144,16 +150,27 @@ def test_a_refused_request_is_not_retried(proxy: Proxy) -> None:
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return made_in(tmp_path_factory.mktemp("certificates"))
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate of a server on 127.0.0.1 that is its own authority, and its key."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now - day, now + day)
+    builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=True)
+    file = tmp_path_factory.mktemp("certificate") / "server.pem"
+    file.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        + builder.sign(key, SHA256()).public_bytes(Encoding.PEM)
+    )
+    return file
 
 
 @pytest.fixture(scope="module")
-def address(certificates: Certificates) -> Iterator[str]:
+def address(certificate: Path) -> Iterator[str]:
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # of clients that hang up, too
     application = DomainDispatcherApplication(create_backend_app)
-    signed = str(certificates.server), str(certificates.key)
-    server = make_server("127.0.0.1", 0, application, threaded=True, ssl_context=signed)
+    signed = str(certificate)
+    server = make_server("127.0.0.1", 0, application, threaded=True, ssl_context=(signed, signed))
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"127.0.0.1:{server.server_port}"
@@ -163,9 +180,9 @@ def address(certificates: Certificates) -> Iterator[str]:
 
 
 def test_an_authority_of_the_environment_is_trusted(
-    address: str, certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+    address: str, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificates.authority))
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
     bucket = RemotePath("s3://none", "", f"region=trusted&endpoint_override={address}")
     with pytest.raises(StorageError):
         files.write_bytes(bucket / "a", b"1")

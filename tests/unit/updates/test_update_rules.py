@@ -52,12 +52,15 @@ def test_one_cycle_with_its_peak_at_the_first_step() -> None:
     """Torch divides by zero at that step."""
     section = ScheduleSection(kind="one_cycle(peak_fraction = 0.25, final_factor = 0.0)")
     assert factors(section, 4) == pytest.approx([1.0, 0.75, 0.25, 0.0], abs=1e-12)
+    check_against_torch(section, 4)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "polynomial", "one_cycle"])
 def test_last_factor_stays_after_the_end(kind: str) -> None:
-    schedule = Schedule.of(ScheduleSection(kind=f"{kind}(final_factor = 0.25)"), STEPS)
-    assert schedule.factor(STEPS) == schedule.factor(10 * STEPS) == pytest.approx(0.25, abs=1e-12)
+    section = ScheduleSection(kind=f"{kind}(final_factor = 0.25)")
+    schedule = Schedule.of(section, STEPS)
+    *_, last = islice(learning_rate_factors(section, STEPS), 2 * STEPS)
+    assert [last, schedule.factor(STEPS), schedule.factor(10 * STEPS)] == pytest.approx([0.25] * 3, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "polynomial", "one_cycle"])

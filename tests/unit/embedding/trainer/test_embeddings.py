@@ -5,15 +5,13 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from support.shards import Cluster, cluster
+from support.shards import Cluster, cluster, requests_of
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.batch_ids import BatchIds
-from hybrid.embedding.trainer.embeddings import make_routes
 from hybrid.errors import DataError
 from hybrid.updates.ticket import Ticket
 
@@ -83,12 +81,9 @@ def test_the_number_of_requests_does_not_depend_on_the_number_of_tables(
     for num_tables in (4, 300):
         tables = [table(f"t{k}", num_rows=2, placement=placement) for k in range(num_tables)]
         multi_hot = [k for k in range(num_tables) if k % 4 in bags]
-        rows = [k for k in range(num_tables) if k % 4 not in bags]
-        items: dict[int, list[Item]] = {0: [], 1: []}
-        ids = BatchIds(SparseFeatures.from_bags([[[b % 2] for b in range(3)]] * num_tables))
-        for route in make_routes(rows, multi_hot, tables, place(tables, 2)):
-            route.start(ids, items)
-        assert [len(requests) for requests in items.values()] == [expected] * 2
+        sparse = SparseFeatures.from_bags([[[b % 2] for b in range(3)]] * num_tables)
+        requests = requests_of(tables, multi_hot, sparse, place(tables, 2))
+        assert list(map(len, requests)) == [expected] * 2
 
 
 @pytest.mark.parametrize(

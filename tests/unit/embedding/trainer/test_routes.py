@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from support.shards import Cluster, check_step, cluster, is_alone_in_memory
+from support.shards import Cluster, check_step, cluster, is_alone_in_memory, requests_of
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
@@ -14,7 +14,6 @@ from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.batch_ids import BatchIds
-from hybrid.embedding.trainer.embeddings import make_routes
 from hybrid.errors import DataError
 from hybrid.updates.ticket import Purpose, Ticket
 
@@ -145,14 +144,9 @@ def requests_for(
     tables: Sequence[TableSpec], bags: list[list[list[int]]], multi_hot: Sequence[bool]
 ) -> list[list[Item]]:
     """Return the requests to each of two workers; ``tables`` has the table of each feature."""
-    items: dict[int, list[Item]] = {0: [], 1: []}
-    ids = BatchIds(SparseFeatures.from_bags(bags))
-    features = range(len(tables))
+    features = [k for k, is_multi_hot in enumerate(multi_hot) if is_multi_hot]
     placement = place(list(dict.fromkeys(tables)), 2)
-    rows = [k for k in features if not multi_hot[k]]
-    for route in make_routes(rows, [k for k in features if multi_hot[k]], tables, placement):
-        route.start(ids, items)
-    return [items[0], items[1]]
+    return requests_of(tables, features, SparseFeatures.from_bags(bags), placement)
 
 
 @POOLED
@@ -293,10 +287,7 @@ def test_row_shared_by_history_and_candidate_is_requested_once() -> None:
     bags = [[[4], [7]], [[7, 4, 7], []], [[1], [1]]]
     tables = [dataclasses.replace(each, workers=(0,)) for each in (ITEM, USER)]
     of_features = [tables[0].for_feature("item"), tables[0].for_feature("seen"), tables[1]]
-    items: list[Item] = []
-    for route in make_routes(range(3), [], of_features, place(tables, 1)):
-        route.start(BatchIds(SparseFeatures.from_bags(bags)), {0: items})
-    ((_, rows),) = items
+    (((_, rows),),) = requests_of(of_features, [], SparseFeatures.from_bags(bags), place(tables, 1))
     assert rows.ids_L.tolist() == [4, 7, ROWS + 1]
     assert (rows.offsets, rows.weights_L) == (None, None)
     assert is_alone_in_memory(rows.ids_L)

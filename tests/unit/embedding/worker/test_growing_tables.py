@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.shards import evaluate, train
+from support.shards import Cluster, evaluate, train
 from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import Files, Manifest
@@ -36,56 +36,30 @@ def spec(growth: GrowthSpec, optimizer: str = "adam") -> TableSpec:
     return TableSpec("t", 0, DIM, Pooling.SUM, ("f",), settings, init_scale=0.5, growth=growth)
 
 
-class Workers:
+class Workers(Cluster):
     """A growing table on some workers, with the trainers' calls in this process."""
 
     def __init__(self, table: TableSpec, num_workers: int, num_trainers: int = 1) -> None:
-        self.placement = place([table], num_workers)
-        rules = UpdateRules(num_trainers)
-        self.hosts = [TableShards(self.placement, worker, rules) for worker in range(num_workers)]
-        self.buckets = [shard.buckets for shard in self.placement.shards]
-        for host in self.hosts:
-            host.initialize(SEED)
+        super().__init__([table], num_workers, SEED, UpdateRules(num_trainers))
 
     def read(self, keys: Sequence[int], step: int) -> Tensor:
         rows = torch.empty(len(keys), DIM)
         ids = torch.tensor(keys)
-        for host, own in zip(self.hosts, self._owned(ids), strict=True):
+        for host, own in self._owned(ids):
             (rows[own],) = host.lookup(evaluate(step), [(0, Bags(ids[own]))]).wait()
         return rows
 
     def update(self, step: int, trainer: int, keys: Tensor, grad: Tensor) -> None:
-        for host, own in zip(self.hosts, self._owned(keys), strict=True):
+        for host, own in self._owned(keys):
             host.contribute(train(step, trainer), [(0, Bags(keys[own]))], [grad[own]])
 
-    def save(self, folder: Path, step: int) -> None:
-        files: Files = {}
-        for host in self.hosts:
-            host.begin_save(is_copied=True)
-            files |= host.write(folder)
-        Manifest(step, 0, self.placement.shapes, files).write(folder)
-
-    def load(self, folder: Path, step: int) -> None:
-        for host in self.hosts:
-            host.load(folder, step)
-
-    def close(self) -> None:
-        for host in self.hosts:
-            host.close()
-
-    def _owned(self, keys: Tensor) -> Iterator[Tensor]:
+    def _owned(self, keys: Tensor) -> Iterator[tuple[TableShards, Tensor]]:
         buckets = torch.from_numpy((keys.numpy().view(np.uint64) >> np.uint64(54)).astype(np.int64))
-        for own in self.buckets:
-            yield (buckets >= own.start) & (buckets < own.stop)
-
-
-@contextmanager
-def workers(table: TableSpec, num_workers: int, num_trainers: int = 1) -> Iterator[Workers]:
-    each = Workers(table, num_workers, num_trainers)
-    try:
-        yield each
-    finally:
-        each.close()
+        for shard in self.placement.shards:
+            yield (
+                self.hosts[shard.worker],
+                (buckets >= shard.buckets.start) & (buckets < shard.buckets.stop),
+            )
 
 
 class Dictionary:
@@ -156,7 +130,7 @@ def test_table_equals_a_dictionary(
     expected, random = Dictionary(table), np.random.default_rng(len(workers_by_phase))
     step, steps = 0, 90 // len(workers_by_phase)
     for phase, num_workers in enumerate(workers_by_phase):
-        with workers(table, num_workers, num_trainers=3) as actual:
+        with closing(Workers(table, num_workers, num_trainers=3)) as actual:
             if phase:
                 actual.load(tmp_path / str(phase - 1), step)
             for _ in range(steps):
@@ -207,7 +181,7 @@ def test_lookups_during_updates_read_the_right_rows() -> None:
     expected, random = Dictionary(table), np.random.default_rng(3)
     keys = torch.from_numpy(random.integers(-(2**63), 2**63 - 1, (200, 1000)))
     rows = expected.initial([key % 2**64 for key in keys.view(-1).tolist()])
-    with workers(table, 1) as actual, ThreadPoolExecutor(1) as thread:
+    with closing(Workers(table, 1)) as actual, ThreadPoolExecutor(1) as thread:
 
         def train() -> None:
             for step, each in enumerate(keys):
@@ -229,7 +203,7 @@ def test_lookups_during_updates_read_the_right_rows() -> None:
 def test_a_key_without_a_row_reads_its_initial_row_in_training(unknown: str) -> None:
     table = spec(GrowthSpec(admit_after=2, unknown=unknown))
     initial = Dictionary(table).initial([5])
-    with workers(table, 1) as actual:
+    with closing(Workers(table, 1)) as actual:
         (row,) = actual.hosts[0].lookup(train(0), [(0, Bags(torch.tensor([5])))]).wait()
         assert torch.equal(row.detach(), initial)
         row.sum().backward()  # counts the key once, which is not enough for a row
@@ -242,11 +216,17 @@ def test_a_key_without_a_row_reads_its_initial_row_in_training(unknown: str) -> 
     ("change", "message"),
     [
         ({"keys": torch.tensor([3, 2])}, "invalid keys"),
+        ({"keys": torch.tensor([2, -(2**63)])}, "invalid keys"),  # of the other worker
+        ({"keys": torch.tensor([2])}, "invalid keys"),
+        ({"keys": torch.tensor([[2], [3]])}, "invalid keys"),
         ({"keys": torch.tensor([2, 2])}, "invalid keys"),
         ({"counts": torch.tensor([1, 0])}, "invalid keys"),
         ({"last_steps": torch.tensor([0, 2])}, "invalid keys"),
         ({"weight": torch.ones(3, DIM)}, "invalid keys"),
         ({"weight": torch.ones(2, DIM + 1)}, "shape or optimizer"),
+        ({"weight": torch.ones(2, DIM, dtype=torch.int64)}, "holds no rows"),
+        ({"weight": None}, "holds no rows"),
+        ({"keys": None}, "without keys"),
         ({"pending_counts": torch.tensor([1])}, "invalid pending_keys"),
         ({"keys": torch.ones(2)}, "without keys"),
         ({"sum": torch.ones(2, DIM)}, "shape or optimizer"),
@@ -254,18 +234,21 @@ def test_a_key_without_a_row_reads_its_initial_row_in_training(unknown: str) -> 
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_a_checkpoint_with_other_keys_is_refused(
-    change: dict[str, Tensor], message: str, tmp_path: Path
+    change: dict[str, Tensor | None], message: str, tmp_path: Path
 ) -> None:
     table = spec(GrowthSpec(), "sgd")
-    with workers(table, 1) as actual:
+    with closing(Workers(table, 2)) as actual:
         actual.update(0, 0, torch.tensor([2, 3]), torch.ones(2, DIM))
         actual.save(tmp_path / "right", 1)
         actual.load(tmp_path / "right", 1)
-        (name,) = Manifest.read(tmp_path / "right" / "manifest.json").files
-        tensors = Checkpoint.open(tmp_path / "right").tensors(name) | change
-        files = write_tensors(tmp_path / "wrong", name, tensors)
+        stored = Checkpoint.open(tmp_path / "right")
+        files: Files = {}
+        for index, name in enumerate(sorted(stored.manifest.files)):
+            tensors = {**stored.tensors(name), **(change if index == 0 else {})}
+            present = {kind: tensor for kind, tensor in tensors.items() if tensor is not None}
+            files |= write_tensors(tmp_path / "wrong", name, present)
         Manifest(1, 0, actual.placement.shapes, files).write(tmp_path / "wrong")
-        with pytest.raises(CheckpointError, match=f"table t .*{message}"):
+        with pytest.raises(CheckpointError, match=rf"\bt\b.*{message}"):
             actual.load(tmp_path / "wrong", 1)
 
 

@@ -221,6 +221,18 @@ class TestPrefetches:
             host.barrier.drain()
             assert (before - host.groups[0].weight_RD)[:, 0].nonzero().tolist() == [[4]]
 
+    def test_a_failure_of_gradients_fails_the_lookup_sent_with_them(self) -> None:
+        items = [(0, Bags(torch.tensor([1])))]
+        request = LookupRequest(prefetch(2), items)
+        with hosting(UpdateRules(1, UpdateMode.LOOKAHEAD)) as host:
+            for step in range(2):
+                host.lookup(prefetch(step), items)
+            response = host.send_gradients(prefetch(0), [torch.full((1, 2), torch.nan)], request)
+            with pytest.raises(ClusterError, match=r"^trainer 0 .* step 0 twice"):
+                host.send_gradients(prefetch(0), [torch.ones(1, 2)], request)
+            with pytest.raises(NonFiniteError, match=r"^step 0: .* table t, row 1,"):
+                response.wait()
+
     def test_distinct_rows_of_the_next_step_are_found_once(self) -> None:
         """They are found before the gradients arrive, in the order in which gradients are merged."""
         with hosting(UpdateRules(2, UpdateMode.LOOKAHEAD, parts=2)) as host:
