@@ -125,6 +125,7 @@ class TestTorchCompile:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        monkeypatch.setenv("PATH", str(tmp_path))  # a folder that this user must not read is another error
         with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "compile_threads": 1}):
             with pytest.raises(ConfigError) as caught:
                 compiled(nn.Tanh(), "inductor", [rows()])
