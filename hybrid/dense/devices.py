@@ -47,7 +47,7 @@ def _gpus() -> list[torch.device]:
 def device_id(device: torch.device) -> str:
     """Return the type of a device; for a GPU, also an id that is unique in a cluster.
 
-    The index does not, since engines such as Ray and Slurm may show each trainer a single GPU as number 0.
+    The index is not unique: engines such as Ray and Slurm may show each trainer a single GPU as number 0.
     """
     if device.type == "cpu":
         return device.type

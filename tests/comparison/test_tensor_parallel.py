@@ -83,7 +83,7 @@ def test_shared_stage_equals_the_stage_on_all_samples_of_its_group(
     kind: str, dtype: torch.dtype, tolerance: float, cluster: RunningCluster
 ) -> None:
     """Slices have any size, and any rank may need gradients; plans are automatic, shards uneven."""
-    check(cluster, partial(shared, kind, dtype, "cpu"), rtol=tolerance, atol=tolerance)
+    check(cluster, partial(shared, kind, dtype), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(

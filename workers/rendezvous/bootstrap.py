@@ -106,9 +106,8 @@ class RendezvousStore(dist.Store):
         self._timeout = timedelta(seconds=timeout_seconds)
         self._lock = threading.Lock()  # of the attributes below
         self._idle: list[Channel] = []  # a request that waits does not block another one
-        self._barriers: dict[
-            bytes, bytes
-        ] = {}  # torch's number of each barrier to its number in this cluster
+        # The number of each barrier in this cluster, by torch's number.
+        self._barriers: dict[bytes, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
         self._request("set", key, value)

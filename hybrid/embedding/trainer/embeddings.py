@@ -174,7 +174,7 @@ class DistinctRowsForGpu(NamedTuple):
     rows: DistinctRows
 
     def outputs(self, responses: Responses) -> tuple[Tensor, ...]:
-        parts = [responses[worker][index] for (worker, index), _, _ in self.rows.slots]
+        parts = self.rows.parts(responses)
         size = sum(map(len, parts)), self.rows.shape_BFD[2]
         return (torch.cat(parts, out=torch.empty(size, dtype=parts[0].dtype, pin_memory=True)),)
 

@@ -136,8 +136,11 @@ class DistinctRows(NamedTuple):
 
     def collect(self, responses: Responses) -> tuple[Tensor, Tensor]:
         """Return ``rows_UD``, and for each id an index into these rows."""
-        rows_UD = torch.cat([responses[worker][index] for (worker, index), _, _ in self.slots])
-        return rows_UD, self.ranks()
+        return torch.cat(self.parts(responses)), self.ranks()
+
+    def parts(self, responses: Responses) -> list[Tensor]:
+        """Return the distinct rows, slot by slot."""
+        return [responses[worker][index] for (worker, index), _, _ in self.slots]
 
     def ranks(self) -> Tensor:
         """Return ``ranks_L``, an index into the distinct rows for each id."""

@@ -36,14 +36,14 @@ SLICES = (
 )
 
 
-def shared(kind: str, dtype: torch.dtype, device: str, index: int) -> list[Compared]:
+def shared(kind: str, dtype: torch.dtype, index: int) -> list[Compared]:
     """Compare a shared stage for each of ``SLICES``; each trainer has its own inputs.
 
     Under autocast where ``dtype`` is bfloat16.
     """
     plain, widths = _stage(kind)
-    plain.to(device, torch.float32 if dtype is torch.bfloat16 else dtype)
-    mesh = trainers_mesh(torch.device(device).type)
+    plain.to(torch.float32 if dtype is torch.bfloat16 else dtype)
+    mesh = trainers_mesh()
     split = TensorParallel(copy.deepcopy(plain), mesh["tensor"], automatic_plan(plain))
     stage = SharedStage(split, mesh.get_group("tensor"))
     return [_shared_once(plain, split, stage, widths, sizes, wanted, dtype) for sizes, wanted in SLICES]
@@ -58,7 +58,7 @@ def _shared_once(
     wanted: tuple[bool, bool],
     dtype: torch.dtype,
 ) -> Compared:
-    mesh = trainers_mesh(next(plain.parameters()).device.type)
+    mesh = trainers_mesh()
     own, data = mesh.get_local_rank("tensor"), mesh.get_local_rank("data")
     like = next(plain.parameters()).detach()
     of_ranks = [

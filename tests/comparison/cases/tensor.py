@@ -38,8 +38,8 @@ ROWS = 10
 
 
 @functools.cache
-def trainers_mesh(device_type: str = "cpu") -> DeviceMesh:
-    return trainer_mesh(TENSOR, device_type)
+def trainers_mesh() -> DeviceMesh:
+    return trainer_mesh(TENSOR, "cpu")
 
 
 class Mlp(nn.Module):
