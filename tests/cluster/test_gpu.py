@@ -12,13 +12,16 @@ import torch
 from comparison.cases import custom_loop_script
 from support import fake_gpu
 from support.cluster import CaseError, Clusters, run_script, small_config
+from support.commands import JOB, settings, started
 from support.jobs import compare, evaluate, evaluate_in_two_parts
+from support.stopped_runs import assert_same_run
 
 from hybrid.config import RunConfig, TaskSection
 
 # Called only here: a process that has initialized CUDA cannot fork trainers.
 GPU = "cuda" if torch.cuda.is_available() else fake_gpu.NAME
 pytestmark = [pytest.mark.gpu] if GPU == "cuda" else []
+in_software = pytest.mark.skipif(GPU == "cuda", reason="one GPU, which rounds otherwise than the CPU")
 STEPS = 6
 LOOKAHEAD = {"update": "lookahead"}
 
@@ -27,7 +30,7 @@ def config_of(trainers: int, dense: dict[str, Any], train: dict[str, Any]) -> Ru
     return small_config(
         cluster={"trainers": trainers, "workers": 2},
         dense={"device": GPU, **dense},
-        train={"dtype": "float64", **train},
+        train={"dtype": "float64"} | train,
     )
 
 
@@ -39,6 +42,8 @@ def config_of(trainers: int, dense: dict[str, Any], train: dict[str, Any]) -> Ru
         (2, {}, {}),
         (2, {}, {**LOOKAHEAD, "micro_batches": 2, "clip_norm": 0.1}),
         (2, {"remote_mlp": (8,)}, {}),
+        pytest.param(1, {"autocast": "bfloat16"}, {"dtype": "float32"}, marks=in_software),
+        pytest.param(2, {"tensor_size": 2}, {}, marks=in_software),
         pytest.param(2, {"device": f"{GPU}:0,cpu"}, LOOKAHEAD, marks=pytest.mark.gpu),
         (1, {"device": f"{GPU}:0,{GPU}:0"}, {}),
         (1, {"device": f"{GPU}:0,{GPU}:0", "compile": "script"}, {}),
@@ -85,6 +90,19 @@ def test_custom_loops_on_gpus_equal_those_on_cpus(
         cluster.run(run_script, custom_loop_script.__file__, output, *options, device=device, **LOOKAHEAD)
         results.append(torch.load(output))
     torch.testing.assert_close(*results, rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.gpu
+def test_run_has_the_same_bits_after_the_loss_of_its_trainers(tmp_path: Path) -> None:
+    config = settings(dense={"device": "auto"}, train=LOOKAHEAD, checkpoint={"every_steps": 4})
+    for name, victims in (("whole", []), ("killed", ["trainer 1", "trainer 0"])):
+        job = [*JOB, *config, *settings(run={"folder": name})]
+        with started(["launch", *job], tmp_path, afresh=True) as command:
+            for number, role in enumerate(victims):
+                command.await_text(f"step {5 * number + 3}/")
+                command.role(role).kill()
+            assert command.wait().code == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ and are computed there, but
 
 import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +27,7 @@ from torch.utils.backend_registration import (
 
 NAME = "npu"
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 _set = torch.ops.aten.set_.source_Storage_storage_offset
 _as_strided = torch.ops.aten.as_strided.default
 # The memory of each storage of the device, by the address of the storage.
@@ -43,6 +45,13 @@ def register() -> None:
     for operation, kernel in (("_copy_from", _copy_from), ("_to_copy", _to_copy)):
         _libraries[1].impl(operation, kernel, "PrivateUse1")
     _libraries[1].impl("_local_scalar_dense", lambda tensor: _on_cpu(tensor).item(), "PrivateUse1")
+    functional = torch.ops._c10d_functional
+    _libraries.append(torch.library.Library("_c10d_functional", "IMPL"))
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"):
+        _libraries[-1].impl(name, partial(_compute, getattr(functional, name).default), "PrivateUse1")
+    for operation in ("linear", "matmul", "mm", "addmm", "bmm"):
+        _libraries[1].impl(operation, _lower_precision(operation), "AutocastPrivateUse1")
+    _libraries[0].fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     patch("torch.empty", _empty).start()
     patch("torch.Event", _Event).start()
     patch("torch.Tensor.pin_memory", _pin_memory).start()
@@ -60,6 +69,9 @@ class _Module(_DummyBackendModule):
 
     def get_device_properties(self, device: torch.device) -> SimpleNamespace:
         return SimpleNamespace(uuid=os.getpid())
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
 
     def get_rng_state(self, device: torch.device) -> Tensor:
         return torch.get_rng_state()
@@ -89,6 +101,8 @@ class _Group(dist.ProcessGroup):
     def __init__(self, gloo: Any) -> None:
         super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]
         self._gloo = gloo
+        for kind in ("cpu", NAME):
+            self._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.CUSTOM, gloo)
 
     def getBackendName(self) -> str:
         return "fakenccl"
@@ -108,6 +122,20 @@ class _Group(dist.ProcessGroup):
 
 def _make_group(store: dist.Store, rank: int, size: int, timeout: Any) -> _Group:
     return _Group(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+
+def _lower_precision(name: str) -> Callable[..., Any]:
+    """Return an operation of torch whose float32 arguments are rounded to the type of autocast."""
+
+    def convert(value: Any) -> Any:
+        is_rounded = isinstance(value, Tensor) and value.dtype == torch.float32
+        return value.to(torch.get_autocast_dtype(NAME)) if is_rounded else value
+
+    def compute(*arguments: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return getattr(torch.ops.aten, name)(*map(convert, arguments))
+
+    return compute
 
 
 def _is_here(value: Any) -> bool:
