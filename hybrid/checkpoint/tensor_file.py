@@ -173,7 +173,7 @@ def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | me
     yield header
     for tensor in tensors.values():
         # A contiguous tensor of at most one element may have any last stride; a new dimension has stride 1.
-        column = tensor.detach().cpu().contiguous().reshape(-1).unsqueeze(1)
+        column = tensor.detach().contiguous().reshape(-1).unsqueeze(1)
         content = column.view(torch.uint8).reshape(-1).numpy().data
         for start in range(0, len(content), _CHUNK_BYTES):
             yield content[start : start + _CHUNK_BYTES]
