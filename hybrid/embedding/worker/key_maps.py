@@ -35,7 +35,7 @@ _SWEPT_BUCKETS = 16  # per update, so that 64 updates sweep a table
 
 _LOG_SLOTS = 4  # logarithm of the slots of a new bucket
 _MAX_LOG_SLOTS = 21  # two billion slots in a table
-# Load factors: beyond the first, buckets grow a few at a time; beyond the second, a bucket grows at once.
+# Load factors: beyond a mean of the first, buckets grow a few at a time; beyond the second, at once.
 _SOFT_LOAD, _HARD_LOAD = 0.6, 0.8
 _MAX_COUNT = 2**31 - 1
 _ROWS_AHEAD = 32  # prefetch distance: more than for sorted rows, which hardware partly prefetches
@@ -226,7 +226,7 @@ def _remove_keys(slots_S2: Ints, logs_N: Ints, free_R: Ints, records_R2: Ints, k
 
 
 @compiled("void(int64[:,::1], int64[::1], int64)")
-def _double(slots_S2: Ints, logs_N: Ints, bucket: int) -> None:
+def _move_keys(slots_S2: Ints, logs_N: Ints, bucket: int) -> None:
     """Move the keys of a bucket to twice as many slots; the caller clears the old ones."""
     size = np.int64(1) << logs_N[bucket]
     first = (NUM_BUCKETS + bucket) << logs_N[bucket]
@@ -322,7 +322,7 @@ class KeyMap:
             ClusterError: the rows do not fit into this worker's memory.
         """
         added_N = np.bincount(bucket_of(keys_U), minlength=NUM_BUCKETS)
-        self._grow(self._sizes_N + added_N, _HARD_LOAD, NUM_BUCKETS)
+        self._reserve(self._sizes_N + added_N, _HARD_LOAD)
         if self.end - self._free_R[0] + len(keys_U) > self._capacity and not limit:
             raise ClusterError(f"table {self._table}: its rows exceed the memory of a worker; set max_rows")
         rows_U, counts_U = np.empty(len(keys_U), np.int64), np.empty(len(keys_U), np.int64)
@@ -392,28 +392,35 @@ class KeyMap:
         return np.concatenate(evicted)
 
     def grow(self) -> None:
-        """Give the fullest buckets more slots, before their next keys need them.
+        """Give some buckets more slots, before their next keys need them.
 
         All buckets fill at the same rate. If each update adds as many keys as the last one, all buckets grow
-        before the first bucket is too full.
+        before the first bucket is too full. They grow in the order of their addresses, since neighbors share
+        a huge page, whose first write takes milliseconds.
         """
-        updates = (_HARD_LOAD - _SOFT_LOAD) * int((1 << self._logs_N).sum()) / max(1, self._num_added)
-        self._grow(self._sizes_N, _SOFT_LOAD, math.ceil(NUM_BUCKETS / updates))
+        own = np.asarray(self._buckets)
+        log = int(self._logs_N[own].min())
+        smallest = own[self._logs_N[own] == log]
+        if self._sizes_N[smallest].sum() > _SOFT_LOAD * (len(smallest) << log):
+            number = math.ceil(self._num_added / ((_HARD_LOAD - _SOFT_LOAD) * (1 << log)))
+            self._double(smallest[:number])
 
-    def _grow(self, sizes_N: Ints, load: float, at_most: int) -> None:
-        loads_N = sizes_N / (1 << self._logs_N)
-        full = np.flatnonzero(loads_N > load)
-        for bucket in full[np.argsort(-loads_N[full], kind="stable")][:at_most].tolist():
-            while sizes_N[bucket] > load * (1 << int(self._logs_N[bucket])):
-                log = int(self._logs_N[bucket])
-                if log == _MAX_LOG_SLOTS:
-                    raise ClusterError(f"table {self._table}: a bucket has more than {1 << log:,} keys")
-                _double(*self._map, bucket)
-                first, size = (NUM_BUCKETS + bucket) << log, 1 << log
-                if size * 16 < mmap.PAGESIZE:
-                    self._slots_S2[first : first + size] = 0
-                else:
-                    self._memory.madvise(mmap.MADV_DONTNEED, first * 16, size * 16)
+    def _reserve(self, sizes_N: Ints, load: float) -> None:
+        """Give slots to buckets that would exceed a load with these numbers of keys."""
+        while len(full := np.flatnonzero(sizes_N > load * (1 << self._logs_N))):
+            self._double(full)
+
+    def _double(self, buckets: Ints) -> None:
+        for bucket in buckets.tolist():
+            log = int(self._logs_N[bucket])
+            if log == _MAX_LOG_SLOTS:
+                raise ClusterError(f"table {self._table}: a bucket has more than {1 << log:,} keys")
+            _move_keys(*self._map, bucket)
+            first, size = (NUM_BUCKETS + bucket) << log, 1 << log
+            if size * 16 < mmap.PAGESIZE:
+                self._slots_S2[first : first + size] = 0
+            else:
+                self._memory.madvise(mmap.MADV_DONTNEED, first * 16, size * 16)
 
     def state(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return keys and records by row (R, 2), -1 for free rows; and those of pending keys (P, 2)."""
@@ -431,7 +438,7 @@ class KeyMap:
             (pending_P2, ~pending_P2[:, 1]),
         ):
             sizes_N = np.bincount(bucket_of(entries_E2[:, 0]), minlength=NUM_BUCKETS)
-            self._grow(self._sizes_N + sizes_N, _SOFT_LOAD, NUM_BUCKETS)
+            self._reserve(self._sizes_N + sizes_N, _SOFT_LOAD)
             _insert(*self._map, np.ascontiguousarray(entries_E2[:, 0]), values_E)
             self._sizes_N += sizes_N
             if entries_E2 is records_R2:
