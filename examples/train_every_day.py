@@ -8,7 +8,7 @@ The log is that of ``drifting_log.py``. Each run starts with the model of the da
 - growing: a value gets a row when it appears.
 - prepared: each day has a vocabulary of its own. Values that the day before has keep their rows.
 
-FOLDER gets the log, the runs, and ``auc.csv`` and ``auc.png``: the AUC by tested day, and the best that a
+FOLDER gets the log, the runs, and ``auc.csv`` and ``auc.svg``: the AUC by tested day, and the best that a
 model can reach.
 """
 
@@ -72,7 +72,7 @@ def main() -> None:
         axes.plot(tested, values, marker="o", label=name)
     axes.set(xlabel="tested day", ylabel="AUC")
     axes.legend()
-    figure.savefig(options.folder / "auc.png")
+    figure.savefig(options.folder / "auc.svg")
 
 
 if __name__ == "__main__":

@@ -82,4 +82,4 @@ def test_example_compares_three_ways(tmp_path: Path) -> None:
         (line,) = csv.DictReader(file)
     assert [*line] == ["day", "fixed", "growing", "prepared", "best reachable"]
     assert all(float(line[name]) < float(line["best reachable"]) for name in ("fixed", "growing", "prepared"))
-    assert (tmp_path / "days/auc.png").stat().st_size
+    assert (tmp_path / "days/auc.svg").stat().st_size
