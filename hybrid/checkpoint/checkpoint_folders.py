@@ -45,6 +45,7 @@ _PARTS = "parts-"  # prefix of the folder with the files of a checkpoint in a st
 BEST = "best"
 OWES_EVALUATION = "owes_evaluation"  # whether the evaluation after this step is still to be done
 CUSTOM_LOOP = "custom_loop"  # whether a custom training loop wrote the checkpoint
+EXPORTED = "exported"  # whether it is an export: without optimizer state, and with ranges of rows as shards
 _MAX_BYTES = 32 << 20  # the manifest of a thousand tables on a hundred workers has 20 MB
 _MAX_COUNT = 2**63 - 1
 _STEP_NAME = re.compile(r"step-[0-9]{1,18}")
@@ -55,8 +56,6 @@ VOCABULARIES_FILE = "vocabularies.parquet"
 DENSE_FILE = "dense.safetensors"
 REMOTE_FILE = "remote.safetensors"
 PROGRESS_FILE = "progress.safetensors"
-TABLES_FILE = "tables.safetensors"  # file of an exported folder
-KEYS_SUFFIX = ".keys"  # suffix in this file after the name of a growing table
 _MAX_NAME_BYTES = 255  # the limit of file systems
 _PREFIX_BYTES = 100  # kept prefix of a longer name
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import (
+    EXPORTED,
     MANIFEST_FILE,
     Manifest,
     damage_error,
@@ -22,10 +23,50 @@ from hybrid.checkpoint.checkpoint_folders import (
     shard_file,
     step_folder,
 )
-from hybrid.checkpoint.tensor_file import map_arrays, read_tensors
+from hybrid.checkpoint.tensor_file import map_arrays, read_tensors, to_floats
 from hybrid.errors import CheckpointError
+from hybrid.primitives.key_buckets import range_of_shard
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
+
+
+@dataclass(frozen=True, eq=False)
+class MappedRows:
+    """The rows of a table and their optimizer state, in mapped files."""
+
+    shards: Sequence[Mapping[str, npt.NDArray[Any]]]
+    num_rows: int
+    has_ranges: bool  # whether shards are ranges of rows; otherwise row r is in shard r mod n
+
+    def rows_of_shard(self, index: int) -> slice:
+        """Return the numbers of the rows in a shard."""
+        count = len(self.shards)
+        if not self.has_ranges:
+            return slice(index, self.num_rows, count)
+        rows = range_of_shard(index, count, self.num_rows)
+        return slice(rows.start, rows.stop)
+
+    def read(self, rows_N: npt.NDArray[np.int64], with_state: bool = False) -> dict[str, npt.NDArray[Any]]:
+        """Return the rows with these numbers ("weight"), and perhaps their optimizer state."""
+        count = len(self.shards)
+        if self.has_ranges:
+            shard_N = rows_N * count // self.num_rows
+            index_N = rows_N + -shard_N * self.num_rows // count
+        else:
+            shard_N, index_N = rows_N % count, rows_N // count
+        arrays = {
+            name: np.empty((len(rows_N), *array.shape[1:]), to_floats(array[:0]).dtype)
+            for name, array in self.shards[0].items()
+            if with_state or name == "weight"
+        }
+        order_N = shard_N.argsort(kind="stable")
+        sizes = np.bincount(shard_N, minlength=count)
+        ends = sizes.cumsum()
+        for number in np.flatnonzero(sizes).tolist():
+            own = order_N[ends[number] - sizes[number] : ends[number]]
+            for name, array in arrays.items():
+                array[own] = to_floats(self.shards[number][name][index_N[own]])
+        return arrays
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +97,11 @@ class Checkpoint:
     def files_folder(self) -> StoragePath:
         """The folder of all files except the manifest."""
         return self.folder / self.manifest.parts
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether ``hybrid export`` has written it."""
+        return EXPORTED in self.manifest.progress
 
     @classmethod
     def newest_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
@@ -109,40 +155,28 @@ class Checkpoint:
     def tensors(self, name: str) -> dict[str, Tensor]:
         return read_tensors(*self._source(name))
 
-    def map_rows(self, table: str, num_rows: int, dim: int) -> list[npt.NDArray[Any]]:
+    def map_rows(self, table: str, num_rows: int, dim: int) -> MappedRows:
         """Map the rows of every shard of a table into memory; see :func:`map_arrays`.
 
         Raises:
             CheckpointError: the table is missing, or its shape differs.
         """
-        return [shard["weight"] for shard in self._map_shards(table, num_rows, dim)]
-
-    def row_reader(self, table: str) -> Callable[[npt.NDArray[np.int64]], dict[str, npt.NDArray[Any]]]:
-        """Return a function from row numbers to the rows ("weight") of a table and their optimizer state.
-
-        Raises:
-            CheckpointError: the table is missing, or its shape differs from the manifest.
-        """
-        self.num_shards(table)
-        shards = self._map_shards(table, *self.manifest.tables[table][:2])
-
-        def read(rows_N: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-            shard_N, index_N = rows_N % len(shards), rows_N // len(shards)
-            tensors = {name: np.empty((len(rows_N), *a.shape[1:]), a.dtype) for name, a in shards[0].items()}
-            for number, shard in enumerate(shards):
-                own_N = shard_N == number
-                for name, array in tensors.items():
-                    array[own_N] = shard[name][index_N[own_N]]
-            return tensors
-
-        return read
+        shards = [self.map_shard(table, index) for index in range(self.num_shards(table))]
+        mapped = MappedRows(shards, num_rows, self.is_exported)
+        for index, shard in enumerate(shards):
+            lengths = {len(array) for array in shard.values()}
+            expected = len(range(*mapped.rows_of_shard(index).indices(num_rows)))
+            if lengths != {expected} or shard["weight"].shape[1:] != (dim,):
+                raise CheckpointError(f"{self.folder}: table {table} has another shape than the model's")
+        return mapped
 
     def read_rows(self, table: str, shape: tuple[int, int]) -> Tensor:
         """Read all rows of a table of a given shape; see :meth:`map_rows`."""
-        shards = self.map_rows(table, *shape)
-        rows_RD = np.empty(shape, shards[0].dtype)
-        for index, shard in enumerate(shards):
-            rows_RD[index :: len(shards)] = shard
+        mapped = self.map_rows(table, *shape)
+        weights = [shard["weight"] for shard in mapped.shards]
+        rows_RD = np.empty(shape, to_floats(weights[0][:0]).dtype)
+        for index, weight in enumerate(weights):
+            rows_RD[mapped.rows_of_shard(index)] = to_floats(weight)
         return torch.from_numpy(rows_RD)
 
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
@@ -172,15 +206,6 @@ class Checkpoint:
                     raise CheckpointError(f"{self.folder}: table {table} has fewer rows than the model's")
                 target[:] = source[: len(target)]
 
-    def _map_shards(self, table: str, num_rows: int, dim: int) -> list[dict[str, npt.NDArray[Any]]]:
-        count = self.num_shards(table)
-        shards = [self.map_shard(table, index) for index in range(count)]
-        for index, shard in enumerate(shards):
-            lengths = {len(array) for array in shard.values()}
-            if lengths != {len(range(index, num_rows, count))} or shard["weight"].shape[1:] != (dim,):
-                raise CheckpointError(f"{self.folder}: table {table} has another shape than the model's")
-        return shards
-
     def num_shards(self, table: str) -> int:
         """Return the number of files of a table; CheckpointError if the table is missing."""
         if table not in self.manifest.tables:
@@ -191,7 +216,7 @@ class Checkpoint:
         """Map the arrays of a shard of a table into memory; see :func:`map_arrays`."""
         name = shard_file(table, index, self.num_shards(table))
         arrays = map_arrays(*self._source(name))
-        is_float = "weight" in arrays and arrays["weight"].dtype.kind == "f"
+        is_float = "weight" in arrays and arrays["weight"].dtype.kind in "fV"
         if not is_float or any(array.ndim == 0 for array in arrays.values()):
             raise CheckpointError(f"{self.files_folder / name}: holds no rows")
         return arrays

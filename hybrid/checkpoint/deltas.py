@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -119,6 +119,9 @@ class ChangedRows(NamedTuple):
     rows: npt.NDArray[np.int64]  # row numbers, or keys of a growing table, (U,)
     weight: npt.NDArray[Any]  # the new values, (U, D)
     evicted: npt.NDArray[np.int64]  # keys without a row, (E,); empty unless the table grows
+
+
+Changes: TypeAlias = dict[str, list[ChangedRows]]  # by table, in the order in which they apply
 
 
 def open_delta(run: StoragePath, version: ModelVersion) -> Checkpoint:

@@ -3,7 +3,8 @@
 A shard's file sorts keys as unsigned numbers. For keys with rows, it has ``keys``, ``weight``, the optimizer
 state, and the records of ``hybrid/embedding/worker/key_maps.py`` as ``counts`` and ``last_steps``. For
 pending keys, it has ``pending_keys``, ``pending_counts`` and ``pending_last_steps``. Records also count the
-steps of earlier runs, whose keys the run continues; ``steps_before`` has their number.
+steps of earlier runs, whose keys the run continues; ``steps_before`` has their number. An export has only
+``keys`` and ``weight``; records are made up.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.tensor_file import release_pages
 from hybrid.errors import CheckpointError
 from hybrid.primitives.key_buckets import KEY_BITS, NUM_BUCKETS, bucket_of, buckets_of_shard
 
@@ -82,8 +84,13 @@ def map_keys(
         if of_file.stop <= buckets.start or buckets.stop <= of_file.start:
             continue
         arrays = checkpoint.map_shard(table, index)
+        if checkpoint.is_exported and "keys" in arrays:
+            made_up = dict.fromkeys(_OF_KEYS, np.zeros(0, np.int64)) | {STEPS_BEFORE: np.zeros(1, np.int64)}
+            of_rows = dict.fromkeys(KINDS_OF_KEYS, np.broadcast_to(np.int64(1), arrays["keys"].shape))
+            arrays = made_up | of_rows | arrays
         if problem := _find_problem(arrays, widths, of_file, checkpoint.manifest.step, has_any_state):
             raise CheckpointError(f"{checkpoint.folder}: table {table} {problem}")
+        release_pages(arrays["keys"])  # the check has read all keys
         yield arrays
 
 
@@ -108,13 +115,18 @@ def _split(prefix: str, records_R2: npt.NDArray[np.int64]) -> dict[str, Tensor]:
     return {prefix + kind: torch.tensor(column) for kind, column in zip(KINDS_OF_KEYS, columns, strict=True)}
 
 
-def _join(prefix: str, arrays: Arrays, buckets: range) -> tuple[npt.NDArray[np.int64], slice]:
-    """Return the keys in ``buckets`` with their records, and the positions of these keys."""
-    keys, counts, last_steps = (arrays[prefix + kind] for kind in KINDS_OF_KEYS)
+def find_buckets(keys: npt.NDArray[np.int64], buckets: range) -> slice:
+    """Return the positions of the keys in ``buckets``; the keys ascend as unsigned numbers."""
     unsigned = keys.view(np.uint64)
     first = unsigned.searchsorted(np.uint64(buckets.start << KEY_BITS))
     last = unsigned.searchsorted(np.uint64((buckets.stop << KEY_BITS) - 1), side="right")
-    part = slice(first, last)
+    return slice(first, last)
+
+
+def _join(prefix: str, arrays: Arrays, buckets: range) -> tuple[npt.NDArray[np.int64], slice]:
+    """Return the keys in ``buckets`` with their records, and the positions of these keys."""
+    keys, counts, last_steps = (arrays[prefix + kind] for kind in KINDS_OF_KEYS)
+    part = find_buckets(keys, buckets)
     return np.stack([keys[part], counts[part] << 32 | last_steps[part]], axis=1), part
 
 

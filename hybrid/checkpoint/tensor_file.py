@@ -10,11 +10,11 @@ Files are written without a copy of the tensors and read by mapping them into me
 
 import hashlib
 import json
+import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -45,8 +45,8 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# The types of rows, optimizer state and keys.
-_ARRAY_TYPES = {"F64": np.float64, "F32": np.float32, "I64": np.int64}
+# The types of rows, optimizer state and keys. NumPy has no bfloat16; see :func:`to_floats`.
+_ARRAY_TYPES: dict[str, npt.DTypeLike] = {"F64": np.float64, "F32": np.float32, "I64": np.int64, "BF16": "V2"}
 # The header of a thousand tensors has 100 kB. safetensors accepts 100 MB, which need gigabytes of memory.
 _MAX_HEADER_BYTES = 8 << 20
 _CHUNK_BYTES = 4 << 20  # fits into the CPU cache, for hashing
@@ -54,15 +54,10 @@ _ALIGNMENT = 8
 _LENGTH_BYTES = 8
 
 
-def write_tensors(
-    folder: StoragePath,
-    name: str,
-    tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str] = MappingProxyType({}),
-) -> Files:
+def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor]) -> Files:
     """Write named tensors as one file of a checkpoint, and flush it to the disk.
 
-    Tensors that are not contiguous, or not on the CPU, are copied one at a time.
+    Tensors are on the CPU. Those that are not contiguous are copied one at a time.
 
     Raises:
         CheckpointError: the file cannot be written, or the format lacks the type of a tensor.
@@ -70,7 +65,7 @@ def write_tensors(
     path = folder / name
     # Wide types first, so that each tensor is aligned when the file is mapped into memory.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    entries: dict[str, Mapping[str, object]] = {"__metadata__": {**metadata}} if metadata else {}
+    entries: dict[str, Mapping[str, object]] = {}
     start = 0
     for tensor_name, tensor in ordered.items():
         if tensor.dtype not in _DTYPES:
@@ -107,7 +102,7 @@ def map_arrays(
     :func:`hybrid.storage.files.local_copy`.
 
     Raises:
-        CheckpointError: the file cannot be read, or a tensor is neither float32, float64 nor int64.
+        CheckpointError: the file cannot be read, or a tensor has a type that tables do not have.
     """
     with _opened(path, sha256, root) as local:
         text = read_header(local)
@@ -127,6 +122,22 @@ def map_arrays(
         with _reading(path):
             arrays[name] = content[first:last].view(_ARRAY_TYPES[dtype]).reshape(entry["shape"])
     return arrays
+
+
+def to_floats(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a mapped array, or for bfloat16 a copy as float32."""
+    if array.dtype.kind != "V":
+        return array
+    return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def release_pages(array: npt.NDArray[Any]) -> None:
+    """Remove the file of a mapped array from this process's resident memory; later reads map it again."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 def read_tensors(

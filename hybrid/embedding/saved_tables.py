@@ -1,14 +1,13 @@
-"""Stored rows with values, in blocks: tables of checkpoints, exported folders and Parquet files.
+"""Stored rows with values, in blocks: tables of checkpoints, exports and Parquet files.
 
-The values for a checkpoint or an exported folder come from its encoder. Files are mapped into memory, and
-values are read in blocks, so a table may be larger than the memory. A Parquet file has a column of values as
+The values for a checkpoint or an export come from its encoder. Files are mapped into memory, and values are
+read in blocks, so a table may be larger than the memory. A Parquet file has a column of values as
 in the data, and a column of vectors (lists of numbers).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,10 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, KEYS_SUFFIX, TABLES_FILE
+from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.stored_keys import Arrays, read_keys
-from hybrid.checkpoint.tensor_file import map_arrays, read_header
+from hybrid.checkpoint.tensor_file import to_floats
 from hybrid.config import TableSection
 from hybrid.config.loading import CONFIG_FILE, load_config
 from hybrid.config.table_sections import table_optimizer
@@ -30,11 +29,10 @@ from hybrid.config.validation import table_of_column
 from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder, SparseEncoding, open_values
 from hybrid.data.parse.parquet_blocks import open_parquet
 from hybrid.data.values.column_values import is_list, parse_values
-from hybrid.embedding.stored_matrix import ReadRows, SavedRows, open_matrix, rows_of
+from hybrid.embedding.stored_matrix import ReadRows, SavedRows, rows_of
 from hybrid.errors import DataError, StorageError, first_line
 from hybrid.primitives.key_buckets import NUM_BUCKETS
-from hybrid.storage.file_formats import parse_json
-from hybrid.storage.files import exists, local_copy
+from hybrid.storage.files import exists
 from hybrid.storage.remote_path import StoragePath, parse_path
 
 _BLOCK_ROWS = 16_384
@@ -42,11 +40,11 @@ _BLOCK_ROWS = 16_384
 
 @dataclass(frozen=True)
 class SavedTable:
-    """A table of a checkpoint or of an exported folder."""
+    """A table of a checkpoint or of an export."""
 
     name: str
     folder: StoragePath  # folder of its files and its encoder
-    checkpoint: Checkpoint | None  # None for an exported folder
+    checkpoint: Checkpoint
     # num_rows, dim: the shape of the table.
     num_rows: int
     dim: int
@@ -71,53 +69,33 @@ class SavedTable:
                 f"{self.folder}: table {self.name} has fewer rows than its column {encoding.name}"
             )
         if encoding.is_growing:
-            yield from self._keyed_blocks()
+            widths = {"weight": (self.dim,)}
+            for keys in read_keys(self.checkpoint, self.name, range(NUM_BUCKETS), widths, has_any_state=True):
+                yield SavedRows(keys.records_R2[:, 0], partial(_take, keys.rows))
             return
-        with self._opened() as read:
-            if encoding.vocabulary == "build":
-                yield SavedRows(pa.nulls(1, pa.large_string()), read)
-                first = 1
-                with open_values(self.folder, encoding.name) as parts:
-                    for texts in parts:
-                        if first + len(texts) > self.num_rows:
-                            raise DataError(f"{self.folder}: table {self.name} has more values than rows")
-                        for start in range(0, len(texts), _BLOCK_ROWS):
-                            keys = texts.slice(start, _BLOCK_ROWS)
-                            yield SavedRows(keys, _offset_reader(read, first))
-                            first += len(keys)
-            elif bounds is not None and bounds != encoding.bounds:
-                rows = _matching_buckets(np.array(encoding.bounds), np.array(bounds))
-                yield SavedRows(np.arange(len(rows)), lambda index: read(rows[index]))
-            else:
-                for start in range(0, self.num_rows, _BLOCK_ROWS):
-                    numbers = np.arange(start, min(start + _BLOCK_ROWS, self.num_rows))
-                    yield SavedRows(numbers, _offset_reader(read, start))
-
-    def _keyed_blocks(self) -> Iterator[SavedRows]:
-        """Yield the rows of a growing table, file by file."""
-        if self.checkpoint is None:
-            tensors = map_arrays(self.folder / TABLES_FILE)
-            keys, weight = (tensors.get(self.name + suffix) for suffix in (KEYS_SUFFIX, ""))
-            if keys is None or weight is None or keys.shape != weight.shape[:1] or keys.dtype != np.int64:
-                raise DataError(f"{self.folder}: table {self.name} has no key for each row")
-            yield SavedRows(keys, lambda index: {"weight": weight[index]})
-            return
-        widths = {"weight": (self.dim,)}
-        for stored in read_keys(self.checkpoint, self.name, range(NUM_BUCKETS), widths, has_any_state=True):
-            yield SavedRows(stored.records_R2[:, 0], partial(_take, stored.rows))
-
-    @contextmanager
-    def _opened(self) -> Iterator[ReadRows]:
-        """Yield a function that reads rows by their numbers."""
-        if self.checkpoint is not None:
-            yield self.checkpoint.row_reader(self.name)
-            return
-        with open_matrix(f"{self.folder / TABLES_FILE}#{self.name}") as matrix:
-            yield lambda rows: {"weight": matrix.rows(int(rows[0]), int(rows[-1]) + 1)[rows - rows[0]]}
+        read = partial(self.checkpoint.map_rows(self.name, self.num_rows, self.dim).read, with_state=True)
+        if encoding.vocabulary == "build":
+            yield SavedRows(pa.nulls(1, pa.large_string()), read)
+            first = 1
+            with open_values(self.folder, encoding.name) as parts:
+                for texts in parts:
+                    if first + len(texts) > self.num_rows:
+                        raise DataError(f"{self.folder}: table {self.name} has more values than rows")
+                    for start in range(0, len(texts), _BLOCK_ROWS):
+                        keys = texts.slice(start, _BLOCK_ROWS)
+                        yield SavedRows(keys, _offset_reader(read, first))
+                        first += len(keys)
+        elif bounds is not None and bounds != encoding.bounds:
+            rows = _matching_buckets(np.array(encoding.bounds), np.array(bounds))
+            yield SavedRows(np.arange(len(rows)), lambda index: read(rows[index]))
+        else:
+            for start in range(0, self.num_rows, _BLOCK_ROWS):
+                numbers = np.arange(start, min(start + _BLOCK_ROWS, self.num_rows))
+                yield SavedRows(numbers, _offset_reader(read, start))
 
 
 def _take(rows: Arrays, index: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-    return {name: array[index] for name, array in rows.items()}
+    return {name: to_floats(array[index]) for name, array in rows.items()}
 
 
 def _offset_reader(read: ReadRows, first: int) -> ReadRows:
@@ -131,13 +109,11 @@ def _matching_buckets(stored: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> npt
 
 
 def open_tables(folder: StoragePath) -> dict[str, SavedTable]:
-    """Return the tables of a checkpoint or exported folder, by name; read no other content.
+    """Return the tables of a checkpoint or an export, by name; read no other content.
 
     Raises:
         CheckpointError, DataError, ConfigError: the folder is neither, or one of its files cannot be read.
     """
-    if exists(folder / TABLES_FILE):
-        return _exported_tables(folder)
     checkpoint = Checkpoint.open(folder)
     files_folder, manifest = checkpoint.files_folder, checkpoint.manifest
     config = load_config(files_folder / CONFIG_FILE, is_stored=True)
@@ -151,27 +127,9 @@ def open_tables(folder: StoragePath) -> dict[str, SavedTable]:
     for name, (num_rows, dim, _) in manifest.tables.items():
         section = config.tables.get(name, TableSection())
         optimizer = "frozen" if section.frozen else table_optimizer(config.embedding, section).name
+        optimizer = "" if checkpoint.is_exported else optimizer
         columns = tuple(encodings.get(name, ()))
         tables[name] = SavedTable(name, files_folder, checkpoint, num_rows, dim, optimizer, columns)
-    return tables
-
-
-def _exported_tables(folder: StoragePath) -> dict[str, SavedTable]:
-    path = folder / TABLES_FILE
-    encodings = {each.name: each for each in FeatureEncoder.load(folder, with_values=False).sparse}
-    tables = {}
-    try:
-        with local_copy(path) as local:
-            header = parse_json(read_header(local))
-        column_of = header.pop("__metadata__", {})  # empty for a custom loop
-        for name, entry in header.items():
-            if name.endswith(KEYS_SUFFIX):
-                continue
-            num_rows, dim = entry["shape"]
-            columns = (encodings[column_of[name]],) if name in column_of else ()
-            tables[name] = SavedTable(name, folder, None, num_rows, dim, "", columns)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: is not an export of tables: {first_line(error):.300}") from error
     return tables
 
 

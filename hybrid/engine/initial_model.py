@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, REMOTE_FILE, TABLES_FILE
+from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, REMOTE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig, TableSection
 from hybrid.config.data_sections import GROW
@@ -23,7 +23,6 @@ from hybrid.embedding.table_spec import TableSpec
 from hybrid.engine.model_builder import table_specs
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.input_spec import InputSpec
-from hybrid.storage.files import exists
 from hybrid.storage.remote_path import parse_path
 
 MODEL_KEY = "train.initial"
@@ -60,7 +59,7 @@ class InitialModel:
         self._config = config
         self._data_source = data_source or ""
         self._warn = warn
-        self._opened: dict[str, tuple[Checkpoint | None, dict[str, SavedTable]]] = {}
+        self._opened: dict[str, tuple[Checkpoint, dict[str, SavedTable]]] = {}
         self._input_spec = input_spec
         self._keys: dict[str, str] = {}  # of the tables whose rows are found by value: the key that decides
         if config.train.initial:
@@ -101,7 +100,7 @@ class InitialModel:
     def _open_dense(self, run: str) -> None:
         """Find the dense nets of ``train.initial``, and check the order of their inputs and outputs."""
         stored, _ = self._open(MODEL_KEY, run)
-        if stored is None:
+        if stored.is_exported:
             raise ConfigError(MODEL_KEY, "is an export, which has no optimizer state; name a run", run)
         if CUSTOM_LOOP in stored.manifest.progress:
             rule = "was saved by a custom training loop; name the run of a configuration, or use cluster.load"
@@ -170,10 +169,9 @@ class InitialModel:
             optimizers = f"{saved.optimizer} there, {table.optimizer.name} here"
             self.notes.append(f"table {table.name}: new optimizer state ({optimizers})")
         self._keys[table.name] = key
-        folder = saved.folder if saved.checkpoint is None else saved.checkpoint.folder
         return replace(
             table,
-            initial=str(folder.absolute()),  # workers have other working directories
+            initial=str(saved.checkpoint.folder.absolute()),  # workers have other working directories
             initial_table=saved.name,
             has_initial_state=has_state,
             keys=self._data_source,
@@ -199,14 +197,12 @@ class InitialModel:
             raise ConfigError(key, f"{rule}; define them alike, {_remedy(table)}")
         return first
 
-    def _open(self, key: str, path: str) -> tuple[Checkpoint | None, dict[str, SavedTable]]:
-        """Return the checkpoint in a folder, the best one of a run, and its tables; None for an export."""
+    def _open(self, key: str, path: str) -> tuple[Checkpoint, dict[str, SavedTable]]:
+        """Return the checkpoint or export in a folder, or the best checkpoint of a run; and its tables."""
         if path not in self._opened:
-            folder, stored = parse_path(path), None
             try:
-                if not exists(folder / TABLES_FILE):
-                    stored = Checkpoint.best_valid(folder, self._warn)
-                self._opened[path] = stored, open_tables(folder if stored is None else stored.folder)
+                stored = Checkpoint.best_valid(parse_path(path), self._warn)
+                self._opened[path] = stored, open_tables(stored.folder)
             except CheckpointError as error:
                 raise ConfigError(key, f"is neither a run nor an export of tables: {error}", path) from error
         return self._opened[path]

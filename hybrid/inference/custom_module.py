@@ -9,6 +9,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE
+from hybrid.checkpoint.tensor_file import unpack_dense
 from hybrid.custom_loop.backend import BACKEND
 from hybrid.custom_loop.embedding_modules import EmbeddingBag, Jagged, TableModule
 from hybrid.custom_loop.local_batches import DENSE
@@ -65,6 +67,7 @@ class CustomModule(TrainedModule):
         pairs = zip(tables.values(), self.tables, strict=True)
         stored = {id(table): StoredTable(table, rows, self.dtype) for table, rows in pairs}
         self.module: nn.Module = copy.deepcopy(module, stored)  # has these tables instead of its own
+        self.dense_states = {DENSE_FILE: unpack_dense(trained.stored.tensors(DENSE_FILE))[0]}
         self.eval()
 
     def outputs(self, columns: Mapping[str, Any]) -> Tensor:

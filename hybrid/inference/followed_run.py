@@ -13,6 +13,7 @@ import torch
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE, step_folder
 from hybrid.checkpoint.deltas import (
     ChangedRows,
+    Changes,
     DeltaChain,
     ModelVersion,
     identity_of,
@@ -47,7 +48,20 @@ def follow(run: str | StoragePath, *, trust_code: bool = False) -> Iterator[Conf
         CheckpointError: a checkpoint or delta is damaged.
         ConfigError: the run names code that may not be executed.
     """
-    root = parse_path(run)
+    for model, _ in follow_changes(parse_path(run), trust_code=trust_code):
+        yield model
+
+
+def follow_changes(
+    root: StoragePath, *, trust_code: bool = False, in_memory: bool = True
+) -> Iterator[tuple[ConfiguredModule, Changes]]:
+    """Yield the models of :func:`follow`, each with the changes by table, in order.
+
+    The changes are those since the last call, for a new module those since its checkpoint.
+
+    Args:
+        in_memory: whether tables are in memory. Otherwise they keep the rows of the checkpoint.
+    """
     follower: _Follower | None = None
     while True:
         chain = DeltaChain.read(root)
@@ -58,7 +72,7 @@ def follow(run: str | StoragePath, *, trust_code: bool = False) -> Iterator[Conf
             continue
         try:
             if follower is None or chain.after(follower.identity) is None:
-                follower = _Follower(root, chain, trust_code)
+                follower = _Follower(root, chain, trust_code, in_memory)
             for version in chain.after(follower.identity) or ():
                 follower.apply(version)
         except (CheckpointError, StorageError):
@@ -67,7 +81,8 @@ def follow(run: str | StoragePath, *, trust_code: bool = False) -> Iterator[Conf
             continue  # the chain has changed, so the run may have removed these files
         model = follower.model
         _LOG.info("step %d: read %.3f s after its end", model.step, time.time() - model.taken_at)
-        yield model
+        yield model, follower.changes
+        follower.changes = {name: [] for name in model.table_names}
 
 
 class _Follower:
@@ -77,13 +92,14 @@ class _Follower:
         CheckpointError: the base checkpoint of the chain is missing, damaged, or another one.
     """
 
-    def __init__(self, run: StoragePath, chain: DeltaChain, trust_code: bool) -> None:
-        self._run = run
+    def __init__(self, run: StoragePath, chain: DeltaChain, trust_code: bool, in_memory: bool) -> None:
+        self._run, self._in_memory = run, in_memory
         folder = step_folder(run, chain.base.step)
         trained = TrainedRun.read(folder, warnings.warn, trust_code)
         if identity_of(trained.stored.manifest) != chain.base_checkpoint:
             raise CheckpointError(f"{folder}: is not the checkpoint that the deltas start from")
-        self.model = ConfiguredModule(trained)
+        self.model = ConfiguredModule(trained, in_memory=in_memory)
+        self.changes: Changes = {name: [] for name in self.model.table_names}
         self._reach(chain.base)
 
     def _reach(self, version: ModelVersion) -> None:
@@ -103,7 +119,9 @@ class _Follower:
         for net, state in states:
             load_state(net, state, delta.folder)
         for name, module in zip(model.table_names, model.tables, strict=True):
-            _change(module, changes[name])
+            self.changes[name] += changes[name]
+            if self._in_memory:
+                _change(module, changes[name])
         self._reach(version)
 
 

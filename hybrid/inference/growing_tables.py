@@ -4,6 +4,7 @@ A lookup of a key without a row returns its initial row, or zeros, as ``TableSpe
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,8 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from hybrid.checkpoint.tensor_file import to_floats
 from hybrid.embedding.initial_rows import random_salt
 from hybrid.embedding.table_spec import TableSpec
+from hybrid.primitives.key_buckets import NUM_BUCKETS, bucket_of, buckets_of_shard
 
 # The arrays of each file of a table; see :func:`hybrid.checkpoint.stored_keys.map_keys`.
 Shards: TypeAlias = Sequence[Mapping[str, npt.NDArray[Any]]]
@@ -42,7 +45,8 @@ class GrowingTable(nn.Module):
         keys_N = torch.from_numpy(np.concatenate([shard["keys"] for shard in shards]))
         self.register_buffer("ordered_keys", torch.cat([keys_N ^ _SIGN, keys_N.new_zeros(1)]))
         self.weight = nn.Parameter(torch.zeros(len(keys_N) + 1, table.dim, dtype=dtype))
-        np.concatenate([shard["weight"] for shard in shards], out=self.weight.detach()[:-1].numpy())
+        weights = [to_floats(shard["weight"]) for shard in shards]
+        np.concatenate(weights, out=self.weight.detach()[:-1].numpy())
 
     @property
     def keys(self) -> Tensor:
@@ -80,24 +84,37 @@ class GrowingTable(nn.Module):
 class MappedGrowingTable(nn.Module):
     """A growing table in memory-mapped shards; a batch reads only its rows."""
 
+    empty: Tensor
+
     def __init__(self, table: TableSpec, seed: int, shards: Shards, dtype: torch.dtype) -> None:
         super().__init__()
-        self._table, self._seed, self._shards, self._dtype = table, seed, shards, dtype
+        self._table, self._seed, self._shards = table, seed, shards
+        # A buffer, so that ``to`` changes the type of the vectors, as it does for tables in memory.
+        self.register_buffer("empty", torch.empty(0, dtype=dtype), persistent=False)
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys of all rows, read into memory; see :attr:`GrowingTable.keys`."""
+        return torch.from_numpy(np.concatenate([shard["keys"] for shard in self._shards]))
 
     def forward(self, keys_L: Tensor) -> Tensor:
         """Return vectors (keys, D)."""
-        keys_U, inverse_L = keys_L.unique(return_inverse=True)
-        vectors_UD = torch.zeros(len(keys_U), self._table.dim, dtype=self._dtype)
+        ordered_U, inverse_L = (keys_L ^ _SIGN).unique(return_inverse=True)
+        keys_U = ordered_U ^ _SIGN  # ascending as unsigned numbers, as in the shards
+        vectors_UD = torch.zeros(len(keys_U), self._table.dim, dtype=self.empty.dtype)
         if not _has_zeros(self._table):
             vectors_UD.copy_(initial_rows(keys_U, self._table, self._seed))
         unsigned_U = keys_U.numpy().view(np.uint64)
-        for shard in self._shards:
-            keys_N = shard["keys"].view(np.uint64)
-            if not len(keys_N):
+        starts = [buckets_of_shard(index, len(self._shards)).start for index in range(len(self._shards))]
+        firsts = np.searchsorted(bucket_of(keys_U.numpy()), [*starts, NUM_BUCKETS])
+        for shard, (first, end) in zip(self._shards, pairwise(firsts.tolist()), strict=True):
+            keys_N, own_U = shard["keys"].view(np.uint64), unsigned_U[first:end]
+            if not len(keys_N) or not len(own_U):
                 continue
-            rows_U = np.minimum(np.searchsorted(keys_N, unsigned_U), len(keys_N) - 1)
-            is_known_U = keys_N[rows_U] == unsigned_U
-            vectors_UD.numpy()[is_known_U] = shard["weight"][rows_U[is_known_U]]
+            rows_U = np.minimum(np.searchsorted(keys_N, own_U), len(keys_N) - 1)
+            known = np.flatnonzero(keys_N[rows_U] == own_U)
+            weight = torch.from_numpy(to_floats(shard["weight"][rows_U[known]]))
+            vectors_UD[torch.from_numpy(first + known)] = weight.to(vectors_UD.dtype)
         return vectors_UD[inverse_L]
 
 

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, overload
 
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from hybrid.batch import Batch, split_outputs
-from hybrid.checkpoint.checkpoint_folders import DENSE_FILE
-from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE
+from hybrid.checkpoint.checkpoint_reader import Checkpoint, MappedRows
 from hybrid.checkpoint.stored_keys import map_keys
 from hybrid.checkpoint.tensor_file import load_state, unpack_dense
 from hybrid.config import TaskSection
@@ -48,10 +47,13 @@ def load(folder: str | StoragePath, module: nn.Module, *, trust_code: bool = Fal
 def load(
     folder: str | StoragePath, module: nn.Module | None = None, *, trust_code: bool = False
 ) -> nn.Module:
-    """Load a trained model as a plain module for inference; its tables are among its parameters.
+    """Load a trained model as a plain module for inference.
+
+    The tables of a run or a checkpoint are parameters in memory. The tables of an export stay in its files,
+    which are mapped into memory, so they may be larger than the memory.
 
     Args:
-        folder: a run, of which the best checkpoint is used, or a checkpoint.
+        folder: a run, of which the best checkpoint is used, a checkpoint, or an export with tables.
         module: only for a checkpoint of a custom training loop: the module, built as in the loop. The
             trained parameters are loaded into it.
         trust_code: whether user code of a configured run (a net, loss or metric) may be executed if you have
@@ -66,7 +68,8 @@ def load(
         ConfigError: the run names code that may not be executed.
     """
     if module is None:
-        return ConfiguredModule(TrainedRun.read(parse_path(folder), warnings.warn, trust_code))
+        trained = TrainedRun.read(parse_path(folder), warnings.warn, trust_code)
+        return ConfiguredModule(trained, in_memory=not trained.stored.is_exported)
     stored = Checkpoint.best_valid(parse_path(folder), warnings.warn)
     names = {table: name for name, table in load_parameters(module, stored).items()}
 
@@ -136,6 +139,7 @@ class TrainedModule(nn.Module):
         growing_tables: the names of the tables whose ids are keys.
         autocast: lower precision for operations of the nets where it is safe, or None.
         step: number of steps after which the run had this model.
+        dense_states: the parameters of the dense nets, by the names of their files.
         taken_at: for :func:`hybrid.follow`, when this step had ended, in seconds since 1970.
     """
 
@@ -162,6 +166,7 @@ class TrainedModule(nn.Module):
                 self.tables.append(nn.Embedding.from_pretrained(rows_RD, freeze=False))
             else:
                 self.tables.append(MappedTable(trained.stored.map_rows(name, *shape), self.dtype))
+        self.table_specs = tuple(tables)
         self.table_names = tuple(table.name for table in tables)
         self.growing_tables = tuple(table.name for table in tables if table.growth is not None)
         self._sequences = sequences
@@ -183,6 +188,7 @@ class TrainedModule(nn.Module):
         num_outputs = trained.config.num_outputs
         self._output_shape = (-1,) if num_outputs == 1 else (-1, num_outputs)
         self.autocast: torch.dtype | None = None
+        self.dense_states: dict[str, dict[str, Tensor]] = {}
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         columns = dict(batch)
@@ -199,16 +205,19 @@ class TrainedModule(nn.Module):
 
     def rows(self, table: str) -> Tensor:
         """Return all rows of a table, of shape (rows, D)."""
-        module = self.tables[self.table_names.index(table)]
+        index = self.table_names.index(table)
+        module, spec = self.tables[index], self.table_specs[index]
         if isinstance(module, GrowingTable):
             return module.weight[:-1]
-        assert isinstance(module, nn.Embedding)
-        return module.weight
+        if isinstance(module, nn.Embedding):
+            return module.weight
+        rows: Tensor = module(self.keys(table) if spec.growth else torch.arange(spec.num_rows))
+        return rows
 
     def keys(self, table: str) -> Tensor:
         """Return the keys of all rows of a growing table, int64, ascending as unsigned numbers."""
         module = self.tables[self.table_names.index(table)]
-        assert isinstance(module, GrowingTable)
+        assert isinstance(module, GrowingTable | MappedGrowingTable)
         return module.keys
 
     def encode(self, columns: Any) -> dict[str, Tensor]:
@@ -251,6 +260,8 @@ class ConfiguredModule(TrainedModule):
         for net in (self.net, self.remote_net):
             if net is not None:
                 use_torch(net)  # so that an exported program runs without this package
+        named = zip((DENSE_FILE, REMOTE_FILE), nets, strict=True)
+        self.dense_states = {name: net.state_dict() for name, net in named if net is not None}
         spec = blueprint.input_spec
         self._features = list(zip(spec.sparse_features, tables_of(spec, blueprint.tables), strict=True))
         precision = trained.config.dense.autocast
@@ -286,25 +297,19 @@ class ConfiguredModule(TrainedModule):
 
 
 class MappedTable(nn.Module):
-    """A table in memory-mapped shards, which may be larger than memory; a batch reads only its rows.
+    """A table in memory-mapped shards, which may be larger than memory; a batch reads only its rows."""
 
-    Shard ``i`` of ``n`` holds the rows ``i``, ``i + n``, ``i + 2n``, ...
-    """
+    empty: Tensor
 
-    def __init__(self, shards: Sequence[npt.NDArray[Any]], dtype: torch.dtype) -> None:
+    def __init__(self, rows: MappedRows, dtype: torch.dtype) -> None:
         super().__init__()
-        self._shards = shards
-        self._dtype = dtype
+        self._rows = rows
+        # A buffer, so that ``to`` changes the type of the vectors, as it does for tables in memory.
+        self.register_buffer("empty", torch.empty(0, dtype=dtype), persistent=False)
 
     def forward(self, ids_L: Tensor) -> Tensor:
         """Return vectors (ids, D)."""
-        rows_U, inverse_L = ids_L.unique(return_inverse=True)
-        vectors_UD = torch.empty(len(rows_U), self._shards[0].shape[1], dtype=self._dtype)
-        rows, count = rows_U.numpy(), len(self._shards)
-        for index, shard in enumerate(self._shards):
-            is_of_shard = rows % count == index
-            vectors_UD.numpy()[is_of_shard] = shard[rows[is_of_shard] // count]
-        return vectors_UD[inverse_L]
+        return torch.from_numpy(self._rows.read(ids_L.numpy())["weight"]).to(self.empty.dtype)
 
 
 def pool_bags(rows_LD: Tensor, offsets: Tensor, pooling: Pooling) -> Tensor:

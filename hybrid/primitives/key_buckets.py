@@ -14,4 +14,9 @@ def bucket_of(keys_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 def buckets_of_shard(index: int, count: int) -> range:
     """Return the buckets of shard ``index`` of ``count``."""
-    return range(-(-index * NUM_BUCKETS // count), -(-(index + 1) * NUM_BUCKETS // count))
+    return range_of_shard(index, count, NUM_BUCKETS)
+
+
+def range_of_shard(index: int, count: int, total: int) -> range:
+    """Return the range ``index`` of the ``count`` ranges that divide ``range(total)``."""
+    return range(-(-index * total // count), -(-(index + 1) * total // count))

@@ -78,12 +78,17 @@ def test_metrics_are_the_same(twins: Twins, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_exports_are_the_same(twins: Twins, capsys: pytest.CaptureFixture[str]) -> None:
-    found = []
+    found, loaded = [], []
     for folder in twins.both():
         main(["export", str(folder / "run"), "--output", str(folder / "served"), "--format", "tables"])
-        found.append((printed(capsys, folder), content_of(folder / "served")))
-    values = {"features.json", "vocabularies.parquet"}
-    assert found[0][1].keys() == {"preprocessing.json", "tables.safetensors", *values}
+        content = content_of(folder / "served")
+        for name in ("config.toml", "data.json", "manifest.json"):  # they have the paths of the run
+            del content[name]
+        found.append((printed(capsys, folder), content))
+        model = hybrid.load(str(folder / "served"))
+        loaded.append([model.rows(name).tolist() for name in model.table_names])
+    assert loaded[1] == loaded[0]
+    assert found[0][1].keys() >= {"preprocessing.json", "user.0-of-1.safetensors"}
     assert found[1] == found[0]
 
 
@@ -97,7 +102,7 @@ def test_refused_export_leaves_no_file(twins: Twins, store: Store, monkeypatch: 
         assert not files.exists(STORED / "no")
     assert line.startswith(f"hybrid export: {STORED / 'no'}: cannot be written: ")
     assert line.endswith(CREDENTIALS)
-    assert ["preprocessing" in path for path in sent_files] == [False, False, False, True]
+    assert ["preprocessing" in path for path in sent_files].index(True) == len(sent_files) - 1 > 3
 
 
 def test_loaded_model_is_the_same(twins: Twins) -> None:

@@ -25,6 +25,7 @@ from hybrid.checkpoint.deltas import DeltaChain, ModelVersion, identity_of, open
 from hybrid.config import ColumnSection, RunConfig, TableSection
 from hybrid.config.validation import check_rules
 from hybrid.errors import CheckpointError, ConfigError
+from hybrid.inference import table_export
 from hybrid.inference.trained_module import TrainedModule
 from workers.cli import main
 
@@ -198,8 +199,19 @@ def test_a_follower_notices_that_a_killed_run_has_resumed(
             assert_equal(values, loaded(whole, step))
 
 
-def test_export_follows_a_run(followed: Followed, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, served = followed[0], tmp_path / "served"
+@pytest.mark.parametrize("first", [1, TOTAL])
+def test_export_follows_a_run(
+    followed: Followed,
+    tmp_path: Path,
+    first: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(table_export, "SHARD_BYTES", 512)
+    run, served = tmp_path / "run", tmp_path / "served"
+    shutil.copytree(followed[0], run)
+    if first == 1:
+        start_before(run, first)
     arguments = ["export", str(run), "--output", str(served), "--format", "tables"]
     for _ in range(2):  # the second replaces what an interrupted command has left
         main([*arguments, "--follow"])
@@ -207,8 +219,8 @@ def test_export_follows_a_run(followed: Followed, tmp_path: Path, capsys: pytest
         assert current == {"folder": f"step-{TOTAL:08d}", "step": TOTAL}
         assert f"step {TOTAL}" in capsys.readouterr().out
     main([*arguments[:2], *["--output", str(tmp_path / "once")], *arguments[4:]])
-    for name in ("tables.safetensors", "preprocessing.json"):
-        assert (served / current["folder"] / name).read_bytes() == (tmp_path / "once" / name).read_bytes()
+    assert_equal(values_of(hybrid.load(tmp_path / "once")), loaded(run, TOTAL))
+    assert_equal(values_of(hybrid.load(served / current["folder"])), loaded(run, TOTAL))
     with pytest.raises(SystemExit):
         main([*arguments, "--follow", "--dtype", "bfloat16"])
 

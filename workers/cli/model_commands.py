@@ -18,19 +18,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from hybrid.checkpoint.checkpoint_folders import CURRENT_FILE, KEYS_SUFFIX, TABLES_FILE, VOCABULARIES_FILE
-from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.checkpoint.checkpoint_folders import CURRENT_FILE
 from hybrid.data.dataset.dataset_manifest import DatasetReport
-from hybrid.data.encode import feature_encoder
 from hybrid.data.parse.delimited_text import BLOCK_BYTES, STDIN, read_descriptor
 from hybrid.data.parse.input_files import list_files
 from hybrid.data.values.column_values import is_list
-from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import ConfigError, HybridError
 from hybrid.inference import program_export
 from hybrid.inference.custom_module import CustomModule
-from hybrid.inference.followed_run import follow
+from hybrid.inference.followed_run import follow_changes
 from hybrid.inference.raw_rows import Rows, SourceRows, held_out_rows
+from hybrid.inference.table_export import TableExport
 from hybrid.inference.trained_module import ConfiguredModule, TrainedModule, prediction_columns
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.metrics import Predictions
@@ -51,6 +49,7 @@ _GIVEN = "the paths given"  # in errors
 _LABEL_WIDTH = 20
 _EXPORTED_STEP = re.compile(r"step-[0-9]{8,18}")
 _KEPT_EXPORTS = 2  # a server may still read the one before the newest
+_PROGRAMS = {"program", "onnx"}  # formats that need the tables in memory
 _warn = partial(print_line, to_stderr=True)
 
 # Appends rows to a file: pyarrow arrays of one length by name, with the same names each time.
@@ -247,11 +246,14 @@ def export_run(
     check_new(output)
     program_export.check_packages(formats)
     # Measuring the loss of precision reads the data of the run.
-    model = _read_model(folder, trust_code, module, uses_data=dtype is not None, in_memory=True)
+    model = _read_model(
+        folder, trust_code, module, uses_data=dtype is not None, in_memory=bool(_PROGRAMS & {*formats})
+    )
     lines = [f"{'checkpoint':<{_LABEL_WIDTH}}{model.trained.origin}"]
-    if dtype is not None and getattr(torch, dtype).itemsize < model.dtype.itemsize:
-        lines += _narrow(model, dtype)
-    files = _export(model, output, formats, None if module else model.trained.blueprint.tables)
+    exported: torch.dtype = model.dtype if dtype is None else getattr(torch, dtype)
+    if exported.itemsize < model.dtype.itemsize:
+        lines += _narrow(model, exported)
+    files = _export(model, output, formats, partial(TableExport(model, exported).write, changes={}))
     lines += [f"{'wrote':<{_LABEL_WIDTH}}{output / name}" for name in files]
     for line in lines:
         print_line(line)
@@ -270,14 +272,20 @@ def export_followed(
     program_export.check_packages(formats)
     folders = {each.path.name: each.path for each in storage.list_entries(output) if each.is_folder}
     kept = [path for name, path in folders.items() if _EXPORTED_STEP.fullmatch(name)]
-    for model in follow(run, trust_code=trust_code):
+    in_memory = bool(_PROGRAMS & {*formats})
+    tables: TableExport | None = None
+    for model, changes in follow_changes(run, trust_code=trust_code, in_memory=in_memory):
+        if tables is None or tables.model is not model:
+            tables, last_folder = TableExport(model, model.dtype), None
         folder = output / f"step-{model.step:08d}"
         if folder in kept:  # exported before the run or this command was interrupted
             kept.remove(folder)
             storage.remove(folder)
         if isinstance(output, Path):
             make_folder(output)
-        _export(model, folder, formats, model.trained.blueprint.tables)
+        write_tables = partial(tables.write, changes=changes, last_folder=last_folder)
+        _export(model, folder, formats, write_tables)
+        last_folder = folder if isinstance(folder, Path) else None
         kept.append(folder)
         current = {"folder": folder.name, "step": model.step}
         storage.write_bytes(output / CURRENT_FILE, json.dumps(current).encode())
@@ -288,41 +296,36 @@ def export_followed(
 
 
 def _export(
-    model: TrainedModule, output: StoragePath, formats: Sequence[str], specs: Sequence[TableSpec] | None
+    model: TrainedModule,
+    output: StoragePath,
+    formats: Sequence[str],
+    write_tables: Callable[[Path], list[str]],
 ) -> list[str]:
-    """Write a model into a new folder, atomically; return the names of the files.
-
-    Args:
-        specs: the tables of a configured run.
-    """
-    with _new_folder(output) as partial, transient_status() as report_progress:
-        files = program_export.write_preprocessing(model, partial)
+    """Write a model into a new folder, atomically; return the names of the files."""
+    with _new_folder(output) as folder, transient_status() as report_progress:
+        files = program_export.write_preprocessing(model, folder)
         if "tables" in formats:
-            tensors = {table + KEYS_SUFFIX: model.keys(table) for table in model.growing_tables}
-            tensors |= {table: model.rows(table).detach() for table in model.table_names}
-            column_of = {table.name: table.features[0] for table in specs or ()}
-            files += write_tensors(partial, TABLES_FILE, tensors, column_of)
-            model.trained.encoder.save(partial)  # the values of the rows
-            files += [feature_encoder.FILE_NAME, VOCABULARIES_FILE]
-        if {"program", "onnx"} & {*formats}:
+            report_progress("exporting the tables")
+            files += write_tables(folder)
+        if _PROGRAMS & {*formats}:
             report_progress("exporting the program")
             program = program_export.export_program(model)
             if "program" in formats:
-                torch.export.save(program, partial / program_export.PROGRAM_FILE)
+                torch.export.save(program, folder / program_export.PROGRAM_FILE)
                 files.append(program_export.PROGRAM_FILE)
             if "onnx" in formats:
-                files += program_export.write_onnx(program, model, partial)
+                files += program_export.write_onnx(program, model, folder)
     return files
 
 
-def _narrow(model: TrainedModule, dtype: str) -> list[str]:
+def _narrow(model: TrainedModule, dtype: torch.dtype) -> list[str]:
     """Convert the tables to a narrower data type; return lines with the metrics before and after."""
     try:
         rows = held_out_rows(model.trained, progress=ignore_progress)
         before = measure(model, rows)
     except HybridError as error:
         before, notes = {}, [f"{'on test rows':<{_LABEL_WIDTH}}not measured: {error}"]
-    model.tables.to(getattr(torch, dtype))
+    model.tables.to(dtype)
     if before:
         after = measure(model, rows)
         notes = [
@@ -330,7 +333,7 @@ def _narrow(model: TrainedModule, dtype: str) -> list[str]:
             for name, value in before.items()
             if name.rpartition(".")[2] not in ("base_rate", "num_samples")
         ]
-    return [f"{'tables':<{_LABEL_WIDTH}}{dtype}", *notes]
+    return [f"{'tables':<{_LABEL_WIDTH}}{str(dtype).removeprefix('torch.')}", *notes]
 
 
 @contextmanager
@@ -347,10 +350,10 @@ def _new_folder(output: StoragePath) -> Iterator[Path]:
                 folder.rename(str(output))
                 return
             # The preprocessing file comes last: if it exists, the export is complete.
-            paths = sorted(folder.iterdir(), key=lambda path: path.name == program_export.PREPROCESSING_FILE)
+            names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
             try:
-                for path in paths:
-                    storage.copy(path, output / path.name)
+                for name in sorted(names, key=program_export.PREPROCESSING_FILE.__eq__):
+                    storage.copy(folder / name, output / name)
             except BaseException:
                 with suppress(OSError):
                     storage.remove(output)

@@ -66,7 +66,7 @@ class GrowingGroup(TableGroup):
         if not self._table.initial:
             return {}
         saved = saved_table(self._table) if self._table.initial_table else None
-        if saved is not None and saved.checkpoint is not None and saved.encodings[0].is_growing:
+        if saved is not None and not saved.checkpoint.is_exported and saved.encodings[0].is_growing:
             names = [*self._tensors] if self._table.has_initial_state else ["weight"]
             matches = self._read_keys(saved.checkpoint, saved.name, names, has_any_state=True)
         else:

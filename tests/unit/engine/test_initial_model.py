@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.trained import clicks_config, shop_config, write_clicks, write_shop, write_trained
 from torch import Tensor
 
@@ -159,7 +160,8 @@ def test_rows_of_an_export_are_found_by_value(yesterday: tuple[Path, Started], t
         "weight": before.of("user", "u3")["weight"], "mean": [0.0] * 4, "square": [0.0] * 4, "steps": 0.0
     }  # fmt: skip
     assert now.of("tags", "a") == before.of("tags", "a")
-    rows = f"positions({tmp_path}/served/tables.safetensors#tags)"
+    save_file({"tags": before.tensors["tags"]["weight"]}, tmp_path / "tags.safetensors")
+    rows = f"positions({tmp_path}/tags.safetensors#tags)"
     by_position = start(today(tmp_path, **{"tables.tags": {"initial": rows}}))
     assert torch.equal(by_position.tensors["tags"]["weight"], before.tensors["tags"]["weight"])
     new = start(today(tmp_path, train={"initial": run}, **{"tables.user": {"initial": "random"}}))

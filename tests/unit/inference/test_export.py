@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnxruntime
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.checkpoints import flip_a_bit
 from support.commands import code_block
 from support.trained import (
     clicks_config,
@@ -24,9 +26,11 @@ from support.trained import (
 )
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from hybrid.checkpoint.checkpoint_folders import Manifest, shard_file
+from hybrid.checkpoint.deltas import ChangedRows
 from hybrid.config.loading import to_toml
-from hybrid.errors import HybridError
-from hybrid.inference import program_export
+from hybrid.errors import CheckpointError, HybridError
+from hybrid.inference import program_export, table_export
 from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.trained_module import load
 from hybrid.inference.trained_run import TrainedRun
@@ -41,6 +45,11 @@ program, inputs, output = sys.argv[1:]
 sys.modules["hybrid"] = sys.modules["workers"] = None
 torch.save(torch.export.load(program).module()(*torch.load(inputs)), output)
 """
+
+
+def shard(served: Path, table: str, index: int = 0) -> Path:
+    """Return the path of a shard in an export."""
+    return served / shard_file(table, index, Manifest.read(served / "manifest.json").tables[table][2])
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +113,8 @@ def test_float64_with_a_remote_net_and_a_shared_table(tmp_path: Path) -> None:
     }
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
     check_export(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
-    tables = load_file(tmp_path / "served/tables.safetensors")
-    assert {rows.dtype for rows in tables.values()} == {torch.float64}
+    exported = load(tmp_path / "served")
+    assert {exported.rows(name).dtype for name in exported.table_names} == {torch.float64}
     assert load(run).input_names == ("user", "item", "tags", "tags.offsets")
 
 
@@ -178,6 +187,63 @@ def test_the_program_is_loaded_without_this_project(run: Path, served: Path, tmp
     assert largest_difference(found, predicted_columns(run, new)) < 1e-6
 
 
+def test_an_export_in_shards_has_the_predictions_of_the_run(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_export, "SHARD_BYTES", 64)
+    served, again = tmp_path / "served", tmp_path / "again"
+    export_run(run, served, ["tables"], None)
+    export_run(served, again, ["tables", "program"], None)
+    assert Manifest.read(served / "manifest.json").tables["user"][2] > 2
+    model = load(run)
+    inputs = model.encode(texts_of(write_clicks(tmp_path / "new.csv", 70, seed=2)))
+    expected = model(inputs)["probability"]
+    for folder in (served, again):
+        exported = load(folder)
+        assert not [name for name, _ in exported.named_parameters() if name.startswith("tables")]
+        assert all(exported.rows(name).equal(model.rows(name)) for name in model.table_names)
+        assert exported(inputs)["probability"].equal(expected)
+    assert torch.allclose(by_program(again, inputs)["probability"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("damage", ["bit", "size", "missing"])
+def test_a_damaged_shard_is_refused_by_name(run: Path, tmp_path: Path, damage: str) -> None:
+    export_run(run, tmp_path / "served", ["tables"], None)
+    path = shard(tmp_path / "served", "item")
+    if damage == "bit":
+        flip_a_bit(path)
+    elif damage == "size":
+        path.write_bytes(path.read_bytes()[:-4])
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=rf"^{path}: [^\n]*$"):
+        load(tmp_path / "served")
+
+
+def test_only_changed_shards_are_written_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_export, "SHARD_BYTES", 64)
+    model = load(run)
+    tables = table_export.TableExport(model, model.dtype)
+    for folder in ("1", "2", "3"):
+        (tmp_path / folder).mkdir()
+    tables.write(tmp_path / "1", {})
+    before = load(tmp_path / "1")
+    expected = {name: model.rows(name).detach().clone() for name in model.table_names}
+    expected["user"][5] = 7.0
+    change = ChangedRows(np.array([5]), np.full((1, 4), 7.0, np.float32), np.empty(0, np.int64))
+    tables.write(tmp_path / "2", {"user": [change]}, tmp_path / "1")
+    shards = [path.relative_to(tmp_path / "1") for path in sorted((tmp_path / "1/tables").iterdir())]
+    written = [path.name for path in shards if not (tmp_path / "1" / path).samefile(tmp_path / "2" / path)]
+    assert [name.partition(".")[0] for name in written] == ["user"]
+    tables.write(tmp_path / "3", {}, tmp_path / "absent")  # as on another file system
+    for folder in ("2", "3"):
+        after = load(tmp_path / folder)
+        assert all(after.rows(name).equal(expected[name]) for name in expected)
+    assert all(before.rows(name).equal(model.rows(name)) for name in expected)
+
+
 def test_narrow_tables_are_in_every_format(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,8 +259,12 @@ def test_narrow_tables_are_in_every_format(
     for found in (by_program(tmp_path / "served", inputs), by_onnx(tmp_path / "served", inputs)):
         assert found["probability"].dtype == torch.float32
         assert 1e-6 < (exact - found["probability"]).abs().max() < 0.05
-    tables = load_file(tmp_path / "served/tables.safetensors")
-    assert all(torch.equal(tables[name], rows_RD.to(torch.bfloat16)) for name, rows_RD in full.items())
+    assert {each.dtype for each in load_file(shard(tmp_path / "served", "user")).values()} == {torch.bfloat16}
+    narrow = load(tmp_path / "served")
+    assert all(narrow.rows(name).equal(full[name].bfloat16().float()) for name in full)
+    model.tables.to(torch.bfloat16)
+    with torch.no_grad():
+        assert narrow(inputs)["probability"].equal(model(inputs)["probability"])
 
 
 CUSTOM_NET = """

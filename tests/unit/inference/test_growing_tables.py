@@ -11,7 +11,6 @@ import onnxruntime
 import pyarrow as pa
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.commands import ROOT
 from support.trained import clicks_config, largest_difference, predicted_columns, texts_of, write_clicks
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from hybrid.data.values.canonical import compute_keys
 from hybrid.embedding.initial_rows import random_rows
 from hybrid.embedding.table_spec import GrowthSpec, OptimizerSpec, Pooling, TableSpec
 from hybrid.engine.model_builder import Blueprint, table_specs
+from hybrid.inference import table_export
 from hybrid.inference.custom_module import CustomModule
 from hybrid.inference.growing_tables import GrowingTable, MappedGrowingTable, initial_rows
 from hybrid.inference.trained_module import ConfiguredModule, load
@@ -155,6 +155,7 @@ def test_known_and_unknown_keys_read_what_a_dictionary_holds(
 def test_exported_models_have_keys_as_inputs(
     tmp_path: Path, unknown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(table_export, "SHARD_BYTES", 64)
     run, served = tmp_path / "run", tmp_path / "served"
     grown = write_grown(run, clicks_config(tmp_path, data={"vocabulary": f'grow(unknown = "{unknown}")'}))
     export_run(run, served, ["program", "onnx", "tables"], None)
@@ -173,10 +174,11 @@ def test_exported_models_have_keys_as_inputs(
     runpy.run_path(str(ROOT / "examples/serve_onnx.py"))
     printed = [float(line.split(",")[1]) for line in capsys.readouterr().out.splitlines()]
     assert printed == pytest.approx(expected.tolist(), abs=1e-6)
-    tables = load_file(served / "tables.safetensors")
-    assert sorted(tables) == ["item", "item.keys", "tags", "tags.keys", "user", "user.keys"]
-    assert tables["user.keys"].numpy().view(np.uint64).tolist() == [*grown["user"]]
-    assert tables["user"].equal(torch.stack([*grown["user"].values()]))
+    exported = load(served)
+    assert Manifest.read(served / "manifest.json").tables["user"] == (0, 4, 16)
+    assert exported.keys("user").numpy().view(np.uint64).tolist() == [*grown["user"]]
+    assert exported.rows("user").equal(torch.stack([*grown["user"].values()]))
+    assert exported(batch)["probability"].equal(expected)
 
 
 SCRIPT = """

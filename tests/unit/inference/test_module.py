@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import hybrid
 from hybrid.checkpoint.checkpoint_folders import MANIFEST_FILE, Manifest, step_folder, write_text
+from hybrid.checkpoint.checkpoint_reader import MappedRows
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.sections import NETS
 from hybrid.errors import CheckpointError, ConfigError, DataError
@@ -219,6 +220,7 @@ def test_a_table_larger_than_memory_is_read_row_by_row(tmp_path: Path) -> None:
             file.seek((num_rows - 3) * 256)
             file.write(np.full(64, 10.0 + shard, np.float32).tobytes())
             file.truncate(num_rows * 256)
-        shards.append(np.memmap(path, np.float32, "r", shape=(num_rows, 64)))
+        shards.append({"weight": np.memmap(path, np.float32, "r", shape=(num_rows, 64))})
     ids_L = torch.tensor([2 * num_rows - 5, 0, 2 * num_rows - 6, 2 * num_rows - 5])
-    assert MappedTable(shards, torch.float32)(ids_L)[:, 7].tolist() == [11.0, 0.0, 10.0, 11.0]
+    rows = MappedRows(shards, 2 * num_rows, has_ranges=False)
+    assert MappedTable(rows, torch.float32)(ids_L)[:, 7].tolist() == [11.0, 0.0, 10.0, 11.0]
