@@ -21,6 +21,7 @@ class CompareTask:
 
     command: ClassVar = "compare"
     steps: int
+    result: Path  # file to write: the differences as JSON
 
 
 @dataclass(frozen=True, slots=True)

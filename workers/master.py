@@ -92,7 +92,7 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
         case TrainTask():
             job = Training(config, task)
         case CompareTask():
-            job = Comparison(config, task.steps)
+            job = Comparison(config, task)
         case ScriptTask():
             job = ScriptJob(config, task)
         case FunctionTask():

@@ -128,6 +128,13 @@ class ClusterSection:
         "Number of restarts in a row, without a new checkpoint between them, after which the command ends.",
         minimum=0,
     )
+    metrics_port: int = option(
+        0,
+        "Port on which launch, or a master that is started by hand, serves /metrics for Prometheus, and "
+        "/healthz, at the host of cluster.master; 0 for none. For configured runs only.",
+        minimum=0,
+        maximum=65535,
+    )
     secret_file: str = by_host(
         "",
         "File with the cluster's secret, readable by its owner only; empty for the environment "

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hybrid.config.validation import check_workers
 from hybrid.embedding.table_spec import AddressKey, OptimizerSpec, Pooling, TableSpec
@@ -105,6 +105,16 @@ class Placement:
     def shapes(self) -> dict[str, tuple[int, int, int]]:
         """Number of rows, width and number of shards of each table."""
         return {s.table.name: (s.table.num_rows, s.table.dim, s.count) for s in self.shards}
+
+    def describe_tables(self) -> dict[str, dict[str, Any]]:
+        """Return, for each table, its expected rows, width, bytes with optimizer state, and workers."""
+        tables: dict[str, dict[str, Any]] = {}
+        for shard in self.shards:
+            new = {"rows": shard.table.expected_rows, "dim": shard.table.dim, "bytes": 0, "workers": []}
+            table = tables.setdefault(shard.table.name, new)
+            table["bytes"] += shard.num_bytes
+            table["workers"].append(shard.worker)
+        return tables
 
     def groups(self, worker: int) -> tuple[ShardGroup, ...]:
         """Return the groups of a worker. Trainers also call this, since they address rows by group."""

@@ -19,7 +19,7 @@ from chaos_run.report import save, show, show_memory
 from chaos_run.run_comparison import differences
 from chaos_run.running import Kill, Plan, Run
 from hybrid.errors import HybridError
-from workers.launching.launcher import RESTARTS_FILE
+from workers.run_folder.run_access import RESTARTS_FILE
 
 if TYPE_CHECKING:  # imports torch
     from chaos_run.on_hosts import HostsRun

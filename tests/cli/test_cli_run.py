@@ -1,5 +1,6 @@
 """``hybrid run SCRIPT`` and ``hybrid compare SCRIPT``: a script on every trainer."""
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -176,10 +177,13 @@ def test_compare_measures_the_difference_of_a_script_from_one_process(script: Pa
     assert "parameter 0" not in printed
     assert re.search(r"equal up to rounding; \d+ of 12 tensors are the same bit for bit\n$", printed)
     script.write_text(SCRIPT.replace("return self.linear", "return (1 + cluster.rank) * self.linear"))
-    ended = run(["compare", script.name, *sizes, "--steps", "2", "--", "trains"], tmp_path)
+    ended = run(["compare", script.name, *sizes, "--steps", "2", "--json", "--", "trains"], tmp_path)
     assert ended.code == 1
     assert "--dtype float64" in ended.stderr
-    assert "over 1000 times" in ended.stdout
+    assert "over 1000 times" in ended.stderr
+    result = json.loads(ended.stdout)
+    assert result["is_equal"] is False
+    assert result["tensors"]["module: linear.weight"]["of_tolerance"] > 1000
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chaos_run.run_comparison import differences
@@ -32,7 +33,7 @@ def logged_steps(folder: Path) -> list[int]:
 def test_run_folder_has_all_files(trained: TrainedRun) -> None:
     names = {path.name.partition(".tfevents")[0] for path in trained.folder.iterdir()}
     assert names == {
-        *("config.toml", "versions.json", "metrics.jsonl", "result.json", "curves.png", "events.out"),
+        *("config.toml", "versions.json", "metrics.jsonl", "result.json", "report.html", "events.out"),
         *("checkpoints", "vocabularies", "logs"),
     }
     assert [parse_step(folder) for folder in list_checkpoints(trained.folder)] == [16, 15]
@@ -46,6 +47,26 @@ def test_run_folder_has_all_files(trained: TrainedRun) -> None:
     assert outcome["best"] == {"step": 16, "auc": outcome["auc"]}
     for command in ("evaluate", "launch --resume", "predict"):
         assert f" {command} '{trained.folder}'" in trained.printed, "quoted for a shell"
+
+
+def test_results_are_printed_as_json(trained: TrainedRun, tmp_path: Path) -> None:
+    metrics = {name: result_of(trained.folder)[name] for name in ("auc", "log_loss")}
+
+    def printed(*command: object) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads(run([*command, "--json"], tmp_path).stdout)
+        return result
+
+    evaluated = printed("evaluate", trained.folder)
+    assert evaluated["metrics"] == pytest.approx(evaluated["metrics"] | metrics)
+    checkpoint, output = str(list_checkpoints(trained.folder)[0]), tmp_path / "predictions.csv"
+    predicted = printed("predict", trained.folder, "--output", output)
+    assert predicted["output"] == str(output)
+    for summary in (evaluated, predicted):
+        assert (summary["checkpoint"], summary["num_rows"]) == (checkpoint, 333)
+    assert "--json" in run(["predict", trained.folder, "--json"], tmp_path).stderr
+    planned = printed("plan")
+    assert planned["tables"]["C1"].keys() == {"rows", "dim", "bytes", "workers"}
+    assert planned["is_sufficient"] is True
 
 
 def test_finished_run_is_not_changed(trained: TrainedRun, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def check_saved(ended: Ended, folder: Path, command: str, code: int) -> int:
     assert re.fullmatch(pattern, ended.stderr), ended.stderr
     assert f"\nsaving step {step}; " in ended.stdout
     assert not (folder / "result.json").exists()
+    assert "stopped without a result" in (folder / "report.html").read_text()
     return step
 
 

@@ -10,7 +10,7 @@ import pytest
 from support.commands import ROOT, result_of, run, settings
 from support.faults import ERRORS, FAULTS_FILE, WORDS, read_times
 
-from workers.launching.launcher import RESTARTS_FILE
+from workers.run_folder.run_access import RESTARTS_FILE
 
 PHASES = ("start", "step", "evaluation", "checkpoint", "shutdown")
 ROLES = ("master", "trainer", "worker")

@@ -19,7 +19,7 @@ from hybrid.config import RunConfig
 from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import ConfigError
 from hybrid.inference.trained_run import TrainedRun
-from workers.cluster_task import TrainTask
+from workers.cluster_task import CompareTask, TrainTask
 from workers.console.terminal import TerminalView
 from workers.controller.session import DatasetSession
 from workers.controller.shared_folders import SharedFolders
@@ -163,5 +163,5 @@ def test_one_process_starts_with_the_same_model(update: str, tmp_path: Path) -> 
     config = day(tmp_path, 2, stored, train=train)
     data = prepare(config, Path(config.data.cache_folder))
     with TerminalView() as view:
-        job = Comparison(config, 4)
+        job = Comparison(config, CompareTask(4, tmp_path / "result"))
         assert job.run(TOPOLOGY, lambda: data, view, SharedFolders([])) == ExitCode.DONE

@@ -27,7 +27,7 @@ from torch.utils.backend_registration import (
 
 NAME = "npu"
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
 _set = torch.ops.aten.set_.source_Storage_storage_offset
 _as_strided = torch.ops.aten.as_strided.default
 # The memory of each storage of the device, by the address of the storage.

@@ -1,6 +1,7 @@
 """Jobs on prepared data, for cases on clusters."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from hybrid.config import RunConfig
 from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.metrics import Metrics
 from hybrid.storage.remote_path import StoragePath
+from workers.cluster_task import CompareTask
 from workers.console.terminal import TerminalView
 from workers.controller.remote_trainer import Trainer
 from workers.controller.session import DatasetSession
@@ -98,8 +100,8 @@ def evaluate_in_two_parts(
 
 def compare(cluster: JoinedCluster, config: RunConfig, cache: StoragePath, num_steps: int) -> None:
     """Train on the cluster and in one process; raise DifferenceError if results differ."""
-    with open(os.devnull, "w", encoding="utf-8") as null:
+    with open(os.devnull, "w", encoding="utf-8") as null, tempfile.TemporaryDirectory() as scratch:
         view = TerminalView(Console(file=null))
-        Comparison(config, num_steps).run(
+        Comparison(config, CompareTask(num_steps, Path(scratch) / "result")).run(
             cluster.topology, lambda: prepared_in(config, cache), view, SharedFolders([])
         )

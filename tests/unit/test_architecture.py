@@ -44,6 +44,7 @@ OPENERS = {
     # a file that the user names, the user's private folder, standard output
     *("hybrid/config/loading.py", "hybrid/security/secret.py", "hybrid/user_code/run_signature.py"),
     "workers/cli/model_commands.py",
+    "workers/run_folder/run_report.py",  # a file of its package
     # /proc, /sys or memory
     *("hybrid/dense/matmul.py", "hybrid/primitives/available_memory.py"),
     *("hybrid/security/closed_listeners.py", "hybrid/shared_memory/shared_slots.py"),

@@ -60,6 +60,7 @@ _SECRET = (
     "Write a new secret into a file that only you can read. A cluster accepts only roles that have its "
     "secret. launch creates a secret for each start; roles started by hand must share one."
 )
+_JSON = "print the result as one JSON object on standard output; all other output goes to standard error"
 _CHECKPOINT_OF_RUN = "run folder, for its best checkpoint, or one checkpoint; a path or URL"
 
 
@@ -160,7 +161,8 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     ):
         plan.add_argument(flag, type=value_type, metavar=metavar, default=default, help=help_text)
     text = "compute metrics of a trained model in one process"
-    _input(add("evaluate", text, _model, usage="RUN [OPTION ...]"), "files with labels")
+    evaluate = add("evaluate", text, _model, usage="RUN [OPTION ...]")
+    _input(evaluate, "files with labels")
     text = "compute predictions for new rows in one process"
     predict = add("predict", text, _model, usage="RUN [OPTION ...]")
     _input(predict, f"files, with or without labels, or {STREAM} for text on standard input")
@@ -186,6 +188,8 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     pages.add_argument("--schema", action="store_true", help="print a JSON schema, for editors")
     secret = add("secret", "create a secret file for roles started by hand", about=_SECRET)
     secret.add_argument("file", type=Path, metavar="FILE", help="file to create; must not exist")
+    for command in (compare, plan, evaluate, predict):
+        command.add_argument("--json", action="store_true", help=_JSON)
     return parser, subparsers.choices
 
 

@@ -5,6 +5,7 @@ A command checks its arguments before it imports torch.
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -19,17 +21,18 @@ from hybrid.config import ClusterSection, RunConfig, loading
 from hybrid.config.key import USER_FUNCTION
 from hybrid.errors import ConfigError, HybridError
 from hybrid.security.secret import VARIABLE, Secret
+from hybrid.storage import files
 from hybrid.storage.locked_folders import folder_lock
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.user_code.run_signature import load_run_config
 from workers.cli.arguments import AUTO, COMPARED_DTYPE, EXPORTS, STREAM
 from workers.cluster_task import CompareTask, FunctionTask, ScriptTask, Task, TrainTask
-from workers.console.messages import print_line, print_text
+from workers.console.messages import json_text, print_line, print_text
 from workers.console.terminal import transient_status
 from workers.exit_codes import Interrupt, ReportedError, exit_code
 from workers.launching.fork_server import end_with_parent
-from workers.launching.launcher import launch
+from workers.launching.launcher import launch, serving_metrics
 from workers.module_imports import fast_imports
 from workers.rendezvous.host_setup import MasterAddress, allow_open_files
 from workers.rendezvous.rendezvous_server import report_end
@@ -38,6 +41,7 @@ from workers.run_folder import run_access
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by agents of torchrun for their processes
 SLURM_STEP = "SLURM_STEP_ID"  # set by srun for its processes
 _INDEX = "JOB_COMPLETION_INDEX"  # set by Kubernetes in the pods of an indexed job
+_DIFFERENCES = "differences.json"  # in the scratch folder of compare
 _BY_HAND = "start each role by its own command: hybrid master, hybrid trainer, hybrid worker"
 
 
@@ -65,22 +69,36 @@ def compare_command(options: argparse.Namespace) -> None:
     if config.embedding.wire_dtype != "rows":
         rule = "must be rows: one process sends nothing, so it rounds nothing"
         raise ConfigError("embedding.wire_dtype", rule, config.embedding.wire_dtype)
-    with run_access.scratch_logs("hybrid-compare-") as folder, folder_lock(folder) as lock:
-        if options.script is None:
-            from hybrid.data.parse.sources import check_columns
+    with (
+        run_access.scratch_logs("hybrid-compare-") as folder,
+        folder_lock(folder) as lock,
+        _json_output(options.json) as result,
+    ):
+        try:
+            _compare(options, config, folder, lock)
+        finally:
+            if (file := folder / _DIFFERENCES).is_file():
+                result |= json.loads(files.read_text(file))
 
-            check_columns(config)
-            launch(config, folder, CompareTask(options.steps), lock)
-        else:
-            config = config.replace(train=dataclasses.replace(config.train, max_steps=options.steps))
-            task = _script_task(options.script, options.arguments)
-            print_line("on a cluster")
-            launch(config, folder, dataclasses.replace(task, snapshot=folder / "cluster"), lock)
-            print_line("in one process")
-            with importing_torch():
-                from workers.jobs.comparison import compare_script
 
-            compare_script(config, task.path, task.arguments, folder / "cluster")
+def _compare(options: argparse.Namespace, config: RunConfig, folder: Path, lock: int) -> None:
+    """Compare, and write the differences into the scratch folder."""
+    result = folder / _DIFFERENCES
+    if options.script is None:
+        from hybrid.data.parse.sources import check_columns
+
+        check_columns(config)
+        launch(config, folder, CompareTask(options.steps, result), lock)
+        return
+    config = config.replace(train=dataclasses.replace(config.train, max_steps=options.steps))
+    task = _script_task(options.script, options.arguments)
+    print_line("on a cluster")
+    launch(config, folder, dataclasses.replace(task, snapshot=folder / "cluster"), lock)
+    print_line("in one process")
+    with importing_torch():
+        from workers.jobs.comparison import compare_script
+
+    compare_script(config, task.path, task.arguments, folder / "cluster", result)
 
 
 def run_command(options: argparse.Namespace) -> None:
@@ -103,6 +121,28 @@ def _script_task(path: str, arguments: Sequence[str]) -> ScriptTask:
     if not Path(path).is_file():
         raise ConfigError("SCRIPT", "is not a file", path)
     return ScriptTask(path, tuple(arguments))
+
+
+@contextmanager
+def _json_output(is_json: bool) -> Iterator[dict[str, Any]]:
+    """Yield a dictionary. With ``is_json``, all output of the block goes to stderr, also of processes that it
+    starts, and the dictionary is printed at the end.
+    """
+    result: dict[str, Any] = {}
+    if not is_json:
+        yield result
+        return
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield result
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        if result:
+            print_text(json_text(result))
 
 
 @contextmanager
@@ -185,7 +225,11 @@ def master_command(options: argparse.Namespace) -> None:
         report_end(config, secret, end_message)
         return
     allow_open_files(config.cluster)
-    with run_access.hold_run(folder, is_resumed) as (local, _), _report_saved_state(local, options.command):
+    with (
+        run_access.hold_run(folder, is_resumed) as (local, _),
+        _report_saved_state(local, options.command),
+        serving_metrics(config.cluster, local),
+    ):
         _lead(config, TrainTask(local, is_resumed, options.started_at), secret)
 
 
@@ -277,25 +321,31 @@ def plan_command(options: argparse.Namespace) -> None:
         options.memory * 2**30 if options.memory else psutil.virtual_memory().total,
         options.network * 1e9 / 8,
     )
-    print_plan(config, hosts, options.ids)
+    with _json_output(options.json) as result:
+        result |= print_plan(config, hosts, options.ids)
 
 
 def evaluate_command(options: argparse.Namespace) -> None:
     with importing_torch():
         from workers.cli.model_commands import evaluate
 
-    evaluate(options.run_folder, options.input, options.trust_code, options.module)
+    with _json_output(options.json) as result:
+        result |= evaluate(options.run_folder, options.input, options.trust_code, options.module)
 
 
 def predict_command(options: argparse.Namespace) -> None:
     if STREAM in options.input and len(options.input) > 1:
         rule = "stands for standard input, which cannot be combined with files; remove one of them"
         raise ConfigError("--input", rule, STREAM)
+    if options.json and options.output == Path(STREAM):
+        raise ConfigError("--json", "needs --output, since standard output has the predictions")
     with importing_torch():
         from workers.cli.model_commands import predict
 
     keep = [name for names in options.keep for name in names.split(",")]
-    predict(options.run_folder, options.input, options.output, keep, options.trust_code, options.module)
+    run, source = options.run_folder, (options.trust_code, options.module)
+    with _json_output(options.json) as result:
+        result |= predict(run, options.input, options.output, keep, *source)
 
 
 def export_command(options: argparse.Namespace) -> None:

@@ -58,8 +58,8 @@ WriteBlock: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 def evaluate(
     folder: StoragePath, inputs: Sequence[str], trust_code: bool = False, module: str | None = None
-) -> None:
-    """Print the metrics of a trained model on labeled files, or on the test rows of its run."""
+) -> dict[str, Any]:
+    """Print the metrics of a trained model on labeled files, or on the test rows of its run; return them."""
     model = _read_model(folder, trust_code, module, uses_data=not inputs)
     with transient_status() as report_progress:
         if inputs:
@@ -75,6 +75,16 @@ def evaluate(
         print_line(f"{name.replace('_', ' '):<{width}}{number}")
     for line in _row_notes(rows.report):
         print_line(line)
+    return {**_summary(model, rows.report), "metrics": metrics}
+
+
+def _summary(model: TrainedModule, report: DatasetReport) -> dict[str, Any]:
+    return {
+        "checkpoint": str(model.trained.stored.folder),
+        "num_rows": report.num_rows,
+        "bad_rows": report.bad_rows.total,
+        "unknown_values": {column.name: column.fraction for column in report.unknown},
+    }
 
 
 def measure(model: TrainedModule, rows: Rows) -> dict[str, float]:
@@ -90,7 +100,7 @@ def predict(
     keep: Sequence[str] = (),
     trust_code: bool = False,
     module: str | None = None,
-) -> None:
+) -> dict[str, Any]:
     """Write, for each valid row, the row's number in the input, kept columns, and predictions.
 
     Rows are read, predicted and written in blocks, so the memory does not depend on the number of rows.
@@ -100,6 +110,9 @@ def predict(
         output: a CSV or Parquet file, local or in a store, or standard output.
         keep: columns of the input to write as well.
         module: for a custom training loop, the name of its module; see :class:`CustomModule`.
+
+    Returns:
+        A summary for JSON.
 
     Raises:
         ConfigError: the input has no such columns.
@@ -135,6 +148,7 @@ def predict(
     wrote = f"wrote {report.num_rows:,} predictions to {where}; checkpoint: {model.trained.origin}"
     for line in (wrote, *_row_notes(report)):
         print_line(line, to_stderr=output == STDOUT)
+    return {**_summary(model, report), "output": str(output)}
 
 
 def _standard_input(

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,8 +76,8 @@ class Plan:
     network_seconds: float  # time that the busiest network of a host needs for the bytes of a step
 
 
-def print_plan(config: RunConfig, hosts: Hosts, ids_per_sample: float | None) -> None:
-    """Print the placement, traffic and memory.
+def print_plan(config: RunConfig, hosts: Hosts, ids_per_sample: float | None) -> dict[str, Any]:
+    """Print the placement, traffic and memory; return them.
 
     Args:
         ids_per_sample: see :func:`expected_data`.
@@ -100,6 +100,13 @@ def print_plan(config: RunConfig, hosts: Hosts, ids_per_sample: float | None) ->
     console = Console()
     for part in (_shards(plan, means), "", _workers(config, plan), "", transfers, "", *lines):
         console.print(part, soft_wrap=True, highlight=False, markup=False)  # the terminal wraps long lines
+    numbers = ("trainer_bytes", "worker_bytes", "host_bytes", "network_seconds")
+    return {
+        "tables": plan.placement.describe_tables(),
+        "transfers": {name: {"messages": n, "bytes": size} for name, (n, size) in plan.transfers.items()},
+        **{name: getattr(plan, name) for name in numbers},
+        "is_sufficient": plan.host_bytes <= hosts.memory_bytes,
+    }
 
 
 def _table(*headings: str) -> Table:

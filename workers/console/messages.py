@@ -8,11 +8,13 @@ the text is lost, and the command reports the loss once.
 from __future__ import annotations
 
 import io
+import json
 import logging
+import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -87,6 +89,17 @@ def print_line(text: str, *, to_stderr: bool = False) -> None:
 def print_text(text: str) -> None:
     """Print a text of several lines without escapes; not for text from files."""
     print(text, end="", flush=True)
+
+
+def json_text(values: Mapping[str, Any]) -> str:
+    return json.dumps(finite(values), indent=2, allow_nan=False) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """Replace each number that JSON cannot represent by None."""
+    if isinstance(value, Mapping):
+        return {name: finite(element) for name, element in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def visible(text: str) -> str:

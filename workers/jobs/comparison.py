@@ -38,8 +38,11 @@ from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import HybridError
 from hybrid.metrics import Predictions
 from hybrid.reference.reference_training import Reference
+from hybrid.storage.files import write_bytes
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
+from workers.cluster_task import CompareTask
+from workers.console.messages import json_text
 from workers.console.terminal import TerminalView
 from workers.controller.remote_trainer import Trainer, make_loader
 from workers.controller.session import DatasetSession, Session
@@ -199,10 +202,10 @@ def differences(actual: Snapshot, expected: Snapshot) -> list[Difference]:
 class Comparison:
     """A job that trains the first ``steps`` steps of a run twice: on the cluster, and in one process."""
 
-    def __init__(self, config: RunConfig, steps: int) -> None:
+    def __init__(self, config: RunConfig, task: CompareTask) -> None:
         self.doing = "at start"
         self._config = config
-        self._steps = steps
+        self._task = task
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
 
     def run(
@@ -242,7 +245,7 @@ class Comparison:
         initial = session.initial
         if initial is not None and (initial.dense or any(t.has_initial_state for t in initial.tables)):
             _restore(reference, snapshot(session, *reference.parameter_names))
-        steps = min(self._steps, session.total_steps)
+        steps = min(self._task.steps, session.total_steps)
         self.doing = "while training on the cluster"
         view.status(f"training {steps} steps on the cluster")
         losses: list[float] = []
@@ -282,19 +285,22 @@ class Comparison:
                 f"{split} {metric_title(name)}: cluster {of_split[name]:.6f}, one process {single[name]:.6f}"
                 for name in scores
             ]
-        judge(view, differences(actual, expected), self._config.train.dtype, evaluated)
+        judge(view, differences(actual, expected), self._config.train.dtype, self._task.result, evaluated)
         return ExitCode.DONE
 
 
 def judge(
-    view: TerminalView, compared: Sequence[Difference], dtype: str, metrics: Sequence[str] = ()
+    view: TerminalView, compared: Sequence[Difference], dtype: str, result: Path, metrics: Sequence[str] = ()
 ) -> None:
-    """Print the differences and ``metrics``; DifferenceError if one exceeds rounding in ``dtype``."""
+    """Print and write the differences; DifferenceError if one exceeds rounding in ``dtype``."""
     num_same = sum(each.largest == 0 for each in compared)
     failed = [each for each in compared if each.ratio > 1]
     verdict = "the results differ" if failed else "the results are equal up to rounding"
     equal = f"{verdict}; {num_same} of {len(compared)} tensors are the same bit for bit"
     view.show(comparison_table(compared), *metrics, equal)
+    of_tensors = {str(each.name): {"largest": each.largest, "of_tolerance": each.ratio} for each in compared}
+    content = {"is_equal": not failed, "num_identical": num_same, "dtype": dtype, "tensors": of_tensors}
+    write_bytes(result, json_text(content).encode())
     relative, absolute = TOLERANCES[dtype]
     if not failed:
         return
@@ -367,11 +373,14 @@ def _stream_slices(
                 yield tuple(b._replace(global_size=size, total_weights=totals) for b in slices)
 
 
-def compare_script(config: RunConfig, path: str, arguments: tuple[str, ...], cluster: Path) -> None:
+def compare_script(
+    config: RunConfig, path: str, arguments: tuple[str, ...], cluster: Path, result: Path
+) -> None:
     """Run a script to ``train.max_steps`` in this process, and print the differences.
 
     Args:
         cluster: the checkpoint of a cluster after the same number of steps.
+        result: file to write: the differences as JSON.
 
     Raises:
         DifferenceError: a difference is larger than rounding.
@@ -387,7 +396,8 @@ def compare_script(config: RunConfig, path: str, arguments: tuple[str, ...], clu
     if not single.exists():
         raise HybridError("--steps: the script ends before it has taken these steps; compare fewer steps")
     with TerminalView() as view:
-        judge(view, differences(_script_snapshot(cluster), _script_snapshot(single)), config.train.dtype)
+        compared = differences(_script_snapshot(cluster), _script_snapshot(single))
+        judge(view, compared, config.train.dtype, result)
 
 
 def _script_snapshot(folder: Path) -> Snapshot:

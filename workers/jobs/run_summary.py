@@ -53,6 +53,7 @@ class Outcome:
             "steps": self.step,
             "skipped_steps": self.counts.skipped_steps,
             "samples_per_second": self.counts.samples / self.counts.seconds,
+            "tables": self.session.placement.describe_tables(),
         }
 
     def commands(self, run: StoragePath) -> dict[str, str]:

@@ -26,7 +26,7 @@ from workers.controller.stream_session import StreamSession
 from workers.exit_codes import ExitCode, StopRequest
 from workers.jobs.checkpoint_schedule import Checkpoints, Interval, RunCounts, TrainingState
 from workers.jobs.run_summary import PATIENCE, Outcome
-from workers.run_folder.run_access import RESULT_FILE, checkpoint_root
+from workers.run_folder.run_access import RESULT_FILE, UNKNOWN_FRACTION, checkpoint_root
 from workers.run_folder.run_files import RunFolder
 
 # Approximate time of a call to the trainers, which a requested stop waits for.
@@ -122,6 +122,9 @@ class Training:
             opened = RunFolder.create(self._task.folder, self._config)
         with opened as self._folder, self._stop.handling_signals():
             section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
+            unknown = {each.name + UNKNOWN_FRACTION: each.fraction for each in session.reports[TEST].unknown}
+            if unknown:
+                self._folder.log_evaluation("unknown", self._step, unknown)
             self._checkpoints = Checkpoints(session, self._folder, section, view.warn, best, self._step)
             self._train(session, view)
             if not self._is_over(session):
@@ -129,8 +132,7 @@ class Training:
                 session.meanwhile = lambda: None  # the next line already announces the stop
                 view.status(f"saving step {self._step}{_SECOND_CTRL_C}")
                 self._checkpoints.write_last(self._state(session), is_stopped=True)
-                session.close()
-                return self._stop.code
+                return self._end_stopped(session)
             # A run that was killed between its last checkpoint and its end takes no step.
             if self._metrics is None and session.has_rows(self._selection):
                 self._metrics = session.evaluate(self._step, self._selection)
@@ -340,20 +342,24 @@ class Training:
         self._tested = None if metrics is None else (step, metrics)
         return metrics is not None
 
+    def _end_stopped(self, session: DatasetSession) -> ExitCode:
+        session.close()
+        self._folder.write_report({"tables": session.placement.describe_tables()})
+        return self._stop.code
+
     def _finish(self, session: DatasetSession, view: TerminalView) -> ExitCode:
         self.doing = "while writing the checkpoint"
         view.status("writing the checkpoint")
         self._checkpoints.write_last(self._state(session))
-        is_complete = self._test(session, view)
+        if not self._test(session, view):
+            return self._end_stopped(session)
         session.close()
-        if not is_complete:
-            return self._stop.code
         validation = None if self._selection == TEST else self._metrics
         best = self._checkpoints.best
         outcome = Outcome(session, self._step, self._tested, validation, best, self._counts)
         seconds = {"seconds_to_first_step": self._seconds_to_first_step}
-        self._folder.finish({**outcome.result, **seconds}, main_metric(self._tasks))
-        files = {"curves": str(self._folder.curves)}
+        self._folder.finish({**outcome.result, **seconds})
+        files = {"report": str(self._folder.report)}
         if self._profile is not None:
             files["profile"] = str(self._profile)
         view.summary(outcome.describe(self._run) | files, outcome.commands(self._run))

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.control import Control
 from rich.segment import ControlType
 
-from hybrid.config import RunConfig
-from hybrid.errors import ClusterError, HybridError
+from hybrid.config import ClusterSection, RunConfig
+from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.security.secret import Secret
 from hybrid.storage.private_files import open_file
 from hybrid.storage.remote_path import StoragePath, is_url
@@ -29,11 +29,11 @@ from workers.console.terminal import TerminalView
 from workers.exit_codes import Cause, ExitCode, Interrupt, ReportedError, StopRequest, code_of
 from workers.launching.fork_server import ForkServer
 from workers.launching.role_processes import RoleFailure, RoleProcesses
-from workers.rendezvous.host_setup import AUTO, LOOPBACK, allow_open_files, is_loopback
+from workers.rendezvous.host_setup import AUTO, LOOPBACK, allow_open_files, is_loopback, listen
 from workers.run_folder import run_access
-from workers.run_folder.run_access import RunState, run_write_errors, script_folder
+from workers.run_folder.run_access import RESTARTS_FILE, RunState, run_write_errors, script_folder
 
-RESTARTS_FILE = "restarts.jsonl"
+_METRICS_KEY = "cluster.metrics_port"
 # DDP imports torch._dynamo, which takes as long as torch itself.
 _PRELOAD = ("torch._dynamo", "workers.master")
 # Texts of exceptions that a missing network causes.
@@ -61,6 +61,8 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
     """
     allow_open_files(config.cluster)
     with ExitStack() as stack:
+        if isinstance(task, TrainTask):
+            stack.enter_context(serving_metrics(config.cluster, folder))
         stack.callback(_restore_screen)
         restarts = Restarts(folder, config.cluster.max_restarts)
         server = stack.enter_context(_start_server(config, folder, task, lock))
@@ -89,6 +91,22 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
                 task = dataclasses.replace(task, resume=True, started_at=time.time())
             if not server.is_running():
                 server = stack.enter_context(_start_server(config, folder, task, lock))
+
+
+def serving_metrics(cluster: ClusterSection, folder: Path) -> AbstractContextManager[None]:
+    """Serve the state of the run in ``folder`` for Prometheus in the context, if the port is set.
+
+    Raises:
+        ConfigError: the port cannot be used, or the package prometheus-client is missing.
+    """
+    if not cluster.metrics_port:
+        return nullcontext()
+    try:
+        from workers.launching.prometheus_server import serving
+    except ImportError as error:
+        rule = "needs the package prometheus-client; run pip install 'hybrid-parallel[prometheus]'"
+        raise ConfigError(_METRICS_KEY, rule) from error
+    return serving(listen(cluster.master_endpoint[0], cluster.metrics_port, _METRICS_KEY), folder)
 
 
 @contextmanager

@@ -67,8 +67,11 @@ def is_loopback(host: str) -> bool:
     return bool(_LOCAL_NAMES.fullmatch(host)) if number is None else number.is_loopback
 
 
-def listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int, port_key: str = _MASTER_KEY) -> socket.socket:
     """Return a socket that listens on one address only; port 0 selects a free port.
+
+    Args:
+        port_key: the key to name if the port cannot be used.
 
     Raises:
         ConfigError: this host does not have the address, other hosts cannot reach it, or the port is in use.
@@ -90,7 +93,7 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise ConfigError(_MASTER_KEY, f"{error.strerror}; choose another", port) from error
+            raise ConfigError(port_key, f"{error.strerror}; choose another", port) from error
         raise ConfigError(_MASTER_KEY, f"cannot listen on it: {error.strerror}", address) from error
     return listener
 

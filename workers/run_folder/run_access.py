@@ -40,13 +40,15 @@ from workers.console.messages import print_line
 
 RUNS = Path("runs")
 METRICS_FILE = "metrics.jsonl"
+RESTARTS_FILE = "restarts.jsonl"
 RESULT_FILE = "result.json"  # exists only if the run has finished
 _STORE_FILE = ".store"  # contains the URL of the run
 _RESUME_FILE = ".resume"  # in the scratch folder of a script: the path from which the script resumes
 _DIGEST_CHARACTERS = 12
 _CLOCK_TOLERANCE_NS = 60_000_000_000  # between the clocks of this machine and of the store
 _MAX_LOG_BYTES = 1 << 30
-_NO_NUMBERS = ("kind", "phase_seconds", "unit")
+UNKNOWN_FRACTION = ".unknown_fraction"  # end of names of numbers in a record
+NO_NUMBERS = ("kind", "phase_seconds", "unit")
 _STALE_SECONDS = 60.0  # by this age, a running command has locked its scratch folder
 _LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that limit the length of a run
 
@@ -245,7 +247,7 @@ class RunState:
     def of(cls, folder: Path) -> RunState:
         """Return the state of a run folder. The folder may be empty or missing."""
         log = folder / METRICS_FILE
-        records = read_records(log) if log.is_file() else []
+        records = read_records(log)
         logged = next((each["step"] for each in reversed(records) if each["kind"] == "train"), 0)
         step = newest_step(script_folder(folder) or checkpoint_root(folder))
         return cls(logged, step, files.find_entry(log), files.find_entry(folder / RESULT_FILE))
@@ -284,20 +286,36 @@ def newest_step(folder: StoragePath) -> int | None:
 
 def read_records(path: Path) -> list[Record]:
     """Return the records of metrics.jsonl, without lines that a kill or a power cut has damaged."""
-    records = []
-    for line in files.read_bytes(path, _MAX_LOG_BYTES).split(b"\n")[:-1]:
+    return parse_records(_complete_lines(path))
+
+
+def parse_records(lines: bytes) -> list[Record]:
+    """Return the records in complete lines of metrics.jsonl, without damaged lines."""
+    return [record for record in _parse_objects(lines) if _is_record(record)]
+
+
+def read_restarts(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of restarts.jsonl, without damaged lines."""
+    return _parse_objects(_complete_lines(folder / RESTARTS_FILE))
+
+
+def _complete_lines(path: Path) -> bytes:
+    return files.read_bytes(path, _MAX_LOG_BYTES).rpartition(b"\n")[0] if path.is_file() else b""
+
+
+def _parse_objects(lines: bytes) -> list[dict[str, Any]]:
+    objects = []
+    for line in lines.split(b"\n"):
         with suppress(ValueError):
-            record = parse_json(line)
-            if _is_record(record):
-                records.append(record)
-    return records
+            objects.append(parse_json(line))
+    return [each for each in objects if isinstance(each, dict)]
 
 
-def _is_record(value: Any) -> bool:
+def _is_record(value: dict[str, Any]) -> bool:
     """Return whether ``value`` is a valid log record: kind, step, phase seconds, numbers."""
-    if not isinstance(value, dict) or not isinstance(seconds := value.get("phase_seconds", {}), dict):
+    if not isinstance(seconds := value.get("phase_seconds", {}), dict):
         return False
-    others = [each for name, each in value.items() if name not in _NO_NUMBERS and each is not None]
+    others = [each for name, each in value.items() if name not in NO_NUMBERS and each is not None]
     is_step = type(value.get("step")) is int and value["step"] >= 0
     return (
         is_step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import math
 import os
@@ -15,26 +14,23 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import hybrid
 from hybrid.config import RunConfig
-from hybrid.config.data_sections import SPLITS, TEST, TRAIN
-from hybrid.config.loading import CONFIG_FILE
-from hybrid.config.task_sections import metric_title
+from hybrid.config.data_sections import TEST
+from hybrid.config.loading import CONFIG_FILE, load_config
 from hybrid.metrics import Metrics
 from hybrid.storage import files
 from hybrid.storage.private_files import make_folder, open_file
 from hybrid.user_code.run_signature import signed_toml
+from workers.console.messages import finite, json_text
 from workers.console.terminal import TrainingProgress
 from workers.run_folder import run_access
-from workers.run_folder.run_access import METRICS_FILE, RESULT_FILE, Record, run_write_errors
+from workers.run_folder.run_access import METRICS_FILE, RESULT_FILE, run_write_errors
+from workers.run_folder.run_report import report_page
 from workers.run_folder.step_profile import Profile
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 class RunFolder:
@@ -49,7 +45,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.curves = path / "curves.png"
+        self.report = path / "report.html"
         self.checkpoint_root = run_access.checkpoint_root(path)
         self._metrics_path = path / METRICS_FILE
         with run_write_errors(self._metrics_path):
@@ -64,7 +60,7 @@ class RunFolder:
         with run_write_errors(path):
             make_folder(path)
         _write_text(path / CONFIG_FILE, signed_toml(config))
-        _write_text(path / "versions.json", _json(_versions()))
+        _write_text(path / "versions.json", json_text(_versions()))
         return cls(path)
 
     @classmethod
@@ -93,7 +89,7 @@ class RunFolder:
             _write_text(path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
         _write_text(path / CONFIG_FILE, signed_toml(config))
         if not (path / "versions.json").exists():
-            _write_text(path / "versions.json", _json(_versions()))
+            _write_text(path / "versions.json", json_text(_versions()))
         opened = cls(path)
         opened._events.restart(step + 1)
         return opened
@@ -153,11 +149,17 @@ class RunFolder:
             profile.write(folder)
         return folder
 
-    def finish(self, result: Mapping[str, Any], score: str = "auc") -> None:
-        """Draw the curves of the run, with the metric ``score``, and write the result."""
-        with run_write_errors(self.curves):
-            draw_curves(run_access.read_records(self._metrics_path), self.curves, score)
-        _write_text(self.path / RESULT_FILE, _json(result))
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write the report and the result."""
+        self.write_report(result)
+        _write_text(self.path / RESULT_FILE, json_text(result))
+
+    def write_report(self, result: Mapping[str, Any]) -> None:
+        """Write the page of the run; ``result`` of a stopped run has its tables only."""
+        config = load_config(self.path / CONFIG_FILE, is_stored=True)
+        records, restarts = run_access.read_records(self._metrics_path), run_access.read_restarts(self.path)
+        page = report_page(self.checkpoint_root.name, config, records, restarts, result)
+        _write_text(self.report, page)
 
     def close(self) -> None:
         try:
@@ -169,7 +171,7 @@ class RunFolder:
     def _append(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
         with run_write_errors(self._metrics_path):
-            self._metrics.write(f"{json.dumps(_finite(record), allow_nan=False)}\n".encode())
+            self._metrics.write(f"{json.dumps(finite(record), allow_nan=False)}\n".encode())
 
 
 class _EventFile:
@@ -258,17 +260,6 @@ def _write_text(path: Path, text: str) -> None:
         files.write_bytes(path, text.encode())
 
 
-def _json(values: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(values), indent=2, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """Replace each number that JSON cannot represent by None."""
-    if isinstance(value, Mapping):
-        return {name: _finite(element) for name, element in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _versions() -> dict[str, Any]:
     try:
         command = ["git", "rev-parse", "--verify", "HEAD"]
@@ -286,58 +277,3 @@ def _versions() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def draw_curves(records: list[Record], path: Path, score: str) -> None:
-    """Draw loss, metric ``score``, throughput and phases over the steps into a PNG file."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    matplotlib.rcdefaults()  # without a file matplotlibrc of the working directory
-    by_split = {split: [record for record in records if record["kind"] == split] for split in SPLITS}
-    train, evaluated = by_split.pop(TRAIN), [*chain(*by_split.values())]
-    loss_key = "log_loss" if not evaluated or "log_loss" in evaluated[0] else ""
-    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    (loss, quality), (throughput, phases) = figure.subplots(2, 2)
-    for axes, title in (
-        (loss, "Log loss" if loss_key else "Loss"),
-        (quality, metric_title(score)),
-        (throughput, "Throughput (samples a second)"),
-        (phases, "Time of a step by phase (%)"),
-    ):
-        axes.set_title(title, loc="left")
-        axes.set_xlabel("step")
-        axes.grid(axis="y", alpha=0.4)
-        axes.locator_params(axis="x", integer=True)
-        axes.spines[["top", "right"]].set_visible(False)
-    _draw_line(loss, train, "loss", TRAIN)
-    _draw_line(quality, train, score, TRAIN)
-    for split, of_split in by_split.items():
-        _draw_line(loss, of_split, loss_key, split)
-        _draw_line(quality, of_split, score, split)
-    _draw_line(throughput, train, "samples_per_second", "train")
-    throughput.set_ylim(bottom=0)
-    if train:
-        seconds = [record.get("phase_seconds", {}) for record in train]
-        percentages = {
-            name: [100 * each.get(name, 0.0) / (sum(each.values()) or 1.0) for each in seconds]
-            for name in dict.fromkeys(name for each in seconds for name in each)
-        }
-        phases.stackplot([record["step"] for record in train], [*percentages.values()], labels=[*percentages])
-        phases.set_ylim(0, 100)
-        phases.legend(ncols=len(percentages), loc="upper center", bbox_to_anchor=(0.5, -0.15), fontsize=8)
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    files.write_bytes(path, content.getvalue())
-
-
-def _draw_line(axes: Axes, records: list[Record], key: str, label: str) -> None:
-    """Draw a number over the steps, with a gap where it is unknown."""
-    if not key or not records:
-        return
-    values = [math.nan if (value := record.get(key)) is None else value for record in records]
-    marker = "o" if len(records) < 30 else ""
-    axes.plot([record["step"] for record in records], values, label=label, marker=marker, markersize=4)
-    axes.legend(frameon=False)

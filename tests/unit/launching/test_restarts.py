@@ -7,9 +7,9 @@ import pytest
 
 from hybrid.errors import ClusterError
 from workers.exit_codes import Cause
-from workers.launching.launcher import RESTARTS_FILE, Restarts
+from workers.launching.launcher import Restarts
 from workers.launching.role_processes import RoleFailure
-from workers.run_folder.run_access import command_name, describe_saved_state
+from workers.run_folder.run_access import RESTARTS_FILE, command_name, describe_saved_state
 
 KILLED = RoleFailure("worker 0 was killed", Cause.KILLED)
 

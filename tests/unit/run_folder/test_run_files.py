@@ -93,14 +93,14 @@ def test_tensorboard_reads_the_same_numbers(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 40])
-def test_a_finished_run_has_a_result_and_curves(folder: RunFolder, steps: int) -> None:
+def test_a_finished_run_has_a_result_and_a_report(folder: RunFolder, steps: int) -> None:
     for step in range(1, steps + 1):
         folder.log_progress(_progress(step, auc=math.nan))
     if steps:
         folder.log_evaluation("test", steps, {**METRICS, "auc": math.nan})
     folder.finish({"test": {"auc": math.nan}, "steps": steps})
     assert json.loads((folder.path / "result.json").read_text()) == {"test": {"auc": None}, "steps": steps}
-    assert folder.curves.read_bytes().startswith(b"\x89PNG")
+    assert folder.report.read_text().count("<svg") == (4 if steps else 0)
 
 
 def test_a_resumed_run_drops_later_records(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_folders_of_runs_and_prepared_data_are_private(tmp_path: Path) -> None:
     assert {mode(each) for each in (run, run.parent, data.parent, data)} == {0o700}
 
 
-REPLACED = (".config.toml.unfinished", "curves.png", "versions.json")
+REPLACED = (".config.toml.unfinished", "report.html", "versions.json")
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", ".lock", *REPLACED])

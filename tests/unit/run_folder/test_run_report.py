@@ -1,0 +1,115 @@
+"""The report of a run: what it shows, that it loads nothing, and that it escapes names from files."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+from hybrid.config import RunConfig
+from hybrid.metrics import BinaryMetrics
+from workers.console.terminal import TrainingProgress
+from workers.run_folder.run_access import RESTARTS_FILE
+from workers.run_folder.run_files import RunFolder
+
+HOSTILE = "<script>alert('$x$')</script>\x1b"
+TABLES = {HOSTILE: {"rows": 5000, "dim": 16, "bytes": 3 << 20, "workers": [0, 1]}}
+METRICS = BinaryMetrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000)._asdict()
+VOID = ("meta", "br")
+
+
+class _Page(HTMLParser):
+    """The content of a page: the tags, the attributes that refer to something, and the text of cells."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.references: list[str] = []
+        self.ids: list[str] = []
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.open += [] if tag in VOID else [tag]
+        if tag in ("td", "th", "dt", "dd", "h1"):
+            self.cells.append("")
+        for name, value in attrs:
+            self.ids += [value or ""] if name == "id" else []
+            if name in ("src", "href", "xlink:href", "action", "data", "srcset"):
+                self.references.append(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th", "dt", "dd", "h1"):
+            self.cells[-1] += data
+
+
+def progress(step: int, **numbers: float) -> TrainingProgress:
+    return TrainingProgress(
+        step=step,
+        total_steps=100,
+        epoch=1,
+        epochs=1,
+        loss=0.5,
+        score_name="auc",
+        score=0.7,
+        samples_per_second=1000.0,
+        seconds_left=1.0,
+        phase_seconds={"lookup": 1.0, HOSTILE: 2.0},
+        numbers=numbers,
+    )
+
+
+def written(path: Path, result: dict[str, object]) -> tuple[str, _Page]:
+    """Return the report of a run with 40 log steps, as text and parsed."""
+    with RunFolder.create(path, RunConfig()) as folder:
+        for step in range(1, 41):
+            folder.log_progress(progress(step, **{"item.rows": 9.0, "item.unknown_fraction": 0.25}))
+        folder.log_evaluation("test", 40, METRICS)
+        folder.log_evaluation("unknown", 0, {"user.unknown_fraction": 0.5})
+        folder.write_report(result)
+    text = folder.report.read_text()
+    page = _Page(text)
+    assert page.open == [], "every element is closed"
+    return text, page
+
+
+def rows(page: _Page, name: str, count: int) -> list[str]:
+    """Return the ``count`` cells after the cell ``name``."""
+    start = page.cells.index(name) + 1
+    return page.cells[start : start + count]
+
+
+def test_a_report_has_result_unknown_values_tables_and_restarts(tmp_path: Path) -> None:
+    restart = {"time": 1.5, "cause": "killed", "message": "lost worker 1", "step": 30, "resumed_step": 20}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RESTARTS_FILE).write_text(f"{json.dumps(restart)}\n")
+    result = {"auc": 0.7712, "steps": 40, "best": {"step": 20}, "tables": TABLES}
+    text, page = written(tmp_path / "run", result)
+    assert text.count("<svg") == 4
+    assert rows(page, "AUC", 1) == ["0.7712"]
+    assert rows(page, "best step", 1) == ["20"]
+    assert (rows(page, "user", 1), rows(page, "item", 1)) == (["50.00%"], ["25.00%"])
+    assert rows(page, "1970-01-01 00:00:01 UTC", 4) == ["killed", "30", "20", "lost worker 1"]
+    assert rows(page, r"<script>alert('$x$')</script>\x1b", 4) == ["5,000", "16", "3.0", "0, 1"]
+    assert "synthetic_rows = " in text
+
+
+def test_a_stopped_run_has_the_numbers_of_its_last_log_step(tmp_path: Path) -> None:
+    _, page = written(tmp_path / "run", {"tables": TABLES})
+    assert rows(page, "loss", 1) == ["0.5000"]
+    assert rows(page, "samples per second", 1) == ["1,000"]
+
+
+def test_a_report_loads_nothing_and_escapes_names(tmp_path: Path) -> None:
+    text, page = written(tmp_path / HOSTILE.replace("/", ""), {"tables": TABLES})
+    assert "script" not in page.tags
+    assert "\x1b" not in text
+    assert not {"link", "img", "iframe", "object", "embed", "base"} & page.tags
+    assert all(each.startswith("#") and each[1:] in page.ids for each in page.references)
+    assert len(page.ids) == len(set(page.ids)), "the plots share no ids"
+    assert "http" not in text.replace("http-equiv", "")
+    assert set(re.findall(r"url\((.)", text)) <= {"#"}

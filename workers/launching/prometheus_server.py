@@ -1,0 +1,130 @@
+"""The server of ``/metrics`` for Prometheus, and of ``/healthz``: it reads the files of a run folder.
+
+It runs in the launcher, or in a master that was started by hand. Its thread serves one request after another,
+so a flood of requests cannot exhaust the process. The package prometheus-client must be installed.
+"""
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+import psutil
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from hybrid.storage.files import open_reader
+from workers.run_folder import run_access
+from workers.run_folder.run_access import METRICS_FILE, NO_NUMBERS, UNKNOWN_FRACTION, Record
+
+_REQUEST_SECONDS = 2.0
+_LOG = logging.getLogger(__name__)
+
+
+class _RunCollector(Collector):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._inode = self._offset = 0
+        self._records: dict[str, Record] = {}  # the last record of each kind
+
+    def collect(self) -> Iterator[Metric]:
+        self._read()
+        records = self._records
+        restarts = len(run_access.read_restarts(self._folder))
+        yield CounterMetricFamily("hybrid_restarts", "Restarts by hybrid launch.", restarts)
+        numbers = {
+            (kind, name): value
+            for kind, record in records.items()
+            for name, value in record.items()
+            if name not in (*NO_NUMBERS, "time") and value is not None
+        }
+        text = "Each number of the last record of metrics.jsonl, by the kind of the record."
+        yield _family("metric", text, ["kind", "name"], numbers)
+        text = "Unknown values by column of the held-out rows, and by growing table since the last log step."
+        fractions = {
+            k.removesuffix(UNKNOWN_FRACTION): v for (_, k), v in numbers.items() if UNKNOWN_FRACTION in k
+        }
+        yield _family("unknown_fraction", text, ["column"], fractions)
+        times = {kind: record["time"] for kind, record in records.items() if "time" in record}
+        yield _family("timestamp_seconds", "Time of the last record.", ["kind"], times)
+        text = "Time by phase between the last two log steps, mean over the trainers."
+        seconds = records.get("train", {}).get("phase_seconds", {})
+        yield _family("phase_seconds", text, ["phase"], seconds)
+        text = "Resident memory of each role that this process has started."
+        yield _family("role_memory_bytes", text, ["role"], _resident_bytes())
+
+    def _read(self) -> None:
+        """Read the records since the last call; a resumed run has a new file."""
+        with suppress(FileNotFoundError), open_reader(self._folder / METRICS_FILE) as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:
+                self._inode, self._offset, self._records = inode, 0, {}
+            file.seek(self._offset)
+            lines, newline, _ = file.read().rpartition(b"\n")
+            self._offset += len(lines + newline)
+            self._records |= {record["kind"]: record for record in run_access.parse_records(lines)}
+
+
+def _family(name: str, text: str, labels: list[str], values: Mapping[Any, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"hybrid_{name}", text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key if isinstance(key, tuple) else (key,), value)
+    return family
+
+
+def _resident_bytes() -> dict[str, int]:
+    resident: dict[str, int] = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # the process has ended
+            resident[process.name()] = process.memory_info().rss
+    return resident
+
+
+class _MetricsHandler(WSGIRequestHandler):
+    timeout = _REQUEST_SECONDS
+
+    def log_message(self, *_: object) -> None:
+        """Log no line for each request."""
+
+
+class _MetricsServer(WSGIServer):
+    def handle_error(self, *_: object) -> None:
+        _LOG.info("a request for metrics has failed", exc_info=True)
+
+    def serve(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread handles them
+        self.serve_forever()
+
+
+@contextmanager
+def serving(listener: socket.socket, folder: Path) -> Iterator[None]:
+    """Serve the state of a run until the end of the block; the listener is closed then."""
+    registry = CollectorRegistry()
+    registry.register(_RunCollector(folder))
+    ProcessCollector(registry=registry)
+    metrics = make_wsgi_app(registry)
+
+    def answer(environment: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        if environment["PATH_INFO"] == "/healthz":
+            start("200 OK", [("Content-Type", "text/plain")])
+            return [b"ok\n"]
+        content: Iterable[bytes] = metrics(environment, start)
+        return content
+
+    with _MetricsServer(("", 0), _MetricsHandler, bind_and_activate=False) as server:
+        server.socket.close()
+        server.socket = listener
+        server.server_name, server.server_port = listener.getsockname()[:2]
+        server.setup_environ()
+        server.set_app(answer)
+        threading.Thread(target=server.serve, name="prometheus", daemon=True).start()
+        yield
+        server.shutdown()

@@ -1,0 +1,190 @@
+"""The page ``report.html`` of a run: result, curves, unknown values, tables, restarts and configuration.
+
+The page has no scripts and loads nothing. Every value is escaped, since names come from files. This module
+does not import torch.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid.config import RunConfig
+from hybrid.config.data_sections import SPLITS, TRAIN
+from hybrid.config.loading import to_toml
+from hybrid.config.task_sections import main_metric, metric_title
+from workers.console.messages import visible
+from workers.run_folder.run_access import NO_NUMBERS, UNKNOWN_FRACTION, Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = tuple(f"#0000f{number}" for number in range(1, 7))  # stand for the variables --c1 to --c6
+_CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+
+
+def report_page(
+    name: str,
+    config: RunConfig,
+    records: Sequence[Record],
+    restarts: Sequence[Mapping[str, Any]],
+    result: Mapping[str, Any],
+) -> str:
+    """Return the page of a run as HTML.
+
+    Args:
+        records, restarts: of metrics.jsonl and restarts.jsonl.
+        result: of result.json; for a run without a result, at most its tables.
+    """
+    last = {record["kind"]: record for record in records}
+    state = "finished" if "steps" in result else "stopped without a result"
+    ended = f"{state} at step {records[-1]['step']:,}, {_date(records[-1])}" if records else state
+    progress = {k: v for k, v in last.get(TRAIN, {}).items() if k not in (*NO_NUMBERS, "time")}
+    numbers = {k: v for k, v in result.items() if k not in ("tables", "unknown_values")} or progress
+    fractions = {k: v for record in last.values() for k, v in record.items() if k.endswith(UNKNOWN_FRACTION)}
+    unknown = sorted(fractions.items(), key=lambda each: -each[1])
+    tables = [
+        (name, table["rows"] or "grows", table["dim"], f"{table['bytes'] / 2**20:,.1f}", table["workers"])
+        for name, table in result.get("tables", {}).items()
+    ]
+    failures = [
+        (_date(each), *(each.get(key) for key in ("cause", "step", "resumed_step", "message")))
+        for each in restarts
+    ]
+    curves = "".join(
+        f"<figure><figcaption>{escape(visible(title))}</figcaption>{svg}</figure>\n"
+        for title, svg in _curves(config, records)
+    )
+    sections = {
+        "Result": _pairs(_flat(numbers)),
+        "Curves": f'<div class="curves">{curves}</div>\n' if curves else "",
+        "Unknown values": _pairs((k.removesuffix(UNKNOWN_FRACTION), f"{v:.2%}") for k, v in unknown),
+        "Tables": _table(tables, "table", "rows", "dim", "MiB", "workers"),
+        "Restarts": _table(failures, "time", "cause", "at step", "resumed from", "message"),
+    }
+    content = "".join(f"<h2>{heading}</h2>\n{part}" for heading, part in sections.items() if part)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_cell(name)}</title>\n<style>{_STYLE}</style>\n"
+        f"<main>\n<h1>{_cell(name)}</h1>\n<p>{ended}</p>\n{content}<h2>Configuration</h2>\n"
+        f"<details><summary>every key</summary>\n<pre>{escape(to_toml(config))}</pre></details>\n"
+        "</main>\n</html>\n"
+    )
+
+
+def _pairs(pairs: Iterable[tuple[str, object]]) -> str:
+    items = [f"<div><dt>{_cell(name)}</dt><dd>{_cell(value)}</dd></div>\n" for name, value in pairs]
+    return f"<dl>\n{''.join(items)}</dl>\n" if items else ""
+
+
+def _table(rows: Sequence[Sequence[object]], *headings: str) -> str:
+    head = "".join(f"<th>{_cell(heading)}</th>" for heading in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row)}</tr>\n" for row in rows)
+    return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}</table></div>\n' if rows else ""
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, list | tuple):
+        value = ", ".join(map(str, value))
+    if isinstance(value, float):
+        value = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+    return escape(visible(f"{value:,}" if type(value) is int else "none" if value is None else str(value)))
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the title and the value of each known number."""
+    for name, value in values.items():
+        title = before + metric_title(name)
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{title} ")
+        elif value is not None:
+            yield title, value
+
+
+def _date(record: Mapping[str, Any]) -> str:
+    return f"{datetime.fromtimestamp(record.get('time', 0), UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _curves(config: RunConfig, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
+    """Yield title and SVG of each plot over the steps: loss, main metric, throughput, phases of a step."""
+    train, *held_out = by_split = [
+        (split, [each for each in records if each["kind"] == split]) for split in SPLITS
+    ]
+    if not any(of_split for _, of_split in by_split):
+        return
+    score = main_metric(config.all_tasks)
+    evaluated = [record for _, of_split in held_out for record in of_split]
+    loss = "log_loss" if not evaluated or "log_loss" in evaluated[0] else ""
+    plots = {
+        "Log loss" if loss else "Loss": [(*train, "loss"), *((*each, loss) for each in held_out)],
+        metric_title(score): [(*each, score) for each in by_split],
+        "Throughput (samples a second)": [(*train, "samples_per_second")],
+    }
+    for title, lines in plots.items():
+        yield title, _svg(partial(_draw_lines, lines), title)
+    if train[1]:
+        title = "Time of a step by phase (%)"
+        yield title, _svg(partial(_draw_phases, train[1]), title)
+
+
+def _svg(draw: Callable[[Axes], None], salt: str) -> str:
+    """Return a plot for inline use, in the colors of the page.
+
+    Args:
+        salt: unique text, for unique ids in the page.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    matplotlib.rcdefaults()  # without a file matplotlibrc of the working directory
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": salt, "text.parse_math": False})
+    figure = Figure(figsize=(4.8, 2.8), layout="constrained")
+    FigureCanvasSVG(figure)
+    axes = figure.subplots()
+    axes.set_prop_cycle(color=_COLORS)
+    axes.set_xlabel("step")
+    axes.grid(axis="y", alpha=0.4)
+    axes.locator_params(axis="x", integer=True)
+    axes.spines[["top", "right"]].set_visible(False)
+    draw(axes)
+    content = io.StringIO()
+    no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(content, format="svg", transparent=True, metadata=no_metadata)
+    svg = content.getvalue().partition("<svg")[2].replace("#000000", "currentColor")
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"| id="[\w.]+_\d+"', "", svg)
+    return "<svg" + re.sub("#0000f([1-6])", r"var(--c\1)", svg)
+
+
+def _draw_lines(lines: Sequence[tuple[str, Sequence[Record], str]], axes: Axes) -> None:
+    """Draw, for each label, a number of records over the steps, with a gap where it is unknown."""
+    for label, records, key in lines:
+        if key and records:
+            values = [math.nan if (value := record.get(key)) is None else value for record in records]
+            marker = "o" if len(records) < 30 else ""
+            axes.plot([each["step"] for each in records], values, label=label, marker=marker, markersize=4)
+    if len(lines) > 1 and axes.lines:
+        axes.legend(frameon=False)
+    else:
+        axes.set_ylim(bottom=0)
+
+
+def _draw_phases(records: Sequence[Record], axes: Axes) -> None:
+    seconds = [record.get("phase_seconds", {}) for record in records]
+    percentages = {
+        visible(name): [100 * each.get(name, 0.0) / (sum(each.values()) or 1.0) for each in seconds]
+        for name in dict.fromkeys(name for each in seconds for name in each)
+    }
+    axes.stackplot([each["step"] for each in records], [*percentages.values()], labels=[*percentages])
+    axes.set_ylim(0, 100)
+    axes.legend(ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1), fontsize=8, frameon=False)
