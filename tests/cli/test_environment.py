@@ -20,7 +20,7 @@ case "$*" in
         [[ "$*" != *--clear* ]] || rm -rf "$target"
         mkdir -p "$target/bin" && cp "$0" "$target/bin/python" ;;
     "-m pip install"*)
-        echo "$PIP_CONSTRAINT" >>"$log"
+        [[ $PIP_CONSTRAINT == scripts/constraints.txt ]] && printf '%s\\n' "${*: -1}" >>"$log"
         printf '%s\\n' "Collecting torch==2.13.0 (from it)" "  Downloading torch.whl (170.1 MB)" \\
             "Collecting rich" "  Downloading rich.whl (300 kB)" "Installing collected packages: rich, torch"
         exit "${PIP_FAILS:-0}" ;;
@@ -34,17 +34,17 @@ class Project:
 
     folder: Path
 
-    def call(self, **variables: str) -> subprocess.CompletedProcess[str]:
+    def call(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Call the script from another folder."""
         environment = {"PATH": f"{self.folder / 'python'}:/usr/bin:/bin", **variables}
-        script = [self.folder / "scripts/environment"]
+        script = [str(self.folder / "scripts/environment"), *arguments]
         return subprocess.run(script, cwd="/", env=environment, capture_output=True, text=True, timeout=30)
 
     @property
-    def installations(self) -> int:
-        """The number of installations into the present environment."""
+    def installations(self) -> list[str]:
+        """What pip has installed into the present environment, call by call."""
         calls = self.folder / ".venv/bin/calls"
-        return len(calls.read_text().splitlines()) if calls.exists() else 0
+        return calls.read_text().splitlines() if calls.exists() else []
 
 
 @pytest.fixture
@@ -65,7 +65,24 @@ def test_packages_are_installed_once_with_progress(project: Project) -> None:
     assert first.returncode == 0
     assert "scripts/environment: Downloading torch.whl (170.1 MB)\n" in first.stderr
     assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
-    assert project.installations == 1
+    assert project.installations == ["."]
+
+
+def test_extras_are_added_and_stay(project: Project) -> None:
+    for extra in ("", "dev", "docs", "", "dev", "docs"):
+        assert project.call(*([extra] if extra else [])).returncode == 0
+    assert project.installations == [".", ".[dev]", ".[dev,docs]"]
+    with (project.folder / "scripts/constraints.txt").open("a") as file:
+        print("# changed", file=file)
+    assert project.call().returncode == 0
+    assert project.installations[3:] == [".[dev,docs]"]
+
+
+def test_interrupted_extra_is_repeated(project: Project) -> None:
+    project.call()
+    assert project.call("dev", PIP_FAILS="1").returncode == 1
+    assert project.call().returncode == 0
+    assert project.installations == ["."]
 
 
 def test_failed_installation_is_repeated(project: Project) -> None:
@@ -82,7 +99,7 @@ def test_concurrent_calls_install_once(project: Project) -> None:
     with ThreadPoolExecutor(4) as pool:
         ended = list(pool.map(lambda _: project.call(), range(4)))
     assert [e.returncode for e in ended] == [0] * 4
-    assert project.installations == 1
+    assert len(project.installations) == 1
 
 
 @pytest.mark.parametrize("change", ["constraints", "pyproject", "python", "folder"])
@@ -97,7 +114,7 @@ def test_environment_follows_changes(change: str, project: Project) -> None:
         project = Project(project.folder.rename(project.folder.with_name("moved")))
     assert project.call(**({"PYTHON": "python3.99"} if change == "python" else {})).returncode == 0
     assert (project.folder / ".venv/former").exists() == (change in files)
-    assert project.installations == (2 if change in files else 1)
+    assert len(project.installations) == (2 if change in files else 1)
     assert project.call().stderr == ""
 
 
