@@ -4,7 +4,7 @@
 
 The log is that of ``drifting_log.py``. Each run starts with the model of the day before:
 
-- fixed: the tables have the values of day 1; later values have no rows.
+- frozen: the tables keep the rows of day 1; later values have no rows.
 - growing: a value gets a row when it appears.
 - prepared: each day has a vocabulary of its own. Values that the day before has keep their rows.
 
@@ -25,7 +25,7 @@ EXAMPLES = Path(__file__).resolve().parent
 CONFIG = EXAMPLES.parent / "configs/every_day.toml"
 # The vocabulary of day 1, and that of later days.
 WAYS = {
-    "fixed": ("grow", "grow(admit_after = 1000000)"),
+    "frozen": ("grow", "grow(admit_after = 1000000)"),
     "growing": ("grow", "grow"),
     "prepared": ("build", "build"),
 }
@@ -67,7 +67,7 @@ def main() -> None:
             line = ",".join(f"{each:.4f}" if isinstance(each, float) else str(each) for each in row)
             print(line, file=file)
             print(line)
-    figure, axes = plt.subplots()
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, values in auc.items():
         axes.plot(tested, values, marker="o", label=name)
     axes.set(xlabel="tested day", ylabel="AUC")

@@ -80,6 +80,6 @@ def test_example_compares_three_ways(tmp_path: Path) -> None:
     subprocess.run([*command, "--days=2", "--rows=4000"], env=ENVIRONMENT, check=True, timeout=SECONDS)
     with (tmp_path / "days/auc.csv").open() as file:
         (line,) = csv.DictReader(file)
-    assert [*line] == ["day", "fixed", "growing", "prepared", "best reachable"]
-    assert all(float(line[name]) < float(line["best reachable"]) for name in ("fixed", "growing", "prepared"))
+    assert [*line] == ["day", "frozen", "growing", "prepared", "best reachable"]
+    assert all(float(line[name]) < float(line["best reachable"]) for name in ("frozen", "growing", "prepared"))
     assert (tmp_path / "days/auc.svg").stat().st_size
