@@ -81,5 +81,7 @@ def test_example_compares_three_ways(tmp_path: Path) -> None:
     with (tmp_path / "days/auc.csv").open() as file:
         (line,) = csv.DictReader(file)
     assert [*line] == ["day", "frozen", "growing", "prepared", "best reachable"]
-    assert all(float(line[name]) < float(line["best reachable"]) for name in ("frozen", "growing", "prepared"))
+    assert all(
+        float(line[name]) < float(line["best reachable"]) for name in ("frozen", "growing", "prepared")
+    )
     assert (tmp_path / "days/auc.svg").stat().st_size

@@ -182,6 +182,11 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     export.add_argument("--dtype", choices=ROW_TYPES, help=help_text)
     help_text = "export each new model of a run with checkpoint.deltas, until the run ends"
     export.add_argument("--follow", action="store_true", help=help_text)
+    text = "write a page with the results, settings and curves of runs side by side"
+    report = add("report", text, usage="RUN [RUN ...] [OPTION ...]")
+    report.add_argument("run_folders", type=Path, nargs="+", metavar="RUN", help="run folder")
+    help_text = "page to write (default: report.html)"
+    report.add_argument("--output", type=Path, default=Path("report.html"), metavar="FILE", help=help_text)
     config = add("config", "print the effective configuration, all keys, or a schema", _config)
     pages = config.add_mutually_exclusive_group()
     pages.add_argument("--describe", action="store_true", help="print each key: default, rule, meaning")

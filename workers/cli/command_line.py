@@ -78,5 +78,5 @@ def _interruptible() -> Iterator[None]:
         yield
 
 
-_WITHOUT_TORCH = ("config", "secret")
+_WITHOUT_TORCH = ("config", "report", "secret")
 _RUNS = ("launch", "compare", "run", "role", *(kind.value for kind in RoleKind))

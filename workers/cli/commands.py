@@ -19,7 +19,7 @@ import psutil
 
 from hybrid.config import ClusterSection, RunConfig, loading
 from hybrid.config.key import USER_FUNCTION
-from hybrid.errors import ConfigError, HybridError
+from hybrid.errors import ConfigError, DataError, HybridError
 from hybrid.security.secret import VARIABLE, Secret
 from hybrid.storage import files
 from hybrid.storage.locked_folders import folder_lock
@@ -346,6 +346,20 @@ def predict_command(options: argparse.Namespace) -> None:
     run, source = options.run_folder, (options.trust_code, options.module)
     with _json_output(options.json) as result:
         result |= predict(run, options.input, options.output, keep, *source)
+
+
+def report_command(options: argparse.Namespace) -> None:
+    """Write a page that compares runs."""
+    from workers.run_folder.run_files import read_run
+    from workers.run_folder.run_report import report_page
+
+    try:
+        page = report_page([read_run(folder) for folder in options.run_folders])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        names = ", ".join(map(str, options.run_folders))
+        raise DataError(f"{names}: a file has another form than those of this version ({error})") from error
+    files.write_bytes(options.output, page.encode())
+    print_line(f"report  {options.output}")
 
 
 def export_command(options: argparse.Namespace) -> None:

@@ -23,13 +23,14 @@ from hybrid.config.data_sections import TEST
 from hybrid.config.loading import CONFIG_FILE, load_config
 from hybrid.metrics import Metrics
 from hybrid.storage import files
+from hybrid.storage.file_formats import parse_json
 from hybrid.storage.private_files import make_folder, open_file
 from hybrid.user_code.run_signature import signed_toml
 from workers.console.messages import finite, json_text
 from workers.console.terminal import TrainingProgress
 from workers.run_folder import run_access
 from workers.run_folder.run_access import METRICS_FILE, RESULT_FILE, run_write_errors
-from workers.run_folder.run_report import report_page
+from workers.run_folder.run_report import ReportedRun, report_page
 from workers.run_folder.step_profile import Profile
 
 
@@ -156,10 +157,7 @@ class RunFolder:
 
     def write_report(self, result: Mapping[str, Any]) -> None:
         """Write the page of the run; ``result`` of a stopped run has its tables only."""
-        config = load_config(self.path / CONFIG_FILE, is_stored=True)
-        records, restarts = run_access.read_records(self._metrics_path), run_access.read_restarts(self.path)
-        page = report_page(self.checkpoint_root.name, config, records, restarts, result)
-        _write_text(self.report, page)
+        _write_text(self.report, report_page([read_run(self.path, result)]))
 
     def close(self) -> None:
         try:
@@ -172,6 +170,28 @@ class RunFolder:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
         with run_write_errors(self._metrics_path):
             self._metrics.write(f"{json.dumps(finite(record), allow_nan=False)}\n".encode())
+
+
+def read_run(folder: Path, result: Mapping[str, Any] | None = None) -> ReportedRun:
+    """Read what a report shows of a run.
+
+    Args:
+        result: None for that of result.json, if the run has finished.
+
+    Raises:
+        ConfigError, StorageError: the configuration is missing or invalid, or a file cannot be read.
+        ValueError: result.json is invalid.
+    """
+    if result is None:
+        path = folder / RESULT_FILE
+        result = parse_json(files.read_bytes(path)) if files.is_file(path) else {}
+    return ReportedRun(
+        run_access.checkpoint_root(folder).name,
+        load_config(folder / CONFIG_FILE, is_stored=True),
+        run_access.read_records(folder / METRICS_FILE),
+        run_access.read_restarts(folder),
+        result,
+    )
 
 
 class _EventFile:

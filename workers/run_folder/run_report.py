@@ -1,7 +1,8 @@
 """The page ``report.html`` of a run: result, curves, unknown values, tables, restarts and configuration.
 
-The page has no scripts and loads nothing. Every value is escaped, since names come from files. This module
-does not import torch.
+``hybrid report`` writes a page of several runs, which begins with their results side by side. The page has
+no scripts and loads nothing. Every value is escaped, since names come from files. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import io
 import math
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from html import escape
+from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybrid.config import RunConfig
 from hybrid.config.data_sections import SPLITS, TRAIN
@@ -31,24 +34,54 @@ _CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 
 
-def report_page(
-    name: str,
-    config: RunConfig,
-    records: Sequence[Record],
-    restarts: Sequence[Mapping[str, Any]],
-    result: Mapping[str, Any],
-) -> str:
-    """Return the page of a run as HTML.
+class ReportedRun(NamedTuple):
+    """What a report shows of a run."""
 
-    Args:
-        records, restarts: of metrics.jsonl and restarts.jsonl.
-        result: of result.json; for a run without a result, at most its tables.
-    """
+    name: str
+    config: RunConfig
+    records: Sequence[Record]  # of metrics.jsonl
+    restarts: Sequence[Mapping[str, Any]]  # of restarts.jsonl
+    result: Mapping[str, Any]  # of result.json; for a run without a result, at most its tables
+
+
+def report_page(runs: Sequence[ReportedRun]) -> str:
+    """Return the page of one or several runs as HTML."""
+    parts = [_comparison(runs)] if len(runs) > 1 else []
+    title = _cell([run.name for run in runs])
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n"
+        f"<main>\n{''.join([*parts, *map(_content, runs, count())])}</main>\n</html>\n"
+    )
+
+
+def _comparison(runs: Sequence[ReportedRun]) -> str:
+    """Return the results of runs side by side, and the keys of the configuration that differ."""
+    names = [run.name for run in runs]
+    results = [dict(_flat(_numbers(run.result))) for run in runs]
+    keys = [dict(_flat(tomllib.loads(to_toml(run.config)), ".", str)) for run in runs]
+    rows = [(key, *(each.get(key) for each in results)) for key in dict.fromkeys(chain(*results))]
+    settings = [(key, *(each.get(key) for each in keys)) for key in dict.fromkeys(chain(*keys))]
+    different = [row for row in settings if any(value != row[1] for value in row[2:])]
+    return (
+        f"<h1>{len(runs)} runs</h1>\n<h2>Results</h2>\n{_table(rows, '', *names)}"
+        f"<h2>Keys that differ</h2>\n{_table(different, '', *names)}"
+    )
+
+
+def _numbers(result: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in result.items() if k not in ("tables", "unknown_values")}
+
+
+def _content(run: ReportedRun, number: int) -> str:
+    name, config, records, restarts, result = run
     last = {record["kind"]: record for record in records}
     state = "finished" if "steps" in result else "stopped without a result"
     ended = f"{state} at step {records[-1]['step']:,}, {_date(records[-1])}" if records else state
     progress = {k: v for k, v in last.get(TRAIN, {}).items() if k not in (*NO_NUMBERS, "time")}
-    numbers = {k: v for k, v in result.items() if k not in ("tables", "unknown_values")} or progress
+    numbers = _numbers(result) or progress
     fractions = {k: v for record in last.values() for k, v in record.items() if k.endswith(UNKNOWN_FRACTION)}
     unknown = sorted(fractions.items(), key=lambda each: -each[1])
     tables = [
@@ -61,7 +94,7 @@ def report_page(
     ]
     curves = "".join(
         f"<figure><figcaption>{escape(visible(title))}</figcaption>{svg}</figure>\n"
-        for title, svg in _curves(config, records)
+        for title, svg in _curves(config, records, number)
     )
     sections = {
         "Result": _pairs(_flat(numbers)),
@@ -72,13 +105,8 @@ def report_page(
     }
     content = "".join(f"<h2>{heading}</h2>\n{part}" for heading, part in sections.items() if part)
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_cell(name)}</title>\n<style>{_STYLE}</style>\n"
-        f"<main>\n<h1>{_cell(name)}</h1>\n<p>{ended}</p>\n{content}<h2>Configuration</h2>\n"
+        f"<h1>{_cell(name)}</h1>\n<p>{ended}</p>\n{content}<h2>Configuration</h2>\n"
         f"<details><summary>every key</summary>\n<pre>{escape(to_toml(config))}</pre></details>\n"
-        "</main>\n</html>\n"
     )
 
 
@@ -101,12 +129,17 @@ def _cell(value: object) -> str:
     return escape(visible(f"{value:,}" if type(value) is int else "none" if value is None else str(value)))
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the title and the value of each known number."""
+def _flat(
+    values: Mapping[str, Any],
+    between: str = " ",
+    title_of: Callable[[str], str] = metric_title,
+    before: str = "",
+) -> Iterator[tuple[str, Any]]:
+    """Yield the title and the value of each known number or key."""
     for name, value in values.items():
-        title = before + metric_title(name)
+        title = before + title_of(name)
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{title} ")
+            yield from _flat(value, between, title_of, title + between)
         elif value is not None:
             yield title, value
 
@@ -115,7 +148,7 @@ def _date(record: Mapping[str, Any]) -> str:
     return f"{datetime.fromtimestamp(record.get('time', 0), UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def _curves(config: RunConfig, records: Sequence[Record]) -> Iterator[tuple[str, str]]:
+def _curves(config: RunConfig, records: Sequence[Record], number: int) -> Iterator[tuple[str, str]]:
     """Yield title and SVG of each plot over the steps: loss, main metric, throughput, phases of a step."""
     train, *held_out = by_split = [
         (split, [each for each in records if each["kind"] == split]) for split in SPLITS
@@ -131,10 +164,10 @@ def _curves(config: RunConfig, records: Sequence[Record]) -> Iterator[tuple[str,
         "Throughput (samples a second)": [(*train, "samples_per_second")],
     }
     for title, lines in plots.items():
-        yield title, _svg(partial(_draw_lines, lines), title)
+        yield title, _svg(partial(_draw_lines, lines), f"{number} {title}")
     if train[1]:
         title = "Time of a step by phase (%)"
-        yield title, _svg(partial(_draw_phases, train[1]), title)
+        yield title, _svg(partial(_draw_phases, train[1]), f"{number} {title}")
 
 
 def _svg(draw: Callable[[Axes], None], salt: str) -> str:

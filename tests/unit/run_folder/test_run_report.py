@@ -5,10 +5,13 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+from support import commands
+
 from hybrid.config import RunConfig
+from hybrid.config.sections import TrainSection
 from hybrid.metrics import BinaryMetrics
 from workers.console.terminal import TrainingProgress
-from workers.run_folder.run_access import RESTARTS_FILE
+from workers.run_folder.run_access import RESTARTS_FILE, RESULT_FILE
 from workers.run_folder.run_files import RunFolder
 
 HOSTILE = "<script>alert('$x$')</script>\x1b"
@@ -102,6 +105,31 @@ def test_a_stopped_run_has_the_numbers_of_its_last_log_step(tmp_path: Path) -> N
     _, page = written(tmp_path / "run", {"tables": TABLES})
     assert rows(page, "loss", 1) == ["0.5000"]
     assert rows(page, "samples per second", 1) == ["1,000"]
+
+
+def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
+    results: dict[str, dict[str, object]] = {
+        "a": {"auc": 0.5, "steps": 40},
+        "b": {"auc": 0.75, "best": {"step": 20}},
+    }
+    for batch_size, (name, result) in enumerate(results.items(), 1):
+        config = RunConfig(train=TrainSection(batch_size=batch_size))
+        with RunFolder.create(tmp_path / name, config) as run:
+            for step in (1, 2):
+                run.log_progress(progress(step))
+            run.log_evaluation("test", 2, METRICS)
+            run.finish({**result, "tables": TABLES})
+    commands.output_of(["report", "a", "b", "--output", "both.html"], tmp_path)
+    text = (tmp_path / "both.html").read_text()
+    page = _Page(text)
+    assert rows(page, "AUC", 2) == ["0.5000", "0.7500"]
+    assert rows(page, "best step", 2) == ["none", "20"]
+    assert text.count("<svg") == 8
+    assert len(page.ids) == len(set(page.ids)), "the plots share no ids"
+    assert rows(page, "train.batch_size", 2) == ["1", "2"]
+    assert "train.epochs" not in page.cells
+    (tmp_path / "b" / RESULT_FILE).write_text("[]")
+    assert str(tmp_path / "b") in commands.refusal("report", tmp_path / "a", tmp_path / "b")
 
 
 def test_a_report_loads_nothing_and_escapes_names(tmp_path: Path) -> None:
