@@ -123,7 +123,7 @@ class Training:
         with opened as self._folder, self._stop.handling_signals():
             section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
             unknown = {each.name + UNKNOWN_FRACTION: each.fraction for each in session.reports[TEST].unknown}
-            if unknown:
+            if unknown and self._step == 0:
                 self._folder.log_evaluation("unknown", self._step, unknown)
             self._checkpoints = Checkpoints(session, self._folder, section, view.warn, best, self._step)
             self._train(session, view)

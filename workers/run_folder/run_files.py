@@ -82,7 +82,8 @@ class RunFolder:
                 files.remove(folder / RESULT_FILE)
         if (path / METRICS_FILE).is_file():
             evaluated = {config.data.selection_split: step if is_evaluated else step - 1}
-            last_steps = {TEST: -1, **evaluated}  # with validation rows, the end of the run has a new test
+            # With validation rows, the end of the run has a new test. Step 0 logs the unknown values again.
+            last_steps = {TEST: -1, "unknown": step - 1, **evaluated}
             records = run_access.read_records(path / METRICS_FILE)
             kept = [record for record in records if record["step"] <= last_steps.get(record["kind"], step)]
             ends_again = {"kind": "unit", "step": step, "unit": unit}.items()
