@@ -16,7 +16,7 @@ from workers.cli import main
 
 COMMANDS = [
     *("launch", "compare", "run", "master", "trainer", "worker", "role"),
-    *("plan", "evaluate", "predict", "export", "config", "secret"),
+    *("plan", "evaluate", "predict", "export", "report", "config", "secret"),
 ]
 # Runs commands one after another, and fails if one has imported a slow module.
 SPY = """

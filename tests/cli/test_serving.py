@@ -114,7 +114,7 @@ def test_the_documented_notebook_computes_the_predictions(
     expected = predicted_columns(run, new)["probability"].tolist()
     monkeypatch.chdir(tmp_path)
     found: dict[str, Any] = {}
-    exec(code_block(PAGE, "python", "hybrid.load"), found)
+    exec(code_block(PAGE, "python", 'hybrid.load("runs/NAME'), found)
     assert found["probabilities"].tolist() == pytest.approx(expected, abs=1e-6)
 
 

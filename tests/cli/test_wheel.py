@@ -17,5 +17,7 @@ def test_wheel_has_the_two_packages_and_the_command(tmp_path: Path) -> None:
         (commands,) = (name for name in archive.namelist() if name.endswith("/entry_points.txt"))
         assert "hybrid = workers.cli:main" in archive.read(commands).decode()
     folders = (ROOT / "hybrid", ROOT / "workers")
-    sources = (path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".typed"))
+    sources = (
+        path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".css", ".typed")
+    )
     assert files == {str(path.relative_to(ROOT)) for path in sources}
