@@ -135,10 +135,10 @@ def test_run_completes_after_failures(plan: Plan, tiny: list[str], tmp_path: Pat
 
 def test_page_has_the_table_of_failures() -> None:
     titles = {"ValueError": "exception", "MemoryError": "out of memory"}
-    lines = [f"| role | when | {' | '.join(titles.get(how, how) for how in HOWS)} |"]
-    lines.append("|---" * (2 + len(HOWS)) + "|")
-    for kind, phase in product(ROLES, PHASES):
-        cells = " | ".join(Row(kind, how, phase).result for how in HOWS)
-        lines.append(f"| {kind} | {phase} | {cells} |")
+    lines = [f"| when | {' | '.join(titles.get(how, how) for how in HOWS)} |"]
+    lines.append("|---" * (1 + len(HOWS)) + "|")
+    for phase in PHASES:
+        (cells,) = {" | ".join(Row(kind, how, phase).result for how in HOWS) for kind in ROLES}
+        lines.append(f"| {phase} | {cells} |")
     table = "\n".join(lines) + "\n"
     assert table in (ROOT / "docs/failures.md").read_text(encoding="utf-8"), f"the table should be:\n{table}"
