@@ -18,10 +18,12 @@ import torch
 from support import commands
 from support.commands import COMMAND_SECONDS, ROOT, by_hand, eventually, output_of, run, settings, started
 from support.stopped_runs import saved_steps
+from support.stores import BUCKET, Store, sent
 
 from hybrid.checkpoint.checkpoint_folders import list_checkpoints
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.deltas import DeltaChain
+from hybrid.storage.remote_path import RemotePath
 from workers.jobs.comparison import Snapshot, stored_tables
 from workers.run_folder.run_access import METRICS_FILE, read_records
 
@@ -109,10 +111,22 @@ def test_units_are_judged_before_they_train(folder: Path, undisturbed: Path) -> 
     assert [unit["num_samples"] for unit in units] == with_weight
     assert units[0]["auc"] < units[1]["auc"]
     assert 0.8 < units[2]["calibration"] < 1.2
+    assert ">unit</text>" in (undisturbed / "report.html").read_text(), "the legend of the curves"
     lines = records(undisturbed, "train")
     assert [line["step"] for line in lines] == [*range(1, 91)]
     assert lines[-1]["user.rows"] == 200
     assert all(0 < line["progressive_log_loss"] < 1 for line in lines)
+
+
+def test_unit_in_a_store_trains_the_same(
+    folder: Path, undisturbed: Path, store: Store, tmp_path: Path
+) -> None:
+    log = sent(folder / "log/day=1", RemotePath(f"s3://{BUCKET}", "stream/day=1"))
+    stream = f"files(lanes = 4, marker = '_SUCCESS', wait_hours = 0, until = '{log}')"
+    data = settings(data={"path": f"s3://{BUCKET}/stream/day=*", "stream": stream}, run={"folder": "stored"})
+    assert run(["launch", *COMMON, *data], tmp_path, afresh=True).code == 0
+    losses = [line["loss"] for line in records(tmp_path / "stored", "train")]
+    assert losses == [line["loss"] for line in records(undisturbed, "train")][:30]
 
 
 def test_folder_that_appears_is_read(folder: Path, undisturbed: Path, tmp_path: Path) -> None:

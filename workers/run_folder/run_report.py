@@ -150,17 +150,17 @@ def _date(record: Mapping[str, Any]) -> str:
 
 def _curves(config: RunConfig, records: Sequence[Record], number: int) -> Iterator[tuple[str, str]]:
     """Yield title and SVG of each plot over the steps: loss, main metric, throughput, phases of a step."""
-    train, *held_out = by_split = [
-        (split, [each for each in records if each["kind"] == split]) for split in SPLITS
+    train, *unseen = by_kind = [
+        (kind, [each for each in records if each["kind"] == kind]) for kind in (*SPLITS, "unit")
     ]
-    if not any(of_split for _, of_split in by_split):
+    if not any(of_kind for _, of_kind in by_kind):
         return
     score = main_metric(config.all_tasks)
-    evaluated = [record for _, of_split in held_out for record in of_split]
+    evaluated = [record for _, of_kind in unseen for record in of_kind]
     loss = "log_loss" if not evaluated or "log_loss" in evaluated[0] else ""
     plots = {
-        "Log loss" if loss else "Loss": [(*train, "loss"), *((*each, loss) for each in held_out)],
-        metric_title(score): [(*each, score) for each in by_split],
+        "Log loss" if loss else "Loss": [(*train, "loss"), *((*each, loss) for each in unseen)],
+        metric_title(score): [(*each, score) for each in by_kind],
         "Throughput (samples a second)": [(*train, "samples_per_second")],
     }
     for title, lines in plots.items():
