@@ -133,11 +133,20 @@ def to_floats(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def release_pages(array: npt.NDArray[Any]) -> None:
     """Remove the file of a mapped array from this process's resident memory; later reads map it again."""
+    _advise(array, mmap.MADV_DONTNEED)
+
+
+def expect_random_reads(array: npt.NDArray[Any]) -> None:
+    """Let the system read only single pages of the file of a mapped array, instead of up to megabytes."""
+    _advise(array, mmap.MADV_RANDOM)
+
+
+def _advise(array: npt.NDArray[Any], advice: int) -> None:
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
     if isinstance(base, mmap.mmap):
-        base.madvise(mmap.MADV_DONTNEED)
+        base.madvise(advice)
 
 
 def read_tensors(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hybrid.checkpoint.tensor_file import to_floats
+from hybrid.checkpoint.tensor_file import expect_random_reads, to_floats
 from hybrid.embedding.initial_rows import random_salt
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.primitives.key_buckets import NUM_BUCKETS, bucket_of, buckets_of_shard
@@ -89,6 +89,8 @@ class MappedGrowingTable(nn.Module):
     def __init__(self, table: TableSpec, seed: int, shards: Shards, dtype: torch.dtype) -> None:
         super().__init__()
         self._table, self._seed, self._shards = table, seed, shards
+        for shard in shards:
+            expect_random_reads(shard["weight"])
         # A buffer, so that ``to`` changes the type of the vectors, as it does for tables in memory.
         self.register_buffer("empty", torch.empty(0, dtype=dtype), persistent=False)
 

@@ -15,7 +15,7 @@ from hybrid.batch import Batch, split_outputs
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, REMOTE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint, MappedRows
 from hybrid.checkpoint.stored_keys import map_keys
-from hybrid.checkpoint.tensor_file import load_state, unpack_dense
+from hybrid.checkpoint.tensor_file import expect_random_reads, load_state, unpack_dense
 from hybrid.config import TaskSection
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.task_sections import metric_name
@@ -304,6 +304,8 @@ class MappedTable(nn.Module):
     def __init__(self, rows: MappedRows, dtype: torch.dtype) -> None:
         super().__init__()
         self._rows = rows
+        for shard in rows.shards:
+            expect_random_reads(shard["weight"])
         # A buffer, so that ``to`` changes the type of the vectors, as it does for tables in memory.
         self.register_buffer("empty", torch.empty(0, dtype=dtype), persistent=False)
 
