@@ -18,13 +18,14 @@ TYPE_CALLS = CallSignatures(
 LABEL = "label"  # the task of a run without a section [tasks.NAME]
 # The first loss of a kind is the default.
 LOSSES = {"binary": ("log_loss", "focal"), "regression": ("squared", "huber"), "classes": ("softmax",)}
+_SMOOTHING = argument("label_smoothing", float, 0.0, minimum=0, maximum=1)
 LOSS_CALLS = CallSignatures(
     {
-        "log_loss": (),
+        "log_loss": (argument("pos_weight", float, 1.0, above=0), _SMOOTHING),
         "focal": (argument("gamma", float, 2.0, minimum=0),),
         "squared": (),
         "huber": (argument("delta", float, 1.0, above=0),),
-        "softmax": (),
+        "softmax": (_SMOOTHING,),
     },
     others=rf"|{USER_FUNCTION}",
     others_rule="module:function",
@@ -73,8 +74,10 @@ class TaskSection:
     loss: str = option(
         "",
         "log_loss or focal (binary), squared or huber (regression), softmax (classes), or your function, "
-        "which returns one value per sample; empty for the first loss of the type. A larger `gamma` gives "
-        "well-classified samples less weight. Beyond an error of `delta`, huber grows linearly.",
+        "which returns one value per sample; empty for the first loss of the type. `pos_weight` multiplies "
+        "the loss of samples with label 1. `label_smoothing` mixes this fraction of equal probabilities into "
+        "the labels. A larger `gamma` gives well-classified samples less weight. Beyond an error of `delta`, "
+        "huber grows linearly.",
         signatures=LOSS_CALLS,
         unsigned=BUILT_IN,
         prepares=False,

@@ -102,23 +102,32 @@ def weighted_summand(values_B: Tensor, weights_B: Tensor, total: float) -> Tenso
 
 
 def _loss(name: str, task: TaskSection) -> Loss:
+    arguments = task.loss_call.arguments
     match task.loss_call.name:
         case "log_loss":
-            return F.binary_cross_entropy_with_logits
+            return partial(_log_loss, **arguments)
         case "focal":
-            return partial(_focal_loss, task.loss_call["gamma"])
+            return partial(_focal_loss, **arguments)
         case "squared":
             return F.mse_loss
         case "huber":
-            return partial(F.huber_loss, delta=task.loss_call["delta"])
+            return partial(F.huber_loss, **arguments)
         case "softmax":
             return lambda outputs_BC, labels_B, *, reduction: F.cross_entropy(
-                outputs_BC, labels_B.long(), reduction=reduction
+                outputs_BC, labels_B.long(), reduction=reduction, **arguments
             )
     return _custom_loss(name, task)
 
 
-def _focal_loss(gamma: float, outputs_B: Tensor, labels_B: Tensor, /, *, reduction: str) -> Tensor:
+def _log_loss(
+    outputs_B: Tensor, labels_B: Tensor, *, reduction: str, pos_weight: float, label_smoothing: float
+) -> Tensor:
+    labels_B = labels_B + label_smoothing * (0.5 - labels_B)
+    weight = None if pos_weight == 1 else outputs_B.new_tensor(pos_weight)
+    return F.binary_cross_entropy_with_logits(outputs_B, labels_B, reduction=reduction, pos_weight=weight)
+
+
+def _focal_loss(outputs_B: Tensor, labels_B: Tensor, *, reduction: str, gamma: float) -> Tensor:
     """Return the log loss times (1 - p)^gamma; p is the probability of the label (Lin et al. 2017, eq. 4)."""
     log_loss_B = F.binary_cross_entropy_with_logits(outputs_B, labels_B, reduction="none")
     # Not below tiny, since the derivative of a power of zero is infinite for gamma < 1.

@@ -64,13 +64,21 @@ class ReferenceLoss:
         if task.kind == "classes":
             if t in self._custom:
                 return _reduced(self._custom[t](outputs_BO, labels_B.long()), reduction)
-            return F.cross_entropy(outputs_BO, labels_B.long(), reduction=reduction)
+            smoothing = task.loss_call["label_smoothing"]
+            return F.cross_entropy(
+                outputs_BO, labels_B.long(), reduction=reduction, label_smoothing=smoothing
+            )
         outputs_B = outputs_BO.squeeze(1)
         if t in self._custom:
             return _reduced(self._custom[t](outputs_B, labels_B), reduction)
         match task.loss_call.name:
             case "log_loss":
-                return F.binary_cross_entropy_with_logits(outputs_B, labels_B, reduction=reduction)
+                smoothed_B = labels_B + task.loss_call["label_smoothing"] * (0.5 - labels_B)
+                weight = task.loss_call["pos_weight"]
+                weight_1 = None if weight == 1 else torch.full([1], weight).to(outputs_B)
+                return F.binary_cross_entropy_with_logits(
+                    outputs_B, smoothed_B, reduction=reduction, pos_weight=weight_1
+                )
             case "focal":
                 right_B = torch.where(labels_B > 0.5, outputs_B, -outputs_B).sigmoid()
                 return _reduced(-((1 - right_B) ** task.loss_call["gamma"]) * right_B.log(), reduction)

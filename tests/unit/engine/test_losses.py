@@ -16,8 +16,8 @@ from hybrid.errors import ConfigError
 from hybrid.reference.reference_losses import ReferenceLoss
 
 TASKS = {
-    "click": TaskSection(),
-    "stars": TaskSection(type="classes(3)", weight=0.5),
+    "click": TaskSection(loss="log_loss(pos_weight = 3, label_smoothing = 0.2)"),
+    "stars": TaskSection(type="classes(3)", weight=0.5, loss="softmax(label_smoothing = 0.3)"),
     "spent": TaskSection(type="regression", loss="huber(0.7)"),
     "skip": TaskSection(loss="focal(1.5)", weight=2.0),
     "price": TaskSection(type="regression"),
@@ -68,9 +68,11 @@ def by_hand(outputs: Tensor, batch: Batch) -> Tensor:
     click, skip = labels[:, 0], labels[:, 3]
     right = torch.where(skip == 1, outputs[:, 5], -outputs[:, 5]).sigmoid()
     error = (outputs[:, 4] - labels[:, 2]).abs()
+    clicked = 0.8 * click + 0.1
+    stars = 0.7 * F.one_hot(labels[:, 1].long(), 3).double() + 0.1
     values = [
-        -(click * outputs[:, 0].sigmoid().log() + (1 - click) * (1 - outputs[:, 0].sigmoid()).log()),
-        -outputs[:, 1:4].softmax(1).gather(1, labels[:, 1:2].long()).log().squeeze(1),
+        -(3 * clicked * outputs[:, 0].sigmoid().log() + (1 - clicked) * (1 - outputs[:, 0].sigmoid()).log()),
+        -(stars * outputs[:, 1:4].softmax(1).log()).sum(1),
         torch.where(error < 0.7, error.square() / 2, 0.7 * (error - 0.35)),
         -((1 - right) ** 1.5) * right.log(),
         (outputs[:, 6] - labels[:, 4]).square(),
