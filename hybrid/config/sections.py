@@ -30,6 +30,7 @@ from hybrid.config.task_sections import LABEL, TaskSection, main_metric
 from hybrid.input_spec import TaskSpec
 from hybrid.topology import Topology
 
+_HISTORY = argument("history", str, None), argument("candidate", str, None)
 _EXPERTS = argument("experts", int, 4, minimum=1, maximum=MAX_LAYERS)
 _EXPERT_MLP = argument("expert_mlp", int, (64, 32), is_list=True, minimum=1)
 NET_CALLS = CallSignatures(
@@ -40,6 +41,12 @@ NET_CALLS = CallSignatures(
         "wide_deep": (),
         "mmoe": (_EXPERTS, _EXPERT_MLP),
         "ple": (_EXPERTS, _EXPERT_MLP),
+        "din": (*_HISTORY, argument("attention_mlp", int, (32,), is_list=True, minimum=1)),
+        "self_attention": (
+            *_HISTORY,
+            argument("blocks", int, 2, minimum=1, maximum=MAX_LAYERS),
+            argument("heads", int, 1, minimum=1),
+        ),
     },
     others=USER_FUNCTION,
     others_rule="module:function",
@@ -167,7 +174,8 @@ class DenseSection:
         "dlrm",
         "The model: a built-in model, or your function that builds a net. `experts` is the number of experts "
         "(mmoe), or the number of experts per task and of shared experts in each layer (ple). `expert_mlp` "
-        "lists the hidden units of an expert.",
+        "lists the hidden units of an expert. `history` is a column with pooling = none, such as the items "
+        "that a user has seen, and `candidate` is the column of the item to score (din, self_attention).",
         signatures=NET_CALLS,
         unsigned=BUILT_IN,
     )

@@ -18,11 +18,13 @@ from hybrid.errors import ConfigError
 from hybrid.input_spec import InputSpec
 from hybrid.models.dcn_v2 import DCNv2
 from hybrid.models.deepfm import DeepFM
-from hybrid.models.dense_net import Concatenation, DenseNet
+from hybrid.models.dense_net import Concatenation, DenseNet, HistoryInteraction
+from hybrid.models.din import InterestAttention
 from hybrid.models.dlrm import DLRM
 from hybrid.models.layers import mlp, output_mlp
 from hybrid.models.mmoe import MMoE
 from hybrid.models.ple import PLE
+from hybrid.models.self_attention import LastQuery
 from hybrid.models.wide_deep import WideAndDeep
 from hybrid.user_code.user_modules import describe_error, load_function
 
@@ -42,14 +44,16 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
     are faster.
 
     Args:
-        widths: input width of each sparse feature, with extra columns. Built-in nets take each vector of a
-            sequence as a separate feature.
+        widths: input width of each sparse feature, with extra columns. Built-in nets other than ``din`` and
+            ``self_attention`` take each vector of a sequence as a separate feature.
 
     Raises:
         ConfigError: the widths do not fit the net, or the custom net fails.
     """
     with _seeded(config.run.seed, "dense net"):
-        if config.dense.net_call.name in NETS:
+        if config.dense.net_call.name in ("din", "self_attention"):
+            net = _history_net(config, input_spec, widths)
+        elif config.dense.net_call.name in NETS:
             layout = ColumnLayout(config, input_spec, widths)
             net = _built_in_net(config, len(input_spec.dense_features), layout.widths)
             net.interaction = layout.without_lengths(net.interaction)
@@ -109,6 +113,32 @@ def _built_in_net(config: RunConfig, num_dense: int, widths: Sequence[int]) -> D
     if dense.remote_mlp:
         net.head = output_mlp(dense.remote_mlp[-1:], num_outputs)
     return net
+
+
+def _history_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
+    """Build ``din`` or ``self_attention``: the history becomes a vector beside those of all other columns."""
+    dense, call = config.dense, config.dense.net_call
+    layout = ColumnLayout(config, input_spec, widths)
+    candidate, history = layout.vector(call["candidate"]), layout.sequence(call["history"])
+    dim = history.dim
+    if candidate.dim != dim:
+        rule = (
+            f"must be the same for {call['candidate']} and {call['history']}, since dense.net compares them"
+        )
+        raise ConfigError("tables.*.dim", rule, [candidate.dim, dim])
+    if call.name == "din":
+        user: nn.Module = InterestAttention(dim, call["attention_mlp"])
+    elif dim % call["heads"]:
+        raise ConfigError(
+            "dense.net", f"must have heads that divide the width {dim} of {call['history']}", dense.net
+        )
+    else:
+        user = LastQuery(dim, history.length, call["blocks"], call["heads"])
+    names = [feature.name for feature in input_spec.sparse_features if feature.name != call["history"]]
+    columns = [layout.vector(name) for name in names]
+    width = len(input_spec.dense_features) + dim + sum(column.dim for column in columns)
+    head = output_mlp(dense.remote_mlp[-1:] or (width, *dense.top_mlp), config.num_outputs)
+    return DenseNet(nn.Identity(), HistoryInteraction(user, candidate, history, columns), head)
 
 
 def _common_width(config: RunConfig, widths: Sequence[int]) -> int:

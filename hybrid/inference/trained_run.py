@@ -108,7 +108,7 @@ class TrainedRun:
             CheckpointError: the configuration describes nets of other shapes, perhaps huge ones.
         """
         arguments = self.config.dense.net_call.arguments
-        layers = max(arguments.get("cross_layers", 0), arguments.get("experts", 0))
+        layers = max(arguments.get(name, 0) for name in ("cross_layers", "experts", "blocks"))
         num_bytes = sum(size for size, _ in self.stored.manifest.files.values())
         expected: list[dict[str, torch.Size]] = []
         if layers <= len(files[DENSE_FILE]) and sum(self.blueprint.widths) <= num_bytes:

@@ -12,6 +12,8 @@ has one output per binary or regression task, and one per class of other tasks. 
 the shape ``outputs_B``.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -39,3 +41,30 @@ class Concatenation(nn.Module):
 
     def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
         return torch.cat([bottom_BH, pooled_BE], dim=1)
+
+
+class HistoryInteraction(nn.Module):
+    """Concatenates the output of the bottom, a vector of the user's history, and the vectors of columns.
+
+    ``hidden_BH = [bottom_BH, user(candidate_BD, history_BTD, is_item_BT), vectors of columns]``
+
+    Args:
+        user: maps a candidate and a history to ``user_BD``, such as ``InterestAttention``.
+        candidate: selects ``candidate_BD`` from ``pooled_BE``.
+        history: selects ``history_BTD``, and ``is_item_BT``, which is False for padding.
+        columns: each selects a vector; usually they include the candidate.
+    """
+
+    def __init__(
+        self, user: nn.Module, candidate: nn.Module, history: nn.Module, columns: Iterable[nn.Module]
+    ) -> None:
+        super().__init__()
+        self.user, self.candidate, self.history = user, candidate, history
+        self.columns = nn.ModuleList(columns)
+
+    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
+        history_BTD, is_item_BT = self.history(pooled_BE)
+        parts = [bottom_BH, self.user(self.candidate(pooled_BE), history_BTD, is_item_BT)]
+        for column in self.columns:
+            parts.append(column(pooled_BE))
+        return torch.cat(parts, dim=1)

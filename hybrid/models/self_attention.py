@@ -40,15 +40,17 @@ class AttentionBlock(nn.Module):
             mask_BTT: whether a position (row) attends to another (column); each position attends to itself.
         """
         normed_BTD = self.attention_norm(x_BTD)
-        # (B, heads, T, D / heads)
-        query, key, value = (
-            layer(normed_BTD).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-            for layer in (self.query, self.key, self.value)
-        )
+        query, key = self._heads(self.query(normed_BTD)), self._heads(self.key(normed_BTD))
+        value = self._heads(self.value(normed_BTD))
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_BTT.unsqueeze(1))
         x_BTD = x_BTD + attended.transpose(1, 2).flatten(2)
         output_BTD: Tensor = x_BTD + self.net(self.net_norm(x_BTD))
         return output_BTD
+
+    def _heads(self, values_BTD: Tensor) -> Tensor:
+        """Return values of shape (B, heads, T, D / heads)."""
+        values_BTHE: Tensor = values_BTD.unflatten(2, [self.num_heads, -1])
+        return values_BTHE.transpose(1, 2)
 
 
 class SelfAttention(nn.Module):
@@ -88,6 +90,21 @@ def last_queries(queries_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
     """Return the query after the last item of each history, (B, D); zeros for an empty history."""
     is_last_BT = is_item_BT & (is_item_BT.flip(1).cumsum(1).flip(1) == 1)
     return (queries_BTD * is_last_BT.unsqueeze(2)).sum(dim=1)
+
+
+class LastQuery(nn.Module):
+    """A user vector for a candidate: the element-wise product of the candidate and the last query.
+
+    The sum of its elements is the score of the candidate. See :class:`SelfAttention` for the arguments.
+    """
+
+    def __init__(self, dim: int, longest: int, num_blocks: int, num_heads: int) -> None:
+        super().__init__()
+        self.attention = SelfAttention(dim, longest, num_blocks, num_heads)
+
+    def forward(self, candidate_BD: Tensor, history_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
+        """Return ``user_BD``, zeros for an empty history."""
+        return last_queries(self.attention(history_BTD, is_item_BT), is_item_BT) * candidate_BD
 
 
 def next_item_loss(

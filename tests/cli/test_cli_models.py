@@ -134,13 +134,8 @@ def history_columns(num_rows: int) -> dict[str, list[Any]]:
     return columns
 
 
-def write_page(folder: Path) -> None:
-    (folder / "din_net.py").write_text(code_block("docs/models.md", "python", "class Interest"))
-    (folder / "clicks.toml").write_text(code_block("docs/models.md", "toml"))
-
-
 def test_history_model_of_the_page_equals_one_process(tmp_path: Path) -> None:
-    write_page(tmp_path)
+    (tmp_path / "clicks.toml").write_text(code_block("docs/models.md", "toml"))
     columns = history_columns(400)
     columns["seen"] = ["|".join(seen) for seen in columns["seen"]]
     pyarrow.csv.write_csv(pa.table(columns), tmp_path / "clicks.csv")

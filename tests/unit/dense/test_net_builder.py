@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from hybrid.config import DenseSection, RunConfig, RunSection, TaskSection
-from hybrid.config.sections import NET_CALLS, NETS
+from hybrid.config.sections import NET_CALLS
 from hybrid.dense.compilation import compiled
 from hybrid.dense.matmul import Linear
 from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
@@ -65,7 +65,7 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
     return {name: parameter.shape for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("net_name", NETS)
+@pytest.mark.parametrize("net_name", MODELS)
 def test_net_has_the_configured_class_and_sizes(net_name: str) -> None:
     arguments = {"cross_layers": 3, "experts": 5, "expert_mlp": [7, 6]}
     config, model = _config(call_text(NET_CALLS, net_name, arguments)), MODELS[net_name]()
@@ -89,7 +89,7 @@ def test_net_uses_onednn_where_preferred(
         assert kinds == {kind}
 
 
-@pytest.mark.parametrize("net_name", NETS)
+@pytest.mark.parametrize("net_name", MODELS)
 @pytest.mark.parametrize("num_dense", [0, 2])
 @pytest.mark.parametrize("batch_size", [0, 1, 5])
 @pytest.mark.parametrize("tasks", [{}, {"click": TaskSection(), "stars": TaskSection(type="classes(3)")}])
@@ -125,7 +125,7 @@ def _assert_same(
 
 
 @pytest.mark.parametrize(("how", "num_dense"), [("script", 0), ("script", 2), ("trace", 2)])
-@pytest.mark.parametrize("net_name", NETS)
+@pytest.mark.parametrize("net_name", MODELS)
 def test_every_stage_compiles_to_torchscript(how: str, net_name: str, num_dense: int) -> None:
     widths = _widths(net_name)
     net = build_dense_net(_config(net_name), _input_spec(num_dense), widths).double()
@@ -146,7 +146,7 @@ def test_every_stage_compiles_to_torchscript(how: str, net_name: str, num_dense:
 # torch.compile makes an instance of DotInteraction's autograd function, against torch's own rules.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    "net_name", [pytest.param(n, marks=() if n == "dlrm" else pytest.mark.long) for n in NETS]
+    "net_name", [pytest.param(n, marks=() if n == "dlrm" else pytest.mark.long) for n in MODELS]
 )
 def test_every_net_compiles_without_graph_breaks(net_name: str) -> None:
     widths = _widths(net_name)
@@ -158,7 +158,7 @@ def test_every_net_compiles_without_graph_breaks(net_name: str) -> None:
     assert sum(counters["graph_break"].values()) == before
 
 
-@pytest.mark.parametrize("net_name", NETS)
+@pytest.mark.parametrize("net_name", MODELS)
 def test_initial_weights_depend_only_on_the_seed(net_name: str) -> None:
     def weights(seed: int) -> Tensor:
         config = _config(net_name, seed=seed, remote_mlp=(7,))

@@ -12,6 +12,9 @@ from hybrid.dense.net_builder import build_dense_net, extra_columns
 from hybrid.dense.vector_columns import ColumnLayout
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.models.dense_net import DenseNet
+from hybrid.models.din import InterestAttention
+from hybrid.models.self_attention import SelfAttention
 
 DIM, MOST = 4, 3
 SPEC = InputSpec(
@@ -69,7 +72,10 @@ def test_column_of_another_kind_raises_an_error(name: str, is_sequence: bool, me
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("net_name", NETS)
+NETS_OF_COLUMNS = [name for name in NETS if name not in ("din", "self_attention")]
+
+
+@pytest.mark.parametrize("net_name", NETS_OF_COLUMNS)
 def test_built_in_nets_take_sequences_as_columns(net_name: str) -> None:
     dim = DIM + extra_columns(net_name)
     user_BD, seen_BND, item_BD = samples(dim)
@@ -81,6 +87,68 @@ def test_built_in_nets_take_sequences_as_columns(net_name: str) -> None:
     output = net(dense_BF, side_by_side(user_BD, seen_BND, item_BD))
     expected = plain(dense_BF, torch.cat([user_BD, seen_BND.flatten(1), item_BD], dim=1))
     assert torch.equal(output, expected)
+
+
+HISTORY = "history = 'seen', candidate = 'item'"
+ATTENTION = f"self_attention({HISTORY}, blocks = 1, heads = 2)"
+WIDTHS = [DIM, MOST * DIM + 1, DIM]
+
+
+def make_net(call: str) -> DenseNet:
+    return build_dense_net(config(call), SPEC, WIDTHS).double()
+
+
+@pytest.mark.parametrize("mode", ["script", "trace"])
+@pytest.mark.parametrize("call", [f"din({HISTORY}, attention_mlp = [5])", ATTENTION])
+def test_net_of_a_history_has_a_vector_of_the_user(call: str, mode: str) -> None:
+    user_BD, seen_BND, item_BD = samples()
+    pooled_BE = side_by_side(user_BD, seen_BND, item_BD)
+    dense_BF = random(len(LENGTHS), 2, seed=4, dtype=torch.float64)
+    net = make_net(call)
+    parameters = dict(net.interaction.named_parameters(prefix="user"))
+    if call == ATTENTION:
+        reader: nn.Module = SelfAttention(DIM, MOST, num_blocks=1, num_heads=2)
+    else:
+        reader = InterestAttention(DIM, hidden=(5,))
+    parts = reader.double().state_dict().keys()
+    reader.load_state_dict(
+        {part: parameters[f"user.user.{'attention.' * (call == ATTENTION)}{part}"] for part in parts}
+    )
+    with torch.no_grad():
+        for b, length in enumerate(LENGTHS):
+            history, is_item = seen_BND[b : b + 1, :length], torch.ones(1, length, dtype=torch.bool)
+            if call != ATTENTION:
+                vector = reader(item_BD[b : b + 1], history, is_item)
+            else:
+                vector = reader(history, is_item)[:, -1] * item_BD[b] if length else torch.zeros(1, DIM)
+            hidden = torch.cat([dense_BF[b : b + 1], vector, user_BD[b : b + 1], item_BD[b : b + 1]], dim=1)
+            score = net(dense_BF[b : b + 1], pooled_BE[b : b + 1])
+            torch.testing.assert_close(score, net.head(hidden))
+    whole = net(dense_BF, pooled_BE)
+    inputs = (dense_BF, pooled_BE)
+    stage = compiled(net.interaction, mode, inputs)
+    assert torch.equal(net.head(stage(*inputs)), whole)
+    assert net(dense_BF[:0], pooled_BE[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("call", "key"),
+    [
+        ("din(history = 'user', candidate = 'item')", "columns.user.pooling"),
+        ("din(history = 'seen', candidate = 'seen')", "columns.seen.pooling"),
+        ("din(history = 'shop', candidate = 'item')", "data.sparse"),
+        (f"self_attention({HISTORY}, heads = 3)", "dense.net"),
+        ("din(history = 'seen')", "dense.net"),
+    ],
+)
+def test_net_of_another_history_raises_an_error(call: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}"):
+        make_net(call)
+
+
+def test_candidate_of_another_width_raises_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"^tables\.\*\.dim"):
+        build_dense_net(config(f"din({HISTORY})"), SPEC, [DIM, MOST * DIM + 1, DIM + 1])
 
 
 class Mean(nn.Module):

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.checkpoints import flip_a_bit
-from support.commands import code_block
 from support.trained import (
     clicks_config,
     history_config,
@@ -136,12 +135,16 @@ def test_several_tasks_compute_the_predictions(shop_run: Path, tmp_path: Path) -
     ]
 
 
-@pytest.mark.parametrize("net", ["din_net:build", pytest.param("dcn_v2", marks=pytest.mark.long)])
-def test_sequences_compute_the_predictions(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "class Interest"))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "din_net", raising=False)
-    run = write_trained(tmp_path / "run", history_config(tmp_path, dense={"net": net}))
+HISTORY = "history = 'seen', candidate = 'item'"
+
+
+@pytest.mark.parametrize(
+    "net", [f"din({HISTORY})", f"self_attention({HISTORY})", pytest.param("dcn_v2", marks=pytest.mark.long)]
+)
+def test_sequences_compute_the_predictions(tmp_path: Path, net: str) -> None:
+    tags = {"pooling": "none" if net == "dcn_v2" else "sum"}
+    config = history_config(tmp_path, **{"dense": {"net": net}, "columns.tags": tags})
+    run = write_trained(tmp_path / "run", config)
     check_export(run, tmp_path / "served", write_shop(tmp_path / "new.csv", 70, seed=2))
 
 

@@ -39,7 +39,7 @@ def check_outputs(run: Path, inputs: Path, tolerance: float) -> list[str]:
     return list(expected)
 
 
-@pytest.mark.parametrize(("net", "pooling"), list(zip(NETS, cycle(["sum", "mean", "max"]), strict=False)))
+@pytest.mark.parametrize(("net", "pooling"), list(zip(NETS[:6], cycle(["sum", "mean", "max"]), strict=False)))
 def test_outputs_of_built_in_nets_equal_the_engine(tmp_path: Path, net: str, pooling: str) -> None:
     config = clicks_config(
         tmp_path,
