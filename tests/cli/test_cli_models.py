@@ -43,7 +43,7 @@ def scores_of(
 
 
 def row_of(name: str) -> list[str]:
-    (row,) = [row for row in ROWS if row[-1] == f"`{name}.py`"]
+    (row,) = [row for row in ROWS if row[0].startswith(f"`{name}.")]
     return row
 
 
