@@ -121,6 +121,11 @@ def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
     if config.dense.ddp == "inside":
         rule = "must be outside or none in a custom training loop, whose module has no stages"
         raise ConfigError("dense.ddp", rule, "inside")
+    dense = config.dense
+    backends = {"compile": dense.compile != "none", "tensor_size": dense.tensor_size, "device": dense.devices}
+    for key in [key for key, is_set in backends.items() if is_set]:
+        rule = "is for configured runs; a custom loop compiles, or splits, its own module"
+        raise ConfigError(f"dense.{key}", rule, getattr(dense, key))
     section = config.schedule
     if section.call.name in FINITE_SCHEDULES and not section.steps:
         rule = f'needs the number of steps in a custom loop, such as "{section.call.name}(steps = 1000)"'

@@ -285,6 +285,8 @@ def test_clip_norm_covers_parameters_and_tables(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('[dense]\nddp = "inside"\n', "dense.ddp = 'inside': "),
+        ('[dense]\ncompile = "inductor"\n', "dense.compile = 'inductor': "),
+        ('[dense]\ndevice = "cpu,cpu"\n', "dense.device = 'cpu,cpu': "),
         ('[schedule]\nkind = "cosine"\n', "schedule.kind = 'cosine': "),
         ('[train]\nupdate = "async"\n', "train.update = 'async': .* table table"),
         ("[train]\nmicro_batches = 2\n", "train.micro_batches = 2: "),
