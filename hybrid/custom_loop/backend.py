@@ -112,6 +112,9 @@ class Backend:
 BACKEND: ContextVar[Backend] = ContextVar("backend")
 
 
+_CONFIGURED = "is for configured runs; a script calls torch for it"
+
+
 def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
     """Return how gradients become updates in a custom loop.
 
@@ -121,11 +124,14 @@ def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
     if config.dense.ddp == "inside":
         rule = "must be outside or none in a custom training loop, whose module has no stages"
         raise ConfigError("dense.ddp", rule, "inside")
-    dense = config.dense
-    backends = {"compile": dense.compile != "none", "tensor_size": dense.tensor_size, "device": dense.devices}
-    for key in [key for key, is_set in backends.items() if is_set]:
-        rule = "is for configured runs; a custom loop compiles, or splits, its own module"
-        raise ConfigError(f"dense.{key}", rule, getattr(dense, key))
+    defaults = RunConfig()
+    for name in ("compile", "autocast", "tensor_size", "remote_mlp"):
+        if (value := getattr(config.dense, name)) != getattr(defaults.dense, name):
+            raise ConfigError(f"dense.{name}", _CONFIGURED, value)
+    if config.dense.devices:
+        raise ConfigError("dense.device", _CONFIGURED, config.dense.device)
+    if config.profile.steps:
+        raise ConfigError("profile.steps", _CONFIGURED, config.profile.steps)
     section = config.schedule
     if section.call.name in FINITE_SCHEDULES and not section.steps:
         rule = f'needs the number of steps in a custom loop, such as "{section.call.name}(steps = 1000)"'

@@ -286,7 +286,9 @@ def test_clip_norm_covers_parameters_and_tables(tmp_path: Path) -> None:
     [
         ('[dense]\nddp = "inside"\n', "dense.ddp = 'inside': "),
         ('[dense]\ncompile = "inductor"\n', "dense.compile = 'inductor': "),
+        ("[dense]\nremote_mlp = [8]\n", "dense.remote_mlp = "),
         ('[dense]\ndevice = "cpu,cpu"\n', "dense.device = 'cpu,cpu': "),
+        ("[profile]\nsteps = 5\n", "profile.steps = "),
         ('[schedule]\nkind = "cosine"\n', "schedule.kind = 'cosine': "),
         ('[train]\nupdate = "async"\n', "train.update = 'async': .* table table"),
         ("[train]\nmicro_batches = 2\n", "train.micro_batches = 2: "),
