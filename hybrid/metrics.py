@@ -75,11 +75,7 @@ class Predictions(NamedTuple):
         return self._replace(outputs=means[groups_N].to(self.outputs.dtype))
 
     def metrics(self, tasks: Mapping[str, TaskSection], *, is_weighted: bool = False) -> dict[str, float]:
-        """Compute the metrics of each task over its samples; equal samples have equal predictions.
-
-        Args:
-            is_weighted: whether to weight the samples (``data.weighted_metrics``).
-        """
+        """Compute the metrics of each task over its samples; equal samples have equal predictions."""
         metrics: dict[str, float] = {}
         labels_NT = by_task(self.labels, len(tasks))
         weights_NT = None if self.weights is None else by_task(self.weights, len(tasks))
@@ -108,14 +104,11 @@ def task_metrics(
     groups_N: Tensor | None,
     weights_N: Tensor | None = None,
 ) -> dict[str, float]:
-    """Compute all metrics of one task in float64; NaN without samples.
+    """Compute all metrics of one task in float64, NaN without samples; ConfigError if a custom one fails.
 
     Args:
         outputs_N: outputs of the dense net; (N, C) for C classes.
         weights_N: weights above 0, not used by ranking metrics and custom metrics; None for equal weights.
-
-    Raises:
-        ConfigError: a custom metric fails, or returns no number.
     """
     if not len(labels_N):
         return {**dict.fromkeys(task.metric_names, float("nan")), "num_samples": 0}
@@ -188,19 +181,7 @@ def probabilities(logits_N: Tensor) -> Tensor:
 
 
 def binary_metrics(logits_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None) -> BinaryMetrics:
-    """Compute the metrics of N logits and N labels of 0 and 1 in float64.
-
-    Args:
-        weights_N: weights above 0; None for equal weights.
-
-    Raises:
-        ValueError: there are no samples, or the shapes differ.
-    """
-    if logits_N.shape != labels_N.shape or logits_N.dim() != 1:
-        shapes = f"logits {tuple(logits_N.shape)} and labels {tuple(labels_N.shape)}"
-        raise ValueError(f"{shapes} are not two vectors of one length")
-    if logits_N.numel() == 0:
-        raise ValueError("there are no samples to compute metrics of")
+    """Compute the metrics of N logits and labels of 0 and 1 in float64; N and each weight are above 0."""
     logits_N, labels_N = logits_N.detach().double(), labels_N.detach().double()
     weights_N = torch.ones_like(logits_N) if weights_N is None else weights_N.double()
     probabilities_N = probabilities(logits_N)

@@ -96,11 +96,7 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def exit_code(error: BaseException, has_stepped: bool = True) -> ExitCode:
-    """Return the exit code of a process that ends with this error.
-
-    Args:
-        has_stepped: see :func:`code_of`; True if the caller does not know.
-    """
+    """Return the exit code of a process that ends with this error; see :func:`code_of`."""
     if isinstance(error, Interrupt | ReportedError):
         return error.code
     if isinstance(error, KeyboardInterrupt):
@@ -158,12 +154,7 @@ def handling(
 
 
 class StopRequest:
-    """A request to stop a run, which a signal may set.
-
-    Args:
-        seconds: how long the run may take to stop.
-        forward: called by the signal handler with the exit code.
-    """
+    """A request to stop a run within ``seconds``. A signal sets it, and calls ``forward`` with the code."""
 
     def __init__(self, seconds: float, forward: Callable[[ExitCode], object] = lambda _: None) -> None:
         self.is_requested = False  # whether the run must stop
@@ -177,10 +168,8 @@ class StopRequest:
     def handling_signals(self) -> Iterator[None]:
         """Request a stop at the first signal in this block; a second signal goes to the previous handler.
 
-        SIGUSR1 and STOP_REQUEST also request a stop, but do not count as the first or second signal.
-
-        Raises:
-            Interrupt: the run takes too long to stop.
+        SIGUSR1 and STOP_REQUEST also request a stop, but do not count as the first or second signal. If the
+        run takes too long to stop, Interrupt is raised.
         """
         previous_handler = signal.signal(signal.SIGALRM, self._give_up)
         try:

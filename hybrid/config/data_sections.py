@@ -364,11 +364,7 @@ def sequence_length(name: str, section: ColumnSection) -> int:
 
 
 def column_growth(data: DataSection, name: str, section: ColumnSection) -> Call | None:
-    """Return the growth of a column's table; None if the table has a fixed number of rows.
-
-    Raises:
-        ConfigError: the limit of rows is too small.
-    """
+    """Return the growth of a column's table, None if it is fixed; ConfigError if its limit is too small."""
     key, text = f"columns.{name}.vocabulary", section.vocabulary
     if text is None:
         key, text = "data.vocabulary", data.vocabulary

@@ -108,12 +108,6 @@ class Key:
     prepares: bool = True  # prepared data depend on it; for [data], [tasks.NAME] and [columns.NAME]
     absent: str = ""  # meaning of the default None; if empty, None means the value of the overridden section
 
-    @classmethod
-    def of(cls, declared: dataclasses.Field[Any], hint: Any) -> Key:
-        is_list = get_origin(hint) is tuple
-        kind = get_args(hint)[0] if get_args(hint) else hint  # tuple[T, ...] and T | None
-        return cls(declared.name, kind, is_list, declared.default, **declared.metadata)
-
     @property
     def rule(self) -> str:
         """The rule for values as text, for example ``an integer, at least 1``."""
@@ -202,8 +196,12 @@ class Key:
 
 def keys_of(section: Any) -> dict[str, Key]:
     """Return the keys of a section by name. A section is a dataclass whose fields :func:`option` declares."""
-    hints = get_type_hints(section)
-    return {field.name: Key.of(field, hints[field.name]) for field in dataclasses.fields(section)}
+    hints, keys = get_type_hints(section), {}
+    for declared in dataclasses.fields(section):
+        name, hint = declared.name, hints[declared.name]
+        kind = get_args(hint)[0] if get_args(hint) else hint  # tuple[T, ...] and T | None
+        keys[name] = Key(name, kind, get_origin(hint) is tuple, declared.default, **declared.metadata)
+    return keys
 
 
 def argument(name: str, kind: Any, default: Any, *, is_list: bool = False, **rule: Any) -> Key:

@@ -56,11 +56,7 @@ def read_toml_text(text: str) -> RunConfig:
 
 
 def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """Return the master's ``config`` with the settings (``--set``) that a role was started with.
-
-    Raises:
-        ConfigError: a key may not differ between hosts, or a value breaks a rule.
-    """
+    """Return the master's ``config`` with a role's ``--set``; ConfigError if a key may not differ by host."""
     for text in settings:
         section, name, value = _override(text)
         key = _find(section, name)
@@ -178,20 +174,12 @@ def _unknown(section: str, name: str) -> ConfigError:
         near = most_similar(section, (*SECTION_KEYS, *_ANY_NAME))
         hint = f"did you mean [{near}]?" if near else _HINT
         return ConfigError(f"[{section}]", f"no such section; {hint}")
-    nearest = _nearest_key(section, name)
-    rule = f"no such key; {f'did you mean {nearest}?' if nearest else _HINT}"
-    return ConfigError(".".join(filter(None, (section, name))), rule)
-
-
-def _nearest_key(section: str, name: str) -> str | None:
-    """Return the key with the most similar name, in the most similar section; None if no name is similar."""
-    known = _keys_of(section)
+    known, hint = _keys_of(section), _HINT
     sections = {section: known} if known and section not in SECTION_KEYS else SECTION_KEYS | _ANY_NAME
-    key = most_similar(name, chain.from_iterable(sections.values()))
-    if key is None:
-        return None
-    headings = [heading for heading, keys in sections.items() if key in keys]
-    return f"{most_similar(section, headings) or headings[0]}.{key}"
+    if key := most_similar(name, chain.from_iterable(sections.values())):
+        headings = [heading for heading, keys in sections.items() if key in keys]
+        hint = f"did you mean {most_similar(section, headings) or headings[0]}.{key}?"
+    return ConfigError(".".join(filter(None, (section, name))), f"no such key; {hint}")
 
 
 def key_values(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:

@@ -51,9 +51,7 @@ NET_CALLS = CallSignatures(
     others=USER_FUNCTION,
     others_rule="module:function",
 )
-DDP_MODES = ("none", "inside", "outside")
 COMPILERS = ("script", "trace", "inductor", "aot_eager")
-UPDATE_MODES = ("sync", "lookahead", "async")
 NETS = NET_CALLS.names
 _INITIAL = argument("initial_factor", float, 0.04, above=0, maximum=1)
 _FINAL = argument("final_factor", float, 0.0, minimum=0, maximum=1)
@@ -202,7 +200,7 @@ class DenseSection:
     ddp: str = setting(
         "outside",
         "Parameters under DDP: none, those of the head (inside), or all local parameters (outside).",
-        choices=DDP_MODES,
+        choices=("none", "inside", "outside"),
     )
     device: str = by_host(
         "auto",
@@ -299,7 +297,7 @@ class TrainSection:
         "sync",
         "sync: one exact step of all trainers, by distributed autograd. lookahead: the same step with ids "
         "sent ahead, which is faster. async: workers apply each trainer's gradients when they arrive.",
-        choices=UPDATE_MODES,
+        choices=("sync", "lookahead", "async"),
     )
     clip_norm: float | None = setting(
         None, "Norm over all tables and dense nets to which larger gradients are scaled down.", above=0

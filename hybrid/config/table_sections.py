@@ -11,21 +11,17 @@ from hybrid.config.key import Call, CallSignatures, argument, fixed, in_files, m
 _ADAGRAD_EPS = argument("eps", float, 1e-10, minimum=1e-30)
 _ADAM_EPS = argument("eps", float, 1e-8, minimum=1e-30)
 _DECAY = argument("weight_decay", float, 0.0, minimum=0)
-_ADAMW_DECAY = argument("weight_decay", float, 0.01, minimum=0)
 _ALL_ROWS = argument("all_rows", bool, False)
-_MOMENTUM = argument("momentum", float, 0.9, minimum=0, maximum=0.999999)
 _BETAS = argument("betas", float, (0.9, 0.999), is_list=True, size=2, minimum=0, maximum=0.999999)
-_BETA = argument("beta", float, 1.0, above=0)
-_L1 = argument("l1", float, 0.0, minimum=0)
 TABLE_OPTIMIZERS = CallSignatures(
     {
         "sgd": (_DECAY, _ALL_ROWS),
-        "momentum": (_MOMENTUM, _DECAY, _ALL_ROWS),
+        "momentum": (argument("momentum", float, 0.9, minimum=0, maximum=0.999999), _DECAY, _ALL_ROWS),
         "adagrad": (_ADAGRAD_EPS, _DECAY, _ALL_ROWS),
         "rowwise_adagrad": (_ADAGRAD_EPS, _DECAY),
         "adam": (_BETAS, _ADAM_EPS, _DECAY, _ALL_ROWS),
-        "adamw": (_BETAS, _ADAM_EPS, _ADAMW_DECAY, _ALL_ROWS),
-        "ftrl": (_BETA, _L1, _DECAY),
+        "adamw": (_BETAS, _ADAM_EPS, argument("weight_decay", float, 0.01, minimum=0), _ALL_ROWS),
+        "ftrl": (argument("beta", float, 1.0, above=0), argument("l1", float, 0.0, minimum=0), _DECAY),
     }
 )
 _SCALE = argument("scale", float, 0.0, minimum=0)

@@ -40,10 +40,8 @@ _SHOWN = {
     "regression": ("rmse", "mae"),
     "classes": ("accuracy", "log_loss"),
 }
-_OTHERS = {"binary": ("accuracy", "base_rate")}
-METRICS: dict[str, tuple[str, ...]] = {
-    kind: (*shown, *_OTHERS.get(kind, ()), "num_samples") for kind, shown in _SHOWN.items()
-}
+METRICS: dict[str, tuple[str, ...]] = {kind: (*shown, "num_samples") for kind, shown in _SHOWN.items()}
+METRICS["binary"] = (*_SHOWN["binary"], "accuracy", "base_rate", "num_samples")
 # Patterns of additional ranking metrics, within each group.
 GROUP_METRICS: dict[str, tuple[str, ...]] = {
     "binary": (r"gauc", r"mrr", r"ndcg@[1-9]\d*", r"recall@[1-9]\d*"),
@@ -53,7 +51,6 @@ GROUP_METRICS: dict[str, tuple[str, ...]] = {
 _LOWER_IS_BETTER = ("log_loss", "normalized_entropy", "rmse", "mae")
 _NOT_COMPARABLE = ("calibration", "base_rate", "num_samples")
 _ACRONYMS = ("auc", "gauc", "mae", "mrr", "ndcg", "rmse")
-_NAME = r"[A-Za-z_][\w-]*"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +172,7 @@ def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None
     """Raise ConfigError if keys of the tasks, ``data.group`` or ``checkpoint.keep_best`` do not fit."""
     comparable = []
     for name, task in tasks.items():
-        if not re.fullmatch(_NAME, name):
+        if not re.fullmatch(r"[A-Za-z_][\w-]*", name):
             rule = "must have letters, digits, _ and - only, and begin with a letter or _"
             raise ConfigError(f"tasks.{name}", rule)
         _check_task(name, task, group)

@@ -33,7 +33,6 @@ from hybrid.errors import ConfigError
 FINITE_SCHEDULES = ("cosine", "polynomial", "one_cycle")
 _GPU = "(cuda|xpu|npu)"  # what torch calls an accelerator; NVIDIA and AMD are cuda
 _DEVICE = rf"(cpu|{_GPU}:(0|[1-9][0-9]*))"
-_WHOLE_MATRIX_OPTIMIZERS = ("Adafactor", "Muon")
 
 
 def check_rules(config: RunConfig) -> None:
@@ -228,7 +227,7 @@ def _check_tensor(dense: DenseSection, trainers: int) -> None:
         raise ConfigError("dense.tensor_plan", rule, dense.tensor_plan)
     if dense.compile != "none":
         raise ConfigError("dense.compile", "must be none with dense.tensor_size", dense.compile)
-    if dense.optimizer_call[0] in _WHOLE_MATRIX_OPTIMIZERS:
+    if dense.optimizer_call[0] in ("Adafactor", "Muon"):
         rule = "needs whole matrices, but with dense.tensor_size each trainer has a slice of them"
         raise ConfigError("dense.optimizer", rule, dense.optimizer)
 
@@ -264,12 +263,7 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
 
 
 def table_growth(config: RunConfig, name: str, columns: Sequence[str]) -> Call | None:
-    """Return the growth of the table of these columns; None if it has a fixed number of rows.
-
-    Raises:
-        ConfigError: only some columns grow, or columns grow by different rules, or the table has a key that
-            does not apply to a growing table.
-    """
+    """Return the growth of a table, None if it is fixed; ConfigError if its keys or columns contradict it."""
     calls = [column_growth(config.data, each, config.columns.get(each, ColumnSection())) for each in columns]
     growth = calls[0]
     if any(call != growth for call in calls):

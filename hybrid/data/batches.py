@@ -29,12 +29,7 @@ _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are evenly spread
 
 
 def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedDataset, batch_size: int) -> None:
-    """Check that the training rows are valid for the ranking losses of ``tasks``, if any.
-
-    Raises:
-        ConfigError: a label is negative, which the loss does not allow.
-        DataError: a group is larger than a batch.
-    """
+    """Raise ConfigError or DataError if training rows do not suit the ranking losses of ``tasks``."""
     for (name, task), labels in zip(tasks.items(), dataset.report.labels, strict=True):
         if task.ranking_loss.startswith("listwise") and labels.lowest is not None and labels.lowest < 0:
             rule = f"takes labels of at least 0, and a training row has {labels.lowest:g}; try pairwise"
@@ -68,9 +63,6 @@ class BatchLoader:
     With ``by_group``, ``order`` is an order of complete groups. The last sample of a group determines the
     step and the slice of the group. The number of steps is the same as without groups, and no step is empty.
     The sizes of steps and slices may differ by a group, and a slice may be empty.
-
-    Raises:
-        DataError: groups cannot stay complete.
     """
 
     dataset: PreparedDataset

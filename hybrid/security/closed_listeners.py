@@ -32,10 +32,7 @@ _MAPPED = "::ffff:"  # prefix of an IPv4 address in IPv6
 def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
     """Close the sockets on which this process began to listen within a ``with`` block, at its end.
 
-    All members of the group must be connected then. Connections between members stay open.
-
-    Args:
-        store: a store that only this group uses; each of its keys is used once.
+    All members of the group, which share ``store``, must be connected then. Their connections stay open.
     """
     with _sockets() as before:
         known = {inode for inode, each in before.items() if _is_listening(each)}

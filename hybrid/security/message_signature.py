@@ -129,12 +129,7 @@ class Signatures:
         return b"".join((start, number, *tags, sealed))
 
     def verify(self, payload: bytes, tensors: Sequence[Tensor]) -> tuple[PayloadKind, bytes, bytes]:
-        """Return kind, sender and pickle of a payload.
-
-        Raises:
-            RejectedMessage: no role of this run signed the payload for this process, or it was changed or
-                received before.
-        """
+        """Return kind, sender and pickle of a payload; RejectedMessage without a valid, new signature."""
         # Senders sign contiguous tensors only. Other tensors must not be read as one range of memory.
         if not all(map(is_contiguous, tensors)):
             raise RejectedMessage(UNSIGNED)

@@ -23,11 +23,7 @@ class RejectedMessage(Exception):
 
 
 class RejectionLog:
-    """Counts rejected messages or connections, and logs at most one line every ten seconds.
-
-    Args:
-        what: the noun in the log line, such as "connection".
-    """
+    """Counts rejected messages, or connections (``what``), and logs at most one line every ten seconds."""
 
     def __init__(self, what: str = "message") -> None:
         self.count = 0

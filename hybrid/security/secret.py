@@ -39,11 +39,8 @@ class Secret:
     """A cluster's secret, from which keys are derived; ``repr`` hides the value.
 
     Args:
-        value: at least 32 characters that cannot be guessed.
+        value: at least 32 characters that cannot be guessed; else, ConfigError is raised.
         source: the configuration key or variable that errors name.
-
-    Raises:
-        ConfigError: the value is shorter, or follows a pattern.
     """
 
     __slots__ = ("_value",)

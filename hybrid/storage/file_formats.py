@@ -24,12 +24,7 @@ Fields = TypeVar("Fields")
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return a JSON value.
-
-    Raises:
-        ValueError: the text is invalid or nested deeply, has an integer of more than 64 bits, or half of a
-            surrogate pair.
-    """
+    """Return a JSON value; ValueError for invalid text, deep nesting, long integers and lone surrogates."""
     try:
         value = json.loads(content)
     except RecursionError as error:
@@ -89,11 +84,7 @@ def is_inner_name(text: str) -> bool:
 def map_array(
     path: StoragePath, root: StoragePath | None = None, *, follows_links: bool = False
 ) -> npt.NDArray[Any]:
-    """Map the numbers of a ``.npy`` file into memory, read-only; ValueError if it holds no array of numbers.
-
-    Args:
-        root, follows_links: see :func:`hybrid.storage.files.open_reader`.
-    """
+    """Map a ``.npy`` file into memory, read-only; ValueError if it holds no array of numbers."""
     import numpy as np  # commands such as config do without it
 
     with local_copy(path, root=root, follows_links=follows_links) as local:

@@ -218,11 +218,7 @@ def local_copy(
     valid only inside the context; memory maps stay valid.
 
     Args:
-        sha256: the checksum that a fetched file must have.
-        root, follows_links: see :func:`open_reader`.
-
-    Raises:
-        ValueError: the checksum differs.
+        sha256: the checksum that a fetched file must have; if it differs, ValueError is raised.
     """
     if not isinstance(path, RemotePath):
         with open_reader(path, root, follows_links=follows_links) as local_file:

@@ -34,11 +34,7 @@ def folder_lock(folder: Path, key: str = "run.folder", wait_seconds: float = _WA
     Each role inherits the descriptor. The system releases the lock when the last process with the descriptor
     ends. So no other run can write to the folder while a role lives, and a lock never outlives the roles.
 
-    Args:
-        key: the configuration key of the folder, for errors.
-
-    Raises:
-        ConfigError: another run holds the lock, or the folder cannot be created.
+    If another run holds the lock, or the folder cannot be created, ConfigError for ``key`` is raised.
     """
     path = folder / LOCK_FILE
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -129,17 +125,11 @@ def build_directory(target: Path) -> Iterator[Path]:
     try:
         make_folder(folder)
         yield folder
-        _sync_all(folder)
+        for parent, _, names in os.walk(folder):  # so that the rename is safe
+            for name in (*names, "."):
+                sync(Path(parent, name))
         os.rename(folder, target)
         sync(target.parent)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _sync_all(folder: Path) -> None:
-    """Sync everything in a folder to disk, so that a rename of the folder is safe."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            sync(Path(parent, name))
-        sync(Path(parent))

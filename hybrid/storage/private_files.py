@@ -102,11 +102,7 @@ def private_user_folder(variable: str, default: str, name: str = "") -> Path | N
 
 
 def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
-    """Return whether other users than this one and root can write to a folder.
-
-    Args:
-        safe_mode: mode bits that make shared write access harmless.
-    """
+    """Return whether others can write to a folder; a bit of ``safe_mode`` makes that harmless."""
     status = folder.stat()
     # A group with the number of the owner has no other members.
     group = stat.S_IWGRP if status.st_gid != status.st_uid else 0

@@ -71,11 +71,7 @@ def is_url(text: str) -> bool:
 
 
 def parse_path(text: str | StoragePath) -> StoragePath:
-    """Parse a path of this machine, or a URL of a store.
-
-    Raises:
-        StorageError: the URL has an unknown scheme or option, or contains credentials.
-    """
+    """Parse a path, or a URL of a store; StorageError for an unknown scheme or option, or for credentials."""
     if not isinstance(text, str):
         return text
     match = _URL.match(text)

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from hashlib import sha256
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,7 +14,7 @@ from hybrid.errors import CheckpointError, DataError, OutageError, StorageError
 from hybrid.storage import files
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import MASTER, Role, RoleKind
-from workers.controller.shared_folders import FolderCheck, SharedFolders
+from workers.controller.shared_folders import SharedFolders, check_folder
 
 HERE = socket.gethostname()
 # By loopback, all roles are this process.
@@ -23,7 +22,7 @@ REMOTE = SharedFolders([MASTER])
 
 
 def check(file: StoragePath, writes: bool, content: str = "token") -> None:
-    FolderCheck("run.folder", file, sha256(content.encode()).hexdigest(), writes, "b")
+    check_folder("run.folder", file, content.encode(), writes, "b")
 
 
 @pytest.fixture
@@ -88,14 +87,14 @@ def test_a_role_that_only_reads_need_not_write(tmp_path: Path, monkeypatch: pyte
 
 
 def test_prepared_data_must_be_the_same(prepared: Path, loopback: None) -> None:
-    what = "data.cache_folder", prepared / FILE_NAME, sha256(b"{}").hexdigest(), False, "b"
-    transport.create(MASTER, FolderCheck, *what, timeout_seconds=5.0).wait()
+    what = "data.cache_folder", prepared / FILE_NAME, b"{}", False, "b"
+    transport.create(MASTER, check_folder, *what, timeout_seconds=5.0).wait()
     (prepared / FILE_NAME).write_text("{ }")
     for reason in ("it holds other files", "No such file or directory"):
         with pytest.raises(
             DataError, match=rf"^{prepared} on host {HERE} .*\({reason}\); data.cache_folder "
         ):
-            FolderCheck(*what)
+            check_folder(*what)
         (prepared / FILE_NAME).unlink(missing_ok=True)
 
 

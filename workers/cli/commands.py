@@ -102,7 +102,6 @@ def _compare(options: argparse.Namespace, config: RunConfig, folder: Path, lock:
 
 
 def run_command(options: argparse.Namespace) -> None:
-    """Run a script or a function of the user on a cluster."""
     task: FunctionTask | ScriptTask
     if re.fullmatch(USER_FUNCTION, options.program):
         task = FunctionTask(options.program)
@@ -307,7 +306,6 @@ def _shared_secret(section: ClusterSection) -> Secret:
 
 
 def plan_command(options: argparse.Namespace) -> None:
-    """Print the placement of tables, the traffic of a step, and memory."""
     config = _read_config(options)
     for name in ("hosts", "memory", "network", "ids"):
         value = getattr(options, name)
@@ -349,7 +347,6 @@ def predict_command(options: argparse.Namespace) -> None:
 
 
 def report_command(options: argparse.Namespace) -> None:
-    """Write a page that compares runs."""
     from workers.run_folder.run_files import read_run
     from workers.run_folder.run_report import report_page
 
@@ -363,7 +360,6 @@ def report_command(options: argparse.Namespace) -> None:
 
 
 def export_command(options: argparse.Namespace) -> None:
-    """Write a run's model as files for other programs."""
     with importing_torch():
         from workers.cli.model_commands import export_followed, export_run
 
@@ -390,7 +386,6 @@ def secret_command(options: argparse.Namespace) -> None:
 
 
 def config_command(options: argparse.Namespace) -> None:
-    """Print the effective configuration, or a description of each key."""
     if options.schema:
         print_text(loading.json_schema())
         return
@@ -401,9 +396,6 @@ def role_of(environment: Mapping[str, str], topology: Topology) -> Role:
     """Return the role of a process by its rank: 0 is the master, then trainers, then workers.
 
     Contradictory variables are refused, because some platforms set RANK and WORLD_SIZE once per node.
-
-    Raises:
-        ConfigError: the rank is missing or ambiguous, or the number of processes is not the topology's.
     """
     ranks: dict[str, tuple[int, int]] = {}
     if "RANK" in environment:

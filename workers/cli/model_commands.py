@@ -279,9 +279,6 @@ def export_followed(
     """Export each new model of a run that writes deltas into ``output/step-N``, until the run ends.
 
     ``current.json`` names the newest folder and is replaced last. The newest two folders are kept.
-
-    Raises:
-        HybridError: see :func:`export_run`.
     """
     program_export.check_packages(formats)
     folders = {each.path.name: each.path for each in storage.list_entries(output) if each.is_folder}

@@ -7,7 +7,6 @@ of many millions of rows, nearly all ids of a step are then distinct. A growing 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -77,11 +76,7 @@ class Plan:
 
 
 def print_plan(config: RunConfig, hosts: Hosts, ids_per_sample: float | None) -> dict[str, Any]:
-    """Print the placement, traffic and memory; return them.
-
-    Args:
-        ids_per_sample: see :func:`expected_data`.
-    """
+    """Print the placement, traffic and memory; return them."""
     input_spec, means = expected_data(config, ids_per_sample)
     plan = make_plan(config, input_spec, means, hosts)
     transfers = _table("transfer", "messages a step", "MiB a step")
@@ -308,7 +303,6 @@ def traffic(
     return Traffic(up_W, down_W, values)
 
 
-@cache
 def distinct_rows(num_rows: int, draws: float) -> float:
     """Return the expected number of distinct rows among ``draws`` ids, with the skew of this module."""
     ends = np.unique(np.append(0.0, np.geomspace(1, num_rows, _BLOCKS).round()))

@@ -116,10 +116,8 @@ def _clock(seconds: float) -> str:
 class TerminalView:
     """Shows a run while the ``with`` block lasts; a quiet command shows warnings and results only.
 
-    A verbose command prints plain lines, since log records would break a live region.
-
-    Args:
-        console: by default stdout, with plain lines unless it is a terminal.
+    A verbose command prints plain lines, since log records would break a live region. A console (default:
+    stdout) that is no terminal gets plain lines, too.
     """
 
     def __init__(self, console: Console | None = None) -> None:

@@ -29,14 +29,11 @@ _POLL_SECONDS = 0.02
 def deploy_tables(
     topology: Topology, config: RunConfig, placement: Placement, rules: UpdateRules
 ) -> tuple[dict[int, transport.RemoteTables], Mapping[str, int]]:
-    """Create the tables of a placement with their initial rows.
+    """Create the tables of a placement with their initial rows; HybridError if a host has no memory for them.
 
     Returns:
         A stub of the tables of each worker, and for each table the number of initial rows that were read from
         files (:func:`read_initial_rows`).
-
-    Raises:
-        HybridError: a host has no memory for its tables.
     """
     holders = [worker for worker in topology.workers if placement.of_worker(worker.index)]
     shortage = memory_shortage(placement, holders)
@@ -103,9 +100,7 @@ class HeldCheckpoint:
     def write(self) -> Manifest:
         """Write all files, complete the checkpoint, and return its manifest. Any thread may call this.
 
-        Raises:
-            CheckpointError: a file cannot be written; the unfinished checkpoint is removed.
-            RemoteError, LostError: as :meth:`hybrid.transport.Pending.wait`.
+        If a file cannot be written, CheckpointError is raised, and the unfinished checkpoint is removed.
         """
         partial = checkpoint_folders.begin(self.folder)
         try:

@@ -73,6 +73,8 @@ def make_loader(config: RunConfig, dataset: PreparedDataset, trainer: int, is_tr
 class Trainer:
     """The object of a job in a trainer process. The master creates it and calls its methods.
 
+    ``steps_before`` is the number of steps taken since the start of the run.
+
     Args:
         placement: the worker of each row.
         remote_tables: a stub for every worker that holds rows.
@@ -138,7 +140,6 @@ class Trainer:
         Args:
             epoch: number of passes before this one.
             first_step, num_steps: steps within the epoch.
-            steps_before: steps taken since the start of the run.
         """
         if self._stream is None or self._position != (epoch, first_step):
             self.close()
@@ -155,11 +156,7 @@ class Trainer:
 
         Args:
             make_batches: returns the batches of a trainer by its index; called on every trainer. Their
-                ``global_size`` is ignored.
-            steps_before: steps taken since the start of the run.
-
-        Raises:
-            DataError: a batch does not fit the features and tasks of the job, or has an invalid value.
+                ``global_size`` is ignored. DataError if a batch does not fit the features and tasks.
         """
         self.close()
         batches = make_batches(self._index)
@@ -170,14 +167,7 @@ class Trainer:
         return report
 
     def open_unit(self, unit: StreamUnit, encoder: FeatureEncoder, steps_before: int) -> None:
-        """Begin to read this trainer's lanes of a unit of a stream, at the position of the unit.
-
-        Args:
-            steps_before: steps taken since the start of the run.
-
-        Raises:
-            DataError: a file cannot be read.
-        """
+        """Begin to read this trainer's lanes of a unit of a stream, at the position of the unit."""
         self.close()
         config = self._config
         self._reader = open_reader(config, encoder, unit, self._index, config.cluster.trainers)
@@ -185,11 +175,7 @@ class Trainer:
         self._begin_aligned(self._stream, steps_before)
 
     def train_on_unit(self, num_steps: int, steps_before: int) -> TrainerReport:
-        """Take up to ``num_steps`` steps of the opened unit; fewer if the unit ends.
-
-        Args:
-            steps_before: steps taken since the start of the run.
-        """
+        """Take up to ``num_steps`` steps of the opened unit; fewer if the unit ends."""
         if self._config.data.is_topic:  # no look-ahead: the rows of later steps may come later
             assert self._stream is not None
             self._begin_aligned(itertools.islice(self._stream, num_steps), steps_before)
@@ -307,14 +293,7 @@ class Trainer:
         return write_tensors(folder, name, held)
 
     def load(self, folder: StoragePath, name: str, has_state: bool = True) -> None:
-        """Load the dense net and its optimizer from a file of a checkpoint.
-
-        Args:
-            has_state: whether the checkpoint has the state of the same optimizer.
-
-        Raises:
-            CheckpointError: the checkpoint has another net.
-        """
+        """Load the dense net, and if ``has_state`` its optimizer; CheckpointError for another net."""
         self.close()
         net, state = unpack_dense(Checkpoint.open(folder).tensors(name))
         of_placement = self._placement.convert(

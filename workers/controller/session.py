@@ -86,8 +86,6 @@ class Session:
         encoder: the encoder that checkpoints have if there is no ``data_folder``.
         warning: a warning to show before training; None if there is none.
         initial: the initial model; None if it is not read.
-        placement: the worker of each row.
-        trainers: stubs of the trainers, by index.
         hosted: stubs of the objects that workers update: tables, and the remote net if there is one.
         recorded: the steps that every role records for [profile], from the start or resume of the run.
         meanwhile: called repeatedly while the session waits for roles.
@@ -217,9 +215,6 @@ class Session:
 
         ``hybrid evaluate`` and ``hybrid predict`` can use it. If the caller gives batches, the values in
         files must be numbers, and rows of tables.
-
-        Args:
-            step, epoch: number of completed steps and epochs.
         """
         self.begin_save(folder, step, epoch, metrics, in_background=False).write()
         return folder
@@ -268,11 +263,7 @@ class Session:
         return {}
 
     def begin_delta(self, folder: StoragePath, step: int, epoch: int, parent: str) -> HeldCheckpoint:
-        """Make every role hold its nets, and the rows that changed since the last delta or checkpoint.
-
-        Args:
-            parent: identity of that delta or checkpoint; see :mod:`hybrid.checkpoint.deltas`.
-        """
+        """Make every role hold its nets, and the rows changed since the delta or checkpoint ``parent``."""
         manifest = Manifest(step, epoch, self.placement.shapes, progress={PARENT: parent})
         return HeldCheckpoint(folder, manifest, {}, {}, self._hold(True, is_delta=True), True)
 

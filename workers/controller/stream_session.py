@@ -100,12 +100,7 @@ class StreamSession(DatasetSession):
             self.encoder = with_scaling_of(before, encoder)
 
     def is_ready(self, step: int) -> bool:
-        """Return whether there are rows for the next step; else wait for a moment, or end the run.
-
-        Raises:
-            DataError: the stream must not end here.
-            StorageError: a store refuses the request.
-        """
+        """Return whether there are rows for the next step; else wait for a moment, or end the run."""
         has_rows = self._has_rows()
         if self.unit is not None and not self._is_open:
             self._is_open = True
@@ -189,12 +184,7 @@ class StreamSession(DatasetSession):
         return {STREAM: position}
 
     def load(self, stored: Checkpoint) -> None:
-        """Load a checkpoint, and continue in the stream where it was taken.
-
-        Raises:
-            CheckpointError: the checkpoint is of another model, or has no position in a stream.
-            DataError: a file has changed since.
-        """
+        """Load a checkpoint, and continue in the stream where it was taken; see :meth:`Session.load`."""
         try:
             position = stored.manifest.progress[STREAM]
             units = (position["unit"], position["last"])

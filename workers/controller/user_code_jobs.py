@@ -23,10 +23,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -50,7 +49,6 @@ from workers.cluster_task import ScriptTask
 from workers.console.messages import print_line
 from workers.console.terminal import TerminalView
 from workers.controller.deployment import BULK_TIMEOUT_SECONDS, HeldCheckpoint, deploy_tables
-from workers.controller.remote_trainer import Trainer
 from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
 from workers.run_folder.run_access import RESULT_FILE, record_script_folder, run_write_errors
@@ -284,11 +282,7 @@ class Script(Backend):
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a Python file as a program; it can import modules from its folder and from the working directory.
-
-    Raises:
-        HybridError: the script has exited with a status other than zero.
-    """
+    """Run a Python file as a program, with imports from its folder; HybridError for another status than 0."""
     sys.argv = [path, *arguments]
     sys.path.append(str(Path(path).resolve().parent))
     FolderFinder.search(Path())
@@ -297,8 +291,3 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     except SystemExit as exited:
         if exited.code not in (None, 0):
             raise HybridError(f"{path} has ended with sys.exit({exited.code!r})") from None
-
-
-def local_constructors(settings: Sequence[str]) -> list[partial[Any]]:
-    """Return the constructors of objects that apply the settings of a role (:func:`apply_settings`)."""
-    return [partial(Script, settings=settings), partial(Trainer, settings=settings)]

@@ -137,7 +137,10 @@ class _Server:
             if ready is self._connection:
                 request, *args = self._connection.recv()
                 if request == "signal":
-                    self._signal(*args)
+                    name, number = args
+                    # The pid cannot belong to another process, since this one is not reaped.
+                    if name in self._processes and (pid := self._processes[name][0].pid) is not None:
+                        os.kill(pid, number)
                     continue
                 try:
                     reply = self._handlers[request](*args)
@@ -165,11 +168,6 @@ class _Server:
                 pids[name] = process.pid or 0
         return pids
 
-    def _signal(self, name: str, number: int) -> None:
-        # The pid cannot belong to another process, since this one is not reaped.
-        if name in self._processes and (pid := self._processes[name][0].pid) is not None:
-            os.kill(pid, number)
-
     def _run(self, server: int, target: Callable[..., None], args: Sequence[Any]) -> None:
         end_with_parent(server)
         name_process(multiprocessing.current_process().name)
@@ -188,12 +186,7 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def spawn_server(connection: socket.socket, inherited: Sequence[int]) -> Any:
-    """Start the process of a server in a new interpreter; return it as a :class:`subprocess.Popen`.
-
-    Args:
-        connection: the server's end of the connection to the launcher.
-        inherited: file descriptors that the server and its processes hold.
-    """
+    """Start a server in a new interpreter; it and its processes hold the descriptors ``inherited``."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from workers.launching.fork_server import serve; "
         f"serve({connection.fileno()}, {os.getpid()})"
@@ -218,7 +211,6 @@ class ForkServer:
 
     Attributes:
         is_isolated: whether the server and the roles are in a network namespace.
-        has_imported: whether the server has the modules, or failed to import one.
     """
 
     def __init__(self, preload: Sequence[str], inherited: Sequence[int] = ()) -> None:
@@ -228,7 +220,7 @@ class ForkServer:
         self._connection = Connection(launcher_end.detach())
         self._preload = tuple(preload)
         self._pids: dict[str, int] = {}
-        self.is_isolated = self.has_imported = False
+        self.is_isolated = False
 
     def __enter__(self) -> Self:
         return self
@@ -243,19 +235,12 @@ class ForkServer:
 
     def isolate(self) -> None:
         """Move the server into a network namespace before the first start; OSError if it is not allowed."""
-        if not self.is_isolated:
-            self._call("isolate")
-            self.is_isolated = True
+        self._call("isolate")
+        self.is_isolated = True
 
     def preload(self) -> None:
-        """Import the modules in the server if they are not imported yet. ``start`` calls this first.
-
-        Raises:
-            HybridError: a module cannot be imported. A new server would fail in the same way.
-        """
-        if not self.has_imported:
-            self.has_imported = True
-            self._call("preload", self._preload)
+        """Import the modules in the server, as ``start`` does first; HybridError if that fails."""
+        self._call("preload", self._preload)
 
     def start(
         self,
@@ -343,13 +328,10 @@ def is_alive(pid: int) -> bool:
 
 
 def enter_network_namespace() -> None:
-    """Move this process, and those that it forks later, into a new network namespace.
+    """Move this process, and those that it forks later, into a network namespace; OSError if not allowed.
 
     Root creates the network namespace directly. Other users create a user namespace, too, and keep their user
     id. Many systems allow that without privileges. The system requires that the process has no threads yet.
-
-    Raises:
-        OSError: the system does not allow it; the process is unchanged.
     """
     child = os.fork()  # the child tries first, because a partial success cannot be undone
     if not child:
@@ -368,11 +350,12 @@ def enter_network_namespace() -> None:
 
 
 def _enter() -> None:
-    try:
-        _unshare(_CLONE_NEWNET)
-    except PermissionError:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET) != 0:
         user, group = os.geteuid(), os.getegid()
-        _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
+        if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
         process = Path("/proc/self")
         (process / "setgroups").write_text("deny")
         (process / "uid_map").write_text(f"{user} {user} 1")
@@ -381,10 +364,3 @@ def _enter() -> None:
         request = _INTERFACE_FLAGS.pack(LOOPBACK.encode(), 0)
         name, flags = _INTERFACE_FLAGS.unpack(fcntl.ioctl(control, _SIOCGIFFLAGS, request))
         fcntl.ioctl(control, _SIOCSIFFLAGS, _INTERFACE_FLAGS.pack(name, flags | _IFF_UP))
-
-
-def _unshare(flags: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(flags) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))

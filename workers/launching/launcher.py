@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -94,11 +94,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
 
 
 def serving_metrics(cluster: ClusterSection, folder: Path) -> AbstractContextManager[None]:
-    """Serve the state of the run in ``folder`` for Prometheus in the context, if the port is set.
-
-    Raises:
-        ConfigError: the port cannot be used, or the package prometheus-client is missing.
-    """
+    """Serve the run in ``folder`` for Prometheus, if a port is set; ConfigError if that is impossible."""
     if not cluster.metrics_port:
         return nullcontext()
     try:
@@ -111,7 +107,7 @@ def serving_metrics(cluster: ClusterSection, folder: Path) -> AbstractContextMan
 
 @contextmanager
 def _start_server(config: RunConfig, folder: Path, task: Task, lock: int) -> Iterator[ForkServer]:
-    """Start the server that forks the roles, in a network namespace if possible."""
+    """Start the server that forks the roles, in a network namespace if possible, and import torch there."""
     with ForkServer(_PRELOAD, [lock]) as server:
         if uses_namespace(config, run_access.checkpoint_root(folder)):
             try:
@@ -123,15 +119,14 @@ def _start_server(config: RunConfig, folder: Path, task: Task, lock: int) -> Ite
                     "this machine can reach their ports (docs/security.md); "
                     'cluster.namespace = "off" hides this line',
                 )
+        with TerminalView() as view, suppress(ClusterError):  # RoleProcesses.start raises it, too
+            view.status("importing PyTorch")
+            server.preload()
         yield server
 
 
 def uses_namespace(config: RunConfig, folder: StoragePath) -> bool:
-    """Whether a launch may use a network namespace: all its connections stay on loopback.
-
-    Args:
-        folder: the root of checkpoints, which may differ from the configuration.
-    """
+    """Whether a launch with checkpoints in ``folder`` connects to loopback only, so a namespace suffices."""
     section, data = config.cluster, config.data
     initial = config.train.initial, *(table.initial_path for table in config.tables.values())
     paths = (str(folder), data.cache_folder, *chain(*data.paths.values()), *initial)
@@ -153,10 +148,6 @@ def _run_once(
 ) -> RoleFailure | None:
     """Start a cluster and wait until all its processes have ended; return the first failure."""
     try:
-        if not server.has_imported:
-            with TerminalView() as view:
-                view.status("importing PyTorch")
-                server.preload()
         roles.start(task, Secret.find(config.cluster.secret_file) or Secret.fresh())
     except ClusterError as error:
         return RoleFailure(str(error), Cause.KILLED)
@@ -193,11 +184,7 @@ class Restarts:
         self._first: RoleFailure | None = None  # failure since the last checkpoint
 
     def plan_restart(self, failure: RoleFailure) -> str:
-        """Record a restart from the newest checkpoint, and return the message about it.
-
-        Raises:
-            ReportedError: the run must not be restarted; the message has the reason.
-        """
+        """Record a restart, and return the message about it; ReportedError if the run must end."""
         before, now = self._at_start, RunState.of(self._folder)
         has_stepped = now.has_stepped_since(before)
         if (now.checkpoint_step or 0) > (before.checkpoint_step or 0):

@@ -59,7 +59,11 @@ class _RunCollector(Collector):
         seconds = records.get("train", {}).get("phase_seconds", {})
         yield _family("phase_seconds", text, ["phase"], seconds)
         text = "Resident memory of each role that this process has started."
-        yield _family("role_memory_bytes", text, ["role"], _resident_bytes())
+        resident: dict[str, int] = {}
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # the process has ended
+                resident[process.name()] = process.memory_info().rss
+        yield _family("role_memory_bytes", text, ["role"], resident)
 
     def _read(self) -> None:
         """Read the records since the last call; a resumed run has a new file."""
@@ -78,14 +82,6 @@ def _family(name: str, text: str, labels: list[str], values: Mapping[Any, float]
     for key, value in values.items():
         family.add_metric(key if isinstance(key, tuple) else (key,), value)
     return family
-
-
-def _resident_bytes() -> dict[str, int]:
-    resident: dict[str, int] = {}
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # the process has ended
-            resident[process.name()] = process.memory_info().rss
-    return resident
 
 
 class _MetricsHandler(WSGIRequestHandler):

@@ -57,11 +57,7 @@ class RoleFailure:
 
 
 def describe_failure(role: Role, error: Exception, folder: Path) -> RoleFailure:
-    """Return the failure that ``role`` reports to the launcher for an error.
-
-    Args:
-        folder: the folder of the logs. If a log has a traceback of the error, the message has its path.
-    """
+    """Return the failure to report to the launcher; it names a log in ``folder`` that has the traceback."""
     from hybrid import transport
 
     message = str(error) if isinstance(error, HybridError) else f"{role}: {describe_error(error)}"
@@ -213,11 +209,7 @@ def run_role(
     listener: socket.socket,
     report: Callable[[RoleFailure], object],
 ) -> None:
-    """Run a role in its process; write output to its log, and report a failure to the launcher.
-
-    Args:
-        listener: the socket of the rendezvous, for the master.
-    """
+    """Run a role in its process; write output to its log, and report a failure to the launcher."""
     if not isinstance(task, TrainTask):  # the server ignores it, but this task has nothing to save
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     path, launchers_stderr = log_path(folder, role), os.dup(2)

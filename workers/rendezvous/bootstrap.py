@@ -44,8 +44,9 @@ from hybrid.security.secret import Secret
 from hybrid.shared_memory.tensor_blocks import network_id
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.transport.socket.handshake import address_of
+from workers.controller.remote_trainer import Trainer
 from workers.controller.shared_folders import filesystem_id
-from workers.controller.user_code_jobs import local_constructors
+from workers.controller.user_code_jobs import Script
 from workers.exit_codes import STOP_REQUEST, WARNING, ExitCode, StopMessage, exit_code, forwarding_signals
 from workers.rendezvous.heartbeat import (
     HeartbeatInterval,
@@ -187,8 +188,7 @@ def lead(
 
     Raises:
         ClusterError: a role is missing, or was lost.
-        ConfigError: this host does not have the configured interface.
-        HybridError: a role has other versions of hybrid-parallel, torch or Python.
+        HybridError: a role has other versions, or this host does not have the configured interface.
     """
     section = config.cluster
     address, port, *_ = listener.getsockname()
@@ -264,7 +264,8 @@ def join(
             message = StopMessage.parse(decision)
             raise StoppedError(f"stopped by the master: {message.reason}", message.code)
         cluster = JoinedCluster(role, section.topology, store, {})
-        with _torch_groups(cluster, config, secret, interface, local_constructors(settings)):
+        constructors = [partial(each, settings=settings) for each in (Script, Trainer)]
+        with _torch_groups(cluster, config, secret, interface, constructors):
             yield cluster
 
 
@@ -397,11 +398,7 @@ def serve(role: Role, address: MasterAddress, secret: Secret, settings: Sequence
 
 
 def await_stop(cluster: JoinedCluster) -> ExitCode:
-    """Serve calls until the master stops this role; return the exit code.
-
-    Raises:
-        ClusterError: the run failed, or the connection to the master ended.
-    """
+    """Serve calls until the master stops this role; return the exit code. ClusterError after a failure."""
     while not _is_set_within(cluster.store, STOP, _LONGEST_WAIT):
         pass
     message = StopMessage.parse(cluster.store.get(STOP).decode())

@@ -41,14 +41,11 @@ class MasterAddress:
     @classmethod
     def parse(cls, text: str) -> "MasterAddress":
         """Parse ``HOST``, ``HOST:PORT`` or ``[IPv6]:PORT``; ConfigError if the text has another form."""
-        match = re.fullmatch(r"\[([^\[\]]+)\](?::(\d+))?|([^:\[\]\s]+)(?::(\d+))?", text)
-        if match is not None:
-            host, port = match[1] or match[3], int(match[2] or match[4] or DEFAULT_PORT)
-        else:
-            host, port = (text, DEFAULT_PORT) if _ip_address(text) is not None else ("", 0)
-        if not host or not 0 < port <= LARGEST_PORT:
+        host, port = ClusterSection(master=text).master_endpoint
+        is_host = re.fullmatch(r"[^:\[\]\s]+", host) or _ip_address(host) is not None
+        if not is_host or port > LARGEST_PORT or text.endswith(":0"):
             raise ConfigError("--master", "must be HOST or HOST:PORT, an IPv6 address in [ ]", text)
-        return cls(host, port)
+        return cls(host, port or DEFAULT_PORT)
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -70,11 +67,7 @@ def is_loopback(host: str) -> bool:
 def listen(address: str, port: int, port_key: str = _MASTER_KEY) -> socket.socket:
     """Return a socket that listens on one address only; port 0 selects a free port.
 
-    Args:
-        port_key: the key to name if the port cannot be used.
-
-    Raises:
-        ConfigError: this host does not have the address, other hosts cannot reach it, or the port is in use.
+    ConfigError if other hosts cannot reach the address, or (for ``port_key``) if the port is in use.
     """
     try:
         resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -102,12 +95,9 @@ def choose_interface(configured: str, address: str) -> str:
     """Return this process's network interface, and set the environment variables that gloo and NCCL read.
 
     Args:
-        configured: ``cluster.interface``.
+        configured: ``cluster.interface``; ConfigError if this host does not have it.
         address: this host's address: on the master, the address on which it listens; on another role, the
             local address of its connection to the master.
-
-    Raises:
-        ConfigError: this host does not have the configured interface, or no interface has the address.
     """
     interface, number = configured, ipaddress.ip_address(address.partition("%")[0])
     if configured == AUTO and number.is_loopback:  # also for 127.0.0.2, which no interface lists

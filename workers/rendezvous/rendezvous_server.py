@@ -292,9 +292,6 @@ def report_end(config: RunConfig, secret: Secret, reason: str) -> None:
     """Stop restarted roles of a run that has ended; return once all have registered.
 
     A role that does not register within ``cluster.start_timeout_seconds`` is considered not restarted.
-
-    Raises:
-        ConfigError: this host does not have the master's address, or its port is in use.
     """
     address, port = config.cluster.master_endpoint
     with listen(address, port or DEFAULT_PORT) as listener:

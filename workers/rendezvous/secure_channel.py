@@ -75,11 +75,7 @@ class FrameCipher:
         return _LENGTH.pack(len(sealed)) + sealed
 
     def open(self, sealed: bytes) -> list[bytes]:
-        """Return the message of a frame; ChannelError if ``sealed`` is not the next frame of the other side.
-
-        Args:
-            sealed: the frame without its header.
-        """
+        """Return the message of a frame without its header; ChannelError if it is not the next frame."""
         try:
             body = self._receiving.open(sealed)
         except RejectedMessage as error:
@@ -211,12 +207,7 @@ class Channel:
 def connect(
     address: MasterAddress, secret: Secret, interval: HeartbeatInterval, timeout_seconds: float
 ) -> Channel:
-    """Connect to the master, and retry until it listens.
-
-    Raises:
-        ClusterError: no process listens, the master is frozen, or another program listens there.
-        ConfigError: the master has another secret.
-    """
+    """Connect to the master, and retry until it listens; for errors, see :class:`Channel`."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:

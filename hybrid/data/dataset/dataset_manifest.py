@@ -94,11 +94,7 @@ class DataManifest:
 
     @classmethod
     def read(cls, path: StoragePath, rule: str = "") -> DataManifest:
-        """Read a manifest, or a copy; DataError if the file is missing, invalid or of another version.
-
-        Args:
-            rule: advice for the message about another version.
-        """
+        """Read a manifest or a copy; DataError if it is invalid, or of another version (advice: ``rule``)."""
         try:
             content = parse_json(read_bytes(path))
             if content.pop("format") != FORMAT_VERSION:

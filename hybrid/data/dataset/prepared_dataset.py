@@ -112,9 +112,7 @@ class PreparedDataset:
     ) -> Batch:
         """Return the samples ``rows`` (B,), in this order, as a slice of a step with ``global_size`` samples.
 
-        Args:
-            total_weights: :meth:`total_weights` of all samples of the step.
-            total_groups: :meth:`total_groups` of all samples of the step, for ranking losses.
+        The totals are over all samples of the step; only ranking losses need ``total_groups``.
         """
         bags = []
         for ids_L, offsets, weights_L in self._bags.values():
@@ -130,11 +128,7 @@ class PreparedDataset:
 
 
 def map_arrays(folder: Path, manifest: DataManifest, split: str) -> dict[str, npt.NDArray[Any]]:
-    """Map all arrays of a split into memory, by their names.
-
-    Raises:
-        DataError: an array is missing, cannot be read, or has a wrong type or length.
-    """
+    """Map all arrays of a split into memory, by name; DataError if one is missing or has a wrong form."""
     arrays, num_rows = {}, manifest.splits[split].num_rows
     features = enumerate(manifest.input_spec.sparse_features)
     of_bags = [f"bag_{k}_{kind}" for k, each in features if each.multi_hot for kind in ("ids", "offsets")]

@@ -195,7 +195,13 @@ class FeatureEncoder:
         return InputSpec(tuple(d.name for d in self.dense), tuple(features))
 
     def encode(self, block: RawBlock) -> EncodedBlock:
-        dense_BF = _scale(block.dense_BF, self.dense)
+        shift_F = np.array([each.shift for each in self.dense])
+        scale_F = np.array([each.scale for each in self.dense])
+        missing_F = np.array([each.missing for each in self.dense])
+        transforms = [each.transform for each in self.dense]
+        scaled_BF = (transform_columns(block.dense_BF, transforms) - shift_F) / scale_F
+        scaled_BF = np.where(np.isnan(scaled_BF), missing_F, scaled_BF)
+        dense_BF = np.clip(scaled_BF, -MAX_NUMBER, MAX_NUMBER).astype(np.float32)
         weights = iter(block.weights)
         one_id: list[Ids] = []
         bags: list[EncodedBags] = []
@@ -253,7 +259,11 @@ class FeatureEncoder:
                     known = file.read_all()
             dense = tuple(parse_fields(DenseEncoding, d) for d in content["dense"])
             sparse = tuple(_sparse_encoding(s, known if with_values else None) for s in content["sparse"])
-            if not all(map(_is_valid_dense, dense)) or not all(map(_is_valid_sparse, sparse)):
+            is_finite = all(
+                math.isfinite(n) for each in dense for n in (each.shift, each.scale, each.missing)
+            )
+            is_scale = all(each.scale > 0 and each.transform in TRANSFORMS for each in dense)
+            if not is_finite or not is_scale or not all(map(_is_valid_sparse, sparse)):
                 raise TypeError("a value is invalid")
         except (TypeError, AttributeError, KeyError, IndexError) as error:
             raise DataError(f"{path}: does not define the encoding of columns ({error!r})") from error
@@ -262,25 +272,11 @@ class FeatureEncoder:
 
 @contextmanager
 def open_values(folder: StoragePath, column: str) -> Iterator[Iterator[pa.LargeStringArray]]:
-    """Open the values of a column of vocabulary "build", in blocks; value i (from 0) has row i + 1.
-
-    Args:
-        folder: the folder of an encoder, which ``FeatureEncoder.load`` accepts.
-    """
+    """Open the values of a column of vocabulary "build" of an encoder, in blocks; value i has row i + 1."""
     content = _read_json(folder / FILE_NAME)
     index = next(each["values"] for each in content["sparse"] if each["name"] == column)
     with _open_vocabularies(folder, content["vocabularies"]) as file:
         yield file.blocks(index)
-
-
-def _scale(dense_BF: npt.NDArray[np.float64], encodings: Sequence[DenseEncoding]) -> npt.NDArray[np.float32]:
-    """Scale the numbers of B rows; NaN means missing."""
-    shift_F = np.array([each.shift for each in encodings])
-    scale_F = np.array([each.scale for each in encodings])
-    missing_F = np.array([each.missing for each in encodings])
-    scaled_BF = (transform_columns(dense_BF, [each.transform for each in encodings]) - shift_F) / scale_F
-    scaled_BF = np.where(np.isnan(scaled_BF), missing_F, scaled_BF)
-    return np.clip(scaled_BF, -MAX_NUMBER, MAX_NUMBER).astype(np.float32)
 
 
 def transform_columns(
@@ -372,12 +368,6 @@ def _sparse_encoding(content: Any, known: Sequence[Vocabulary] | None) -> Sparse
     if (index is None) == (encoding.vocabulary == "build"):
         raise TypeError("vocabulary build has values, and no other has")
     return encoding if index is None or known is None else replace(encoding, values=known[index])
-
-
-def _is_valid_dense(encoding: DenseEncoding) -> bool:
-    """Return whether values that come from a file make an encoding."""
-    numbers = (encoding.shift, encoding.scale, encoding.missing)
-    return all(map(math.isfinite, numbers)) and encoding.scale > 0 and encoding.transform in TRANSFORMS
 
 
 def _is_valid_sparse(encoding: SparseEncoding) -> bool:

@@ -143,10 +143,6 @@ class ValueCounts(NamedTuple):
         flat = column.flatten() if is_list(column) else column
         return cls(flat.dictionary, np.bincount(flat.indices.drop_null(), minlength=len(flat.dictionary)))
 
-    def count_known(self, min_count: int) -> int:
-        """Return how many ranked values occur at least ``min_count`` times."""
-        return bisect_right(self.counts_D, -min_count, key=lambda count: -count)
-
 
 class FittedStatistics:
     """Statistics of the training rows, besides vocabularies.
@@ -221,7 +217,8 @@ def fit_encoder(
         has_several = column.has_several or bool(statistics.several_K[k])
         is_bag = column.kind != "cross" and (has_several or has_weights)
         if (values := of_column.get(k)) is not None:
-            known = values.count_known(column.min_count)
+            # Counts fall: the values that occur at least min_count times come first.
+            known = bisect_right(values.counts_D, -column.min_count, key=lambda count: -count)
             encoding = SparseEncoding(column.name, "build", 1 + known, is_bag, weighted=has_weights)
             # The leave-one-out estimate of UnknownValues: without one of its min_count rows, a value is
             # unknown.

@@ -126,11 +126,7 @@ def write_vocabularies(path: Path, vocabularies: Sequence[Vocabulary]) -> None:
 
 
 class VocabularyFile:
-    """An open file of :func:`write_vocabularies`, read in blocks.
-
-    Attributes:
-        sizes: the number of values of each vocabulary.
-    """
+    """An open file of :func:`write_vocabularies`; ``sizes`` are the numbers of values of its vocabularies."""
 
     def __init__(self, path: StoragePath, file: pq.ParquetFile, sizes: Sequence[int]) -> None:
         self.sizes = sizes

@@ -115,14 +115,9 @@ class Layout:
         return [column.transform for column in self.dense]
 
     def require(self, names: Sequence[str], path: StoragePath) -> None:
-        """Check that a file has every required column exactly once.
+        """Raise ConfigError if a file lacks a required column, or DataError if the column occurs twice.
 
-        Args:
-            names: the columns of the file. Its path may have further columns (:func:`path_columns`).
-
-        Raises:
-            ConfigError: a required column is missing.
-            DataError: a required column occurs twice.
+        The file has the columns ``names``. Its path may have further columns (:func:`path_columns`).
         """
         known = [*names, *path_columns(path)]
         for key, name in self.named:
@@ -147,11 +142,7 @@ class Layout:
 
 
 def create_file_section(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec) -> DataSection:
-    """Return the section [data] for new files of a trained model, with the format of the files.
-
-    Raises:
-        ConfigError: a multi-hot feature in CSV files has no separator.
-    """
+    """Return the section [data] for new files of a trained model; ConfigError if a separator is missing."""
     file_format = config.data.format
     if file_format == "synthetic":  # there were no training files
         file_format = "parquet" if all(path.suffix == ".parquet" for path in files) else "csv"

@@ -122,13 +122,7 @@ def _parse_blocks(
 
 
 class _Lines:
-    """The lines of a block, and a mask of the lines that are rows.
-
-    Args:
-        block: complete lines, each with a line feed.
-        first_line: number of the first line in the file.
-        skip: number of header lines at the start.
-    """
+    """The lines of a block, and a mask of the rows; the first ``skip`` lines are a header."""
 
     def __init__(self, block: bytes, first_line: int, skip: int) -> None:
         self.block = block
@@ -257,7 +251,11 @@ class _Parser:
             end = int(np.searchsorted(lines.ends, at))
             at = int(lines.ends[end])
             if lines.block.count(b'"', start, at) % 2 == 0:
-                return end if self._is_record(lines.block[start:at]) else None
+                try:
+                    rows = list(self._split_strictly(lines.block[start:at]))
+                except (csv.Error, UnicodeDecodeError):
+                    return None
+                return end if [len(fields) for fields in rows] == [self._width] else None
         return None
 
     def _columns(self, block: bytes) -> tuple[dict[str, pa.Array], list[InvalidRow]]:
@@ -301,24 +299,12 @@ class _Parser:
                 return _OPEN_QUOTE
         return ""
 
-    def _is_record(self, lines: bytes) -> bool:
-        """Return whether ``lines``, with the line breaks between them, are one row."""
-        try:
-            return [len(fields) for fields in self._split_strictly(lines)] == [self._width]
-        except (csv.Error, UnicodeDecodeError):
-            return False
-
     def _split_strictly(self, lines: bytes) -> Iterator[list[str]]:
         return csv.reader([lines.decode()], delimiter=self._delimiter, strict=True)
 
 
 def read_header(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
-    """Return the columns by position, and the number of lines of the header, from the start of a file.
-
-    Raises:
-        ConfigError: a required column is missing.
-        DataError: the file is empty, or is not text.
-    """
+    """Return the columns by position, and the number of header lines; DataError if the file is no text."""
     if head.startswith(_NOT_TEXT) or b"\0" in head:
         rule = "unpack an archive, save text as UTF-8, or correct data.format"
         raise DataError(f"{path}: is not text; {rule}")
@@ -369,14 +355,11 @@ def _is_utf8(block: bytes) -> bool:
 def _cut_to_lines(
     path: StoragePath, chunks: Iterator[bytes], is_start: bool, layout: Layout
 ) -> Iterator[bytes]:
-    """Yield the text of ``chunks`` in normalized blocks of complete lines.
+    """Yield the text of ``chunks`` in normalized blocks of complete lines; DataError for one over 16 MiB.
 
     Args:
         chunks: cut anywhere. Lines that end in a chunk are yielded before the next chunk is read.
         is_start: whether the chunks start the file, so that a byte order mark is removed.
-
-    Raises:
-        DataError: a line is longer than 16 MiB.
     """
     rest = b""
     for chunk in chunks:
@@ -420,11 +403,7 @@ def _limit_lines(block: bytes) -> Iterator[bytes]:
 def open_text(path: StoragePath) -> Iterator[IO[bytes]]:
     """Open a text file; a compressed file is decompressed, and not seekable.
 
-    For a file in a store, each read requests only its own bytes.
-
-    Raises:
-        DataError: the file cannot be read.
-        StorageError: the store refuses the request.
+    For a file in a store, each read requests only its own bytes. DataError or StorageError if that fails.
     """
     with convert_read_errors(path), storage.open_reader(path, follows_links=True) as file:
         start = file.read(_LOOK_BYTES)
@@ -442,9 +421,6 @@ def read_descriptor(descriptor: int, size: int, *, at_once: bool) -> Iterator[by
 
     Args:
         at_once: whether to yield bytes as soon as they arrive, instead of waiting for ``size`` bytes.
-
-    Raises:
-        DataError: the descriptor cannot be read.
     """
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)

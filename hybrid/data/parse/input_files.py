@@ -44,9 +44,6 @@ def compute_sampled_checksum(
     """Return a checksum of the size and of 32 blocks of 32 KiB, evenly spread, first and last included.
 
     A file of at most 1 MiB is read completely. In a larger file, changes between the blocks are not detected.
-
-    Args:
-        root, follows_links: see :func:`hybrid.storage.files.open_reader`.
     """
     digest = hashlib.sha256()
     with storage.open_reader(path, root, follows_links=follows_links) as file:
@@ -109,9 +106,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 
     Raises:
         ConfigError: ``paths`` is empty.
-        DataError: a path does not exist or is no regular file, or a folder is empty or contains another
-            folder.
-        StorageError: a store refuses the request.
+        DataError: a path does not exist or is no regular file, or a folder is empty or has another folder.
     """
     if not paths:
         raise ConfigError(key, "must name at least one file or folder")
@@ -185,12 +180,7 @@ def _list_folder(folder: StoragePath, key: str) -> list[StoragePath]:
 
 
 def find_input_files(data: DataSection) -> dict[str, tuple[InputFile, ...]]:
-    """Return the files of each split of ``data``.
-
-    Raises:
-        ConfigError: a key names no files, or two splits have the same file.
-        DataError: as :func:`list_files`, or a file cannot be read.
-    """
+    """Return the files of each split; ConfigError if a key names none, or if two splits share a file."""
     files: dict[str, tuple[InputFile, ...]] = dict.fromkeys(data.splits, ())
     if data.format == "synthetic":
         return files

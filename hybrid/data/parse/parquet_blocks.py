@@ -91,11 +91,7 @@ def open_parquet(path: StoragePath) -> Iterator[Path | IO[bytes]]:
 
 
 def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows: int) -> int:
-    """Return the number of first rows whose texts take at most ``MAX_DECODED_BYTES`` in each column.
-
-    Raises:
-        DataError: the first row alone has more.
-    """
+    """Return how many first rows fit into ``MAX_DECODED_BYTES`` of texts per column; DataError if none."""
     fitting = num_rows
     for name, column in columns.items():
         ends_B = np.arange(1, len(column) + 1)
@@ -120,11 +116,7 @@ def _count_fitting(path: StoragePath, columns: Mapping[str, pa.Array], num_rows:
 
 
 def check_claimed_sizes(path: StoragePath, file: pq.ParquetFile, columns: Collection[int]) -> None:
-    """Check the sizes of the columns with the indices ``columns`` in the metadata of a file.
-
-    Raises:
-        DataError: the size of a column is more than its compressed bytes can hold.
-    """
+    """Raise DataError if the metadata claim more for a column than its compressed bytes can hold."""
     rule = "if the file is correct, write it again in row groups of fewer rows"
     for i in columns:
         schema = file.schema.column(i)

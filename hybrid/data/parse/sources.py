@@ -181,7 +181,6 @@ def read_blocks(
         text: bytes to read instead of the only file; its path is then a name in messages.
 
     Raises:
-        ConfigError: a key of the data section does not fit the files.
         DataError: a file cannot be read, holds no valid row, or an invalid row is an error.
     """
     first_row, progress = 0, Progress(report, "reading rows")
@@ -198,12 +197,7 @@ def read_blocks(
 
 
 def check_columns(config: RunConfig) -> None:
-    """Check that the first file of each split has the columns of the configuration.
-
-    Raises:
-        ConfigError: a file lacks a column, or a key does not fit the files.
-        DataError, StorageError: a file cannot be read.
-    """
+    """Check that the first file of each split has the columns of the configuration; ConfigError if not."""
     data = config.data
     if data.format == "synthetic":
         return
@@ -238,9 +232,6 @@ def parse(
 
     Args:
         first_row: index of the first row of ``table`` over the rows of all files.
-
-    Raises:
-        DataError: the type of a column is wrong.
     """
     of_path = path_columns(path).items()
     constants = {name: pa.repeat(pa.scalar(text, pa.string()), len(table.lines)) for name, text in of_path}

@@ -68,15 +68,7 @@ class FilesPreparation:
     def write(
         self, files: Mapping[str, Sequence[StoragePath]]
     ) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
-        """Write the arrays; return the encoder and the reports of the splits.
-
-        Args:
-            files: the files of each split; the rows of a split without files are held out from training.
-
-        Raises:
-            ConfigError: a key does not fit the files.
-            DataError: a file cannot be used.
-        """
+        """Write the arrays of the splits of ``files``; return the encoder, and the report of each split."""
         segments = {split: split_files(each, self._layout) for split, each in files.items()}
         size = sum(segment.size for segment in chain(*segments.values()))
         fit = available_memory_bytes() // 2 // _MEMORY_PER_THREAD
@@ -91,8 +83,14 @@ class FilesPreparation:
         try:
             pieces, invalid_rows = self._parse(segments)
             statistics, starts = self._fit(pieces)
-            ranked = self._rank(ordering, pieces, groups)
-            encoder = fit_encoder(self._layout, self.config.tables, statistics, ranked)
+
+            def rank(group: Sequence[int]) -> ValueCounts:
+                columns = {k: self._layout.sparse[k].name for k in group}
+                return rank_values(columns, pieces, self._num_threads, lambda: self._advance(0))
+
+            ranked = self._map("ordering values", ordering, rank, [*groups.values()])
+            vocabularies = dict(zip(groups, ranked, strict=True))
+            encoder = fit_encoder(self._layout, self.config.tables, statistics, vocabularies)
             reports = self._encode(0.3 - ordering, pieces, encoder, starts, invalid_rows)
         finally:
             self._should_stop.set()
@@ -162,18 +160,6 @@ class FilesPreparation:
                 last = starts[split][-1]
                 starts[split].append(SplitPosition(last.row + num_rows, last.values_K + values_K))
         return statistics, starts
-
-    def _rank(
-        self, weight: float, pieces: Sequence[Piece], groups: Mapping[str, Sequence[int]]
-    ) -> dict[str, ValueCounts]:
-        """Order the values of each vocabulary."""
-
-        def rank(group: Sequence[int]) -> ValueCounts:
-            columns = {k: self._layout.sparse[k].name for k in group}
-            return rank_values(columns, pieces, self._num_threads, lambda: self._advance(0))
-
-        ranked = self._map("ordering values", weight, rank, [*groups.values()])
-        return dict(zip(groups, ranked, strict=True))
 
     def _encode(
         self,

@@ -51,10 +51,7 @@ _ATTEMPT = "attempt.txt"
 def fingerprint(config: RunConfig, files: Mapping[str, Sequence[InputFile]] | None = None) -> str:
     """Return the folder name of prepared data: a hash of everything that determines the data.
 
-    The spelling of paths does not change the fingerprint.
-
-    Args:
-        files: the files of each split; by default the files of ``config``, which must exist.
+    The spelling of paths does not change it. By default, ``files`` are those of ``config``, which must exist.
     """
     files = files or find_input_files(config.data)
     is_synthetic = config.data.format == "synthetic"
@@ -216,15 +213,7 @@ def ensure_prepared(
     report: Callable[[str], None] = ignore_progress,
     check: Callable[[], None] = lambda: None,
 ) -> StoragePath:
-    """Make sure that the data of ``config`` are prepared, in ``data.cache_folder``; return their folder.
-
-    Args:
-        report, check: see :func:`prepare`.
-
-    Raises:
-        ConfigError, DataError: as :func:`prepare`.
-        HybridError: the store refuses a request.
-    """
+    """Prepare the data in ``data.cache_folder``, which may be in a store; see :func:`prepare`."""
     if config.data.is_stream:
         rule = "must be none for custom loops and for evaluations without --input, which prepare data"
         raise ConfigError("data.stream", rule, config.data.stream)
@@ -264,7 +253,6 @@ def open_split(source: str | StoragePath, split: str, data: DataSection) -> Prep
 
     Raises:
         DataError: the data are incomplete or altered, or the local folder cannot be written.
-        HybridError: the data cannot be read.
     """
     path = parse_path(source)
     if isinstance(path, RemotePath):

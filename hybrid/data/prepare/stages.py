@@ -88,14 +88,7 @@ class Split:
 def parse_segment(
     segment: Segment, folder: Path, layout: Layout, advance: Callable[[int], None]
 ) -> SegmentLog:
-    """Parse a segment into a new folder.
-
-    Args:
-        advance: called with the number of rows of each block; an exception from it ends the parsing.
-
-    Raises:
-        DataError, ConfigError: the segment cannot be read.
-    """
+    """Parse a segment into a new folder; ``advance`` gets the number of rows of each block."""
     folder.mkdir()
     log, held, row = SegmentLog([], []), list[RawBlock](), 0
 
@@ -196,15 +189,12 @@ def fit_piece(piece: Piece, layout: Layout) -> PieceStatistics:
 def rank_values(
     columns: Mapping[int, str], pieces: Sequence[Piece], num_threads: int, check: Callable[[], None]
 ) -> ValueCounts:
-    """Return the ranked values of columns that share a vocabulary.
+    """Return the ranked values of columns that share a vocabulary; DataError if they do not fit into memory.
 
     Args:
         columns: the names of the columns, by their index in data.sparse.
         num_threads: number of threads that share the free memory.
         check: called for each piece; an exception from it ends the work.
-
-    Raises:
-        DataError: the distinct values do not fit into memory.
     """
     ranked = rank([])
     waiting, size = list[ValueCounts](), 0
@@ -256,7 +246,6 @@ def encode_piece(
 
     Args:
         positions: the position of the first sample of the piece in each split.
-        folder: the folder of the splits.
 
     Returns:
         For each split, the sums of labels by block, and the counts of :func:`count_unknown`.

@@ -109,8 +109,13 @@ def canonical_text(text: str) -> tuple[str, bool]:
     integer = _integral_text(text)
     if integer is not None:
         return _WORDS.get(integer, integer), abs(int(integer)) >= _MAX_EXACT
-    time = _TIME.fullmatch(text)
-    return _WORDS.get(text, text) if time is None else _time_text(*time.groups("")), False
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return _WORDS.get(text, text), False
+    date, time, fraction, zone = match.groups("")
+    fraction = fraction.rstrip("0").rstrip(".")
+    is_date = time == "00:00:00" and not fraction and not zone
+    return date if is_date else f"{date} {time}{fraction}{'Z' if zone else ''}", False
 
 
 def _integral_text(text: str) -> str | None:
@@ -123,12 +128,6 @@ def _integral_text(text: str) -> str | None:
         return None
     fraction, power = (exponent[2] or "").rstrip("0"), int(exponent[3])
     return exponent[1] + fraction.ljust(power, "0") if len(fraction) <= power else None
-
-
-def _time_text(date: str, time: str, fraction: str, zone: str) -> str:
-    fraction = fraction.rstrip("0").rstrip(".")
-    is_date = time == "00:00:00" and not fraction and not zone
-    return date if is_date else f"{date} {time}{fraction}{'Z' if zone else ''}"
 
 
 def hash_texts(texts: pa.Array) -> npt.NDArray[np.uint64]:

@@ -207,15 +207,10 @@ def parse_seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, 
     column = decode_texts(column)
     if is_text(column):
         return _seconds_of_texts(pc.utf8_trim_whitespace(column), missing)
-    if pa.types.is_temporal(column.type):
-        return _seconds_of_times(column)
-    return parse_numbers(column, missing)
-
-
-def _seconds_of_times(column: pa.Array) -> tuple[Numbers, Mask]:
-    """Return the seconds of dates or timestamps, and a mask of values beyond the year 9999."""
+    if not pa.types.is_temporal(column.type):
+        return parse_numbers(column, missing)
     whole_seconds = column.cast(pa.timestamp("s"), safe=False).cast(pa.int64())
-    wrong_B = np.abs(pc.fill_null(whole_seconds, 0).to_numpy()) >= _MAX_SECONDS
+    wrong_B = np.abs(pc.fill_null(whole_seconds, 0).to_numpy()) >= _MAX_SECONDS  # beyond the year 9999
     column = pc.if_else(pa.array(wrong_B), None, column)
     if getattr(column.type, "tz", None):
         column = pc.local_timestamp(column)

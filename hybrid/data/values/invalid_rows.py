@@ -116,11 +116,7 @@ class InvalidRowLog:
         self._file_invalid: list[InvalidRow] = []  # before the first valid row of the file
 
     def add(self, path: StoragePath, num_valid: int, invalid: Sequence[InvalidRow]) -> None:
-        """Record the next block of ``path``. Blocks come in the order of files.
-
-        Raises:
-            DataError: an invalid row is an error, or all rows of a file are invalid.
-        """
+        """Record the next block of the files, in order; DataError if all rows of a file are invalid."""
         if path != self._path:
             self.check_file()
             self._path, self._file_valid = path, 0

@@ -95,10 +95,24 @@ class ColumnReader:
                     return column_values.parse_keys(integers, self.missing), None
             return self._ids(column)
         if column.kind == "cross":
-            values = [self._crossed(name) for name in column.sources]
+            values = []
+            for name in column.sources:
+                if is_list(self.column(name)):
+                    kind = self.columns[name].type
+                    raise pa.ArrowTypeError(f"column {name} holds {kind}, which cannot be crossed")
+                parsed = column_values.parse_values(self.columns[name], self.missing)
+                self._reject_values(parsed, name)
+                values.append(parsed.coded.dictionary_decode())
             # The result is null where one of the values is null.
             return pc.binary_join_element_wise(*values, _SEPARATOR).dictionary_encode(), None
-        numbers_B = self.numbers(column.source) if column.kind == "buckets" else self._date_parts(column)
+        if column.kind == "buckets":
+            numbers_B = self.numbers(column.source)
+        else:
+            kind, date_format = column.kind, column.date_format
+            dates = self.column(column.source)
+            numbers_B, wrong_B = column_values.parse_date_parts(dates, self.missing, kind, date_format)
+            expected = f"a date of the form {date_format}" if date_format else _DATE
+            self.reject(wrong_B, Reason.DATE, column.source, expected)
         return pa.array(numbers_B, mask=np.isnan(numbers_B)), None
 
     def reject_digit_dates(self, column: Column) -> None:
@@ -107,23 +121,6 @@ class ColumnReader:
             digits_B = column_values.find_digit_dates(self.column(column.source), self.missing)
             expected = f'seconds since 1970, or a date format such as "{column.kind}(%Y%m%d)"'
             self.reject(digits_B, Reason.DATE, column.source, expected)
-
-    def _date_parts(self, column: Column) -> Numbers:
-        values = self.column(column.source)
-        parts_B, wrong_B = column_values.parse_date_parts(
-            values, self.missing, column.kind, column.date_format
-        )
-        expected = f"a date of the form {column.date_format}" if column.date_format else _DATE
-        self.reject(wrong_B, Reason.DATE, column.source, expected)
-        return parts_B
-
-    def _crossed(self, name: str) -> pa.Array:
-        column = self.column(name)
-        if is_list(column):
-            raise pa.ArrowTypeError(f"column {name} holds {column.type}, which cannot be crossed")
-        values = column_values.parse_values(column, self.missing)
-        self._reject_values(values, name)
-        return values.coded.dictionary_decode()
 
     def _ids(self, column: Column) -> tuple[pa.Array, pa.Array | None]:
         """Return a categorical column and the weights of its ids, both cut to ``max_ids`` ids per row."""

@@ -118,7 +118,6 @@ class PendingTensors(Generic[Result]):
         return response
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback`` with the future once the response has arrived."""
         self._future.add_done_callback(callback)
 
 

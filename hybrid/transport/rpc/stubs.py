@@ -134,11 +134,7 @@ class RemoteNet(RemoteHosted[HostedNet]):
 def create(
     role: Role, cls: Callable[[*Arguments], Owned], *args: *Arguments, timeout_seconds: float
 ) -> Pending[Remote[Owned]]:
-    """Start constructing ``cls(*args)`` on ``role``; the response is a stub of the object.
-
-    Args:
-        cls: a class of this project, or of a user module.
-    """
+    """Start constructing ``cls(*args)`` on ``role``, where ``cls`` is of this project or of a user module."""
     number = secrets.randbits(_NUMBER_BITS)
     sent = (number, qualified_name(cls), tuple(map(to_reference, args)))
     sending = _send(role, endpoints.create, *sent, timeout_seconds=timeout_seconds)
@@ -146,12 +142,7 @@ def create(
 
 
 def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Arguments) -> int:
-    """Construct a module on ``role`` as a ``RemoteModule``; return its number once it is constructed.
-
-    Raises:
-        RemoteError: the constructor raised an exception.
-        LostError: the role did not respond.
-    """
+    """Construct a module on ``role`` as a ``RemoteModule``; return its number once it is constructed."""
     number = secrets.randbits(_NUMBER_BITS)
     sent = (number, qualified_name(cls), tuple(map(to_reference, args)))
     with addressed_to(role.rpc_name):
@@ -193,9 +184,6 @@ def start(
         interface: network interface on which this process listens.
         timeout_seconds: timeout of calls that do not set one.
         constructors: classes with further arguments that their objects get on this process.
-
-    Raises:
-        ClusterError: this process had another rank in an earlier cluster.
     """
     with suppress(Exception):  # of the earlier cluster
         _leave(timeout_seconds)

@@ -108,14 +108,7 @@ class Frames:
         return frame
 
     def receive(self, connection: socket.socket) -> bool:
-        """Receive available bytes; return whether there were any.
-
-        Args:
-            connection: a socket in non-blocking mode.
-
-        Raises:
-            OSError: the connection is broken or closed.
-        """
+        """Receive available bytes of a non-blocking socket; return whether there were any."""
         if self._end == len(self._received):  # grow by the bytes received, not by an announced length
             rest = memoryview(self._received)[self._start : self._end]
             buffer = bytearray(len(self._received) * (1 if self._start else 2))

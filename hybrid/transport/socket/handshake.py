@@ -169,11 +169,7 @@ class _Peer:
 
 
 def connect_to_workers(own: Identity, store: dist.Store) -> dict[Role, Connection]:
-    """Return a trainer's connections to all workers; ClusterError if a worker cannot be reached in time.
-
-    Args:
-        store: the store in which the workers publish their addresses.
-    """
+    """Connect a trainer to all workers, whose addresses are in ``store``; ClusterError if one is missing."""
     connections: dict[Role, Connection] = {}
     for worker in own.topology.workers:
         address = WorkerAddress(*json.loads(store.get(worker.rpc_name)))

@@ -106,11 +106,7 @@ class SocketClient:
         self._writable.register(self._connection, select.POLLOUT)
 
     def call(self, function: Callable[..., Any], plain: Any, tensors: Sequence[Tensor] = ()) -> Reply:
-        """Send a call of ``function(plain, tensors)``, one of the functions that the worker serves.
-
-        Args:
-            plain: numbers, text, and tuples and lists of these.
-        """
+        """Send a call of ``function(plain, tensors)``, one of the functions that the worker serves."""
         reply = Reply(self._read_until, self._poll)
         with self._sending:
             deadline = time.monotonic() + self._timeout_seconds
@@ -187,12 +183,7 @@ class SocketClient:
 
 
 class SocketServer:
-    """The thread that reads a trainer's connection and executes its calls, until it is closed.
-
-    Args:
-        connection: owned by this object.
-        functions: functions that the trainer may call with plain values and tensors.
-    """
+    """The thread that reads a trainer's connection and executes its calls of ``functions``, until closed."""
 
     def __init__(self, connection: Connection, functions: Sequence[ServedFunction]) -> None:
         self._connection, self._frames = connection

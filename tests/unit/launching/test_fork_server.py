@@ -124,7 +124,6 @@ def test_processes_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
 @needs_namespaces
 def test_processes_in_a_namespace_reach_only_each_other(server: ForkServer) -> None:
     server.isolate()
-    server.isolate()  # a second time changes nothing
     assert forked.end_of(server, forked.connect, None).exit_code == 0
     with socket.create_server(("127.0.0.1", 0)) as outside:
         assert forked.end_of(server, forked.connect, outside.getsockname()[1]).exit_code == 1
