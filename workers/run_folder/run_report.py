@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import statistics
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -63,12 +64,23 @@ def _comparison(runs: Sequence[ReportedRun]) -> str:
     results = [dict(_flat(_numbers(run.result))) for run in runs]
     keys = [dict(_flat(tomllib.loads(to_toml(run.config)), ".", str)) for run in runs]
     rows = [(key, *(each.get(key) for each in results)) for key in dict.fromkeys(chain(*results))]
+    headings = names
+    if len(runs) > 2:
+        headings = [*names, "mean", "deviation"]
+        rows = [(*row, *_mean_and_deviation(row[1:])) for row in rows]
     settings = [(key, *(each.get(key) for each in keys)) for key in dict.fromkeys(chain(*keys))]
     different = [row for row in settings if any(value != row[1] for value in row[2:])]
     return (
-        f"<h1>{len(runs)} runs</h1>\n<h2>Results</h2>\n{_table(rows, '', *names)}"
+        f"<h1>{len(runs)} runs</h1>\n<h2>Results</h2>\n{_table(rows, '', *headings)}"
         f"<h2>Keys that differ</h2>\n{_table(different, '', *names)}"
     )
+
+
+def _mean_and_deviation(values: Sequence[Any]) -> tuple[object, object]:
+    """Return mean and standard deviation, or two empty texts unless all values are numbers."""
+    if not all(type(value) in (int, float) for value in values):
+        return "", ""
+    return statistics.fmean(values), statistics.stdev(values)
 
 
 def _numbers(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,6 +111,7 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     results: dict[str, dict[str, object]] = {
         "a": {"auc": 0.5, "steps": 40},
         "b": {"auc": 0.75, "best": {"step": 20}},
+        "c": {"auc": 1.0},
     }
     for batch_size, (name, result) in enumerate(results.items(), 1):
         config = RunConfig(train=TrainSection(batch_size=batch_size))
@@ -119,14 +120,14 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
                 run.log_progress(progress(step))
             run.log_evaluation("test", 2, METRICS)
             run.finish({**result, "tables": TABLES})
-    commands.output_of(["report", "a", "b", "--output", "both.html"], tmp_path)
-    text = (tmp_path / "both.html").read_text()
+    commands.output_of(["report", "a", "b", "c", "--output", "all.html"], tmp_path)
+    text = (tmp_path / "all.html").read_text()
     page = _Page(text)
-    assert rows(page, "AUC", 2) == ["0.5000", "0.7500"]
-    assert rows(page, "best step", 2) == ["none", "20"]
-    assert text.count("<svg") == 8
+    assert rows(page, "AUC", 5) == ["0.5000", "0.7500", "1.0000", "0.7500", "0.2500"]
+    assert rows(page, "best step", 5) == ["none", "20", "none", "", ""]
+    assert text.count("<svg") == 12
     assert len(page.ids) == len(set(page.ids)), "the plots share no ids"
-    assert rows(page, "train.batch_size", 2) == ["1", "2"]
+    assert rows(page, "train.batch_size", 3) == ["1", "2", "3"]
     assert "train.epochs" not in page.cells
     (tmp_path / "b" / RESULT_FILE).write_text("[]")
     assert str(tmp_path / "b") in commands.refusal("report", tmp_path / "a", tmp_path / "b")
