@@ -1,12 +1,13 @@
 """Comparison of a job with one process, user functions, and runs that stop with an error."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from support.commands import (
     COMMAND_SECONDS,
-    code_block,
+    ROOT,
     eventually,
     output_of,
     result_of,
@@ -92,7 +93,7 @@ def test_compare_fails_if_results_differ(
 def test_documented_training_function_trains_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "train_items.py").write_text(code_block("docs/training.md", "python"))
+    shutil.copy(ROOT / "examples/train_items.py", tmp_path)
     printed = output_of(["run", "train_items:main", *settings(data={"multi_hot_separator": "|"})], tmp_path)
     losses = re.search(r"^300 steps, loss (\S+) to (\S+)$", printed, re.MULTILINE)
     assert losses is not None
