@@ -131,7 +131,7 @@ class Key:
 
         Lists become tuples; a single value of a list key, too. Integers of a float key become floats.
         """
-        if self.signatures is not None and isinstance(value, str):
+        if self.signatures is not None and isinstance(value, str) and not self.is_list:
             with contextlib.suppress(ConfigError):  # check() raises it, with the name of the key
                 return self.signatures.normalize(value)
         if self.is_list and isinstance(value, list):
@@ -164,11 +164,11 @@ class Key:
 
     def check(self, dotted: str, value: Any) -> None:
         """Raise ConfigError if ``value`` breaks the rule of this key."""
-        if self.signatures is not None and isinstance(value, str):
-            self.signatures.parse(dotted, value)
-            return
         if not self.accepts(value):
             raise ConfigError(dotted, f"must be {self.rule}", value)
+        if self.signatures is not None:
+            for each in value if self.is_list else (value,):
+                self.signatures.parse(dotted, each)
 
     def accepts(self, value: Any) -> bool:
         """Return whether ``value`` is of the type of this key, and within its limits."""

@@ -79,6 +79,9 @@ SCHEDULE_CALLS = CallSignatures(
         ),
     }
 )
+LOGGER_CALLS = CallSignatures(
+    {"tensorboard": (), "mlflow": (), "wandb": ()}, others=USER_FUNCTION, others_rule="module:Class"
+)
 DTYPES = ("float32", "float64")
 
 
@@ -139,6 +142,12 @@ class ClusterSection:
         "/healthz, at the host of cluster.master; 0 for none. For configured runs only.",
         minimum=0,
         maximum=65535,
+    )
+    loggers: tuple[str, ...] = option(
+        ("tensorboard",),
+        "Tools that receive the numbers of metrics.jsonl: TensorBoard, MLflow, W&B, or your class "
+        "(docs/watching.md).",
+        signatures=LOGGER_CALLS,
     )
     secret_file: str = by_host(
         "",

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.validation import FINITE_SCHEDULES
+from hybrid.custom_loop.loop_records import LoopRecords
 from hybrid.data.dataset.dataset_manifest import checkpoint_contents
 from hybrid.data.prepare.preparation import ensure_prepared
 from hybrid.embedding.placement import Placement, place
@@ -66,6 +67,9 @@ class Backend:
     trainer: int
     group: dist.ProcessGroup
     snapshot: Path | None
+
+    # Of the clusters of the script that have called `log`; to finish when the script ends.
+    records: list[LoopRecords] = field(default_factory=list, init=False)
 
     def warn(self, message: str) -> None:
         """Show a warning about the script; trainer 0 calls it."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hybrid.config.loading import load_config
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
 from hybrid.custom_loop.embedding_modules import TableModule, plain_copy
 from hybrid.custom_loop.local_batches import GROUP, PreparedData
+from hybrid.custom_loop.loop_records import LoopRecords
 from hybrid.custom_loop.loop_state import LoopProgress, Stateful, describe_start, load_progress, pack_state
 from hybrid.custom_loop.step_states import RESUME
 from hybrid.custom_loop.training_loop import TrainingLoop
@@ -70,6 +72,8 @@ class Cluster:
         self._every_steps = 0
         self._data_source = ""  # location of the data of :meth:`prepare`
         self._saved_step = 0  # of the newest checkpoint; 0 if there is none
+        self._resumed_step = 0
+        self._records: LoopRecords | None = None
         # The best evaluation, and the best evaluation that has a checkpoint.
         self._best: Best | None = None
         self._saved_best: Best | None = None
@@ -287,10 +291,39 @@ class Cluster:
         if step < 0:
             return
         stored = Checkpoint.open(checkpoint_folders.step_folder(root, step))
-        self._saved_step = step
+        self._saved_step = self._resumed_step = step
         self._best = self._saved_best = stored.manifest.best
         history.resume(self._load(stored, objects), str(stored.folder))
         self.print(f"resuming from step {step}: {stored.folder}")
+
+    def log(self, values: Mapping[str, float | Tensor]) -> None:
+        """Record numbers of the present step in ``metrics.jsonl`` in the folder of :meth:`resume`.
+
+        The loggers of the configuration (``cluster.loggers``) get them, too. Only trainer 0 records its
+        values, so other trainers need not call it. A restarted script does not record a step twice.
+
+        Raises:
+            RuntimeError: the script has not called :meth:`resume`.
+            ValueError: a value has the name of a field of all records, such as ``step``.
+            ConfigError: the folder is in an object store, or a logger cannot be loaded.
+            OSError: the file cannot be written.
+        """
+        loop, backend = self._require_loop(), self._backend
+        if self.rank > 0 or backend.snapshot is not None:
+            return
+        if self._root is None:
+            raise RuntimeError("call cluster.resume(folder) first: cluster.log writes into this folder")
+        if self._records is None:
+            if not isinstance(self._root, Path):
+                rule = "must be a local folder, since a store cannot append the lines of cluster.log"
+                raise ConfigError("cluster.resume", rule, str(self._root))
+            self._records = LoopRecords(self._root, backend.config, self._resumed_step, backend.warn)
+            if backend.is_single_process:
+                weakref.finalize(self, self._records.finish)
+            backend.records.append(self._records)
+        with torch.no_grad():
+            numbers = {name: float(value) for name, value in values.items()}
+        self._records.append(loop.step, numbers, loop.history.is_repeated)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the indices of the epochs; after :meth:`resume`, start with the epoch of the checkpoint.

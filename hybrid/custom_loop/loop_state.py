@@ -108,11 +108,16 @@ class PassHistory:
             self.now.samples = 0
             self._is_in_pass = False
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the script, between two passes, precedes the checkpoint from which it resumes."""
+        is_before = self.now.pass_index + self._is_in_pass <= self.before.pass_index
+        return is_before and self.before != LoopProgress()
+
     def known_evaluation(self) -> Metrics | None:
         """Return the metrics of the next evaluation if it precedes the checkpoint, else None."""
         index, known = len(self.now.evaluations), self.before.evaluations
-        is_before = self.now.pass_index + self._is_in_pass <= self.before.pass_index
-        return known[index] if is_before and index < len(known) else None
+        return known[index] if self.is_repeated and index < len(known) else None
 
     def _record_length(self, data: Any) -> None:
         """Record the length of a pass; warn if the length differs from the length before the checkpoint."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -43,6 +45,13 @@ def _check(value: Any, levels: int) -> None:
         raise ValueError("it has an integer of more than 64 bits")
     elif isinstance(value, str) and not value.isascii():
         value.encode()  # raises an error for half of a surrogate pair
+
+
+def finite(value: Any) -> Any:
+    """Replace each number that JSON cannot represent by None."""
+    if isinstance(value, Mapping):
+        return {name: finite(element) for name, element in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def parse_fields(kind: type[Fields], content: Any) -> Fields:

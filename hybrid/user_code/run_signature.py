@@ -99,8 +99,8 @@ def _unsigned_values(path: StoragePath, config: RunConfig) -> Iterator[tuple[str
 
 def _elements_to_sign(key: Key, value: Any) -> list[Any]:
     """Return the elements of a value that need a signature; a value that is no list is one element."""
-    elements = [] if value == key.default else value if key.is_list else [value]
-    return [each for each in elements if not re.fullmatch(key.unsigned, str(each))]
+    elements, default = (value, key.default or ()) if key.is_list else ([value], [key.default])
+    return [each for each in elements if each not in default and not re.fullmatch(key.unsigned, str(each))]
 
 
 def _signature(key: bytes, dotted: str, value: Any) -> str:

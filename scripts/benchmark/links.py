@@ -22,7 +22,8 @@ from support.namespaces import hosts_refused
 from benchmark import link_emulator, report
 from benchmark.systems import OWN_PYTHON
 from hybrid.errors import HybridError
-from workers.run_folder.run_access import METRICS_FILE, scratch_logs
+from hybrid.loggers.record_file import METRICS_FILE
+from workers.run_folder.run_access import scratch_logs
 
 # Seconds from one host to the other, and bits per second.
 LINKS = {"none": None, "1ms": (1e-3, 1e10), "5ms": (5e-3, 1e10), "20ms": (2e-2, 1e10), "100Mbit": (1e-4, 1e8)}

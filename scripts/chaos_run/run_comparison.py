@@ -6,7 +6,8 @@ from typing import Any
 
 from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, MANIFEST_FILE, Manifest
 from hybrid.errors import HybridError
-from workers.run_folder.run_access import METRICS_FILE, newest_step
+from hybrid.loggers.record_file import METRICS_FILE
+from workers.run_folder.run_access import newest_step
 
 _TIMES = ("time", "samples_per_second", "phase_seconds")
 

@@ -66,6 +66,8 @@ def test_results_are_printed_as_json(trained: TrainedRun, tmp_path: Path) -> Non
     assert "--json" in run(["predict", trained.folder, "--json"], tmp_path).stderr
     planned = printed("plan")
     assert planned["tables"]["C1"].keys() == {"rows", "dim", "bytes", "workers"}
+    assert planned["transfers"]["trainer -> worker"]["messages"] == 2 * 2 * 2
+    assert 0 < planned["worker_bytes"] < planned["host_bytes"]
     assert planned["is_sufficient"] is True
 
 
@@ -111,12 +113,15 @@ def build(config, input_spec, widths):
 """
 
 
-def check_changed_input(folder: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def check_changed_input(folder: Path, path: Path) -> None:
     """Respelled values are reported as unknown; changed labels in the files of a run are refused."""
     text = path.read_text()
     path.write_text(re.sub(r",u(\d)", r",U\1", text))
-    main(["evaluate", str(folder), "--input", str(path)])
-    assert "of user (0% expected)" in capsys.readouterr().out
+    ended = run(["evaluate", folder, "--input", path, "--json"], path.parent)
+    assert "of user (0% expected)" in ended.stderr
+    summary = json.loads(ended.stdout)
+    assert (summary["num_rows"], summary["bad_rows"]) == (400, 1)
+    assert summary["unknown_values"]["item"] < 0.5 < summary["unknown_values"]["user"]
     other = {"1": "0", "0": "1"}
     path.write_text(
         "".join(other.get(line[0], line[0]) + line[1:] for line in text.splitlines(keepends=True))
@@ -202,4 +207,4 @@ def test_text_files_train_a_model(
     if name == "clicks.csv":
         assert re.search(r"^unknown values      (none|item \d)", launched, re.MULTILINE)
         check_data_of_another_version(folder, path, capsys)
-        check_changed_input(folder, path, capsys)
+        check_changed_input(folder, path)

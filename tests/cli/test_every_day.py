@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.commands import ROOT, code_block, output_of, settings
 
-from workers.run_folder.run_access import METRICS_FILE, read_records
+from hybrid.loggers.record_file import METRICS_FILE, read_records
 
 SECONDS = 100
 LOG = "examples/drifting_log.py"

@@ -23,9 +23,9 @@ from support.stores import BUCKET, Store, sent
 from hybrid.checkpoint.checkpoint_folders import list_checkpoints
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.deltas import DeltaChain
+from hybrid.loggers.record_file import METRICS_FILE, read_records
 from hybrid.storage.remote_path import RemotePath
 from workers.jobs.comparison import Snapshot, stored_tables
-from workers.run_folder.run_access import METRICS_FILE, read_records
 
 ROWS = 3000
 State = tuple[Snapshot, dict[str, torch.Tensor]]

@@ -19,6 +19,7 @@ from hybrid.config import RunConfig
 from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import ConfigError
 from hybrid.inference.trained_run import TrainedRun
+from hybrid.loggers.record_file import METRICS_FILE, read_records
 from workers.cluster_task import CompareTask, TrainTask
 from workers.console.terminal import TerminalView
 from workers.controller.session import DatasetSession
@@ -26,7 +27,6 @@ from workers.controller.shared_folders import SharedFolders
 from workers.exit_codes import ExitCode
 from workers.jobs.comparison import Comparison, Snapshot, snapshot
 from workers.jobs.training_job import Training
-from workers.run_folder.run_access import METRICS_FILE, read_records
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -18,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
+
+from hybrid.storage.file_formats import finite
 
 if TYPE_CHECKING:
     from hybrid.data.dataset.dataset_manifest import DatasetReport
@@ -93,13 +94,6 @@ def print_text(text: str) -> None:
 
 def json_text(values: Mapping[str, Any]) -> str:
     return json.dumps(finite(values), indent=2, allow_nan=False) + "\n"
-
-
-def finite(value: Any) -> Any:
-    """Replace each number that JSON cannot represent by None."""
-    if isinstance(value, Mapping):
-        return {name: finite(element) for name, element in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def visible(text: str) -> str:

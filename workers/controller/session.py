@@ -15,7 +15,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.deltas import PARENT
 from hybrid.config import RunConfig
 from hybrid.config.data_sections import TEST, TRAIN
-from hybrid.config.loading import CONFIG_FILE, load_config
+from hybrid.config.loading import CONFIG_FILE, key_values, load_config
 from hybrid.config.validation import recorded_steps
 from hybrid.data.batches import check_ranking_losses
 from hybrid.data.dataset import dataset_manifest
@@ -117,7 +117,8 @@ class Session:
         tables = table_specs(config, input_spec) if self.initial is None else self.initial.tables
         self.placement = place_tables(config, tables, ids_per_sample)
         self.blueprint = Blueprint(config, input_spec, tables)
-        rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
+        self._schedule = Schedule.of(config.schedule, total_steps)
+        rules = UpdateRules.of(config, self._schedule)
         tables_by_worker, matches = deploy_tables(topology, config, self.placement, rules)
         self._table_holders = [*tables_by_worker.values()]
         self.hosted: list[transport.RemoteHosted[HostedModule]] = [*tables_by_worker.values()]
@@ -192,6 +193,12 @@ class Session:
                 numbers["free_rows"] = float(max_rows - rows)
             metrics |= {f"{name}.{key}": value for key, value in numbers.items()}
         return metrics
+
+    def learning_rates(self, step: int) -> dict[str, float]:
+        """Return each learning rate of the configuration in the last of ``step`` steps, by its key."""
+        factor = self._schedule.factor(step - 1)
+        values = ((f"{section}.{name}", value) for section, name, _, value in key_values(self.config))
+        return {key: value * factor for key, value in values if key.endswith(".learning_rate")}
 
     def take_profile(self) -> Profile:
         """Return the profile of the steps recorded since the last call; ConfigError if there are none."""

@@ -237,7 +237,11 @@ class Script(Backend):
     def _run(self) -> None:
         BACKEND.set(self)  # in this thread's context
         try:
-            run_script(self._task.path, self._task.arguments)
+            try:
+                run_script(self._task.path, self._task.arguments)
+            finally:
+                for records in self.records:
+                    records.finish()
             self._requests.put(ScriptRequest("end"))
         except Exception as error:  # next_request raises it, so the master receives it
             self._requests.put(error)

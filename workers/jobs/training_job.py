@@ -14,6 +14,7 @@ from hybrid.config import RunConfig, TrainSection
 from hybrid.config.data_sections import TEST
 from hybrid.config.task_sections import main_metric, metric_title, shown_metrics
 from hybrid.errors import ConfigError, DataError, StorageError
+from hybrid.loggers.run_loggers import RunLoggers
 from hybrid.metrics import Metrics, Predictions, ProgressiveMetrics
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
@@ -93,6 +94,7 @@ class Training:
             DONE, or the exit code of a requested stop.
         """
         folders.check_run(self._run)
+        loggers = RunLoggers(self._config, view.warn)
         stored = self._find_checkpoint(view)
         session: DatasetSession
         if self._config.data.is_stream:
@@ -117,9 +119,9 @@ class Training:
         if self._task.resume:
             checkpoint_folders.remove_after(self._run, self._step)
             state = self._step, not self._owes_evaluation, session.unit.name if session.unit else ""
-            opened = RunFolder.reopen(self._task.folder, self._config, *state)
+            opened = RunFolder.reopen(self._task.folder, self._config, *state, loggers)
         else:
-            opened = RunFolder.create(self._task.folder, self._config)
+            opened = RunFolder.create(self._task.folder, self._config, loggers)
         with opened as self._folder, self._stop.handling_signals():
             section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
             unknown = {each.name + UNKNOWN_FRACTION: each.fraction for each in session.reports[TEST].unknown}
@@ -251,7 +253,7 @@ class Training:
         is_line_due = self._step == 1 or self._step % self._config.train.log_every_steps == 0
         if self._owes_evaluation or epoch_ends or is_line_due:
             interval, self._counts.interval = self._counts.interval, Interval()
-            numbers = session.table_metrics()
+            numbers = session.table_metrics() | session.learning_rates(self._step)
             if unit and self._is_binary:
                 numbers |= {f"progressive_{k}": v for k, v in interval.progressive_metrics().items()}
             progress = TrainingProgress(

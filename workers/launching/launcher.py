@@ -130,8 +130,8 @@ def uses_namespace(config: RunConfig, folder: StoragePath) -> bool:
     section, data = config.cluster, config.data
     initial = config.train.initial, *(table.initial_path for table in config.tables.values())
     paths = (str(folder), data.cache_folder, *chain(*data.paths.values()), *initial)
-    if data.is_topic or any(map(is_url, paths)):
-        return False  # brokers and stores need the network
+    if data.is_topic or any(map(is_url, paths)) or {*section.loggers} - {"tensorboard"}:
+        return False  # brokers, stores and loggers need the network
     is_loopback_interface = section.interface in (AUTO, LOOPBACK)
     return section.namespace == "auto" and is_loopback_interface and is_loopback(section.master_endpoint[0])
 

@@ -21,9 +21,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hybrid.loggers.record_file import METRICS_FILE, NO_NUMBERS, Record, parse_records
 from hybrid.storage.files import open_reader
 from workers.run_folder import run_access
-from workers.run_folder.run_access import METRICS_FILE, NO_NUMBERS, UNKNOWN_FRACTION, Record
+from workers.run_folder.run_access import UNKNOWN_FRACTION
 
 _REQUEST_SECONDS = 2.0
 _LOG = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class _RunCollector(Collector):
             file.seek(self._offset)
             lines, newline, _ = file.read().rpartition(b"\n")
             self._offset += len(lines + newline)
-            self._records |= {record["kind"]: record for record in run_access.parse_records(lines)}
+            self._records |= {record["kind"]: record for record in parse_records(lines)}
 
 
 def _family(name: str, text: str, labels: list[str], values: Mapping[Any, float]) -> GaugeMetricFamily:

@@ -22,15 +22,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE, fixed_values, load_config
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError, HybridError, StorageError
+from hybrid.loggers.record_file import METRICS_FILE, read_json_lines, read_records
 from hybrid.storage import files
-from hybrid.storage.file_formats import parse_json
 from hybrid.storage.locked_folders import LOCK_FILE, folder_lock
 from hybrid.storage.private_files import private_user_folder, refuse_link
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
@@ -39,21 +39,15 @@ from hybrid.user_code.run_signature import load_run_config
 from workers.console.messages import print_line
 
 RUNS = Path("runs")
-METRICS_FILE = "metrics.jsonl"
 RESTARTS_FILE = "restarts.jsonl"
 RESULT_FILE = "result.json"  # exists only if the run has finished
 _STORE_FILE = ".store"  # contains the URL of the run
 _RESUME_FILE = ".resume"  # in the scratch folder of a script: the path from which the script resumes
 _DIGEST_CHARACTERS = 12
 _CLOCK_TOLERANCE_NS = 60_000_000_000  # between the clocks of this machine and of the store
-_MAX_LOG_BYTES = 1 << 30
 UNKNOWN_FRACTION = ".unknown_fraction"  # end of names of numbers in a record
-NO_NUMBERS = ("kind", "phase_seconds", "unit")
 _STALE_SECONDS = 60.0  # by this age, a running command has locked its scratch folder
 _LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that limit the length of a run
-
-# Fields of a line of metrics.jsonl.
-Record: TypeAlias = dict[str, Any]
 
 
 def run_path(config: RunConfig) -> StoragePath:
@@ -284,45 +278,9 @@ def newest_step(folder: StoragePath) -> int | None:
     return next(map(checkpoint_folders.parse_step, checkpoint_folders.list_checkpoints(folder)), None)
 
 
-def read_records(path: Path) -> list[Record]:
-    """Return the records of metrics.jsonl, without lines that a kill or a power cut has damaged."""
-    return parse_records(_complete_lines(path))
-
-
-def parse_records(lines: bytes) -> list[Record]:
-    """Return the records in complete lines of metrics.jsonl, without damaged lines."""
-    return [record for record in _parse_objects(lines) if _is_record(record)]
-
-
 def read_restarts(folder: Path) -> list[dict[str, Any]]:
     """Return the records of restarts.jsonl, without damaged lines."""
-    return _parse_objects(_complete_lines(folder / RESTARTS_FILE))
-
-
-def _complete_lines(path: Path) -> bytes:
-    return files.read_bytes(path, _MAX_LOG_BYTES).rpartition(b"\n")[0] if path.is_file() else b""
-
-
-def _parse_objects(lines: bytes) -> list[dict[str, Any]]:
-    objects = []
-    for line in lines.split(b"\n"):
-        with suppress(ValueError):
-            objects.append(parse_json(line))
-    return [each for each in objects if isinstance(each, dict)]
-
-
-def _is_record(value: dict[str, Any]) -> bool:
-    """Return whether ``value`` is a valid log record: kind, step, phase seconds, numbers."""
-    if not isinstance(seconds := value.get("phase_seconds", {}), dict):
-        return False
-    others = [each for name, each in value.items() if name not in NO_NUMBERS and each is not None]
-    is_step = type(value.get("step")) is int and value["step"] >= 0
-    return (
-        is_step
-        and isinstance(value.get("kind"), str)
-        and isinstance(value.get("unit", ""), str)
-        and all(type(each) in (int, float) for each in [*others, *seconds.values()])
-    )
+    return read_json_lines(folder / RESTARTS_FILE)
 
 
 def load_resumed_config(run: StoragePath, overrides: Sequence[str], trust_code: bool = False) -> RunConfig:

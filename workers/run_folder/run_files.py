@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import json
-import math
 import os
 import platform
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -21,17 +16,21 @@ import hybrid
 from hybrid.config import RunConfig
 from hybrid.config.data_sections import TEST
 from hybrid.config.loading import CONFIG_FILE, load_config
+from hybrid.loggers.record_file import METRICS_FILE, AppendOnlyFile, read_records, write_records
+from hybrid.loggers.run_loggers import FAILED_SECONDS, RunLoggers
 from hybrid.metrics import Metrics
 from hybrid.storage import files
-from hybrid.storage.file_formats import parse_json
-from hybrid.storage.private_files import make_folder, open_file
+from hybrid.storage.file_formats import finite, parse_json
+from hybrid.storage.private_files import make_folder
 from hybrid.user_code.run_signature import signed_toml
-from workers.console.messages import finite, json_text
+from workers.console.messages import json_text, print_line
 from workers.console.terminal import TrainingProgress
 from workers.run_folder import run_access
-from workers.run_folder.run_access import METRICS_FILE, RESULT_FILE, run_write_errors
+from workers.run_folder.run_access import RESULT_FILE, run_write_errors
 from workers.run_folder.run_report import ReportedRun, report_page
 from workers.run_folder.step_profile import Profile
+
+_STOP_SECONDS = 20.0  # time limit of the last calls of loggers, if a stop is requested
 
 
 class RunFolder:
@@ -44,29 +43,42 @@ class RunFolder:
         make_room: called if the disk is full when a record is written; returns whether to try again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, config: RunConfig, step: int = 0, loggers: RunLoggers | None = None
+    ) -> None:
         self.path = path
         self.report = path / "report.html"
         self.checkpoint_root = run_access.checkpoint_root(path)
         self._metrics_path = path / METRICS_FILE
         with run_write_errors(self._metrics_path):
             self._metrics = AppendOnlyFile(self._metrics_path, lambda: self.make_room())
-        self._events = _EventFile(path, lambda: self.make_room())
         self.make_room: Callable[[], bool] = lambda: False
+        self._loggers = loggers or RunLoggers(config, print_line)
+        self._loggers.start(self.checkpoint_root.name, path, step)
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig) -> RunFolder:
-        """Make the folder of a new run; ConfigError if ``path`` contains a run already."""
+    def create(cls, path: Path, config: RunConfig, loggers: RunLoggers | None = None) -> RunFolder:
+        """Make the folder of a new run; ConfigError if ``path`` contains a run already.
+
+        Args:
+            loggers: the loggers of ``config``; None to make them.
+        """
         run_access.refuse_existing(path)
         with run_write_errors(path):
             make_folder(path)
         _write_text(path / CONFIG_FILE, signed_toml(config))
         _write_text(path / "versions.json", json_text(_versions()))
-        return cls(path)
+        return cls(path, config, loggers=loggers)
 
     @classmethod
     def reopen(
-        cls, path: Path, config: RunConfig, step: int, is_evaluated: bool = True, unit: str = ""
+        cls,
+        path: Path,
+        config: RunConfig,
+        step: int,
+        is_evaluated: bool = True,
+        unit: str = "",
+        loggers: RunLoggers | None = None,
     ) -> RunFolder:
         """Open the folder of a run that resumes after ``step``; later records are dropped.
 
@@ -75,6 +87,7 @@ class RunFolder:
         Args:
             is_evaluated: whether the evaluation after ``step``, if one is due, was done.
             unit: the unit of a stream that is read again from ``step`` on, to its end.
+            loggers: see :meth:`create`.
         """
         with run_write_errors(path):
             make_folder(path)
@@ -84,23 +97,22 @@ class RunFolder:
             evaluated = {config.data.selection_split: step if is_evaluated else step - 1}
             # With validation rows, the end of the run has a new test. Step 0 logs the unknown values again.
             last_steps = {TEST: -1, "unknown": step - 1, **evaluated}
-            records = run_access.read_records(path / METRICS_FILE)
+            records = read_records(path / METRICS_FILE)
             kept = [record for record in records if record["step"] <= last_steps.get(record["kind"], step)]
             ends_again = {"kind": "unit", "step": step, "unit": unit}.items()
             kept = [record for record in kept if not ends_again <= record.items()]
-            _write_text(path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
+            with run_write_errors(path / METRICS_FILE):
+                write_records(path / METRICS_FILE, kept)
         _write_text(path / CONFIG_FILE, signed_toml(config))
         if not (path / "versions.json").exists():
             _write_text(path / "versions.json", json_text(_versions()))
-        opened = cls(path)
-        opened._events.restart(step + 1)
-        return opened
+        return cls(path, config, step, loggers)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: object, *_: object) -> None:
+        self.close(_STOP_SECONDS if error is None else FAILED_SECONDS)
 
     def log_progress(self, progress: TrainingProgress) -> None:
         numbers = {
@@ -110,20 +122,16 @@ class RunFolder:
             **progress.numbers,
         }
         self._append("train", progress.step, numbers, phase_seconds=dict(progress.phase_seconds))
-        self._events.write(progress.step, {f"train/{name}": value for name, value in numbers.items()})
         fractions = progress.phase_fractions.items()
-        self._events.write(progress.step, {f"time_share/{phase}": value for phase, value in fractions})
+        self._loggers.log(progress.step, {f"time_share/{phase}": value for phase, value in fractions})
 
     def log_evaluation(self, split: str, step: int, metrics: Metrics) -> None:
         """Append the metrics of the rows of a split after ``step``."""
-        numbers = dict(metrics)
-        self._append(split, step, numbers)
-        self._events.write(step, {f"{split}/{name}": value for name, value in numbers.items()})
+        self._append(split, step, metrics)
 
     def log_unit(self, step: int, name: str, metrics: Metrics) -> None:
         """Append the progressive metrics of a unit of a stream, which ended at ``step``."""
-        self._append("unit", step, dict(metrics), unit=name)
-        self._events.write(step, {f"unit/{name}": value for name, value in metrics.items()})
+        self._append("unit", step, metrics, unit=name)
 
     def log_checkpoint(
         self, kind: str, step: int, seconds_stopped: float, seconds_writing: float, num_bytes: int
@@ -155,22 +163,24 @@ class RunFolder:
         """Write the report and the result."""
         self.write_report(result)
         _write_text(self.path / RESULT_FILE, json_text(result))
+        self._loggers.finish(finite(result))
 
     def write_report(self, result: Mapping[str, Any]) -> None:
         """Write the page of the run; ``result`` of a stopped run has its tables only."""
         _write_text(self.report, report_page([read_run(self.path, result)]))
 
-    def close(self) -> None:
+    def close(self, seconds: float = FAILED_SECONDS) -> None:
+        """Close the files, and wait some time for the loggers."""
         try:
             with run_write_errors(self._metrics_path):
                 self._metrics.close()
         finally:
-            self._events.close()
+            self._loggers.finish(None, seconds)
 
     def _append(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
-        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
         with run_write_errors(self._metrics_path):
-            self._metrics.write(f"{json.dumps(finite(record), allow_nan=False)}\n".encode())
+            self._metrics.append(kind, step, numbers, **more)
+        self._loggers.log(step, {f"{kind}/{name}": value for name, value in numbers.items()})
 
 
 def read_run(folder: Path, result: Mapping[str, Any] | None = None) -> ReportedRun:
@@ -189,91 +199,10 @@ def read_run(folder: Path, result: Mapping[str, Any] | None = None) -> ReportedR
     return ReportedRun(
         run_access.checkpoint_root(folder).name,
         load_config(folder / CONFIG_FILE, is_stored=True),
-        run_access.read_records(folder / METRICS_FILE),
+        read_records(folder / METRICS_FILE),
         run_access.read_restarts(folder),
         result,
     )
-
-
-class _EventFile:
-    """A TensorBoard event file, written synchronously.
-
-    SummaryWriter is not used: its thread prints a stack and loses records if the disk is full.
-    """
-
-    def __init__(self, folder: Path, make_room: Callable[[], bool]) -> None:
-        # Imported here: the imports take 0.1 s.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-
-        self._event, self._session_log, self._summary = Event, SessionLog, Summary
-        self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        with run_write_errors(self._path):
-            self._file = AppendOnlyFile(self._path, make_room)
-        self._records = RecordWriter(self._file)
-        self._add(file_version="brain.Event:2")
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Append scalars, without those that are not finite."""
-        value = self._summary.Value
-        values = [value(tag=tag, simple_value=x) for tag, x in numbers.items() if math.isfinite(x)]
-        self._add(step=step, summary=self._summary(value=values))
-
-    def restart(self, step: int) -> None:
-        """Make TensorBoard ignore the records of earlier files from ``step`` on."""
-        self._add(step=step, session_log=self._session_log(status=self._session_log.START))
-
-    def close(self) -> None:
-        with run_write_errors(self._path):
-            self._file.close()
-
-    def _add(self, **fields: Any) -> None:
-        with run_write_errors(self._path):
-            self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-
-
-class AppendOnlyFile:
-    """A file to which records are appended; created if it is missing.
-
-    Args:
-        make_room: called if the disk is full; returns whether to try again.
-
-    Raises:
-        HybridError: the path is a symbolic link.
-        OSError: the file cannot be opened. Methods raise it if a system call fails.
-    """
-
-    def __init__(self, path: Path, make_room: Callable[[], bool]) -> None:
-        self._make_room = make_room
-        self._descriptor = open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
-
-    def write(self, record: bytes) -> None:
-        """Append a record; if that fails, the file is unchanged."""
-        try:
-            self._write(record)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._make_room():
-                raise
-            self._write(record)
-
-    def _write(self, record: bytes) -> None:
-        end = os.fstat(self._descriptor).st_size
-        try:
-            rest = memoryview(record)
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except OSError:
-            with suppress(OSError):  # a file that cannot be truncated stays as it is
-                os.ftruncate(self._descriptor, end)
-            raise
-
-    def sync(self) -> None:
-        """Flush the file to the disk."""
-        os.fsync(self._descriptor)
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -24,8 +24,9 @@ from hybrid.config import RunConfig
 from hybrid.config.data_sections import SPLITS, TRAIN
 from hybrid.config.loading import to_toml
 from hybrid.config.task_sections import main_metric, metric_title
+from hybrid.loggers.record_file import NO_NUMBERS, Record
 from workers.console.messages import visible
-from workers.run_folder.run_access import NO_NUMBERS, UNKNOWN_FRACTION, Record
+from workers.run_folder.run_access import UNKNOWN_FRACTION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,6 +20,7 @@ import hybrid
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, list_checkpoints, parse_step, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError, ConfigError, DataError
+from hybrid.loggers.record_file import METRICS_FILE, read_records
 from hybrid.storage.locked_folders import folder_lock
 
 pytestmark = pytest.mark.filterwarnings("ignore:the learning rate of the optimizer has changed")
@@ -79,16 +80,21 @@ def train(
     for _ in epochs:
         for batch in itertools.chain(*(cluster.batches(data) for _ in range(1 + (kind == "two passes")))):
             noise = batch["noise"].float() if "noise" in batch else 0.0
-            cluster.backward((model(batch) - batch["label"].float() - noise) ** 2)
+            loss = (model(batch) - batch["label"].float() - noise) ** 2
+            cluster.backward(loss)
             for optimizer in optimizers:
                 optimizer.step()
             for scheduler in schedulers:
                 scheduler.step()
+            cluster.log({"loss": loss.mean()})
             if cluster.step == stop:
                 raise SystemExit
             if kind == "left" and cluster.step % 3 == 0:
                 break
-        found[f"loss {cluster.step}"] = cluster.evaluate(TEST)["log_loss"]
+        metrics = cluster.evaluate(TEST)
+        found[f"loss {cluster.step}"] = metrics["log_loss"]
+        cluster.log(metrics)
+    cluster.log({"last": cluster.step})
     cluster.save(root / f"final-{cluster.step}")  # which a finished script that is started again repeats
     states = [each.state_dict() for each in (*optimizers, *schedulers)]
     return {"module": cluster.plain_module().state_dict(), "states": states, "step": cluster.step, **found}
@@ -97,6 +103,22 @@ def train(
 def check_equal(found: Any, expected: Any) -> None:
     """Compare two structures bit for bit."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_calls_of_log_that_record_nothing_are_errors(tmp_path: Path) -> None:
+    cluster = hybrid.connect()
+    cluster.distribute(Net())
+    with pytest.raises(RuntimeError, match=r"cluster\.resume"):
+        cluster.log({"loss": 1.0})
+    cluster.resume(tmp_path / "run")
+    for name in ("step", "unit"):
+        with pytest.raises(ValueError, match=name):
+            cluster.log({name: 1.0})
+    assert read_records(tmp_path / "run" / METRICS_FILE) == []
+
+
+def logged(root: Path) -> list[dict[str, Any]]:
+    return [{**record, "time": 0.0} for record in read_records(root / "run" / METRICS_FILE)]
 
 
 @pytest.mark.parametrize(
@@ -123,6 +145,7 @@ def test_a_script_that_is_ended_anywhere_has_the_bits_of_an_undisturbed_one(
     assert {"module", "states", "step"} < shared
     check_equal({name: found[name] for name in shared}, {name: expected[name] for name in shared})
     check_equal(train(tmp_path, every, update=update, kind=kind)["module"], expected["module"])
+    assert logged(tmp_path) == logged(tmp_path / "other")
 
 
 class Script:

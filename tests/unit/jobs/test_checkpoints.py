@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import Best, Manifest, step_folder, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.config import CheckpointSection, RunConfig
+from hybrid.config import CheckpointSection, ClusterSection, RunConfig
 from hybrid.errors import CheckpointError, ClusterError, HybridError, OutageError
 from hybrid.metrics import BinaryMetrics, Metrics
 from hybrid.storage.remote_path import StoragePath
@@ -127,7 +127,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def make(best: Best | None = None, **keys: Any) -> Run:
         section = CheckpointSection(**{"every_steps": 10, "every_minutes": 0.0, "keep_best": "auc", **keys})
-        opened.append(RunFolder.reopen(tmp_path / "run", RunConfig(), 1 << 40))
+        config = RunConfig(cluster=ClusterSection(loggers=()))
+        opened.append(RunFolder.reopen(tmp_path / "run", config, 1 << 40))
         warnings: list[str] = []
         role = Role()
         written = Checkpoints(cast(Session, role), opened[-1], section, warnings.append, best)

@@ -27,6 +27,7 @@ HERE = Path("runs/a")
         ({"master": "node0"}, False),
         ({"interface": "eth0"}, False),
         ({"namespace": "off"}, False),
+        ({"loggers": ("tensorboard", "my_module:Logger")}, False),
     ],
     ids=str,
 )

@@ -15,8 +15,9 @@ from support.commands import free_port
 
 from hybrid.config import ClusterSection
 from hybrid.errors import ConfigError
+from hybrid.loggers.record_file import METRICS_FILE
 from workers.launching.launcher import serving_metrics
-from workers.run_folder.run_access import METRICS_FILE, RESTARTS_FILE
+from workers.run_folder.run_access import RESTARTS_FILE
 
 TRAIN = {
     "kind": "train",
@@ -94,6 +95,11 @@ def test_a_resumed_run_has_a_new_file(served: Path, port: int) -> None:
 def test_a_client_that_sends_nothing_delays_others_only(served: Path, port: int) -> None:
     with closing(socket.create_connection(("127.0.0.1", port))):
         assert get(port, "/healthz") == "ok\n"
+
+
+def test_the_port_is_bound_to_the_host_of_the_master(served: Path, port: int) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=20)
 
 
 def test_the_port_is_closed_at_the_end(tmp_path: Path, port: int) -> None:

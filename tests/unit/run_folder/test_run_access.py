@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.stores import BUCKET, Proxy, Store
 
+from hybrid.config import RunConfig
 from hybrid.errors import ConfigError, HybridError, StorageError
 from hybrid.storage import files
 from hybrid.storage.locked_folders import folder_lock, lock_until_exit
@@ -94,7 +95,7 @@ def test_only_a_folder_that_the_program_made_may_name_a_store(run: StoragePath, 
         for folder in (tmp_path / "foreign", here.with_name("foreign"), here.with_name(f"{here.name}0")):
             folder.mkdir(mode=0o700)
             (folder / ".store").write_text(f"{run}\n" if folder.parent == tmp_path else str(run))
-            for use in (RunState.of, RunFolder):
+            for use in (RunState.of, lambda path: RunFolder(path, RunConfig())):
                 with pytest.raises(HybridError, match=rf"^{folder}/\.store: "):
                     use(folder)
             (folder / ".store").unlink()

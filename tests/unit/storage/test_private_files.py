@@ -80,7 +80,7 @@ def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     def write_all() -> None:
         with folder_lock(tmp_path / "run"):
             if name == "metrics.jsonl":
-                RunFolder(tmp_path / "run")
+                RunFolder(tmp_path / "run", RunConfig())
             RunFolder.create(tmp_path / "run", RunConfig()).finish({})
 
     if name in REPLACED:

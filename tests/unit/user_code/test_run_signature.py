@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.config import DenseSection, RunConfig, RunSection, TaskSection
+from hybrid.config import ClusterSection, DenseSection, RunConfig, RunSection, TaskSection
 from hybrid.config.key import Key
 from hybrid.config.loading import load_config, to_toml
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
@@ -61,6 +61,14 @@ def test_code_that_this_user_has_not_signed_is_refused(forged: str, tmp_path: Pa
     path = written(tmp_path, text)
     check_refused(path)
     assert load_run_config(path, trust_code=True) == CUSTOM
+
+
+@pytest.mark.parametrize("logger", ["evil:Logger", "wandb"])
+def test_loggers_of_another_user_receive_nothing(logger: str, tmp_path: Path) -> None:
+    written(tmp_path, to_toml(RunConfig(cluster=ClusterSection(loggers=("tensorboard", logger)))))
+    assert load_run_config(tmp_path / "config.toml") == RunConfig()
+    with pytest.raises(ConfigError, match=rf"^cluster\.loggers = '{logger}': .*not signed"):
+        load_resumed_config(tmp_path, [])
 
 
 def test_a_default_configuration_needs_no_signature(tmp_path: Path, state: Path) -> None:
@@ -128,7 +136,7 @@ def another_value(key: Key) -> str:
     if key.unsigned:
         return "my:loss"
     names = key.choices if key.signatures is None else key.signatures.names
-    return next(each for each in (*names, "cpu") if each != key.default)  # also a path, and a host
+    return next(x for x in (*names, "cpu") if key.read(x) != key.default)  # also a path, and a host
 
 
 @pytest.mark.parametrize("dotted", NEED_SIGNATURE)
@@ -142,7 +150,8 @@ def test_no_value_of_another_user_has_an_effect_unless_allowed(
     chosen = ["data.path=mine.csv"] if dotted != "data.path" else []
     config = load_config(None, [*data, *chosen, setting])
     run = tmp_path / "run"
-    RunFolder.create(run, config).close()
+    run.mkdir()
+    written(run, signed_toml(config))
     assert load_resumed_config(run, []) == load_run_config(run / "config.toml") == config
     shutil.rmtree(state)
     if kind == "run":

@@ -1,0 +1,69 @@
+"""The records that a script logs: lines of ``metrics.jsonl`` in its run folder, and calls of the loggers."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hybrid.config import RunConfig
+from hybrid.loggers.record_file import (
+    METRICS_FILE,
+    NO_NUMBERS,
+    AppendOnlyFile,
+    Record,
+    read_records,
+    write_records,
+)
+from hybrid.loggers.run_loggers import FAILED_SECONDS, RunLoggers
+from hybrid.storage.private_files import make_folder
+
+_FIELDS = {*NO_NUMBERS, "step", "time"}
+
+
+class LoopRecords:
+    """The records of a script that starts, or resumes after ``step`` steps; later records are dropped.
+
+    Raises:
+        ConfigError: see :class:`RunLoggers`.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig, step: int, warn: Callable[[str], object]) -> None:
+        self._loggers = RunLoggers(config, warn)
+        path = folder / METRICS_FILE
+        kept = [each for each in read_records(path) if each["step"] <= step]
+        # The names in each record before the restart, and in each record of the last step.
+        self._known = {_names(each) for each in kept}
+        self._known_of_step = {_names(each) for each in kept if each["step"] == step}
+        self._step = step
+        make_folder(folder)
+        write_records(path, kept)
+        self._file = AppendOnlyFile(path, lambda: False)
+        self._loggers.start(folder.name, folder, step)
+
+    def append(self, step: int, values: Mapping[str, float], is_repeated: bool) -> None:
+        """Append the values of a step, unless a record from before the restart has them.
+
+        Args:
+            is_repeated: whether the script repeats calls that precede the checkpoint.
+
+        Raises:
+            ValueError: a value has the name of a field of all records.
+        """
+        if reserved := _FIELDS & values.keys():
+            raise ValueError(f"cluster.log: choose another name than {min(reserved)}")
+        names = frozenset(values)
+        if names in (self._known if is_repeated else self._known_of_step) and step == self._step:
+            return
+        self._file.append("log", step, values)
+        self._loggers.log(step, values)
+
+    def finish(self) -> None:
+        """End the recording at the end of the script, which has failed if there is an unhandled exception."""
+        if hasattr(sys, "last_type") or sys.exc_info()[0] is not None:
+            self._loggers.finish(None, FAILED_SECONDS)
+        else:
+            self._loggers.finish({})
+
+
+def _names(record: Record) -> frozenset[str]:
+    return frozenset(record) - _FIELDS

@@ -1,0 +1,115 @@
+"""``metrics.jsonl``: one JSON object per record of a run. Does not import torch."""
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from hybrid.storage import files
+from hybrid.storage.file_formats import finite, parse_json
+from hybrid.storage.private_files import open_file
+
+METRICS_FILE = "metrics.jsonl"
+NO_NUMBERS = ("kind", "phase_seconds", "unit")  # fields of a record
+_MAX_LOG_BYTES = 1 << 30
+
+# Fields of a line of metrics.jsonl.
+Record: TypeAlias = dict[str, Any]
+
+
+class AppendOnlyFile:
+    """A file to which records are appended; created if it is missing.
+
+    Args:
+        make_room: called if the disk is full; returns whether to try again.
+
+    Raises:
+        HybridError: the path is a symbolic link.
+        OSError: the file cannot be opened. Methods raise it if a system call fails.
+    """
+
+    def __init__(self, path: Path, make_room: Callable[[], bool]) -> None:
+        self._path = path
+        self._make_room = make_room
+        self._descriptor = open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+
+    def append(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
+        """Append a record of metrics.jsonl."""
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
+        self.write(f"{json.dumps(finite(record), allow_nan=False)}\n".encode())
+
+    def write(self, record: bytes) -> None:
+        """Append bytes; if that fails, the file is unchanged."""
+        try:
+            self._write(record)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._make_room():
+                raise
+            self._write(record)
+
+    def _write(self, record: bytes) -> None:
+        end = os.fstat(self._descriptor).st_size
+        try:
+            rest = memoryview(record)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            with suppress(OSError):  # a file that cannot be truncated stays as it is
+                os.ftruncate(self._descriptor, end)
+            error.filename = str(self._path)
+            raise
+
+    def sync(self) -> None:
+        """Flush the file to the disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the records of metrics.jsonl, without lines that a kill or a power cut has damaged."""
+    return [record for record in read_json_lines(path) if _is_record(record)]
+
+
+def write_records(path: Path, records: Iterable[Record]) -> None:
+    """Replace the records of metrics.jsonl."""
+    files.write_bytes(path, "".join(f"{json.dumps(record)}\n" for record in records).encode())
+
+
+def parse_records(lines: bytes) -> list[Record]:
+    """Return the records in complete lines of metrics.jsonl, without damaged lines."""
+    return [record for record in _parse_objects(lines) if _is_record(record)]
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects in complete lines of a file, without damaged lines; empty if it is missing."""
+    return (
+        _parse_objects(files.read_bytes(path, _MAX_LOG_BYTES).rpartition(b"\n")[0]) if path.is_file() else []
+    )
+
+
+def _parse_objects(lines: bytes) -> list[dict[str, Any]]:
+    objects = []
+    for line in lines.split(b"\n"):
+        with suppress(ValueError):
+            objects.append(parse_json(line))
+    return [each for each in objects if isinstance(each, dict)]
+
+
+def _is_record(value: dict[str, Any]) -> bool:
+    """Return whether ``value`` is a valid log record: kind, step, phase seconds, numbers."""
+    if not isinstance(seconds := value.get("phase_seconds", {}), dict):
+        return False
+    others = [each for name, each in value.items() if name not in NO_NUMBERS and each is not None]
+    is_step = type(value.get("step")) is int and value["step"] >= 0
+    return (
+        is_step
+        and isinstance(value.get("kind"), str)
+        and isinstance(value.get("unit", ""), str)
+        and all(type(each) in (int, float) for each in [*others, *seconds.values()])
+    )
