@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hybrid.engine.ranking_losses import listwise_loss, pairwise_loss
     from hybrid.inference.followed_run import follow
     from hybrid.inference.trained_module import load
+    from hybrid.metrics import ProgressiveMetrics
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,7 @@ __all__ = [
     "Growth",
     "Jagged",
     "Momentum",
+    "ProgressiveMetrics",
     "RowwiseAdagrad",
     "connect",
     "follow",
@@ -71,6 +73,7 @@ _MODULES = {
     **dict.fromkeys(("listwise_loss", "pairwise_loss"), "hybrid.engine.ranking_losses"),
     "follow": "hybrid.inference.followed_run",
     "load": "hybrid.inference.trained_module",
+    "ProgressiveMetrics": "hybrid.metrics",
 }
 
 if not TYPE_CHECKING:  # else type checkers would accept any attribute

@@ -17,11 +17,11 @@ def main() -> int:
     pages = [path for path in (ROOT / "docs").glob("*.md") if path.name not in _GENERATED]
     keys = (ROOT / "docs/config.md").read_text(encoding="utf-8").splitlines()
     budgets = [
-        ("lines of hybrid and workers", _lines(code), 38_890),
-        ("lines of tests", _lines((ROOT / "tests").rglob("*.py")), 36_545),
+        ("lines of hybrid and workers", _lines(code), 39_345),
+        ("lines of tests", _lines((ROOT / "tests").rglob("*.py")), 36_870),
         ("lines of scripts", _lines(path for path in scripts if path.name != "constraints.txt"), 3_150),
         ("configuration keys", sum(line.startswith("| `") for line in keys), 103),
-        ("private functions with one caller in their file", sum(map(_count_single_callers, code)), 240),
+        ("private functions with one caller in their file", sum(map(_count_single_callers, code)), 245),
         ("kB of docs", sum(path.stat().st_size for path in pages) // 1000, 171),
         ("lines of README.md", _lines([ROOT / "README.md"]), 150),
     ]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import (
+    CURRENT_FILE,
     EXPORTED,
     MANIFEST_FILE,
     Manifest,
@@ -27,6 +28,7 @@ from hybrid.checkpoint.tensor_file import map_arrays, read_tensors, to_floats
 from hybrid.errors import CheckpointError
 from hybrid.primitives.key_buckets import range_of_shard
 from hybrid.storage import files as storage
+from hybrid.storage.file_formats import is_inner_name, parse_json
 from hybrid.storage.remote_path import StoragePath
 
 
@@ -118,7 +120,12 @@ class Checkpoint:
 
     @classmethod
     def best_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
-        """Open the best checkpoint of a run; if it is damaged, the newest (:meth:`newest_valid`)."""
+        """Open the best checkpoint of a run; if it is damaged, the newest (:meth:`newest_valid`).
+
+        Args:
+            folder: may also be the output of ``hybrid export --follow``, whose newest export is opened.
+        """
+        folder = _newest_export(folder)
         candidates, best = _candidates(folder), None
         if candidates == [folder]:
             return cls._first_valid(folder, candidates, log)
@@ -230,3 +237,17 @@ class Checkpoint:
 def _candidates(folder: StoragePath) -> list[StoragePath]:
     """If ``folder`` is a checkpoint, return it, else return all checkpoints of the run, newest first."""
     return [folder] if storage.exists(folder / MANIFEST_FILE) else list_checkpoints(folder)
+
+
+def _newest_export(folder: StoragePath) -> StoragePath:
+    """Return the newest folder of an export that follows a run; ``folder`` itself if it is none."""
+    path = folder / CURRENT_FILE
+    if not storage.exists(path):
+        return folder
+    try:
+        name: str = parse_json(storage.read_bytes(path))["folder"]
+        if not is_inner_name(name):
+            raise ValueError("it leads out of the folder")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{path}: does not name an exported folder ({error})") from error
+    return folder / name

@@ -4,6 +4,7 @@ Data flow of an id, module by module::
 
     cluster            the interface of a script: connect, distribute, batches, backward, checkpoints
     local_batches      the script's batches, or prepared data, cut into one slice per trainer
+    stream_data        the rows of a stream, of which each trainer reads its lanes
     embedding_modules  a table is called with ids of the slice
     training_loop      the step: vectors of the calls, backward pass, update decision, optimizer
     step_states        the states of the loop, and the calls that each state permits

@@ -59,6 +59,9 @@ class Backend:
 
     Args:
         snapshot: folder of a checkpoint to write after ``train.max_steps`` steps, or None.
+
+    Attributes:
+        texts: further files of each checkpoint, by name.
     """
 
     is_single_process = False
@@ -67,6 +70,7 @@ class Backend:
     trainer: int
     group: dist.ProcessGroup
     snapshot: Path | None
+    texts: dict[str, str] = field(default_factory=dict, init=False)
 
     # Of the clusters of the script that have called `log`; to finish when the script ends.
     records: list[LoopRecords] = field(default_factory=list, init=False)
@@ -174,7 +178,7 @@ class SingleProcess(Backend):
             self._shards[number].begin_save(is_copied=False)
             files = {**self._shards[number].write(partial), **write_tensors(partial, DENSE_FILE, dense)}
             texts, vocabularies = checkpoint_contents(self.config, self._data)
-            for name, text in texts.items():
+            for name, text in {**texts, **self.texts}.items():
                 files |= write_text(partial, name, text)
             for name, source in vocabularies.items():
                 files |= checkpoint_folders.write_vocabulary(partial, name, source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hybrid.custom_loop.local_batches import GROUP, PreparedData
 from hybrid.custom_loop.loop_records import LoopRecords
 from hybrid.custom_loop.loop_state import LoopProgress, Stateful, describe_start, load_progress, pack_state
 from hybrid.custom_loop.step_states import RESUME
+from hybrid.custom_loop.stream_data import StreamData
 from hybrid.custom_loop.training_loop import TrainingLoop
 from hybrid.data.encode.feature_encoder import FILE_NAME, vocabulary_files
 from hybrid.data.prepare.preparation import open_split
@@ -71,6 +73,8 @@ class Cluster:
         self._objects: Sequence[Stateful] = ()
         self._every_steps = 0
         self._data_source = ""  # location of the data of :meth:`prepare`
+        self._stream: StreamData | None = None
+        self._num_epochs = 0
         self._saved_step = 0  # of the newest checkpoint; 0 if there is none
         self._resumed_step = 0
         self._records: LoopRecords | None = None
@@ -105,6 +109,22 @@ class Cluster:
             for split in splits or (TRAIN, TEST)
         )
 
+    def stream(self) -> StreamData:
+        """Return the rows of the files or topic of ``data.stream``, for :meth:`batches`.
+
+        All trainers call it together, before :meth:`resume`. It waits for the first file or folder, and reads
+        a sample of it. ``train.batch_size`` is the number of samples of a step.
+
+        Raises:
+            ConfigError: the configuration has no stream.
+            DataError: there are no rows, or they cannot be read.
+            RuntimeError: :meth:`resume` was called before, which continues at a position in the stream.
+        """
+        if self._root is not None:
+            raise RuntimeError("call cluster.stream() before cluster.resume(...)")
+        self._stream = self._stream or StreamData(self._backend, self.print)
+        return self._stream
+
     def distribute(self, module: nn.Module) -> Distributed:
         """Place the tables of ``module`` on the workers, and wrap the rest in DDP.
 
@@ -132,7 +152,8 @@ class Cluster:
 
         Args:
             data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; a dict with all
-                samples; or a result of :meth:`prepare`. Numbers, texts and None are passed on.
+                samples; or a result of :meth:`prepare` or :meth:`stream`. Numbers, texts and None are passed
+                on. A stream is read once; a further pass continues where the last one was left.
             size: number of samples per batch over all trainers; by default, batches keep their sizes.
             whole: column with a group number per sample, for ranking losses. The samples of a group must be
                 adjacent. A group is not split between trainers, nor between batches of ``size`` samples.
@@ -140,7 +161,15 @@ class Cluster:
 
         Raises:
             DataError: a group of ``whole`` is not adjacent, or larger than ``size``.
+            RuntimeError: a stream is evaluated, or read in :meth:`epochs`.
         """
+        if isinstance(data, StreamData):
+            if size is not None or whole is not None or drop_last:
+                raise ValueError("a stream takes no size, whole and drop_last: set train.batch_size")
+            if not torch.is_grad_enabled():
+                raise RuntimeError("a stream is read once, to train: evaluate each batch before it trains")
+            if self._require_loop().history.now.epoch < self._num_epochs:
+                raise RuntimeError("a stream is read once: iterate over it without cluster.epochs")
         if size is not None and size < 1:
             raise ValueError(f"size must be at least 1, not {size}")
         if drop_last and size is None and not isinstance(data, PreparedData):
@@ -156,13 +185,32 @@ class Cluster:
             yield from loop.evaluation_batches(slices)
             return
         loop.flush()
-        if not loop.history.begin_pass(data):  # its steps precede the checkpoint
+        if isinstance(data, StreamData):
+            yield from self._stream_batches(loop, data)
+        elif loop.history.begin_pass(data):  # else its steps precede the checkpoint
+            slices = loop.local_batches(data, size, whole, drop_last, now.pass_index, now.samples)
+            yield from loop.training_batches(slices, self._write_if_due)
+        else:
             return
-        slices = loop.local_batches(data, size, whole, drop_last, now.pass_index, now.samples)
-        yield from loop.training_batches(slices, self._write_if_due)
         if self._backend.snapshot is not None and loop.remaining_steps == 0:
             self.save(self._backend.snapshot, *loop.optimizers)
             raise SystemExit  # hybrid compare needs no further lines of the script
+
+    def _stream_batches(self, loop: TrainingLoop, stream: StreamData) -> Iterator[Any]:
+        loop.history.begin_stream()
+        stream.pause(loop.step)  # the script may have left an earlier pass
+        before_wait = partial(self._write_if_due, is_waiting=True)
+        try:
+            while loop.remaining_steps != 0 and stream.open(loop.step, before_wait):
+                slices = loop.local_batches(stream, None, None, False, 0, 0)
+                yield from loop.training_batches(slices, self._write_if_due)
+                if loop.remaining_steps != 0:
+                    stream.end_part(loop.step)
+        finally:
+            stream.close()
+        self._write_if_due(is_last=True)
+        if loop.remaining_steps != 0:
+            stream.end()
 
     def backward(
         self, values: Tensor, weights: Tensor | None = None, more: Sequence[tuple[Tensor, Tensor | None]] = ()
@@ -294,6 +342,8 @@ class Cluster:
         self._saved_step = self._resumed_step = step
         self._best = self._saved_best = stored.manifest.best
         history.resume(self._load(stored, objects), str(stored.folder))
+        if self._stream is not None:
+            self._stream.restore(stored)
         self.print(f"resuming from step {step}: {stored.folder}")
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
@@ -331,7 +381,7 @@ class Cluster:
         Raises:
             CheckpointError: the last checkpoint cannot be written.
         """
-        loop = self._require_loop()
+        loop, self._num_epochs = self._require_loop(), count
         first_epoch = loop.history.before.epoch
         if first_epoch >= count > 0:
             done = f"all {count} epoch(s) are done at step {loop.step}"
@@ -348,10 +398,11 @@ class Cluster:
             loop.history.begin_epoch(count)
         self._write_if_due(is_last=True)
 
-    def _write_if_due(self, *, is_last: bool = False) -> None:
+    def _write_if_due(self, *, is_last: bool = False, is_waiting: bool = False) -> None:
         """Write a checkpoint between two steps, if it is due; remove old ones.
 
-        If that fails, there is a warning, and the script continues. Only the last checkpoint must succeed.
+        A checkpoint is also due if the script waits for the next unit of a stream. If it cannot be written,
+        there is a warning, and the script continues. Only the last checkpoint must succeed.
 
         Raises:
             CheckpointError: the last checkpoint cannot be written.
@@ -360,7 +411,7 @@ class Cluster:
         if self._root is None or step == self._saved_step:
             return
         is_best = self._best is not None and self._best.step == step
-        if not (is_last or is_best or step % self._every_steps == 0):
+        if not (is_last or is_waiting or is_best or step % self._every_steps == 0):
             return
         try:
             self._save(checkpoint_folders.step_folder(self._root, step), self._objects, self._best)
@@ -410,6 +461,8 @@ class Cluster:
         finally:
             loop.is_saving = False
         progress |= {CUSTOM_LOOP: True, BEST: best}
+        if self._stream is not None:
+            progress |= self._stream.progress(loop.step)
         manifest = Manifest(loop.step, 0, loop.placed.placement.shapes, progress=progress)
         self._backend.save(loop.placed.number, folder, manifest, dense)
 
@@ -425,8 +478,10 @@ class Cluster:
             CheckpointError: the checkpoint is of another model or of other objects, or damaged.
             RuntimeError: a step has begun.
         """
-        self._require_loop()
-        self._load(Checkpoint.open(parse_path(folder)), objects)
+        stored = Checkpoint.open(parse_path(folder))
+        self._load(stored, objects)
+        if self._stream is not None:
+            self._stream.scale_as(stored)
 
     def _load(self, stored: Checkpoint, objects: Sequence[Stateful]) -> LoopProgress:
         """Load a checkpoint, and return its progress; see :meth:`load`."""
@@ -443,6 +498,8 @@ class Cluster:
                 rule = "the prepared data have other values, or in another order, than the rows of the tables"
                 raise CheckpointError(f"{stored.folder}: {rule}; prepare the data of that script")
         loop.flush()
+        if self._stream is not None:
+            self._stream.pause(loop.step)
         progress = load_progress(loop.model.net, objects, stored)
         self._backend.load(loop.placed.number, stored)
         loop.continue_from(stored.manifest.step)

@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader
 
 from hybrid.batch import Batch, by_task, padding_bounds, slice_bounds
 from hybrid.config import RunConfig
-from hybrid.custom_loop.embedding_modules import Jagged, TableCall, TableModule
+from hybrid.custom_loop.embedding_modules import Column, Jagged, TableCall, TableModule
+from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.data.batches import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.embedding.trainer.embeddings import TableRequest
@@ -307,6 +308,27 @@ def _cut_padded(batch: Any, size: int, start: int, stop: int, least: int) -> Any
     return _concatenate([values, cut(batch, first, last)]) if first < last else values
 
 
+def pad_from_others(values: dict[str, Column], size: int, least: int, trainers: TrainerGroup) -> Any:
+    """Pad a slice of ``size`` samples to ``least``, with samples of other trainers; all trainers call it."""
+    if not trainers.sum(torch.tensor(int(size < least))):
+        return values
+    given = {name: _to_json(column) for name, column in cut(values, 0, min(size, least)).items()}
+    others = trainers.gather_json(given if size else {})
+    del others[trainers.group.rank()]
+    columns = [{name: _of_json(code) for name, code in each.items()} for each in others if each]
+    return cut(_concatenate([values, *columns] if size else columns), 0, max(size, least))
+
+
+def _to_json(column: Column) -> list[tuple[str, list[Any]]]:
+    tensors = [column] if isinstance(column, Tensor) else column
+    return [(str(each.dtype).removeprefix("torch."), each.tolist()) for each in tensors]
+
+
+def _of_json(code: list[tuple[str, list[Any]]]) -> Column:
+    tensors = [torch.tensor(values, dtype=getattr(torch, dtype)) for dtype, values in code]
+    return Jagged(*tensors) if len(tensors) > 1 else tensors[0]
+
+
 def tensors_of(batch: Any) -> Iterator[Tensor]:
     """Yield all tensors of a batch, in the order of its dicts and lists."""
     for _, column in _columns(batch):
@@ -405,11 +427,8 @@ def _map_columns(
     raise DataError(f"a batch has a {type(batch).__name__} at {path!r}, where a tensor of samples must be")
 
 
-@dataclass
-class PreparedData:
-    """The samples of one split, for :meth:`Cluster.batches`.
-
-    A batch is a dict:
+class EncodedData:
+    """Encoded samples, for :meth:`Cluster.batches`. A batch is a dict:
 
     ================ ===================================================================================
     ``dense``        numeric columns, (samples, columns)
@@ -421,31 +440,60 @@ class PreparedData:
     ================ ===================================================================================
     """
 
+    config: RunConfig
+
+    @property
+    def input_spec(self) -> InputSpec:
+        raise NotImplementedError
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Number of rows that the table of each sparse column needs."""
+        return {each.name: each.num_rows for each in self.input_spec.sparse_features}
+
+    @property
+    def dense_columns(self) -> tuple[str, ...]:
+        """Names of the numeric columns, in the order of ``dense``."""
+        return self.input_spec.dense_features
+
+    def check_names(self, *, has_groups: bool) -> None:
+        """Raise ConfigError if two columns of a batch would have the same name."""
+        tasks = self.config.all_tasks
+        names = [DENSE, *tasks, *(f"{task}.weights" for task in tasks), *self.num_rows]
+        names += [GROUP] if has_groups else []
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            rule = "is the name of two columns in batches of prepared data; rename the column or the task"
+            raise ConfigError("data.sparse", rule, repeated)
+
+    def columns_of(self, batch: Batch) -> dict[str, Any]:
+        """Return the columns of a batch, as a dict."""
+        values = features_of(batch, self.input_spec)
+        for t, task in enumerate(tasks := self.config.all_tasks):
+            values[task] = by_task(batch.labels, len(tasks))[:, t]
+            if batch.weights is not None:
+                values[f"{task}.weights"] = by_task(batch.weights, len(tasks))[:, t]
+        if batch.groups is not None:
+            values[GROUP] = batch.groups
+        return values
+
+
+@dataclass
+class PreparedData(EncodedData):
+    """The samples of one split, for :meth:`Cluster.batches`."""
+
     dataset: PreparedDataset
     config: RunConfig
     is_shuffled: bool  # whether each pass has another order
 
     def __post_init__(self) -> None:
-        tasks = self.config.all_tasks
-        names = [DENSE, *tasks, *(f"{task}.weights" for task in tasks)]
-        names += [GROUP] if self.dataset.has_groups else []
-        names += [each.name for each in self.dataset.input_spec.sparse_features]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            rule = "is the name of two columns in batches of prepared data; rename the column or the task"
-            raise ConfigError("data.sparse", rule, repeated)
+        self.check_names(has_groups=self.dataset.has_groups)
 
     def __len__(self) -> int:
         return self.dataset.num_samples
 
     @property
-    def num_rows(self) -> dict[str, int]:
-        """Number of rows that the table of each sparse column needs."""
-        return {each.name: each.num_rows for each in self.dataset.input_spec.sparse_features}
-
-    @property
-    def dense_columns(self) -> tuple[str, ...]:
-        """Names of the numeric columns, in the order of ``dense``."""
-        return self.dataset.input_spec.dense_features
+    def input_spec(self) -> InputSpec:
+        return self.dataset.input_spec
 
     def local_batches(
         self,
@@ -488,19 +536,12 @@ class PreparedData:
         )
         with loader.batches(epoch, first_sample=first_sample) as stream:
             for batch in stream:
-                values = features_of(batch, self.dataset.input_spec)
-                for t, task in enumerate(tasks := config.all_tasks):
-                    values[task] = by_task(batch.labels, len(tasks))[:, t]
-                    if batch.weights is not None:
-                        values[f"{task}.weights"] = by_task(batch.weights, len(tasks))[:, t]
-                if batch.groups is not None:
-                    values[GROUP] = batch.groups
                 sizes = batch.local_size, batch.global_size
-                yield LocalBatch(values, *sizes, tables, whole, least=least)
+                yield LocalBatch(self.columns_of(batch), *sizes, tables, whole, least=least)
 
 
 def features_of(batch: Batch, input_spec: InputSpec) -> dict[str, Any]:
-    """Return the columns of a batch, without labels, as a dict; see :class:`PreparedData`."""
+    """Return the columns of a batch, without labels, as a dict; see :class:`EncodedData`."""
     values: dict[str, Any] = {DENSE: batch.dense_features}
     sparse = batch.sparse_features
     size, offsets = sparse.batch_size, sparse.offsets

@@ -73,7 +73,8 @@ class PassHistory:
     Attributes:
         now: the progress so far.
         before: the progress in the checkpoint; without a checkpoint, the progress of a new script.
-        is_recorded: whether lengths and evaluations are recorded, as after ``cluster.resume``.
+        is_recorded: whether lengths and evaluations are recorded, as after ``cluster.resume``. The script
+            does not repeat those after the beginning of a stream.
     """
 
     def __init__(self, warnings: LoopWarnings) -> None:
@@ -81,6 +82,12 @@ class PassHistory:
         self.is_recorded = False
         self._warnings = warnings
         self._is_in_pass = False  # a pass has begun and is not yet counted
+        self._has_stream = False  # whether the script has read from a stream
+
+    def begin_stream(self) -> None:
+        """End the current pass; further steps are of a stream, whose position is not that of a pass."""
+        self.end_pass()
+        self._has_stream, self.is_recorded = True, False
 
     def begin_epoch(self, epoch: int) -> None:
         """End the current pass; further passes belong to ``epoch``."""
@@ -89,7 +96,15 @@ class PassHistory:
         self.now = LoopProgress(epoch, first, first, start=self.now.start)
 
     def begin_pass(self, data: Any) -> bool:
-        """Begin a pass after the samples that precede the checkpoint; return False if all of them do."""
+        """Begin a pass after the samples that precede the checkpoint; return False if all of them do.
+
+        Raises:
+            RuntimeError: the script has read from a stream.
+        """
+        if self._has_stream:
+            raise RuntimeError(
+                "a script that has read from a stream trains on its rows only: read other data first"
+            )
         self.end_pass()
         now, before = self.now, self.before
         if self.is_recorded:

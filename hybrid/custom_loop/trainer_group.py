@@ -1,5 +1,6 @@
 """Collective operations among the trainers of a custom loop."""
 
+import json
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ class TrainerGroup:
         if self.group.size() > 1:
             values = _GatherWithGradients.apply(values, self)  # type: ignore[no-untyped-call]
         return values if is_trained else values.detach().cpu()
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Return a JSON value of each trainer, in the order of their ranks."""
+        line = bytearray(f"{json.dumps(value)}\n".encode())
+        lines = bytes(self.gather(torch.frombuffer(line, dtype=torch.uint8)).tolist())
+        return [json.loads(each) for each in lines.splitlines()]
 
     def check_equal(self, checksum: int) -> None:
         """Compare a checksum of the batches that the trainers have read.

@@ -47,6 +47,7 @@ from hybrid.custom_loop.local_batches import (
 from hybrid.custom_loop.loop_state import PassHistory
 from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.custom_loop.step_states import StepCall, StepState
+from hybrid.custom_loop.stream_data import StreamData
 from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.dense.devices import choose_devices
 from hybrid.dense.net_builder import BATCH_NORMS, batch_norm_warning
@@ -238,7 +239,9 @@ class TrainingLoop:
         least = 1 + (needs_pairs and any(isinstance(each, BATCH_NORMS) and each.training for each in modules))
         num_equal, last = division(data, size, drop_last) if torch.is_grad_enabled() else (0, 0)
         steps, is_compared = self.remaining_steps, self._backend.snapshot is not None
-        if isinstance(data, PreparedData):
+        if isinstance(data, StreamData):
+            slices = data.slices(self._ahead, least)
+        elif isinstance(data, PreparedData):
             if is_compared and last and whole is None and steps is not None and steps <= num_equal:
                 first_sample = (len(data) - last) // num_equal * (num_equal - steps + 1)
             split = trainer, num_trainers, size, self._ahead, whole, index, first_sample

@@ -36,14 +36,16 @@ def align_batches(
         DataError: a group is split between trainers.
     """
     most_steps = torch.tensor(len(batches) if isinstance(batches, Sequence) else _UNKNOWN)
-    dist.all_reduce(most_steps, dist.ReduceOp.MAX, group=group)
+    if group.size() > 1:
+        dist.all_reduce(most_steps, dist.ReduceOp.MAX, group=group)
     remaining = iter(batches)
 
     def exchange(num_batches: int) -> list[tuple[Batch | None, Tensor]]:
         own = [next(remaining, None) for _ in range(num_batches)]
         sums = [_sums(batch, num_tasks, has_ranking) for batch in own]
         totals = torch.tensor(sums, dtype=torch.float64)
-        dist.all_reduce(totals, group=group)
+        if group.size() > 1:
+            dist.all_reduce(totals, group=group)
         return list(zip(own, totals, strict=True))
 
     is_known = int(most_steps) < _UNKNOWN

@@ -53,7 +53,8 @@ def load(
     which are mapped into memory, so they may be larger than the memory.
 
     Args:
-        folder: a run, of which the best checkpoint is used, a checkpoint, or an export with tables.
+        folder: a run, of which the best checkpoint is used, a checkpoint, an export with tables, or the
+            output of ``hybrid export --follow``.
         module: only for a checkpoint of a custom training loop: the module, built as in the loop. The
             trained parameters are loaded into it.
         trust_code: whether user code of a configured run (a net, loss or metric) may be executed if you have

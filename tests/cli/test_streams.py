@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,50 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.deltas import DeltaChain
 from hybrid.loggers.record_file import METRICS_FILE, read_records
 from hybrid.storage.remote_path import RemotePath
-from workers.jobs.comparison import Snapshot, stored_tables
+from workers.jobs.comparison import Snapshot, TensorName, stored_tables
 
 ROWS = 3000
+LOOP = """
+import os, signal, sys
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+import hybrid
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        growing = {"growing": True, "optimizer": hybrid.Adam(lr=0.01)}
+        self.user = hybrid.Embedding(None, 4, ids="user", **growing)
+        self.item = hybrid.Embedding(None, 4, ids="item", **growing)
+        self.head = nn.Linear(9, 1).double()
+
+    def forward(self, batch):
+        columns = self.user(batch["user"]), self.item(batch["item"]), batch["dense"]
+        return self.head(torch.cat(columns, 1)).squeeze(1)
+
+folder, *kills = sys.argv[1:]
+cluster = hybrid.connect()
+stream = cluster.stream()
+model = cluster.distribute(Net())
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+cluster.resume(folder, optimizer, every_steps=7)
+window = hybrid.ProgressiveMetrics()
+for batch in cluster.batches(stream):
+    unit = stream.unit
+    logits = model(batch)
+    window.add(cluster.gather(logits.detach()), cluster.gather(batch["label"]))
+    loss = binary_cross_entropy_with_logits(logits, batch["label"].double(), reduction="none")
+    cluster.backward(loss, batch["label.weights"])
+    optimizer.step()
+    if cluster.step % 30 == 0:
+        cluster.print(unit, cluster.step, {name: round(each, 9) for name, each in window.metrics().items()})
+        window = hybrid.ProgressiveMetrics()
+    if cluster.rank == 1 and kills and cluster.step == int(kills[0]):
+        if not os.path.exists(mark := f"{folder}-{cluster.step}"):
+            open(mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
 State = tuple[Snapshot, dict[str, torch.Tensor]]
 COMMON = settings(
     data={
@@ -222,6 +264,38 @@ def test_unit_that_never_completes_is_an_error(every_steps: int, tmp_path: Path)
     )
     assert [line["step"] for line in records(tmp_path / "run", "train")] == [*range(1, 61)]
     assert [unit["step"] for unit in records(tmp_path / "run", "unit")] == [30, 60]
+
+
+def reads(state: State) -> list[list[tuple[int, int]]]:
+    """Return how many steps have read each value, and the last of them; custom loops have other keys."""
+    kinds = ("counts", "last_steps")
+    columns = ([state[0][TensorName(f"table {name}", kind)] for kind in kinds] for name in ("user", "item"))
+    return [sorted(torch.stack(pair, 1).tolist()) for pair in columns]
+
+
+def test_custom_loop_reads_the_rows_of_a_configured_run(folder: Path, undisturbed: Path) -> None:
+    (folder / "train.py").write_text(LOOP)
+    sizes = settings(cluster={"trainers": 2, "workers": 1})
+
+    def loop(name: str, *kills: int, more: Sequence[str] = ()) -> list[str]:
+        ended = run(["run", "train.py", *COMMON, *sizes, *more, "--", name, *kills], folder)
+        assert (ended.code, ended.stderr.count("\n")) == (0, len(kills))
+        return [line for line in ended.stdout.splitlines() if line.startswith("log/day=")]
+
+    lines = loop("loop")
+    assert [line.split()[:2] for line in lines] == [[f"log/day={day}", str(30 * day)] for day in (1, 2, 3)]
+    whole = final_state(folder / "loop")
+    assert reads(whole) == reads(final_state(undisturbed))
+    assert loop("loop-killed", 45)[-1] == lines[-1]
+    assert_equal(final_state(folder / "loop-killed"), whole, 0)
+    compared = run(["compare", "train.py", "--steps", 40, *COMMON, *sizes, "--", "compared"], folder)
+    assert (compared.code, "equal up to rounding" in compared.stdout) == (0, True)
+    with started(["run", "train.py", *COMMON, *sizes, "--", "loop-resized"], folder) as command:
+        command.await_text("log/day=1 30 ")
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait().code == 130
+    assert loop("loop-resized", more=settings(cluster={"trainers": 1, "workers": 2}))[-1] == lines[-1]
+    assert_equal(final_state(folder / "loop-resized"), whole, 1e-9)
 
 
 @pytest.mark.long

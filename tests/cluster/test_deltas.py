@@ -220,7 +220,11 @@ def test_export_follows_a_run(
         assert f"step {TOTAL}" in capsys.readouterr().out
     main([*arguments[:2], *["--output", str(tmp_path / "once")], *arguments[4:]])
     assert_equal(values_of(hybrid.load(tmp_path / "once")), loaded(run, TOTAL))
-    assert_equal(values_of(hybrid.load(served / current["folder"])), loaded(run, TOTAL))
+    for folder in (served / current["folder"], served):
+        assert_equal(values_of(hybrid.load(folder)), loaded(run, TOTAL))
+    (served / "current.json").write_text('{"folder": "../run"}')
+    with pytest.raises(CheckpointError, match=r"current\.json"):
+        hybrid.load(served)
     with pytest.raises(SystemExit):
         main([*arguments, "--follow", "--dtype", "bfloat16"])
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hybrid.shared_memory.shared_slots import SharedSlots
@@ -19,8 +20,12 @@ def together(size: int, work: Callable[[int, dist.ProcessGroup], Result]) -> lis
     store = dist.HashStore()
 
     def run(rank: int) -> Result:
-        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=SECONDS))
-        return work(rank, cast(dist.ProcessGroup, group))
+        kind = dist.ProcessGroup.BackendType.GLOO
+        backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=SECONDS))
+        group = dist.ProcessGroup(store, rank, size)
+        group._set_default_backend(kind)
+        group._register_backend(torch.device("cpu"), kind, backend)
+        return work(rank, group)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))

@@ -362,7 +362,6 @@ class DatasetSession(Session):
     """A session that trains and evaluates on a prepared data set.
 
     Attributes:
-        unit: the unit of a stream that is read; None between two units, and for prepared data.
         ended_unit: the name of the unit of a stream that has ended, until the caller removes it.
         steps_per_epoch: number of steps of a pass over all training samples.
         reports: reports of the samples of each split.
@@ -371,7 +370,6 @@ class DatasetSession(Session):
         limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
     """
 
-    unit: StreamUnit | None = None
     ended_unit = ""
 
     def __init__(
@@ -414,6 +412,11 @@ class DatasetSession(Session):
         """Take some steps of an epoch on all trainers; see :meth:`Trainer.train`."""
         timeout = self._timeout_seconds(num_steps)
         return self._on_trainers(timeout, Trainer.train, epoch, first_step, num_steps, steps_before)
+
+    @property
+    def unit(self) -> StreamUnit | None:
+        """The unit of a stream that is read; None between two units, and for prepared data."""
+        return None
 
     def is_ready(self, step: int) -> bool:
         """Return whether the rows of the step after ``step`` steps are there; a stream may wait for them."""

@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
@@ -68,6 +68,7 @@ class ScriptRequest:
     folder: StoragePath = Path()
     manifest: Manifest | None = None
     number: int = 0  # see PlacedTables
+    texts: Mapping[str, str] = field(default_factory=dict)  # see Backend
 
 
 _SaveError: TypeAlias = tuple[str, str]  # its kind and its message
@@ -158,6 +159,7 @@ class ScriptJob:
 
         assert request.manifest is not None
         texts, vocabularies = checkpoint_contents(self._config, self._data)
+        texts |= request.texts
         try:
             HeldCheckpoint(request.folder, request.manifest, texts, {}, start, False, vocabularies).write()
         except (CheckpointError, StorageError) as error:
@@ -271,7 +273,7 @@ class Script(Backend):
 
     def save(self, number: int, folder: StoragePath, manifest: Manifest, dense: Mapping[str, Tensor]) -> None:
         self._dense = dense
-        request = ScriptRequest("save", folder=folder.absolute(), manifest=manifest, number=number)
+        request = ScriptRequest("save", (), folder.absolute(), manifest, number, self.texts)
         response = self._send(request)
         self._dense = {}
         if response is not None:

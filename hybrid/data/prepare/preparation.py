@@ -215,7 +215,7 @@ def ensure_prepared(
 ) -> StoragePath:
     """Prepare the data in ``data.cache_folder``, which may be in a store; see :func:`prepare`."""
     if config.data.is_stream:
-        rule = "must be none for custom loops and for evaluations without --input, which prepare data"
+        rule = "is read by cluster.stream(), not by cluster.prepare(); evaluations of its runs need --input"
         raise ConfigError("data.stream", rule, config.data.stream)
     cache = parse_path(config.data.cache_folder or LOCAL_CACHE)
     if not isinstance(cache, RemotePath):

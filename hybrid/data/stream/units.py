@@ -156,3 +156,13 @@ def fit_on_blocks(config: RunConfig, blocks: Iterable[RawBlock]) -> FeatureEncod
             statistics.quantiles_K[k].add(bucketed_numbers(column, values))
             statistics.several_K[k] |= has_several_values(values)
     return fit_encoder(layout, config.tables, statistics, {})
+
+
+def with_scaling_of(before: FeatureEncoder, encoder: FeatureEncoder) -> FeatureEncoder:
+    """Return ``encoder`` with the scaling of the same columns of ``before``, so that a model can go on."""
+    known = {(each.name, each.transform): each for each in before.dense}
+    dense = tuple(
+        known.get((each.name, each.transform), each) if (each.shift, each.scale) != (0, 1) else each
+        for each in encoder.dense
+    )
+    return replace(encoder, dense=dense)

@@ -1,0 +1,209 @@
+"""The rows of a stream, for custom training loops.
+
+Trainer 0 finds the units, and sends each one to the other trainers. Every trainer reads its lanes, as in
+configured runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+from hybrid.batch import Batch
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.custom_loop.backend import Backend
+from hybrid.custom_loop.embedding_modules import TableModule
+from hybrid.custom_loop.local_batches import EncodedData, LocalBatch, pad_from_others
+from hybrid.custom_loop.trainer_group import TrainerGroup
+from hybrid.data.batches import BatchStream
+from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
+from hybrid.data.parse.input_files import check_unchanged
+from hybrid.data.stream.stream_cursor import StreamCursor
+from hybrid.data.stream.stream_source import Reader, open_reader
+from hybrid.data.stream.units import LanePosition, StreamUnit, with_scaling_of
+from hybrid.data.values.invalid_rows import InvalidRowReport
+from hybrid.engine.uneven_batches import align_batches
+from hybrid.errors import CheckpointError, ConfigError
+from hybrid.input_spec import InputSpec
+from hybrid.storage import files as storage
+from hybrid.storage.file_formats import parse_fields
+
+
+class StreamData(EncodedData):
+    """The rows of ``data.stream``, once and in order, for :meth:`Cluster.batches`.
+
+    All trainers call each method together.
+
+    Args:
+        report: receives what trainer 0 reads or waits for.
+
+    Raises:
+        ConfigError: ``data.stream`` is none, or does not permit this.
+        DataError: the first unit is missing, or cannot be read.
+    """
+
+    def __init__(self, backend: Backend, report: Callable[[str], object]) -> None:
+        self.config = config = backend.config
+        if not config.data.is_stream:
+            raise ConfigError("data.stream", "must be files(...) or kafka(...) for cluster.stream()", "none")
+        if backend.snapshot is not None and config.data.stream_call.arguments.get("start") == "latest":
+            rule = "must start at 'earliest': hybrid compare reads the rows twice"
+            raise ConfigError("data.stream", rule, config.data.stream)
+        self._backend, self._trainer, self._group = backend, backend.trainer, backend.group
+        self._trainers = TrainerGroup(backend.group)
+        self._report = report
+        self._cursor = StreamCursor(config, backend.warn if backend.trainer == 0 else lambda _: None, report)
+        self._reader: Reader | None = None  # of the unit, while it is read
+        self._batches: BatchStream | None = None
+        self._step = 0  # the steps of the loop until the position of the unit
+        while not (self._has_rows() or self._cursor.is_over):
+            pass
+        fitted = asdict(self._cursor.fit_encoder()) if self._trainer == 0 else None
+        self._set_encoder(parse_fields(FeatureEncoder, self._trainers.gather_json(fitted)[0]))
+        self.check_names(has_groups=bool(config.data.group))
+
+    @property
+    def input_spec(self) -> InputSpec:
+        return self._encoder.input_spec
+
+    @property
+    def unit(self) -> str:
+        """The path of the file or folder that is read, or the name of the topic; empty between two units."""
+        return "" if self._cursor.unit is None else self._cursor.unit.name
+
+    def open(self, step: int, before_wait: Callable[[], object]) -> bool:
+        """Wait for the rows of the next steps; return False if the stream ends.
+
+        Args:
+            step: number of steps taken.
+            before_wait: called once in a long wait for the next unit.
+        """
+        cursor, was_waiting = self._cursor, False
+        while not self._has_rows():
+            if cursor.is_over:
+                return False
+            if cursor.is_waiting and cursor.unit is None and not was_waiting:
+                was_waiting = True
+                before_wait()
+        if self._reader is None:
+            assert cursor.unit is not None
+            self._report(f"reading {cursor.unit.name}")
+            arguments = self.config, self._encoder, cursor.unit, self._trainer, self._group.size()
+            self._reader = open_reader(*arguments)
+            self._batches = self._reader.batches()
+        self._step = step
+        return True
+
+    def slices(self, tables: Sequence[TableModule], least: int) -> Iterator[LocalBatch]:
+        """Yield this trainer's slice of each step for which :meth:`open` has found rows.
+
+        Args:
+            least: see :class:`LocalBatch`. A slice with fewer samples is padded with those of other trainers.
+        """
+        assert self._batches is not None
+        empty, num_tasks = Batch.empty(*self.input_spec.sizes), len(self.config.all_tasks)
+        batches = islice(self._batches, self._cursor.num_ready)
+        for batch in align_batches(batches, empty, self._group, num_tasks):
+            size = len(batch.labels)
+            needed = min(least, batch.global_size)
+            values = pad_from_others(self.columns_of(batch), size, needed, self._trainers)
+            yield LocalBatch(values, size, batch.global_size, tables, least=least)
+
+    def end_part(self, step: int) -> None:
+        """Count the steps until ``step``, after all of :meth:`slices`; end the unit if it has no further."""
+        self._advance(step)
+        if self._cursor.num_ready:  # the rows of the unit have ended earlier
+            self._end_unit()
+
+    def end(self) -> None:
+        """End the stream; DataError if it must not end here."""
+        cursor = self._cursor
+        if self._trainer == 0 and (left := cursor.source.end(cursor.unit, cursor.last)):
+            self._backend.warn(left)
+        if self._reader is not None:
+            self._end_unit()
+
+    def pause(self, step: int) -> None:
+        """Stop reading after ``step`` steps; :meth:`open` continues there."""
+        if self._reader is not None:
+            self.progress(step)
+            self._forget()
+
+    def close(self) -> None:
+        """End the background reading of a pass that the script leaves; its position remains known."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def progress(self, step: int) -> dict[str, Any]:
+        """Return the position after ``step`` steps, for the progress of a checkpoint."""
+        cursor = self._cursor
+        if self._reader is not None:
+            self._advance(step)
+            if self.config.data.is_topic:  # which has no end at which invalid rows are reported
+                cursor.add_invalid_rows(self._invalid_rows())
+            assert cursor.unit is not None
+            found = self._trainers.gather_json(self._reader.positions(cursor.unit.step))
+            cursor.set_lanes({int(lane): LanePosition(*at) for each in found for lane, at in each.items()})
+        return cursor.pack()
+
+    def restore(self, stored: Checkpoint) -> None:
+        """Continue where a checkpoint was taken, with its encoding of columns.
+
+        Raises:
+            CheckpointError: the checkpoint has no position in a stream, or other columns.
+            DataError: a file of the unit has changed since.
+        """
+        self._cursor.restore(stored)
+        encoder = FeatureEncoder.load(stored.files_folder)
+        if encoder.input_spec != self.input_spec:
+            rule = "has other columns, or tables of other sizes, than the stream; keep [data] as it was"
+            raise CheckpointError(f"{stored.folder}: {rule}")
+        self._set_encoder(encoder)
+        if self._trainer == 0 and self._cursor.unit is not None:
+            check_unchanged(self._cursor.unit.files)
+
+    def scale_as(self, stored: Checkpoint) -> None:
+        """Scale numbers as the model of a checkpoint expects them."""
+        if storage.exists(stored.files_folder / FILE_NAME):
+            before = FeatureEncoder.load(stored.files_folder, with_values=False)
+            self._set_encoder(with_scaling_of(before, self._encoder))
+
+    def _set_encoder(self, encoder: FeatureEncoder) -> None:
+        self._encoder = encoder
+        self._backend.texts[FILE_NAME] = encoder.to_json()
+
+    def _has_rows(self) -> bool:
+        """Return whether there are rows for the next step; trainer 0 searches for them."""
+        cursor = self._cursor
+        if not cursor.num_ready:
+            if self._trainer == 0:
+                cursor.has_rows()
+            unit = cursor.unit and asdict(cursor.unit)
+            state = self._trainers.gather_json([unit, cursor.num_ready, cursor.is_waiting, cursor.is_over])[0]
+            unit, cursor.num_ready, cursor.is_waiting, cursor.is_over = state
+            cursor.unit = unit and parse_fields(StreamUnit, unit)
+        return cursor.num_ready > 0
+
+    def _advance(self, step: int) -> None:
+        self._cursor.advance(step - self._step)
+        self._step = step
+
+    def _end_unit(self) -> None:
+        cursor = self._cursor
+        if self._trainer == 0 and cursor.unit is not None:
+            check_unchanged(cursor.unit.files)
+        cursor.end_unit(self._invalid_rows())
+        self._forget()
+
+    def _invalid_rows(self) -> list[InvalidRowReport]:
+        """Return the invalid rows of the unit, by trainer; DataError if there are too many."""
+        assert self._reader is not None
+        reports = self._trainers.gather_json(asdict(self._reader.invalid_rows()))
+        return [parse_fields(InvalidRowReport, each) for each in reports]
+
+    def _forget(self) -> None:
+        self.close()
+        self._reader = self._batches = None
+        self._cursor.num_ready = 0

@@ -1,0 +1,139 @@
+"""The position in a stream, and the wait for its next rows, of configured runs and of custom loops."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.config import RunConfig
+from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.stream.kafka_partitions import advance
+from hybrid.data.stream.stream_source import open_source
+from hybrid.data.stream.units import LanePosition, StreamUnit, fit_on_blocks
+from hybrid.data.values.invalid_rows import InvalidRowReport
+from hybrid.errors import CheckpointError
+from hybrid.storage.file_formats import parse_fields
+
+STREAM = "stream"  # the position in the stream, in the progress of a checkpoint
+_UNREPORTED_SECONDS = 2.0  # of a wait
+_SLEEP_SECONDS = 0.1
+
+
+class StreamCursor:
+    """The unit that is read, with the position in it; and the search for the next one.
+
+    Args:
+        warn: receives each warning.
+        report: receives what the run waits for or reads.
+
+    Raises:
+        ConfigError: there are more trainers than partitions of a topic.
+
+    Attributes:
+        source: finds units.
+        unit: the unit that is read; None between two units.
+        last: the unit before ``unit``.
+        num_ready: the number of further steps of ``unit`` for which all rows are there.
+        is_waiting: whether the run has waited so long for rows that the wait was reported.
+        is_over: whether the run has waited in vain.
+        bad_rows: the invalid rows so far.
+    """
+
+    def __init__(
+        self, config: RunConfig, warn: Callable[[str], object], report: Callable[[str], object]
+    ) -> None:
+        self._config, self._warn, self._report = config, warn, report
+        self.unit: StreamUnit | None = None
+        self.last: StreamUnit | None = None
+        self.num_ready = 0
+        self.is_waiting = self.is_over = False
+        self.bad_rows = self._bad_rows_before = NO_INVALID_ROWS  # before: of earlier units
+        self.source = open_source(config, warn)
+        self._wait_start: float | None = None
+        self._search_at = 0.0  # when the source is searched again
+
+    def has_rows(self) -> bool:
+        """Return whether there are rows for the next step; else wait for a moment, or note the end.
+
+        Raises:
+            DataError: a unit cannot be read.
+            StorageError: a store refuses the request.
+        """
+        if self.num_ready:
+            return True
+        now, source = time.monotonic(), self.source
+        start = self._wait_start = now if self._wait_start is None else self._wait_start
+        if now >= self._search_at:
+            self.unit = self.unit or source.find(self.last)
+            self.num_ready = source.count_steps(self.unit) if self.unit else 0
+            if self.num_ready:
+                self._wait_start, self.is_waiting = None, False
+                return True
+            end = start + 3600 * source.wait_hours(self.last)
+            self.is_over = now >= end
+            self._search_at = min(end, now + source.poll_seconds)
+        if not self.is_over:
+            if now - start >= _UNREPORTED_SECONDS and not self.is_waiting:
+                self.is_waiting = True
+                after = f" after {self.last.name}" if self.last else ""
+                self._report(f"waiting for rows{f' of {self.unit.name}' if self.unit else after}")
+            time.sleep(_SLEEP_SECONDS)
+        return False
+
+    def fit_encoder(self) -> FeatureEncoder:
+        """Return the encoder of a new run, fitted on a sample of the first unit, which has rows.
+
+        Raises:
+            ConfigError: a file lacks a column.
+            DataError: the first unit is missing, or cannot be read.
+        """
+        self._report("reading a sample")
+        return fit_on_blocks(self._config, self.source.sample(self.unit))
+
+    def advance(self, num_steps: int) -> None:
+        """Count steps of the unit as taken."""
+        assert self.unit is not None
+        self.num_ready -= num_steps
+        self.unit = advance(self._config, self.unit, num_steps)
+
+    def set_lanes(self, positions: Mapping[int, LanePosition]) -> None:
+        """Set the position of each lane after the steps taken; a topic has none."""
+        if self.unit is not None and positions:
+            self.unit = replace(self.unit, lanes=tuple(positions[lane] for lane in sorted(positions)))
+
+    def add_invalid_rows(self, found: Sequence[InvalidRowReport]) -> None:
+        """Add the invalid rows of the unit, by trainer; warn if there are further ones."""
+        assert self.unit is not None
+        of_unit = InvalidRowReport.merge(found)
+        bad_rows = InvalidRowReport.merge([self._bad_rows_before, of_unit])
+        if bad_rows.total > self.bad_rows.total:
+            skipped = f"skipped {of_unit.total:,} invalid row(s), such as {of_unit.examples[0]}"
+            self._warn(f"{self.unit.name}: {skipped}")
+        self.bad_rows = bad_rows
+
+    def end_unit(self, invalid_rows: Sequence[InvalidRowReport]) -> None:
+        """End the unit, all of whose rows are read."""
+        self.add_invalid_rows(invalid_rows)
+        self._bad_rows_before = self.bad_rows
+        self.last, self.unit, self.num_ready = self.unit, None, 0
+
+    def pack(self) -> dict[str, Any]:
+        """Return the position for the progress of a checkpoint."""
+        last = None if self.last is None else asdict(replace(self.last, files=(), lanes=()))
+        return {STREAM: {"unit": None if self.unit is None else asdict(self.unit), "last": last}}
+
+    def restore(self, stored: Checkpoint) -> None:
+        """Continue where a checkpoint was taken; CheckpointError if it has no position in a stream."""
+        try:
+            position = stored.manifest.progress[STREAM]
+            units = (position["unit"], position["last"])
+            self.unit, self.last = (None if u is None else parse_fields(StreamUnit, dict(u)) for u in units)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            lacks = f"{stored.folder}: has no position in a stream ({error})"
+            rule = "keep data.stream as it was, or start a new run with train.initial"
+            raise CheckpointError(f"{lacks}; {rule}") from error
+        self.source, self.num_ready, self.is_over = open_source(self._config, self._warn), 0, False
