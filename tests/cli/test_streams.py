@@ -28,7 +28,7 @@ from hybrid.loggers.record_file import METRICS_FILE, read_records
 from hybrid.storage.remote_path import RemotePath
 from workers.jobs.comparison import Snapshot, TensorName, stored_tables
 
-ROWS = 3000
+ROWS, DAY_STEPS = 1500, 15  # of each day
 LOOP = """
 import os, signal, sys
 import torch
@@ -62,7 +62,7 @@ for batch in cluster.batches(stream):
     loss = binary_cross_entropy_with_logits(logits, batch["label"].double(), reduction="none")
     cluster.backward(loss, batch["label.weights"])
     optimizer.step()
-    if cluster.step % 30 == 0:
+    if cluster.step % 15 == 0:
         cluster.print(unit, cluster.step, {name: round(each, 9) for name, each in window.metrics().items()})
         window = hybrid.ProgressiveMetrics()
     if cluster.rank == 1 and kills and cluster.step == int(kills[0]):
@@ -99,7 +99,7 @@ def write_day(folder: Path, day: int) -> None:
     for part in range(3):
         user = rng.integers(50 * day, 50 * day + 100, size=ROWS // 3)
         label = (rng.random(ROWS // 3) < 0.2 + 0.6 * (user % 2)).astype(np.int8)
-        label[: 80 * (part == 1)] = 7
+        label[: 40 * (part == 1)] = 7
         columns = {
             "label": label,
             "price": rng.random(ROWS // 3),
@@ -147,7 +147,7 @@ def undisturbed(folder: Path) -> Path:
 def test_units_are_judged_before_they_train(folder: Path, undisturbed: Path) -> None:
     units = records(undisturbed, "unit")
     assert [unit["unit"] for unit in units] == [f"log/day={day}" for day in (1, 2, 3)]
-    assert [unit["step"] for unit in units] == [30, 60, 90]
+    assert [unit["step"] for unit in units] == [DAY_STEPS, 2 * DAY_STEPS, 3 * DAY_STEPS]
     filters = [("label", "<", 2), ("importance", ">", 0)]
     with_weight = [len(pq.read_table(folder / f"log/day={day}", filters=filters)) for day in (1, 2, 3)]
     assert [unit["num_samples"] for unit in units] == with_weight
@@ -155,7 +155,7 @@ def test_units_are_judged_before_they_train(folder: Path, undisturbed: Path) -> 
     assert 0.8 < units[2]["calibration"] < 1.2
     assert ">unit</text>" in (undisturbed / "report.html").read_text(), "the legend of the curves"
     lines = records(undisturbed, "train")
-    assert [line["step"] for line in lines] == [*range(1, 91)]
+    assert [line["step"] for line in lines] == [*range(1, 3 * DAY_STEPS + 1)]
     assert lines[-1]["user.rows"] == 200
     assert all(0 < line["progressive_log_loss"] < 1 for line in lines)
 
@@ -168,7 +168,7 @@ def test_unit_in_a_store_trains_the_same(
     data = settings(data={"path": f"s3://{BUCKET}/stream/day=*", "stream": stream}, run={"folder": "stored"})
     assert run(["launch", *COMMON, *data], tmp_path, afresh=True).code == 0
     losses = [line["loss"] for line in records(tmp_path / "stored", "train")]
-    assert losses == [line["loss"] for line in records(undisturbed, "train")][:30]
+    assert losses == [line["loss"] for line in records(undisturbed, "train")][:DAY_STEPS]
 
 
 def test_folder_that_appears_is_read(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_folder_that_appears_is_read(folder: Path, undisturbed: Path, tmp_path: 
         for day in (2, 3):
             command.await_text(f"waiting for rows after log/day={day - 1}")
             # The last step of the day is written while the run waits.
-            is_written = partial(has_written, tmp_path / "run", 30 * (day - 1))
+            is_written = partial(has_written, tmp_path / "run", DAY_STEPS * (day - 1))
             assert eventually(is_written, COMMAND_SECONDS)
             write_day(tmp_path, day)
         assert command.wait().code == 0
@@ -188,12 +188,12 @@ def test_folder_that_appears_is_read(folder: Path, undisturbed: Path, tmp_path: 
     assert_equal(final_state(tmp_path / "run"), final_state(undisturbed), 0)
 
 
-@pytest.mark.parametrize("update", ["sync", "lookahead"])
+@pytest.mark.parametrize("update", [pytest.param("sync", marks=pytest.mark.long), "lookahead"])
 def test_killed_run_continues_with_the_same_bits(folder: Path, undisturbed: Path, update: str) -> None:
     name = f"killed-{update}"
     more = settings(run={"folder": name}, train={"update": update}, cluster={"workers": 3})
     with started(["launch", *COMMON, *more], folder) as command:
-        for role, step in (("trainer 1", 12), ("worker 0", 40)):
+        for role, step in (("trainer 1", 12), ("worker 0", 25)):
             command.await_text(f"step {step} ")
             command.role(role).kill()
         assert command.wait().code == 0
@@ -231,7 +231,7 @@ def test_stream_scales_numbers_as_its_initial_run_does(undisturbed: Path, tmp_pa
 
 def test_stream_is_that_of_one_process(folder: Path) -> None:
     more = settings(cluster={"trainers": 3}, train={"update": "lookahead"})
-    printed = output_of(["compare", "--steps", 70, *COMMON, *more], folder)
+    printed = output_of(["compare", "--steps", 20, *COMMON, *more], folder)
     assert "equal up to rounding" in printed
 
 
@@ -249,7 +249,8 @@ def test_file_that_changes_ends_the_resume(folder: Path) -> None:
         assert str(file.relative_to(here)) in ended.stderr
 
 
-@pytest.mark.parametrize("every_steps", [7, 30])  # 30: the last step is stored before the unit ends
+# With 15, the last step is stored before the unit ends.
+@pytest.mark.parametrize("every_steps", [pytest.param(7, marks=pytest.mark.long), DAY_STEPS])
 def test_unit_that_never_completes_is_an_error(every_steps: int, tmp_path: Path) -> None:
     write_day(tmp_path, 1)
     more = settings(data={"stream": "files(marker = '_SUCCESS', until = 'log/day=9')"}, run={"folder": "run"})
@@ -257,13 +258,13 @@ def test_unit_that_never_completes_is_an_error(every_steps: int, tmp_path: Path)
     assert ended.code == 1
     assert "log/day=9" in ended.stderr
     assert "data.stream" in ended.stderr
-    assert max(saved_steps(tmp_path / "run")) == 30
+    assert max(saved_steps(tmp_path / "run")) == DAY_STEPS
     write_day(tmp_path, 2)
     output_of(
         ["launch", "--resume", "run", *settings(data={"stream": "files(until = 'log/day=2')"})], tmp_path
     )
-    assert [line["step"] for line in records(tmp_path / "run", "train")] == [*range(1, 61)]
-    assert [unit["step"] for unit in records(tmp_path / "run", "unit")] == [30, 60]
+    assert [line["step"] for line in records(tmp_path / "run", "train")] == [*range(1, 2 * DAY_STEPS + 1)]
+    assert [unit["step"] for unit in records(tmp_path / "run", "unit")] == [DAY_STEPS, 2 * DAY_STEPS]
 
 
 def reads(state: State) -> list[list[tuple[int, int]]]:
@@ -283,15 +284,17 @@ def test_custom_loop_reads_the_rows_of_a_configured_run(folder: Path, undisturbe
         return [line for line in ended.stdout.splitlines() if line.startswith("log/day=")]
 
     lines = loop("loop")
-    assert [line.split()[:2] for line in lines] == [[f"log/day={day}", str(30 * day)] for day in (1, 2, 3)]
+    assert [line.split()[:2] for line in lines] == [
+        [f"log/day={day}", str(DAY_STEPS * day)] for day in (1, 2, 3)
+    ]
     whole = final_state(folder / "loop")
     assert reads(whole) == reads(final_state(undisturbed))
-    assert loop("loop-killed", 45)[-1] == lines[-1]
+    assert loop("loop-killed", 22)[-1] == lines[-1]
     assert_equal(final_state(folder / "loop-killed"), whole, 0)
-    compared = run(["compare", "train.py", "--steps", 40, *COMMON, *sizes, "--", "compared"], folder)
+    compared = run(["compare", "train.py", "--steps", 20, *COMMON, *sizes, "--", "compared"], folder)
     assert (compared.code, "equal up to rounding" in compared.stdout) == (0, True)
     with started(["run", "train.py", *COMMON, *sizes, "--", "loop-resized"], folder) as command:
-        command.await_text("log/day=1 30 ")
+        command.await_text(f"log/day=1 {DAY_STEPS} ")
         command.process.send_signal(signal.SIGINT)
         assert command.wait().code == 130
     assert loop("loop-resized", more=settings(cluster={"trainers": 1, "workers": 2}))[-1] == lines[-1]

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from support.cluster import STOP_SECONDS
 from support.fork_context import fork_context
+from support.socket_ends import rpc_of_one
 from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
 
 from hybrid import transport
 from hybrid.security.rejected_messages import parse_rejection
-from hybrid.security.secret import Secret
 from hybrid.security.signed_pickler import SignedPickler, addressed_to
-from hybrid.topology import MASTER, Role, Topology
+from hybrid.topology import MASTER, Role
 from hybrid.transport.rpc import endpoints, stubs
 
 SECONDS = 10.0
@@ -97,24 +97,6 @@ def answer_of(stranger: Connection) -> Any:
     return stranger.recv()
 
 
-@contextmanager
-def started(store: dist.Store) -> Iterator[None]:
-    """This process, in an RPC group of one."""
-    transport.start(
-        MASTER,
-        Topology(0, 0),
-        store,
-        secret=Secret.fresh(),
-        run_id=b"run",
-        interface="lo",
-        timeout_seconds=SECONDS,
-    )
-    try:
-        yield
-    finally:
-        transport.stop(ATTEMPT_SECONDS)
-
-
 def address_in(store: dist.HashStore) -> str:
     (key,) = [key for key in store.list_keys() if key.endswith("addrs/master")]
     return store.get(key).decode()
@@ -125,7 +107,7 @@ def test_calls_of_an_unauthenticated_peer_are_not_loaded(
 ) -> None:
     monkeypatch.setattr(stubs, "close_listeners_after", lambda *_: nullcontext())
     store = dist.HashStore()
-    with started(store):
+    with rpc_of_one(store, ATTEMPT_SECONDS):
         pickler = internal._internal_rpc_pickler
         assert isinstance(pickler, SignedPickler)
         memory = psutil.Process().memory_info().rss
@@ -145,7 +127,7 @@ def test_calls_of_an_unauthenticated_peer_are_not_loaded(
 
 
 def test_the_caller_of_a_call_with_a_deferred_response_gets_its_error() -> None:
-    with started(dist.HashStore()):
+    with rpc_of_one(dist.HashStore(), ATTEMPT_SECONDS):
         with addressed_to("worker0"), pytest.raises(RuntimeError) as raised:
             rpc.rpc_sync("master", endpoints.squared_norm, (0, 0))
         assert "not signed" in (parse_rejection(str(raised.value)) or "")
@@ -166,7 +148,7 @@ def test_a_peer_that_connected_during_the_start_is_disconnected(monkeypatch: pyt
             return open_connection(role)
 
         monkeypatch.setattr(stubs, "open_connection", open_connection_after_a_stranger)
-        with started(store):
+        with rpc_of_one(store, ATTEMPT_SECONDS):
             strangers[0].send("again")
             assert answer_of(strangers[0]).startswith("RuntimeError")
             assert transport.ping(MASTER, SECONDS).wait().pid == os.getpid()

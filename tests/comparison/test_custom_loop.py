@@ -101,7 +101,7 @@ class Plain:
 
     def train(self) -> dict[str, Any]:
         losses = []
-        for step, batch in enumerate(custom_loop_script.batches()):
+        for step, batch in enumerate(custom_loop_script.batches(self.options)):
             rows = {name: table.detach().clone().requires_grad_() for name, table in self.tables.items()}
             logits = self.logits(batch, step, rows)
             if "twice" in self.options:
@@ -120,7 +120,7 @@ class Plain:
             losses.append(values.mean().item())
         with torch.no_grad():
             tables = {name: table.detach().clone() for name, table in self.tables.items()}
-            scores = [self.logits(batch, 1, tables) for batch in custom_loop_script.batches()]
+            scores = [self.logits(batch, 1, tables) for batch in custom_loop_script.batches(self.options)]
         tables["item"][0] = 0.0  # the padding's
         return {"losses": losses, "scores": torch.cat(scores), "tables": tables, "mlp": self.mlp.state_dict()}
 
@@ -163,6 +163,7 @@ def test_one_process_equals_plain_torch(
     ("trainers", "workers", "options", "update"),
     [
         (1, 1, ALL, "sync"),
+        (1, 1, ("compile",), "sync"),
         (3, 2, ALL, "sync"),
         (3, 2, ALL, "lookahead"),
         (3, 2, ("pooled", "condition"), "sync"),
@@ -174,7 +175,7 @@ def test_one_process_equals_plain_torch(
         (2, 2, ("micro", "computed"), "lookahead"),
         (3, 2, ("growing", *MICRO, "computed"), "sync"),
         (3, 2, ("growing", *ALL, "trained weights"), "lookahead"),
-        (2, 2, ("compile",), "sync"),
+        pytest.param(2, 2, ("compile",), "sync", marks=pytest.mark.long),
         pytest.param(2, 2, ("compile outside",), "lookahead", marks=pytest.mark.long),
     ],
 )

@@ -28,8 +28,8 @@ def trained_on(
 @pytest.mark.parametrize(
     ("update", "num_hosts", "counts"),
     [
-        ("sync", 2, (1, 1)),
         ("lookahead", 3, (2, 2)),
+        pytest.param("sync", 2, (1, 1), marks=pytest.mark.long),
         pytest.param("lookahead", 2, (1, 1), marks=pytest.mark.long),
         pytest.param("sync", 3, (2, 2), marks=pytest.mark.long),
     ],

@@ -4,11 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from support.socket_ends import connection
+from support.socket_ends import connection, rpc_of_one
 
-from hybrid import transport
-from hybrid.security.secret import Secret
-from hybrid.topology import MASTER, Topology
+from hybrid.topology import MASTER
 from hybrid.transport.rpc import endpoints
 from hybrid.transport.rpc.endpoints import SOCKET_CALLS
 from hybrid.transport.socket.socket_calls import SocketClient, SocketServer
@@ -19,18 +17,9 @@ def loopback() -> Iterator[None]:
     """An RPC group of one, and a process group of one for DDP."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=dist.PrefixStore("trainers", store), rank=0, world_size=1)
-    transport.start(
-        MASTER,
-        Topology(0, 0),
-        store,
-        secret=Secret.fresh(),
-        run_id=b"loopback",
-        interface="lo",
-        timeout_seconds=5.0,
-    )
-    calling, serving = connection()
-    endpoints.running.clients[MASTER] = SocketClient(calling, 5.0)
-    endpoints.running.servers = [SocketServer(serving, SOCKET_CALLS)]
-    yield
-    transport.stop(10.0)
+    with rpc_of_one(store):
+        calling, serving = connection()
+        endpoints.running.clients[MASTER] = SocketClient(calling, 5.0)
+        endpoints.running.servers = [SocketServer(serving, SOCKET_CALLS)]
+        yield
     dist.destroy_process_group()

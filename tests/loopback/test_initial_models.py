@@ -3,8 +3,8 @@
 import dataclasses
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -53,14 +53,9 @@ def day(
     return clicks_config(folder, data=data, train=train, **{**defaults, **sections})
 
 
-@contextmanager
-def opened(config: RunConfig, *, is_new: bool = True) -> Iterator[DatasetSession]:
+def opened(config: RunConfig, *, is_new: bool = True) -> closing[DatasetSession]:
     folder = prepare(config, Path(config.data.cache_folder))
-    session = DatasetSession(TOPOLOGY, config, folder, is_new=is_new)
-    try:
-        yield session
-    finally:
-        session.close()
+    return closing(DatasetSession(TOPOLOGY, config, folder, is_new=is_new))
 
 
 def state(session: DatasetSession) -> Snapshot:

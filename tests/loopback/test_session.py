@@ -4,8 +4,7 @@ import functools
 import random
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,14 +60,9 @@ def two_batches(trainer: int) -> list[Batch]:
     return make_batches(trainer)[:2]
 
 
-@contextmanager
-def opened(mode: str, spec: InputSpec = INPUT, **sections: dict[str, Any]) -> Iterator[Session]:
+def opened(mode: str, spec: InputSpec = INPUT, **sections: dict[str, Any]) -> closing[Session]:
     config = small_config(cluster={"trainers": 1, "workers": 1}, train={"update": mode}, **sections)
-    session = Session(LocalTopology(1, 1), config, spec, STEPS)
-    try:
-        yield session
-    finally:
-        session.close()
+    return closing(Session(LocalTopology(1, 1), config, spec, STEPS))
 
 
 def test_training_on_batches_of_the_caller_has_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

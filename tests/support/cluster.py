@@ -35,6 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 STOP_SECONDS = 20.0
+_MOST_CLUSTERS = 2
 CASE_SECONDS = 100.0  # torch.compile takes 50 s if both cores have other work
 SMALL = RunConfig()
 SMALL = SMALL.replace(
@@ -161,28 +162,28 @@ def running_cluster(config: RunConfig, has_many_hosts: bool = False) -> Iterator
 
 
 class Clusters:
-    """Provides a running cluster of a given shape; keeps the last one until another shape is needed."""
+    """Provides a running cluster of a given shape; keeps the two that were needed last."""
 
     def __init__(self) -> None:
-        self._shape: tuple[int, int, str, bool] | None = None
-        self._stack = ExitStack()
-        self._cluster: RunningCluster | None = None
+        self._running: dict[tuple[int, int, str, bool], tuple[ExitStack, RunningCluster]] = {}
 
     def get(
         self, trainers: int, workers: int, device: str = "cpu", has_many_hosts: bool = False
     ) -> RunningCluster:
         """Return a cluster with these numbers of trainers and workers; gradients are on ``device``."""
         shape = (trainers, workers, device, has_many_hosts)
-        if self._cluster is None or self._shape != shape:
-            self.close()
-            config = small_config(
-                cluster={"trainers": trainers, "workers": workers}, dense={"device": device}
-            )
-            self._cluster = self._stack.enter_context(running_cluster(config, has_many_hosts))
-            self._shape = shape
-        return self._cluster
+        if shape in self._running:
+            self._running[shape] = self._running.pop(shape)  # now the last
+            return self._running[shape][1]
+        if len(self._running) == _MOST_CLUSTERS:
+            self._running.pop(next(iter(self._running)))[0].close()
+        config = small_config(cluster={"trainers": trainers, "workers": workers}, dense={"device": device})
+        stack = ExitStack()
+        cluster = stack.enter_context(running_cluster(config, has_many_hosts))
+        self._running[shape] = stack, cluster
+        return cluster
 
     def close(self) -> None:
-        """Stop the running cluster, if there is one."""
-        self._cluster = None
-        self._stack.close()
+        """Stop the running clusters."""
+        for stack, _ in self._running.values():
+            stack.close()

@@ -2,8 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,14 +47,9 @@ def prepared_in(config: RunConfig, cache: StoragePath) -> StoragePath:
     return ensure_prepared(config.replace(data=replace(config.data, cache_folder=str(cache))))
 
 
-@contextmanager
-def opened(cluster: JoinedCluster, config: RunConfig, cache: StoragePath) -> Iterator[DatasetSession]:
+def opened(cluster: JoinedCluster, config: RunConfig, cache: StoragePath) -> closing[DatasetSession]:
     """Open a session on a running cluster."""
-    session = DatasetSession(cluster.topology, config, prepared_in(config, cache))
-    try:
-        yield session
-    finally:
-        session.close()
+    return closing(DatasetSession(cluster.topology, config, prepared_in(config, cache)))
 
 
 def train(

@@ -1,8 +1,8 @@
 """Tables of workers in this process, for tests without RPC."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -222,11 +222,10 @@ def cluster(
     return each
 
 
-@contextmanager
 def hosting(
     rules: UpdateRules, optimizer: str = "sgd", num_rows: int = 6, **settings: Any
-) -> Iterator[TableShards]:
-    """Yield one table of ``num_rows`` rows of two values on one worker, with a learning rate of 1.
+) -> closing[TableShards]:
+    """Return one table of ``num_rows`` rows of two values on one worker, with a learning rate of 1.
 
     Args:
         settings: other settings of the optimizer.
@@ -235,7 +234,4 @@ def hosting(
     table = TableSpec("t", num_rows, 2, Pooling.SUM, ("t",), spec, 1.0)
     host = TableShards(place([table], 1), 0, dataclasses.replace(rules, timeout_seconds=PATIENCE_SECONDS))
     host.initialize(seed=7)
-    try:
-        yield host
-    finally:
-        host.close()
+    return closing(host)

@@ -1,11 +1,16 @@
-"""Both ends of a connection of the socket transport in one process."""
+"""RPC of one process with itself, and both ends of a connection of the socket transport."""
 
 import mmap
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch.distributed as dist
+
+from hybrid import transport
 from hybrid.security.secret import Secret
 from hybrid.shared_memory.tensor_blocks import MemoryPair
-from hybrid.topology import Role, RoleKind, Topology
+from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.transport.socket.frames import FrameKind, Frames
 from hybrid.transport.socket.handshake import Connection, Identity
 
@@ -49,3 +54,21 @@ def connection(is_one_host: bool = False) -> tuple[Connection, Connection]:
         each.setblocking(False)
     trainers, workers = frames(is_one_host)
     return Connection(sockets[0], trainers), Connection(sockets[1], workers)
+
+
+@contextmanager
+def rpc_of_one(store: dist.Store, stop_seconds: float = 10.0) -> Iterator[None]:
+    """This process, in an RPC group of one."""
+    transport.start(
+        MASTER,
+        Topology(0, 0),
+        store,
+        secret=Secret.fresh(),
+        run_id=b"run",
+        interface="lo",
+        timeout_seconds=5.0,
+    )
+    try:
+        yield
+    finally:
+        transport.stop(stop_seconds)

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.stores import BUCKET
+from support.stores import BUCKET, Store
 
-from hybrid.storage.remote_path import StoragePath, parse_path
+from hybrid.storage.remote_path import RemotePath, StoragePath
 
 
 @pytest.fixture
@@ -17,10 +17,16 @@ def stack() -> Iterator[ExitStack]:
         yield each
 
 
+@pytest.fixture
+def there(store: Store, tmp_path: Path) -> RemotePath:
+    """An empty folder of a store."""
+    return RemotePath(f"s3://{BUCKET}", tmp_path.name)
+
+
 @pytest.fixture(params=["path", "url"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> StoragePath:
     """An empty folder, here or in a store."""
     if request.param == "path":
         return tmp_path
-    request.getfixturevalue("store")
-    return parse_path(f"s3://{BUCKET}/{tmp_path.name}")
+    there: RemotePath = request.getfixturevalue("there")
+    return there

@@ -7,7 +7,6 @@ from hypothesis import given, strategies as st
 
 from hybrid.batch import slice_bounds
 from hybrid.primitives.grouping import (
-    find_split_group,
     group_bounds,
     group_ends,
     last_end,
@@ -26,13 +25,6 @@ def test_bounds_of_groups() -> None:
     assert [last_end(ends, stop) for stop in range(10)] == [0, 0, 0, 3, 4, 4, 4, 4, 8, 9]
     assert group_ends(groups[:0]).tolist() == []
     assert group_bounds(group_ends(groups[:0]), 0, 0) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("groups", "split"), [([], None), ([4], None), ([4, 4, 1], None), ([4, 1, 4], 4), ([1, 2, 1, 2, 3], 1)]
-)
-def test_group_that_is_not_adjacent_is_returned(groups: list[int], split: int | None) -> None:
-    assert find_split_group(np.array(groups, np.int64)) == split
 
 
 @given(sizes_of_groups, st.integers(1, 5))

@@ -3,9 +3,6 @@
 import pydoc
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 import hybrid
 
@@ -22,19 +19,3 @@ def test_all_names_are_listed_and_documented() -> None:
         assert getattr(hybrid, name).__doc__
         assert name in text
     assert {"connect", "load", "Embedding", "EmbeddingBag", "Adam"} <= set(hybrid.__all__)
-
-
-@pytest.mark.long
-def test_type_checkers_see_the_names(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import hybrid\nreveal_type(hybrid.connect())\nreveal_type(hybrid.Embedding(3, 4))\nhybrid.Embeding\n"
-    )
-    options = ["--follow-imports=silent", "--cache-dir", str(tmp_path), str(script)]
-    mypy = [sys.executable, "-m", "mypy", *options]
-    checked = subprocess.run(
-        mypy, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=110
-    ).stdout
-    assert "hybrid.custom_loop.cluster.Cluster" in checked
-    assert "hybrid.custom_loop.embedding_modules.Embedding" in checked
-    assert 'has no attribute "Embeding"' in checked

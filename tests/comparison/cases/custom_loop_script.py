@@ -4,7 +4,7 @@ Run as ``custom_loop_script.py OUTPUT [OPTION ...]``; it writes its results to O
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -60,19 +60,26 @@ class Net(nn.Module):
         weights = batch["seen_weights"]
         if "trained weights" in self.options:
             weights = weights * self.mlp.get_parameter("0.bias")[:3]
-        parts.append(self.seen(batch["seen"], per_sample_weights=weights))
+        # Within append, torch.compile would compile the rest of the function anew in each call.
+        seen = self.seen(batch["seen"], per_sample_weights=weights)
+        parts.append(seen)
         if "computed" in self.options:
-            parts.append(self.pair((batch["user"] * 7 + batch["item"]) % NUM_PAIRS))
+            pair = self.pair((batch["user"] * 7 + batch["item"]) % NUM_PAIRS)
+            parts.append(pair)
         else:
             parts.append(user.new_zeros(len(user), 2))
         logits: Tensor = self.mlp(torch.cat(parts, dim=1))
         return logits.squeeze(1)
 
 
-def batches() -> Iterator[dict[str, Any]]:
-    """Yield eight batches of different sizes; the last has one sample."""
+def batches(options: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
+    """Yield eight batches of different sizes; the last has one sample.
+
+    For a compiled module yield four, since torch.compile compiles for batches of one sample anew.
+    """
     draw = torch.Generator().manual_seed(5)
-    for size in (16, 16, 7, 16, 9, 16, 12, 1):
+    is_compiled = any(option.startswith("compile") for option in options)
+    for size in (16, 16, 7, 16, *(() if is_compiled else (9, 16, 12, 1))):
         lengths = torch.randint(4, (size,), generator=draw)
         tags = [torch.randint(NUM_TAGS, (int(n),), generator=draw).tolist() for n in lengths]
         longest = int(torch.randint(2, 5, (1,), generator=draw))
@@ -95,10 +102,10 @@ def main(output: str, options: set[str], config: str | None) -> None:
     net = Net(options).double()
     net.is_first = cluster.rank == 0
     if "compile" in options:
-        net.compile(backend="aot_eager")
+        net.compile(backend="aot_eager", dynamic=True)
     model: Any = cluster.distribute(net)
     if "compile outside" in options:
-        model = torch.compile(model, backend="aot_eager")
+        model = torch.compile(model, backend="aot_eager", dynamic=True)
     first, *others = model.parameters()
     optimizers = [torch.optim.Adam(each, lr=0.01, eps=1e-4) for each in ([first], others)]
     named = dict(option.split("=") for option in options if "=" in option)
@@ -108,7 +115,7 @@ def main(output: str, options: set[str], config: str | None) -> None:
         cluster.resume(named["resume"], *optimizers, every_steps=HALF - 1)
     losses, parts = [], []  # parts: losses of the step's micro-batches
     start = cluster.step if "load" in named else 0
-    data = islice(batches(), start, HALF if "save" in named or "half" in options else None)
+    data = islice(batches(options), start, HALF if "save" in named or "half" in options else None)
     for batch in cluster.batches(data, whole="group" if "ranked" in options else None):
         step = cluster.step
         assert len(batch["user"])
@@ -131,7 +138,7 @@ def main(output: str, options: set[str], config: str | None) -> None:
     if "save" in named:
         cluster.save(named["save"], *optimizers)
     with torch.no_grad():
-        scores = torch.cat([cluster.gather(model(batch, 1)) for batch in cluster.batches(batches())])
+        scores = torch.cat([cluster.gather(model(batch, 1)) for batch in cluster.batches(batches(options))])
         sizes = {"user": NUM_USERS, "item": NUM_ITEMS, "tags": NUM_TAGS, "seen": NUM_ITEMS, "pair": NUM_PAIRS}
         tables = {
             name: table(torch.arange(sizes[name]).view(-1, *([1] if name in ("tags", "seen") else []))).cpu()

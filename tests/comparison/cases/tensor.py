@@ -226,25 +226,6 @@ def gradient_of_squares(index: int) -> list[Compared]:
     return [({"gradient": shard.grad, "all-reduce": reduced}, expected)]
 
 
-def few_outputs(index: int) -> list[Compared]:
-    """Use a layer of one output on two ranks under DDP; the second has an empty shard."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(6)
-        plain = nn.Linear(4, 1)
-    plan: dict[str, ParallelStyle] = {"": ColwiseParallel(output_layouts=Replicate())}
-    split = TensorParallel(copy.deepcopy(plain), trainers_mesh()["tensor"], plan)
-    assert split.module.weight.numel() == 4 * (1 - trainers_mesh().get_local_rank("tensor"))  # type: ignore[operator]
-    inputs = [random(rank, 3, 4) for rank in range(DATA)]
-    x_BX = inputs[trainers_mesh().get_local_rank("data")]
-    ddp = _under_ddp(split)  # which must live until the backward pass
-    output = ddp(x_BX)
-    output.square().sum().backward()
-    expected = plain(x_BX).detach()
-    _mean_loss(plain, inputs).backward()
-    got = {"output": output.detach(), **gradients_of(split.module)}
-    return [(got, {"output": expected, **parts_of(split, gradients_of(plain))})]
-
-
 def uneven_mesh(index: int) -> list[Compared]:
     trainer_mesh(3, "cpu")
     return []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import flip_a_bit, write_checkpoint, write_run
+from support.checkpoints import flip_a_bit, write_run
 from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import (
@@ -21,16 +21,6 @@ from hybrid.checkpoint.checkpoint_folders import (
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.errors import CheckpointError
-
-
-def test_a_file_of_another_format_is_an_error_of_one_line(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "step-1")
-    size = (folder / DENSE_FILE).stat().st_size
-    (folder / DENSE_FILE).write_bytes(b"x" * size)
-    with pytest.raises(CheckpointError, match=f"^{folder / DENSE_FILE}: cannot be read: .*$"):
-        Checkpoint.open(folder).tensors(DENSE_FILE)
-    with pytest.raises(CheckpointError, match=r"absent\.safetensors: missing"):
-        Checkpoint.open(folder).tensors("absent.safetensors")
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 13])

@@ -11,25 +11,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.commands import ROOT
+from support.progress import METRICS as ALL_METRICS, progress
 
 from hybrid.config import RunConfig
 from hybrid.config.task_sections import shown_metrics
-from hybrid.metrics import BinaryMetrics
-from workers.console.terminal import TerminalView, TrainingProgress, transient_status
+from workers.console.terminal import TerminalView, transient_status
 
-PROGRESS = TrainingProgress(
-    step=1200,
+PROGRESS = progress(
+    1200,
     total_steps=5860,
-    epoch=1,
     epochs=2,
     loss=0.45321,
-    score_name="auc",
     score=0.77123,
     samples_per_second=31234.5,
     seconds_left=3723.4,
-    phase_seconds={"data": 0.0, "lookup": 1.0, "dense": 1.0, "backward": 2.0, "update": 0.0},
 )
-ALL_METRICS = BinaryMetrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000)._asdict()
 METRICS = {name: ALL_METRICS[name] for name in shown_metrics(RunConfig().all_tasks)}
 RESULTS = {"test AUC": "0.7712 at step 5,860", "run folder": "runs/" + "a-very-long-name-" * 8}
 COMMANDS = {"resume": ".venv/bin/hybrid launch --resume runs/run-20261122-102340 --set train.epochs=2"}

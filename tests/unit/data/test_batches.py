@@ -78,16 +78,6 @@ def reader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "batch reader"]
 
 
-def test_close_ends_the_reading_thread(dataset: PreparedDataset) -> None:
-    stream = BatchLoader(dataset, batch_size=10).batches(0)
-    next(stream)
-    assert reader_threads()
-    stream.close()
-    assert not reader_threads()
-    assert list(stream) == []
-    stream.close()
-
-
 def stream_of(read: Callable[[int], object], num_steps: int, depth: int) -> BatchStream:
     """Return a stream of batches; ``read`` is called before each."""
 

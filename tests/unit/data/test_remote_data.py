@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.samples import csv_config, write
-from support.stores import BUCKET, Store
 
 from hybrid.config import RunConfig
 from hybrid.data.batches import BatchLoader
@@ -15,7 +14,7 @@ from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import ensure_prepared, open_split, prepare
 from hybrid.errors import DataError
 from hybrid.storage.files import list_entries, read_bytes, remove, write_bytes
-from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
+from hybrid.storage.remote_path import RemotePath, StoragePath
 
 
 def on_host(config: RunConfig, folder: Path) -> RunConfig:
@@ -24,18 +23,11 @@ def on_host(config: RunConfig, folder: Path) -> RunConfig:
 
 
 @pytest.fixture
-def bucket(store: Store, tmp_path: Path) -> RemotePath:
-    found = parse_path(f"s3://{BUCKET}/{tmp_path.name}")
-    assert isinstance(found, RemotePath)
-    return found
-
-
-@pytest.fixture
-def config(tmp_path: Path, bucket: RemotePath) -> RunConfig:
-    """A configuration with prepared data in the bucket."""
+def config(tmp_path: Path, there: RemotePath) -> RunConfig:
+    """A configuration with prepared data in the store."""
     rows = "".join(f"{i % 2},{i},c{i % 7}\n" for i in range(6000))
     path = write(tmp_path / "train.csv", f"label,x,c\n{rows}")
-    config = csv_config(path, dense=("x",), sparse=("c",), cache_folder=str(bucket))
+    config = csv_config(path, dense=("x",), sparse=("c",), cache_folder=str(there))
     return on_host(config, tmp_path / "local")
 
 
@@ -45,7 +37,7 @@ def rows_of(dataset: PreparedDataset) -> list[float]:
 
 
 def test_data_are_sent_once_and_equal_those_on_disk(
-    tmp_path: Path, bucket: RemotePath, config: RunConfig
+    tmp_path: Path, there: RemotePath, config: RunConfig
 ) -> None:
     lines: list[str] = []
     folder = ensure_prepared(config, lines.append)
@@ -65,27 +57,27 @@ def test_data_are_sent_once_and_equal_those_on_disk(
         (found,) = (tmp_path / host).iterdir()
         assert sorted(str(path.relative_to(found)) for path in found.rglob("*")) == names
     lines.clear()
-    before = list_entries(bucket, is_deep=True)
+    before = list_entries(there, is_deep=True)
     for each in (config, other_host):
         assert ensure_prepared(each, lines.append) == folder
     assert lines == [f"prepared data found in {folder.parent}"] * 2
-    assert list_entries(bucket, is_deep=True) == before
+    assert list_entries(there, is_deep=True) == before
 
 
-def test_ended_run_leaves_nothing_in_the_store(bucket: RemotePath, config: RunConfig) -> None:
+def test_ended_run_leaves_nothing_in_the_store(there: RemotePath, config: RunConfig) -> None:
     lines: list[str] = []
 
     def check() -> None:
-        if lines[-1].startswith("sending") and list_entries(bucket, is_deep=True):  # there is one to remove
+        if lines[-1].startswith("sending") and list_entries(there, is_deep=True):  # there is one to remove
             raise DataError("the run has ended")
 
     with pytest.raises(DataError, match="the run has ended"):
         ensure_prepared(config, lines.append, check)
-    assert list_entries(bucket, is_deep=True) == []
+    assert list_entries(there, is_deep=True) == []
     assert rows_of(open_split(ensure_prepared(config), "train", config.data))
 
 
-def test_altered_and_removed_data_are_refused(tmp_path: Path, bucket: RemotePath, config: RunConfig) -> None:
+def test_altered_and_removed_data_are_refused(tmp_path: Path, there: RemotePath, config: RunConfig) -> None:
     folder, other_host = ensure_prepared(config), on_host(config, tmp_path / "other")
     before = read_bytes(folder / "train/source_rows.npy")
     write_bytes(folder / "train/source_rows.npy", b"altered")
@@ -103,14 +95,14 @@ def test_altered_and_removed_data_are_refused(tmp_path: Path, bucket: RemotePath
     assert rows_of(open_split(ensure_prepared(config), "train", config.data))
 
 
-def test_unusable_local_folder_is_reported(tmp_path: Path, bucket: RemotePath, config: RunConfig) -> None:
+def test_unusable_local_folder_is_reported(tmp_path: Path, there: RemotePath, config: RunConfig) -> None:
     folder = ensure_prepared(config)
     with pytest.raises(DataError, match=r"train\.csv: .*data\.local_cache_folder"):
         open_split(folder, "train", on_host(config, tmp_path / "train.csv").data)
 
 
 def test_ended_run_does_not_wait_for_the_lock(
-    bucket: RemotePath, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+    there: RemotePath, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one process sends data, another one that has to send them waits, and can be interrupted."""
 

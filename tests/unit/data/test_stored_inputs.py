@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.samples import csv_config, write
-from support.stores import BUCKET, Proxy, Store, sent
+from support.stores import Proxy, Store, sent
 
 from hybrid.config import RunConfig
 from hybrid.data.parse import delimited_text
@@ -23,14 +23,6 @@ from hybrid.storage import files
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
 BLOCK_BYTES = 9000
-
-
-@pytest.fixture
-def there(store: Store, tmp_path: Path) -> RemotePath:
-    """An empty folder of a store."""
-    found = parse_path(f"s3://{BUCKET}/inputs/{tmp_path.name}")
-    assert isinstance(found, RemotePath)
-    return found
 
 
 def columns(num_rows: int, seed: int) -> dict[str, list[object]]:

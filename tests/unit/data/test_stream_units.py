@@ -115,12 +115,11 @@ def test_stream_continues_at_any_step_with_other_trainers(name: str, tmp_path: P
     readers = [LaneReader(config, encoder, unit, trainer, 2) for trainer in range(2)]
     streams = [reader.batches() for reader in readers]
     for step in range(len(whole)):
-        if step in (0, 1, 40, len(whole) - 1):
+        if step in (0, 1, 41, len(whole) - 1):
             found = {lane: at for reader in readers for lane, at in reader.positions(step).items()}
             lanes = tuple(found[lane] for lane in sorted(found))
             now = replace(unit, step=step, lanes=lanes)
-            for trainers in (1, 3):
-                assert numbers_by_step(read(config, now, encoder, trainers)) == whole[step:]
+            assert numbers_by_step(read(config, now, encoder, 1 + step % 2 * 2)) == whole[step:]
         for stream in streams:
             next(stream, None)
     for stream in streams:

@@ -1,9 +1,9 @@
 """A hosted dense net of several trainers, without RPC, equals one process."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -33,19 +33,14 @@ def hidden(step: int, trainer: int = 0, size: int = SIZE) -> Tensor:
     return random(size, WIDTH, seed=10 * step + trainer).requires_grad_()
 
 
-@contextmanager
 def hosting(
     rules: UpdateRules,
     net: nn.Module | None = None,
     optimizer: str = "SGD",
     compiled: nn.Module | None = None,
-) -> Iterator[HostedNet]:
+) -> closing[HostedNet]:
     net = net or make_net()
-    host = HostedNet(net, make_optimizer(net, optimizer, RATE), rules, compiled)
-    try:
-        yield host
-    finally:
-        host.close()
+    return closing(HostedNet(net, make_optimizer(net, optimizer, RATE), rules, compiled))
 
 
 def pass_through(host: HostedNet, ticket: Ticket, hidden_BH: Tensor) -> Tensor:

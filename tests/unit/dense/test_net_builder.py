@@ -89,28 +89,6 @@ def test_net_uses_onednn_where_preferred(
         assert kinds == {kind}
 
 
-@pytest.mark.parametrize("net_name", MODELS)
-@pytest.mark.parametrize("num_dense", [0, 2])
-@pytest.mark.parametrize("batch_size", [0, 1, 5])
-@pytest.mark.parametrize("tasks", [{}, {"click": TaskSection(), "stars": TaskSection(type="classes(3)")}])
-def test_every_net_takes_every_batch_forward_and_backward(
-    net_name: str, num_dense: int, batch_size: int, tasks: dict[str, TaskSection]
-) -> None:
-    widths = _widths(net_name)
-    config = _config(net_name).replace(tasks=tasks)
-    net = build_dense_net(config, _input_spec(num_dense), widths).double()
-    dense_BF, pooled_BE = _inputs(batch_size, num_dense, sum(widths))
-    logits_BO = net(dense_BF, pooled_BE).view(batch_size, -1 if batch_size else config.num_outputs)
-    assert logits_BO.shape == (batch_size, config.num_outputs)
-    assert logits_BO.dtype == torch.float64
-    logits_BO.sum().backward()
-    assert pooled_BE.grad is not None
-    assert pooled_BE.grad.shape == pooled_BE.shape
-    for name, parameter in net.named_parameters():
-        assert parameter.grad is not None, name
-        assert batch_size or not parameter.grad.any(), name
-
-
 def _assert_same(
     form: nn.Module, plain: nn.Module, parameters: list[nn.Parameter], inputs: list[Tensor]
 ) -> None:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.stores import BUCKET, Store, sent
+from support.stores import sent
 from torch import Tensor
 
 from hybrid.data.encode.feature_encoder import FeatureEncoder, SparseEncoding
@@ -112,17 +112,16 @@ def test_a_file_of_several_blocks_is_read_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["npy", "safetensors", "safetensors#a"])
-def test_file_in_an_object_store_is_fetched(store: Store, kind: str, tmp_path: Path) -> None:
-    folder_url = RemotePath(f"s3://{BUCKET}", tmp_path.name)
-    source = make_absolute(write_rows(tmp_path, kind).replace(str(tmp_path), str(folder_url)))
-    sent(tmp_path, folder_url)
+def test_file_in_an_object_store_is_fetched(there: RemotePath, kind: str, tmp_path: Path) -> None:
+    source = make_absolute(write_rows(tmp_path, kind).replace(str(tmp_path), str(there)))
+    sent(tmp_path, there)
     out_RD = torch.empty(3, 3)
     read_rows(source, out_RD, 1, 2)
     assert (read_shape(source), out_RD.tolist()) == ((7, 3), ROWS_RD[1::2].tolist())
     with pytest.raises(StorageError, match=r"^s3://no-such-bucket/a\.npy: "):
         read_shape("s3://no-such-bucket/a.npy")
-    with pytest.raises(DataError, match=rf"^{folder_url}/none\.npy: "):
-        read_shape(f"{folder_url}/none.npy")
+    with pytest.raises(DataError, match=rf"^{there}/none\.npy: "):
+        read_shape(f"{there}/none.npy")
 
 
 def wrong(folder: Path, tensors: dict[str, Tensor]) -> str:
@@ -211,13 +210,12 @@ def test_rows_by_key_fill_only_rows_of_known_values(tmp_path: Path, kind: Any) -
             assert torch.equal(rows_by_key(table, index, count), whole[index::count])
 
 
-def test_parquet_file_in_an_object_store_is_read(store: Store, tmp_path: Path) -> None:
+def test_parquet_file_in_an_object_store_is_read(there: RemotePath, tmp_path: Path) -> None:
     table = table_of(tmp_path, pa.array(VECTORS), pa.array(VECTORS.values()))
-    folder_url = sent(tmp_path, RemotePath(f"s3://{BUCKET}", tmp_path.name))
-    remote = dataclasses.replace(table, initial=f"{folder_url}/rows.parquet")
+    remote = dataclasses.replace(table, initial=f"{sent(tmp_path, there)}/rows.parquet")
     assert torch.equal(rows_by_key(remote), rows_by_key(table))
-    with pytest.raises(DataError, match=f"^{folder_url}/none: "):
-        rows_by_key(dataclasses.replace(table, initial=f"{folder_url}/none"))
+    with pytest.raises(DataError, match=f"^{there}/none: "):
+        rows_by_key(dataclasses.replace(table, initial=f"{there}/none"))
 
 
 def test_keys_may_be_numbers_or_null_and_the_last_vector_counts(tmp_path: Path) -> None:

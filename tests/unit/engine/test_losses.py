@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.config import RunConfig, TaskSection
+from hybrid.config import TaskSection
 from hybrid.engine.losses import Objective
 from hybrid.errors import ConfigError
 from hybrid.reference.reference_losses import ReferenceLoss
@@ -118,17 +118,6 @@ def test_losses_of_slices_add_up(
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
     gradients = [torch.autograd.grad(each, outputs, retain_graph=True)[0] for each in (total, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize("size", [7, 8, 1000])
-def test_unweighted_loss_has_the_bits_of_torch(size: int) -> None:
-    labels = torch.randint(0, 2, (size,)).float()
-    outputs = torch.randn(size, requires_grad=True)
-    ours = Objective(RunConfig().all_tasks)(outputs, batch_of(labels))
-    plain = F.binary_cross_entropy_with_logits(outputs, labels)
-    assert torch.equal(ours, plain)
-    gradients = [torch.autograd.grad(loss, outputs)[0] for loss in (ours, plain)]
-    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])

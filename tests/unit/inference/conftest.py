@@ -10,7 +10,7 @@ from support.trained import clicks_config, shop_config, write_trained
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a DLRM on clicks; read-only."""
     folder = tmp_path_factory.mktemp("trained")
-    return write_trained(folder / "run", clicks_config(folder))
+    return write_trained(folder / "run", clicks_config(folder, **{"columns.tags": {"max_ids": 3}}))
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
 from hybrid.config import RunConfig
@@ -70,14 +70,9 @@ class OpenRendezvous:
             channel.interval = HeartbeatInterval(silence_seconds)
         return channel
 
-    @contextmanager
-    def store(self, timeout_seconds: float = SECONDS) -> Iterator[RendezvousStore]:
+    def store(self, timeout_seconds: float = SECONDS) -> closing[RendezvousStore]:
         """A role's store."""
-        store = RendezvousStore(self.channel, timeout_seconds)
-        try:
-            yield store
-        finally:
-            store.close()
+        return closing(RendezvousStore(self.channel, timeout_seconds))
 
     def heartbeats(self, role: Role = WORKER, silence_seconds: float | None = None) -> HeartbeatSender:
         """A role's heartbeats, after its registration."""

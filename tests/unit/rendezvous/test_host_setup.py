@@ -45,17 +45,10 @@ def test_invalid_addresses_are_rejected(text: str) -> None:
         MasterAddress.parse(text)
 
 
-@pytest.mark.parametrize(
-    "host",
-    ["127.0.0.1", "127.3.2.1", "::1", "localhost", "localhost.localdomain", "db.localhost", "ip6-localhost"],
-)
-def test_loopback_names_are_recognized(host: str) -> None:
-    assert is_loopback(host)
-
-
-@pytest.mark.parametrize("host", ["10.0.0.1", "::", "node0", "node0.localdomain", "notlocalhost"])
-def test_other_names_are_not_loopback(host: str) -> None:
-    assert not is_loopback(host)
+def test_loopback_names_are_recognized() -> None:
+    names = ["127.0.0.1", "127.3.2.1", "::1", "localhost", "localhost.localdomain", "db.localhost"]
+    others = ["10.0.0.1", "::", "node0", "node0.localdomain", "notlocalhost"]
+    assert [name for name in [*names, "ip6-localhost", *others] if not is_loopback(name)] == others
 
 
 def test_listener_uses_a_free_port_of_one_address() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.progress import METRICS, PROGRESS, progress
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
@@ -17,29 +18,10 @@ from hybrid.config import RunConfig, TrainSection
 from hybrid.config.loading import load_config
 from hybrid.errors import HybridError
 from hybrid.loggers.record_file import AppendOnlyFile
-from hybrid.metrics import BinaryMetrics
-from workers.console.terminal import TrainingProgress
 from workers.run_folder.run_access import RunState
 from workers.run_folder.run_files import RunFolder
 
 CONFIG = RunConfig(train=TrainSection(epochs=3))
-METRICS = BinaryMetrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000)._asdict()
-PHASE_SECONDS = {"data": 0.0, "lookup": 1.0, "dense": 1.0, "backward": 2.0, "update": 0.0}
-
-
-def _progress(step: int, loss: float = 0.5, auc: float = 0.7) -> TrainingProgress:
-    return TrainingProgress(
-        step=step,
-        total_steps=100,
-        epoch=1,
-        epochs=1,
-        loss=loss,
-        score_name="auc",
-        score=auc,
-        samples_per_second=1000.0,
-        seconds_left=1.0,
-        phase_seconds=PHASE_SECONDS,
-    )
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -71,19 +53,19 @@ def test_a_new_run_folder_records_configuration_and_versions(folder: RunFolder) 
 
 
 def test_each_record_is_written_at_once(folder: RunFolder) -> None:
-    folder.log_progress(_progress(10, loss=math.inf, auc=math.nan))
+    folder.log_progress(progress(10, loss=math.inf, score=math.nan))
     folder.log_evaluation("test", 10, METRICS)
     train, test = _records(folder.path)
     assert (train.pop("kind"), test.pop("kind")) == ("train", "test")
     assert train.pop("time") <= test.pop("time")
     numbers = {"loss": None, "auc": None, "samples_per_second": 1000.0}
-    assert train == {"step": 10, **numbers, "phase_seconds": PHASE_SECONDS}
+    assert train == {"step": 10, **numbers, "phase_seconds": PROGRESS.phase_seconds}
     assert test == {"step": 10, **METRICS}
 
 
 def test_tensorboard_reads_the_same_numbers_and_the_configuration(folder: RunFolder) -> None:
-    folder.log_progress(_progress(10, auc=math.nan))
-    folder.log_progress(_progress(20, loss=0.25, auc=0.75))
+    folder.log_progress(progress(10, score=math.nan))
+    folder.log_progress(progress(20, loss=0.25, score=0.75))
     folder.log_evaluation("test", 20, {**METRICS, "log_loss": 0.375})
     folder.finish({})
     scalars = _scalars(folder.path)
@@ -101,7 +83,7 @@ def test_tensorboard_reads_the_same_numbers_and_the_configuration(folder: RunFol
 @pytest.mark.parametrize("steps", [0, 40])
 def test_a_finished_run_has_a_result_and_a_report(folder: RunFolder, steps: int) -> None:
     for step in range(1, steps + 1):
-        folder.log_progress(_progress(step, auc=math.nan))
+        folder.log_progress(progress(step, score=math.nan))
     if steps:
         folder.log_evaluation("test", steps, {**METRICS, "auc": math.nan})
     folder.finish({"test": {"auc": math.nan}, "steps": steps})
@@ -113,14 +95,14 @@ def test_a_resumed_run_drops_later_records(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunFolder.create(path, CONFIG) as folder:
         for step in (10, 20, 30):
-            folder.log_progress(_progress(step, loss=1.0))
+            folder.log_progress(progress(step, loss=1.0))
         folder.finish({})
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "ste')  # killed while writing
     with RunFolder.reopen(path, RunConfig(), step=20) as folder:
         assert not (path / "result.json").exists()
         for step in (30, 40):
-            folder.log_progress(_progress(step, loss=2.0))
+            folder.log_progress(progress(step, loss=2.0))
     expected = [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
     assert [(record["step"], record["loss"]) for record in _records(path)] == expected
     assert _scalars(path)["train/loss"] == expected
@@ -139,10 +121,10 @@ def test_damaged_records_are_skipped(tmp_path: Path) -> None:
     """A power cut leaves zeros in place of bytes that were not written yet."""
     path = tmp_path / "run"
     with RunFolder.create(path, CONFIG) as folder:
-        folder.log_progress(_progress(10))
+        folder.log_progress(progress(10))
         with (path / "metrics.jsonl").open("ab") as file:
             file.writelines(line.encode(errors="surrogatepass") + b"\n" for line in DAMAGED)
-        folder.log_progress(_progress(20))
+        folder.log_progress(progress(20))
         folder.finish({})
     assert RunState.of(path).logged_step == 20
     RunFolder.reopen(path, CONFIG, step=20).close()
@@ -154,7 +136,7 @@ def test_an_evaluation_is_not_logged_twice(tmp_path: Path, is_evaluated: bool) -
     path = tmp_path / "run"
     with RunFolder.create(path, CONFIG) as folder:
         for step in (10, 20):
-            folder.log_progress(_progress(step))
+            folder.log_progress(progress(step))
             folder.log_evaluation("test", step, METRICS)
     RunFolder.reopen(path, CONFIG, 20, is_evaluated).close()
     logged = [("train", 10), ("test", 10), ("train", 20), *([("test", 20)] if is_evaluated else [])]
@@ -169,7 +151,7 @@ def test_a_run_without_records_can_be_resumed(tmp_path: Path, left: list[str]) -
     for name in left:
         (path / name).write_text("{}")
     with RunFolder.reopen(path, CONFIG, step=0) as folder:
-        folder.log_progress(_progress(1))
+        folder.log_progress(progress(1))
     assert [record["step"] for record in _records(path)] == [1]
     assert load_config(path / "config.toml") == CONFIG
     assert (path / "versions.json").exists()
@@ -189,7 +171,7 @@ def test_a_full_disk_while_logging(tmp_path: Path) -> None:
     path = folder.path / "metrics.jsonl"
     _fill_disk_under(path)
     with pytest.raises(HybridError, match=rf"^{path}: .*No space left on device; .*run\.folder"):
-        folder.log_progress(_progress(10))
+        folder.log_progress(progress(10))
     folder.close()
 
 

@@ -6,17 +6,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from support import commands
+from support.progress import METRICS, progress
 
 from hybrid.config import RunConfig
 from hybrid.config.sections import TrainSection
-from hybrid.metrics import BinaryMetrics
-from workers.console.terminal import TrainingProgress
 from workers.run_folder.run_access import RESTARTS_FILE, RESULT_FILE
 from workers.run_folder.run_files import RunFolder
 
 HOSTILE = "<script>alert('$x$')</script>\x1b"
 TABLES = {HOSTILE: {"rows": 5000, "dim": 16, "bytes": 3 << 20, "workers": [0, 1]}}
-METRICS = BinaryMetrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000)._asdict()
+PHASES = {"lookup": 1.0, HOSTILE: 2.0}
 VOID = ("meta", "br")
 
 
@@ -50,27 +49,12 @@ class _Page(HTMLParser):
             self.cells[-1] += data
 
 
-def progress(step: int, **numbers: float) -> TrainingProgress:
-    return TrainingProgress(
-        step=step,
-        total_steps=100,
-        epoch=1,
-        epochs=1,
-        loss=0.5,
-        score_name="auc",
-        score=0.7,
-        samples_per_second=1000.0,
-        seconds_left=1.0,
-        phase_seconds={"lookup": 1.0, HOSTILE: 2.0},
-        numbers=numbers,
-    )
-
-
 def written(path: Path, result: dict[str, object]) -> tuple[str, _Page]:
     """Return the report of a run with 40 log steps, as text and parsed."""
     with RunFolder.create(path, RunConfig()) as folder:
         for step in range(1, 41):
-            folder.log_progress(progress(step, **{"item.rows": 9.0, "item.unknown_fraction": 0.25}))
+            numbers = {"item.rows": 9.0, "item.unknown_fraction": 0.25}
+            folder.log_progress(progress(step, phase_seconds=PHASES, numbers=numbers))
         folder.log_evaluation("test", 40, METRICS)
         folder.log_evaluation("unknown", 0, {"user.unknown_fraction": 0.5})
         folder.write_report(result)

@@ -112,13 +112,6 @@ def test_weights_apply_only_to_their_features(
     check_step(each, weighted, purpose)
 
 
-def test_an_empty_batch_takes_part_in_the_step(stack: ExitStack) -> None:
-    each = cluster(stack, [A, B], 2, dtype=DTYPE)
-    none = SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, 2)
-    for step, sparse in enumerate((none, SparseFeatures(torch.arange(6), None, None, 2), none)):
-        check_step(each, sparse, step=step)
-
-
 @POOLED
 @pytest.mark.parametrize("only", [A, M, S], ids=["one id", "split bags", "shared"])
 def test_a_table_may_have_a_single_row(stack: ExitStack, only: TableSpec, pooled_by: str) -> None:
@@ -192,22 +185,6 @@ def test_sent_items_are_no_views() -> None:
     assert len(tensors) > 10
     assert all(map(is_alone_in_memory, tensors))
     assert {each.dtype for each in tensors if not each.is_floating_point()} == {torch.int32}
-
-
-@pytest.mark.parametrize("pooling", list(Pooling))
-def test_whole_tables_have_the_same_bits_whichever_side_pools(stack: ExitStack, pooling: Pooling) -> None:
-    """Rows, and the gradients of one trainer, are added in the same order."""
-    ends: list[dict[str, Tensor]] = []
-    for pooled_by in ("workers", "trainers"):
-        tables = [dataclasses.replace(table("a", 5, 0, pooling), pooled_by=pooled_by)]
-        each = cluster(stack, tables, 1, dtype=DTYPE, multi_hot=("a",))
-        sparse = SparseFeatures.from_bags(random_bags(each, 40))
-        pooled_BE = each.embeddings.lookup(sparse, Ticket(0, 0, 0, 0, Purpose.PREFETCH)).wait()
-        draw = torch.Generator().manual_seed(6)
-        pooled_BE.backward(torch.randn(pooled_BE.shape, dtype=DTYPE, generator=draw))
-        each.drain()
-        ends.append({"vectors": pooled_BE.detach(), **each.whole()})
-    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
 @PLACED

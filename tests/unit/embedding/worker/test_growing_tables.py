@@ -110,23 +110,27 @@ def draw(random: np.random.Generator, step: int) -> Tensor:
     return torch.from_numpy(random.permutation(keys))
 
 
-@pytest.mark.parametrize("workers_by_phase", [(1,), (1, 3, 8), (5, 2)], ids=str)
+GROWTHS = {
+    "plain": GrowthSpec(),
+    "admit": GrowthSpec(admit_after=2, half_life=7),
+    "age": GrowthSpec(evict_after=9),
+    "limit": GrowthSpec(max_rows=8 * 1024, half_life=5),
+    "all": GrowthSpec(admit_after=3, max_rows=12 * 1024, evict_after=20, half_life=11),
+}
+
+
 @pytest.mark.parametrize(
-    "growth",
+    ("kind", "workers_by_phase"),
     [
-        GrowthSpec(),
-        GrowthSpec(admit_after=2, half_life=7),
-        GrowthSpec(evict_after=9),
-        GrowthSpec(max_rows=8 * 1024, half_life=5),
-        GrowthSpec(admit_after=3, max_rows=12 * 1024, evict_after=20, half_life=11),
+        *((kind, (1, 3, 8)) for kind in GROWTHS),
+        ("all", (5, 2)),
+        *(pytest.param(kind, (1,), marks=pytest.mark.long) for kind in GROWTHS),
     ],
-    ids=["plain", "admit", "age", "limit", "all"],
+    ids=str,
 )
-def test_table_equals_a_dictionary(
-    growth: GrowthSpec, workers_by_phase: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_table_equals_a_dictionary(kind: str, workers_by_phase: tuple[int, ...], tmp_path: Path) -> None:
     """Bit for bit, for any number of workers, also over checkpoints that another number of workers loads."""
-    table = spec(growth)
+    table = spec(growth := GROWTHS[kind])
     expected, random = Dictionary(table), np.random.default_rng(len(workers_by_phase))
     step, steps = 0, 90 // len(workers_by_phase)
     for phase, num_workers in enumerate(workers_by_phase):

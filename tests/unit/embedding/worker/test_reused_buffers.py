@@ -18,7 +18,7 @@ def copy(buffers: ReusedBuffers, tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(300, 1025), (0, 4)])
+@pytest.mark.parametrize("shape", [LARGE, (0, 4)])
 def test_a_tensor_has_its_shape_and_type(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     expected = torch.full(shape, 1.5, dtype=dtype)
     found = copy(ReusedBuffers(), expected)

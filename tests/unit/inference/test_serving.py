@@ -14,29 +14,14 @@ import pytest
 from support.commands import ROOT, code_block
 from support.descriptors import redirected
 from support.trained import (
-    clicks_config,
     predicted_columns,
-    shop_config,
     write_clicks,
     write_shop,
-    write_trained,
 )
 
 from workers.cli import main
 
 PAGE = "docs/serving.md"
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    return write_trained(folder / "run", clicks_config(folder, **{"columns.tags": {"max_ids": 3}}))
-
-
-@pytest.fixture(scope="module")
-def shop_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shop")
-    return write_trained(folder / "run", shop_config(folder))
 
 
 @pytest.mark.parametrize(
