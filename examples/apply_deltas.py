@@ -10,7 +10,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from safetensors.numpy import load
+import numpy as np
+from safetensors import deserialize
+
+# NumPy has no bfloat16.
+TYPES = {
+    "F64": "f8",
+    "F32": "f4",
+    "BF16": "u2",
+    "F16": "f2",
+    "I64": "i8",
+    "I32": "i4",
+    "U8": "u1",
+    "BOOL": "?",
+}
 
 Tables = dict[str, dict[int, Any]]
 
@@ -25,8 +38,14 @@ def read_folder(folder: Path, identity: str) -> tuple[dict[str, Any], dict[str, 
         file = (folder / name).read_bytes()
         assert hashlib.sha256(file).hexdigest() == sha256, name
         if name.endswith(".safetensors"):
-            arrays[name] = load(file)
+            arrays[name] = {tensor: to_array(**stored) for tensor, stored in deserialize(file)}  # type: ignore[no-untyped-call]
     return manifest, arrays
+
+
+def to_array(dtype: str, shape: list[int], data: bytes) -> Any:
+    """Return a stored tensor as an array, bfloat16 as float32."""
+    array = np.frombuffer(data, TYPES[dtype]).reshape(shape)
+    return (array.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else array
 
 
 def read_newest(run: Path) -> tuple[int, Tables, dict[str, Any]]:

@@ -24,12 +24,15 @@ from hybrid.checkpoint.checkpoint_folders import (
     shard_file,
     step_folder,
 )
-from hybrid.checkpoint.tensor_file import map_arrays, read_tensors, to_floats
+from hybrid.checkpoint.tensor_file import map_arrays, read_tensors
 from hybrid.errors import CheckpointError
+from hybrid.primitives.bfloat16_arrays import assign_rows, to_floats
 from hybrid.primitives.key_buckets import range_of_shard
 from hybrid.storage import files as storage
 from hybrid.storage.file_formats import is_inner_name, parse_json
 from hybrid.storage.remote_path import StoragePath
+
+_BLOCK_ROWS = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,13 +181,14 @@ class Checkpoint:
         return mapped
 
     def read_rows(self, table: str, shape: tuple[int, int]) -> Tensor:
-        """Read all rows of a table of a given shape; see :meth:`map_rows`."""
+        """Read all rows of a table of a given shape, in their type; see :meth:`map_rows`."""
         mapped = self.map_rows(table, *shape)
         weights = [shard["weight"] for shard in mapped.shards]
-        rows_RD = np.empty(shape, to_floats(weights[0][:0]).dtype)
+        kind = weights[0].dtype
+        rows_RD = torch.empty(shape, dtype=torch.bfloat16 if kind == "V2" else getattr(torch, kind.name))
         for index, weight in enumerate(weights):
-            rows_RD[mapped.rows_of_shard(index)] = to_floats(weight)
-        return torch.from_numpy(rows_RD)
+            assign_rows(rows_RD, mapped.rows_of_shard(index), weight)
+        return rows_RD
 
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
         """Fill the tensors of one shard from a checkpoint with any number of shards.
@@ -207,11 +211,13 @@ class Checkpoint:
             if widths != {name: tensor.shape[1:] for name, tensor in into.items()}:
                 raise CheckpointError(f"{self.folder}: table {table} has another shape or optimizer")
             for name, tensor in into.items():
-                # No temporary array: the memory may be too small for one.
-                target, source = tensor.numpy()[rows], stored[name][stored_rows]
+                target, source = tensor[rows], stored[name][stored_rows]
                 if len(source) < len(target):
                     raise CheckpointError(f"{self.folder}: table {table} has fewer rows than the model's")
-                target[:] = source[: len(target)]
+                # No temporary array of all rows: the memory may be too small for one.
+                for start in range(0, len(target), _BLOCK_ROWS):
+                    block = slice(start, min(start + _BLOCK_ROWS, len(target)))
+                    assign_rows(target, block, source[block])
 
     def num_shards(self, table: str) -> int:
         """Return the number of files of a table; CheckpointError if the table is missing."""

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from hybrid.checkpoint.checkpoint_folders import CURRENT_FILE, DELTAS_FOLDER, Manifest, write_errors
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError
+from hybrid.primitives.bfloat16_arrays import to_floats
 from hybrid.storage import files as storage
 from hybrid.storage.file_formats import parse_fields, parse_json
 from hybrid.storage.private_files import make_folder, refuse_link
@@ -164,5 +165,5 @@ def read_changes(delta: Checkpoint, table: str, num_rows: int | None, dim: int) 
             raise CheckpointError(f"{delta.folder}: table {table} has invalid changes")
         assert rows is not None
         assert evicted is not None
-        changes.append(ChangedRows(rows, arrays["weight"], evicted))
+        changes.append(ChangedRows(rows, to_floats(arrays["weight"]), evicted))
     return changes

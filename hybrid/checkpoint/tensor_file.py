@@ -45,7 +45,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# The types of rows, optimizer state and keys. NumPy has no bfloat16; see :func:`to_floats`.
+# The types of rows, optimizer state and keys. NumPy has no bfloat16; see ``bfloat16_arrays.py``.
 _ARRAY_TYPES: dict[str, npt.DTypeLike] = {"F64": np.float64, "F32": np.float32, "I64": np.int64, "BF16": "V2"}
 # The header of a thousand tensors has 100 kB. safetensors accepts 100 MB, which need gigabytes of memory.
 _MAX_HEADER_BYTES = 8 << 20
@@ -122,13 +122,6 @@ def map_arrays(
         with _reading(path):
             arrays[name] = content[first:last].view(_ARRAY_TYPES[dtype]).reshape(entry["shape"])
     return arrays
-
-
-def to_floats(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a mapped array, or for bfloat16 a copy as float32."""
-    if array.dtype.kind != "V":
-        return array
-    return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def release_pages(array: npt.NDArray[Any]) -> None:

@@ -316,7 +316,11 @@ class TrainSection:
         "Whether a loss or gradient that is not finite stops the run, or skips the step.",
         choices=("stop", "skip"),
     )
-    dtype: str = setting("float32", "Type of rows, dense parameters and optimizer state.", choices=DTYPES)
+    dtype: str = setting(
+        "float32",
+        "Type of dense parameters and optimizer state, and of rows unless embedding.dtype is set.",
+        choices=DTYPES,
+    )
     initial: str = fixed(
         "",
         "Run, for its best checkpoint, or checkpoint whose model is the initial model: dense nets, rows of "

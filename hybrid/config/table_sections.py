@@ -54,10 +54,16 @@ class EmbeddingSection:
         is_name_fixed=True,
     )
     learning_rate: float = setting(0.05, "Learning rate of the rows.", above=0)
+    dtype: str = setting(
+        "train",
+        "Type of stored rows: that of train.dtype, or bfloat16 with half the bytes of float32. Updates are "
+        "computed in train.dtype and rounded up or down at random, so that on average no change is lost.",
+        choices=("train", "bfloat16"),
+    )
     wire_dtype: str = setting(
         "rows",
-        "Type of vectors and gradients in messages of training: the type of the rows, or bfloat16, which "
-        "halves the bytes and has eight bits of precision.",
+        "Type of vectors and gradients in messages of training. With rows, nothing is rounded. With "
+        "bfloat16, they have eight bits of precision and half the bytes of float32.",
         choices=("rows", "bfloat16"),
     )
     placement: str = setting(

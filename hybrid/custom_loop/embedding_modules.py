@@ -204,6 +204,8 @@ class TableModule(nn.Module):
             as the number of rows, or a million if there is no limit.
         init: "uniform" in [-init_scale, init_scale], "normal" with standard deviation init_scale, or "zeros".
         initial: file of pretrained rows, read by the workers; see :meth:`from_pretrained`.
+        dtype: type of stored rows: ``torch.bfloat16``, to which updates are rounded up or down at random, or
+            None for ``train.dtype``. The vectors have ``train.dtype``.
         ids: columns of the batch with which the module calls the table, such as ``"user"``. They are looked
             up before the module runs; other ids are looked up when the module calls the table. The name of a
             nested column is as in ``"features['user']"``. The name of a column of a tuple is its index, such
@@ -224,6 +226,7 @@ class TableModule(nn.Module):
         init_scale: float | None = None,
         init: str = "uniform",
         initial: str = "",
+        dtype: torch.dtype | None = None,
         ids: str | Sequence[str] = (),
     ) -> None:
         super().__init__()
@@ -238,6 +241,8 @@ class TableModule(nn.Module):
             )
         if init not in INITIALIZERS.names:
             raise ValueError(f"init is one of {', '.join(INITIALIZERS.names)}, not {init!r}")
+        if dtype not in (None, torch.bfloat16):
+            raise ValueError(f"dtype is torch.bfloat16, or None for train.dtype, not {dtype}")
         if padding_idx is not None and num_embeddings and not 0 <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx must be at least 0 and below {num_embeddings}, not {padding_idx}")
         if self.growth is not None and (initial or (optimizer is not None and optimizer.all_rows)):
@@ -250,6 +255,7 @@ class TableModule(nn.Module):
         self.init_scale = num_rows**-0.5 if init_scale is None else init_scale
         self.init = init
         self.initial = initial
+        self.dtype = dtype
         self.ids = (ids,) if isinstance(ids, str) else tuple(ids)
         self.weights: tuple[str, ...] = ()
         self.pooled_by = "auto"
@@ -309,6 +315,7 @@ class TableModule(nn.Module):
             initial=self.initial,
             pooled_by=self.pooled_by,
             growth=self.growth,
+            has_bfloat16_rows=self.dtype is torch.bfloat16,
         )
 
     def bind(self, name: str, loop: TrainingLoop) -> None:
@@ -415,6 +422,7 @@ class EmbeddingBag(TableModule):
         init_scale: float | None = None,
         init: str = "uniform",
         initial: str = "",
+        dtype: torch.dtype | None = None,
         ids: str | Sequence[str] = (),
         weights: str | Sequence[str] = (),
         include_last_offset: bool = False,
@@ -431,6 +439,7 @@ class EmbeddingBag(TableModule):
             init_scale=init_scale,
             init=init,
             initial=initial,
+            dtype=dtype,
             ids=ids,
         )
         self.weights = (weights,) if isinstance(weights, str) else tuple(weights)

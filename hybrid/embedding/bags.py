@@ -94,6 +94,16 @@ def pool_and_record(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
     return pooled_BD, bags
 
 
+def pool_widened(vectors_LD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
+    """Like :func:`pool_and_record`, given the vector of each id."""
+    order_L = torch.arange(len(vectors_LD), dtype=bags.ids_L.dtype)
+    pooled_BD, of_order = pool_and_record(vectors_LD, bags._replace(ids_L=order_L))
+    if of_order.winners_BD is None:
+        return pooled_BD, bags
+    rows_V = torch.cat([bags.ids_L, bags.ids_L.new_zeros(1)])  # an empty bag has the winner -1
+    return pooled_BD, bags._replace(winners_BD=rows_V[of_order.winners_BD.long()])
+
+
 def concatenate(parts: list[Bags]) -> Bags:
     """Concatenate bags with equal pooling and id type; all have offsets, or none has."""
     if len(parts) == 1:

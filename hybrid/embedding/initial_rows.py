@@ -19,6 +19,7 @@ from torch import Tensor
 from hybrid.embedding.stored_matrix import SavedRows, matrix_blocks
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import CheckpointError
+from hybrid.primitives.bfloat16_arrays import assign_rows
 from hybrid.primitives.splitmix64 import splitmix64
 from hybrid.storage.remote_path import parse_path
 
@@ -98,8 +99,7 @@ def read_initial_rows(table: TableSpec, tensors: Mapping[str, Tensor], index: in
             rule = f"table {table.initial_table} has another shape or optimizer than table {table.name}"
             raise CheckpointError(f"{table.initial}: {rule}")
         for name in names:
-            # numpy assigns the last row of a repeated value; torch does not specify which.
-            tensors[name].numpy()[rows_N] = stored[name]
+            assign_rows(tensors[name], rows_N, stored[name])  # of a repeated value, the last row
         is_filled_R[rows_N] = True
     return int(is_filled_R[index == 0 :].sum())
 

@@ -22,11 +22,13 @@ from numba.extending import intrinsic
 Function = TypeVar("Function", bound=Callable[..., Any])
 Ints = npt.NDArray[np.signedinteger[Any]]
 Floats = npt.NDArray[np.floating[Any]]
+Words = npt.NDArray[np.unsignedinteger[Any]]
 
 KEYS_END = 2**63 - 1  # ``num_rows`` for ids of any 64 bits; such ids are sorted as unsigned numbers
 _DIGIT_BITS = 11  # the counters of a digit fit the first-level cache
 _DIGITS = 1 << _DIGIT_BITS
 _CACHE_LINE_BYTES = 64
+_INFINITY = 0x7F800000  # bits of float32
 _ROWS_AHEAD = 8  # prefetch distance: rows arrive in time, and are not evicted before use
 
 
@@ -327,6 +329,43 @@ def put_rows(table_RD: Floats, rows_U: Ints, part_UD: Floats) -> None:
         row = rows_U[u]
         for d in range(part_UD.shape[1]):
             table_RD[row, d] = part_UD[u, d]
+
+
+_ROUND = "void(uint16[:,::1], {1}[::1], {0}[:,::1], uint64[::1])"
+
+
+@compiled(*(_ROUND.format(f, i) for i in ("int32", "int64") for f in ("float32", "float64")))
+def put_rounded_rows(table_RD: Words, rows_U: Ints, part_UD: Floats, seeds_U: Words) -> None:
+    """``table_RD[rows_U] = part_UD`` in bfloat16, each value rounded up or down at random.
+
+    The probability of a neighbor grows linearly with the closeness to it, so the expected result is the
+    value. A random number of 16 bits is added to the bits of the value as float32, whose lower half is then
+    cut off. Values that bfloat16 can represent stay, as do infinity and NaN. A finite value stays finite.
+
+    Args:
+        seeds_U: for each row, a state of SplitMix64. Its numbers 0, 1, ... are for the columns 0 to 3, 4 to
+            7, ..., from the lowest bits on.
+    """
+    dim = part_UD.shape[1]
+    values_D = np.empty(dim, np.float32)
+    bits_D = values_D.view(np.uint32)
+    for u in range(len(rows_U)):
+        row = rows_U[u]
+        state, random = np.uint64(seeds_U[u]), np.uint64(0)
+        for d in range(dim):
+            values_D[d] = part_UD[u, d]
+        for d in range(dim):
+            if d % 4 == 0:
+                state += np.uint64(0x9E3779B97F4A7C15)
+                random = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+                random = (random ^ (random >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+                random ^= random >> np.uint64(31)
+            bits = np.int64(bits_D[d])
+            magnitude = bits & 0x7FFFFFFF
+            if magnitude < _INFINITY:  # the upper half of a NaN from arithmetic is a NaN, too
+                magnitude = min(magnitude + np.int64(random & np.uint64(0xFFFF)), np.int64(_INFINITY - 1))
+            table_RD[row, d] = (bits >> 31 << 15) | (magnitude >> 16)
+            random >>= np.uint64(16)
 
 
 _PLACE = "void({0}[:,:,::1], int64[::1], {0}[:,::1])"

@@ -61,7 +61,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ShardGroup:
-    """Shards of one worker with the same width and optimizer, stored and looked up as one tensor.
+    """Shards of one worker with equal width, optimizer and type of rows, stored and looked up as one tensor.
 
     Shard i has the rows ``starts[i] : starts[i] + shards[i].num_rows`` of the group.
     """
@@ -71,6 +71,10 @@ class ShardGroup:
     shards: tuple[Shard, ...]
     starts: tuple[int, ...]
     num_rows: int
+
+    @property
+    def has_bfloat16_rows(self) -> bool:
+        return self.shards[0].table.has_bfloat16_rows
 
     @property
     def shard_starts(self) -> list[tuple[Shard, int]]:
@@ -118,11 +122,13 @@ class Placement:
 
     def groups(self, worker: int) -> tuple[ShardGroup, ...]:
         """Return the groups of a worker. Trainers also call this, since they address rows by group."""
-        keyed: dict[tuple[AddressKey, OptimizerSpec], list[Shard]] = {}
+        keyed: dict[tuple[AddressKey, OptimizerSpec, bool], list[Shard]] = {}
         for shard in self.of_worker(worker):
-            keyed.setdefault((shard.table.address_key, shard.table.optimizer), []).append(shard)
+            table = shard.table
+            key = table.address_key, table.optimizer, table.has_bfloat16_rows
+            keyed.setdefault(key, []).append(shard)
         groups = []
-        for ((dim, _), optimizer), shards in keyed.items():
+        for ((dim, _), optimizer, _), shards in keyed.items():
             *starts, total = accumulate((shard.num_rows for shard in shards), initial=0)
             groups.append(ShardGroup(dim, optimizer, tuple(shards), tuple(starts), total))
         return tuple(groups)
@@ -154,7 +160,8 @@ def state_values_per_row(table: TableSpec) -> int:
 def bytes_per_row(table: TableSpec) -> int:
     """Return the bytes of a row, its optimizer state, and, in a growing table, its key."""
     bytes_of_key = _BYTES_PER_KEY if table.growth else 0
-    return (table.dim + state_values_per_row(table)) * table.bytes_per_value + bytes_of_key
+    bytes_of_state = state_values_per_row(table) * table.bytes_per_value
+    return table.dim * table.row_bytes_per_value + bytes_of_state + bytes_of_key
 
 
 def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> float:
@@ -213,7 +220,7 @@ def should_trainers_pool(
         num_shards: number of workers that hold the table.
         ids_per_sample: see :func:`bag_ids`. If the table has no feature in it, workers pool.
         samples: number of samples of a trainer's lookup; 0 if unknown.
-        wire_bytes_per_value: bytes of each sent value; None for the bytes of a value in the rows.
+        wire_bytes_per_value: bytes of each sent value; None for those in the rows, and in their gradients.
     """
     if table.growth is not None:
         return True
@@ -222,7 +229,8 @@ def should_trainers_pool(
         return True
     if table.pooled_by != "auto":
         return table.pooled_by == "trainers"
-    row_bytes = 2 * table.dim * (wire_bytes_per_value or table.bytes_per_value) + BYTES_PER_ID
+    grad_bytes = table.dim * (wire_bytes_per_value or table.bytes_per_value)
+    row_bytes = table.dim * (wire_bytes_per_value or table.row_bytes_per_value)
     num_bags = num_ids = num_distinct = 0.0
     for means in bag_ids(table, ids_per_sample).values():
         draws = samples * sum(means)
@@ -233,8 +241,10 @@ def should_trainers_pool(
             num_distinct += min(1.0, draws)
         else:
             num_distinct -= table.num_rows * math.expm1(draws * math.log1p(-1 / table.num_rows))
-    by_workers = num_shards * num_bags * row_bytes + num_ids * BYTES_PER_ID
-    return num_distinct * row_bytes < _MAX_FRACTION_OF_BYTES * by_workers
+    # A pooled vector has as many bytes as its gradient.
+    by_workers = num_shards * num_bags * (2 * grad_bytes + BYTES_PER_ID) + num_ids * BYTES_PER_ID
+    by_trainers = num_distinct * (row_bytes + grad_bytes + BYTES_PER_ID)
+    return by_trainers < _MAX_FRACTION_OF_BYTES * by_workers
 
 
 def place(

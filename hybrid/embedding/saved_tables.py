@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.stored_keys import Arrays, read_keys
-from hybrid.checkpoint.tensor_file import to_floats
 from hybrid.config import TableSection
 from hybrid.config.loading import CONFIG_FILE, load_config
 from hybrid.config.table_sections import table_optimizer
@@ -31,6 +30,7 @@ from hybrid.data.parse.parquet_blocks import open_parquet
 from hybrid.data.values.column_values import is_list, parse_values
 from hybrid.embedding.stored_matrix import ReadRows, SavedRows, rows_of
 from hybrid.errors import DataError, StorageError, first_line
+from hybrid.primitives.bfloat16_arrays import to_floats
 from hybrid.primitives.key_buckets import NUM_BUCKETS
 from hybrid.storage.files import exists
 from hybrid.storage.remote_path import StoragePath, parse_path

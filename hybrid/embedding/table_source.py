@@ -23,6 +23,10 @@ class TableSource(Protocol):
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingResult[list[Tensor]]:
         """Return pooled vectors, one tensor per item, once the updates that the ticket requires are applied.
 
+        Unless vectors are rounded, rows in bfloat16 are sent as int16. For ``Purpose.TRAIN``, the result then
+        ends with zeros for each such tensor, which have the gradients of the rows, because autograd gives
+        integers none. A message has one value for all of these zeros.
+
         For ``Purpose.TRAIN``, the vectors require gradients. The backward pass must reach each lookup exactly
         once. The lookup's gradients then become part of the update of the ticket's step. For
         ``Purpose.PREFETCH``, the vectors are plain values, and :meth:`send_gradients` takes their gradients.

@@ -76,7 +76,7 @@ class TableSpec:
     init_scale: float  # scale of the initial rows; see ``init``
     placement: str = "auto"  # "auto", "table" (whole on one worker) or "row" (split over workers)
     workers: tuple[int, ...] = ()  # indices of the allowed workers; empty for any
-    bytes_per_value: int = 4  # bytes of a value of the rows and their optimizer state
+    bytes_per_value: int = 4  # bytes of a value of optimizer state, gradients and pooled vectors
     initial: str = ""  # file or folder of initial rows (see ``initial_rows.py``); empty for random ones
     # If ``initial`` is the folder of a checkpoint or of exported tables, the name of the table there.
     initial_table: str = ""
@@ -92,6 +92,13 @@ class TableSpec:
     pooled_by: str = "auto"
     # The rules of a growing table, whose ids are 64-bit keys; None for a fixed number of rows.
     growth: GrowthSpec | None = None
+    # Whether rows are stored in bfloat16. Otherwise, a value has ``bytes_per_value``.
+    has_bfloat16_rows: bool = False
+
+    @property
+    def row_bytes_per_value(self) -> int:
+        """Bytes of a value of the rows."""
+        return 2 if self.has_bfloat16_rows else self.bytes_per_value
 
     @property
     def expected_rows(self) -> int:

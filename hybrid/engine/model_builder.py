@@ -88,6 +88,7 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec]) -> Ta
         poolings=poolings if {*poolings} != {pooling} else (),
         sequences=sequences if any(sequences) else (),
         growth=growth,
+        has_bfloat16_rows=shared.dtype == "bfloat16",
     )
 
 
@@ -132,7 +133,7 @@ def samples_of_lookup(config: RunConfig) -> float:
 
 
 def wire_bytes_per_value(config: RunConfig) -> int | None:
-    """Return the bytes of a sent value in training; None for those of the rows."""
+    """Return the bytes of a sent value in training; None if nothing is rounded."""
     return 2 if config.embedding.wire_dtype == "bfloat16" else None
 
 
@@ -146,7 +147,7 @@ class Blueprint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of rows, dense nets and optimizer state."""
+        """The type of dense nets, optimizer state, and rows that are not in bfloat16."""
         dtype: torch.dtype = getattr(torch, self.config.train.dtype)
         return dtype
 

@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hybrid.checkpoint.tensor_file import expect_random_reads, to_floats
+from hybrid.checkpoint.tensor_file import expect_random_reads
 from hybrid.embedding.initial_rows import random_salt
 from hybrid.embedding.table_spec import TableSpec
+from hybrid.primitives.bfloat16_arrays import assign_rows, to_floats
 from hybrid.primitives.key_buckets import NUM_BUCKETS, bucket_of, buckets_of_shard
 
 # The arrays of each file of a table; see :func:`hybrid.checkpoint.stored_keys.map_keys`.
@@ -45,8 +46,11 @@ class GrowingTable(nn.Module):
         keys_N = torch.from_numpy(np.concatenate([shard["keys"] for shard in shards]))
         self.register_buffer("ordered_keys", torch.cat([keys_N ^ _SIGN, keys_N.new_zeros(1)]))
         self.weight = nn.Parameter(torch.zeros(len(keys_N) + 1, table.dim, dtype=dtype))
-        weights = [to_floats(shard["weight"]) for shard in shards]
-        np.concatenate(weights, out=self.weight.detach()[:-1].numpy())
+        start = 0
+        for shard in shards:
+            end = start + len(shard["weight"])
+            assign_rows(self.weight.detach(), slice(start, end), shard["weight"])
+            start = end
 
     @property
     def keys(self) -> Tensor:
@@ -134,7 +138,8 @@ def initial_rows(keys_U: Tensor, table: TableSpec, seed: int) -> Tensor:
         values_UD = torch.special.ndtri(values_UD.double() + 2**-25)
     else:
         values_UD = values_UD * 2 - 1
-    return values_UD * table.init_scale
+    values_UD = values_UD * table.init_scale
+    return values_UD.to(torch.bfloat16) if table.has_bfloat16_rows else values_UD
 
 
 def hash_ids(ids: Tensor) -> Tensor:

@@ -47,10 +47,10 @@ class TableExport:
     stay mapped, so others may remove the files.
 
     Args:
-        dtype: data type of the exported rows.
+        dtype: data type of the exported rows; None for that of the rows.
     """
 
-    def __init__(self, model: TrainedModule, dtype: torch.dtype) -> None:
+    def __init__(self, model: TrainedModule, dtype: torch.dtype | None = None) -> None:
         stored = model.trained.stored
         self.model, self._dtype = model, dtype
         self._shards: dict[str, Shards] = {}
@@ -125,25 +125,28 @@ class TableExport:
         shards, num_rows = self._shards[table.name], table.num_rows
         if table.growth is not None:
             num_rows = sum(len(shard["weight"]) for shard in shards) + sum(len(each.rows) for each in changes)
-        num_bytes = num_rows * (table.dim * self._dtype.itemsize + 8)  # a key has 8 bytes
+        num_bytes = num_rows * (table.dim * self._row_dtype(table).itemsize + 8)  # a key has 8 bytes
         count = min(1 << max(0, -(-num_bytes // SHARD_BYTES) - 1).bit_length(), NUM_BUCKETS)
         return max(count, len(shards)) if self._has_ranges else count  # does not oscillate
 
+    def _row_dtype(self, table: TableSpec) -> torch.dtype:
+        return self._dtype or self.model.row_dtype(table)
+
     def _read(self, table: TableSpec, part: range, changes: Sequence[ChangedRows]) -> dict[str, Tensor]:
         """Return a range of rows, or of the buckets of a growing table, after changes in this range."""
-        shards = self._shards[table.name]
+        shards, dtype = self._shards[table.name], self._row_dtype(table)
         if table.growth is None:
             mapped = MappedRows(shards, table.num_rows, self._has_ranges)
             weight_RD = mapped.read(np.arange(part.start, part.stop))["weight"]
             for change in changes:
                 weight_RD[change.rows - part.start] = change.weight
-            return {"weight": torch.from_numpy(weight_RD).to(self._dtype)}
+            return {"weight": torch.from_numpy(weight_RD).to(dtype)}
         slices = [(shard, find_buckets(shard["keys"], part)) for shard in shards]
         arrays = [{name: shard[name][own] for name in ("keys", "weight")} for shard, own in slices]
         rows = GrowingTable(table, 0, arrays, self.model.dtype)
         for change in changes:
             rows.update(*map(torch.from_numpy, change))
-        return {"keys": rows.keys, "weight": rows.weight.detach()[:-1].to(self._dtype)}
+        return {"keys": rows.keys, "weight": rows.weight.detach()[:-1].to(dtype)}
 
 
 def _select(changes: Sequence[ChangedRows], part: range, is_growing: bool) -> list[ChangedRows]:

@@ -29,6 +29,7 @@ from hybrid.inference.raw_rows import table_batch
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec
 from hybrid.metrics import Predictions, compute_predictions
+from hybrid.primitives.bfloat16_arrays import to_floats
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.user_code.run_signature import load_run_config
 
@@ -76,12 +77,13 @@ def load(
 
     def rows_of(table: TableModule) -> Tensor | nn.Module:
         if table.growth is None:
-            return stored.read_rows(names[table], (table.num_embeddings, table.embedding_dim))
+            rows_RD = stored.read_rows(names[table], (table.num_embeddings, table.embedding_dim))
+            return rows_RD.float() if rows_RD.dtype is torch.bfloat16 else rows_RD
         from hybrid.inference.custom_module import StoredTable  # custom_module imports this module
 
         seed = load_run_config(stored.files_folder / CONFIG_FILE, trust_code=trust_code).run.seed
         shards = [*map_keys(stored, names[table], {"weight": (table.embedding_dim,)}, has_any_state=True)]
-        dtype: torch.dtype = getattr(torch, shards[0]["weight"].dtype.name)
+        dtype: torch.dtype = getattr(torch, to_floats(shards[0]["weight"][:0]).dtype.name)
         rows = GrowingTable(table.spec(names[table], dtype.itemsize), seed, shards, dtype)
         return StoredTable(table, rows, dtype)
 
@@ -158,15 +160,16 @@ class TrainedModule(nn.Module):
         self.tables = nn.ModuleList()
         for table in tables:
             name, shape = table.name, (table.num_rows, table.dim)
+            dtype = self.row_dtype(table)
             if table.growth is not None:
                 shards = [*map_keys(trained.stored, name, {"weight": (table.dim,)}, has_any_state=True)]
                 kind = GrowingTable if in_memory else MappedGrowingTable
-                self.tables.append(kind(table, trained.config.run.seed, shards, self.dtype))
+                self.tables.append(kind(table, trained.config.run.seed, shards, dtype))
             elif in_memory:
-                rows_RD = trained.stored.read_rows(name, shape).to(self.dtype)
+                rows_RD = trained.stored.read_rows(name, shape).to(dtype)
                 self.tables.append(nn.Embedding.from_pretrained(rows_RD, freeze=False))
             else:
-                self.tables.append(MappedTable(trained.stored.map_rows(name, *shape), self.dtype))
+                self.tables.append(MappedTable(trained.stored.map_rows(name, *shape), dtype))
         self.table_specs = tuple(tables)
         self.table_names = tuple(table.name for table in tables)
         self.growing_tables = tuple(table.name for table in tables if table.growth is not None)
@@ -241,6 +244,10 @@ class TrainedModule(nn.Module):
             else:
                 tensors[name] = values
         return {name: tensors[name] for name in self.input_names}
+
+    def row_dtype(self, table: TableSpec) -> torch.dtype:
+        """Return the type of the rows of a table."""
+        return torch.bfloat16 if table.has_bfloat16_rows else self.dtype
 
     def predict(self, batch: Batch) -> Predictions:
         """Compute the outputs for a batch of any size, without gradients."""

@@ -5,6 +5,8 @@ torch.optim update the rows of a step as if each row had a separate optimizer, o
 Row-wise Adagrad and FTRL are written here, since torch does not have them.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -27,23 +29,33 @@ _STATE_OF_ROWS = {"rowwise_adagrad": ("sum",), "adam": ("steps",), "adamw": ("st
 
 
 def initial_state(spec: OptimizerSpec, table_RD: Tensor) -> State:
-    """Return the optimizer state of a table, all zeros, by the names of the state on workers."""
+    """Return the optimizer state of a table, all zeros of its type, by the names of the state on workers."""
     of_values = {name: torch.zeros_like(table_RD) for name in _STATE_OF_VALUES.get(spec.name, ())}
     of_rows = {name: table_RD.new_zeros(len(table_RD)) for name in _STATE_OF_ROWS.get(spec.name, ())}
     return of_values | of_rows
 
 
 def update_rows(
-    spec: OptimizerSpec, learning_rate: float, table_RD: Tensor, state: State, ids_U: Tensor, grad_UD: Tensor
+    spec: OptimizerSpec,
+    learning_rate: float,
+    table_RD: Tensor,
+    state: State,
+    ids_U: Tensor,
+    grad_UD: Tensor,
+    rounded: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> None:
     """Take one optimizer step with the gradients of the distinct rows ``ids_U``, in place.
 
     With ``all_rows``, all other rows take the step with gradients of zero.
+
+    Args:
+        rounded: for a table in bfloat16, returns new rows (U, D), given their ids, in this type.
     """
     if spec.all_rows:
-        grad_UD = torch.zeros_like(table_RD).index_copy_(0, ids_U, grad_UD)
+        grad_UD = grad_UD.new_zeros(table_RD.shape).index_copy_(0, ids_U, grad_UD)
         ids_U = torch.arange(len(table_RD))
-    rows_UD, state_U = table_RD[ids_U], {name: of_table[ids_U] for name, of_table in state.items()}
+    rows_UD = table_RD[ids_U].to(grad_UD.dtype)
+    state_U = {name: of_table[ids_U] for name, of_table in state.items()}
     match spec.name:
         case "rowwise_adagrad":
             grad_UD = grad_UD.add(rows_UD, alpha=spec.weight_decay)
@@ -54,7 +66,7 @@ def update_rows(
             _ftrl(rows_UD, grad_UD, state_U, spec, learning_rate)
         case _:
             _torch_step(rows_UD, grad_UD, state_U, spec, learning_rate)
-    table_RD[ids_U] = rows_UD
+    table_RD[ids_U] = rows_UD if rounded is None else rounded(rows_UD, ids_U)
     for name, of_table in state.items():
         of_table[ids_U] = state_U[name]
 

@@ -12,6 +12,7 @@ import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain, count, islice, repeat
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from hybrid.models.dense_net import DenseNet
 from hybrid.models.layers import pad_histories
 from hybrid.reference.reference_keys import ReferenceKeys
 from hybrid.reference.reference_losses import ReferenceLoss
+from hybrid.reference.reference_rounding import round_stochastically
 from hybrid.reference.reference_rows import initial_state, update_rows
 
 
@@ -79,11 +81,12 @@ class Reference:
         self._table_of = {name: table.for_feature(name) for table in tables for name in table.features}
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
 
-        self.tables = {table.name: rows[table.name].to(self._dtype, copy=True) for table in tables}
+        self.tables = {each.name: rows[each.name].to(self._row_dtype(each), copy=True) for each in tables}
         self.keys = {table.name: ReferenceKeys(table.growth) for table in tables if table.growth is not None}
         self._initial_rows = initial_rows
         self._step = 0
-        self.table_states = {t.name: initial_state(t.optimizer, self.tables[t.name]) for t in tables}
+        wide = {name: table_RD.to(self._dtype) for name, table_RD in self.tables.items()}
+        self.table_states = {t.name: initial_state(t.optimizer, wide[t.name]) for t in tables}
 
         self.nets = _nets(net, config.dense, config.cluster.trainers)
         self.remote_net = copy.deepcopy(remote_net)
@@ -142,6 +145,9 @@ class Reference:
     def dense_state(self, module: nn.Module) -> dict[str, dict[str, Tensor]]:
         return {name: self.optimizer.state.get(p, {}) for name, p in module.named_parameters()}
 
+    def _row_dtype(self, table: TableSpec) -> torch.dtype:
+        return torch.bfloat16 if table.has_bfloat16_rows else self._dtype
+
     def _copy_rows(self, batches: Sequence[Batch]) -> dict[str, _StepRows]:
         ids: dict[str, list[Tensor]] = {name: [] for name in self.tables}
         for batch in batches:
@@ -156,10 +162,10 @@ class Reference:
     def _read(self, table: TableSpec, ids_U: Tensor) -> Tensor:
         """Return the rows of ids; of a growing table, initial rows for ids without one."""
         if table.name not in self.keys:
-            return self.tables[table.name][ids_U]
+            return self.tables[table.name][ids_U].to(self._dtype)
         keys, row_of = [key % 2**64 for key in ids_U.tolist()], self.keys[table.name].row_of
         assert self._initial_rows is not None
-        rows_UD = self._initial_rows(table, keys).to(self._dtype)
+        rows_UD = self._initial_rows(table, keys).to(self._row_dtype(table)).to(self._dtype)
         for index, key in enumerate(keys):
             if key in row_of:
                 rows_UD[index] = self.tables[table.name][row_of[key]]
@@ -171,9 +177,9 @@ class Reference:
         keys = [key % 2**64 for key in ids_U.tolist()]
         admitted = reference_keys.count(keys, self._step)
         assert self._initial_rows is not None
-        new_RD = self._initial_rows(table, admitted).to(self._dtype)
+        new_RD = self._initial_rows(table, admitted).to(self._row_dtype(table))
         self.tables[table.name] = torch.cat([self.tables[table.name], new_RD])
-        for name, state in initial_state(table.optimizer, new_RD).items():
+        for name, state in initial_state(table.optimizer, new_RD.to(self._dtype)).items():
             of_table = self.table_states[table.name]
             of_table[name] = torch.cat([of_table[name], state])
         return torch.tensor([reference_keys.row_of.get(key, -1) for key in keys], dtype=torch.int64)
@@ -242,14 +248,21 @@ class Reference:
                 continue
             assert rows_UD.grad is not None, "every table has a feature that reads it"
             grad_UD = rows_UD.grad
+            keys_U = None
             if spec.name in self.keys:
                 rows_U = self._grow(spec, ids_U)
-                ids_U, grad_UD = rows_U[rows_U >= 0], grad_UD[rows_U >= 0]
+                ids_U, keys_U, grad_UD = (each[rows_U >= 0] for each in (rows_U, ids_U, grad_UD))
             rate = spec.optimizer.learning_rate * factor
             table_RD, state = self.tables[spec.name], self.table_states[spec.name]
-            update_rows(spec.optimizer, rate, table_RD, state, ids_U, grad_UD)
+            rounded = partial(self._round, spec.name, keys_U) if spec.has_bfloat16_rows else None
+            update_rows(spec.optimizer, rate, table_RD, state, ids_U, grad_UD, rounded)
             if spec.name in self.keys:
                 self.keys[spec.name].sweep(self._step)
+
+    def _round(self, table: str, keys_U: Tensor | None, rows_UD: Tensor, ids_U: Tensor) -> Tensor:
+        """Return new rows of a table in bfloat16; ``keys_U`` are the keys of a growing table."""
+        numbers_U = ids_U if keys_U is None else keys_U
+        return round_stochastically(rows_UD, numbers_U, self._config.run.seed, self._step, table)
 
 
 def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -33,7 +33,7 @@ from hybrid.security.message_signature import is_contiguous, memory_of
 MIN_BLOCK_BYTES = 1 << 14  # encrypting fewer bytes is as fast as using a block
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
-    *(torch.int32, torch.int64, torch.uint8, torch.bool),
+    *(torch.int32, torch.int64, torch.uint8, torch.bool, torch.int16),
 )
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 _ALIGNMENT = 64

@@ -47,7 +47,11 @@ def visits_config(path: Path, update: str, **checkpoint: Any) -> RunConfig:
     remote = {"remote_mlp": (8,)} if update == "sync" else {}
     return small_config(
         data={"format": "csv", "path": (str(path),), "multi_hot_separator": "|", **columns},
-        embedding={"optimizer": "adagrad", "dim": 4},
+        embedding={
+            "optimizer": "adagrad",
+            "dim": 4,
+            "dtype": "bfloat16" if update == "lookahead" else "train",
+        },
         train={"epochs": 9, "max_steps": TOTAL, "log_every_steps": 5, "batch_size": 64, "update": update},
         dense={"optimizer": "Adam", "learning_rate": 0.01, **remote},
         checkpoint={"deltas": "every(steps = 1, seconds = 0)", **checkpoint},
@@ -142,7 +146,7 @@ def test_deltas_lead_from_a_checkpoint_to_the_values_of_the_next(followed: Follo
     assert {*tables["user"]} == {*after["user keys"].tolist()}
     for table, rows in tables.items():
         keys = after["user keys"].tolist() if table == "user" else range(len(rows))
-        assert np.array_equal([rows[key] for key in keys], after[f"{table} rows"].numpy())
+        assert np.array_equal([rows[key] for key in keys], after[f"{table} rows"].float().numpy())
     assert dense.keys() == {name.partition(".")[2] for name in after if name.startswith("net.")}
     assert all(np.array_equal(array, after[f"net.{name}"].numpy()) for name, array in dense.items())
 

@@ -50,13 +50,13 @@ def write_clicks(path: Path) -> None:
 
 
 def lookahead_config(path: Path) -> RunConfig:
-    """Every pooling, split and unsplit tables, updates of all rows, micro-batches, rounded vectors."""
+    """Every pooling, split and unsplit tables, updates of all rows, micro-batches, rounded rows."""
     write_clicks(path)
     columns = {"label": "clicked", "dense": ("price",), "sparse": ("user", "brand", "tag", "word")}
     train = dataclasses.replace(CONFIG.train, update="lookahead", micro_batches=2, batch_size=64)
     return small_config(
         data={"format": "csv", "path": (str(path),), "multi_hot_separator": "|", **columns},
-        embedding={"optimizer": "adam(weight_decay = 0.01)", "dim": 4, "wire_dtype": "bfloat16"},
+        embedding={"optimizer": "adam(weight_decay = 0.01)", "dim": 4, "dtype": "bfloat16"},
     ).replace(
         train=train,
         checkpoint=CONFIG.checkpoint,

@@ -102,6 +102,25 @@ SAME_BITS = (
         ),
         Case(trainers=1, workers=3, placement="row", growing="all", optimizer="adam", shared_table=False),
     ]
+    + [
+        Case(
+            trainers=1,
+            workers=3,
+            optimizer="adam",
+            features=features,
+            dtype="float32",
+            row_dtype="bfloat16",
+            update=update,
+            growing=growing,
+            shared_table=False,
+        )
+        for features, update, growing in (
+            ("max", "sync", ""),
+            ("mean", "lookahead", ""),
+            ("one_hot", "sync", "all"),
+            ("sum", "lookahead", "all"),
+        )
+    ]
 )
 
 
@@ -123,6 +142,10 @@ FURTHER_CASES = [
     UNEVEN(micro_batches=3, tasks="ranked", features="mean"),
     UNEVEN(net="ple", tasks="several", update="lookahead", remote=True),
     UNEVEN(growing="all", clip_norm=0.2, features="weights"),
+    UNEVEN(growing="all", row_dtype="bfloat16", optimizer="ftrl", placement="row"),
+    SEQUENCES(
+        row_dtype="bfloat16", update="lookahead", optimizer="momentum", all_rows=True, weight_decay=0.1
+    ),
 ]
 FURTHER_LONG_CASES = [
     SEQUENCES(inputs="uneven", placement="row", optimizer="adagrad"),

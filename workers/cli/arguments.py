@@ -178,7 +178,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     export.add_argument("--output", type=_path, required=True, metavar="FOLDER", help=help_text)
     help_text = "program: torch.export; onnx; tables: safetensors (default: program); repeatable"
     export.add_argument("--format", action="append", choices=EXPORTS, help=help_text)
-    help_text = "data type of the tables; the loss of precision is measured (default: that of the run)"
+    help_text = "data type of the tables; the loss of precision is measured (default: that of the rows)"
     export.add_argument("--dtype", choices=ROW_TYPES, help=help_text)
     help_text = "export each new model of a run with checkpoint.deltas, until the run ends"
     export.add_argument("--follow", action="store_true", help=help_text)

@@ -250,8 +250,8 @@ def export_run(
     Args:
         folder: a run, of which the best checkpoint is used, or a checkpoint.
         formats: of "program", "onnx" and "tables".
-        dtype: data type of the tables; None for the data type of the run. For a narrower type,
-            the metrics before and after the conversion are printed.
+        dtype: data type of the tables; None for the data type of their rows. For a narrower type than the
+            run's, the metrics before and after the conversion are printed.
         module: see :func:`predict`.
 
     Raises:
@@ -264,9 +264,11 @@ def export_run(
         folder, trust_code, module, uses_data=dtype is not None, in_memory=bool(_PROGRAMS & {*formats})
     )
     lines = [f"{'checkpoint':<{_LABEL_WIDTH}}{model.trained.origin}"]
-    exported: torch.dtype = model.dtype if dtype is None else getattr(torch, dtype)
-    if exported.itemsize < model.dtype.itemsize:
+    exported: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+    if exported is not None and exported.itemsize < model.dtype.itemsize:
         lines += _narrow(model, exported)
+    elif exported is not None:
+        model.tables.to(exported)
     files = _export(model, output, formats, partial(TableExport(model, exported).write, changes={}))
     lines += [f"{'wrote':<{_LABEL_WIDTH}}{output / name}" for name in files]
     for line in lines:
@@ -287,7 +289,7 @@ def export_followed(
     tables: TableExport | None = None
     for model, changes in follow_changes(run, trust_code=trust_code, in_memory=in_memory):
         if tables is None or tables.model is not model:
-            tables, last_folder = TableExport(model, model.dtype), None
+            tables, last_folder = TableExport(model), None
         folder = output / f"step-{model.step:08d}"
         if folder in kept:  # exported before the run or this command was interrupted
             kept.remove(folder)

@@ -276,7 +276,7 @@ def traffic(
 
     Args:
         ids_per_sample: mean number of ids of each multi-hot feature; other features have one.
-        wire_bytes: bytes of a value in a message; None for the same size as in the table.
+        wire_bytes: bytes of a value in a message; None for those in the rows, and in their gradients.
     """
     by_worker_2W, values = np.zeros((2, placement.num_workers)), 0.0
     for table in tables:
@@ -296,9 +296,12 @@ def traffic(
             bag_rows, vectors = bag_total / num_shards, samples * sum(map(len, bags.values()))
             values += (positions + vectors * num_shards) * table.dim
         rows /= num_shards
-        vector_bytes = (rows + vectors) * table.dim * (wire_bytes or table.bytes_per_value)
+        row_bytes = rows * table.dim * (wire_bytes or table.row_bytes_per_value)
+        pooled_bytes, grad_bytes = (
+            number * table.dim * (wire_bytes or table.bytes_per_value) for number in (vectors, rows + vectors)
+        )
         id_bytes = (rows + bag_rows + vectors) * BYTES_PER_ID  # bags have offsets beside their ids
-        by_worker_2W[:, holders] += np.array((id_bytes + vector_bytes, vector_bytes))[:, None]
+        by_worker_2W[:, holders] += np.array((id_bytes + grad_bytes, row_bytes + pooled_bytes))[:, None]
     up_W, down_W = by_worker_2W
     return Traffic(up_W, down_W, values)
 

@@ -84,6 +84,7 @@ class Lookup:
         self._successor: Lookup | None = None
         self._responses: dict[int, PendingResult[list[Tensor]]] = {}
         self._wire_dtype = torch.float32
+        self._is_bits: list[bool] = []
         self.ranks_BF: Tensor | None = None
 
     def start(self, after: Lookup | None = None) -> Lookup:
@@ -122,18 +123,23 @@ class Lookup:
             raise ClusterError(
                 f"step {self._ticket.step}: no lookup was sent, because the earlier gradients were not"
             )
-        tensors = [tensor for worker in self._items for tensor in self._responses[worker].wait()]
+        responses = [(self._responses[worker].wait(), len(items)) for worker, items in self._items.items()]
         self._responses = {}  # free them early
+        tensors = [tensor for response, size in responses for tensor in response[:size]]
+        zeros = [tensor for response, size in responses for tensor in response[size:]]
         # Autograd records a function of plain values only if one of its inputs requires a gradient.
         anchor = torch.zeros(0, requires_grad=self._ticket.purpose is Purpose.PREFETCH)
         with self._clock.span("assemble"):
-            outputs: tuple[Tensor, ...] = _Assemble.apply(anchor, self, *tensors)  # type: ignore[no-untyped-call]
+            outputs: tuple[Tensor, ...] = _Assemble.apply(anchor, self, *tensors, *zeros)  # type: ignore[no-untyped-call]
         return outputs
 
     def assemble(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs, given the tensors of all responses, worker by worker."""
-        self._wire_dtype = next((tensor.dtype for tensor in tensors), self._wire_dtype)
-        rest = (t.float() if t.dtype is torch.bfloat16 else t for t in tensors)
+        """Return the outputs, given the tensors of all responses, worker by worker; then zeros."""
+        self._is_bits = [tensor.dtype is torch.int16 for tensor in tensors]  # rows in bfloat16
+        floats = [t.dtype for t, is_bits in zip(tensors, self._is_bits, strict=True) if not is_bits]
+        self._wire_dtype = next(iter(floats), self._wire_dtype)
+        stored = (t.view(torch.bfloat16) if t.dtype is torch.int16 else t for t in tensors)
+        rest = (t.float() if t.dtype is torch.bfloat16 else t for t in stored)
         responses = {worker: list(islice(rest, len(request))) for worker, request in self._items.items()}
         return self._layout.outputs(responses)
 
@@ -142,7 +148,10 @@ class Lookup:
         with self._clock.span("split gradients"):
             by_slot = {slot: g.to(self._wire_dtype) for slot, g in self._layout.gradients(output_grads)}
         if self._ticket.purpose is not Purpose.PREFETCH:
-            return [by_slot[worker, i] for worker, items in self._items.items() for i in range(len(items))]
+            slots = [(worker, i) for worker, items in self._items.items() for i in range(len(items))]
+            grads = list(zip((by_slot[slot] for slot in slots), self._is_bits, strict=False))
+            of_items = [None if is_bits else grad for grad, is_bits in grads]
+            return of_items + [grad for grad, is_bits in grads if is_bits]
         for worker, items in self._items.items():
             self._send_gradients(worker, [by_slot[worker, i] for i in range(len(items))])
         return [None] * len(by_slot)

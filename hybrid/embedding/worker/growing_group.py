@@ -36,6 +36,7 @@ from hybrid.embedding.stored_matrix import SavedRows
 from hybrid.embedding.worker.key_maps import KeyMap, copy_rows
 from hybrid.embedding.worker.table_groups import TableGroup
 from hybrid.errors import CheckpointError
+from hybrid.primitives.bfloat16_arrays import as_array, assign_rows
 from hybrid.primitives.huge_pages import reserved_zeros
 from hybrid.primitives.key_buckets import NUM_BUCKETS, bucket_of
 from hybrid.updates.ticket import Purpose
@@ -49,7 +50,6 @@ class GrowingGroup(TableGroup):
         self._table = self._shard.table
         assert self._table.growth is not None
         self._growth = self._table.growth
-        self._seed = 0
         self._steps_before = 0  # steps of earlier runs, which records count
         self._events: Counter[str] = Counter()
         self._evicted: list[Ints] = []  # keys that lost their rows since changes are tracked
@@ -89,7 +89,7 @@ class GrowingGroup(TableGroup):
             if name not in stored or stored[name].shape[1:] != tensor.shape[1:]:
                 rule = f"table {self._table.initial_table} has another shape or optimizer"
                 raise CheckpointError(f"{self._table.initial}: {rule} than table {self._table.name}")
-            tensor.numpy()[rows_U] = stored[name]
+            assign_rows(tensor, rows_U, stored[name])
         return int(is_new_U.sum())
 
     def _read_keys(
@@ -104,7 +104,7 @@ class GrowingGroup(TableGroup):
             self._keys.load(keys.records_R2, keys.pending_P2)
             self._steps_before = keys.num_steps
             for name, tensor in tensors.items():
-                tensor.numpy()[rows] = keys.rows[name]
+                assign_rows(tensor, rows, keys.rows[name])
         return self._keys.end - start
 
     def _is_own(self, keys_B: Ints) -> npt.NDArray[np.bool_]:
@@ -116,7 +116,7 @@ class GrowingGroup(TableGroup):
         vectors_UD = self._buffers.empty((len(keys_U), self.group.dim), self.weight_RD.dtype)
         with self._lock:
             rows_U = self._keys.find(keys_U)
-            num_absent = copy_rows(self.weight_RD.numpy(), rows_U, vectors_UD.numpy())
+            num_absent = copy_rows(as_array(self.weight_RD), rows_U, as_array(vectors_UD))
             self._events.update(lookups=len(keys_U), unknown=num_absent)
         if num_absent:
             absent = np.flatnonzero(rows_U < 0)
@@ -125,6 +125,7 @@ class GrowingGroup(TableGroup):
         return vectors_UD, bags
 
     def begin_update(self, gradients: RowGradients, step: int) -> RowGradients:
+        super().begin_update(gradients, step)
         keys_U, step = gradients.rows_U.numpy(), self._steps_before + step
         growth = self._growth
         with self._lock:
@@ -137,6 +138,9 @@ class GrowingGroup(TableGroup):
             for tensor in self.optimizer.state.values():
                 tensor[new_rows] = 0.0  # a removed key may have had the row
         return gradients.select(torch.from_numpy(rows_U))
+
+    def _locate(self, rows_U: Ints) -> tuple[Ints, Ints]:
+        return np.zeros(len(rows_U), np.int64), self._keys.keys_of(rows_U)
 
     def end_update(self, step: int) -> None:
         growth, step = self._growth, self._steps_before + step

@@ -26,7 +26,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.embedding.kernels import Floats, Ints, compiled, prefetch_row
+from hybrid.embedding.kernels import Ints, compiled, prefetch_row
 from hybrid.errors import ClusterError
 from hybrid.primitives.huge_pages import reserved_pages
 from hybrid.primitives.key_buckets import KEY_BITS, NUM_BUCKETS, bucket_of
@@ -81,8 +81,8 @@ def _find_rows(slots_S2: Ints, logs_N: Ints, keys_U: Ints, rows_U: Ints) -> None
 _COPY = "int64({0}[:,::1], int64[::1], {0}[:,::1])"
 
 
-@compiled(_COPY.format("float32"), _COPY.format("float64"))
-def copy_rows(weight_RD: Floats, rows_U: Ints, out_UD: Floats) -> int:
+@compiled(*map(_COPY.format, ("float32", "float64", "uint16")))
+def copy_rows(weight_RD: npt.NDArray[Any], rows_U: Ints, out_UD: npt.NDArray[Any]) -> int:
     """Copy rows of a matrix; skip negative row numbers, and return how many were skipped.
 
     Prefetching makes this faster than ``index_select``, for rows in random order.
@@ -297,6 +297,10 @@ class KeyMap:
         """Numbers of keys with rows, and of pending keys."""
         num_rows = int(self.num_rows_N.sum())
         return num_rows, int(self._sizes_N.sum()) - num_rows
+
+    def keys_of(self, rows_U: Ints) -> npt.NDArray[np.int64]:
+        """Return the key of each of these used rows."""
+        return self._records_R2[rows_U, 0]  # type: ignore[no-any-return]
 
     def find(self, keys_U: Ints) -> npt.NDArray[np.int64]:
         """Return the row of each key; -1 for a key without a row."""

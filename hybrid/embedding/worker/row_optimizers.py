@@ -30,14 +30,18 @@ With ``all_rows``, a step updates every row, with a gradient of zero for rows th
 loss of a custom loop does not use the table at all. Each step then costs a pass over the table. Delaying
 updates until a row is next read would be exact only for ``sgd`` at a constant rate.
 
+Rows in bfloat16 are widened, updated, and rounded stochastically. Their state is not rounded.
+
 If torch has the optimizer, rows that are updated in every step are bit-identical to torch's single-tensor
 code.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import softshrink
@@ -45,6 +49,7 @@ from torch.nn.functional import softshrink
 from hybrid.embedding import kernels
 from hybrid.embedding.bags import RowGradients
 from hybrid.embedding.table_spec import OptimizerSpec
+from hybrid.primitives.bfloat16_arrays import as_array
 from hybrid.primitives.huge_pages import zeros_in_large_pages
 
 Zeros: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]  # makes a tensor of a shape and a type
@@ -57,20 +62,38 @@ def _put(full: Tensor, rows_U: Tensor, part: Tensor) -> None:
         kernels.put_rows(matrix, rows_U.numpy(), rows)
 
 
+class StochasticRounding(NamedTuple):
+    """How updates of rows in bfloat16 are computed and rounded."""
+
+    dtype: torch.dtype  # type of the arithmetic and of the state
+    # Returns a random number for each row; see :func:`kernels.put_rounded_rows`.
+    seeds: Callable[[Tensor], npt.NDArray[np.uint64]]
+
+
 class RowOptimizer:
     """Updates rows of a weight matrix in place.
 
+    Args:
+        rounding: for a matrix in bfloat16; None for other types, in which the arithmetic is done, too.
+
     Attributes:
-        state: tensors by name, of the type of the matrix; their first dimension is the row.
+        state: tensors by name, of the type of the arithmetic; their first dimension is the row.
     """
 
     values_state: ClassVar[tuple[str, ...]] = ()
     row_state: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, spec: OptimizerSpec, weight_RD: Tensor, zeros: Zeros = zeros_in_large_pages) -> None:
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        weight_RD: Tensor,
+        zeros: Zeros = zeros_in_large_pages,
+        rounding: StochasticRounding | None = None,
+    ) -> None:
         self.spec = spec
         self.weight_RD = weight_RD
-        dtype = weight_RD.dtype
+        self.rounding = rounding
+        dtype = weight_RD.dtype if rounding is None else rounding.dtype
         self.state = {name: zeros(weight_RD.shape, dtype) for name in self.values_state}
         self.state |= {name: zeros(weight_RD.shape[:1], dtype) for name in self.row_state}
 
@@ -95,13 +118,12 @@ class RowOptimizer:
         """
         if not len(rows_U):
             return
-        tensors = (self.weight_RD, *self.state.values())
-        parts = [full.index_select(0, rows_U) for full in tensors]
-        weight_UD, *of_state = parts
-        state = dict(zip(self.state, of_state, strict=True))
+        weight_UD = self.weight_RD.index_select(0, rows_U).to(grad_UD.dtype)
+        state = {name: full.index_select(0, rows_U) for name, full in self.state.items()}
         self.update(weight_UD, grad_UD, self.spec.learning_rate * factor, state)
-        for full, part in zip(tensors, parts, strict=True):
-            _put(full, rows_U, part)
+        self._put_weight(rows_U, weight_UD)
+        for name, part in state.items():
+            _put(self.state[name], rows_U, part)
 
     def step_all(self, first: int, last: int, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
         """Apply one step to all rows from ``first`` to ``last``, in place.
@@ -110,11 +132,20 @@ class RowOptimizer:
             rows_U, grad_UD: the distinct touched rows of the range, and their gradients (0 for other rows).
             factor: see :meth:`step`.
         """
-        weight_RD = self.weight_RD[first:last]
+        weight_RD = self.weight_RD[first:last].to(grad_UD.dtype)
         grad_RD = torch.zeros_like(weight_RD)
         _put(grad_RD, rows_U - first, grad_UD)
         state = {name: full[first:last] for name, full in self.state.items()}
         self.update(weight_RD, grad_RD, self.spec.learning_rate * factor, state)
+        if self.rounding is not None:  # otherwise, the rows are updated in place
+            self._put_weight(torch.arange(first, last), weight_RD)
+
+    def _put_weight(self, rows_U: Tensor, weight_UD: Tensor) -> None:
+        if self.rounding is None:
+            _put(self.weight_RD, rows_U, weight_UD)
+        else:
+            seeds_U = self.rounding.seeds(rows_U)
+            kernels.put_rounded_rows(as_array(self.weight_RD), rows_U.numpy(), weight_UD.numpy(), seeds_U)
 
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         """Update rows and their state in place, with learning rate ``rate``."""
@@ -127,7 +158,7 @@ class RowOptimizer:
 
 class SGD(RowOptimizer):
     def apply(self, gradients: RowGradients, first: int, last: int, scale: float, factor: float) -> float:
-        if self.spec.weight_decay:
+        if self.spec.weight_decay or self.rounding is not None:
             return super().apply(gradients, first, last, scale, factor)
         # Bit-identical, but without copies of rows and gradients.
         return gradients.add_to(self.weight_RD, first, last, scale, -self.spec.learning_rate * factor)
@@ -173,8 +204,8 @@ class Adam(RowOptimizer):
     values_state = ("mean", "square")
     row_state = ("steps",)
 
-    def __init__(self, spec: OptimizerSpec, weight_RD: Tensor, zeros: Zeros = zeros_in_large_pages) -> None:
-        super().__init__(spec, weight_RD, zeros)
+    def __init__(self, spec: OptimizerSpec, *matrix: Any, **more: Any) -> None:
+        super().__init__(spec, *matrix, **more)
         largest = max(spec.betas)
         # From this step on, both powers are so small that 1 minus the power rounds to 1.
         self._last_distinct = 1 + int(-54 * math.log(2) / math.log(largest)) if largest > 0 else 1

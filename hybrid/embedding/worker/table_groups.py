@@ -14,18 +14,30 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding import kernels
-from hybrid.embedding.bags import Bags, GroupedBags, RowGradients, concatenate, ids_dtype, pool_and_record
-from hybrid.embedding.initial_rows import fill_random_rows, read_initial_rows
+from hybrid.embedding.bags import (
+    Bags,
+    GroupedBags,
+    RowGradients,
+    concatenate,
+    ids_dtype,
+    pool_and_record,
+    pool_widened,
+)
+from hybrid.embedding.initial_rows import fill_random_rows, random_salt, read_initial_rows
+from hybrid.embedding.kernels import Ints
 from hybrid.embedding.placement import Shard, ShardGroup
-from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, Zeros
+from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, StochasticRounding, Zeros
 from hybrid.errors import NonFiniteError
 from hybrid.primitives.huge_pages import large_pages, zeros_in_large_pages
+from hybrid.primitives.splitmix64 import next_of
 from hybrid.updates.ticket import Purpose
 
 # Bytes of rows, gradients and state in one block of an update. A block stays in the CPU cache.
@@ -92,8 +104,12 @@ class TableGroup:
     ) -> None:
         self.group = group
         self.ids_end = num_rows
-        self.weight_RD = zeros((num_rows, group.dim), dtype)
-        self.optimizer = OPTIMIZERS[group.optimizer.name](group.optimizer, self.weight_RD, zeros)
+        is_rounded = group.has_bfloat16_rows
+        self.weight_RD = zeros((num_rows, group.dim), torch.bfloat16 if is_rounded else dtype)
+        rounding = StochasticRounding(dtype, self._rounding_seeds) if is_rounded else None
+        self.optimizer = OPTIMIZERS[group.optimizer.name](group.optimizer, self.weight_RD, zeros, rounding)
+        self._dtype = dtype
+        self._seed = self._step = 0  # the seed of the run, and the step of the current update
         self._buffers = ReusedBuffers()
         self._zeros = zeros
         # Whether each row was updated since the last checkpoint or delta; None if no delta will be written.
@@ -101,6 +117,7 @@ class TableGroup:
 
     def initialize(self, seed: int) -> dict[str, int]:
         """Fill the rows with their initial values; see :meth:`TableShards.initialize`."""
+        self._seed = seed
         matches = {}
         for shard in self.group.shards:
             table, index, count = shard.table, shard.index, shard.count
@@ -172,10 +189,12 @@ class TableGroup:
 
     def pool(self, bags: Bags, purpose: Purpose) -> tuple[Tensor, Bags]:
         """Return one pooled vector per bag, and the bags with ``winners_BD``; see :func:`pool_and_record`."""
-        if bags.offsets is not None:
+        is_pooled = bags.offsets is not None
+        if is_pooled and not self.group.has_bfloat16_rows:
             return pool_and_record(self.weight_RD, bags)
-        vectors_BD = self._buffers.empty((len(bags.ids_L), self.group.dim), self.weight_RD.dtype)
-        return torch.index_select(self.weight_RD, 0, bags.ids_L, out=vectors_BD), bags
+        vectors_LD = self._buffers.empty((len(bags.ids_L), self.group.dim), self.weight_RD.dtype)
+        torch.index_select(self.weight_RD, 0, bags.ids_L, out=vectors_LD)
+        return pool_widened(vectors_LD.to(self._dtype), bags) if is_pooled else (vectors_LD, bags)
 
     def find_distinct_rows(self, bags: Sequence[Bags]) -> DistinctStepRows:
         """Find the distinct rows of a step; :meth:`merge` sums their gradients.
@@ -190,7 +209,7 @@ class TableGroup:
         for indices in kinds.values():
             of_kind = concatenate([bags[index] for index in indices])
             ids = kernels.group_ids(of_kind.ids_L.numpy(), self.ids_end)
-            by_kind.append((indices, GroupedBags(of_kind, ids, self.weight_RD.dtype)))
+            by_kind.append((indices, GroupedBags(of_kind, ids, self._dtype)))
         return DistinctStepRows(bags, by_kind)
 
     def merge(self, rows: DistinctStepRows, grads: Sequence[Tensor]) -> RowGradients:
@@ -207,11 +226,30 @@ class TableGroup:
         # Add up the sums of all kinds, since a row may be read alone and in bags. There may be no row at all.
         empty = torch.empty(0, dtype=ids_dtype(self.ids_end))
         all_rows = self.find_distinct_rows([Bags(each.rows_U) for each in merged] or [Bags(empty)])
-        return self.merge(all_rows, [each.sum_all() for each in merged] or [self.weight_RD[:0]])
+        no_rows = torch.empty(0, self.group.dim, dtype=self._dtype)
+        return self.merge(all_rows, [each.sum_all() for each in merged] or [no_rows])
 
     def begin_update(self, gradients: RowGradients, step: int) -> RowGradients:
         """Begin the update of a step; return the gradients of the rows to update."""
+        self._step = step
         return gradients
+
+    def _rounding_seeds(self, rows_U: Tensor) -> npt.NDArray[np.uint64]:
+        """Return a random number for each row: a hash of run seed, step, table, and row of the table.
+
+        So the placement of tables changes no number. For a growing table, the key takes the place of the row.
+        """
+        shards = self.group.shards
+        salts_S = np.array([random_salt(self._seed, each.table.name) for each in shards], np.uint64)
+        shard_U, keys_U = self._locate(rows_U.numpy())
+        return next_of(next_of(salts_S + np.uint64(self._step))[shard_U] + keys_U.astype(np.uint64))
+
+    def _locate(self, rows_U: Ints) -> tuple[Ints, Ints]:
+        """Return the index of the shard of each row, and the row of its table, or the key."""
+        starts_S, *layout = np.array([(s, each.count, each.index) for each, s in self.group.shard_starts]).T
+        shard_U = np.searchsorted(starts_S, rows_U, side="right") - 1
+        counts_U, indices_U = (each[shard_U] for each in layout)
+        return shard_U, (rows_U - starts_S[shard_U]) * counts_U + indices_U
 
     def end_update(self, step: int) -> None:
         """Complete an update."""

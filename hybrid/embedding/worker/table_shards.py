@@ -38,8 +38,9 @@ class TableShards(HostedModule, TableSource):
     Call ``initialize`` for a new model, or ``load`` for a checkpoint, before use.
 
     Args:
-        dtype: type of rows and optimizer state.
-        wire_dtype: type of vectors for training and of their gradients; None for ``dtype``.
+        dtype: type of rows, unless they are in bfloat16, and of optimizer state.
+        wire_dtype: type of vectors for training and of their gradients. If None, rows are sent as they are
+            stored, and other values in ``dtype``.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class TableShards(HostedModule, TableSource):
 
     def _look_up(self, ticket: Ticket, items: Sequence[Item], recorded: list[Item]) -> list[Tensor]:
         if ticket.purpose is Purpose.PREDICT:
-            return [self.groups[group].pool(bags, ticket.purpose)[0] for group, bags in items]
+            return [self._as_stored(self.groups[g].pool(bags, ticket.purpose)[0]) for g, bags in items]
         with self.clock.span("pool", ticket.step):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
@@ -108,9 +109,20 @@ class TableShards(HostedModule, TableSource):
         recorded = []
         for group, bags in items[: len(items) - has_marks(items)]:
             vectors_BD, recorded_bags = self.groups[group].pool(bags, purpose)
-            pooled.append(vectors_BD.to(self._wire_dtype))
+            is_rounded = self._wire_dtype is not self._dtype
+            pooled.append(vectors_BD.to(self._wire_dtype) if is_rounded else self._as_stored(vectors_BD))
             recorded.append((group, recorded_bags))
         return pooled, recorded
+
+    def _as_stored(self, vectors_BD: Tensor) -> Tensor:
+        """Return vectors as a message has them if nothing is rounded: rows in bfloat16 as int16.
+
+        So a trainer can tell rows from rounded vectors, whose gradients it rounds, too. A trainer widens
+        vectors to float32, so a run in float64 sends float64.
+        """
+        if vectors_BD.dtype is self._dtype:
+            return vectors_BD
+        return vectors_BD.to(self._dtype) if self._dtype is torch.float64 else vectors_BD.view(torch.int16)
 
     def empty_marks(self, items: Sequence[Item]) -> Tensor:
         """Return zeros in the shape of the marks of ``items``; a message has only one value for them."""
@@ -247,10 +259,15 @@ class _Lookup(torch.autograd.Function):
         if has_marks(items):
             pooled.append(shards.empty_marks(recorded))
         ctx.arguments = shards, ticket, recorded  # type: ignore[attr-defined]
-        return tuple(pooled)
+        bits = [index for index, tensor in enumerate(pooled) if tensor.dtype is torch.int16]
+        ctx.bits = bits  # type: ignore[attr-defined]
+        return *pooled, *(torch.zeros(()).expand(pooled[index].shape) for index in bits)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[None, ...]:
         shards, ticket, recorded = ctx.arguments  # type: ignore[attr-defined]
-        shards.contribute(ticket, recorded, grads)
+        of_items = [*grads]
+        for index in reversed(ctx.bits):  # type: ignore[attr-defined]
+            of_items[index] = of_items.pop()
+        shards.contribute(ticket, recorded, of_items)
         return None, None, None, None

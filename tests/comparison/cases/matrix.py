@@ -93,6 +93,7 @@ class Case:
     features: str = "one_hot"
     remote: bool = False
     dtype: str = "float64"
+    row_dtype: str = "train"
     update: str = "sync"
     micro_batches: int = 1
     clip_norm: float | None = None
@@ -138,6 +139,7 @@ class Case:
                 "placement": call_text(PLACEMENT_CALLS, self.placement, {"pooled_by": self.pooled_by}),
                 "optimizer": self._optimizer(all_rows=self.all_rows),
                 "learning_rate": 0.1,
+                "dtype": self.row_dtype,
             },
             dense={
                 "net": call_text(NET_CALLS, self.net, sizes),

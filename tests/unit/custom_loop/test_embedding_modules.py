@@ -125,6 +125,7 @@ def test_wrong_calls_are_refused(call: Any, error: type[Exception], message: str
         (lambda: hybrid.Embedding(0, 4), "rows"),
         (lambda: hybrid.Embedding(4, 0), "columns"),
         (lambda: hybrid.Embedding(9, 4, init="ones"), "init .* 'ones'"),
+        (lambda: hybrid.Embedding(9, 4, dtype=torch.float16), "dtype .* torch.float16"),
         (lambda: hybrid.Embedding(9, 4, padding_idx=9), "padding_idx .* 9"),
         (lambda: hybrid.EmbeddingBag(9, 4, padding_idx=-1), "padding_idx .* -1"),
         (lambda: hybrid.EmbeddingBag(9, 4, mode="avg"), "mode .* 'avg'"),

@@ -51,6 +51,9 @@ def shard(served: Path, table: str, index: int = 0) -> Path:
     return served / shard_file(table, index, Manifest.read(served / "manifest.json").tables[table][2])
 
 
+HALF = {"dtype": "bfloat16", "dim": 4}
+
+
 @pytest.fixture(scope="module")
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run, exported as a program and as ONNX."""
@@ -270,6 +273,24 @@ def test_narrow_tables_are_in_every_format(
         assert narrow(inputs)["probability"].equal(model(inputs)["probability"])
 
 
+def test_rows_in_bfloat16_keep_their_type_in_every_format(tmp_path: Path) -> None:
+    run, served = (
+        write_trained(tmp_path / "run", clicks_config(tmp_path, embedding=HALF)),
+        tmp_path / "served",
+    )
+    new = write_clicks(tmp_path / "new.csv", 70, seed=2)
+    check_export(run, served, new)
+    assert {each.dtype for each in load_file(shard(served, "user")).values()} == {torch.bfloat16}
+    model, exported = load(run), load(served)
+    for name in model.table_names:
+        assert exported.rows(name).dtype == torch.bfloat16
+        assert exported.rows(name).equal(model.rows(name))
+    inputs = model.encode(texts_of(new))
+    assert exported(inputs)["probability"].equal(model(inputs)["probability"])
+    program = torch.export.load(served / "program.pt2")
+    assert {each.dtype for name, each in program.state_dict.items() if "table" in name} == {torch.bfloat16}
+
+
 CUSTOM_NET = """
 from torch import nn
 from hybrid.models.dense_net import DenseNet
@@ -329,10 +350,12 @@ import torch
 from torch import nn
 import hybrid
 
+HALF = torch.bfloat16
+
 class Net(nn.Module):
     def __init__(self, data):
         super().__init__()
-        self.user = hybrid.Embedding(data.num_rows["user"], 3, ids="user", padding_idx=0)
+        self.user = hybrid.Embedding(data.num_rows["user"], 3, ids="user", padding_idx=0, dtype=HALF)
         modes = ("mean", "max", "sum")
         self.tags = nn.ModuleDict({m: hybrid.EmbeddingBag(3, 3, mode=m, padding_idx=0) for m in modes})
         self.head = nn.Linear(12 + len(data.dense_columns), 1)

@@ -42,6 +42,7 @@ from workers.cli.model_commands import export_run
 NUM_SHARDS = 3
 M = 2**64
 KNOWN = [*(f"u{i}" for i in range(10)), "7", "i1", "a", "b"]  # of the values of write_clicks
+BFLOAT16 = torch.bfloat16
 EXTREME = [0, 1, M - 1, 2**63 - 1, 2**63, *(round(M / 3) * i + d for i in (1, 2) for d in (-1, 0, 1))]
 
 
@@ -77,7 +78,8 @@ def write_grown(folder: Path, config: RunConfig) -> dict[str, dict[int, Tensor]]
     for name, source in dataset_manifest.checkpoint_contents(config, prepared)[1].items():
         files |= checkpoint_folders.write_vocabulary(partial, name, source)
     files |= write_tensors(partial, DENSE_FILE, pack_dense(blueprint.dense_net().state_dict(), {}))
-    grown = {table.name: draw_rows(table.dim, blueprint.dtype) for table in blueprint.tables}
+    dtypes = {each.name: BFLOAT16 if each.has_bfloat16_rows else blueprint.dtype for each in blueprint.tables}
+    grown = {table.name: draw_rows(table.dim, dtypes[table.name]) for table in blueprint.tables}
     for (name, rows), index in product(grown.items(), range(NUM_SHARDS)):
         tensors = shard_tensors(rows, index, NUM_SHARDS)
         files |= write_tensors(partial, shard_file(name, index, NUM_SHARDS), tensors)
@@ -121,13 +123,17 @@ def with_dictionaries(run: Path, grown: Mapping[str, Mapping[int, Tensor]]) -> C
         ("grow(2, max_rows = 9000)", "normal", "float64"),
         ('grow(unknown = "zeros")', "uniform", "float32"),
         ("grow", "zeros", "float32"),
+        ("grow", "uniform", "bfloat16"),
     ],
 )
 def test_known_and_unknown_keys_read_what_a_dictionary_holds(
     tmp_path: Path, vocabulary: str, init: str, dtype: str
 ) -> None:
     inits = {f"tables.{name}": {"init": init} for name in ("user", "item", "tags")}
-    sections: dict[str, dict[str, object]] = {"data": {"vocabulary": vocabulary}, "train": {"dtype": dtype}}
+    sections: dict[str, dict[str, object]] = {"data": {"vocabulary": vocabulary}}
+    sections |= (
+        {"embedding": {"dtype": dtype, "dim": 4}} if dtype == "bfloat16" else {"train": {"dtype": dtype}}
+    )
     run = tmp_path / "run"
     grown = write_grown(run, clicks_config(tmp_path, **sections, **inits))
     new = write_clicks(tmp_path / "new.csv", 70, seed=2)
@@ -190,7 +196,7 @@ class Net(nn.Module):
     def __init__(self, data=None):
         super().__init__()
         growth = hybrid.Growth(admit_after=20)
-        self.user = hybrid.Embedding(None, 3, growing=growth, ids="user")
+        self.user = hybrid.Embedding(None, 3, growing=growth, ids="user", dtype=torch.bfloat16, init_scale=1)
         self.tags = hybrid.EmbeddingBag(None, 3, growing=growth, mode="max", ids="tags", padding_idx=PADDING)
         self.head = nn.Linear(6, 1)
 
