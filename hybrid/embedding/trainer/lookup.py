@@ -8,6 +8,9 @@ next, if any::
     step s     compute s:    backward ── gradients of s, ids of s+2 ───►  update s, then look up s+1
     step s+1   wait for the vectors of s+1  ◄───────────────────────────  response
                compute s+1:  backward ── gradients of s+1, ids of s+3 ─►  update s+1, then look up s+2
+
+Rows in bfloat16 arrive as int16, which can have no gradient. In ``sync`` mode, a response therefore ends with
+a tensor of zeros for each of them, to which distributed autograd sends the gradient.
 """
 
 from __future__ import annotations
@@ -134,7 +137,7 @@ class Lookup:
         return outputs
 
     def assemble(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs, given the tensors of all responses, worker by worker; then zeros."""
+        """Return the outputs, given the tensors of all responses, worker by worker, and then the zeros."""
         self._is_bits = [tensor.dtype is torch.int16 for tensor in tensors]  # rows in bfloat16
         floats = [t.dtype for t, is_bits in zip(tensors, self._is_bits, strict=True) if not is_bits]
         self._wire_dtype = next(iter(floats), self._wire_dtype)

@@ -245,7 +245,10 @@ class TableShards(HostedModule, TableSource):
 
 
 class _Lookup(torch.autograd.Function):
-    """Pooling whose backward pass contributes to the update barrier, without a sparse tensor."""
+    """Pooling whose backward pass contributes to the update barrier, without a sparse tensor.
+
+    For each output of int16, there is a further output of zeros, which receives its gradient.
+    """
 
     @staticmethod
     def forward(
