@@ -53,6 +53,7 @@ NET_CALLS = CallSignatures(
 )
 COMPILERS = ("script", "trace", "inductor", "aot_eager")
 NETS = NET_CALLS.names
+HISTORY_NETS = ("din", "self_attention")  # those of NETS that take one column as a history
 _INITIAL = argument("initial_factor", float, 0.04, above=0, maximum=1)
 _FINAL = argument("final_factor", float, 0.0, minimum=0, maximum=1)
 _STEPS = argument("steps", int, 0, minimum=0)

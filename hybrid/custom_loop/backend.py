@@ -22,7 +22,7 @@ from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_folders import DENSE_FILE, Manifest, write_text
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
-from hybrid.config import RunConfig
+from hybrid.config import DenseSection, RunConfig
 from hybrid.config.validation import FINITE_SCHEDULES
 from hybrid.custom_loop.loop_records import LoopRecords
 from hybrid.data.dataset.dataset_manifest import checkpoint_contents
@@ -120,7 +120,7 @@ class Backend:
 BACKEND: ContextVar[Backend] = ContextVar("backend")
 
 
-_CONFIGURED = "is for configured runs; a script calls torch for it"
+_CONFIGURED = "is for configured runs only; leave it out"
 
 
 def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
@@ -132,9 +132,10 @@ def update_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
     if config.dense.ddp == "inside":
         rule = "must be outside or none in a custom training loop, whose module has no stages"
         raise ConfigError("dense.ddp", rule, "inside")
-    defaults = RunConfig()
+    defaults = DenseSection()
     for name in ("compile", "autocast", "tensor_size", "remote_mlp"):
-        if (value := getattr(config.dense, name)) != getattr(defaults.dense, name):
+        value = getattr(config.dense, name)
+        if value != getattr(defaults, name):
             raise ConfigError(f"dense.{name}", _CONFIGURED, value)
     if config.dense.devices:
         raise ConfigError("dense.device", _CONFIGURED, config.dense.device)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hybrid.config import RunConfig
-from hybrid.config.sections import NETS
+from hybrid.config.sections import HISTORY_NETS, NETS
 from hybrid.dense.compilation import restore_afterwards
 from hybrid.dense.matmul import prefers_onednn, use_onednn
 from hybrid.dense.vector_columns import ColumnLayout
@@ -51,7 +51,7 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
         ConfigError: the widths do not fit the net, or the custom net fails.
     """
     with _seeded(config.run.seed, "dense net"):
-        if config.dense.net_call.name in ("din", "self_attention"):
+        if config.dense.net_call.name in HISTORY_NETS:
             net = _history_net(config, input_spec, widths)
         elif config.dense.net_call.name in NETS:
             layout = ColumnLayout(config, input_spec, widths)
@@ -116,7 +116,7 @@ def _built_in_net(config: RunConfig, num_dense: int, widths: Sequence[int]) -> D
 
 
 def _history_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    """Build ``din`` or ``self_attention``: the history becomes a vector beside those of all other columns."""
+    """Build one of ``HISTORY_NETS``: the history becomes a vector beside those of all other columns."""
     dense, call = config.dense, config.dense.net_call
     layout = ColumnLayout(config, input_spec, widths)
     candidate, history = layout.vector(call["candidate"]), layout.sequence(call["history"])

@@ -6,7 +6,7 @@ from support.seeded import random
 from torch import Tensor, nn
 
 from hybrid.config import ColumnSection, DenseSection, RunConfig
-from hybrid.config.sections import NETS
+from hybrid.config.sections import HISTORY_NETS, NETS
 from hybrid.dense.compilation import compiled
 from hybrid.dense.net_builder import build_dense_net, extra_columns
 from hybrid.dense.vector_columns import ColumnLayout
@@ -72,10 +72,7 @@ def test_column_of_another_kind_raises_an_error(name: str, is_sequence: bool, me
     assert str(caught.value).startswith(message)
 
 
-NETS_OF_COLUMNS = [name for name in NETS if name not in ("din", "self_attention")]
-
-
-@pytest.mark.parametrize("net_name", NETS_OF_COLUMNS)
+@pytest.mark.parametrize("net_name", [name for name in NETS if name not in HISTORY_NETS])
 def test_built_in_nets_take_sequences_as_columns(net_name: str) -> None:
     dim = DIM + extra_columns(net_name)
     user_BD, seen_BND, item_BD = samples(dim)
