@@ -96,7 +96,11 @@ class _Event:
 
 
 class _Group(dist.ProcessGroup):
-    """The trainers. Gloo reduces tensors of the CPU, and here also those of the device."""
+    """The trainers. Gloo reduces tensors of the CPU, and here also those of the device.
+
+    A collective that is not overridden here would hold Python's lock while it waits for a lock of Gloo, whose
+    threads hold theirs while they free a tensor of Python: a deadlock.
+    """
 
     def __init__(self, gloo: Any) -> None:
         super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]
@@ -118,6 +122,10 @@ class _Group(dist.ProcessGroup):
 
     def all_gather_single(self, *arguments: Any) -> Any:
         return self._gloo._allgather_base(*tree_map(_any_on_cpu, arguments))
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> Any:
+        (output,), (input_,) = outputs, inputs
+        return self.all_gather_single(output, input_, options)
 
 
 def _make_group(store: dist.Store, rank: int, size: int, timeout: Any) -> _Group:
