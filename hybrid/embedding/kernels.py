@@ -347,25 +347,24 @@ def put_rounded_rows(table_RD: Words, rows_U: Ints, part_UD: Floats, seeds_U: Wo
             7, ..., from the lowest bits on.
     """
     dim = part_UD.shape[1]
-    values_D = np.empty(dim, np.float32)
-    bits_D = values_D.view(np.uint32)
+    words = np.empty((dim + 3) // 4, np.uint64)
+    random_D, values_D = words.view(np.uint16), np.empty(dim, np.float32)
+    bits_D = values_D.view(np.int32)
     for u in range(len(rows_U)):
         row = rows_U[u]
-        state, random = np.uint64(seeds_U[u]), np.uint64(0)
+        for i in range(len(words)):
+            word = np.uint64(seeds_U[u]) + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15)
+            word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            words[i] = word ^ (word >> np.uint64(31))
         for d in range(dim):
             values_D[d] = part_UD[u, d]
-        for d in range(dim):
-            if d % 4 == 0:
-                state += np.uint64(0x9E3779B97F4A7C15)
-                random = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-                random = (random ^ (random >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-                random ^= random >> np.uint64(31)
-            bits = np.int64(bits_D[d])
-            magnitude = bits & 0x7FFFFFFF
-            if magnitude < _INFINITY:  # the upper half of a NaN from arithmetic is a NaN, too
-                magnitude = min(magnitude + np.int64(random & np.uint64(0xFFFF)), np.int64(_INFINITY - 1))
-            table_RD[row, d] = (bits >> 31 << 15) | (magnitude >> 16)
-            random >>= np.uint64(16)
+        for d in range(dim):  # numbers of 32 bits, and no branch: a vector of the processor holds twice as many
+            magnitude = np.int32(bits_D[d] & 0x7FFFFFFF)
+            rounded = min(np.int32(magnitude + random_D[d]), np.int32(_INFINITY - 1))
+            if magnitude >= _INFINITY:  # the upper half of a NaN from arithmetic is a NaN, too
+                rounded = magnitude
+            table_RD[row, d] = (bits_D[d] >> 31 << 15) | (rounded >> 16)
 
 
 _PLACE = "void({0}[:,:,::1], int64[::1], {0}[:,::1])"
