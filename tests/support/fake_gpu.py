@@ -123,8 +123,8 @@ class _Group(dist.ProcessGroup):
     def all_gather_single(self, *arguments: Any) -> Any:
         return self._gloo._allgather_base(*tree_map(_any_on_cpu, arguments))
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> Any:
-        (output,), (input_,) = outputs, inputs
+    def all_gather_single_coalesced(self, *arguments: Any) -> Any:
+        (output,), (input_,), options = arguments
         return self.all_gather_single(output, input_, options)
 
 
