@@ -359,7 +359,7 @@ def put_rounded_rows(table_RD: Words, rows_U: Ints, part_UD: Floats, seeds_U: Wo
             words[i] = word ^ (word >> np.uint64(31))
         for d in range(dim):
             values_D[d] = part_UD[u, d]
-        for d in range(dim):  # numbers of 32 bits, and no branch: a vector of the processor holds twice as many
+        for d in range(dim):  # in 32 bits and without a branch, so that LLVM makes vectors of them
             magnitude = np.int32(bits_D[d] & 0x7FFFFFFF)
             rounded = min(np.int32(magnitude + random_D[d]), np.int32(_INFINITY - 1))
             if magnitude >= _INFINITY:  # the upper half of a NaN from arithmetic is a NaN, too
