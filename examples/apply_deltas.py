@@ -1,6 +1,6 @@
 """Apply the deltas of a run to its newest checkpoint, with NumPy: python apply_deltas.py runs/NAME.
 
-Every table becomes a dict from row number, or key, to vector. docs/serving.md describes the files.
+Every table becomes a dict from row number, or key, to vector. docs/checkpoints.md describes the files.
 """
 
 import hashlib

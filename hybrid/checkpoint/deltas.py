@@ -2,7 +2,7 @@
 
 A delta is a folder as a checkpoint is, ``deltas/step-N``, and is written in the same way. Its files have only
 changed rows, keys that lost their rows, and the dense nets, without optimizer state. ``deltas/current.json``
-lists the deltas and is replaced after each of them. docs/serving.md describes the files.
+lists the deltas and is replaced after each of them. docs/checkpoints.md describes the files.
 
 The identity of a model is a checksum over the files of its checkpoint, or over the files of its delta and
 the identity of its parent. So two models of one step have different identities unless they are equal.

@@ -165,7 +165,7 @@ class TableGroup:
     def take_changes(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of each file of a delta, which are copies, and forget the changes.
 
-        docs/serving.md describes the files. :meth:`track_changes` must have been called.
+        docs/checkpoints.md describes the files. :meth:`track_changes` must have been called.
         """
         assert self._is_changed_R is not None
         files = {}
