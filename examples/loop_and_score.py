@@ -1,13 +1,13 @@
 """The arguments, the training loop and the evaluation that the examples share."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybrid import Cluster
+from hybrid import Cluster, Negatives
 from hybrid.metrics import binary_metrics
 
 
@@ -32,6 +32,7 @@ def train(
     epochs: int,
     size: int | None = 512,
     lr: float = 2e-3,
+    negatives: Mapping[str, Negatives] | None = None,
 ) -> None:
     """Train with Adam.
 
@@ -40,7 +41,7 @@ def train(
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     for _ in range(epochs):
-        for batch in cluster.batches(data, size):
+        for batch in cluster.batches(data, size, negatives=negatives):
             optimizer.zero_grad()
             values = loss(model(batch), batch)
             cluster.backward(*(values if isinstance(values, tuple) else (values,)))

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hybrid.custom_loop.cluster import Cluster, connect
+    from hybrid.custom_loop.drawn_negatives import Negatives
     from hybrid.custom_loop.embedding_modules import (
         SGD,
         Adagrad,
@@ -58,6 +59,7 @@ __all__ = [
     "Growth",
     "Jagged",
     "Momentum",
+    "Negatives",
     "ProgressiveMetrics",
     "RowwiseAdagrad",
     "connect",
@@ -71,6 +73,7 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("Cluster", "connect"), "hybrid.custom_loop.cluster"),
     **dict.fromkeys(("listwise_loss", "pairwise_loss"), "hybrid.engine.ranking_losses"),
+    "Negatives": "hybrid.custom_loop.drawn_negatives",
     "follow": "hybrid.inference.followed_run",
     "load": "hybrid.inference.trained_module",
     "ProgressiveMetrics": "hybrid.metrics",

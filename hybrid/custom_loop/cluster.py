@@ -18,6 +18,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config.data_sections import TEST, TRAIN
 from hybrid.config.loading import load_config
 from hybrid.custom_loop.backend import BACKEND, Backend, SingleProcess
+from hybrid.custom_loop.drawn_negatives import Negatives
 from hybrid.custom_loop.embedding_modules import TableModule, plain_copy
 from hybrid.custom_loop.local_batches import GROUP, PreparedData
 from hybrid.custom_loop.loop_records import LoopRecords
@@ -141,7 +142,13 @@ class Cluster:
         return Distributed(self._loop)
 
     def batches(
-        self, data: Any, size: int | None = None, whole: str | None = None, *, drop_last: bool = False
+        self,
+        data: Any,
+        size: int | None = None,
+        whole: str | None = None,
+        *,
+        drop_last: bool = False,
+        negatives: Mapping[str, Negatives] | None = None,
     ) -> Iterator[Any]:
         """Yield this trainer's slice of each batch of ``data``; all trainers iterate over the same batches.
 
@@ -158,6 +165,8 @@ class Cluster:
             whole: column with a group number per sample, for ranking losses. The samples of a group must be
                 adjacent. A group is not split between trainers, nor between batches of ``size`` samples.
             drop_last: whether to leave out a last batch of fewer than ``size`` samples.
+            negatives: columns of items to draw in each step. Batches must be dicts. They get the ids (N,) as
+                column ``NAME``, and the logarithm of the probability of each id as ``NAME.log_q``.
 
         Raises:
             DataError: a group of ``whole`` is not adjacent, or larger than ``size``.
@@ -174,21 +183,27 @@ class Cluster:
             raise ValueError(f"size must be at least 1, not {size}")
         if drop_last and size is None and not isinstance(data, PreparedData):
             raise ValueError("drop_last needs a size; a DataLoader has its own drop_last")
-        return self._batches(self._require_loop(), data, size, whole, drop_last)
+        return self._batches(self._require_loop(), data, size, whole, drop_last, negatives or {})
 
     def _batches(
-        self, loop: TrainingLoop, data: Any, size: int | None, whole: str | None, drop_last: bool
+        self,
+        loop: TrainingLoop,
+        data: Any,
+        size: int | None,
+        whole: str | None,
+        drop_last: bool,
+        negatives: Mapping[str, Negatives],
     ) -> Iterator[Any]:
         now = loop.history.now
         if not torch.is_grad_enabled():
-            slices = loop.local_batches(data, size, whole, drop_last, now.pass_index, 0)
+            slices = loop.local_batches(data, size, whole, drop_last, negatives, now.pass_index, 0)
             yield from loop.evaluation_batches(slices)
             return
         loop.flush()
         if isinstance(data, StreamData):
-            yield from self._stream_batches(loop, data)
+            yield from self._stream_batches(loop, data, negatives)
         elif loop.history.begin_pass(data):  # else its steps precede the checkpoint
-            slices = loop.local_batches(data, size, whole, drop_last, now.pass_index, now.samples)
+            slices = loop.local_batches(data, size, whole, drop_last, negatives, now.pass_index, now.samples)
             yield from loop.training_batches(slices, self._write_if_due)
         else:
             return
@@ -196,13 +211,15 @@ class Cluster:
             self.save(self._backend.snapshot, *loop.optimizers)
             raise SystemExit  # hybrid compare needs no further lines of the script
 
-    def _stream_batches(self, loop: TrainingLoop, stream: StreamData) -> Iterator[Any]:
+    def _stream_batches(
+        self, loop: TrainingLoop, stream: StreamData, negatives: Mapping[str, Negatives]
+    ) -> Iterator[Any]:
         loop.history.begin_stream()
         stream.pause(loop.step)  # the script may have left an earlier pass
         before_wait = partial(self._write_if_due, is_waiting=True)
         try:
             while loop.remaining_steps != 0 and stream.open(loop.step, before_wait):
-                slices = loop.local_batches(stream, None, None, False, 0, 0)
+                slices = loop.local_batches(stream, None, None, False, negatives, 0, 0)
                 yield from loop.training_batches(slices, self._write_if_due)
                 if loop.remaining_steps != 0:
                     stream.end_part(loop.step)

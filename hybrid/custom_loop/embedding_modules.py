@@ -335,12 +335,13 @@ class TableModule(nn.Module):
         """Return one call per column in ``ids``, with the weights from the column in ``weights``.
 
         Raises:
-            DataError: the batch has no such column.
+            DataError: the batch has no such column. Batches of evaluations need not have all columns.
         """
-        if missing := [name for name in (*self.ids, *self.weights) if name not in columns]:
+        missing = [name for name in (*self.ids, *self.weights) if name not in columns]
+        if missing and torch.is_grad_enabled():
             tensors = ", ".join(columns)
             raise DataError(f"table {self.name}: the batch has no tensor {missing[0]!r}; it has {tensors}")
-        pairs = zip_longest(self.ids, self.weights)
+        pairs = [pair for pair in zip_longest(self.ids, self.weights) if not {*pair} & {*missing}]
         return [self.call(columns[i], None, None if w is None else columns[w]) for i, w in pairs]
 
     def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:

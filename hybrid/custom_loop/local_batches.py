@@ -72,6 +72,7 @@ class LocalBatch:
         checksum: see :func:`checksum`; 0 if this trainer reads only its slice.
         least: minimum number of samples in ``values``, if the global batch has so many samples.
         device: on which the script gets the tensors.
+        drawn: columns that all trainers and micro-batches share; their first dimension is not the sample.
     """
 
     ended = False  # the batches of all trainers end at the same step
@@ -84,19 +85,34 @@ class LocalBatch:
     checksum: int = 0
     least: int = 1
     device: torch.device = torch.device("cpu")
+    drawn: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def columns(self) -> Any:
+        """The values and the drawn columns, on the CPU.
+
+        Raises:
+            DataError: there are drawn columns, and the values are no dict, or have a column of this name.
+        """
+        if not self.drawn:
+            return self.values
+        if not isinstance(self.values, Mapping) or self.drawn.keys() & self.values.keys():
+            names = " and ".join(map(repr, self.drawn))
+            raise DataError(f"negatives: a batch must be a dict without the columns {names}, which are drawn")
+        return {**self.values, **self.drawn}
 
     @cached_property
     def handed_out(self) -> Any:
-        """The values on the device. ``values`` keeps the ids for lookups on the CPU, too."""
+        """The columns on the device. ``columns`` keeps the ids for lookups on the CPU, too."""
         if self.device.type == "cpu":
-            return self.values
+            return self.columns
 
         def move(column: Any, _: str) -> Any:
             if isinstance(column, Jagged):
                 return Jagged(*(each.to(self.device) for each in column))
             return column.to(self.device) if isinstance(column, Tensor) else column
 
-        return _map_columns(self.values, move)
+        return _map_columns(self.columns, move)
 
     @property
     def padded_size(self) -> int:
@@ -115,7 +131,7 @@ class LocalBatch:
     @property
     def sparse_features(self) -> list[TableRequest]:
         """The lookups of :attr:`calls`."""
-        calls = self.calls if self.handed_out is self.values else self._calls(self.values)
+        calls = self.calls if self.handed_out is self.columns else self._calls(self.columns)
         return [call.module.request(call) for call in calls]
 
     def split(self, parts: int) -> list[LocalBatch]:

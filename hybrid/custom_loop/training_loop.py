@@ -16,7 +16,8 @@ import copy
 import random
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -30,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hybrid.batch import slice_bounds
 from hybrid.custom_loop import step_states
 from hybrid.custom_loop.backend import Backend
+from hybrid.custom_loop.drawn_negatives import Negatives
 from hybrid.custom_loop.embedding_modules import TableCall, TableModule
 from hybrid.custom_loop.local_batches import (
     LocalBatch,
@@ -231,7 +233,14 @@ class TrainingLoop:
             self._evaluation = outer
 
     def local_batches(
-        self, data: Any, size: int | None, whole: str | None, drop_last: bool, index: int, first_sample: int
+        self,
+        data: Any,
+        size: int | None,
+        whole: str | None,
+        drop_last: bool,
+        negatives: Mapping[str, Negatives],
+        index: int,
+        first_sample: int,
     ) -> Iterator[LocalBatch]:
         """Yield the slices of pass ``index`` from ``first_sample`` on; see :meth:`Cluster.batches`."""
         trainer, num_trainers = self._backend.trainer, self._backend.group.size()
@@ -254,7 +263,13 @@ class TrainingLoop:
             slices = local_batches(remaining, trainer, num_trainers, self._ahead, whole, least)
         if self.step == 0 and whole is None and not self._backend.is_single_process:
             self._last_size = last if steps is None or steps > num_equal else 0
-        return (replace(each, device=self.device) for each in slices)
+
+        def drawn(step: int) -> dict[str, Tensor]:
+            columns = (each.columns(name, self._config.run.seed, step) for name, each in negatives.items())
+            return dict(ChainMap(*columns))
+
+        pairs = enumerate(slices, self.step)
+        return (replace(each, device=self.device, drawn=drawn(step)) for step, each in pairs)
 
     def _seeded(self, batches: Iterator[Any], index: int) -> Iterator[Any]:
         """Yield batches; seed torch for each batch by its position, with the same seed on all trainers."""
@@ -366,8 +381,8 @@ class TrainingLoop:
         if last and self._training is not None and inputs is (batch := self._training.batch).handed_out:
             start, stop = slice_bounds(last, self._backend.trainer, self._backend.group.size())
             size = max((stop - start) // self._rules.parts, min(batch.least, last))
-            error = self._try(inputs, size) if last < batch.global_size else None
-            if error is not None and self._try(inputs, batch.padded_size) is None:
+            error = self._try(inputs, batch.drawn, size) if last < batch.global_size else None
+            if error is not None and self._try(inputs, batch.drawn, batch.padded_size) is None:
                 text = f"{type(error).__name__}: {first_line(error)}"
                 raise DataError(
                     f"the module fails with {size} sample(s), which trainer {self._backend.trainer} gets of "
@@ -376,8 +391,10 @@ class TrainingLoop:
         module: nn.Module = self.model.follow_parameters()
         return module
 
-    def _try(self, batch: Any, size: int) -> Exception | None:
+    def _try(self, batch: Any, drawn: Mapping[str, Tensor], size: int) -> Exception | None:
         """Call a copy of the module with ``size`` samples and zero vectors; return its error or None."""
+        kept = {name: batch[name] for name in drawn}
+        batch = {name: each for name, each in batch.items() if name not in drawn} if drawn else batch
         shared = {id(each): each for each in (*self.model.net.parameters(), *self._modules)}
         states = random.getstate(), np.random.get_state()
         self._is_trying = True
@@ -386,7 +403,8 @@ class TrainingLoop:
             kind = self.device.type
             forked = torch.random.fork_rng([] if kind == "cpu" else [self.device], device_type=kind)
             with torch.no_grad(), forked, torch.compiler.set_stance("force_eager"):
-                copy.deepcopy(self.model.net, shared)(cut(batch, 0, size))
+                samples = cut(batch, 0, size)
+                copy.deepcopy(self.model.net, shared)({**samples, **kept} if kept else samples)
         except Exception as error:  # user code may raise anything
             return error
         finally:
@@ -436,7 +454,8 @@ class TrainingLoop:
         parameters = list(self.model.net.parameters())
         if self.step == 0:
             tensors = tensors_of(current.batch.values)
-            shapes = [each.shape for each in parameters] + [each.shape[1:] for each in tensors]
+            shapes = [each.shape for each in (*parameters, *current.batch.drawn.values())]
+            shapes += [each.shape[1:] for each in tensors]
             self.warnings.check_pairs(
                 local_loss, current.batch.size, {each.embedding_dim for each in self._modules}.union(*shapes)
             )

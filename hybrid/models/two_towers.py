@@ -1,18 +1,23 @@
-"""Two towers for retrieval: user and item vectors in one space, trained with in-batch negatives.
+"""Two towers for retrieval: user and item vectors in one space, trained with sampled negatives.
 
-Yi et al. 2019, "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", section 3.
 A score is the dot product of the outputs of a user tower u() and an item tower v(). A nearest-neighbor index
-thus finds the best of millions of items. A softmax over all items would be too expensive, so the items of the
-other samples of the batch serve as negatives. Popular items are negatives more often, with probability q(i).
-Subtracting log q from the scores in training corrects this bias::
+thus finds the best of millions of items. A softmax over all items would be too expensive, so the loss
+compares the item of a sample with N negatives. Item i is a negative with probability q(i). Subtracting log q
+from the scores in training corrects the bias against frequent negatives::
 
     s(x, i)  = u(x) . v(i) / temperature                     for serving
-    loss(x, i) = -log  exp(s(x, i) - log q(i)) / sum over j of exp(s(x, j) - log q(j))
+    loss(x, i) = -log  exp(s(x, i) - log q(i)) / sum over i and all negatives j of exp(s(x, j) - log q(j))
 
-Here q(i) is the frequency of item i in the training data, which :func:`log_popularity` counts. The paper
-estimates q(i) from a stream; any estimate can be passed. The sum is over the item of the sample and all
-different items of the batch. ``gather=cluster.gather`` fetches the items of the other trainers and returns
-their gradients, so that the loss does not depend on the number of trainers.
+:func:`in_batch_softmax` takes the items of the other samples as negatives (Yi et al. 2019,
+"Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", section 3). They cost no
+lookups, and q(i) is the frequency of item i in the training data, which :func:`log_popularity` counts. The
+paper estimates q(i) from a stream; any estimate can be passed. :func:`sampled_softmax` takes items that
+``hybrid.Negatives`` draws from all items. So items that are rare in the data are negatives, too.
+
+With independent draws from q, the scores that minimize the loss are those of the softmax over all items, for
+any N (Ma and Collins 2018, "Noise Contrastive Estimation and Negative Sampling for Conditional Models"). For
+this, a negative that equals the item of the sample stays in the sum. Without it, the scores of frequent items
+would be too high.
 """
 
 from collections.abc import Callable, Sequence
@@ -67,25 +72,90 @@ def log_popularity(ids: Tensor, num_items: int) -> Tensor:
 def in_batch_softmax(
     users_BD: Tensor,
     items_BD: Tensor,
-    ids_B: Tensor,
     log_q_B: Tensor,
     temperature: float = 0.1,
     gather: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> Tensor:
-    """Return ``losses_B``, the corrected loss of each sample.
+    """Return ``losses_B``, the corrected loss of each sample; the negatives are the other samples' items.
 
     Args:
         users_BD, items_BD: the outputs of the towers for each sample.
-        ids_B: item ids; a sample with the same item is not a negative.
         log_q_B: logarithm of the frequency of each item; zeros for no correction.
         temperature: divides the scores.
-        gather: differentiably gathers the slices of all trainers: ``cluster.gather``.
+        gather: differentiably gathers the slices of all trainers: ``cluster.gather``. The loss then does not
+            depend on the number of trainers.
     """
-    items_ND, ids_N, log_q_N = (gather(each).to(users_BD.device) for each in (items_BD, ids_B, log_q_B))
-    positive_B = (users_BD * items_BD).sum(dim=1) / temperature - log_q_B.to(users_BD)
-    negatives_BN = users_BD @ items_ND.mT / temperature - log_q_N.to(users_BD)
-    is_same_BN = ids_B.to(ids_N.device).unsqueeze(1) == ids_N
-    negatives_BN = negatives_BN.masked_fill(is_same_BN, -torch.inf)
-    scores_BM = torch.cat([positive_B.unsqueeze(1), negatives_BN], dim=1)
-    target_B = torch.zeros(len(scores_BM), dtype=torch.int64, device=scores_BM.device)
-    return F.cross_entropy(scores_BM, target_B, reduction="none")
+    items_ND, log_q_N = (gather(each).to(users_BD.device) for each in (items_BD, log_q_B))
+    scores_BN = users_BD @ items_ND.mT / temperature - log_q_N.to(users_BD)
+    return scores_BN.logsumexp(dim=1) - _positives(users_BD, items_BD, log_q_B, temperature)
+
+
+def sampled_softmax(
+    users_BD: Tensor,
+    items_BD: Tensor,
+    log_q_B: Tensor,
+    negatives_ND: Tensor,
+    negative_log_q_N: Tensor,
+    temperature: float = 0.1,
+) -> Tensor:
+    """Return ``losses_B``, the corrected loss of each sample; all samples have the same N negatives.
+
+    Args:
+        users_BD, items_BD: the outputs of the towers for each sample.
+        log_q_B: logarithm of the probability that a draw is the item of the sample, up to a constant.
+        negatives_ND: the outputs of the item tower for the negatives.
+        negative_log_q_N: the same logarithm for each negative, with the same constant.
+        temperature: divides the scores.
+    """
+    positive_B = _positives(users_BD, items_BD, log_q_B, temperature)
+    scores_BN = users_BD @ negatives_ND.mT / temperature - negative_log_q_N.to(users_BD)
+    return torch.cat([positive_B.unsqueeze(1), scores_BN], dim=1).logsumexp(dim=1) - positive_B
+
+
+def _positives(users_BD: Tensor, items_BD: Tensor, log_q_B: Tensor, temperature: float) -> Tensor:
+    return (users_BD * items_BD).sum(dim=1) / temperature - log_q_B.to(users_BD)
+
+
+def top_items(
+    users_BD: Tensor, item_vectors: Callable[[Tensor], Tensor], num_items: int, k: int, chunk: int = 4096
+) -> Tensor:
+    """Return ``ids_BK``, the k items with the highest scores for each user, the best first.
+
+    The result is exact, over all items. Users and items are scored in blocks of ``chunk`` x ``chunk``. On a
+    cluster, each trainer calls it for the users of its slice.
+
+    Args:
+        users_BD: user vectors, also of several batches.
+        item_vectors: returns the vectors (C, D) of ids (C,), such as ``lambda ids: tower(table(ids))``.
+        num_items: the ids are 0 to ``num_items - 1``.
+
+    Raises:
+        ValueError: ``k`` is above ``num_items``.
+    """
+    if not 1 <= k <= num_items:
+        raise ValueError(f"k must be at least 1 and at most the {num_items} items, not {k}")
+    users = users_BD.split(chunk)
+    best = [(each.new_empty(len(each), 0), torch.empty(len(each), 0, dtype=torch.int64)) for each in users]
+    with torch.no_grad():
+        for ids_C in torch.arange(num_items).split(chunk):
+            items_CD = item_vectors(ids_C)
+            for index, each_BD in enumerate(users):
+                scores, ids = best[index]
+                new = (each_BD @ items_CD.mT).topk(min(k, len(ids_C)), dim=1)
+                scores = torch.cat([scores, new.values], dim=1)
+                ids = torch.cat([ids, ids_C[new.indices.cpu()]], dim=1)
+                top = scores.topk(min(k, scores.shape[1]), dim=1)
+                best[index] = top.values, ids.gather(1, top.indices.cpu())
+    return torch.cat([ids for _, ids in best])
+
+
+def recall_and_ndcg(top_BK: Tensor, ids_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return recall@k and NDCG@k of each sample, (B,) each, for one relevant item per sample.
+
+    Args:
+        top_BK: item ids, the best first, from :func:`top_items`.
+        ids_B: the relevant item of each sample.
+    """
+    is_hit_BK = top_BK.to(ids_B.device) == ids_B.unsqueeze(1)
+    gains_K = 1 / torch.arange(2.0, 2 + top_BK.shape[1], device=ids_B.device).log2()
+    return is_hit_BK.any(dim=1).float(), (is_hit_BK * gains_K).sum(dim=1)

@@ -90,11 +90,16 @@ def test_example_reaches_the_score_of_the_page(
     assert scores_of(name, [], monkeypatch, capsys) == pytest.approx(scores, abs=0.003)
 
 
-def test_example_on_a_cluster_equals_one_process(tmp_path: Path) -> None:
-    """The loss of the two towers depends on the items of all trainers."""
+@pytest.mark.parametrize(
+    ("update", "drawn"),
+    [("sync", 0), ("lookahead", 64), pytest.param("sync", 64, marks=pytest.mark.long)],
+)
+def test_example_on_a_cluster_equals_one_process(update: str, drawn: int, tmp_path: Path) -> None:
+    """The loss of the two towers depends on the items of all trainers, or on negatives of the step."""
     script = EXAMPLES / "two_towers.py"
-    arguments = ["--steps", "5", "--dtype", "float64", "--", "--samples", "5000", "--double"]
-    output_of(["compare", script, *arguments], tmp_path)  # fails if they differ
+    options = ["--steps", "5", "--dtype", "float64", "--set", f"train.update={update}"]
+    arguments = ["--samples", "5000", "--double", "--drawn", str(drawn)]
+    output_of(["compare", script, *options, "--", *arguments], tmp_path)  # fails if they differ
 
 
 def test_module_of_the_page_takes_a_step() -> None:

@@ -329,6 +329,48 @@ def test_a_module_is_tried_with_the_size_of_the_last_slice(clusters: Clusters, t
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+DRAWN = """
+import sys, torch, hybrid
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = hybrid.Embedding(9, 4, ids=["id", "negative"], optimizer=hybrid.Adam(lr=0.1))
+    def forward(self, batch):
+        calls.append((len(batch["id"]), batch["negative"].tolist()))
+        scores = self.table(batch["id"]) @ self.table(batch["negative"]).mT
+        return (scores - batch["negative.log_q"]).logsumexp(1)
+calls = []
+cluster = hybrid.connect(sys.argv[2] if len(sys.argv) > 2 else None)
+model = cluster.distribute(Net())
+negatives = {"negative": hybrid.Negatives(5, torch.arange(9.0))}
+for _ in range(2):
+    for batch in cluster.batches({"id": torch.arange(19) % 9}, 8, negatives=negatives):
+        cluster.backward(model(batch))
+results = calls, cluster.plain_module().state_dict()
+torch.save(results, f"{sys.argv[1]}/{cluster.world_size}-{cluster.rank}")
+"""
+
+
+@pytest.mark.parametrize("update", ["sync", "lookahead"])
+def test_all_trainers_draw_the_negatives_of_one_process(
+    update: str, clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call of a cluster tries the size of the last slice, with the negatives of the first step."""
+    script, config = tmp_path / "script.py", tmp_path / "config.toml"
+    script.write_text(DRAWN)
+    config.write_text('train.dtype = "float64"')
+    clusters.get(2, 2).run(run_script, str(script), tmp_path, update=update)
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path), str(config)])
+    runpy.run_path(str(script))
+    calls, expected = torch.load(tmp_path / "1-0", weights_only=True)
+    assert [size for size, _ in calls] == [8, 8, 3] * 2
+    for rank, last in enumerate((2, 1)):
+        found_calls, found = torch.load(tmp_path / f"2-{rank}", weights_only=True)
+        assert found_calls == [(last, calls[0][1]), *((4 if n == 8 else last, ids) for n, ids in calls)]
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
 OTHER_BATCH = """
 import sys, torch, hybrid
 cluster = hybrid.connect()

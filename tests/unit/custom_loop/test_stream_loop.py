@@ -21,6 +21,7 @@ from hybrid.errors import CheckpointError, ConfigError, DataError
 
 BATCH, DAYS, ROWS = 16, 3, 100
 LAST = DAYS * -(-ROWS // BATCH)  # the last step
+DRAWN: dict[int, list[int]] = {}  # the negatives of each step, which are the same in all runs
 
 
 def write_day(root: Path, day: int, num_rows: int = ROWS, files: int = 4) -> None:
@@ -93,7 +94,9 @@ def train(
     step = -1
     while cluster.step > step:
         step = cluster.step
-        for batch in itertools.islice(cluster.batches(stream), passes or None):
+        batches = cluster.batches(stream, negatives={"drawn": hybrid.Negatives(3, torch.zeros(1000))})
+        for batch in itertools.islice(batches, passes or None):
+            assert DRAWN.setdefault(cluster.step, batch["drawn"].tolist()) == batch["drawn"].tolist()
             assert stream.unit == f"{root}/log/day={1 + cluster.step // (LAST // DAYS)}"
             loss = (model(batch) - batch["label"]) ** 2
             steps[cluster.step] = batch["dense"][:, 0].long().tolist()

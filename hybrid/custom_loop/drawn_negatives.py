@@ -1,0 +1,43 @@
+"""Item ids drawn at random in each step, as negatives for ``hybrid.models.two_towers.sampled_softmax``."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid.embedding.initial_rows import random_salt
+from hybrid.primitives.splitmix64 import next_of, splitmix64
+
+
+class Negatives:
+    """Items drawn in each step from all items, with replacement, for :meth:`Cluster.batches`.
+
+    The draws of a step depend only on ``run.seed``, the step and the name of their column. So they are the
+    same for any number of trainers and workers, and after a restart. All trainers compute the same ids and
+    look up their rows. An id takes 8 bytes of a message, and a row of dimension D takes 2 D or more.
+
+    Args:
+        number: number of items per step.
+        log_q: logarithm of the probability of each item, (items,), up to a constant: zeros to draw uniformly,
+            or ``hybrid.models.two_towers.log_popularity(...)``. Items with -inf are never drawn.
+
+    Raises:
+        ValueError: ``number`` is below 1 or above the number of items, or ``log_q`` is no distribution.
+    """
+
+    def __init__(self, number: int, log_q: Tensor) -> None:
+        if log_q.dim() != 1 or not len(log_q) or not log_q.max() < torch.inf or log_q.max() == -torch.inf:
+            raise ValueError("log_q must have one number per item, below inf, and not -inf for all items")
+        if not 1 <= number <= len(log_q):
+            raise ValueError(f"number must be at least 1 and at most the {len(log_q)} items, not {number}")
+        self._number = number
+        self._log_q_I = log_q.detach().cpu()
+        cumulative_I = np.cumsum(np.exp(self._log_q_I.double().numpy() - float(log_q.max())))
+        self._cumulative_I = cumulative_I / cumulative_I[-1]
+
+    def columns(self, name: str, seed: int, step: int) -> dict[str, Tensor]:
+        """Return the columns of a step: the ids (N,) as ``name``, and their log q as ``name.log_q``."""
+        counters_N = np.arange(self._number, dtype=np.uint64)
+        counters_N += next_of(np.array([random_salt(seed, name)], np.uint64) + np.uint64(step))
+        bits_N = splitmix64(counters_N) >> np.uint64(11)
+        ids_N = torch.from_numpy(self._cumulative_I.searchsorted(bits_N * 2.0**-53, side="right"))
+        return {name: ids_N, f"{name}.log_q": self._log_q_I[ids_N]}
