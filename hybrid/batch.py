@@ -35,9 +35,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid.errors import DataError
-from hybrid.input_spec import TaskSpec
-from hybrid.primitives.grouping import find_split_group, group_bounds, group_ends, ranking_totals
+from hybrid.primitives.grouping import group_bounds, group_ends
 from hybrid.primitives.splitmix64 import splitmix64
 
 
@@ -82,20 +80,6 @@ class SparseFeatures(NamedTuple):
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return SparseFeatures(ids_L, offsets, weights_L, self.num_features)
 
-    @classmethod
-    def from_bags(
-        cls, bags: list[list[list[int]]], weights: list[list[list[float]]] | None = None
-    ) -> SparseFeatures:
-        """Create features from lists of ids ``bags[feature][sample]``, and lists of weights in this form."""
-        flat = [bag for feature in bags for bag in feature]
-        lengths = torch.tensor([0] + [len(bag) for bag in flat], dtype=torch.int64)
-        weights_L = None
-        if weights is not None:
-            values = [w for feature in weights for bag in feature for w in bag]
-            weights_L = torch.tensor(values, dtype=torch.float32)
-        ids_L = torch.tensor([i for bag in flat for i in bag], dtype=torch.int64)
-        return cls(ids_L, lengths.cumsum(0), weights_L, len(bags))
-
 
 class Batch(NamedTuple):
     """The slice of a step's samples of one trainer.
@@ -138,57 +122,6 @@ class Batch(NamedTuple):
         """Return a batch without samples, of F dense and K sparse features."""
         sparse = SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, num_sparse)
         return cls(torch.empty(0, num_dense), sparse, torch.empty(0), 0)
-
-    def check(self, num_dense: int, num_sparse: int, tasks: Sequence[TaskSpec] = (TaskSpec(),)) -> None:
-        """Check shapes, labels and weights of a batch of F dense and K sparse features.
-
-        Raises:
-            DataError: a shape or a value is wrong.
-        """
-        size, num_tasks, sparse = len(self.labels), len(tasks), self.sparse_features
-        shape = tuple(self.labels.shape)
-        labels_shape = (size,) if num_tasks == 1 or shape == (0,) else (size, num_tasks)
-        weights_shape = shape if self.weights is None else tuple(self.weights.shape)
-        for name, has, required in (
-            ("labels", shape, labels_shape),
-            ("dense features", tuple(self.dense_features.shape), (size, num_dense)),
-            ("sparse features", (sparse.batch_size, sparse.num_features), (size, num_sparse)),
-            ("weights", weights_shape, shape),
-        ):
-            if has != required:
-                raise DataError(f"a batch of {size} samples has {name} of shape {[*has]}, not {[*required]}")
-        if self.weights is not None:
-            is_wrong = ~(self.weights.isfinite() & (self.weights >= 0))
-            if is_wrong.any():
-                sample, wrong = int(is_wrong.nonzero()[0, 0]), self.weights[is_wrong][0].item()
-                rule = "weights must be finite and not negative"
-                raise DataError(f"sample {sample} has the weight {wrong}; {rule}")
-        for task, labels_B in zip(tasks, by_task(self.labels, num_tasks).unbind(1), strict=True):
-            _check_labels(task, labels_B)
-
-    def check_groups(self) -> None:
-        """Check that the samples have groups, and that the samples of each group are adjacent.
-
-        Raises:
-            DataError: groups are missing, or samples of a group are not adjacent.
-        """
-        if not (size := len(self.labels)):
-            return
-        if self.groups is None or tuple(self.groups.shape) != (size,):
-            shape = "no groups" if self.groups is None else f"groups of shape {list(self.groups.shape)}"
-            raise DataError(
-                f"a batch has {shape}; a ranking loss needs the group of each of its {size} samples"
-            )
-        if (split := find_split_group(self.groups.cpu().numpy())) is not None:
-            raise DataError(f"group {split} is split: its samples are not adjacent in the batch")
-
-    def ranking_totals(self, num_tasks: int) -> Tensor:
-        """Return the sums of the ranking weights by task, (T,); see ``total_groups``."""
-        if not len(self.labels):
-            return torch.zeros(num_tasks, dtype=torch.float64)
-        assert self.groups is not None, "checked by check_groups"
-        weights_BT = None if self.weights is None else by_task(self.weights, num_tasks)
-        return ranking_totals(by_task(self.labels, num_tasks), weights_BT, self.groups)
 
     def row_keys(self, sequences: Iterable[int] = ()) -> Tensor:
         """Return ``keys_B``, int64, hashes of the features of each sample.
@@ -274,22 +207,6 @@ def _bits(numbers: Tensor) -> npt.NDArray[np.uint64]:
 def by_task(values: Tensor, num_tasks: int) -> Tensor:
     """Return labels or weights in the shape (B, T); with one task, they may have the shape (B,)."""
     return values.view(len(values), num_tasks)
-
-
-def _check_labels(task: TaskSpec, labels_B: Tensor) -> None:
-    """Raise DataError if a label does not fit the task."""
-    if task.kind == "binary":
-        is_valid_B = (labels_B >= 0) & (labels_B <= 1)
-        rule = "labels must be 0, 1 or a probability in between"
-    elif task.kind == "regression":
-        is_valid_B, rule = labels_B.isfinite(), "labels must be finite numbers"
-    else:
-        is_valid_B = (labels_B >= 0) & (labels_B < task.num_classes) & (labels_B == labels_B.floor())
-        rule = f"labels must be classes from 0 to {task.num_classes - 1}"
-    if not is_valid_B.all():
-        sample = int((~is_valid_B).nonzero()[0])
-        of_task = "" if task.name == TaskSpec().name else f" for task {task.name}"
-        raise DataError(f"sample {sample} has the label {labels_B[sample].item()}{of_task}; {rule}")
 
 
 def split_outputs(outputs_BO: Tensor, num_outputs: Sequence[int]) -> Sequence[Tensor]:

@@ -29,12 +29,3 @@ class InputSpec:
     def sizes(self) -> tuple[int, int]:
         """The numbers of dense and of sparse features, as :meth:`Batch.empty` needs them."""
         return len(self.dense_features), len(self.sparse_features)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskSpec:
-    """The labels of one task."""
-
-    name: str = "label"
-    kind: str = "binary"  # or "regression", "classes"; binary labels are 0, 1, or a probability between
-    num_classes: int = 0  # classes are numbered from 0; 0 for other kinds

@@ -27,7 +27,6 @@ from hybrid.config.key import (
 )
 from hybrid.config.table_sections import EmbeddingSection, TableSection
 from hybrid.config.task_sections import LABEL, TaskSection, main_metric
-from hybrid.input_spec import TaskSpec
 from hybrid.topology import Topology
 
 _HISTORY = argument("history", str, None), argument("candidate", str, None)
@@ -448,10 +447,6 @@ class RunConfig:
     @property
     def all_tasks(self) -> dict[str, TaskSection]:
         return tasks_of(self.tasks, self.data)
-
-    @property
-    def task_specs(self) -> tuple[TaskSpec, ...]:
-        return tuple(TaskSpec(name, task.kind, task.classes) for name, task in self.all_tasks.items())
 
     @property
     def num_outputs(self) -> int:

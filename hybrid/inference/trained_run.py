@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hybrid.checkpoint.checkpoint_folders import CUSTOM_LOOP, DENSE_FILE, REMOTE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import load_state, unpack_dense
-from hybrid.config import ColumnSection, RunConfig
+from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.sections import NETS
 from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
@@ -63,13 +63,7 @@ class TrainedRun:
             files_folder / CONFIG_FILE, trust_code=trust_code, uses=["data"] if uses_data else ()
         )
         encoder = FeatureEncoder.load(files_folder)
-        # If the caller gave batches, features with weighted ids have no section in the configuration.
-        weighted = {
-            each.name: dataclasses.replace(config.columns.get(each.name, ColumnSection()), kind="weighted")
-            for each in encoder.sparse
-            if each.weighted
-        }
-        return cls(stored, config.replace(columns={**config.columns, **weighted}), encoder)
+        return cls(stored, config, encoder)
 
     @property
     def origin(self) -> str:

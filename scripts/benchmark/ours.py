@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 
+from benchmark.batch_session import BatchSession
 from benchmark.gpu_trace import traced
 from benchmark.job import Job
 from benchmark.workloads import WORKLOADS
 from hybrid.batch import Batch
 from hybrid.config import RunConfig
 from hybrid.topology import Topology
-from workers.controller.session import Session
 
 _TRACED_STEPS = 10
 
@@ -23,11 +23,11 @@ def train_job(topology: Topology, config: RunConfig) -> None:
     hotness = float(job.workload.hotness)
     trainers = config.cluster.trainers
     ids_per_sample = {each.name: hotness for each in input_spec.sparse_features if each.multi_hot}
-    session = Session(topology, config, input_spec, num_steps, ids_per_sample=ids_per_sample)
+    session = BatchSession(topology, config, input_spec, num_steps, ids_per_sample=ids_per_sample)
 
     def train(steps: range) -> list[float]:
         select = partial(select_batches, job.workload_name, trainers, steps)
-        reports = session.train_on(select, steps.start)
+        reports = session.train_on(select, steps.start, is_aligned=True)
         return [sum(losses) for losses in zip(*(each.losses for each in reports), strict=True)]
 
     job.measure(train)
@@ -36,7 +36,7 @@ def train_job(topology: Topology, config: RunConfig) -> None:
         steps = range(num_steps, num_steps + _TRACED_STEPS)
         num_ahead = 0 if config.train.update == "sync" else 2
         trace = partial(trace_batches, job.workload_name, trainers, steps, num_ahead, of_trainers)
-        session.train_on(trace, num_steps)
+        session.train_on(trace, num_steps, is_aligned=True)
         job.add_result("gpu", [json.loads(each.read_text(encoding="utf-8")) for each in of_trainers])
     session.close()
 

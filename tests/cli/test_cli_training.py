@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from support.commands import (
     COMMAND_SECONDS,
-    ROOT,
     eventually,
     output_of,
     result_of,
@@ -87,26 +86,6 @@ def test_compare_fails_if_results_differ(
     assert ended.code == 1
     assert re.search(r"hybrid compare: \d+ of \d+ tensors differ by more than", ended.stderr)
     assert not list(tmp_path.glob("hybrid-compare-*"))
-
-
-def test_documented_training_function_trains_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = (ROOT / "examples/train_items.py").read_text().replace("300", "120")
-    (tmp_path / "train_items.py").write_text(code)
-    printed = output_of(["run", "train_items:main", *settings(data={"multi_hot_separator": "|"})], tmp_path)
-    losses = re.search(r"^120 steps, loss (\S+) to (\S+)$", printed, re.MULTILINE)
-    assert losses is not None
-    assert float(losses[2]) < 0.1 * float(losses[1])
-    (tmp_path / "new.csv").write_text("label,price,item,tags\n1,0.5,3,1|2\n0,0.1,40,\n0,0.9,30,7\n")
-    monkeypatch.chdir(tmp_path)
-    main(["evaluate", "model", "--input", "new.csv"])
-    assert "auc                 1.0000\n" in capsys.readouterr().out
-    main(["predict", "--input", "new.csv", "--output", "p.csv", "model"])
-    likely, *others = [float(line.split(",")[1]) for line in Path("p.csv").read_text().splitlines()[1:]]
-    assert likely > 0.5 > max(others)
-    with pytest.raises(SystemExit, match=r"^hybrid evaluate: --input: "):
-        main(["evaluate", "model"])
 
 
 def test_run_without_test_rows_is_not_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

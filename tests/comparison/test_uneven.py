@@ -1,7 +1,6 @@
 """Invalid batches that trainers provide are refused."""
 
 import pytest
-import torch
 from comparison.cases.matrix import Case, train_case
 from support.cluster import CaseError, Clusters
 
@@ -12,19 +11,6 @@ def with_an_unknown_id(trainer: int) -> list[Batch]:
     (first, *others) = Case().batches(trainer)
     first.sparse_features.ids_L[6 + 4] = 99  # of the second feature, sample 4
     return [first, *others]
-
-
-RANKED = Case(trainers=3, workers=2, tasks="ranked")
-
-
-def with_a_group_of_all(trainer: int) -> list[Batch]:
-    first, second, *others = RANKED.batches(trainer)
-    return [first, second._replace(groups=torch.full((6,), 7 if trainer else 8)), *others]
-
-
-def test_group_that_is_split_between_trainers_is_refused(clusters: Clusters) -> None:
-    with pytest.raises(CaseError, match=r"group 7 is split: trainers 1 and 2 "):
-        clusters.get(3, 2).run(train_case, RANKED, with_a_group_of_all)
 
 
 def test_invalid_batch_is_refused_before_it_is_sent(clusters: Clusters) -> None:

@@ -5,13 +5,14 @@ import random
 import sys
 import time
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmark.batch_session import BatchSession
 from support.cluster import LocalTopology, small_config
+from support.samples import features_of_bags
 from torch import Tensor
 from torch.futures import Future
 from torch.testing import assert_close
@@ -19,18 +20,17 @@ from torch.testing import assert_close
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.checkpoint.checkpoint_folders import shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.config import ColumnSection
 from hybrid.custom_loop.embedding_modules import Jagged
 from hybrid.custom_loop.local_batches import features_of
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.inference.trained_module import ConfiguredModule, TrainedModule, load
 from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.transport import Remote, RemoteError
+from hybrid.transport import Remote
 from hybrid.updates.ticket import Ticket
 from workers.cluster_task import ScriptTask
 from workers.console.terminal import TerminalView
-from workers.controller import session as session_module
-from workers.controller.session import Session
 from workers.controller.shared_folders import SharedFolders
 from workers.controller.user_code_jobs import ScriptJob
 from workers.exit_codes import ExitCode
@@ -60,16 +60,10 @@ def two_batches(trainer: int) -> list[Batch]:
     return make_batches(trainer)[:2]
 
 
-def opened(mode: str, spec: InputSpec = INPUT, **sections: dict[str, Any]) -> closing[Session]:
+def opened(mode: str, spec: InputSpec = INPUT, **sections: dict[str, Any]) -> closing[BatchSession]:
     config = small_config(cluster={"trainers": 1, "workers": 1}, train={"update": mode}, **sections)
-    return closing(Session(LocalTopology(1, 1), config, spec, STEPS))
-
-
-def test_training_on_batches_of_the_caller_has_no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    delay_last_gradients(monkeypatch)
-    with opened("lookahead") as session:
-        monkeypatch.setattr(session_module, "BULK_TIMEOUT_SECONDS", DELAY_SECONDS / 4)
-        assert len(session.train_on(make_batches, 0)[0].losses) == STEPS
+    weighted = {each.name: ColumnSection(kind="weighted") for each in spec.sparse_features if each.weighted}
+    return closing(BatchSession(LocalTopology(1, 1), config.replace(columns=weighted), spec, STEPS))
 
 
 def test_a_script_may_be_silent_for_longer_than_the_timeout(
@@ -149,12 +143,13 @@ def weighted_batches(trainer: int) -> list[Batch]:
             [[draw.random() + 0.2 if each.name == "tags" else 1.0 for _ in bag] for bag in of_feature]
             for each, of_feature in zip(BAGS.sparse_features, bags, strict=True)
         ]
-        batches.append(batch._replace(sparse_features=SparseFeatures.from_bags(bags, weights)))
+        batches.append(batch._replace(sparse_features=features_of_bags(bags, weights)))
     return batches
 
 
 def test_a_saved_model_reads_weights_of_ids(tmp_path: Path) -> None:
-    with opened("sync", BAGS, data={"multi_hot_separator": "|"}) as session:
+    columns = {"sparse": ("ids", "tags", "seen"), "dense": ("x",), "multi_hot_separator": "|"}
+    with opened("sync", BAGS, data={"format": "csv", "path": ("clicks.csv",), **columns}) as session:
         session.train_on(weighted_batches, 0)
         session.save(tmp_path / "saved", STEPS, 0)
     model = load(tmp_path / "saved")
@@ -169,12 +164,3 @@ def test_a_saved_model_reads_weights_of_ids(tmp_path: Path) -> None:
     assert_close(found, ours.sigmoid(), rtol=0, atol=1e-6)
     given["tags.weights"] = Jagged(torch.ones(2 * SIZE), given["tags"].offsets)
     assert (model(given)["probability"] - found).abs().max() > 1e-3
-
-
-def test_undeclared_weights_of_ids_are_refused() -> None:
-    spec = replace(BAGS, sparse_features=tuple(replace(f, weighted=False) for f in BAGS.sparse_features))
-    with (
-        opened("sync", spec) as session,
-        pytest.raises(RemoteError, match=r"batch 0: ids of tags .*weighted"),
-    ):
-        session.train_on(weighted_batches, 0)

@@ -18,13 +18,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from support.samples import features_of_bags
 from support.socket_ends import connection
 from torch import Tensor
 from torch.distributed import distributed_c10d, rpc
 from torch.distributed.rpc import api, internal
 
 from hybrid import transport
-from hybrid.batch import Batch, SparseFeatures
+from hybrid.batch import Batch
 from hybrid.checkpoint.tensor_file import read_tensors
 from hybrid.config import RunConfig
 from hybrid.embedding.stored_matrix import read_shape
@@ -225,7 +226,7 @@ def test_a_pickle_that_runs_code_is_not_loaded(plant: Callable[[Path], None], tm
 
 
 def test_values_arrive_as_they_were_sent(worker: Process, trainer: Process) -> None:
-    bags = SparseFeatures.from_bags([[[0], [1, 1]]], [[[1.0], [0.5, 2.0]]])
+    bags = features_of_bags([[[0], [1, 1]]], [[[1.0], [0.5, 2.0]]])
     batch = Batch(torch.randn(2, 2), bags, torch.ones(4)[::2], 2)
     sent = [RunConfig(), {1j, MASTER}, Path("a/b"), torch.float32, np.eye(3)[:, 1:], batch]
     payload, beside = trainer.call("worker0", internal.PythonUDF(endpoints.echo, (sent,), {}))

@@ -8,8 +8,9 @@ from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
+import torch
 
-from hybrid.batch import Batch
+from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ColumnSection, DataSection, RunConfig, TableSection, TaskSection
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import FeatureEncoder
@@ -54,6 +55,20 @@ def write_cities(path: Path, num_rows: int) -> Path:
     """Write a CSV whose row i has x = i, city = c(i % 5), and i % 3 tags."""
     rows = [f"{i % 2},{i},c{i % 5},{'|'.join(f't{j}' for j in range(i % 3))}" for i in range(num_rows)]
     return write(path, "label,x,city,tags\n" + "\n".join(rows))
+
+
+def features_of_bags(
+    bags: list[list[list[int]]], weights: list[list[list[float]]] | None = None
+) -> SparseFeatures:
+    """Return features with the ids ``bags[feature][sample]``, and weights in this form."""
+    flat = [bag for feature in bags for bag in feature]
+    lengths = torch.tensor([0] + [len(bag) for bag in flat], dtype=torch.int64)
+    weights_L = None
+    if weights is not None:
+        values = [w for feature in weights for bag in feature for w in bag]
+        weights_L = torch.tensor(values, dtype=torch.float32)
+    ids_L = torch.tensor([i for bag in flat for i in bag], dtype=torch.int64)
+    return SparseFeatures(ids_L, lengths.cumsum(0), weights_L, len(bags))
 
 
 def whole(dataset: PreparedDataset) -> Batch:

@@ -1,16 +1,12 @@
 """Micro-batches: the parts of a batch hold its samples, each once and in order."""
 
-import math
-import re
 from itertools import chain, pairwise, product
 
-import pytest
 import torch
 from hypothesis import given, strategies as st
+from support.samples import features_of_bags
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.errors import DataError
-from hybrid.input_spec import TaskSpec
 
 NUM_DENSE = 2
 
@@ -23,7 +19,7 @@ def batches(draw: st.DrawFn) -> Batch:
     lengths = st.integers(1, 1) if has_one_id else st.integers(0, 3)
     bags = [[list(range(draw(lengths))) for _ in range(size)] for _ in range(num_features)]
     weights = [[[draw(st.floats(-1, 1, width=32)) for _ in bag] for bag in feature] for feature in bags]
-    sparse = SparseFeatures.from_bags(bags, weights if draw(st.booleans()) else None)
+    sparse = features_of_bags(bags, weights if draw(st.booleans()) else None)
     sparse = sparse._replace(ids_L=torch.arange(len(sparse.ids_L)))
     if has_one_id:
         sparse = sparse._replace(offsets=None)
@@ -69,7 +65,6 @@ def test_micro_batches_hold_all_samples_in_order(batch: Batch, num_parts: int) -
     for k in range(batch.sparse_features.num_features):
         assert list(chain.from_iterable(bags_of(p.sparse_features)[k] for p in parts)) == whole[k]
     for part in parts:
-        part.check(NUM_DENSE, batch.sparse_features.num_features)
         assert (part.global_size, part.ended) == (batch.global_size, batch.ended)
         assert part.total_weights is batch.total_weights
         assert (part.sparse_features.offsets is None) == (batch.sparse_features.offsets is None)
@@ -87,26 +82,7 @@ def test_micro_batches_keep_groups_whole(batch: Batch, num_parts: int, data: st.
     assert torch.equal(torch.cat(found), groups)
     assert sum(len(each.unique()) for each in found) == len(groups.unique())
     for part in parts:
-        part.check(NUM_DENSE, batch.sparse_features.num_features)
-        part.check_groups()
         assert part.total_groups is batch.total_groups
-
-
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        (None, "no groups"),
-        ([1, 2], r"groups of shape \[2\]"),
-        ([5, 5, 1, 5], "group 5"),
-    ],
-)
-def test_missing_or_split_groups_are_refused(groups: list[int] | None, message: str) -> None:
-    batch = Batch.empty(0, 1)._replace(labels=torch.ones(4))
-    batch._replace(groups=torch.tensor([5, 5, 5, 1])).check_groups()
-    Batch.empty(0, 1).check_groups()
-    assert Batch.empty(0, 1).ranking_totals(2).tolist() == [0, 0]
-    with pytest.raises(DataError, match=message):
-        batch._replace(groups=None if groups is None else torch.tensor(groups)).check_groups()
 
 
 def described(batch: Batch) -> list[object]:
@@ -140,7 +116,7 @@ def test_row_keys_are_equal_for_equal_samples(batch: Batch, data: st.DataObject)
 
 def test_row_keys_depend_on_the_order_of_sequences() -> None:
     bags = [[[1, 2], [2, 1], [1, 2], [1], [1, 1]], [[3, 4], [3, 4], [4, 3], [], []]]
-    sparse = SparseFeatures.from_bags(bags)
+    sparse = features_of_bags(bags)
     batch = Batch(torch.zeros(5, NUM_DENSE), sparse, torch.zeros(5), 5)
 
     def which_are_equal(*sequences: int) -> list[int]:
@@ -155,44 +131,9 @@ def test_row_keys_depend_on_the_order_of_sequences() -> None:
     assert parts == batch.row_keys((0, 1)).tolist()
 
 
-@pytest.mark.parametrize(
-    "label", [-1.0, 2.0, -(2.0**-149), 1 + 2.0**-23, math.nan, math.inf, -math.inf, 3], ids=str
-)
-def test_binary_label_outside_0_to_1_is_refused(label: float) -> None:
-    batch = Batch.empty(0, 1)._replace(
-        dense_features=torch.zeros(4, 0),
-        sparse_features=SparseFeatures(torch.zeros(4, dtype=torch.int64), None, None, 1),
-    )
-    for labels in ([0.0, 1.0, 0.25, 1.0], [0, 1, 1, 0], [True, False, True, True]):
-        batch._replace(labels=torch.tensor(labels)).check(0, 1)
-    wrong = batch._replace(labels=torch.tensor([0, 1, label, label]))
-    with pytest.raises(DataError, match=f"^sample 2 .* {re.escape(str(wrong.labels[2].item()))}"):
-        wrong.check(0, 1)
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (Batch.empty(NUM_DENSE + 1, 1), r"dense features of shape \[0, 3\], not"),
-        (Batch.empty(NUM_DENSE, 1)._replace(labels=torch.ones(3, 1)), r"labels of shape \[3, 1\], not \[3\]"),
-        (Batch.empty(NUM_DENSE, 2), r"sparse features of shape \[0, 2\], not"),
-        (Batch.empty(NUM_DENSE, 1)._replace(labels=torch.ones(1)), r"\[1, 2\]"),
-        (
-            Batch.empty(NUM_DENSE, 1)._replace(
-                sparse_features=SparseFeatures(torch.arange(3), None, None, 1)
-            ),
-            r"sparse features of shape \[3, 1\]",
-        ),
-    ],
-)
-def test_wrong_shapes_of_a_batch_are_refused(batch: Batch, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        batch.check(NUM_DENSE, 1)
-
-
 def test_features_of_bags_are_laid_out_as_in_the_docstring() -> None:
     bags = [[[4, 7], [], [2]], [[5], [1], [9]]]
-    sparse = SparseFeatures.from_bags(bags, [[[0.5, 2.0], [], [1.0]], [[1.0], [3.0], [4.0]]])
+    sparse = features_of_bags(bags, [[[0.5, 2.0], [], [1.0]], [[1.0], [3.0], [4.0]]])
     assert sparse.ids_L.tolist() == [4, 7, 2, 5, 1, 9]
     assert sparse.offsets is not None
     assert sparse.offsets.tolist() == [0, 2, 2, 3, 4, 5, 6]
@@ -200,36 +141,4 @@ def test_features_of_bags_are_laid_out_as_in_the_docstring() -> None:
     assert sparse.weights_L is not None
     assert sparse.weights_L.dtype == torch.float32
     assert sparse.weights_L.tolist() == [0.5, 2.0, 1.0, 1.0, 3.0, 4.0]
-    assert SparseFeatures.from_bags([[], []]).batch_size == SparseFeatures.from_bags([]).batch_size == 0
-
-
-TASKS = (TaskSpec("click"), TaskSpec("stars", "classes", 3), TaskSpec("spent", "regression"))
-
-
-def of_tasks(rows: list[list[float]], weights: list[list[float]] | None = None) -> Batch:
-    sparse = SparseFeatures(torch.zeros(len(rows), dtype=torch.int64), None, None, 1)
-    weighted = None if weights is None else torch.tensor(weights)
-    labels = torch.tensor(rows, dtype=torch.float32)
-    return Batch(torch.zeros(len(rows), 0), sparse, labels, len(rows), weights=weighted)
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        (of_tasks([[0, 0, 0], [2, 0, 0]]), "sample 1 has the label 2.0 for task click"),
-        (of_tasks([[0, 3, 0]]), "sample 0 has the label 3.0 for task stars"),
-        (of_tasks([[0, -1, 0]]), "sample 0 has the label -1.0 for task stars"),
-        (of_tasks([[0, 0.5, 0]]), "sample 0 has the label 0.5 for task stars"),
-        (of_tasks([[0, 0, math.inf]]), "sample 0 has the label inf for task spent"),
-        (of_tasks([[0, 0, math.nan]]), "sample 0 has the label nan for task spent"),
-        (of_tasks([[0, 0]]), r"a batch of 1 samples has labels of shape \[1, 2\], not \[1, 3\]"),
-        (of_tasks([[0, 0, 0]], [[1, -0.5, 1]]), "sample 0 has the weight -0.5"),
-        (of_tasks([[0, 0, 0]], [[1, math.nan, 1]]), "sample 0 has the weight nan"),
-        (of_tasks([[0, 0, 0]], [[1]]), r"a batch of 1 samples has weights of shape \[1, 1\]"),
-    ],
-)
-def test_invalid_label_or_weight_of_a_task_is_refused(batch: Batch, message: str) -> None:
-    of_tasks([[0.25, 2, -1e30], [1, 0, 7]], [[0, 1, 2.5], [1, 1, 1]]).check(0, 1, TASKS)
-    Batch.empty(0, 1).check(0, 1, TASKS)
-    with pytest.raises(DataError, match=f"^{message}"):
-        batch.check(0, 1, TASKS)
+    assert features_of_bags([[], []]).batch_size == features_of_bags([]).batch_size == 0

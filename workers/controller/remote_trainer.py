@@ -1,7 +1,7 @@
 """The trainer of a job: a dense net or a part of it, a slice of the data, and stubs of all tables."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,7 +27,6 @@ from hybrid.dense.devices import choose_devices, describe_device
 from hybrid.dense.net_builder import batch_norm_warning
 from hybrid.dense.tensor_parallel import full_tensor, local_shard
 from hybrid.embedding.placement import Placement
-from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.engine.execution_backends import apply_backend
 from hybrid.engine.hybrid_model import MicroBatch, evaluating
@@ -35,7 +34,6 @@ from hybrid.engine.losses import Objective
 from hybrid.engine.model_builder import Blueprint
 from hybrid.engine.step_engine import StepEngine
 from hybrid.engine.uneven_batches import align_batches
-from hybrid.errors import DataError
 from hybrid.metrics import Predictions
 from hybrid.primitives.step_timings import Span, StepClock
 from hybrid.storage.remote_path import StoragePath
@@ -78,7 +76,7 @@ class Trainer:
     Args:
         placement: the worker of each row.
         remote_tables: a stub for every worker that holds rows.
-        data_source: location of the prepared data, for :func:`open_split`; None if the caller gives batches.
+        data_source: location of the prepared data, for :func:`open_split`; None for a stream.
         settings: this role's values of keys marked "by host".
     """
 
@@ -148,24 +146,6 @@ class Trainer:
         self._position = (epoch, first_step + num_steps)
         return self._train(num_steps)
 
-    def train_on(self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int) -> TrainerReport:
-        """Train on batches of the caller, until all trainers have no more batches.
-
-        Trainers may have different numbers of batches, and batches of different sizes. A step takes one batch
-        of every trainer that has one left.
-
-        Args:
-            make_batches: returns the batches of a trainer by its index; called on every trainer. Their
-                ``global_size`` is ignored. DataError if a batch does not fit the features and tasks.
-        """
-        self.close()
-        batches = make_batches(self._index)
-        checked = self._check_batches(batches)
-        self._begin_aligned([*checked] if isinstance(batches, Sequence) else checked, steps_before)
-        report = self._train(None)
-        self._engine.feed.rejoin()
-        return report
-
     def open_unit(self, unit: StreamUnit, encoder: FeatureEncoder, steps_before: int) -> None:
         """Begin to read this trainer's lanes of a unit of a stream, at the position of the unit."""
         self.close()
@@ -186,9 +166,8 @@ class Trainer:
 
     def _begin_aligned(self, batches: Iterable[Batch], steps_before: int) -> None:
         """Continue with batches whose number and sizes may differ between trainers."""
-        empty, tasks = Batch.empty(*self._spec.sizes), len(self._config.task_specs)
-        aligned = align_batches(batches, empty, self._group, tasks, self._config.has_ranking_loss)
-        self._engine.feed.begin(aligned, steps_before)
+        empty, num_tasks = Batch.empty(*self._spec.sizes), len(self._config.all_tasks)
+        self._engine.feed.begin(align_batches(batches, empty, self._group, num_tasks), steps_before)
 
     def lane_positions(self, step: int) -> dict[int, LanePosition]:
         """Return the position of each lane of this trainer after ``step`` steps of the opened unit."""
@@ -200,23 +179,7 @@ class Trainer:
         assert self._reader is not None
         return self._reader.invalid_rows()
 
-    def _check_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        spec = self._spec
-        tasks = self._config.task_specs
-        for number, batch in enumerate(batches):
-            try:
-                batch.check(*spec.sizes, tasks)
-                if self._config.has_ranking_loss:
-                    batch.check_groups()
-                for k in BatchIds(batch.sparse_features).weighted_features:
-                    if not spec.sparse_features[k].weighted:
-                        name = spec.sparse_features[k].name
-                        raise DataError(f"ids of {name} have weights; set weighted=True in its FeatureSpec")
-            except DataError as error:
-                raise DataError(f"trainer {self._index}, batch {number}: {error}") from error
-            yield batch
-
-    def _train(self, num_steps: int | None) -> TrainerReport:
+    def _train(self, num_steps: int) -> TrainerReport:
         model = self._engine.model
         model.module.train()
         tasks = [*self._config.all_tasks.values()]

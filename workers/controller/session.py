@@ -1,15 +1,14 @@
-"""The master's view of a job on a cluster, with prepared data or with the caller's batches."""
+"""The master's view of a job on a cluster, with prepared data or a stream."""
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from torch import Tensor
 
 from hybrid import transport
-from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_folders import Files, Manifest, dense_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.deltas import PARENT
@@ -50,7 +49,6 @@ from workers.run_folder.step_profile import Profile
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 _EVAL_STEPS_PER_CALL = 20
-_NO_LIMIT = 0.0  # seconds; RPC then never raises a timeout
 
 
 class JobObject(Protocol):
@@ -72,8 +70,8 @@ class Session:
         input_spec: the features of a batch.
         total_steps: number of steps of the run; learning rates may depend on it.
         ids_per_sample: mean number of ids of multi-hot features, for the placement of tables.
-        data_folder: a prepared data set; None for a stream, or if the caller gives batches.
-        encoder: the encoder of a stream; None for batches of the caller, whose ids are rows of tables.
+        data_folder: a prepared data set; None for a stream.
+        encoder: the encoder of a stream; without it, numbers and ids stay unchanged.
         encoder_folder: folder with the encoder of a stream, if the run has an initial model.
         is_new: whether to read the initial model; False if a checkpoint will be loaded.
         warn: called with a line for each part of the initial model that is not found.
@@ -89,7 +87,10 @@ class Session:
         hosted: stubs of the objects that workers update: tables, and the remote net if there is one.
         recorded: the steps that every role records for [profile], from the start or resume of the run.
         meanwhile: called repeatedly while the session waits for roles.
+        trainer_class: the class of the objects of trainers.
     """
+
+    trainer_class: type[Trainer] = Trainer
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class Session:
         shared = self.blueprint, self.placement, rules, tables_by_worker, remote_net, source
         bulk = BULK_TIMEOUT_SECONDS
         created = [
-            transport.create(role, Trainer, role.index, *shared, timeout_seconds=bulk)
+            transport.create(role, self.trainer_class, role.index, *shared, timeout_seconds=bulk)
             for role in topology.trainers
         ]
         self.trainers: list[transport.Remote[Trainer]] = transport.gather(created)
@@ -162,12 +163,6 @@ class Session:
             f"with learning rate {dense.learning_rate:g}",
             f"{count}: {rows}, {num_bytes / 2**20:,.1f} MiB with optimizer state, {', '.join(optimizers)}",
         )
-
-    def train_on(
-        self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int
-    ) -> list[TrainerReport]:
-        """Train on batches of a function that every trainer can import; see :meth:`Trainer.train_on`."""
-        return self._on_trainers(_NO_LIMIT, Trainer.train_on, make_batches, steps_before)
 
     def table_metrics(self) -> dict[str, float]:
         """Return numbers about each growing table, by names such as ``user.rows``.
@@ -220,8 +215,7 @@ class Session:
     def save(self, folder: StoragePath, step: int, epoch: int, metrics: Metrics | None = None) -> StoragePath:
         """Write a checkpoint after all steps taken: every worker writes its rows, trainer 0 the dense net.
 
-        ``hybrid evaluate`` and ``hybrid predict`` can use it. If the caller gives batches, the values in
-        files must be numbers, and rows of tables.
+        ``hybrid evaluate`` and ``hybrid predict`` can use it.
         """
         self.begin_save(folder, step, epoch, metrics, in_background=False).write()
         return folder
@@ -346,7 +340,7 @@ class Session:
         self.meanwhile()  # the attribute may change during a wait
 
     def _on_trainers(
-        self, timeout_seconds: float, method: Callable[[Trainer, *Arguments], Result], *args: *Arguments
+        self, timeout_seconds: float, method: Callable[[Any, *Arguments], Result], *args: *Arguments
     ) -> list[Result]:
         calls = [t.call(method, *args, timeout_seconds=timeout_seconds) for t in self.trainers]
         try:

@@ -89,8 +89,7 @@ class Embeddings:
                 None sends the requests now.
 
         Raises:
-            DataError: an id is not a row of its table, a feature that is not multi-hot does not have exactly
-                one id per sample, a sequence is too long, or ids with weights have max pooling.
+            DataError: an id is not a row of its table.
         """
         items: Items = {worker: [] for worker in self._outbox.sources}
         with self._outbox.clock.span("ids"):
@@ -135,8 +134,6 @@ class Embeddings:
         return self._routes[bags, weighted]
 
     def _check(self, sparse: SparseFeatures, ids: BatchIds) -> None:
-        if sparse.num_features != len(self._features):
-            raise DataError(f"the batch has {sparse.num_features} sparse features, not {len(self._features)}")
         position = kernels.find_invalid_id(ids.ids_L.numpy(), ids.ends_K.numpy(), self._num_rows_K.numpy())
         if position >= 0:
             k = int((ids.ends_K <= position).sum())
@@ -145,27 +142,6 @@ class Embeddings:
                 f"feature {self._features[k].name}, sample {sample}: id {int(sparse.ids_L[position])} is not "
                 f"a row of table {self._tables[k].name} ({self._tables[k].num_rows} rows)"
             )
-        if sparse.offsets is not None:
-            is_single_K1 = torch.tensor([not f.multi_hot for f in self._features]).unsqueeze(1)
-            wrong_KB = is_single_K1 & (sparse.offsets.diff().view(len(self._features), -1) != 1)
-            if wrong_KB.any():
-                k, sample = wrong_KB.nonzero()[0].tolist()
-                raise DataError(f"feature {self._features[k].name}: sample {sample} must have exactly one id")
-        for k in self._sequences:
-            lengths_B = ids.bounds(k).diff()
-            limit = self._tables[k].sequence
-            name = self._features[k].name
-            is_wrong_B = lengths_B > limit
-            if is_wrong_B.any():
-                sample = int(is_wrong_B.nonzero()[0])
-                raise DataError(
-                    f"feature {name}, sample {sample}: {int(lengths_B[sample])} ids are more than the "
-                    f"{limit} of a sequence (columns.{name}.max_ids)"
-                )
-        for k in ids.weighted_features.difference(self._sequences):
-            if self._tables[k].pooling is Pooling.MAX:
-                name = self._features[k].name
-                raise DataError(f"feature {name}: ids with weights cannot have max pooling; use sum or mean")
 
 
 class DistinctRowsForGpu(NamedTuple):

@@ -7,13 +7,16 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TypeAlias
 
 import torch
+from benchmark.batch_session import BatchSession
 from support.cluster import small_config
+from support.samples import features_of_bags
 from torch import Tensor, nn
 
-from hybrid.batch import Batch, SparseFeatures
+from hybrid.batch import Batch
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
 from hybrid.config.key import CallSignatures, toml_value
 from hybrid.config.sections import NET_CALLS, SCHEDULE_CALLS
@@ -23,8 +26,8 @@ from hybrid.embedding.table_spec import TableSpec, tables_of
 from hybrid.engine.model_builder import table_specs
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
+from hybrid.primitives.grouping import ranking_totals
 from hybrid.reference.reference_training import Reference
-from workers.controller.session import Session
 from workers.jobs.comparison import VALUE, Snapshot, reference_snapshot, snapshot
 from workers.rendezvous.bootstrap import JoinedCluster
 
@@ -211,7 +214,13 @@ class Case:
         return InputSpec(("x", "y"), features)
 
     def batches(self, trainer: int) -> list[Batch]:
-        """Return the batches of one trainer."""
+        """Return the batches of one trainer; for ranking losses, with the totals of all trainers."""
+        if self.tasks != "ranked":
+            return self._batches(trainer)
+        steps = [*zip_longest(*map(self._batches, range(self.trainers)), fillvalue=Batch.empty(2, len(ROWS)))]
+        return [step[trainer]._replace(total_groups=_ranking_totals(step)) for step in steps]
+
+    def _batches(self, trainer: int) -> list[Batch]:
         generator = torch.Generator().manual_seed(100 + trainer)
         if self.inputs == "even":
             sizes = [6] * STEPS
@@ -231,7 +240,7 @@ class Case:
             ids = _KEYS if feature.is_growing else torch.arange(feature.num_rows)
             bags.append([ids[torch.randint(len(ids), (n,), generator=generator)].tolist() for n in lengths])
             weights.append([(torch.rand(n, generator=generator) + 0.5).tolist() for n in lengths])
-        sparse = SparseFeatures.from_bags(bags, weights if self.features.startswith("weight") else None)
+        sparse = features_of_bags(bags, weights if self.features.startswith("weight") else None)
         if self.features == "one_hot":
             sparse = sparse._replace(offsets=None)
         dense_BF = torch.randn(size, 2, generator=generator)
@@ -285,6 +294,12 @@ class Case:
         return Reference(config, spec, tables, rows, *self.nets(), STEPS, initial_rows)
 
 
+def _ranking_totals(batches: Sequence[Batch]) -> Tensor:
+    """Return the sums of the ranking weights of all trainers by task."""
+    present = [(each.labels, each.weights, each.groups) for each in batches if each.groups is not None]
+    return torch.stack([ranking_totals(*each) for each in present]).sum(0)
+
+
 def _initial_rows(seed: int, table: TableSpec, keys: Sequence[int]) -> Tensor:
     """Return the initial rows of keys: float32 hashes of seed, table, key and column."""
     salt = seed * _GOLDEN + zlib.crc32(table.name.encode()) * 0xD1B54A32D192ED03
@@ -328,7 +343,7 @@ def train_case(
         rounds: number of passes over the batches.
     """
     names = [[] if net is None else [name for name, _ in net.named_parameters()] for net in case.nets()]
-    session = Session(cluster.topology, case.config, case.input_spec, STEPS)
+    session = BatchSession(cluster.topology, case.config, case.input_spec, STEPS)
     try:
         start = {part: rows for part, rows in snapshot(session).items() if part.kind == VALUE}
         losses: list[float] = []

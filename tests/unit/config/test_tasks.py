@@ -10,7 +10,6 @@ from hybrid.config import CheckpointSection, DataSection, RunConfig, TaskSection
 from hybrid.config.loading import fixed_values, load_config, to_toml, validate
 from hybrid.config.task_sections import main_metric, metric_name, shown_metrics
 from hybrid.errors import ConfigError
-from hybrid.input_spec import TaskSpec
 
 CLICK = TaskSection()
 SPENT = TaskSection(type="regression")
@@ -20,7 +19,6 @@ GROUPED = DataSection(group="user")
 def test_label_column_is_only_task_without_sections() -> None:
     config = RunConfig(data=DataSection(label="clicked"))
     assert config.all_tasks == {"label": TaskSection(label="clicked")}
-    assert config.task_specs == (TaskSpec(),)
     assert (config.num_outputs, config.best_by) == (1, "auc")
 
 

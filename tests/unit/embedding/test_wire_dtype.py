@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.samples import features_of_bags
 from support.shards import Cluster, cluster
 from torch import Tensor
 
-from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.worker.table_shards import TableShards
@@ -59,7 +59,7 @@ def test_vectors_and_gradients_are_rounded_on_the_way_and_rows_are_not(
     draw = torch.Generator().manual_seed(3)
     one_B, bags_B3 = (torch.randint(0, ROWS, shape, generator=draw) for shape in ((SIZE,), (SIZE, 3)))
     before = each.whole()
-    sparse = SparseFeatures.from_bags([one_B.unsqueeze(1).tolist(), bags_B3.tolist()])
+    sparse = features_of_bags([one_B.unsqueeze(1).tolist(), bags_B3.tolist()])
     pooled_BE = each.embeddings.lookup(sparse, Ticket(0, 0, 0, purpose=purpose)).wait()
     vectors_BD = rounded(before["bags.weight"][bags_B3].sum(1))
     if pooled_by == "trainers":

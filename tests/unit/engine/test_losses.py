@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.batch import Batch, SparseFeatures
+from hybrid.batch import Batch, SparseFeatures, by_task
 from hybrid.config import TaskSection
 from hybrid.engine.losses import Objective
 from hybrid.errors import ConfigError
+from hybrid.primitives.grouping import ranking_totals
 from hybrid.reference.reference_losses import ReferenceLoss
 
 TASKS = {
@@ -96,8 +97,8 @@ def test_loss_is_the_sum_of_weighted_means(has_weights: bool) -> None:
 
 def ranked(has_weights: bool) -> tuple[Tensor, Batch]:
     outputs, batch = samples(has_weights)
-    batch = batch._replace(groups=GROUPS)
-    return outputs, batch._replace(total_groups=batch.ranking_totals(len(RANKED)))
+    totals = ranking_totals(by_task(batch.labels, len(RANKED)), batch.weights, GROUPS)
+    return outputs, batch._replace(groups=GROUPS, total_groups=totals)
 
 
 @pytest.mark.parametrize("has_weights", [False, True])

@@ -1,6 +1,5 @@
 """Alignment of batches whose number and sizes differ between trainers."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from support.shared_memory import together
@@ -11,13 +10,12 @@ from hybrid.engine.uneven_batches import align_batches
 SIZES = ([3, 0, 1], [2, 0, 4, 5])
 
 
-@pytest.mark.parametrize("is_list", [False, True])
-def test_missing_batches_become_empty_ended_batches(is_list: bool) -> None:
+def test_missing_batches_become_empty_ended_batches() -> None:
     empty = Batch.empty(1, 1)
 
     def align(rank: int, group: dist.ProcessGroup) -> list[tuple[int, int, bool]]:
         batches = [empty._replace(labels=torch.ones(size)) for size in SIZES[rank]]
-        steps = align_batches(batches if is_list else iter(batches), empty, group)
+        steps = align_batches(batches, empty, group)
         return [(len(each.labels), each.global_size, each.ended) for each in steps]
 
     assert together(2, align) == [

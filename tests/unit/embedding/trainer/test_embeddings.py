@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from support.samples import features_of_bags
 from support.shards import Cluster, cluster, requests_of
 from torch import Tensor
 
@@ -53,22 +54,7 @@ def test_invalid_id_of_a_bag_names_its_sample(
     stack: ExitStack, bags: list[list[list[int]]], named: str
 ) -> None:
     with pytest.raises(DataError, match=named):
-        two_tables(stack, "a", "b").embeddings.lookup(SparseFeatures.from_bags(bags), TICKET)
-
-
-def test_weights_with_max_pooling_are_refused(stack: ExitStack) -> None:
-    each = cluster(stack, [table("a", Pooling.MAX)], 1, multi_hot=["a"])
-    with pytest.raises(DataError, match=r"feature a: .* max"):
-        each.embeddings.lookup(SparseFeatures.from_bags([[[1, 2]]], [[[1.0, 2.0]]]), TICKET)
-
-
-@pytest.mark.parametrize("bags", [[[1, 2], []], [[], [3]], [[1, 2], [3]]])
-def test_other_features_than_multi_hot_need_exactly_one_id(stack: ExitStack, bags: list[list[int]]) -> None:
-    """Two ids and none would otherwise count as one each, of the wrong samples."""
-    each = two_tables(stack, "a")
-    with pytest.raises(DataError, match=r"^feature b: sample \d"):
-        each.embeddings.lookup(SparseFeatures.from_bags([[[5], [6]], bags]), TICKET)
-    assert len(each.embeddings.lookup(SparseFeatures.from_bags([[], []]), TICKET).wait()) == 0
+        two_tables(stack, "a", "b").embeddings.lookup(features_of_bags(bags), TICKET)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +67,7 @@ def test_the_number_of_requests_does_not_depend_on_the_number_of_tables(
     for num_tables in (4, 300):
         tables = [table(f"t{k}", num_rows=2, placement=placement) for k in range(num_tables)]
         multi_hot = [k for k in range(num_tables) if k % 4 in bags]
-        sparse = SparseFeatures.from_bags([[[b % 2] for b in range(3)]] * num_tables)
+        sparse = features_of_bags([[[b % 2] for b in range(3)]] * num_tables)
         requests = requests_of(tables, multi_hot, sparse, place(tables, 2))
         assert list(map(len, requests)) == [expected] * 2
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.samples import features_of_bags
 from support.shards import cluster, is_alone_in_memory
 from torch import Tensor
 from torch.futures import Future
@@ -77,7 +78,7 @@ def test_sent_gradients_are_no_views(
     sent: list[Tensor] = []
     each = cluster(stack, tables, 2, multi_hot=multi_hot, kind=partial(Watched, sent))
     bags = [[[b] * (b % 3 if f.multi_hot else 1) for b in range(size)] for f in each.features]
-    pooled_BE = each.embeddings.lookup(SparseFeatures.from_bags(bags), Ticket(0, 0, 0, 0, purpose)).wait()
+    pooled_BE = each.embeddings.lookup(features_of_bags(bags), Ticket(0, 0, 0, 0, purpose)).wait()
     if beside:
         beside_B2 = torch.ones(size, 2, requires_grad=True)
         torch.cat([beside_B2, pooled_BE, beside_B2], dim=1).square().sum().backward()

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from support.samples import features_of_bags
 from support.shards import Cluster, check_step, cluster, is_alone_in_memory, requests_of
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.batch_ids import BatchIds
-from hybrid.errors import DataError
 from hybrid.updates.ticket import Purpose, Ticket
 
 DTYPE = torch.float64
@@ -73,7 +73,7 @@ def test_each_feature_has_its_columns_forward_and_backward(
 ) -> None:
     tables = [*TABLES[:-1], dataclasses.replace(S, pooled_by=pooled_by)]  # of two with bags
     each = cluster(stack, tables, 2, dtype=DTYPE, multi_hot=MULTI_HOT, order=order)
-    check_step(each, SparseFeatures.from_bags(random_bags(each)), purpose)
+    check_step(each, features_of_bags(random_bags(each)), purpose)
 
 
 @POOLED
@@ -86,7 +86,7 @@ def test_features_of_one_table_may_pool_differently(
     each = cluster(stack, [shared, A], workers, dtype=DTYPE, multi_hot=("s0", "s1"))
     assert [of.pooling for of in each.table_of_feature] == [*poolings, Pooling.SUM]
     for step in range(2):
-        check_step(each, SparseFeatures.from_bags(random_bags(each, 7, step)), step=step)
+        check_step(each, features_of_bags(random_bags(each, 7, step)), step=step)
 
 
 @TRAINING
@@ -101,7 +101,7 @@ def test_weights_apply_only_to_their_features(
         for name, pooling in poolings.items()
     ]
     each = cluster(stack, tables, 2, dtype=DTYPE, multi_hot=("a", "b", "c", "d"))
-    sparse = SparseFeatures.from_bags(random_bags(each, 7))
+    sparse = features_of_bags(random_bags(each, 7))
     assert sparse.offsets is not None
     ends = sparse.offsets[[7, 14, 21, 28]].tolist()  # a and d have weights
     weights_L = torch.ones(len(sparse.ids_L), dtype=DTYPE)
@@ -117,13 +117,13 @@ def test_weights_apply_only_to_their_features(
 def test_a_table_may_have_a_single_row(stack: ExitStack, only: TableSpec, pooled_by: str) -> None:
     of_one = dataclasses.replace(only, num_rows=1, pooled_by=pooled_by)
     each = cluster(stack, [of_one], 2, dtype=DTYPE, multi_hot=MULTI_HOT)
-    check_step(each, SparseFeatures.from_bags(random_bags(each)))
+    check_step(each, features_of_bags(random_bags(each)))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_ids_may_be_any_integers_and_not_contiguous(stack: ExitStack, dtype: torch.dtype) -> None:
     each = cluster(stack, TABLES, 2, dtype=DTYPE, multi_hot=MULTI_HOT)
-    sparse = SparseFeatures.from_bags(random_bags(each))
+    sparse = features_of_bags(random_bags(each))
     assert sparse.offsets is not None
     apart = sparse._replace(
         ids_L=torch.stack([sparse.ids_L, -sparse.ids_L], 1).to(dtype)[:, 0],
@@ -139,7 +139,7 @@ def requests_for(
     """Return the requests to each of two workers; ``tables`` has the table of each feature."""
     features = [k for k, is_multi_hot in enumerate(multi_hot) if is_multi_hot]
     placement = place(list(dict.fromkeys(tables)), 2)
-    return requests_of(tables, features, SparseFeatures.from_bags(bags), placement)
+    return requests_of(tables, features, features_of_bags(bags), placement)
 
 
 @POOLED
@@ -195,7 +195,7 @@ def test_first_of_equal_rows_gets_the_gradient_in_every_placement(
     of = placed(dataclasses.replace(table("m", 3, None, Pooling.MAX), init="zeros"), placement, pooled_by)
     each = cluster(stack, [of], workers, dtype=DTYPE, multi_hot=("m",))
     pooled_BE = each.embeddings.lookup(
-        SparseFeatures.from_bags([[[3, 2], [4, 5, 4], [8, 0]]]), Ticket(0, 0, 0)
+        features_of_bags([[[3, 2], [4, 5, 4], [8, 0]]]), Ticket(0, 0, 0)
     ).wait()
     pooled_BE.sum().backward()
     each.drain()
@@ -223,7 +223,7 @@ def test_each_sequence_has_its_columns_forward_and_backward(
     stack: ExitStack, order: Sequence[str], purpose: Purpose
 ) -> None:
     each = cluster(stack, SEQUENCE_TABLES, 2, dtype=DTYPE, multi_hot=SEQUENCES_AND_TAGS, order=order)
-    check_step(each, SparseFeatures.from_bags(random_bags(each)), purpose)
+    check_step(each, features_of_bags(random_bags(each)), purpose)
 
 
 @PLACED
@@ -231,7 +231,7 @@ def test_sequences_equal_torch_in_every_placement(stack: ExitStack, placement: s
     tables = [dataclasses.replace(each, placement=placement) for each in SEQUENCE_TABLES]
     each = cluster(stack, tables, workers, dtype=DTYPE, multi_hot=SEQUENCES_AND_TAGS)
     for step in range(3):
-        check_step(each, SparseFeatures.from_bags(random_bags(each, 7, step)), step=step)
+        check_step(each, features_of_bags(random_bags(each, 7, step)), step=step)
 
 
 @pytest.mark.parametrize("placement", ["table", "row"])
@@ -239,7 +239,7 @@ def test_weights_multiply_vectors_of_sequences(stack: ExitStack, placement: str)
     """A sequence has no pooling, also if the table has max pooling."""
     tables = [dataclasses.replace(each, placement=placement) for each in SEQUENCE_TABLES]
     each = cluster(stack, tables, 2, dtype=DTYPE, multi_hot=SEQUENCES_AND_TAGS)
-    sparse = SparseFeatures.from_bags(random_bags(each, 7))
+    sparse = features_of_bags(random_bags(each, 7))
     assert sparse.offsets is not None
     # Of all features, or of one of the sequences.
     for step, (first, last) in enumerate([(0, len(SEQUENCE_FEATURES)), (1, 2), (2, 3)]):
@@ -252,8 +252,8 @@ def test_weights_multiply_vectors_of_sequences(stack: ExitStack, placement: str)
 def test_empty_sequences_and_batches_take_part_in_the_step(stack: ExitStack) -> None:
     each = cluster(stack, [ITEM, WORDS], 2, dtype=DTYPE, multi_hot=SEQUENCES_AND_TAGS)
     empty_history: list[list[list[int]]] = [[[4], [4]], [[], []], [[], []]]
-    check_step(each, SparseFeatures.from_bags(empty_history))
-    check_step(each, SparseFeatures.from_bags([[], [], []]), step=1)
+    check_step(each, features_of_bags(empty_history))
+    check_step(each, features_of_bags([[], [], []]), step=1)
     none = SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, 3)
     check_step(each, none, step=2)
     one_id_each = SparseFeatures(torch.tensor([1, 2, 2, 8, 0, 0]), None, None, 3)
@@ -264,16 +264,7 @@ def test_row_shared_by_history_and_candidate_is_requested_once() -> None:
     bags = [[[4], [7]], [[7, 4, 7], []], [[1], [1]]]
     tables = [dataclasses.replace(each, workers=(0,)) for each in (ITEM, USER)]
     of_features = [tables[0].for_feature("item"), tables[0].for_feature("seen"), tables[1]]
-    (((_, rows),),) = requests_of(of_features, [], SparseFeatures.from_bags(bags), place(tables, 1))
+    (((_, rows),),) = requests_of(of_features, [], features_of_bags(bags), place(tables, 1))
     assert rows.ids_L.tolist() == [4, 7, ROWS + 1]
     assert (rows.offsets, rows.weights_L) == (None, None)
     assert is_alone_in_memory(rows.ids_L)
-
-
-@pytest.mark.parametrize("sample", [0, 2])
-def test_too_long_sequence_is_refused(stack: ExitStack, sample: int) -> None:
-    each = cluster(stack, [ITEM], 1, multi_hot=SEQUENCES_AND_TAGS)
-    bags = [[[1]] * 3, [[1], [1, 2, 3], [4]]]
-    bags[1][sample] = [1, 2, 3, 4]
-    with pytest.raises(DataError, match=rf"^feature seen, sample {sample}: .*columns\.seen\.max_ids"):
-        each.embeddings.lookup(SparseFeatures.from_bags(bags), Ticket(0, 0, 0))
