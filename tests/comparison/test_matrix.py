@@ -1,7 +1,9 @@
 """Training on a cluster equals one process of plain torch: every parameter, every optimizer's state."""
 
 import dataclasses
+import itertools
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -11,7 +13,6 @@ import pytest
 import torch
 from comparison.cases.matrix import GROWTH, Case, Outcome, check_against_one_process, train_case
 from support.cluster import Clusters
-from support.covering import covering_rows
 
 from hybrid.batch import Batch
 from hybrid.config.sections import SCHEDULE_CALLS
@@ -50,6 +51,28 @@ CHOICES_OF_GROWING_TABLES = {
     "features": (*FEATURES, "sequences", "weighted_sequences"),
     "growing": (*GROWTH,),
 }
+
+
+def covering_rows(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return few rows with one value of each choice, such that any two values occur together in one.
+
+    Greedy: each row is the best of 60 random ones that contain a pair not covered yet. Deterministic.
+    """
+    generator = random.Random(1)
+    missing = {
+        ((one, a), (other, b))
+        for one, other in itertools.combinations(choices, 2)
+        for a, b in itertools.product(choices[one], choices[other])
+    }
+    rows = []
+    while missing:
+        fixed = dict(min(missing, key=repr))  # a set of texts has another order in each process
+        drawn = [{n: generator.choice(values) for n, values in choices.items()} | fixed for _ in range(60)]
+        rows.append(
+            max(drawn, key=lambda row: len(missing.intersection(itertools.combinations(row.items(), 2))))
+        )
+        missing.difference_update(itertools.combinations(rows[-1].items(), 2))
+    return rows
 
 
 def covering_cases(choices: Mapping[str, Sequence[Any]]) -> list[Case]:

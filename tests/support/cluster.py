@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from socket import socket
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -24,12 +25,14 @@ from support.fork_context import fork_context
 from hybrid.config import RunConfig
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
+from hybrid.transport import LostError
 from workers.cluster_task import ScriptTask
 from workers.console.terminal import TerminalView
 from workers.controller.shared_folders import SharedFolders
 from workers.controller.user_code_jobs import ScriptJob
 from workers.rendezvous.bootstrap import JoinedCluster, announce_stop, lead, serve
 from workers.rendezvous.host_setup import MasterAddress, listen
+from workers.rendezvous.interrupt import LostRoleError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -84,17 +87,25 @@ class CaseError(Exception):
     """An exception that a case raised in the master's process; the text begins with its type."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunningCluster:
-    """A cluster whose master runs the functions that it receives."""
+    """A cluster whose master runs the functions that it receives.
+
+    Attributes:
+        is_lost: whether a case did not end, or lost a role; further cases would fail.
+    """
 
     master: Connection
+    processes: list[BaseProcess]
+    is_lost: bool = False
 
     def run(self, case: Callable[Concatenate[JoinedCluster, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``case(cluster, *args)`` in the master's process; return its result."""
+        self.is_lost = True
         self.master.send((case, args, kwargs))
         assert self.master.poll(CASE_SECONDS), f"{case.__name__} did not end within {CASE_SECONDS} s"
-        raised, result = self.master.recv()
+        raised, result, has_lost_role = self.master.recv()
+        self.is_lost = has_lost_role or not all(process.is_alive() for process in self.processes)
         if raised:
             raise CaseError(result)
         return result  # type: ignore[no-any-return]
@@ -124,16 +135,19 @@ def _serve(
             announce_stop(cluster)
 
 
-def _run(cluster: JoinedCluster, case: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
+def _run(cluster: JoinedCluster, case: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any, bool]:
     try:
-        return False, case(cluster, *args, **kwargs)
+        return False, case(cluster, *args, **kwargs), False
     except Exception as error:  # raised again in the process of the test
-        return True, f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+        text = f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+        return True, text, isinstance(error, LostRoleError | LostError)
 
 
 @contextmanager
 def running_cluster(config: RunConfig, has_many_hosts: bool = False) -> Iterator[RunningCluster]:
     """Run a cluster for the length of a ``with`` block; at its end, every role must stop without an error.
+
+    A cluster that was lost is killed instead.
 
     Args:
         has_many_hosts: whether trainers act as if each had its own host, so that they share no memory.
@@ -143,18 +157,21 @@ def running_cluster(config: RunConfig, has_many_hosts: bool = False) -> Iterator
     secret = Secret.fresh()
     with listen("127.0.0.1", 0) as listener:
         address = MasterAddress(*listener.getsockname())
-        processes = []
+        processes: list[BaseProcess] = []
         for role in config.cluster.topology.roles:
             extra = (listener, theirs) if role == MASTER else (address, None)
             arguments = (role, config, secret, *extra, has_many_hosts)
             processes.append(context.Process(target=_serve, args=arguments, name=str(role)))
             processes[-1].start()
+    theirs.close()  # else the end of the master would not end a wait for it
+    cluster = RunningCluster(ours, processes)
     try:
-        yield RunningCluster(ours)
-        ours.send(None)
-        for process in processes:
-            process.join(STOP_SECONDS)
-        assert {p.name: p.exitcode for p in processes} == {p.name: 0 for p in processes}
+        yield cluster
+        if not cluster.is_lost:
+            ours.send(None)
+            for process in processes:
+                process.join(STOP_SECONDS)
+            assert {p.name: p.exitcode for p in processes} == {p.name: 0 for p in processes}
     finally:
         for process in processes:
             process.kill()
@@ -173,8 +190,11 @@ class Clusters:
         """Return a cluster with these numbers of trainers and workers; gradients are on ``device``."""
         shape = (trainers, workers, device, has_many_hosts)
         if shape in self._running:
-            self._running[shape] = self._running.pop(shape)  # now the last
-            return self._running[shape][1]
+            stack, cluster = self._running.pop(shape)
+            if not cluster.is_lost:
+                self._running[shape] = stack, cluster  # now the last
+                return cluster
+            stack.close()
         if len(self._running) == _MOST_CLUSTERS:
             self._running.pop(next(iter(self._running)))[0].close()
         config = small_config(cluster={"trainers": trainers, "workers": workers}, dense={"device": device})
