@@ -65,7 +65,8 @@ def sequences(split: str, num_samples: int, seed: int = 0) -> dict[str, Tensor]:
     Returns:
         ``history`` (B, LONGEST_HISTORY) of ids from 1, the oldest first, padded with 0; ``next`` and
         ``other`` (B, LONGEST_HISTORY), the item that came after each and one drawn at random;
-        ``candidates`` (B, 2), both after the last one, and their ``logits`` (B, 2).
+        ``candidates`` (B, 2), both after the last one, and the logarithms of their
+        probabilities, ``logits`` (B, 2).
     """
     draw = _generator(seed, "sequences")
     a_IF, b_IF, c_IF = (torch.randn(NUM_ITEMS, FACTORS, generator=draw) for _ in range(3))
@@ -78,7 +79,7 @@ def sequences(split: str, num_samples: int, seed: int = 0) -> dict[str, Tensor]:
         wanted_BF = a_IF[items_BT[:, -1]]
         if length > 2:
             wanted_BF = wanted_BF + b_IF[items_BT[:, -3]]
-        logits_BI = wanted_BF @ c_IF.mT
+        logits_BI = (wanted_BF @ c_IF.mT).log_softmax(dim=1)
         next_B1 = torch.multinomial(logits_BI.softmax(dim=1), 1, generator=draw)
         candidates_B2 = torch.cat([next_B1, other_BT[:, length - 1 : length]], dim=1)
         logits_B2 = torch.where(

@@ -1,8 +1,10 @@
-"""Self-attention on synthetic sequences in which the order of items matters.
+"""Self-attention on synthetic sequences in which the order of items matters: SASRec, or HSTU by ``--hstu``.
 
 Run it by ``python examples/self_attention.py``, or on a cluster by
 ``hybrid run examples/self_attention.py --trainers 2 --workers 2``.
 """
+
+from argparse import ArgumentParser
 
 import known_models
 import torch
@@ -10,6 +12,7 @@ from loop_and_score import arguments, auc, scores, train
 from torch import Tensor, nn
 
 import hybrid
+from hybrid.models.hstu import HSTU
 from hybrid.models.self_attention import SelfAttention, last_queries, next_item_loss
 
 DIM = 32
@@ -18,7 +21,7 @@ DIM = 32
 class Net(nn.Module):
     """One table of items, for the history and for the next item."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention: type[SelfAttention | HSTU]) -> None:
         super().__init__()
         self.item = hybrid.Embedding(
             1 + known_models.NUM_ITEMS,
@@ -28,7 +31,7 @@ class Net(nn.Module):
             init_scale=0.3,
             optimizer=hybrid.Adagrad(lr=0.1),
         )
-        self.attention = SelfAttention(DIM, known_models.LONGEST_HISTORY)
+        self.attention = attention(DIM, known_models.LONGEST_HISTORY)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the arguments of ``next_item_loss``."""
@@ -43,9 +46,11 @@ class Net(nn.Module):
 
 
 def main() -> None:
-    options = arguments(samples=50_000, epochs=4)
+    parser = ArgumentParser()
+    parser.add_argument("--hstu", action="store_true", help="HSTU in place of SASRec")
+    options = arguments(parser, samples=50_000, epochs=4)
     cluster = hybrid.connect()
-    model = cluster.distribute(Net())
+    model = cluster.distribute(Net(HSTU if options.hstu else SelfAttention))
     data = known_models.sequences("train", options.samples)
     train(cluster, model, lambda outputs, batch: next_item_loss(*outputs), data, options.epochs)
     test = known_models.sequences("test", options.test_samples)

@@ -30,6 +30,7 @@ from hybrid.config.task_sections import LABEL, TaskSection, main_metric
 from hybrid.topology import Topology
 
 _HISTORY = argument("history", str, None), argument("candidate", str, None)
+_BLOCKS = argument("blocks", int, 2, minimum=1, maximum=MAX_LAYERS)
 _EXPERTS = argument("experts", int, 4, minimum=1, maximum=MAX_LAYERS)
 _EXPERT_MLP = argument("expert_mlp", int, (64, 32), is_list=True, minimum=1)
 NET_CALLS = CallSignatures(
@@ -41,18 +42,15 @@ NET_CALLS = CallSignatures(
         "mmoe": (_EXPERTS, _EXPERT_MLP),
         "ple": (_EXPERTS, _EXPERT_MLP),
         "din": (*_HISTORY, argument("attention_mlp", int, (32,), is_list=True, minimum=1)),
-        "self_attention": (
-            *_HISTORY,
-            argument("blocks", int, 2, minimum=1, maximum=MAX_LAYERS),
-            argument("heads", int, 1, minimum=1),
-        ),
+        "self_attention": (*_HISTORY, _BLOCKS, argument("heads", int, 1, minimum=1)),
+        "hstu": (*_HISTORY, _BLOCKS, argument("heads", int, 2, minimum=1)),
     },
     others=USER_FUNCTION,
     others_rule="module:function",
 )
 COMPILERS = ("script", "trace", "inductor", "aot_eager")
 NETS = NET_CALLS.names
-HISTORY_NETS = ("din", "self_attention")  # those of NETS that take one column as a history
+HISTORY_NETS = ("din", "self_attention", "hstu")  # those of NETS that take one column as a history
 _INITIAL = argument("initial_factor", float, 0.04, above=0, maximum=1)
 _FINAL = argument("final_factor", float, 0.0, minimum=0, maximum=1)
 _STEPS = argument("steps", int, 0, minimum=0)
@@ -182,7 +180,8 @@ class DenseSection:
         "The model: a built-in model, or your function that builds a net. `experts` is the number of experts "
         "(mmoe), or the number of experts per task and of shared experts in each layer (ple). `expert_mlp` "
         "lists the hidden units of an expert. `history` is a column with pooling = none, such as the items "
-        "that a user has seen, and `candidate` is the column of the item to score (din, self_attention).",
+        "that a user has seen, and `candidate` is the column of the item to score (din, self_attention, "
+        "hstu).",
         signatures=NET_CALLS,
         unsigned=BUILT_IN,
     )

@@ -21,10 +21,11 @@ from hybrid.models.deepfm import DeepFM
 from hybrid.models.dense_net import Concatenation, DenseNet, HistoryInteraction
 from hybrid.models.din import InterestAttention
 from hybrid.models.dlrm import DLRM
+from hybrid.models.hstu import HSTU
 from hybrid.models.layers import mlp, output_mlp
 from hybrid.models.mmoe import MMoE
 from hybrid.models.ple import PLE
-from hybrid.models.self_attention import LastQuery
+from hybrid.models.self_attention import LastQuery, SelfAttention
 from hybrid.models.wide_deep import WideAndDeep
 from hybrid.user_code.user_modules import describe_error, load_function
 
@@ -44,8 +45,8 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
     are faster.
 
     Args:
-        widths: input width of each sparse feature, with extra columns. Built-in nets other than ``din`` and
-            ``self_attention`` take each vector of a sequence as a separate feature.
+        widths: input width of each sparse feature, with extra columns. Built-in nets other than
+            ``HISTORY_NETS`` take each vector of a sequence as a separate feature.
 
     Raises:
         ConfigError: the widths do not fit the net, or the custom net fails.
@@ -133,7 +134,8 @@ def _history_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]
             "dense.net", f"must have heads that divide the width {dim} of {call['history']}", dense.net
         )
     else:
-        user = LastQuery(dim, history.length, call["blocks"], call["heads"])
+        attention = {"self_attention": SelfAttention, "hstu": HSTU}[call.name]
+        user = LastQuery(attention(dim, history.length, call["blocks"], call["heads"]))
     names = [feature.name for feature in input_spec.sparse_features if feature.name != call["history"]]
     columns = [layout.vector(name) for name in names]
     width = len(input_spec.dense_features) + dim + sum(column.dim for column in columns)

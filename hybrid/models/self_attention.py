@@ -95,12 +95,15 @@ def last_queries(queries_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
 class LastQuery(nn.Module):
     """A user vector for a candidate: the element-wise product of the candidate and the last query.
 
-    The sum of its elements is the score of the candidate. See :class:`SelfAttention` for the arguments.
+    The sum of its elements is the score of the candidate.
+
+    Args:
+        attention: maps ``history_BTD`` and ``is_item_BT`` to ``queries_BTD``, such as :class:`SelfAttention`.
     """
 
-    def __init__(self, dim: int, longest: int, num_blocks: int, num_heads: int) -> None:
+    def __init__(self, attention: nn.Module) -> None:
         super().__init__()
-        self.attention = SelfAttention(dim, longest, num_blocks, num_heads)
+        self.attention = attention
 
     def forward(self, candidate_BD: Tensor, history_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
         """Return ``user_BD``, zeros for an empty history."""

@@ -14,6 +14,7 @@ from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
 from hybrid.models.din import InterestAttention
+from hybrid.models.hstu import HSTU
 from hybrid.models.self_attention import SelfAttention
 
 DIM, MOST = 4, 3
@@ -87,7 +88,10 @@ def test_built_in_nets_take_sequences_as_columns(net_name: str) -> None:
 
 
 HISTORY = "history = 'seen', candidate = 'item'"
-ATTENTION = f"self_attention({HISTORY}, blocks = 1, heads = 2)"
+ATTENTIONS: dict[str, type[SelfAttention | HSTU]] = {
+    f"self_attention({HISTORY}, blocks = 1, heads = 2)": SelfAttention,
+    f"hstu({HISTORY}, blocks = 1)": HSTU,
+}
 WIDTHS = [DIM, MOST * DIM + 1, DIM]
 
 
@@ -96,25 +100,25 @@ def make_net(call: str) -> DenseNet:
 
 
 @pytest.mark.parametrize("mode", ["script", "trace"])
-@pytest.mark.parametrize("call", [f"din({HISTORY}, attention_mlp = [5])", ATTENTION])
+@pytest.mark.parametrize("call", [f"din({HISTORY}, attention_mlp = [5])", *ATTENTIONS])
 def test_net_of_a_history_has_a_vector_of_the_user(call: str, mode: str) -> None:
     user_BD, seen_BND, item_BD = samples()
     pooled_BE = side_by_side(user_BD, seen_BND, item_BD)
     dense_BF = random(len(LENGTHS), 2, seed=4, dtype=torch.float64)
     net = make_net(call)
     parameters = dict(net.interaction.named_parameters(prefix="user"))
-    if call == ATTENTION:
-        reader: nn.Module = SelfAttention(DIM, MOST, num_blocks=1, num_heads=2)
+    if call in ATTENTIONS:
+        reader: nn.Module = ATTENTIONS[call](DIM, MOST, num_blocks=1, num_heads=2)
     else:
         reader = InterestAttention(DIM, hidden=(5,))
     parts = reader.double().state_dict().keys()
     reader.load_state_dict(
-        {part: parameters[f"user.user.{'attention.' * (call == ATTENTION)}{part}"] for part in parts}
+        {part: parameters[f"user.user.{'attention.' * (call in ATTENTIONS)}{part}"] for part in parts}
     )
     with torch.no_grad():
         for b, length in enumerate(LENGTHS):
             history, is_item = seen_BND[b : b + 1, :length], torch.ones(1, length, dtype=torch.bool)
-            if call != ATTENTION:
+            if call not in ATTENTIONS:
                 vector = reader(item_BD[b : b + 1], history, is_item)
             else:
                 vector = reader(history, is_item)[:, -1] * item_BD[b] if length else torch.zeros(1, DIM)
@@ -135,6 +139,8 @@ def test_net_of_a_history_has_a_vector_of_the_user(call: str, mode: str) -> None
         ("din(history = 'seen', candidate = 'seen')", "columns.seen.pooling"),
         ("din(history = 'shop', candidate = 'item')", "data.sparse"),
         (f"self_attention({HISTORY}, heads = 3)", "dense.net"),
+        (f"hstu({HISTORY}, heads = 3)", "dense.net"),
+        (f"hstu({HISTORY}, blocks = 0)", "dense.net"),
         ("din(history = 'seen')", "dense.net"),
     ],
 )

@@ -142,7 +142,11 @@ HISTORY = "history = 'seen', candidate = 'item'"
 
 
 @pytest.mark.parametrize(
-    "net", [f"din({HISTORY})", f"self_attention({HISTORY})", pytest.param("dcn_v2", marks=pytest.mark.long)]
+    "net",
+    [
+        *(f"{name}({HISTORY})" for name in ("din", "self_attention", "hstu")),
+        pytest.param("dcn_v2", marks=pytest.mark.long),
+    ],
 )
 def test_sequences_compute_the_predictions(tmp_path: Path, net: str) -> None:
     tags = {"pooling": "none" if net == "dcn_v2" else "sum"}
