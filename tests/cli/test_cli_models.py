@@ -18,8 +18,8 @@ import hybrid
 EXAMPLES = ROOT / "examples"
 PROGRAMS = ("apply_deltas", "drifting_log", "stream_days", "train_every_day")  # which other tests run
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
-NAMES = [name for name in NAMES if name not in PROGRAMS]
-ON_A_CLICK_LOG = {name for name in NAMES if "click_log" in (EXAMPLES / f"{name}.py").read_text()}
+NAMES = [*(name for name in NAMES if name not in PROGRAMS), "hstu"]
+ON_A_CLICK_LOG = {path.stem for path in EXAMPLES.glob("*.py") if "click_log" in path.read_text()}
 CENSUS = [ROOT.parent / "shared/data/adult" / name for name in ("adult.data.gz", "adult.test.gz")]
 ROWS = [
     [cell.strip() for cell in line.split("|")[1:-1]]
@@ -35,9 +35,10 @@ def scores_of(
     name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> list[float]:
     """Run an example in this process; return each score that it prints, followed by the best possible one."""
-    script = str(EXAMPLES / f"{name}.py")
+    file, options = ("self_attention", ["--hstu"]) if name == "hstu" else (name, [])
+    script = str(EXAMPLES / f"{file}.py")
     monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.setattr(sys, "argv", [script, *options, *arguments])
     runpy.run_path(script, run_name="__main__")
     return [float(number) for number in re.findall(r"\b[01]\.\d{4}\b", capsys.readouterr().out)]
 
