@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from hybrid.config import RunConfig
@@ -108,7 +108,8 @@ def _table(*headings: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for heading in headings:
         is_number = heading in ("rows", "dim", "tables", "messages a step") or heading.startswith("MiB")
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
+        side: JustifyMethod = "right" if is_number else "left"
+        table.add_column(heading, justify=side, no_wrap=is_number, overflow="fold")
     return table
 
 

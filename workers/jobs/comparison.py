@@ -326,9 +326,9 @@ def comparison_table(compared: Sequence[Difference]) -> Table:
         # The differences are in ascending order: the largest one of a parameter decides the row's position.
         by_parameter[each.name.parameter] = [*by_parameter.pop(each.name.parameter, []), each]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("largest difference of", no_wrap=True)
+    table.add_column("largest difference of", overflow="fold")
     for heading in ("value", "optimizer state", "of tolerance"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for parameter, members in by_parameter.items():
         value = max((m.largest for m in members if m.name.kind == VALUE), default=0.0)
         state = max((m.largest for m in members if m.name.kind != VALUE), default=0.0)
