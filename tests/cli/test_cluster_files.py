@@ -141,7 +141,6 @@ def test_slurm_script_passes_warnings_to_the_roles(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
 @pytest.mark.skipif(bool(unavailable_reason()), reason=f"no Slurm here: {unavailable_reason()}")
 def test_restart_by_slurm_ends_with_the_bits_of_an_undisturbed_run() -> None:
     command = [shutil.which("bash") or "bash", str(ROOT / "scripts/slurm")]

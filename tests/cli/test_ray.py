@@ -20,7 +20,7 @@ from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step
 cluster_utils = pytest.importorskip(
     "ray.cluster_utils", reason="needs Ray: pip install 'hybrid-parallel[ray]'"
 )
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.long
 SECONDS = 200.0
 RESTARTED = "; restarting"
 SIZES = ["--trainer", "CPU=1,GPU=1", "--worker", "CPU=1,memory=1e9"]

@@ -96,7 +96,6 @@ class Strikes:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_run_killed_while_files_are_sent_is_resumed_by_the_same_command(
     store: Store, trained: TrainedRun, tiny: list[str], tmp_path: Path
 ) -> None:
@@ -136,7 +135,6 @@ def test_run_killed_while_files_are_sent_is_resumed_by_the_same_command(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_stored_run_is_resumed_on_another_machine_resharded_evaluated_and_pruned(
     store: Store, trained: TrainedRun, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,6 @@ pytestmark = [
     needs_hosts,
     pytest.mark.skipif(SSHD is None or not shutil.which("ssh"), reason="needs OpenSSH, its server too"),
     pytest.mark.long,
-    pytest.mark.timeout(600),
 ]
 SECONDS = 200.0
 SERVER = """HostKey {folder}/server

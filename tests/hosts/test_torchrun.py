@@ -15,7 +15,7 @@ from support.host_roles import Progress, process_on, started_at
 from support.hosts import Host, Switch
 from support.namespaces import needs_hosts
 
-pytestmark = [needs_hosts, pytest.mark.long, pytest.mark.timeout(1000)]
+pytestmark = [needs_hosts, pytest.mark.long]
 
 SECONDS = 300.0
 COUNTS = {"trainers": 2, "workers": 3}
