@@ -35,14 +35,18 @@ class Net(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the arguments of ``next_item_loss``."""
-        history, following, other = (self.item(batch[name]) for name in ("history", "next", "other"))
+        queries, is_item = self.queries(batch)
+        return queries, self.item(batch["next"]), self.item(batch["other"]), is_item
+
+    def queries(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        history = self.item(batch["history"])
         is_item = (batch["history"] > 0).to(history.device)
-        return self.attention(history, is_item), following, other, is_item
+        return self.attention(history, is_item), is_item
 
     def scores(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
         """Return the score of each candidate for the next item."""
-        wanted, _, _, is_item = self(batch)
-        return ((self.item(batch["candidates"]) @ last_queries(wanted, is_item).unsqueeze(2)).squeeze(2),)
+        query = last_queries(*self.queries(batch)).unsqueeze(2)
+        return ((self.item(batch["candidates"]) @ query).squeeze(2),)
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ class Net(nn.Module):
 def main() -> None:
     parser = ArgumentParser()
     parser.add_argument("--drawn", type=int, default=0, help="negatives per step (default: in-batch)")
-    parser.add_argument("--uniform", action="store_true", help="draw uniformly, not by popularity")
+    parser.add_argument("--uniform", action="store_true", help="with --drawn: uniformly, not by popularity")
     parser.add_argument("--uncorrected", action="store_true", help="drop the correction")
     parser.add_argument("--double", action="store_true", help="compute in float64")
     options = arguments(parser)
@@ -47,7 +47,7 @@ def main() -> None:
     model = cluster.distribute(net.double() if options.double else net)
     data = known_models.choices("train", options.samples)
     popularity_I = two_towers.log_popularity(data["item"], NUM_ITEMS)
-    log_q_I = torch.zeros(NUM_ITEMS) if options.uniform else popularity_I
+    log_q_I = torch.zeros(NUM_ITEMS) if options.drawn and options.uniform else popularity_I
     drawn = {"negative": hybrid.Negatives(options.drawn, log_q_I)} if options.drawn else None
     factor = 0 if options.uncorrected else 1
 

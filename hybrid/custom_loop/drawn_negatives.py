@@ -11,17 +11,19 @@ from hybrid.primitives.splitmix64 import next_of, splitmix64
 class Negatives:
     """Items drawn in each step from all items, with replacement, for :meth:`Cluster.batches`.
 
-    The draws of a step depend only on ``run.seed``, the step and the name of their column. So they are the
-    same for any number of trainers and workers, and after a restart. All trainers compute the same ids and
-    look up their rows. An id takes 8 bytes of a message, and a row of dimension D takes 2 D or more.
+    Besides the arguments, the draws of a step depend only on ``run.seed``, the step and the name of their
+    column. So they are the same for any number of trainers and workers, and after a restart. All trainers
+    compute the same ids and look up their rows. An id takes 8 bytes of a message, and a row of dimension D
+    takes 2 D or more.
 
     Args:
-        number: number of items per step.
+        number: number of items per step, at most all of them: more would cost more than a full softmax.
         log_q: logarithm of the probability of each item, (items,), up to a constant: zeros to draw uniformly,
             or ``hybrid.models.two_towers.log_popularity(...)``. Items with -inf are never drawn.
 
     Raises:
-        ValueError: ``number`` is below 1 or above the number of items, or ``log_q`` is no distribution.
+        ValueError: ``number`` is below 1 or above the number of items, or ``log_q`` is empty, has NaN or inf,
+            or is -inf for all items.
     """
 
     def __init__(self, number: int, log_q: Tensor) -> None:

@@ -340,7 +340,8 @@ def put_rounded_rows(table_RD: Words, rows_U: Ints, part_UD: Floats, seeds_U: Wo
 
     The probability of a neighbor grows linearly with the closeness to it, so the expected result is the
     value. A random number of 16 bits is added to the bits of the value as float32, whose lower half is then
-    cut off. Values that bfloat16 can represent stay, as do infinity and NaN. A finite value stays finite.
+    cut off. Values that bfloat16 can represent stay, as do infinity and NaN. A finite value stays finite,
+    unless it is a float64 beyond the range of float32, which becomes infinity.
 
     Args:
         seeds_U: for each row, a state of SplitMix64. Its numbers 0, 1, ... are for the columns 0 to 3, 4 to

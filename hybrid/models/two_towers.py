@@ -2,8 +2,8 @@
 
 A score is the dot product of the outputs of a user tower u() and an item tower v(). A nearest-neighbor index
 thus finds the best of millions of items. A softmax over all items would be too expensive, so the loss
-compares the item of a sample with N negatives. Item i is a negative with probability q(i). Subtracting log q
-from the scores in training corrects the bias against frequent negatives::
+compares the item of a sample with N negatives. Each negative is item i with probability q(i). Frequent items
+are negatives more often, which would lower their scores. Subtracting log q in training corrects this::
 
     s(x, i)  = u(x) . v(i) / temperature                     for serving
     loss(x, i) = -log  exp(s(x, i) - log q(i)) / sum over i and all negatives j of exp(s(x, j) - log q(j))
@@ -16,8 +16,8 @@ paper estimates q(i) from a stream; any estimate can be passed. :func:`sampled_s
 
 With independent draws from q, the scores that minimize the loss are those of the softmax over all items, for
 any N (Ma and Collins 2018, "Noise Contrastive Estimation and Negative Sampling for Conditional Models"). For
-this, a negative that equals the item of the sample stays in the sum. Without it, the scores of frequent items
-would be too high.
+this, a negative that equals the item of the sample stays in the sum. If it were left out, the scores of
+frequent items would be too high.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,7 +64,12 @@ def log_popularity(ids: Tensor, num_items: int) -> Tensor:
     """Return ``log_q_I``, the logarithm of the frequency of each item in the training data's ``ids``.
 
     An item that is not in the data counts as if it occurred once.
+
+    Raises:
+        ValueError: there are no ids, or one is not in 0 to ``num_items - 1``.
     """
+    if not ids.numel() or not 0 <= int(ids.min()) <= int(ids.max()) < num_items:
+        raise ValueError(f"ids must be some of 0 to {num_items - 1}")
     counts_I = torch.bincount(ids.flatten(), minlength=num_items).clamp(min=1)
     return torch.log(counts_I / ids.numel())
 
@@ -130,7 +135,7 @@ def top_items(
         num_items: the ids are 0 to ``num_items - 1``.
 
     Raises:
-        ValueError: ``k`` is above ``num_items``.
+        ValueError: ``k`` is not in 1 to ``num_items``.
     """
     if not 1 <= k <= num_items:
         raise ValueError(f"k must be at least 1 and at most the {num_items} items, not {k}")

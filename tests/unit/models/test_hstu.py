@@ -85,3 +85,13 @@ def test_work_depends_on_the_lengths_and_not_on_the_longest() -> None:
 def test_heads_divide_the_vectors() -> None:
     with pytest.raises(ValueError, match=r"3 .*4"):
         HSTUBlock(DIM, 6, 3)
+
+
+def test_a_history_beyond_the_longest_is_refused() -> None:
+    model, history_BTD = HSTU(DIM, 40), torch.zeros(2, 50, DIM)
+    is_item_BT = torch.ones(2, 50, dtype=torch.bool)
+    with pytest.raises(ValueError, match="longer than 40"):
+        model(history_BTD, is_item_BT)
+    is_item_BT[:, 40:] = False  # padding does not count
+    for length in (50, 0):
+        assert model(history_BTD[:, :length], is_item_BT[:, :length]).shape == (2, length, DIM)

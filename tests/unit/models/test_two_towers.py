@@ -84,6 +84,9 @@ def test_losses_of_two_slices_add_up() -> None:
 def test_popularity_is_the_fraction_of_the_data() -> None:
     found = log_popularity(torch.tensor([[2, 0], [2, 2]]), 4)
     assert found.exp().tolist() == pytest.approx([0.25, 0.25, 0.75, 0.25])  # unseen items count once
+    for ids in ([0, 4], [-1], []):
+        with pytest.raises(ValueError, match="0 to 3"):
+            log_popularity(torch.tensor(ids, dtype=torch.int64), 4)
 
 
 def test_the_gradient_of_many_draws_is_that_of_all_items() -> None:
