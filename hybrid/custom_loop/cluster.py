@@ -154,8 +154,8 @@ class Cluster:
 
         The lookups of a batch are sent as soon as it is read. Under ``torch.no_grad()``, batches are for
         evaluation. Tensors are on the device of the module. A slice without samples is one repeated sample of
-        the batch; with BatchNorm, a slice has at least two samples. :meth:`backward`, :meth:`mean`,
-        :meth:`gather` and :meth:`evaluate` leave out repeated samples.
+        the batch. :meth:`backward`, :meth:`mean`, :meth:`gather` and :meth:`evaluate` leave out repeated
+        samples.
 
         Args:
             data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; a dict with all

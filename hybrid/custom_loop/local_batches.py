@@ -66,11 +66,10 @@ class LocalBatch:
     """One trainer's slice of a global batch.
 
     Args:
-        values: the slice, then its padding, in the structure of the script's batches.
+        values: the slice, in the structure of the script's batches; for an empty slice, another sample.
         global_size: number of samples of all trainers.
         whole: column whose groups are not split between micro-batches, or None.
         checksum: see :func:`checksum`; 0 if this trainer reads only its slice.
-        least: minimum number of samples in ``values``, if the global batch has so many samples.
         device: on which the script gets the tensors.
         drawn: columns that all trainers and micro-batches share; their first dimension is not the sample.
     """
@@ -83,7 +82,6 @@ class LocalBatch:
     tables: Sequence[TableModule]
     whole: str | None = None
     checksum: int = 0
-    least: int = 1
     device: torch.device = torch.device("cpu")
     drawn: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -117,7 +115,7 @@ class LocalBatch:
     @property
     def padded_size(self) -> int:
         """Number of samples in ``values``."""
-        return max(self.size, min(self.least, self.global_size))
+        return max(self.size, min(1, self.global_size))
 
     @cached_property
     def calls(self) -> list[TableCall]:
@@ -143,11 +141,7 @@ class LocalBatch:
             ends_G = group_ends(_group_column(self.values, self.whole)[: self.size])
         ranges = [slice_bounds(self.size, part, parts, ends_G) for part in range(parts)]
         return [
-            replace(
-                self,
-                values=_cut_padded(self.values, self.padded_size, start, stop, self.least),
-                size=stop - start,
-            )
+            replace(self, values=_cut_padded(self.values, self.padded_size, start, stop), size=stop - start)
             for start, stop in ranges
         ]
 
@@ -158,13 +152,11 @@ def local_batches(
     num_trainers: int,
     tables: Sequence[TableModule],
     whole: str | None = None,
-    least: int = 1,
 ) -> Iterator[LocalBatch]:
     """Yield a trainer's slice of each global batch.
 
     Args:
         whole: column whose groups are not split between trainers, or None.
-        least: see :class:`LocalBatch`.
 
     Raises:
         DataError: the samples of a group are not adjacent in a batch.
@@ -179,9 +171,9 @@ def local_batches(
                 )
             ends_G = group_ends(groups_B)
         start, stop = slice_bounds(size, trainer, num_trainers, ends_G)
-        values = batch if num_trainers == 1 else _cut_padded(batch, size, start, stop, least)
+        values = batch if num_trainers == 1 else _cut_padded(batch, size, start, stop)
         checked = checksum(batch, number) if num_trainers > 1 else 0
-        yield LocalBatch(values, stop - start, size, tables, whole, checked, least)
+        yield LocalBatch(values, stop - start, size, tables, whole, checked)
 
 
 def global_batches(
@@ -317,22 +309,22 @@ def end_small(batches: Iterable[Any], num_steps: int | None, size: int) -> Itera
         yield cut(batch, 0, size) if number == num_steps and 0 < size < size_of(batch) else batch
 
 
-def _cut_padded(batch: Any, size: int, start: int, stop: int, least: int) -> Any:
-    """Return the samples from ``start`` to ``stop``, padded with other samples to at least ``least``."""
-    first, last = padding_bounds(size, start, stop, least)
-    values = cut(batch, start, stop)
-    return _concatenate([values, cut(batch, first, last)]) if first < last else values
+def _cut_padded(batch: Any, size: int, start: int, stop: int) -> Any:
+    """Return the samples from ``start`` to ``stop``, or if there are none, another sample of the batch."""
+    first, last = padding_bounds(size, start, stop, 1)
+    return cut(batch, first, last) if first < last else cut(batch, start, stop)
 
 
-def pad_from_others(values: dict[str, Column], size: int, least: int, trainers: TrainerGroup) -> Any:
-    """Pad a slice of ``size`` samples to ``least``, with samples of other trainers; all trainers call it."""
-    if not trainers.sum(torch.tensor(int(size < least))):
+def pad_from_others(values: dict[str, Column], size: int, trainers: TrainerGroup) -> Any:
+    """Return a slice of ``size`` samples, or if there are none, a sample of another trainer.
+
+    All trainers call it, for a batch with samples.
+    """
+    if not trainers.sum(torch.tensor(int(size == 0))):
         return values
-    given = {name: _to_json(column) for name, column in cut(values, 0, min(size, least)).items()}
-    others = trainers.gather_json(given if size else {})
-    del others[trainers.group.rank()]
-    columns = [{name: _of_json(code) for name, code in each.items()} for each in others if each]
-    return cut(_concatenate([values, *columns] if size else columns), 0, max(size, least))
+    given = {name: _to_json(column) for name, column in cut(values, 0, 1).items()} if size else {}
+    (first, *_) = [each for each in trainers.gather_json(given) if each]
+    return values if size else {name: _of_json(code) for name, code in first.items()}
 
 
 def _to_json(column: Column) -> list[tuple[str, list[Any]]]:
@@ -521,14 +513,12 @@ class PreparedData(EncodedData):
         epoch: int = 0,
         first_sample: int = 0,
         *,
-        least: int = 1,
         drop_last: bool = False,
     ) -> Iterator[LocalBatch]:
         """Yield a trainer's slice of each batch of a pass, starting at ``first_sample``.
 
         Args:
             whole: ``group`` if groups are not split, or None.
-            least: see :class:`LocalBatch`.
 
         Raises:
             DataError: ``whole`` names another column.
@@ -547,13 +537,13 @@ class PreparedData(EncodedData):
             shuffle=self.is_shuffled,
             lanes=config.data.shuffle_lanes if self.is_shuffled else 0,
             by_group=whole is not None,
-            least=least,
+            least=1,
             drop_last=drop_last,
         )
         with loader.batches(epoch, first_sample=first_sample) as stream:
             for batch in stream:
                 sizes = batch.local_size, batch.global_size
-                yield LocalBatch(self.columns_of(batch), *sizes, tables, whole, least=least)
+                yield LocalBatch(self.columns_of(batch), *sizes, tables, whole)
 
 
 def features_of(batch: Batch, input_spec: InputSpec) -> dict[str, Any]:

@@ -96,20 +96,17 @@ class StreamData(EncodedData):
         self._step = step
         return True
 
-    def slices(self, tables: Sequence[TableModule], least: int) -> Iterator[LocalBatch]:
-        """Yield this trainer's slice of each step for which :meth:`open` has found rows.
-
-        Args:
-            least: see :class:`LocalBatch`. A slice with fewer samples is padded with those of other trainers.
-        """
+    def slices(self, tables: Sequence[TableModule]) -> Iterator[LocalBatch]:
+        """Yield this trainer's slice of each step for which :meth:`open` has found rows."""
         assert self._batches is not None
         empty, num_tasks = Batch.empty(*self.input_spec.sizes), len(self.config.all_tasks)
         batches = islice(self._batches, self._cursor.num_ready)
         for batch in align_batches(batches, empty, self._group, num_tasks):
             size = len(batch.labels)
-            needed = min(least, batch.global_size)
-            values = pad_from_others(self.columns_of(batch), size, needed, self._trainers)
-            yield LocalBatch(values, size, batch.global_size, tables, least=least)
+            values = self.columns_of(batch)
+            if batch.global_size:
+                values = pad_from_others(values, size, self._trainers)
+            yield LocalBatch(values, size, batch.global_size, tables)
 
     def end_part(self, step: int) -> None:
         """Count the steps until ``step``, after all of :meth:`slices`; end the unit if it has no further."""

@@ -52,7 +52,7 @@ from hybrid.custom_loop.step_states import StepCall, StepState
 from hybrid.custom_loop.stream_data import StreamData
 from hybrid.custom_loop.trainer_group import TrainerGroup
 from hybrid.dense.devices import choose_devices
-from hybrid.dense.net_builder import BATCH_NORMS, batch_norm_warning
+from hybrid.dense.sync_batch_norm import local_statistics, synchronize_batch_norms
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.trainer.embeddings import ModuleTables
 from hybrid.embedding.trainer.lookup import Lookup
@@ -150,9 +150,8 @@ class TrainingLoop:
         for name, module in modules.items():
             module.bind(name, self)
         net.to(self.device)
-        if not backend.is_single_process and (message := batch_norm_warning(net, config)):
-            last = "cluster.batches(..., drop_last=True) leaves out a last batch that is too small"
-            self.warnings.warn(f"{message}. {last}")
+        if warning := synchronize_batch_norms(net, config, backend.group):
+            self.warnings.warn(warning)
         self._engine = StepEngine[LocalBatch](
             config,
             backend.group,
@@ -244,23 +243,21 @@ class TrainingLoop:
     ) -> Iterator[LocalBatch]:
         """Yield the slices of pass ``index`` from ``first_sample`` on; see :meth:`Cluster.batches`."""
         trainer, num_trainers = self._backend.trainer, self._backend.group.size()
-        modules, needs_pairs = self.model.net.modules(), torch.is_grad_enabled()
-        least = 1 + (needs_pairs and any(isinstance(each, BATCH_NORMS) and each.training for each in modules))
         num_equal, last = division(data, size, drop_last) if torch.is_grad_enabled() else (0, 0)
         steps, is_compared = self.remaining_steps, self._backend.snapshot is not None
         if isinstance(data, StreamData):
-            slices = data.slices(self._ahead, least)
+            slices = data.slices(self._ahead)
         elif isinstance(data, PreparedData):
             if is_compared and last and whole is None and steps is not None and steps <= num_equal:
                 first_sample = (len(data) - last) // num_equal * (num_equal - steps + 1)
             split = trainer, num_trainers, size, self._ahead, whole, index, first_sample
-            slices = data.local_batches(*split, least=least, drop_last=drop_last)
+            slices = data.local_batches(*split, drop_last=drop_last)
         else:
             batches = self._seeded(global_batches(data, size, whole, drop_last=drop_last), index)
             remaining = skip_samples(batches, first_sample)
             if is_compared:
                 remaining = end_small(remaining, steps, last)
-            slices = local_batches(remaining, trainer, num_trainers, self._ahead, whole, least)
+            slices = local_batches(remaining, trainer, num_trainers, self._ahead, whole)
         if self.step == 0 and whole is None and not self._backend.is_single_process:
             self._last_size = last if steps is None or steps > num_equal else 0
 
@@ -380,7 +377,7 @@ class TrainingLoop:
         last, self._last_size = self._last_size, 0
         if last and self._training is not None and inputs is (batch := self._training.batch).handed_out:
             start, stop = slice_bounds(last, self._backend.trainer, self._backend.group.size())
-            size = max((stop - start) // self._rules.parts, min(batch.least, last))
+            size = max((stop - start) // self._rules.parts, 1)
             error = self._try(inputs, batch.drawn, size) if last < batch.global_size else None
             if error is not None and self._try(inputs, batch.drawn, batch.padded_size) is None:
                 text = f"{type(error).__name__}: {first_line(error)}"
@@ -402,7 +399,7 @@ class TrainingLoop:
             size_of(batch)  # the script may have added tensors of other sizes
             kind = self.device.type
             forked = torch.random.fork_rng([] if kind == "cpu" else [self.device], device_type=kind)
-            with torch.no_grad(), forked, torch.compiler.set_stance("force_eager"):
+            with torch.no_grad(), forked, torch.compiler.set_stance("force_eager"), local_statistics():
                 samples = cut(batch, 0, size)
                 copy.deepcopy(self.model.net, shared)({**samples, **kept} if kept else samples)
         except Exception as error:  # user code may raise anything

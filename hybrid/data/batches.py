@@ -75,7 +75,7 @@ class BatchLoader:
     shuffle: bool = False  # whether to draw a new order each epoch; otherwise rows come in file order
     lanes: int = 0  # the number of lanes of the shuffle (ShuffledOrder); 0 for none
     by_group: bool = False  # whether groups stay complete
-    least: int = 0  # number of samples of a slice, with padding; see LocalBatch
+    least: int = 0  # number of samples of a slice; a smaller one is padded with other samples of the batch
     drop_last: bool = False
 
     def __post_init__(self) -> None:

@@ -29,8 +29,6 @@ from hybrid.models.self_attention import LastQuery, SelfAttention
 from hybrid.models.wide_deep import WideAndDeep
 from hybrid.user_code.user_modules import describe_error, load_function
 
-BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
-
 
 def extra_columns(net_name: str) -> int:
     """Return the columns of every table beyond the embedding: 1 for a first-order weight, else 0."""
@@ -211,24 +209,6 @@ def name_layer(error: BaseException, *nets: nn.Module) -> None:
         settings = layer.extra_repr()
         kind = f"{type(layer).__name__}({settings})" if settings else type(layer).__name__
         error.add_note(f"in {names[layer]} of the net, {kind}")
-
-
-def batch_norm_warning(net: nn.Module, config: RunConfig) -> str | None:
-    """Return a warning if batch normalization makes the results depend on the number of trainers.
-
-    Such a layer normalizes by the statistics of its own samples, whereas one process would use those of the
-    global batch. ``torch.nn.SyncBatchNorm`` also uses the global batch, but does not accept CPU tensors.
-    """
-    layers = [name for name, module in net.named_modules() if isinstance(module, BATCH_NORMS)]
-    together = config.cluster.trainers if config.dense.ddp != "none" else 1
-    is_split = together * config.train.micro_batches > 1 or config.dense.parallel == "replicas"
-    if not layers or not is_split:
-        return None
-    return (
-        f"batch normalization in {', '.join(layers)} takes the statistics of each slice of a batch: results "
-        "depend on cluster.trainers and differ from those of one process. Use torch.nn.LayerNorm, or on GPUs "
-        "torch.nn.SyncBatchNorm, which does not work on CPUs"
-    )
 
 
 @contextmanager

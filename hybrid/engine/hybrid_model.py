@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.dense.net_builder import name_layer
+from hybrid.dense.sync_batch_norm import local_statistics
 from hybrid.models.dense_net import DenseNet
 from hybrid.primitives.device_copies import to_device
 from hybrid.primitives.step_timings import StepClock
@@ -167,9 +168,10 @@ class HybridModel(nn.Module):
         return f"the first values that are not finite are in {' and in '.join(first)}" if first else ""
 
     def _repeat(self, inputs: NetInputs) -> Tensor:
-        """Compute the local net eagerly, with the remote net's output."""
-        hidden_BH = self.net.interaction(self.net.bottom(inputs.dense_BF), inputs.pooled_BE)
-        outputs_BO: Tensor = self.net.head(hidden_BH if inputs.remote_BH is None else inputs.remote_BH)
+        """Compute the local net eagerly and without other trainers, with the remote net's output."""
+        with local_statistics():
+            hidden_BH = self.net.interaction(self.net.bottom(inputs.dense_BF), inputs.pooled_BE)
+            outputs_BO: Tensor = self.net.head(hidden_BH if inputs.remote_BH is None else inputs.remote_BH)
         return outputs_BO
 
     def _precision(self, device: torch.device) -> AbstractContextManager[object]:

@@ -2,9 +2,9 @@
 
 The reference shares no arithmetic with other packages. It uses autograd, ``F.embedding``,
 ``F.embedding_bag``, ``torch.optim``, torch's schedulers and ``clip_grad_norm_``. Only the dense nets are the
-same modules, with the same matmul backend (``hybrid.dense.matmul``). A step computes the slices of all
-trainers one after another, and takes one backward pass through all slices. The rows that a step reads are
-leaf tensors, so that gradients have the size of these rows, not of the table (except with ``all_rows``).
+same modules, with the same matmul backend (``hybrid.dense.matmul``). A step computes the samples of all
+trainers at once, unless they have nets of their own, and takes one backward pass. The rows that a step reads
+are leaf tensors, so that gradients have the size of these rows, not of the table (except with ``all_rows``).
 """
 
 import copy
@@ -116,7 +116,7 @@ class Reference:
             rows[spec.name].rows_UD.requires_grad_(spec.optimizer.name != "frozen")
         self._dense.train()
         self.optimizer.zero_grad()
-        outputs = [self._forward(t, batch, rows) for t, batch in enumerate(slices)]
+        outputs = self._forward(self.nets[: len(slices)], slices, rows)
         loss = torch.stack(self._loss.contributions(outputs, slices)).sum()
         loss.backward()
         gradients = [leaf.grad for leaf in self._leaves(rows) if leaf.grad is not None]
@@ -133,7 +133,7 @@ class Reference:
     def outputs(self, batch: Batch, trainer: int = 0) -> Tensor:
         """Return ``outputs_BO`` (``outputs_B`` for one output) of a trainer's net, with all updates."""
         self._dense.eval()
-        outputs_BO = self._forward(trainer, batch, self._copy_rows([batch]))
+        (outputs_BO,) = self._forward([self.nets[trainer]], [batch], self._copy_rows([batch]))
         return outputs_BO.squeeze(1)
 
     @property
@@ -184,19 +184,30 @@ class Reference:
             of_table[name] = torch.cat([of_table[name], state])
         return torch.tensor([reference_keys.row_of.get(key, -1) for key in keys], dtype=torch.int64)
 
-    def _forward(self, trainer: int, batch: Batch, rows: Mapping[str, _StepRows]) -> Tensor:
-        net = self.nets[trainer]
-        sparse = batch.sparse_features
-        with self._autocast():
-            bottom_BH = net.bottom(batch.dense_features.to(self._dtype))
-        pooled_BE = torch.cat([self._pool(sparse, k, rows) for k in range(len(self._features))], dim=1)
-        with self._autocast():
-            hidden_BH = net.interaction(bottom_BH, pooled_BE)
+    def _forward(
+        self, nets: Sequence[DenseNet], slices: Sequence[Batch], rows: Mapping[str, _StepRows]
+    ) -> list[Tensor]:
+        """Return ``outputs_BO`` of each slice; a stage that trainers share computes their samples at once."""
+        dense = [batch.dense_features.to(self._dtype) for batch in slices]
+        features, sizes = range(len(self._features)), [len(each) for each in dense]
+        pooled = [
+            torch.cat([self._pool(batch.sparse_features, k, rows) for k in features], dim=1)
+            for batch in slices
+        ]
+        if self._config.dense.ddp == "outside":
+            nets, dense, pooled = nets[:1], [torch.cat(dense)], [torch.cat(pooled)]
+        hidden = []
+        for net, dense_BF, pooled_BE in zip(nets, dense, pooled, strict=True):
+            with self._autocast():
+                hidden.append(net.interaction(net.bottom(dense_BF), pooled_BE))
         if self.remote_net is not None:
-            hidden_BH = self.remote_net(hidden_BH.to(self._dtype))
+            hidden = [self.remote_net(each.to(self._dtype)) for each in hidden]
+        if self._config.dense.ddp != "none":
+            nets, hidden = nets[:1], [torch.cat(hidden)]
         with self._autocast():
-            outputs_BO: Tensor = net.head(hidden_BH).view(-1, self._config.num_outputs)
-        return outputs_BO.to(self._dtype)
+            outputs = [net.head(hidden_BH) for net, hidden_BH in zip(nets, hidden, strict=True)]
+        outputs_BO = torch.cat(outputs).view(-1, self._config.num_outputs).to(self._dtype)
+        return list(outputs_BO.split(sizes))
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast("cpu", torch.bfloat16, enabled=self._config.dense.autocast == "bfloat16")

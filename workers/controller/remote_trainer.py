@@ -24,7 +24,7 @@ from hybrid.data.stream.units import LanePosition, StreamUnit
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.dense.devices import choose_devices, describe_device
-from hybrid.dense.net_builder import batch_norm_warning
+from hybrid.dense.sync_batch_norm import synchronize_batch_norms
 from hybrid.dense.tensor_parallel import full_tensor, local_shard
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.trainer.embeddings import Embeddings
@@ -105,6 +105,7 @@ class Trainer:
             blueprint.tables, spec, placement, remote_tables, self._clock, self._device
         )
         net = blueprint.dense_net().to(devices[0])
+        self._warning = synchronize_batch_norms(net, config, self._group)
         self._num_parameters = sum(parameter.numel() for parameter in net.parameters())
         model = blueprint.model(net, remote_net)
         self._placement = apply_backend(model, blueprint, devices)
@@ -228,8 +229,7 @@ class Trainer:
     def describe(self) -> tuple[str, str | None]:
         """Return the size of the local dense net with its GPU, and a warning about it, if there is one."""
         gpu = describe_device(self._device, self._config.cluster.trainers)
-        warning = batch_norm_warning(self._engine.model.net, self._config)
-        return f"{self._num_parameters:,} parameters{gpu}", warning
+        return f"{self._num_parameters:,} parameters{gpu}", self._warning
 
     def flush(self) -> None:
         """See :meth:`Feed.flush`."""

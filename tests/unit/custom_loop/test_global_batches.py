@@ -89,9 +89,9 @@ def test_batches_and_slices_keep_groups_whole(sizes: list[int], size: int, data:
         last = [end for end in ends if number * size < end <= (number + 1) * size]
         assert sum(map(size_of, found[: number + 1])) == last[-1]
     if len(sizes) < 9:
-        taken = [list(local_batches(found, trainer, 3, [], "user", 2)) for trainer in range(3)]
+        taken = [list(local_batches(found, trainer, 3, [], "user")) for trainer in range(3)]
         for parts, batch in zip(zip(*taken, strict=True), found, strict=True):
-            assert all(size_of(part.values) >= min(2, size_of(batch)) for part in parts)
+            assert all(size_of(part.values) >= min(1, size_of(batch)) for part in parts)
             cuts_of_parts = [cut(part.values, 0, part.size) for part in parts]
             assert flat(cuts_of_parts) == flat([batch])
             micro = [each for part in parts for each in part.split(2)]

@@ -1,0 +1,133 @@
+"""Batch normalization by the statistics of the global batch, on CPUs and GPUs.
+
+``torch.nn.SyncBatchNorm`` does the same on GPUs only. The statistics are sums over all trainers::
+
+    count, mean    from the sums of 1 and x
+    variance       from the sum of (x - mean)^2
+
+In the backward pass, the gradient of a sum is the sum of the gradients of all trainers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hybrid.config import RunConfig
+
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all trainers. All of them run the same graph in the same order."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        if not SyncBatchNorm.is_local:
+            dist.all_reduce(total, group=SyncBatchNorm.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return _sum(gradients[0].contiguous())
+
+
+def _sum(values: Tensor) -> Tensor:
+    total: Tensor = _Sum.apply(values)  # type: ignore[no-untyped-call]
+    return total
+
+
+class SyncBatchNorm(_BatchNorm):
+    """A batch normalization that all trainers call together in training; a slice may have no samples.
+
+    Attributes:
+        group: all trainers; None outside of a cluster.
+        is_local: whether to use the samples of this trainer only; see :func:`local_statistics`.
+    """
+
+    group: ClassVar[dist.ProcessGroup | None] = None
+    is_local: ClassVar[bool] = False
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Accept the shapes of 1 to 3 dimensions."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return normalized values, of the shape (samples, channels, ...) of ``input``.
+
+        Raises:
+            ValueError: in training, there is only one value per channel.
+        """
+        if self.training and self.group is not None:
+            normalized: Tensor = self._normalize(input)
+            return normalized
+        output: Tensor = super().forward(input)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _normalize(self, values: Tensor) -> Tensor:
+        others, shape = [0, *range(2, values.dim())], [1, -1, *[1] * (values.dim() - 2)]
+        x = values if values.dtype == torch.float64 else values.float()
+        sums = _sum(torch.cat([x.sum(others), x.new_tensor([x[:, 0].numel()])]))
+        count = float(sums[-1].detach())
+        mean_C = sums[:-1] / count
+        if count <= 1 and not self.is_local:
+            raise ValueError(f"batch normalization needs more than one value per channel, not {count:.0f}")
+        centered = x - mean_C.view(shape)
+        variance_C = _sum(centered.square().sum(others)) / count
+        if self.running_mean is not None and self.running_var is not None and not self.is_local:
+            assert self.num_batches_tracked is not None
+            self.num_batches_tracked.add_(1)
+            weight = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean_C.detach().to(self.running_mean), weight)
+            self.running_var.lerp_(variance_C.detach().to(self.running_var) * count / (count - 1), weight)
+        factor_C = (variance_C + self.eps).rsqrt()
+        if self.affine:
+            factor_C = factor_C * self.weight
+        output = centered * factor_C.view(shape)
+        return (output + self.bias.view(shape) if self.affine else output).to(values.dtype)
+
+
+def synchronize_batch_norms(net: nn.Module, config: RunConfig, group: dist.ProcessGroup) -> str | None:
+    """Let the batch normalizations of ``net`` use the samples of all trainers, where the trainers share them.
+
+    Args:
+        net: whose layers change their class.
+        group: all trainers.
+
+    Returns:
+        A warning if results still depend on the number of trainers; it names the layers.
+    """
+    layers = {name: each for name, each in net.named_modules() if type(each) in _BATCH_NORMS}
+    is_alone = group.size() == 1 or config.dense.ddp == "none"
+    dense, parts = config.dense, config.train.micro_batches
+    if not layers or (is_alone and parts == 1 and dense.parallel != "replicas"):
+        return None
+    if not is_alone and dense.compile == dense.parallel == "none":
+        SyncBatchNorm.group = group
+        for name, layer in layers.items():
+            if dense.ddp == "outside" or name.startswith("head"):
+                layer.__class__ = SyncBatchNorm
+        if parts == 1:
+            return None
+    return (
+        f"batch normalization in {', '.join(layers)} takes the statistics of a part of the batch: results "
+        "depend on cluster.trainers and differ from those of one process. Use torch.nn.LayerNorm"
+    )
+
+
+@contextmanager
+def local_statistics() -> Iterator[None]:
+    """Within the block, batch normalizations use the samples of this trainer, so that it can compute alone.
+
+    Running statistics stay.
+    """
+    SyncBatchNorm.is_local = True
+    try:
+        yield
+    finally:
+        SyncBatchNorm.is_local = False
