@@ -69,7 +69,7 @@ from hybrid.updates.update_rules import UpdateMode
 _ROWS_PER_LOOKUP = 1 << 16
 # A rank that no trainer has: seeds random numbers that must be equal on all trainers.
 _ALL_TRAINERS = 1 << 32
-_MANY_PARTS = 1 << 30  # a placeholder until the number of micro-batches of the step is known
+_MANY_PARTS = 1 << 30  # a placeholder until the number of lookups of the step is known
 _LOOPS = weakref.WeakSet["TrainingLoop"]()
 
 

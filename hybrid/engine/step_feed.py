@@ -135,10 +135,10 @@ class Feed(Iterator[StepInput[AnySamples]]):
         self._current = None
 
     def start(self, micro: MicroBatch[AnySamples], after: Lookup | None = None) -> MicroBatch[AnySamples]:
-        """Return a micro-batch with its lookup, which is sent now unless it is a prefetched one.
+        """Return a micro-batch with its lookup; one that has a lookup stays as it is.
 
         Args:
-            after: an earlier lookup, whose gradients carry this one; by default, it has its own message.
+            after: an earlier lookup, whose gradients will carry this one; by default, it is sent now.
         """
         if micro.lookup is not None:
             return micro

@@ -109,6 +109,6 @@ class Guard:
             scale = min(1.0, self._rules.clip_norm / (math.sqrt(total) + _CLIP_EPS))
         if self._group.rank() == 0:
             for sent in self._sent:
-                sent.wait()  # has its response: the norms came later
+                sent.wait()  # ends at once: a worker sends a norm after it has the scale of the step before
             self._sent = [each.call_barrier(UpdateBarrier.decide, step, scale) for each in self._hosted]
         return scale

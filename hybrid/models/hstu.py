@@ -42,7 +42,7 @@ class HSTUBlock(nn.Module):
         length = x_BTD.size(1)
         # Row t is (b_t, ..., b_0, -1e4, ...), a window of one vector; silu(-1e4) and its derivative are 0.
         biases_W = F.pad(self.biases_T[:length].flip(0), [0, length], value=-1e4)
-        biases_TT = biases_W.unfold(0, length, 1)[:length].flip(0)
+        biases_TT = biases_W.unfold(0, length, 1)[:-1].flip(0)
         weights = F.silu(torch.baddbmm(biases_TT, self._heads(query_BTD), self._heads(key_BTD).mT))
         attended_BHTE = (weights @ value).unflatten(0, [-1, self.num_heads])
         attended_BTD = attended_BHTE.transpose(1, 2).flatten(2)

@@ -271,7 +271,7 @@ class UpdateBarrier(Generic[Contribution]):
         for future in futures:
             future.set_result(norm)
         with self._changed:
-            # Before the first request of the norm, no trainer waits.
+            # The timeout starts when a trainer requests the norm.
             self._wait_until(lambda: self._norm_step >= step or step in self._decisions or self._closed, None)
             is_decided = self._wait_until(lambda: step in self._decisions or self._closed)
             if not is_decided or self._closed:

@@ -17,7 +17,7 @@ class Purpose(StrEnum):
     """The purpose of a lookup, and how its gradients are sent."""
 
     PREDICT = "predict"  # no gradients follow
-    TRAIN = "train"  # the backward pass of distributed autograd brings the gradients
+    TRAIN = "train"  # the backward pass brings the gradients
     PREFETCH = "prefetch"  # a separate call brings the gradients
 
 
