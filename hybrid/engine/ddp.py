@@ -255,8 +255,9 @@ class DdpModel:
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = is_last
 
-    def collect(self, gradients: dict[Tensor, Tensor], is_last: bool) -> None:
-        """Add the gradients of a micro-batch, as its graph gives them."""
+    def collect(self, gradients: dict[Tensor, Tensor]) -> None:
+        """Add the gradients of the micro-batch, as its graph gives them."""
+        is_last = self._is_last
         reduced: Mapping[Tensor, Tensor] = {}
         if is_last and self.group_reduce is not None:
             self.group_reduce.wait()

@@ -152,7 +152,6 @@ class StepEngine(Generic[AnySamples]):
             NonFiniteError: the loss is not finite, and such a run must stop.
         """
         assert self._micro is not None, "backward is called once, while the forward pass is recorded"
-        micro = self._micro
         self._micro = None
         with self._clock.phase("backward"):
             try:
@@ -163,7 +162,7 @@ class StepEngine(Generic[AnySamples]):
             except RuntimeError:
                 self.model.raise_of_backward()
                 raise
-            self.model.collect(self._gradients(), micro.is_last)
+            self.model.collect(self._gradients())
         self._recording.close()
         value = loss.item()
         self._loss += value

@@ -49,7 +49,7 @@ def take_step(model: DdpModel, micros: list[MicroBatch[Batch]]) -> None:
         with dist_autograd.context() as context:
             logits_B = model.module(micro, StepClock())
             dist_autograd.backward(context, [logits_B.square().sum()])
-            model.collect(dist_autograd.get_gradients(context), is_last)
+            model.collect(dist_autograd.get_gradients(context))
 
 
 def make_model(
@@ -102,14 +102,19 @@ def test_norm_counts_a_replicated_gradient_once(mode: DdpMode, tensor_size: int)
     assert model.squared_norm() == pytest.approx(expected / tensor_size)
 
 
+def collect(model: DdpModel, gradients: dict[Tensor, Tensor], *, is_last: bool) -> None:
+    model.begin(is_last)
+    model.collect(gradients)
+
+
 def test_gradients_of_a_micro_batch_are_copied() -> None:
     """DDP overwrites the gradients in its buckets."""
     model = make_model(DdpMode.NONE)
     parameter = next(model.net.parameters())
     gradient = torch.ones_like(parameter)
-    model.collect({parameter: gradient}, is_last=False)
+    collect(model, {parameter: gradient}, is_last=False)
     gradient.fill_(100.0)
-    model.collect({parameter: torch.ones_like(parameter)}, is_last=True)
+    collect(model, {parameter: torch.ones_like(parameter)}, is_last=True)
     assert torch.equal(model.gradients[parameter], torch.full_like(parameter, 2.0))
 
 
@@ -118,11 +123,11 @@ def test_a_step_has_the_gradients_of_its_micro_batches_alone() -> None:
     take_step(model, micro_batches(0, 1))
     first, second, *_ = model.net.parameters()
     ones: dict[Tensor, Tensor] = {each: torch.ones_like(each) for each in (first, second)}
-    model.collect({first: ones[first]}, is_last=False)
-    model.collect({second: ones[second]}, is_last=True)  # the last micro-batch skips a layer
+    collect(model, {first: ones[first]}, is_last=False)
+    collect(model, {second: ones[second]}, is_last=True)  # the last micro-batch skips a layer
     assert model.gradients.keys() == ones.keys()
     assert all(torch.equal(model.gradients[each], ones[each]) for each in ones)
-    model.collect(ones, is_last=True)
+    collect(model, ones, is_last=True)
     assert all(torch.equal(model.gradients[each], ones[each]) for each in ones)
 
 

@@ -102,7 +102,7 @@ class Trainer:
             # batch, and gradients are summed. Gradients that cancel in a mean also cancel in a sum.
             loss = (output_B * values_B).sum() / micro.batch.global_size
             dist_autograd.backward(context, [loss])
-            self._model.collect(dist_autograd.get_gradients(context), is_last=True)
+            self._model.collect(dist_autograd.get_gradients(context))
 
 
 @dataclass(frozen=True)

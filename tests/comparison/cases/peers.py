@@ -85,13 +85,13 @@ def _compare_ddp_model(ddp_model: DdpModel, batch: Batch) -> Compared:
     micro = MicroBatch(batch, ticket, lookup, is_last=True)
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [ddp_model.module(micro, StepClock()).norm()])
-        ddp_model.collect(dist_autograd.get_gradients(context), is_last=True)
+        ddp_model.collect(dist_autograd.get_gradients(context))
         named = ddp_model.net.named_parameters()
         distributed = {name: ddp_model.gradients[p].clone() for name, p in named}
     ddp_model.module.zero_grad()
     ddp_model.module(micro, StepClock()).norm().backward()
     net = ddp_model.net
-    ddp_model.collect({p: p.grad for p in net.parameters() if p.grad is not None}, is_last=True)
+    ddp_model.collect({p: p.grad for p in net.parameters() if p.grad is not None})
     return distributed, {name: ddp_model.gradients[p].clone() for name, p in net.named_parameters()}
 
 
