@@ -17,20 +17,28 @@ def align_batches(
 
     ``global_size`` becomes the number of samples of all trainers, and ``total_weights`` the sum of their
     weights. A trainer without further batches gets empty batches, marked as ended, and so takes part in the
-    all-reduce of gradients.
+    all-reduce of gradients. One batch is read ahead: its totals are summed while the caller takes a step.
 
     Args:
         group: all trainers, each of which must iterate.
         num_tasks: columns of the weights.
     """
     remaining = iter(batches)
-    while True:
+
+    def read() -> tuple[Batch | None, Tensor, dist.Work | None]:
         batch = next(remaining, None)
-        step_totals = torch.tensor(_sums(batch, num_tasks), dtype=torch.float64)
-        if group.size() > 1:
-            dist.all_reduce(step_totals, group=group)
+        totals = torch.tensor(_sums(batch, num_tasks), dtype=torch.float64)
+        work = dist.all_reduce(totals, group=group, async_op=True) if group.size() > 1 else None
+        return batch, totals, work
+
+    ahead = read()
+    while True:
+        batch, step_totals, work = ahead
+        if work is not None:
+            work.wait()
         if not step_totals[0]:
             return
+        ahead = read()
         yield _with_totals(batch, empty, step_totals)
 
 
