@@ -309,7 +309,7 @@ class Cluster:
             raise DataError("evaluate: the data have no batch")
         outputs, *rest = (self.gather(torch.cat(each)) for each in zip(*parts, strict=True))
         loop.handed_out = outer
-        rows = torch.arange(len(outputs))  # no samples are known to have equal features
+        rows = torch.arange(len(outputs))  # each sample gets a key of its own
         outputs = outputs[:, 0] if outputs.shape[1:] == (1,) else outputs
         predictions = Predictions(outputs, rest[0], rows, *rest[1:])
         metrics = predictions.metrics(tasks, is_weighted=self._backend.config.data.weighted_metrics)

@@ -345,7 +345,7 @@ class TableModule(nn.Module):
         return [self.call(columns[i], None, None if w is None else columns[w]) for i, w in pairs]
 
     def call(self, ids: Column, offsets: Tensor | None = None, weights: Column | None = None) -> TableCall:
-        """Return the call of the table with these arguments."""
+        """Check the arguments of ``forward``, and return them as a call."""
         raise NotImplementedError
 
     def request(self, call: TableCall) -> TableRequest:

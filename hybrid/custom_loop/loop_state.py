@@ -39,7 +39,7 @@ class Stateful(Protocol):
 
 @dataclass
 class LoopProgress:
-    """The progress of a script."""
+    """The position of a script: its epoch, pass, and samples in the pass."""
 
     epoch: int = 0  # index of the epoch, see Cluster.epochs
     first_pass: int = 0  # index of the epoch's first pass over training batches

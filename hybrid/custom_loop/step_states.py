@@ -52,7 +52,7 @@ class StepCall(NamedTuple):
 
 
 _S = StepState
-_NO_GRADIENTS_OWED = _S.NEW, _S.IDLE, _S.FORWARD, _S.COMPLETE
+_NOTHING_TO_UPDATE = _S.NEW, _S.IDLE, _S.FORWARD, _S.COMPLETE
 _INCOMPLETE = (
     "step {step} is not complete: optimizer.step(), of its last micro-batch, comes first. If the loop was "
     "left after cluster.backward(...), which updates the tables only, call hybrid.connect() again and "
@@ -67,7 +67,7 @@ _NO_BATCH = "cluster.backward(...) takes the loss of a batch of cluster.batches(
 
 RESUME = StepCall({_S.NEW: _S.IDLE}, "cluster.resume(...) is called once, before the first step")
 # Before a checkpoint is written or loaded, and before a pass.
-FLUSH = StepCall({each: each for each in _NO_GRADIENTS_OWED}, _INCOMPLETE)
+FLUSH = StepCall({each: each for each in _NOTHING_TO_UPDATE}, _INCOMPLETE)
 NEXT_BATCH = StepCall({_S.NEW: _S.FORWARD, _S.IDLE: _S.FORWARD, _S.ACCUMULATED: _S.LATER_FORWARD})
 CALL_TABLE = StepCall(
     {each: each for each in _S if each not in (_S.NEW, _S.IDLE, _S.INCOMPLETE)},
@@ -99,5 +99,5 @@ END_BATCH = StepCall(
     {_S.REDUCED: "optimizer.step() of parameters of the module" + _ONE_STEP, _S.INCOMPLETE: _INCOMPLETE},
 )
 LEAVE_PASS = StepCall(
-    {**dict.fromkeys(_S, _S.INCOMPLETE), **dict.fromkeys(_NO_GRADIENTS_OWED, _S.IDLE), _S.NEW: _S.NEW}
+    {**dict.fromkeys(_S, _S.INCOMPLETE), **dict.fromkeys(_NOTHING_TO_UPDATE, _S.IDLE), _S.NEW: _S.NEW}
 )

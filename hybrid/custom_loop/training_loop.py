@@ -104,7 +104,8 @@ class ForwardPass:
     returned: dict[object, int] = field(default_factory=dict)
     # For each used lookup, its zero output; see ModuleTables.lookup.
     zeros: list[Tensor] = field(default_factory=list)
-    scale: float | None = None  # factor of the step's gradients, once decided; None to skip the step
+    # Factor of the step's gradients; None before it is decided, and to skip the step.
+    scale: float | None = None
     optimizers: set[int] = field(default_factory=set)  # ids of the optimizers that have taken the step
 
 
@@ -249,6 +250,7 @@ class TrainingLoop:
             slices = data.slices(self._ahead)
         elif isinstance(data, PreparedData):
             if is_compared and last and whole is None and steps is not None and steps <= num_equal:
+                # So that the last of the compared steps has the last, smaller batch.
                 first_sample = (len(data) - last) // num_equal * (num_equal - steps + 1)
             split = trainer, num_trainers, size, self._ahead, whole, index, first_sample
             slices = data.local_batches(*split, drop_last=drop_last)

@@ -1,8 +1,8 @@
-"""Data parallelism of the dense net: what DDP wraps, who holds which shard, and the gradients of a step.
+"""Data parallelism of the dense net: what DDP wraps, which trainers hold which shard, and the gradients.
 
-The bits of sums over trainers depend on no run-time choice of DDP, which rebuilds its buckets after the first
-step of a process. With three or more trainers, gloo and NCCL add values in an order that depends on their
-offset in the buffer. A sum per bucket would therefore have other last bits in a resumed run.
+Sums over trainers are bit-identical in a resumed run. DDP's own sums would not be: it rebuilds its buckets
+after the first step of a process, and with three or more trainers, gloo and NCCL add values in an order that
+depends on their offset in the buffer.
 :class:`SharedSlots` add in the order of the ranks, for trainers of one host. :class:`GroupReduce` all-reduces
 buffers whose layout is fixed when the model is built.
 """

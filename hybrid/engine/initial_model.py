@@ -119,7 +119,7 @@ class InitialModel:
         optimizers = [each.dense.optimizer_call[0] for each in (before, now)]
         self.dense, self.has_dense_state = stored, optimizers[0] == optimizers[1]
         rank = f", {stored.rank_text}" if stored.rank_text else ""
-        self.notes.append(f"the initial model is that of {stored.folder}{rank}")
+        self.notes.append(f"the initial model comes from {stored.folder}{rank}")
         if not self.has_dense_state:
             self.notes.append(f"dense nets: new optimizer state ({' there, '.join(optimizers)} here)")
 
@@ -237,5 +237,5 @@ def _check_order(key: str, run: str, before: Sequence[str], now: Sequence[str]) 
     """Raise ConfigError if a name has another position, by which dense nets know it."""
     for name in now:
         if name in before and before.index(name) != now.index(name):
-            rule = f"has {name} in another place than {run}, whose dense nets depend on the order"
+            rule = f"has {name} at another position than {run}, whose dense nets depend on the order"
             raise ConfigError(key, f"{rule}; write {', '.join(before)}, and new names at the end", [*now])

@@ -70,8 +70,8 @@ class Objective:
     def _mean_loss(self, t: int, outputs_B: Tensor, batch: Batch) -> Tensor:
         labels_B = self._column(batch.labels, t, outputs_B)
         if batch.weights is None:
-            # A mean times a fraction, not a sum over a size: with one trainer the fraction is 1, and every
-            # gradient has the bits of torch's mean.
+            # A mean times a fraction, not a sum over a size: with one trainer the fraction is 1, and all
+            # gradients are bit-identical to those of torch's mean.
             return self._losses[t](outputs_B, labels_B, reduction="mean") * (
                 len(labels_B) / batch.global_size
             )

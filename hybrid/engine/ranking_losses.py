@@ -47,6 +47,7 @@ def pairwise_loss(
         Values and weights, each (samples,); the loss is the weighted mean over the samples of all trainers.
     """
     ordered = _OrderedSamples.of(scores, labels, groups, weights)
+    # P are all pairs of samples of a group, the front sample before the back sample.
     after_N = ordered.sizes_G.cumsum(0)[ordered.index_N] - torch.arange(len(ordered.index_N)) - 1
     front_P = torch.arange(len(after_N)).repeat_interleave(after_N)
     ends_N = after_N.cumsum(0)

@@ -102,7 +102,7 @@ class Feed(Iterator[StepInput[AnySamples]]):
     def flush(self) -> None:
         """Wait until the workers have the gradients of all steps taken.
 
-        During steps, a trainer waits only for the lookups that messages with gradients carry.
+        During a step, nothing waits for a message with gradients that carries no lookup.
         """
         pending = [*self._ahead] if self._current is None else [self._current, *self._ahead]
         # In lookahead mode, the lookup of the next step waits for these gradients; later ones wait for more.

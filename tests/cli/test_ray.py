@@ -50,9 +50,12 @@ class RayNodes:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    # Ray's sockets need a short path.
+    # Ray's sockets need a short path. Ray writes the address of the head node into $RAY_TMPDIR/ray.
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        nodes = RayNodes(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_TMPDIR", folder)
+            (Path(folder) / "ray").mkdir()
+            nodes = RayNodes(folder)
         yield nodes
         nodes.shutdown()
 
