@@ -27,6 +27,7 @@ feature 1. Bag ``k * B + b`` holds ``ids_L[offsets[k * B + b] : offsets[k * B + 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -99,6 +100,8 @@ class Batch(NamedTuple):
             (:func:`hybrid.primitives.grouping.ranking_weights`); None without a ranking loss. With a ranking
             loss, the samples of a group are adjacent, in one slice and in one micro-batch.
         local_size: number of samples without padding, if a loader has read the batch.
+        event_time: largest event time of the samples, in seconds since 1970; once batches are aligned, over
+            all trainers. -inf if there is none.
     """
 
     dense_features: Tensor
@@ -111,6 +114,7 @@ class Batch(NamedTuple):
     groups: Tensor | None = None
     total_groups: Tensor | None = None
     local_size: int = 0
+    event_time: float = -math.inf
 
     @property
     def checksum(self) -> int:

@@ -35,6 +35,7 @@ SHUFFLE_CALLS = CallSignatures(
     {"rows": (), "lanes": (argument("lanes", int, 64, minimum=1, maximum=4096),), "none": ()}
 )
 KAFKA = "kafka"
+_TIME = argument("time", str, "")
 STREAM_CALLS = CallSignatures(
     {
         "none": (),
@@ -43,6 +44,7 @@ STREAM_CALLS = CallSignatures(
             argument("marker", str, ""),
             argument("wait_hours", float, 0.0, minimum=0),
             argument("until", str, ""),
+            _TIME,
         ),
         KAFKA: (
             argument("brokers", str, None),
@@ -50,6 +52,7 @@ STREAM_CALLS = CallSignatures(
             argument("start", str, "earliest", choices=("earliest", "latest")),
             argument("wait_hours", float, 1.0, above=0, maximum=10_000),
             argument("properties", str, ""),
+            _TIME,
         ),
     }
 )
@@ -171,7 +174,8 @@ class DataSection:
         "is a unit: a file, or a folder, complete once it has a file named `marker`. The run waits "
         "`wait_hours` for the next unit, and ends after the unit `until`. A unit is read in `lanes`. `kafka` "
         "trains on the messages of a topic, one CSV line each, and ends after `wait_hours` without a step; "
-        "`properties` is a file of librdkafka properties, such as those for TLS, on each host.",
+        "`properties` is a file of librdkafka properties, such as those for TLS, on each host. `time` is the "
+        "column of event times (checkpoint.deltas); by default, kafka takes the timestamps of messages.",
         signatures=STREAM_CALLS,
         is_name_fixed=True,
         prepares=False,
@@ -237,6 +241,11 @@ class DataSection:
     def is_topic(self) -> bool:
         """Whether the rows are messages of a Kafka topic."""
         return self.stream_call.name == KAFKA
+
+    @property
+    def time_column(self) -> str:
+        """The column of the event times of a stream; empty if there is none."""
+        return str(self.stream_call.arguments.get("time", ""))
 
     @property
     def is_shuffled(self) -> bool:

@@ -56,7 +56,14 @@ _FINAL = argument("final_factor", float, 0.0, minimum=0, maximum=1)
 _STEPS = argument("steps", int, 0, minimum=0)
 _WARMUP = argument("warmup_steps", int, 0, minimum=0)
 DELTA_CALLS = CallSignatures(
-    {"none": (), "every": (argument("steps", int, 0, minimum=0), argument("seconds", float, 10.0, minimum=0))}
+    {
+        "none": (),
+        "every": (
+            argument("steps", int, 0, minimum=0),
+            argument("seconds", float, 10.0, minimum=0),
+            argument("event_seconds", float, 0.0, minimum=1),
+        ),
+    }
 )
 SCHEDULE_CALLS = CallSignatures(
     {
@@ -357,7 +364,8 @@ class CheckpointSection:
     deltas: str = setting(
         "none",
         "`every` writes the changes of the model since the last checkpoint or delta, for `hybrid.follow` and "
-        "`hybrid export --follow`: after this number of steps, or of seconds; 0 disables a rule.",
+        "`hybrid export --follow`: after this number of steps, or of seconds; 0 disables a rule. With "
+        "`event_seconds`, also after the step in which the event time of a stream reaches a multiple of it.",
         signatures=DELTA_CALLS,
     )
 

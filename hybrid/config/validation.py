@@ -44,6 +44,10 @@ def check_rules(config: RunConfig) -> None:
     deltas = config.checkpoint.delta_call
     if deltas.name != "none" and not any(deltas.arguments.values()):
         raise ConfigError("checkpoint.deltas", "must name steps or seconds above 0", config.checkpoint.deltas)
+    has_times = config.data.is_topic or config.data.time_column
+    if deltas.arguments.get("event_seconds") and not has_times:
+        rule = "event_seconds needs a stream with times: set data.stream = files(time = 'column')"
+        raise ConfigError("checkpoint.deltas", rule, config.checkpoint.deltas)
     for name, table in config.tables.items():
         check_workers(name, table_placement(config.embedding, table)["workers"], config.cluster.workers)
         for key in ("optimizer", "learning_rate"):

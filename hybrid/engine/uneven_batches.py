@@ -1,5 +1,6 @@
 """Alignment of batches that differ between trainers in number and size."""
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -11,35 +12,37 @@ from hybrid.dense.tensor_parallel import gather_rows
 
 
 def align_batches(
-    batches: Iterable[Batch], empty: Batch, group: dist.ProcessGroup, num_tasks: int = 1
+    batches: Iterable[Batch],
+    empty: Batch,
+    group: dist.ProcessGroup,
+    num_tasks: int = 1,
+    until: float = math.inf,
 ) -> Iterator[Batch]:
     """Give all trainers the same number of steps, and each batch the totals of its step.
 
-    ``global_size`` becomes the number of samples of all trainers, and ``total_weights`` the sum of their
-    weights. A trainer without further batches gets empty batches, marked as ended, and so takes part in the
-    all-reduce of gradients. One batch is read ahead: its totals are summed while the caller takes a step.
+    ``global_size`` becomes the number of samples of all trainers, ``total_weights`` the sum of their weights,
+    and ``event_time`` the largest of their event times. A trainer without further batches gets empty batches,
+    marked as ended, and so takes part in the all-reduce of gradients.
 
     Args:
         group: all trainers, each of which must iterate.
         num_tasks: columns of the weights.
+        until: event time that ends the iteration, after the first step that reaches it.
     """
     remaining = iter(batches)
-
-    def read() -> tuple[Batch | None, Tensor, dist.Work | None]:
-        batch = next(remaining, None)
-        totals = torch.tensor(_sums(batch, num_tasks), dtype=torch.float64)
-        work = dist.all_reduce(totals, group=group, async_op=True) if group.size() > 1 else None
-        return batch, totals, work
-
-    ahead = read()
     while True:
-        batch, step_totals, work = ahead
-        if work is not None:
-            work.wait()
+        batch = next(remaining, None)
+        times = [0.0] * group.size()  # the sum over all trainers has the time of each
+        times[group.rank()] = -math.inf if batch is None else batch.event_time
+        step_totals = torch.tensor([*_sums(batch, num_tasks), *times], dtype=torch.float64)
+        if group.size() > 1:
+            dist.all_reduce(step_totals, group=group)
         if not step_totals[0]:
             return
-        ahead = read()
-        yield _with_totals(batch, empty, step_totals)
+        event_time = max(step_totals[2 + num_tasks :].tolist())
+        yield _with_totals(batch, empty, step_totals[: 2 + num_tasks])._replace(event_time=event_time)
+        if event_time >= until:
+            return
 
 
 def _sums(batch: Batch | None, num_tasks: int) -> list[float]:

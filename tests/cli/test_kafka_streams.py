@@ -78,3 +78,25 @@ def test_resume_with_another_topic_is_refused(kafka: MockKafka, tmp_path: Path) 
     ended = run(["launch", "--resume", "run", *stream(kafka, "second")], tmp_path)
     assert ended.code == 1
     assert "second" in ended.stderr
+
+
+def test_timestamps_of_messages_write_deltas(kafka: MockKafka, tmp_path: Path) -> None:
+    rng, num_steps = np.random.default_rng(8), 30
+    times = 1e9 + np.arange(SENT * num_steps) / 5 + rng.integers(15, size=(4, SENT * num_steps))
+    for partition in range(4):
+        kafka.send(
+            "timed",
+            partition,
+            [f"{n % 2},{n % 5},u{n % 9}" for n in range(SENT * num_steps)],
+            times[partition],
+        )
+    largest = np.maximum.accumulate(times.reshape(4, num_steps, SENT).max((0, 2)))
+    due = [s + 1 for s in range(1, num_steps) if largest[s] // 20 > largest[s - 1] // 20]
+    checkpoint = {"every_steps": 0, "deltas": "every(event_seconds = 20, seconds = 0)"}
+    # No other line of progress, so a call takes several steps.
+    more = settings(checkpoint=checkpoint, train={"log_every_steps": 100, "update": "lookahead"})
+    output_of(["launch", *common(kafka, "timed", "run"), *more], tmp_path)
+    first, *others = due
+    assert [each["step"] for each in records(tmp_path / "run", "checkpoint")] == [first, num_steps]
+    assert [each["step"] for each in records(tmp_path / "run", "delta")] == [*others, num_steps]
+    assert [each["num_samples"] for each in records(tmp_path / "run", "unit")] == [4 * SENT * num_steps]

@@ -4,18 +4,23 @@ import dataclasses
 import json
 import runpy
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from support.checkpoints import flip_a_bit
 from support.cluster import Clusters, small_config
 from support.commands import ROOT
-from support.stopped_runs import saved_steps, train
+from support.stopped_runs import InterruptedRunError, View, saved_steps, train
 from torch import Tensor
 
 import hybrid
@@ -27,7 +32,13 @@ from hybrid.config.validation import check_rules
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.inference import table_export
 from hybrid.inference.trained_module import TrainedModule
+from hybrid.loggers.record_file import METRICS_FILE, read_records
 from workers.cli import main
+from workers.cluster_task import TrainTask
+from workers.controller.shared_folders import SharedFolders
+from workers.controller.stream_session import StreamSession
+from workers.jobs.training_job import Training
+from workers.rendezvous.bootstrap import JoinedCluster
 
 TOTAL = 22
 Values = dict[str, Tensor]
@@ -233,7 +244,78 @@ def test_export_follows_a_run(
         main([*arguments, "--follow", "--dtype", "bfloat16"])
 
 
-@pytest.mark.parametrize("deltas", ["every(rows = 3)", "every(steps = 0, seconds = 0)", "every(-1)", "all"])
-def test_invalid_deltas_name_their_key(deltas: str) -> None:
+def train_stream(cluster: JoinedCluster, config: RunConfig, run: Path, last: int = 0, saved: int = 0) -> None:
+    """Train on a stream, or resume the run if it exists, as far as :class:`View` allows."""
+    sessions: list[StreamSession] = []
+
+    def make(*args: Any) -> StreamSession:
+        sessions.append(StreamSession(*args))
+        return sessions[-1]
+
+    job = Training(config, TrainTask(run, run.exists(), time.time()))
+    with View(run, last, saved) as view, patch("workers.jobs.training_job.StreamSession", make):
+        try:
+            job.run(cluster.topology, Path, view, SharedFolders([]))
+        except InterruptedRunError:
+            with closing(sessions[-1]):
+                pass
+
+
+def write_days(folder: Path) -> list[float]:
+    """Write two days of three files, whose rows are nearly in order; return the last time of each step."""
+    rng, last = np.random.default_rng(5), []
+    for day in range(2):
+        (folder / f"day={day}").mkdir(parents=True)
+        files = []
+        for part in range(3):  # a lane each, of which a step has 20 rows
+            times = 1e9 + 1000 * day + 7 * np.arange(400) // 3 + rng.exponential(9, size=400).round(2)
+            label = np.where(np.arange(400) < 100 * (part == 1), 7, times // 1 % 2)
+            rows = pa.table({"label": label, "user": times // 1 % 99, "price": times % 7, "at": times})
+            pq.write_table(rows, folder / f"day={day}/{part}.parquet")
+            valid = times[label < 7]  # the lane with fewer valid rows ends before the others
+            files.append(np.append(valid, np.full(400 - len(valid), -np.inf)))
+        last += np.array(files).reshape(3, -1, 20).max((0, 2)).tolist()
+    return last
+
+
+def test_event_time_writes_deltas_after_the_same_steps(clusters: Clusters, tmp_path: Path) -> None:
+    """Also with other numbers of trainers, while a checkpoint is written, and after a kill."""
+    log = tmp_path / "log"
+    largest = np.maximum.accumulate(write_days(log))
+    assert len(largest) == 40
+    expected = {s + 1 for s in range(1, 40) if largest[s] // 90 > largest[s - 1] // 90}
+    columns = {"dense": ("price",), "sparse": ("user",), "vocabulary": "grow", "max_invalid_fraction": 0.5}
+    stream = {"stream": f"files(lanes = 3, until = '{log / 'day=1'}', time = 'at')", "shuffle": "none"}
+    config = small_config(
+        data={"format": "parquet", "path": (str(log / "day=*"),), **stream, **columns},
+        train={"batch_size": 60, "epochs": 1},
+        checkpoint={"deltas": "every(event_seconds = 90, seconds = 0)", "every_steps": 7, "keep_last": 9},
+    )
+    for trainers, update, stops in ((1, "sync", ()), (2, "lookahead", (23,)), (3, "sync", (8, 33))):
+        run, cluster = tmp_path / f"run-{trainers}", clusters.get(trainers, 1)
+        sections = {"cluster": dataclasses.replace(config.cluster, trainers=trainers, workers=1)}
+        for stop in (*stops, 1000):  # the only line of progress, so a call takes many steps
+            train = dataclasses.replace(config.train, update=update, log_every_steps=stop)
+            cluster.run(train_stream, config.replace(train=train, **sections), run, stop, stop // 7 * 7)
+        records = read_records(run / METRICS_FILE)
+        steps = {k: [r["step"] for r in records if r["kind"] == k] for k in ("delta", "checkpoint")}
+        # The first one after each start is a checkpoint.
+        assert {*steps["delta"], *steps["checkpoint"]} == expected | {*range(7, 41, 7), 40}
+        assert len(steps["checkpoint"]) <= 7 + len(stops)
+
+
+STREAM = {"format": "csv", "path": ("x.csv",), "sparse": ("user",), "vocabulary": "grow", "stream": "files"}
+
+
+@pytest.mark.parametrize(
+    ("deltas", "data"),
+    [
+        *((text, {}) for text in ("every(rows = 3)", "every(steps = 0, seconds = 0)", "every(-1)", "all")),
+        ("every(event_seconds = 60)", {}),
+        ("every(event_seconds = 60)", STREAM),
+        ("every(event_seconds = 0)", {**STREAM, "stream": "files(time = 'at')"}),
+    ],
+)
+def test_invalid_deltas_name_their_key(deltas: str, data: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.deltas"):
-        check_rules(small_config(checkpoint={"deltas": deltas}))
+        check_rules(small_config(data=data, train={"epochs": 1}, checkpoint={"deltas": deltas}))

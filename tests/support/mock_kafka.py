@@ -1,6 +1,7 @@
 """A Kafka cluster of librdkafka, in this process; other processes reach it over loopback."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ class MockKafka:
         brokers = self._producer.list_topics(timeout=30).brokers.values()
         self.brokers = ",".join(f"{each.host}:{each.port}" for each in brokers)
 
-    def send(self, topic: str, partition: int, rows: Sequence[str | bytes | None]) -> None:
-        for row in rows:  # fewer than the 100,000 that the client holds
-            self._producer.produce(topic, row, partition=partition)
+    def send(
+        self, topic: str, partition: int, rows: Sequence[str | bytes | None], times: Sequence[float] = ()
+    ) -> None:
+        """Send messages, perhaps with timestamps in seconds; fewer than the 100,000 that the client holds."""
+        for row, seconds in zip_longest(rows, times, fillvalue=0):
+            self._producer.produce(topic, row, partition=partition, timestamp=int(1000 * seconds))
         assert not self._producer.flush(30)

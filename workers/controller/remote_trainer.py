@@ -1,6 +1,7 @@
 """The trainer of a job: a dense net or a part of it, a slice of the data, and stubs of all tables."""
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -52,6 +53,7 @@ class TrainerReport:
     labels: Tensor
     phase_seconds: dict[str, float]  # time by phase
     skipped_steps: int  # number of steps without an update
+    event_time: float = -math.inf  # the largest event time of the rows of the steps, of all trainers
 
 
 def make_loader(config: RunConfig, dataset: PreparedDataset, trainer: int, is_training: bool) -> BatchLoader:
@@ -155,20 +157,25 @@ class Trainer:
         self._stream = self._reader.batches()
         self._begin_aligned(self._stream, steps_before)
 
-    def train_on_unit(self, num_steps: int, steps_before: int) -> TrainerReport:
-        """Take up to ``num_steps`` steps of the opened unit; fewer if the unit ends."""
+    def train_on_unit(self, num_steps: int, steps_before: int, until: float = math.inf) -> TrainerReport:
+        """Take up to ``num_steps`` steps of the opened unit; fewer if it ends.
+
+        Args:
+            until: event time that ends the call, after the first step that reaches it.
+        """
         if self._config.data.is_topic:  # no look-ahead: the rows of later steps may come later
             assert self._stream is not None
-            self._begin_aligned(itertools.islice(self._stream, num_steps), steps_before)
-        report = self._train(num_steps)
-        if len(report.losses) < num_steps:
+            self._begin_aligned(itertools.islice(self._stream, num_steps), steps_before, until)
+        report = self._train(num_steps, until)
+        if len(report.losses) < num_steps and report.event_time < until:
             self._engine.feed.rejoin()
         return report
 
-    def _begin_aligned(self, batches: Iterable[Batch], steps_before: int) -> None:
+    def _begin_aligned(self, batches: Iterable[Batch], steps_before: int, until: float = math.inf) -> None:
         """Continue with batches whose number and sizes may differ between trainers."""
         empty, num_tasks = Batch.empty(*self._spec.sizes), len(self._config.all_tasks)
-        self._engine.feed.begin(align_batches(batches, empty, self._group, num_tasks), steps_before)
+        aligned = align_batches(batches, empty, self._group, num_tasks, until)
+        self._engine.feed.begin(aligned, steps_before)
 
     def lane_positions(self, step: int) -> dict[int, LanePosition]:
         """Return the position of each lane of this trainer after ``step`` steps of the opened unit."""
@@ -180,14 +187,14 @@ class Trainer:
         assert self._reader is not None
         return self._reader.invalid_rows()
 
-    def _train(self, num_steps: int) -> TrainerReport:
+    def _train(self, num_steps: int, until: float = math.inf) -> TrainerReport:
         model = self._engine.model
         model.module.train()
         tasks = [*self._config.all_tasks.values()]
         losses: list[float] = []
         outputs: list[Tensor] = []
         labels: list[Tensor] = []
-        skipped_steps = 0
+        skipped_steps, event_time = 0, -math.inf
         for batch, micro_batches in self._engine.steps(num_steps):
             step, losses_M, outputs_M = self._engine.feed.step, [], []
             for each in micro_batches:
@@ -209,9 +216,13 @@ class Trainer:
             outputs.append(split_outputs(torch.cat(outputs_M), [task.num_outputs for task in tasks])[0])
             labels.append(labels_B)
             skipped_steps += scale is None
+            event_time = max(event_time, batch.event_time)
+            if event_time >= until:
+                self._clock.end_step()
+                break
         # Both lists are empty if no trainer has a batch.
         outputs_N, labels_N = (torch.cat(each) if each else torch.empty(0) for each in (outputs, labels))
-        return TrainerReport(losses, outputs_N, labels_N, self._clock.take(), skipped_steps)
+        return TrainerReport(losses, outputs_N, labels_N, self._clock.take(), skipped_steps, event_time)
 
     def evaluate(self, split: str, first_step: int, num_steps: int, steps_before: int) -> Predictions:
         """Return predictions for this trainer's slice of a split, for at least one step."""

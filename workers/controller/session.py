@@ -357,6 +357,7 @@ class DatasetSession(Session):
 
     Attributes:
         ended_unit: the name of the unit of a stream that has ended, until the caller removes it.
+        is_delta_due: whether the event time of the last step of a stream makes a delta due.
         steps_per_epoch: number of steps of a pass over all training samples.
         reports: reports of the samples of each split.
         best_auc: the best reachable AUC of the first task on the test samples; None if it is unknown, or
@@ -365,6 +366,7 @@ class DatasetSession(Session):
     """
 
     ended_unit = ""
+    is_delta_due = False
 
     def __init__(
         self,

@@ -90,7 +90,7 @@ class StreamSession(DatasetSession):
 
     def is_ready(self, step: int) -> bool:
         """Return whether there are rows for the next step; else wait for a moment, or end the run."""
-        cursor = self._cursor
+        cursor, self.is_delta_due = self._cursor, False
         has_rows = cursor.has_rows()
         if cursor.unit is not None and not self._is_open:
             self._is_open = True
@@ -110,13 +110,14 @@ class StreamSession(DatasetSession):
         return has_rows
 
     def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[TrainerReport]:
-        """Take some steps of the unit on all trainers, for which all rows are there; fewer if it ends."""
-        num_steps = min(num_steps, self._cursor.num_ready)
+        """Take some steps of the unit on all trainers; fewer if rows are missing or a delta is due."""
+        num_steps, until = min(num_steps, self._cursor.num_ready), self._cursor.delta_time
         timeout = self._timeout_seconds(num_steps)
-        reports = self._on_trainers(timeout, Trainer.train_on_unit, num_steps, steps_before)
-        count = len(reports[0].losses)
+        reports = self._on_trainers(timeout, Trainer.train_on_unit, num_steps, steps_before, until)
+        count, event_time = len(reports[0].losses), reports[0].event_time
         self._cursor.advance(count)
-        if count < num_steps and self.unit is not None:
+        self.is_delta_due = self._cursor.is_delta_due(event_time)
+        if count < num_steps and event_time < until and self.unit is not None:
             self._end_unit(self.unit)
         return reports
 

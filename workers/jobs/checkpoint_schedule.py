@@ -170,6 +170,7 @@ class TrainingState(NamedTuple):
     metrics: Metrics | None  # metrics of the last evaluation, if there was one
     counts: RunCounts
     owes_evaluation: bool = False  # whether an evaluation of this step is due and not done
+    is_delta_due: bool = False  # whether the event time of this step makes a delta due
 
 
 class _PendingCheckpoint(NamedTuple):
@@ -189,7 +190,8 @@ class Checkpoints:
 
     If one of them cannot be written, a warning is shown and training continues. Only the last checkpoint of
     a run must succeed. After a start, a resume or a failure, a checkpoint is written instead of the first
-    delta, and starts a new chain of deltas. A delta that is due while a checkpoint is written waits.
+    delta, and starts a new chain of deltas. A delta that is due while a checkpoint is written waits for a
+    later step, unless it is due by event time: then training waits.
     """
 
     session: Session
@@ -229,13 +231,15 @@ class Checkpoints:
             is_evaluated: whether ``now.metrics`` belong to this step.
             is_waiting: whether the run waits for rows. A checkpoint is then due by time only.
         """
+        if now.is_delta_due:
+            self.finish()
         expected = self.expected_best
         is_best = is_evaluated and self._choose_best(now, expected) != expected
         steps, minutes = self.section.every_steps, self.section.every_minutes
         is_due = steps and now.step % steps == 0 and not is_waiting
         is_late = minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes
         is_due = is_due or (is_late and now.step != self.saved_step)
-        chain, is_delta_due = self._chain, self._is_delta_due(now.step)
+        chain, is_delta_due = self._chain, self._is_delta_due(now)
         is_due = is_due or (is_delta_due and (chain is None or len(chain.deltas) >= _MAX_DELTAS))
         if is_best or is_due:
             start = time.perf_counter()
@@ -299,13 +303,14 @@ class Checkpoints:
     def _has_deltas(self) -> bool:
         return self.section.delta_call.name != "none"
 
-    def _is_delta_due(self, step: int) -> bool:
+    def _is_delta_due(self, now: TrainingState) -> bool:
         last = self.saved_step if self._chain is None else self._chain.last.step
-        if not self._has_deltas or self._pending is not None or step == last:
+        if not self._has_deltas or self._pending is not None or now.step == last:
             return False
         call = self.section.delta_call
         is_due_by_time = 0 < call["seconds"] <= time.monotonic() - self._delta_begun_at
-        return bool(is_due_by_time or 0 < call["steps"] <= step - self._delta_step)
+        is_due_by_steps = 0 < call["steps"] <= now.step - self._delta_step
+        return bool(now.is_delta_due or is_due_by_time or is_due_by_steps)
 
     def _write_delta(self, now: TrainingState) -> None:
         """Write a delta before a full checkpoint, so that followers need not read the checkpoint."""

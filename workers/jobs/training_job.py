@@ -297,7 +297,8 @@ class Training:
 
     def _state(self, session: DatasetSession) -> TrainingState:
         epochs_done = self._step // session.steps_per_epoch
-        return TrainingState(self._step, epochs_done, self._metrics, self._counts, self._owes_evaluation)
+        state = self._step, epochs_done, self._metrics, self._counts
+        return TrainingState(*state, self._owes_evaluation, session.is_delta_due)
 
     def _steps_of_next_call(self, within: int, per_epoch: int, total: int) -> int:
         """Return the number of steps until a log line, evaluation, checkpoint, stop check, or the end."""

@@ -200,7 +200,7 @@ def sparse_features(
 def block_batch(block: EncodedBlock, spec: InputSpec, targets: Targets | None = None) -> Batch:
     """Return all samples of a block; without targets, labels are NaN."""
     size = len(block.dense_BF)
-    labels_BT, weights_BT, groups_B = targets or Targets(np.full((size, 1), np.nan, np.float32))
+    labels_BT, weights_BT, groups_B, times_B = targets or Targets(np.full((size, 1), np.nan, np.float32))
     return Batch(
         torch.from_numpy(block.dense_BF),
         sparse_features(block.ids_BK, block.bags, spec.sparse_features),
@@ -208,6 +208,7 @@ def block_batch(block: EncodedBlock, spec: InputSpec, targets: Targets | None = 
         size,
         weights=None if weights_BT is None else _by_task(weights_BT),
         groups=None if groups_B is None else torch.from_numpy(groups_B),
+        event_time=-np.inf if times_B is None else float(times_B.max(initial=-np.inf)),
     )
 
 

@@ -153,6 +153,7 @@ def create_file_section(config: RunConfig, files: Sequence[StoragePath], spec: I
         sparse=tuple(f.name for f in spec.sparse_features),
         split="none",
         validation="none",
+        stream="none",
     )
     if data.format == "csv":
         for feature, column in zip(spec.sparse_features, columns_of(data, config.columns)[1], strict=True):

@@ -312,4 +312,7 @@ class PartitionReader:
                 # A topic has no end, so the fraction is checked once there are enough messages for one.
                 if num_read > MAX_LEADING_INVALID:
                     self._log.finish()
-                yield block_batch(self._encoder.encode(block), spec, block.targets)
+                batch = block_batch(self._encoder.encode(block), spec, block.targets)
+                if not self._config.data.time_column:
+                    batch = batch._replace(event_time=max(each.timestamp()[1] for each in messages) / 1000)
+                yield batch

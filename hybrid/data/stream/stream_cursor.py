@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,6 +23,7 @@ from hybrid.storage.file_formats import parse_fields
 STREAM = "stream"  # the position in the stream, in the progress of a checkpoint
 _UNREPORTED_SECONDS = 2.0  # of a wait
 _SLEEP_SECONDS = 0.1
+_NO_TIME = -sys.float_info.max  # lower than any event time, but finite, as JSON requires
 
 
 class StreamCursor:
@@ -41,6 +44,7 @@ class StreamCursor:
         is_waiting: whether the run has waited so long for rows that the wait was reported.
         is_over: whether the run has waited in vain.
         bad_rows: the invalid rows so far.
+        delta_time: the event time that makes the next delta due; infinite without ``event_seconds``.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class StreamCursor:
         self.num_ready = 0
         self.is_waiting = self.is_over = False
         self.bad_rows = self._bad_rows_before = NO_INVALID_ROWS  # before: of earlier units
+        self._event_seconds: float = config.checkpoint.delta_call.arguments.get("event_seconds", 0.0)
+        self.delta_time = _NO_TIME if self._event_seconds else math.inf
         self.source = open_source(config, warn)
         self._wait_start: float | None = None
         self._search_at = 0.0  # when the source is searched again
@@ -100,6 +106,16 @@ class StreamCursor:
         self.num_ready -= num_steps
         self.unit = advance(self._config, self.unit, num_steps)
 
+    def is_delta_due(self, event_time: float) -> bool:
+        """Return whether a step makes a delta due; if so, choose the next multiple of ``event_seconds``.
+
+        The result depends only on the steps so far. The first event time only determines the first multiple.
+        """
+        reached = self.delta_time
+        if event_time >= reached:
+            self.delta_time = (event_time // self._event_seconds + 1) * self._event_seconds
+        return event_time >= reached > _NO_TIME
+
     def set_lanes(self, positions: Mapping[int, LanePosition]) -> None:
         """Set the position of each lane after the steps taken; a topic has none."""
         if self.unit is not None and positions:
@@ -124,7 +140,8 @@ class StreamCursor:
     def pack(self) -> dict[str, Any]:
         """Return the position for the progress of a checkpoint."""
         last = None if self.last is None else asdict(replace(self.last, files=(), lanes=()))
-        return {STREAM: {"unit": None if self.unit is None else asdict(self.unit), "last": last}}
+        delta_time = {"delta_time": self.delta_time} if self._event_seconds else {}
+        return {STREAM: {"unit": self.unit and asdict(self.unit), "last": last, **delta_time}}
 
     def restore(self, stored: Checkpoint) -> None:
         """Continue where a checkpoint was taken; CheckpointError if it has no position in a stream."""
@@ -132,6 +149,8 @@ class StreamCursor:
             position = stored.manifest.progress[STREAM]
             units = (position["unit"], position["last"])
             self.unit, self.last = (None if u is None else parse_fields(StreamUnit, dict(u)) for u in units)
+            if self._event_seconds:
+                self.delta_time = max(_NO_TIME, float(position.get("delta_time", _NO_TIME)))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             lacks = f"{stored.folder}: has no position in a stream ({error})"
             rule = "keep data.stream as it was, or start a new run with train.initial"

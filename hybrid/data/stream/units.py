@@ -33,6 +33,7 @@ from hybrid.data.encode.fitting import (
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.input_files import InputFile, expand, list_files, path_parts
 from hybrid.data.parse.sources import RawBlock, Segment, parse, read_segment, split_files
+from hybrid.data.values.invalid_rows import InvalidRowLog
 from hybrid.errors import DataError
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import parse_path
@@ -120,15 +121,18 @@ class Files:
         return sys.maxsize  # trainers find the end of the unit
 
     def sample(self, unit: StreamUnit | None) -> Iterator[RawBlock]:
-        """Yield the first block of up to 32 segments, evenly spread."""
+        """Yield the first block of up to 32 segments, evenly spread; DataError if no row is valid."""
         if unit is None:
             paths = ", ".join(self._config.data.path)
             raise DataError(f"{paths}: no complete file or folder; check {PATH_KEYS[TRAIN]} and data.stream")
         layout = stream_layout(self._config)
-        segments = unit.segments(layout)
+        segments, log = unit.segments(layout), InvalidRowLog(1.0)
         for index in np.unique(np.linspace(0, len(segments) - 1, _SAMPLED_BLOCKS).astype(int)).tolist():
             for table in islice(read_segment(segments[index], layout, BLOCK_ROWS, BLOCK_BYTES), 1):
-                yield parse(segments[index].path, table, layout)[0]
+                block, invalid = parse(segments[index].path, table, layout)
+                log.add(segments[0].path, len(block.source_rows_B), invalid)
+                yield block
+        log.check_file()
 
     def wait_hours(self, last: StreamUnit | None) -> float:
         is_last = last is not None and last.name == self._until

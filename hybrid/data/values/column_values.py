@@ -47,7 +47,7 @@ _LIST = r"^[\[({][^\[\](){}]*[\])}]$"
 # Year, month, day, and perhaps hour and minute. Such a number could also mean seconds.
 _MONTH_DAY, _HOUR = "(0[1-9]|1[0-2])(0[1-9]|[12][0-9]|3[01])", "([01][0-9]|2[0-3])"
 _DIGITS = f"^((19[7-9]|20[0-9])[0-9]{_MONTH_DAY}({_HOUR}([0-5][0-9])?)?|[0-9]{{2}}{_MONTH_DAY}{_HOUR}?)$"
-_MAX_SECONDS = 253_402_300_800  # the year 10000; larger numbers have another unit, such as milliseconds
+MAX_SECONDS = 253_402_300_800  # the year 10000; larger numbers have another unit, such as milliseconds
 _DAY = 86_400
 _LOCAL_TIME = r"^(?P<time>.{10}(?:[ T][0-9:]{5,8}(?:[.][0-9]{1,6})?)?)"  # a time without its zone
 
@@ -210,7 +210,7 @@ def parse_seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, 
     if not pa.types.is_temporal(column.type):
         return parse_numbers(column, missing)
     whole_seconds = column.cast(pa.timestamp("s"), safe=False).cast(pa.int64())
-    wrong_B = np.abs(pc.fill_null(whole_seconds, 0).to_numpy()) >= _MAX_SECONDS  # beyond the year 9999
+    wrong_B = np.abs(pc.fill_null(whole_seconds, 0).to_numpy()) >= MAX_SECONDS  # beyond the year 9999
     column = pc.if_else(pa.array(wrong_B), None, column)
     if getattr(column.type, "tz", None):
         column = pc.local_timestamp(column)
@@ -255,7 +255,7 @@ def parse_date_parts(
         wrong_B = np.isnan(seconds_B) & np.asarray(coded.is_valid())
     else:
         seconds_B, wrong_B = parse_seconds(column, missing)
-    wrong_B |= np.abs(seconds_B) >= _MAX_SECONDS
+    wrong_B |= np.abs(seconds_B) >= MAX_SECONDS
     seconds_B[wrong_B] = np.nan
     return (seconds_B % _DAY // 3600 if kind == "hour" else (seconds_B // _DAY + 3) % 7), wrong_B
 

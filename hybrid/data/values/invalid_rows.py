@@ -44,6 +44,7 @@ class Reason(StrEnum):
     ID_WEIGHT = "wrong_weight", "check the separators of the columns whose kind is weighted"
     MANY = "too_many_ids", "set max_ids higher, or too_many_ids of the column"
     SPLIT = "no_split_value", "check data.split and data.validation"
+    TIME = "no_event_time", "check time in data.stream, and data.missing"
 
 
 class InvalidRow(NamedTuple):

@@ -21,7 +21,7 @@ from hybrid.config.data_sections import GROW, Column
 from hybrid.config.sections import tasks_of
 from hybrid.data.values import column_values
 from hybrid.data.values.canonical import hash_texts
-from hybrid.data.values.column_values import MAX_VALUE_BYTES, Mask, Numbers, Values, is_list
+from hybrid.data.values.column_values import MAX_SECONDS, MAX_VALUE_BYTES, Mask, Numbers, Values, is_list
 from hybrid.data.values.invalid_rows import InvalidRow, Reason, format_cell
 from hybrid.errors import ConfigError
 
@@ -73,6 +73,14 @@ class ColumnReader:
         times_B, wrong_B = column_values.parse_seconds(self.flat_column(name, key), self.missing)
         expected = "a number, or a date such as 2024-01-31 09:30:00"
         self.reject(wrong_B | np.isnan(times_B), Reason.SPLIT, name, expected)
+        return times_B
+
+    def event_times(self, name: str) -> Numbers:
+        """Return a column of event times, in seconds since 1970; reject rows without one."""
+        column = self.flat_column(name, "data.stream")
+        times_B, wrong_B = column_values.parse_seconds(column, self.missing)
+        wrong_B |= ~(np.abs(times_B) < MAX_SECONDS) | column_values.find_digit_dates(column, self.missing)
+        self.reject(wrong_B, Reason.TIME, name, _DATE)
         return times_B
 
     def hashes(self, name: str, key: str, reason: Reason, expected: str) -> npt.NDArray[np.int64]:
@@ -204,6 +212,7 @@ class Targets(NamedTuple):
     # 0 where a mask excludes a sample; None if all samples have the same weight.
     weights_BT: npt.NDArray[np.float32] | None = None
     groups_B: npt.NDArray[np.int64] | None = None  # a hash of the group; None without groups
+    times_B: Numbers | None = None  # event times, in seconds since 1970; None without a column of them
 
     def select(self, rows: npt.NDArray[np.bool_ | np.int64]) -> Targets:
         """Return the samples of a mask, or of indices."""
@@ -215,7 +224,7 @@ class TargetSpec:
     """The targets of a run."""
 
     tasks: Mapping[str, TaskSection]  # tasks by name, each with its label column
-    data: DataSection  # the section that names the columns of weights and groups
+    data: DataSection  # the section that names the columns of weights, groups and event times
     is_implied: bool  # whether there are no sections [tasks.NAME], so that data.label is the only task
 
     @classmethod
@@ -228,7 +237,8 @@ class TargetSpec:
 
     def columns(self) -> list[tuple[str, str]]:
         """Return pairs of a configuration key and the column that the key names."""
-        named = [("data.weight", self.data.weight), ("data.group", self.data.group)]
+        data = self.data
+        named = [("data.weight", data.weight), ("data.group", data.group), ("data.stream", data.time_column)]
         for name, task in self.tasks.items():
             named.append(("data.label" if self.is_implied else f"tasks.{name}.label", task.label))
             named.append((f"tasks.{name}.mask", task.mask))
@@ -238,7 +248,7 @@ class TargetSpec:
         data = self.data
         labels_T, counts_T = zip(*(self._task(task, reader) for task in self.tasks.values()), strict=True)
         labels_BT = np.stack(labels_T, axis=1).astype(np.float32)
-        weights_BT = groups_B = None
+        weights_BT = groups_B = times_B = None
         if self.has_weights:
             samples_B = np.ones(len(labels_BT), np.float32)
             if data.weight:
@@ -249,7 +259,9 @@ class TargetSpec:
             weights_BT = np.stack(counts_T, axis=1) * samples_B[:, None]
         if data.group:
             groups_B = reader.hashes(data.group, "data.group", Reason.GROUP, "the group of the sample")
-        return Targets(labels_BT, weights_BT, groups_B)
+        if data.time_column:
+            times_B = reader.event_times(data.time_column)
+        return Targets(labels_BT, weights_BT, groups_B, times_B)
 
     def _task(self, task: TaskSection, reader: ColumnReader) -> tuple[npt.NDArray[Any], Mask]:
         """Return the labels of a task, and a mask of the samples that it uses."""

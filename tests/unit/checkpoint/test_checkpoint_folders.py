@@ -4,8 +4,11 @@ import errno
 import json
 import math
 import os
+import shutil
+import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +301,25 @@ def test_verification_finds_one_altered_bit(folder: Path, name: str) -> None:
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=f"^{folder / name}: .*No such file"):
         checkpoint.manifest.verify(folder)
+
+
+def test_unchanged_file_is_verified_once(folder: Path, tmp_path: Path) -> None:
+    """Also as a hard link in another folder. A new file may change within the resolution of its time."""
+    manifest, path, linked = Checkpoint.open(folder).manifest, folder / SHARDS[0], tmp_path / "linked"
+    shutil.copytree(folder, linked, copy_function=os.link)
+    now, checked = time.time(), pytest.raises(CheckpointError, match=path.name)
+    for at, changed_at, check in (
+        (now, now, checked),
+        (now - 60, now - 60, nullcontext()),
+        (now - 60, now - 50, checked),
+    ):
+        os.utime(path, (at, at))
+        manifest.verify(folder)
+        flip_a_bit(path)
+        os.utime(path, (changed_at, changed_at))
+        with check:
+            manifest.verify(linked)
+        flip_a_bit(path)
 
 
 @pytest.mark.parametrize(

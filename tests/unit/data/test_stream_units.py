@@ -257,3 +257,15 @@ def test_what_needs_all_rows_is_refused(key: str, value: str | int) -> None:
     with pytest.raises(ConfigError) as caught:
         configure("log", "parquet", f"{key} = {text}")
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("column", "error"), [("nope", ConfigError), ("tags", ConfigError), ("item", DataError)]
+)
+def test_column_that_is_missing_or_has_no_times_is_refused(
+    column: str, error: type[Exception], tmp_path: Path
+) -> None:
+    write(tmp_path / "a.parquet", table(1, 900))
+    config = configure(str(tmp_path), "parquet", f"data.stream = \"files(time = '{column}')\"")
+    with pytest.raises(error, match=rf"(?s){column}.*data\.stream|data\.stream.*{column}"):
+        first_unit(config)
